@@ -1,0 +1,130 @@
+"""The project's checks, one nox session each: `nox -l` is the menu, plain `nox` the quick part.
+
+Versions and dependency groups come from pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tarfile
+import zipfile
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.sessions = ["lint", "typing", "tests"]
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.error_on_missing_interpreters = True
+
+PYPROJECT = nox.project.load_toml("pyproject.toml")
+PROJECT = PYPROJECT["project"]
+OLDEST_PYTHON = PROJECT["requires-python"].replace(">=", "")
+
+
+def group(*names: str) -> tuple[str, ...]:
+    """List the requirements of these dependency groups of pyproject.toml."""
+    return nox.project.dependency_groups(PYPROJECT, *names)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the tests on this Python with the pinned torch."""
+    session.install("-e", ".[plot]", *group("test", "torch"))
+    session.run("python", "-m", "pytest", *session.posargs)
+
+
+# Today's virtualenv can't make an environment of Python 3.8, that Python's own venv can.
+@nox.session(python=OLDEST_PYTHON, venv_backend="venv")
+def minimums(session: nox.Session) -> None:
+    """Run the tests on the oldest Python with the oldest dependencies we promise."""
+    promised = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["plot"]
+    floors = [requirement.replace(">=", "==") for requirement in promised]
+    # torch 2.0 was built against NumPy 1 and can't hand arrays over to NumPy 2.
+    session.install("-e", ".[plot]", *floors, "numpy<2", *group("test"))
+    session.run("python", "-m", "pytest", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and formatting with ruff."""
+    session.install(*group("lint"))
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+
+
+@nox.session
+def typing(session: nox.Session) -> None:
+    """Check types with mypy."""
+    session.install("-e", ".[plot]", *group("typing", "torch"))
+    session.run("mypy")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Run every Python snippet of README.md and docs/, and the doctests of ipufit."""
+    session.install("-e", ".[examples]", *group("docs", "torch"))
+    plugin = ("-p", "tests.docs_snippets")
+    pages = ("README.md", "docs", "ipufit")
+    session.run("python", "-m", "pytest", "--doctest-modules", *plugin, *pages, *session.posargs)
+
+
+@nox.session
+def examples(session: nox.Session) -> None:
+    """Run every script of examples/."""
+    run_scripts(session, *sorted(Path("examples").glob("*.py")))
+
+
+@nox.session
+def digits(session: nox.Session) -> None:
+    """Train on the handwritten digits: examples/digits.py, the README's first command."""
+    run_scripts(session, Path("examples", "digits.py"))
+
+
+def run_scripts(session: nox.Session, *scripts: Path) -> None:
+    """Run scripts with what the extra `examples` installs, drawing to files only."""
+    session.install("-e", ".[examples]", *group("torch"))
+    for script in scripts:
+        session.run("python", script, env={"MPLBACKEND": "Agg"})
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Build the sdist and the wheel into dist/, check them, import the wheel in a bare venv."""
+    session.install(*group("build"))
+    dist = Path("dist")
+    shutil.rmtree(dist, ignore_errors=True)
+    session.run("python", "-m", "build", "--sdist", "--wheel")
+    (sdist,) = dist.resolve().glob("*.tar.gz")
+    (wheel,) = dist.resolve().glob("*.whl")
+
+    with tarfile.open(sdist) as archive:
+        in_sdist = {Path(name).parts[1] for name in archive.getnames()}
+    if lacking := {"docs", "examples", "tests"} - in_sdist:
+        session.error(f"{sdist.name} must hold docs, examples and tests, but lacks {lacking}.")
+
+    in_wheel = wheel_files(wheel)
+    if "ipufit/py.typed" not in in_wheel:
+        session.error(f"{wheel.name} must hold ipufit/py.typed, but holds only {sorted(in_wheel)}.")
+    if strays := [name for name in in_wheel if not name.startswith(("ipufit/", "ipufit-"))]:
+        session.error(f"{wheel.name} must hold nothing but ipufit, but holds {strays}.")
+
+    scratch = Path(session.create_tmp()).resolve()
+    session.run("python", "-m", "pip", "wheel", "--no-deps", "--wheel-dir", scratch, sdist)
+    if wheel_files(scratch / wheel.name) != in_wheel:
+        session.error(f"{sdist.name} must build the wheel that the checkout builds, but does not.")
+
+    bare = scratch / "bare"
+    session.run("python", "-m", "venv", "--clear", bare)
+    python = str(bare / "bin" / "python")
+    session.run(python, "-m", "pip", "install", "--quiet", wheel, *group("torch"), external=True)
+    session.chdir(scratch)  # the checkout must not be what is imported
+    show = "import ipufit; print('ipufit', ipufit.__version__, 'from', ipufit.__file__)"
+    session.run(python, "-I", "-c", show, external=True)
+
+
+def wheel_files(path: Path) -> dict[str, int]:
+    """Map each file of a wheel to the checksum of its contents."""
+    with zipfile.ZipFile(path) as archive:
+        return {entry.filename: entry.CRC for entry in archive.infolist()}
