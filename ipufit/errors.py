@@ -1,0 +1,138 @@
+"""Everything ipufit raises on purpose.
+
+::
+
+    IpufitError
+    ├── ConfigurationError (ValueError)   an argument that cannot work
+    │   ├── PlanError                     the batch algebra does not fit; carries every fault
+    │   ├── UnknownNameError              a misspelt optimizer, loss or metric; carries the nearest
+    │   ├── LossError                     the loss can't be differentiated or reduced
+    │   ├── MetricError                   a metric can't take the outputs and targets
+    │   └── OptimizerError                the optimizer can't be traced or doesn't fit the module
+    ├── NotCompiledError (RuntimeError)   fit, evaluate or predict before compile
+    ├── DataError (ValueError)            a batch that cannot be fed; nothing of it was used
+    ├── CaptureError (RuntimeError)       the module can't become one program; carries file and line
+    └── NonFiniteLossError (ArithmeticError)  NaN or infinity; carries the update
+
+Every message has three beats: what was expected, what came, what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Dict, Iterable, Optional, Sequence
+
+__all__ = [
+    "CaptureError",
+    "ConfigurationError",
+    "DataError",
+    "IpufitError",
+    "LossError",
+    "MetricError",
+    "NonFiniteLossError",
+    "NotCompiledError",
+    "OptimizerError",
+    "PlanError",
+    "UnknownNameError",
+]
+
+
+class IpufitError(Exception):
+    """Base of every error that ipufit raises on purpose."""
+
+
+class ConfigurationError(IpufitError, ValueError):
+    """An argument, or a combination of arguments, that cannot work."""
+
+
+class PlanError(ConfigurationError):
+    """The batch algebra does not fit together.
+
+    Attributes:
+        faults: one line per fault, all of them, in the order of the arguments.
+        suggestion: keyword arguments that, put in place of the faulty ones, are accepted.
+    """
+
+    def __init__(
+        self, faults: Sequence[str], suggestion: Optional[Dict[str, object]] = None
+    ) -> None:
+        self.faults = tuple(faults)
+        self.suggestion = dict(suggestion or {})
+        super().__init__("\n".join(self.faults))
+
+
+class UnknownNameError(ConfigurationError):
+    """A name that ipufit does not know.
+
+    Attributes:
+        name: the name that came.
+        known: the names that are known, sorted.
+        nearest: the most similar known name, or None if nothing is near.
+    """
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
+        self.name = name
+        self.known = tuple(sorted(known))
+        folded = {k.lower().replace("_", ""): k for k in self.known}
+        near = difflib.get_close_matches(
+            name.lower().replace("_", ""), list(folded), n=1, cutoff=0.6
+        )
+        self.nearest = folded[near[0]] if near else None
+        advice = f"Did you mean {self.nearest!r}? " if self.nearest else ""
+        super().__init__(
+            f"unknown {kind} {name!r}. {hint}{advice}Known names: {', '.join(self.known)}."
+        )
+
+
+class LossError(ConfigurationError):
+    """The loss is not one scalar, or no trainable parameter feeds it."""
+
+
+class MetricError(ConfigurationError):
+    """A metric cannot take the module's outputs and the targets."""
+
+
+class OptimizerError(ConfigurationError):
+    """The optimizer does not belong to the module, or its update can't be traced."""
+
+
+class NotCompiledError(IpufitError, RuntimeError):
+    """``fit``, ``evaluate`` or ``predict`` was called before ``compile``."""
+
+
+class DataError(IpufitError, ValueError):
+    """A batch that cannot be fed to the program. It is raised before the batch is used."""
+
+
+class CaptureError(IpufitError, RuntimeError):
+    """The module can't be turned into one program.
+
+    Attributes:
+        file: the user's file in which it happened, or None when no user frame was on the stack.
+        line: the line in that file.
+    """
+
+    def __init__(
+        self, message: str, file: Optional[str] = None, line: Optional[int] = None
+    ) -> None:
+        self.file = file
+        self.line = line
+        super().__init__(message)
+
+
+class NonFiniteLossError(IpufitError, ArithmeticError):
+    """The loss became NaN or infinite.
+
+    The weights, buffers and optimizer state are those from before the update named here.
+
+    Attributes:
+        update: index of the weight update, counted from 0 over the life of the compiled model.
+        value: the loss that came.
+        epoch: index of the epoch, set by the training loop.
+    """
+
+    def __init__(self, message: str, update: int, value: float) -> None:
+        self.update = update
+        self.value = value
+        self.epoch: Optional[int] = None
+        super().__init__(message)
