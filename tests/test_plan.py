@@ -7,7 +7,7 @@ import doctest
 import enum
 import itertools
 import re
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Sequence
 
 import numpy as np
 import pytest

@@ -1,0 +1,185 @@
+"""The named metrics: one value for every element, from which an epoch's mean is made."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from typing import Callable, Dict, Tuple
+
+from torch import Tensor
+from torch.nn import functional
+
+from ipufit.errors import MetricError, UnknownNameError
+from ipufit.losses import describe_tensor, shape_advice
+
+__all__ = ["Values", "lookup"]
+
+# The target that cross_entropy leaves out by default; a metric beside it must leave out the same.
+IGNORED_CLASS = -100
+
+# From the metric's name (for messages), prediction and target.
+Values = Callable[[str, Tensor, Tensor], Tensor]
+
+
+def _same_shape(name: str, prediction: Tensor, target: Tensor) -> None:
+    if prediction.shape != target.shape:
+        raise MetricError(
+            f"metric {name!r} needs prediction and target of one shape, got prediction "
+            f"{tuple(prediction.shape)} and target {tuple(target.shape)}. "
+            f"{shape_advice(prediction, target)}"
+        )
+
+
+def _squared_error(name: str, prediction: Tensor, target: Tensor) -> Tensor:
+    _same_shape(name, prediction, target)
+    return (prediction.double() - target.double()).square()
+
+
+def _absolute_error(name: str, prediction: Tensor, target: Tensor) -> Tensor:
+    _same_shape(name, prediction, target)
+    return (prediction.double() - target.double()).abs()
+
+
+def _takes_indices(prediction: Tensor, target: Tensor) -> bool:
+    """Whether the target holds one class index for each prediction over at least two classes."""
+    return (
+        prediction.dim() > 1
+        and prediction.shape[1] > 1
+        and target.shape == prediction.shape[:1] + prediction.shape[2:]
+        and not target.is_floating_point()
+    )
+
+
+def _check_indices(name: str, prediction: Tensor, target: Tensor) -> None:
+    if not _takes_indices(prediction, target):
+        raise MetricError(
+            f"metric {name!r} needs a prediction of shape (batch, classes, ...) and integer class "
+            f"indices of shape (batch, ...), got prediction of {describe_tensor(prediction)} and "
+            f"target of {describe_tensor(target)}. {_index_advice(prediction, target)}"
+        )
+
+
+def _index_advice(prediction: Tensor, target: Tensor) -> str:
+    wanted = prediction.shape[:1] + prediction.shape[2:]
+    if prediction.dim() > 1 and prediction.shape[1] == 1:
+        return "Of one class, use 'binary_accuracy' with both of one shape."
+    if target.shape == wanted:
+        return "Make the target int64 with .long()."
+    if target.dim() > 1 and target.shape == prediction.shape:
+        return "Of one-hot targets, give target.argmax(1)."
+    if target.dim() > 1 and target.shape[1] == 1 and target.shape[:1] + target.shape[2:] == wanted:
+        return "Give target.squeeze(1)."
+    return "Pass a callable metric(prediction, target) for other shapes."
+
+
+def _kept(hits: Tensor, target: Tensor) -> Tensor:
+    return hits[target != IGNORED_CLASS]
+
+
+def _sparse_accuracy(name: str, prediction: Tensor, target: Tensor) -> Tensor:
+    _check_indices(name, prediction, target)
+    return _kept(prediction.argmax(1) == target, target)
+
+
+def _categorical_accuracy(name: str, prediction: Tensor, target: Tensor) -> Tensor:
+    _same_shape(name, prediction, target)
+    if prediction.dim() < 2 or prediction.shape[1] < 2:
+        raise MetricError(
+            f"metric {name!r} needs at least two classes in dimension 1, got shape "
+            f"{tuple(prediction.shape)}. Use 'binary_accuracy'."
+        )
+    return prediction.argmax(1) == target.argmax(1)
+
+
+def _top_k_accuracy(k: int, name: str, prediction: Tensor, target: Tensor) -> Tensor:
+    if prediction.dim() > 1 and prediction.shape == target.shape:
+        target = target.argmax(1)
+    _check_indices(name, prediction, target)
+    if prediction.shape[1] < k:
+        raise MetricError(
+            f"metric {name!r} needs at least {k} classes, got {prediction.shape[1]}. Use "
+            f"'top_{prediction.shape[1] - 1}_accuracy' or less; over all classes it is always 1."
+        )
+    best = prediction.topk(k, dim=1).indices
+    return _kept((best == target.unsqueeze(1)).any(1), target)
+
+
+def _binary_accuracy(name: str, prediction: Tensor, target: Tensor) -> Tensor:
+    _same_shape(name, prediction, target)
+    if ((prediction < 0) | (prediction > 1)).any():
+        raise MetricError(
+            f"metric {name!r} needs probabilities between 0 and 1, got values from "
+            f"{float(prediction.min()):.3g} to {float(prediction.max()):.3g}. Of logits, use "
+            "'binary_accuracy_with_logits'."
+        )
+    return (prediction > 0.5) == (target > 0.5)
+
+
+def _binary_accuracy_with_logits(name: str, prediction: Tensor, target: Tensor) -> Tensor:
+    _same_shape(name, prediction, target)
+    return (prediction > 0) == (target > 0.5)
+
+
+def _accuracy(name: str, prediction: Tensor, target: Tensor) -> Tensor:
+    if prediction.shape == target.shape:
+        if prediction.dim() == 1 or (prediction.dim() > 1 and prediction.shape[1] == 1):
+            return _binary_accuracy(name, prediction, target)
+        raise MetricError(
+            f"metric {name!r} needs class indices, or one value per sample, got prediction and "
+            f"target of one shape {tuple(prediction.shape)}. Of one-hot targets, use "
+            "'categorical_accuracy'; of several labels, 'binary_accuracy'."
+        )
+    return _sparse_accuracy(name, prediction, target)
+
+
+def _token_loss(name: str, prediction: Tensor, target: Tensor) -> Tensor:
+    _check_indices(name, prediction, target)
+    losses = functional.cross_entropy(
+        prediction.double(), target.long(), reduction="none", ignore_index=IGNORED_CLASS
+    )
+    return _kept(losses, target)
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
+
+
+_NAMED: Dict[str, Tuple[Values, Callable[[float], float]]] = {
+    "acc": (_accuracy, float),
+    "accuracy": (_accuracy, float),
+    "binary_accuracy": (_binary_accuracy, float),
+    "binary_accuracy_with_logits": (_binary_accuracy_with_logits, float),
+    "categorical_accuracy": (_categorical_accuracy, float),
+    "mae": (_absolute_error, float),
+    "mean_absolute_error": (_absolute_error, float),
+    "mean_squared_error": (_squared_error, float),
+    "mse": (_squared_error, float),
+    "perplexity": (_token_loss, _exp),
+    "rmse": (_squared_error, math.sqrt),
+    "root_mean_squared_error": (_squared_error, math.sqrt),
+    "sparse_categorical_accuracy": (_sparse_accuracy, float),
+    "top_5_accuracy": (functools.partial(_top_k_accuracy, 5), float),
+}
+_NO_MEANS = ("auc", "f1", "f1_score", "precision", "r2", "r2_score", "recall")
+
+
+def lookup(name: str) -> Tuple[Values, Callable[[float], float]]:
+    """What a metric name stands for: its values, and what is made of their mean.
+
+    Raises:
+        UnknownNameError: with the nearest known name.
+    """
+    folded = name.lower()
+    if folded in _NAMED:
+        return _NAMED[folded]
+    top = re.fullmatch(r"top_([1-9]\d*)_accuracy", folded)
+    if top:
+        return functools.partial(_top_k_accuracy, int(top.group(1))), float
+    hint = ""
+    if folded in _NO_MEANS:
+        hint = "It is no mean over samples: pass an object of torchmetrics. "
+    raise UnknownNameError("metric", name, _NAMED, hint)

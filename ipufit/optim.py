@@ -1,0 +1,144 @@
+"""LAMB, the one optimizer of PopTorch that torch.optim does not have."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, Iterable, Optional, Tuple, overload
+
+import torch
+from torch import Tensor
+
+__all__ = ["LAMB"]
+
+
+class LAMB(torch.optim.Optimizer):
+    r"""Layer-wise adaptive moments: Adam whose update is scaled to each tensor's own norm.
+
+    You et al. 2020, "Large Batch Optimization for Deep Learning", arXiv 1904.00962, Algorithm 2;
+    names and defaults of the arguments are those of ``poptorch.optim.LAMB``. Per parameter tensor x
+    with gradient g at its t-th update, all norms Euclidean::
+
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g ** 2
+        m_hat = m / (1 - beta1 ** t),  v_hat = v / (1 - beta2 ** t)      (bias_correction)
+        r = m_hat / (sqrt(v_hat) + eps)
+        u = r + weight_decay * x
+        x = x - lr * phi(||x||) / ||u|| * u,    phi(z) = min(z, max_weight_norm)
+
+    The paper leaves open what the ratio phi(||x||) / ||u|| is when a norm is zero; here it is 1, so
+    that a bias that starts at zero can move.
+
+    Args:
+        params: parameters, or dicts of parameter groups.
+        lr: learning rate.
+        betas: decay of the averages of the gradient and of its square, each in [0, 1).
+        eps: added to the root of the squared average.
+        weight_decay: decay of the weights, part of the scaled update.
+        bias_correction: divide the averages by ``1 - beta ** t``, as the paper does.
+        max_weight_norm: limit of phi; None for phi(z) = z.
+
+    State per parameter: ``step`` (0-dim float32), ``exp_avg`` and ``exp_avg_sq`` (the parameter's
+    shape and dtype).
+
+    Raises:
+        ValueError: an argument outside its range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: Tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        bias_correction: bool = True,
+        max_weight_norm: Optional[float] = 65500.0,
+    ) -> None:
+        """Start with no state; it is made at a parameter's first update."""
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "max_weight_norm": max_weight_norm,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        """Add a group, as torch does, once its values are known to be in range.
+
+        Raises:
+            ValueError: an argument of the group is outside its range.
+        """
+        _check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    @overload
+    def step(self, closure: None = ...) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Optional[Callable[[], float]] = None) -> Optional[float]:
+        """One weight update of every parameter that has a gradient.
+
+        Args:
+            closure: evaluates the loss again and returns it, as for every optimizer of torch.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    _update(param, param.grad, self.state[param], group)
+        return loss
+
+
+def _check_group(group: Dict[str, Any]) -> None:
+    for name in ("lr", "eps", "weight_decay"):
+        if not group[name] >= 0.0:
+            raise ValueError(f"LAMB needs {name} >= 0, got {group[name]}. Give 0 or more.")
+    if not all(0.0 <= beta < 1.0 for beta in group["betas"]) or len(group["betas"]) != 2:
+        raise ValueError(f"LAMB needs two betas in [0, 1), got {group['betas']}. Try (0.9, 0.999).")
+    limit = group["max_weight_norm"]
+    if limit is not None and not limit > 0.0:
+        raise ValueError(f"LAMB needs max_weight_norm > 0, got {limit}. Give None for no limit.")
+
+
+def _update(param: Tensor, grad: Tensor, state: Dict[str, Any], group: Dict[str, Any]) -> None:
+    """Algorithm 2 for one tensor."""
+    if grad.is_sparse:
+        raise RuntimeError(
+            "LAMB needs dense gradients, got a sparse one. Build the Embedding with sparse=False."
+        )
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+    beta1, beta2 = group["betas"]
+    state["step"] += 1
+    first = state["exp_avg"].mul_(beta1).add_(grad, alpha=1 - beta1)
+    second = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    if group["bias_correction"]:
+        # Powers of Python floats: in the float32 of the counter, 1 - beta ** t has 1e-4 of error at
+        # the start for beta = 0.999.
+        updates = state["step"].item()
+        first = first / (1 - beta1**updates)
+        second = second / (1 - beta2**updates)
+    direction = first / (second.sqrt() + group["eps"]) + group["weight_decay"] * param
+    # The norm of a half-precision tensor overflows at 65504 and loses its small elements.
+    wide = torch.promote_types(param.dtype, torch.float32)
+    weight_norm = torch.linalg.vector_norm(param, dtype=wide)
+    direction_norm = torch.linalg.vector_norm(direction, dtype=wide)
+    scaled = weight_norm
+    if group["max_weight_norm"] is not None:
+        scaled = weight_norm.clamp(max=group["max_weight_norm"])
+    # Chosen on the device: a Python branch on a norm would wait for it.
+    usable = (weight_norm > 0) & (direction_norm > 0)
+    ratio = torch.where(usable, scaled / direction_norm, torch.ones_like(weight_norm))
+    param.sub_(direction * (ratio * group["lr"]))

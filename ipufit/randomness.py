@@ -1,0 +1,83 @@
+"""Random numbers: where each stream starts, and how streams are kept apart.
+
+A micro-batch draws from a stream of its own, keyed by (seed, domain, update, place in the update).
+The place is ``a * R + r``, so replicas never share a stream; the key does not hold
+``device_iterations``, so the numbers are the same for every value of it; and nothing has to be
+stored to resume but the update counter. Validation lives in another domain and cannot disturb
+training.
+
+Draws of the data pipeline (shuffling, augmentation in the main process) come from one more stream,
+keyed by (seed, epoch), which is put in place only while batches are fetched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from typing import Iterator, Optional
+
+import torch
+
+__all__ = ["DataStream", "draw_seed", "isolated", "seed_generators", "stream_key"]
+
+
+def draw_seed() -> int:
+    """A fresh seed from torch's generator: ``torch.manual_seed`` before ``fit`` fixes a run."""
+    return int(torch.randint(0, 2**31 - 1, (), dtype=torch.int64).item())
+
+
+def stream_key(seed: int, *parts: object) -> int:
+    """A 63-bit generator seed from a user's seed and the place where it is used.
+
+    Hashed, so that neighbouring seeds, updates or replicas do not give related generators.
+    """
+    text = "/".join(str(part) for part in (seed, *parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def seed_generators(key: int, device: torch.device) -> None:
+    """Start the default generator of the host, and of ``device`` if it has one, at ``key``."""
+    torch.default_generator.manual_seed(key)
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        torch.cuda.default_generators[index].manual_seed(key)
+
+
+@contextlib.contextmanager
+def isolated(device: torch.device) -> Iterator[None]:
+    """Leave the user's generators (host, and ``device``) as they were found."""
+    host = torch.get_rng_state()
+    accelerator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(host)
+        if accelerator is not None:
+            torch.cuda.set_rng_state(accelerator, device)
+
+
+class DataStream:
+    """The generator state that the data pipeline of one epoch sees.
+
+    Args:
+        seed: the run's seed.
+        parts: what sets this stream apart, such as ("data", epoch).
+    """
+
+    def __init__(self, seed: int, *parts: object) -> None:
+        self._key = stream_key(seed, *parts)
+        self._state: Optional[torch.Tensor] = None
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Swap this stream into torch's host generator for the duration."""
+        outside = torch.get_rng_state()
+        if self._state is None:
+            torch.default_generator.manual_seed(self._key)
+        else:
+            torch.set_rng_state(self._state)
+        try:
+            yield
+        finally:
+            self._state = torch.get_rng_state()
+            torch.set_rng_state(outside)

@@ -1,0 +1,118 @@
+"""Nested batches and outputs: flatten to tensors, rebuild the same structure.
+
+Handles tuples, named tuples, lists, mappings (a mapping class that takes a dict is kept) and
+dataclasses; None is part of the structure, everything else is a leaf. torch has a private pytree
+for this, but it leaves dataclasses out on torch 2.0.1 and names no paths, which our error messages
+need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Callable, Iterator, List, Mapping, Sequence, Tuple
+
+__all__ = ["Structure", "flatten", "flatten_with_paths", "map_leaves", "unflatten"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """The shape of a nested value without its leaves.
+
+    Attributes:
+        kind: the container's type, or None for a leaf.
+        keys: positions, mapping keys or field names, in order.
+        children: one structure per key.
+    """
+
+    kind: Any
+    keys: Tuple[Any, ...] = ()
+    children: Tuple[Structure, ...] = ()
+
+    @property
+    def leaves(self) -> int:
+        """Number of leaves below."""
+        return 1 if self.kind is None else sum(child.leaves for child in self.children)
+
+    def __str__(self) -> str:
+        if self.kind is None:
+            return "*"
+        if self.kind is type(None):
+            return "None"
+        inside = ", ".join(f"{key!r}: {child}" for key, child in zip(self.keys, self.children))
+        return f"{self.kind.__name__}({inside})"
+
+
+_LEAF = Structure(None)
+_NONE = Structure(type(None))
+
+
+def _children(value: Any) -> Any:
+    """Keys, values and path texts of a container, or None for a leaf."""
+    if isinstance(value, Mapping):
+        keys = tuple(value)
+        return keys, [value[key] for key in keys], [f"[{key!r}]" for key in keys]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        keys = tuple(field.name for field in dataclasses.fields(value))
+        return keys, [getattr(value, key) for key in keys], [f".{key}" for key in keys]
+    if isinstance(value, (list, tuple)):
+        keys = tuple(range(len(value)))
+        return keys, list(value), [f"[{key}]" for key in keys]
+    return None
+
+
+def _walk(value: Any, path: str, out: List[Tuple[str, Any]]) -> Structure:
+    if value is None:
+        return _NONE
+    parts = _children(value)
+    if parts is None:
+        out.append((path, value))
+        return _LEAF
+    keys, values, names = parts
+    children = tuple(_walk(child, path + name, out) for child, name in zip(values, names))
+    return Structure(type(value), keys, children)
+
+
+def flatten_with_paths(value: Any, root: str = "") -> Tuple[List[Tuple[str, Any]], Structure]:
+    """Leaves with their paths (``root['ids'][0]``), and the structure to rebuild them."""
+    out: List[Tuple[str, Any]] = []
+    structure = _walk(value, root, out)
+    return out, structure
+
+
+def flatten(value: Any) -> Tuple[List[Any], Structure]:
+    """Leaves in order, and the structure to rebuild them."""
+    pairs, structure = flatten_with_paths(value)
+    return [leaf for _, leaf in pairs], structure
+
+
+def unflatten(leaves: Sequence[Any], structure: Structure) -> Any:
+    """The inverse of :func:`flatten`: same containers, given leaves."""
+    source = iter(leaves)
+    value = _build(source, structure)
+    remaining = sum(1 for _ in source)
+    assert not remaining, f"{remaining} leaves too many for {structure}"
+    return value
+
+
+def _build(source: Iterator[Any], structure: Structure) -> Any:
+    kind = structure.kind
+    if kind is None:
+        return next(source)
+    if kind is type(None):
+        return None
+    values = [_build(source, child) for child in structure.children]
+    if issubclass(kind, Mapping):
+        pairs = dict(zip(structure.keys, values))
+        return pairs if kind is dict else kind(pairs)
+    if dataclasses.is_dataclass(kind):
+        make: Any = kind
+        return make(**dict(zip(structure.keys, values)))
+    if issubclass(kind, tuple):
+        return kind(*values) if hasattr(kind, "_fields") else kind(values)
+    return kind(values)
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply ``function`` to every leaf, keeping the structure."""
+    leaves, structure = flatten(value)
+    return unflatten([function(leaf) for leaf in leaves], structure)
