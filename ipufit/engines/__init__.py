@@ -1,0 +1,1 @@
+"""What runs a program: one folder or file per engine."""

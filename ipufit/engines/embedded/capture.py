@@ -1,0 +1,241 @@
+"""Record a Python function once as a graph of ATen operators, or say where and why that fails.
+
+The function runs on fake tensors: no value is computed, no buffer changes, no random number is
+drawn.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sys
+import traceback
+import types
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ipufit.errors import CaptureError
+
+__all__ = ["Frame", "capture", "user_frame", "uses_random_numbers"]
+
+Frame = Tuple[str, int, str]
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_INTERNAL = (
+    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    os.path.dirname(os.path.dirname(_HERE)) + os.sep,
+    os.path.dirname(os.path.abspath(os.__file__)) + os.sep + "contextlib",
+)
+
+_EAGERLY = "To run this module as it is, without capture, use compile(..., run_eagerly=True)."
+
+
+def _first_user_frame(frames: Sequence[Frame]) -> Optional[Frame]:
+    for frame in frames:
+        if not os.path.abspath(frame[0]).startswith(_INTERNAL) and not frame[0].startswith("<"):
+            return frame
+    return None
+
+
+def user_frame(start: Optional[types.FrameType] = None) -> Optional[Frame]:
+    """(file, line, function) of the innermost stack frame outside torch and ipufit."""
+    frames: List[Frame] = []
+    frame = start or sys._getframe(1)
+    current: Optional[types.FrameType] = frame
+    while current is not None:
+        frames.append((current.f_code.co_filename, current.f_lineno, current.f_code.co_name))
+        current = current.f_back
+    return _first_user_frame(frames)
+
+
+def _frame_of(error: BaseException) -> Optional[Frame]:
+    stack = traceback.extract_tb(error.__traceback__)
+    return _first_user_frame([(s.filename, s.lineno or 0, s.name) for s in reversed(stack)])
+
+
+def _error(what: str, instead: str, frame: Optional[Frame]) -> CaptureError:
+    if frame is None:
+        return CaptureError(f"{what}. {instead} {_EAGERLY}")
+    file, line, function = frame
+    source = linecache.getline(file, line).strip()
+    shown = f": `{source}`" if source else ""
+    return CaptureError(
+        f"{what}, at {file}:{line} in {function}{shown}. {instead} {_EAGERLY}", file, line
+    )
+
+
+# What the user's line looks like tells which of several causes it was; torch's error is the same.
+_NUMBER = re.compile(r"\.item\(|\.tolist\(|\b(int|float|complex)\(|\brange\(|\bround\(")
+_BRANCH = re.compile(
+    r"\b(if|elif|while|assert|and|or|not|in)\b|(?<!\.)\b(bool|any|all|min|max|sorted)\("
+)
+
+
+def _value_error(frame: Optional[Frame]) -> CaptureError:
+    source = linecache.getline(frame[0], frame[1]).strip() if frame else ""
+    if _NUMBER.search(source):
+        return _error(
+            "a tensor's value was turned into a Python number, but the program is recorded once, "
+            "before there are values",
+            "Keep it a tensor (0-dim tensors work in arithmetic and torch.where), or compute the "
+            "number before training and store it as an attribute.",
+            frame,
+        )
+    if _BRANCH.search(source):
+        return _error(
+            "Python branched on a tensor's value, but the program is recorded once, before there "
+            "are values",
+            "Write torch.where(condition, a, b), or multiply by a mask, so that both cases are in "
+            "the program.",
+            frame,
+        )
+    return _error(
+        "Python needed a tensor's value, but the program is recorded once, before there are values",
+        "Keep it in tensors: torch.where(condition, a, b) instead of a branch, gather or a mask "
+        "instead of a slice that ends at a value.",
+        frame,
+    )
+
+
+def _text_error(frame: Optional[Frame]) -> CaptureError:
+    return _error(
+        "a tensor's value was written into a text, but the program is recorded once, before there "
+        "are values",
+        "Return the tensor as an output, and format it outside of the module.",
+        frame,
+    )
+
+
+def _shape_error(frame: Optional[Frame]) -> CaptureError:
+    return _error(
+        "a shape depends on a tensor's values, but the shapes of the program are fixed when it is "
+        "recorded",
+        "Keep the full shape: write torch.where(mask, x, 0) instead of x[mask], topk with a fixed "
+        "k instead of nonzero or unique.",
+        frame,
+    )
+
+
+def _numpy_error(frame: Optional[Frame]) -> CaptureError:
+    return _error(
+        "a tensor was converted to NumPy, but the program is recorded once, before there are "
+        "values",
+        "Use the torch operator of the same meaning.",
+        frame,
+    )
+
+
+def _has_mask_index(args: Tuple[Any, ...]) -> bool:
+    indices = args[1] if len(args) > 1 else ()
+    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
+
+
+class _ValueGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Stops at an operator that needs a tensor's value, while the user's stack still stands."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Tuple[Any, ...] = (),
+        kwargs: Optional[Dict[str, Any]] = None,
+    ) -> Any:
+        fake = [a for a in args if isinstance(a, FakeTensor)]
+        unknown = any(getattr(a, "constant", None) is None for a in fake)
+        if fake and unknown:
+            if torch.Tag.data_dependent_output in func.tags:
+                raise _value_error(user_frame())
+            if torch.Tag.dynamic_output_shape in func.tags and (
+                func is not torch.ops.aten.index.Tensor or _has_mask_index(args)
+            ):
+                raise _shape_error(user_frame())
+        return func(*args, **(kwargs or {}))
+
+
+def capture(
+    function: Callable[..., Sequence[Optional[Tensor]]],
+    args: Sequence[Tensor],
+    guard: bool = True,
+) -> fx.GraphModule:
+    """Record ``function`` of tensors, returning tensors, as a graph.
+
+    Args:
+        function: called once, on fake tensors with the shapes and dtypes of ``args``. It may change
+            its arguments in place; the graph then does so too.
+        args: the tensors; their values are not looked at.
+        guard: refuse operators that need a value. Off only where reading one is known to cost no
+            synchronisation.
+
+    Raises:
+        CaptureError: the function needs a value or makes a shape of one; with the user's file and
+            line.
+    """
+    # Imported here: it is slow to import, and `import ipufit` must stay quick.
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def guarded(*tensors: Tensor) -> Sequence[Optional[Tensor]]:
+        if not guard:
+            return function(*tensors)
+        with _ValueGuard():  # type: ignore[no-untyped-call]
+            return function(*tensors)
+
+    # A user's exception inside forward is theirs: it leaves as it is.
+    try:
+        graph = make_fx(guarded, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+    except CaptureError:
+        raise
+    except DataDependentOutputException as error:
+        raise _value_error(_frame_of(error)) from error
+    except DynamicOutputShapeException as error:
+        raise _shape_error(_frame_of(error)) from error
+    except (RuntimeError, TypeError) as error:
+        text = str(error)
+        if text.startswith(".numpy() is not supported for tensor subclasses"):
+            raise _numpy_error(_frame_of(error)) from error
+        if text.startswith(".tolist() is not supported") or "value out of a tracing tensor" in text:
+            raise _value_error(_frame_of(error)) from error
+        if text.endswith("FakeTensor.__format__"):
+            raise _text_error(_frame_of(error)) from error
+        raise
+    _simplify(graph)
+    return graph
+
+
+# Operators that only make a tensor: without a reader they can go. In-place operators, and batch
+# normalisation, which changes its running statistics without saying so in its schema, must stay.
+_REMOVABLE = {"aten::detach", "aten::empty", "aten::ones_like", "aten::t", "aten::view"}
+
+
+def _simplify(graph: fx.GraphModule) -> None:
+    """Drop what autograd left behind: detach means nothing where no gradient is recorded."""
+    nodes = graph.graph.nodes
+    for node in list(nodes):
+        if node.target is torch.ops.aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+    for node in reversed(list(nodes)):
+        if node.op != "call_function" or node.users:
+            continue
+        schema = getattr(node.target, "_schema", None)
+        if node.target.__name__ == "getitem" or (schema and schema.name in _REMOVABLE):
+            graph.graph.erase_node(node)
+    graph.graph.lint()
+    graph.recompile()
+
+
+def uses_random_numbers(graph: fx.GraphModule) -> bool:
+    """Whether the graph draws from a random generator."""
+    return any(
+        torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        for node in graph.graph.nodes
+        if node.op == "call_function"
+    )

@@ -1,0 +1,144 @@
+"""The embedded engine: programs in plain torch, on the device where the module lives."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+
+from torch import Tensor, nn
+
+from ipufit.engines.embedded.capture import capture, uses_random_numbers
+from ipufit.engines.embedded.fingerprint import fingerprint
+from ipufit.engines.embedded.inference import InferenceProgram
+from ipufit.engines.embedded.replicas import ReplicaMemory
+from ipufit.engines.embedded.step import MicroStep, OutputShape, StepModule, attributes_kept
+from ipufit.engines.embedded.storage import Block
+from ipufit.engines.embedded.training import TrainingProgram
+from ipufit.engines.embedded.transfer import Transfer
+from ipufit.engines.embedded.updater import Graphs
+from ipufit.losses import Loss
+from ipufit.program import MicroBatch, Mode, Program, ProgramSpec
+from ipufit.randomness import isolated
+
+__all__ = ["EmbeddedEngine", "Recorded"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """One micro-batch, ready to run.
+
+    Attributes:
+        run: takes weights, other state and batch leaves; returns loss, outputs and flat gradients.
+        outputs: how the output tensors become the module's outputs.
+        reached: names of the parameters that a gradient reaches.
+        random: whether it may draw random numbers.
+        has_loss: whether the first result is the loss.
+        held: objects whose identity the recording depends on.
+    """
+
+    run: Callable[..., List[Tensor]]
+    outputs: OutputShape
+    reached: Tuple[str, ...]
+    random: bool
+    has_loss: bool
+    held: Tuple[object, ...]
+
+
+class EmbeddedEngine:
+    """Builds programs for one compiled model, and keeps what it has recorded for the next one.
+
+    Attributes:
+        captures: number of recordings made so far.
+        seconds: time spent on them, in seconds.
+        transfer: the way to the host; counts the copies.
+        replicas: buffers of every replica as the last training program left them.
+        optimizer_graphs: recorded optimizer updates, by all that they depend on.
+        check_late: look at losses after an execution, as on a device that is not the host.
+    """
+
+    name = "embedded"
+
+    def __init__(self) -> None:
+        self.captures = 0
+        self.seconds = 0.0
+        self.transfer = Transfer()
+        self.replicas = ReplicaMemory()
+        self.optimizer_graphs: Graphs = {}
+        self.check_late = False
+        self._recorded: Dict[Tuple[Any, ...], Recorded] = {}
+        self._steps: Dict[Tuple[int, int], StepModule] = {}
+
+    def build(self, spec: ProgramSpec) -> Program:
+        """A program for the spec. Recording happens when the first micro-batch of a shape comes."""
+        if spec.mode is Mode.TRAIN:
+            return TrainingProgram(self, spec)
+        return InferenceProgram(self, spec)
+
+    def step_module(self, module: nn.Module, loss: Optional[Loss]) -> StepModule:
+        """The user's module and loss in one; always the same one for the same two."""
+        key = (id(module), id(loss))
+        if key not in self._steps:
+            self._steps[key] = StepModule(module, loss)
+        return self._steps[key]
+
+    def record(
+        self,
+        spec: ProgramSpec,
+        example: MicroBatch,
+        trained: Sequence[str],
+        fixed: Sequence[str],
+        state: Sequence[Tensor],
+        layout: Optional[Callable[[Sequence[str]], Sequence[Block]]],
+    ) -> Recorded:
+        """The recorded micro-batch for the example's shapes; recorded now if it is new."""
+        step = self.step_module(spec.module, spec.loss)
+        frozen, held = fingerprint(step)
+        key = (
+            spec.mode,
+            spec.want_outputs,
+            spec.run_eagerly,
+            id(step),
+            example.structure,
+            tuple(trained),
+            _partition(layout(trained)) if layout else (),
+            tuple((t.shape, t.dtype, t.device, t.stride()) for t in [*state, *example.leaves]),
+            frozen,
+        )
+        if key not in self._recorded:
+            with_loss = spec.mode is not Mode.PREDICT
+            micro = MicroStep(step, trained, fixed, example, with_loss, spec.want_outputs, layout)
+            run, random = self._make(micro, step, [*state, *example.leaves], spec.run_eagerly)
+            self._recorded[key] = Recorded(
+                run, micro.outputs, micro.reached, random, with_loss, held
+            )
+        return self._recorded[key]
+
+    def _make(
+        self, micro: MicroStep, step: StepModule, arguments: Sequence[Tensor], eagerly: bool
+    ) -> Tuple[Callable[..., List[Tensor]], bool]:
+        """What to run for a micro-batch, and whether it may draw random numbers."""
+        with attributes_kept(step):
+            if eagerly:
+                # Once on copies, to see the outputs and which parameters a gradient reaches.
+                with isolated(arguments[-1].device):
+                    micro(*(argument.clone() for argument in arguments))
+                return micro, True
+            with self.timed():
+                graph = capture(micro, arguments)
+        self.captures += 1
+        return graph, uses_random_numbers(graph)
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the time of the block as spent on recording."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
+def _partition(blocks: Sequence[Block]) -> Tuple[Tuple[str, ...], ...]:
+    return tuple(tuple(slot.name for slot in block.slots) for block in blocks)

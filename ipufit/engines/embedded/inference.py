@@ -1,0 +1,66 @@
+"""The inference program: forward passes, with the loss when evaluating."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ipufit.engines.embedded.base import BaseProgram, Collected, on_host
+from ipufit.engines.embedded.step import public_name
+from ipufit.program import Anchors, CombinedBatch, MicroBatch, ProgramSpec, TrainState
+from ipufit.randomness import isolated
+
+if TYPE_CHECKING:
+    from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
+
+__all__ = ["InferenceProgram"]
+
+
+class InferenceProgram(BaseProgram):
+    """Forward passes, with the loss when evaluating. Works on the module's present weights."""
+
+    def __init__(self, engine: EmbeddedEngine, spec: ProgramSpec) -> None:
+        super().__init__(engine, spec)
+        parameters = [p.detach() for p in self._parameters.values()]
+        self._state = [*parameters, *self._buffers.values()]
+        self.updates = spec.first_update
+        self._passes = 0
+
+    def _record(self, example: MicroBatch) -> Recorded:
+        fixed = [*self._parameters, *self._buffers]
+        return self._engine.record(self._spec, example, (), fixed, self._state, None)
+
+    def run(self, batch: CombinedBatch) -> Anchors:
+        """One execution. Replicas share the module's buffers: inference does not set them apart."""
+        collected = Collected()
+        with torch.no_grad(), isolated(self._device):
+            for micro_batch in batch.micro_batches:
+                moved = micro_batch.to(self._device)
+                recorded = self._recorded(moved)
+                self._seed(recorded, self._passes)
+                result = recorded.run(*self._state, *moved.leaves)
+                if recorded.has_loss:
+                    collected.losses.append(result[0])
+                if self._spec.want_outputs:
+                    collected.outputs.append((recorded, result[int(recorded.has_loss) :]))
+                self._passes += 1
+        return collected.to_anchors(self._engine)
+
+    def read_state(self) -> TrainState:
+        """The module's weights and buffers."""
+        weights, buffers = on_host(self._parameters), on_host(self._buffers)
+        return TrainState(weights, [buffers], {}, self._spec.seed, self.updates)
+
+    def write_state(self, state: TrainState) -> None:
+        """Other weights and buffers, in place."""
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(state.weights[public_name(name)])
+            for name, buffer in self._buffers.items():
+                buffer.copy_(state.buffers[0][public_name(name)])
+
+    def close(self) -> None:
+        """Nothing is held; safe twice."""
+        self._state = []
+        self._by_size = {}

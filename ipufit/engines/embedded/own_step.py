@@ -1,0 +1,216 @@
+"""Any other torch optimizer, through its own ``step``, recorded."""
+
+from __future__ import annotations
+
+import collections
+import copy
+from typing import Any, Dict, List, Mapping, Sequence, Tuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from ipufit.engines.embedded.capture import capture
+from ipufit.engines.embedded.storage import Block, FlatStorage, group_alike
+from ipufit.errors import CaptureError, OptimizerError
+
+__all__ = ["OwnStepUpdater"]
+
+# Block, slot in the block, name in the optimizer's state.
+_Key = Tuple[int, int, str]
+
+
+class OwnStepUpdater:
+    """Any other torch optimizer, through its own ``step``, recorded.
+
+    The first update, which makes the state, and the later ones are two graphs. Hyper-parameters are
+    constants of both.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._storage = FlatStorage([])
+        self._state: Dict[_Key, Any] = {}
+        self._graphs: Dict[bool, fx.GraphModule] = {}
+        self._keys: List[_Key] = []
+        self._growth: Dict[_Key, Any] = {}
+        self._numbers: Dict[_Key, Any] = {}
+        self._eager = False
+        self._settings = self._read_settings()
+
+    def _read_settings(self) -> List[Dict[str, str]]:
+        return [
+            {name: repr(value) for name, value in group.items() if name != "params"}
+            for group in self._optimizer.param_groups
+        ]
+
+    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[Block]:
+        """Parameters of one group, dtype and device stand together."""
+        return group_alike(self._optimizer, named, lambda parameter: 0)
+
+    def bind(self, storage: FlatStorage, run_eagerly: bool) -> None:
+        """Take over the optimizer's state and record the update."""
+        self._storage = storage
+        self._eager = run_eagerly
+        self._state = {}
+        for b, block in enumerate(storage.blocks):
+            for s, slot in enumerate(block.slots):
+                for name, value in self._optimizer.state.get(slot.parameter, {}).items():
+                    self._state[b, s, name] = value.clone() if isinstance(value, Tensor) else value
+        if run_eagerly:
+            return
+        try:
+            if not self._state:
+                self._record_first()
+            else:
+                self._record_later()
+        except (CaptureError, RuntimeError, TypeError, NotImplementedError) as error:
+            raise self._refusal(error) from error
+
+    def _refusal(self, error: Exception) -> OptimizerError:
+        reads_value = isinstance(error, CaptureError)
+        reason = (
+            "it needs a tensor's value" if reads_value else (str(error) or type(error).__name__)
+        )
+        return OptimizerError(
+            f"the optimizer's step must be recordable as one program, and that of "
+            f"{type(self._optimizer).__name__} is not on this torch: {reason.splitlines()[0]}. Use "
+            "sgd, adam, adamw, rmsprop or lamb, which ipufit has as programs of its own, or "
+            "compile(..., run_eagerly=True)."
+        )
+
+    def refresh(self, updates: int) -> None:
+        """Hyper-parameters are constants of the graphs; refuse a change instead of ignoring it."""
+        if self._read_settings() != self._settings:
+            raise OptimizerError(
+                f"the hyper-parameters of {type(self._optimizer).__name__} are constants of the "
+                "program, and one of them changed during fit. Change them between two calls of "
+                "fit, or use sgd, adam, adamw, rmsprop or lamb, where they may change."
+            )
+
+    def _twin(
+        self, flats: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> Tuple[torch.optim.Optimizer, List[Tensor]]:
+        """The optimizer over views of flat tensors, without state."""
+        twin = copy.copy(self._optimizer)
+        twin.state = collections.defaultdict(dict)
+        twin.param_groups = [dict(group, params=[]) for group in self._optimizer.param_groups]
+        for group in twin.param_groups:
+            # One tensor after another, without a fused kernel: these can be recorded.
+            group.update({key: False for key in ("foreach", "fused") if key in group})
+        views = []
+        for block, flat, gradient in zip(self._storage.blocks, flats, gradients):
+            for slot in block.slots:
+                view = slot.view(flat)
+                view.grad = slot.view(gradient)
+                twin.param_groups[block.group]["params"].append(view)
+                views.append(view)
+        return twin, views
+
+    def _places(self) -> List[Tuple[int, int]]:
+        return [
+            (b, s) for b, block in enumerate(self._storage.blocks) for s in range(len(block.slots))
+        ]
+
+    def _step(
+        self, flats: Sequence[Tensor], gradients: Sequence[Tensor], state: Mapping[Any, Any]
+    ) -> Dict[_Key, Any]:
+        twin, views = self._twin(flats, gradients)
+        by_place = dict(zip(self._places(), views))
+        for (b, s, name), value in state.items():
+            twin.state[by_place[b, s]][name] = value
+        with torch.no_grad():
+            twin.step()
+        return {
+            (b, s, name): value
+            for (b, s), view in zip(self._places(), views)
+            for name, value in twin.state[view].items()
+        }
+
+    def _tensor_keys(self) -> List[_Key]:
+        return [key for key, value in self._state.items() if isinstance(value, Tensor)]
+
+    def _record_first(self) -> None:
+        count = len(self._storage.flats)
+        made: Dict[_Key, Any] = {}
+
+        def first(*tensors: Tensor) -> List[Tensor]:
+            made.clear()
+            made.update(self._step(tensors[:count], tensors[count:], {}))
+            return [value for value in made.values() if isinstance(value, Tensor)]
+
+        flats = self._storage.flats
+        examples = [torch.empty_like(flat) for flat in flats]
+        self._graphs[True] = capture(first, [*flats, *examples], guard=False)
+        self._keys = [key for key, value in made.items() if isinstance(value, Tensor)]
+        numbers = {key: value for key, value in made.items() if not isinstance(value, Tensor)}
+        # The state that the later graph starts from: same shapes, values of no meaning.
+        self._state = dict(numbers)
+        self._state.update(
+            (key, torch.zeros(made[key].shape, dtype=made[key].dtype, device=made[key].device))
+            for key in self._keys
+        )
+        self._record_later()
+        self._numbers = numbers
+        self._state = {}
+
+    def _record_later(self) -> None:
+        self._keys = self._tensor_keys()
+        numbers = {k: v for k, v in self._state.items() if not isinstance(v, Tensor)}
+        graph, after = self._trace_later(numbers)
+        self._growth = {k: v - numbers[k] for k, v in after.items() if v != numbers[k]}
+        if self._growth:
+            # A counter of Python's, such as Rprop's "step" on torch 2.0.1: harmless if nothing
+            # reads it.
+            again, _ = self._trace_later(after)
+            if again.code != graph.code:
+                raise RuntimeError("it computes with Python numbers that change at every step")
+        self._graphs[False] = graph
+
+    def _trace_later(self, numbers: Dict[_Key, Any]) -> Tuple[fx.GraphModule, Dict[_Key, Any]]:
+        """The graph for these Python numbers in the state, and what the step makes of them."""
+        count = len(self._storage.flats)
+        after: Dict[_Key, Any] = {}
+
+        def later(*tensors: Tensor) -> List[Tensor]:
+            state = dict(numbers)
+            state.update(zip(self._keys, tensors[2 * count :]))
+            after.clear()
+            after.update(self._step(tensors[:count], tensors[count : 2 * count], state))
+            if set(after) != set(self._state):
+                raise RuntimeError("its state changes its form after the first step")
+            return [after[key] for key in self._keys]
+
+        flats = self._storage.flats
+        examples = [torch.empty_like(flat) for flat in flats]
+        arguments = [*flats, *examples, *(self._state[key] for key in self._keys)]
+        graph = capture(later, arguments, guard=False)
+        return graph, {key: after[key] for key in numbers}
+
+    def apply(self, gradients: Sequence[Tensor]) -> None:
+        """One weight update."""
+        if self._eager:
+            self._state = self._step(self._storage.flats, gradients, self._state)
+            return
+        first = not self._state and True in self._graphs
+        state = [] if first else [self._state[key] for key in self._keys]
+        tensors = self._graphs[first](*self._storage.flats, *gradients, *state)
+        if first:
+            self._state = dict(self._numbers)
+        else:
+            self._state.update((key, self._state[key] + by) for key, by in self._growth.items())
+        self._state.update(zip(self._keys, tensors))
+
+    def snapshot(self) -> Dict[_Key, Any]:
+        """A copy of the state."""
+        return {k: v.clone() if isinstance(v, Tensor) else v for k, v in self._state.items()}
+
+    def restore(self, snapshot: Dict[_Key, Any]) -> None:
+        """Go back to a copy of the state."""
+        self._state = dict(snapshot)
+
+    def export(self) -> None:
+        """Write the state into the torch optimizer."""
+        for (b, s, name), value in self._state.items():
+            parameter = self._storage.blocks[b].slots[s].parameter
+            own = self._optimizer.state[parameter]
+            own[name] = value.clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,293 @@
+"""One micro-batch as a function of tensors alone, ready to be recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ipufit import tree
+from ipufit.engines.embedded.storage import Block
+from ipufit.errors import CaptureError, LossError
+from ipufit.losses import Loss, check_loss_value, find_loss
+from ipufit.program import MicroBatch
+
+__all__ = ["MicroStep", "OutputShape", "StepModule", "attributes_kept", "public_name"]
+
+
+class StepModule(nn.Module):
+    """The user's module and loss as one module, so that both may own parameters and buffers."""
+
+    def __init__(self, net: nn.Module, loss: Optional[Loss]) -> None:
+        super().__init__()
+        self.net = net
+        self.loss_module = loss.module if loss is not None else None
+        self._loss = loss
+
+    def forward(
+        self, args: Any, kwargs: Any, target: Any, tensors: Mapping[str, Tensor], with_loss: bool
+    ) -> Tuple[Any, Optional[Tensor]]:
+        """Outputs and, if asked for, the loss; ``tensors`` are those put in place for this call."""
+        storages = {name: _storage(tensor) for name, tensor in tensors.items()}
+        result = self.net(*args, **kwargs)
+        outputs, loss = result, None
+        if self._loss is not None and self._loss.in_module:
+            if with_loss or _carries_loss(result):
+                outputs, loss = self._loss.split(result)
+        elif with_loss and self._loss is not None:
+            loss = self._loss(result, target)
+        self._refuse_rebinding(tensors, storages)
+        return outputs, loss if with_loss else None
+
+    def _refuse_rebinding(self, tensors: Mapping[str, Tensor], storages: Mapping[str, int]) -> None:
+        now: Dict[str, Tensor] = dict(self.named_parameters())
+        now.update(self.named_buffers())
+        for name in sorted({*tensors, *now}):
+            tensor = tensors.get(name)
+            if tensor is None or now.get(name) is not tensor or _storage(tensor) != storages[name]:
+                raise self._rebound(name, new=tensor is None)
+
+    def _rebound(self, name: str, new: bool) -> CaptureError:
+        path, _, attribute = name.rpartition(".")
+        parts = path.split(".")
+        owners = [self.get_submodule(".".join(parts[:i])) for i in range(len(parts), 0, -1)]
+        file, line = _assignment([type(owner) for owner in owners], attribute)
+        if new:
+            what = "registered"
+            instead = "Register it in __init__, and change it in place in forward"
+        elif attribute in owners[0]._parameters:
+            what = "replaced by another tensor"
+            instead = "Keep the new value under another name, or make it a buffer"
+        else:
+            what = "replaced by another tensor"
+            instead = f"Change it in place: self.{attribute}.copy_(new_value)"
+        at = f", at {file}:{line}" if file else ""
+        return CaptureError(
+            f"{public_name(name)!r} was {what} inside forward{at}, and the program would never see "
+            f"the new one. {instead}.",
+            file,
+            line,
+        )
+
+
+def public_name(name: str) -> str:
+    """The user's name for the step module's ``net.name``; the loss keeps its prefix."""
+    return name[len("net.") :] if name.startswith("net.") else name
+
+
+def _assignment(owners: Sequence[type], attribute: str) -> Tuple[Optional[str], Optional[int]]:
+    """File and line where a forward of the user's sets the attribute, or else where one begins."""
+    name = re.escape(attribute)
+    setting = re.compile(rf"\.{name}(\.data)?\s*=(?!=)|[\"']{name}[\"']")
+    begin: Tuple[Optional[str], Optional[int]] = (None, None)
+    for owner in owners:
+        if owner.__module__.partition(".")[0] == "torch":
+            continue
+        try:
+            forward = inspect.unwrap(owner.forward)  # type: ignore[attr-defined]
+            file = inspect.getsourcefile(forward)
+            lines, first = inspect.getsourcelines(forward)
+        except (OSError, TypeError, AttributeError):
+            continue
+        for number, line in enumerate(lines, first):
+            if setting.search(line):
+                return file, number
+        if begin == (None, None):
+            begin = file, first
+    return begin
+
+
+@contextlib.contextmanager
+def attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Undo what forward sets on the modules meanwhile: tensors of a recording have no values."""
+    members = ("_parameters", "_buffers", "_modules")
+    owned = [vars(m) for m in module.modules()]
+    owned += [vars(m)[name] for m in module.modules() for name in members]
+    saved = [(namespace, dict(namespace.items())) for namespace in owned]
+    try:
+        yield
+    finally:
+        for namespace, before in saved:
+            for name in [name for name in namespace if name not in before]:
+                del namespace[name]
+            for name, value in before.items():
+                if namespace.get(name, before) is not value:
+                    namespace[name] = value
+
+
+def _carries_loss(result: Any) -> bool:
+    """Whether a module that may return its own loss did so: a 0-dim tensor where a loss stands."""
+    found = find_loss(result)
+    return found is not None and found[1].dim() == 0 and found[1].is_floating_point()
+
+
+class OutputShape:
+    """How the tensors that a step returns become the module's outputs again.
+
+    Leaves that are not tensors (None, numbers, strings) are what they were when the step was
+    recorded.
+    """
+
+    def __init__(self, outputs: Any) -> None:
+        leaves, self._structure = tree.flatten(outputs)
+        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self.tensors: List[Tensor] = [leaves[i] for i in self._places]
+
+    def forget(self) -> None:
+        """Let go of the tensors of the recording."""
+        self.tensors = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in self.tensors]
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
+        """The module's outputs around these tensors."""
+        leaves = list(self._leaves)
+        for place, tensor in zip(self._places, tensors):
+            leaves[place] = tensor
+        return tree.unflatten(leaves, self._structure)
+
+
+def _storage(tensor: Tensor) -> int:
+    """Equal for tensors that share memory; 0 for sparse ones, which have none of this kind."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
+
+
+class MicroStep:
+    """The function that is recorded for micro-batches of one shape.
+
+    Called with (trained weights, other state, batch leaves) as one flat list, it returns
+    ``[loss?, *outputs, *flat gradients]``.
+
+    Args:
+        step: the user's module with its loss.
+        trained: names of the parameters that get a gradient.
+        fixed: names of all other parameters and buffers.
+        example: a micro-batch; only its structure and shapes matter.
+        with_loss: compute the loss.
+        want_outputs: return the module's outputs.
+        layout: given the names that a gradient reached, the blocks to pack gradients into; None
+            when no gradient is wanted. Asked once.
+
+    Attributes:
+        outputs: how the output tensors become the module's outputs.
+        reached: names of the parameters that a gradient reached.
+    """
+
+    def __init__(
+        self,
+        step: StepModule,
+        trained: Sequence[str],
+        fixed: Sequence[str],
+        example: MicroBatch,
+        with_loss: bool,
+        want_outputs: bool,
+        layout: Optional[Callable[[Sequence[str]], Sequence[Block]]],
+    ) -> None:
+        self._step = step
+        self._trained = list(trained)
+        self._fixed = list(fixed)
+        self._structure = example.structure
+        self._with_loss = with_loss
+        self._want_outputs = want_outputs
+        self._layout = layout
+        self._blocks: Sequence[Block] = ()
+        self.outputs: OutputShape = OutputShape(None)
+        self.reached: Tuple[str, ...] = ()
+
+    def __call__(self, *tensors: Tensor) -> List[Tensor]:
+        """Run the user's module and loss, and autograd, on these tensors."""
+        count, end = len(self._trained), len(self._trained) + len(self._fixed)
+        weights = [t.detach() for t in tensors[:count]]
+        if self._layout is not None:
+            weights = [w.requires_grad_() for w in weights]
+            self._keep_hooks(weights)
+        state = dict(zip(self._trained, weights))
+        state.update(zip(self._fixed, tensors[count:end]))
+        args, kwargs, target = tree.unflatten(tensors[end:], self._structure)
+        with torch.set_grad_enabled(self._layout is not None):
+            outputs, loss = functional_call(
+                self._step, state, (args, kwargs, target, state, self._with_loss)
+            )
+            result: List[Tensor] = []
+            gradients: List[Tensor] = []
+            if self._with_loss:
+                loss = check_loss_value(loss, self._where())
+                result.append(loss.detach())
+            if self._layout is not None:
+                gradients = self._gradients(loss, state)
+        if self._want_outputs:
+            result += self._detached_outputs(outputs, tensors)
+        return result + gradients
+
+    def _keep_hooks(self, weights: Sequence[Tensor]) -> None:
+        """Hooks that the user has put on a parameter see the gradient of every micro-batch."""
+        parameters = dict(self._step.named_parameters())
+        for name, weight in zip(self._trained, weights):
+            if getattr(parameters[name], "_post_accumulate_grad_hooks", None):
+                raise CaptureError(
+                    f"{public_name(name)!r} has a hook for after its .grad is filled, but in one "
+                    "program .grad is never filled. Use parameter.register_hook."
+                )
+            for hook in (parameters[name]._backward_hooks or {}).values():
+                weight.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _where(self) -> str:
+        return type(self._step.net).__name__
+
+    def _gradients(self, loss: Any, state: Mapping[str, Tensor]) -> List[Tensor]:
+        weights = [state[name] for name in self._trained]
+        found: Sequence[Optional[Tensor]] = [None] * len(weights)
+        if loss.requires_grad:
+            found = torch.autograd.grad(loss, weights, allow_unused=True)
+        by_name = {n: g for n, g in zip(self._trained, found) if g is not None}
+        if not self.reached:
+            self._lay_out(by_name)
+        late = sorted(set(by_name).difference(self.reached))
+        if late:
+            raise LossError(
+                "the same parameters must get a gradient in every micro-batch, but the first one "
+                f"left out {public_name(late[0])!r} and a later one did not. Multiply the part "
+                "that is left out by zero instead of skipping it."
+            )
+        for name in self.reached:
+            if name not in by_name:
+                by_name[name] = torch.zeros_like(state[name])
+        return [block.gather(by_name) for block in self._blocks]
+
+    def _lay_out(self, gradients: Mapping[str, Tensor]) -> None:
+        assert self._layout is not None
+        if not self._trained:
+            raise LossError(
+                f"{self._where()} must have a trainable parameter, but none that the optimizer "
+                "holds requires gradients any more. Unfreeze one with requires_grad_(True), and "
+                "call compile again if it was frozen then."
+            )
+        if not gradients:
+            raise LossError(
+                "the loss must depend on at least one trainable parameter, but no gradient reached "
+                f"any of the {len(self._trained)} of {self._where()}. Look for .detach(), "
+                "torch.no_grad() or a loss computed from the targets alone."
+            )
+        for name, gradient in gradients.items():
+            if gradient.layout is not torch.strided:
+                raise LossError(
+                    f"gradients must be dense, but that of {public_name(name)!r} is "
+                    f"{gradient.layout}. Build the layer with sparse=False."
+                )
+        self.reached = tuple(name for name in self._trained if name in gradients)
+        self._blocks = self._layout(self.reached)
+
+    def _detached_outputs(self, outputs: Any, inputs: Sequence[Tensor]) -> List[Tensor]:
+        self.outputs = OutputShape(outputs)
+        taken = {_storage(t) for t in inputs} - {0}
+        # An output that shares memory with a weight, a buffer or the user's batch would change
+        # later.
+        tensors = [
+            t.detach().clone() if _storage(t) in taken else t.detach() for t in self.outputs.tensors
+        ]
+        self.outputs.forget()
+        return tensors

@@ -1,0 +1,140 @@
+"""Trained parameters side by side in flat tensors, with the user's module looking into them.
+
+While a training program lives, the module's parameters are views of these tensors: the optimizer
+works on a few long tensors instead of many short ones, and whoever reads a parameter reads its
+present value. :meth:`FlatStorage.release` gives every parameter memory of its own again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Callable, Dict, List, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Block", "FlatStorage", "Slot", "flatten_like", "group_alike"]
+
+
+def _memory_order(tensor: Tensor) -> Tuple[Tuple[int, ...], Tuple[int, ...]]:
+    """Dimensions from the widest stride to the narrowest; strides of a copy without gaps."""
+    stride = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda d: (-stride[d], d))
+    if tensor.permute(order).is_contiguous():
+        return tuple(order), stride
+    return tuple(range(tensor.dim())), tensor.contiguous().stride()
+
+
+def flatten_like(tensor: Tensor, order: Sequence[int]) -> Tensor:
+    """One dimension, elements in the memory order of a parameter (channels-last, say)."""
+    if list(order) == sorted(order):
+        return tensor.reshape(-1)
+    return tensor.permute(tuple(order)).reshape(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Where one parameter lies in its block.
+
+    Attributes:
+        name: the parameter's name in the step module.
+        parameter: the user's parameter.
+        order: its dimensions in memory order.
+        stride: of its view into the flat tensor, in elements.
+        start: first element in the flat tensor.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    order: Tuple[int, ...]
+    stride: Tuple[int, ...]
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """One past the last element in the flat tensor."""
+        return self.start + self.parameter.numel()
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The part of a flat tensor that belongs to this parameter, in the parameter's shape."""
+        return flat[self.start : self.stop].as_strided(self.parameter.shape, self.stride)
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Parameters that are updated by the same rule with the same numbers.
+
+    Attributes:
+        group: index of the optimizer's parameter group.
+        updates: number of updates that the optimizer has already made to these parameters.
+        slots: the parameters, in the order of the flat tensor.
+    """
+
+    group: int
+    updates: float
+    slots: Tuple[Slot, ...]
+
+    @staticmethod
+    def of(named: Sequence[Tuple[str, nn.Parameter]], group: int, updates: float) -> Block:
+        """Lay the parameters out one after another."""
+        slots: List[Slot] = []
+        start = 0
+        for name, parameter in named:
+            slots.append(Slot(name, parameter, *_memory_order(parameter), start))
+            start += parameter.numel()
+        return Block(group, updates, tuple(slots))
+
+    def gather(self, tensors: Dict[str, Tensor]) -> Tensor:
+        """Tensors by parameter name, as one new flat tensor."""
+        return torch.cat([flatten_like(tensors[slot.name], slot.order) for slot in self.slots])
+
+
+def group_alike(
+    optimizer: torch.optim.Optimizer,
+    named: Sequence[Tuple[str, nn.Parameter]],
+    updates: Callable[[nn.Parameter], float],
+) -> List[Block]:
+    """One block for the parameters of one group, dtype, device and number of updates."""
+    groups = {
+        id(parameter): index
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+    alike: Dict[Tuple[Any, ...], List[Tuple[str, nn.Parameter]]] = {}
+    for name, parameter in named:
+        key = (groups[id(parameter)], updates(parameter), parameter.dtype, parameter.device)
+        alike.setdefault(key, []).append((name, parameter))
+    return [Block.of(members, key[0], key[1]) for key, members in alike.items()]
+
+
+class FlatStorage:
+    """Owns the memory of the trained parameters until released.
+
+    Attributes:
+        blocks: the layout.
+        flats: one flat tensor per block.
+        form: all that a program over the flat tensors depends on.
+    """
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self.blocks = list(blocks)
+        self.flats: List[Tensor] = []
+        with torch.no_grad():
+            for block in self.blocks:
+                flat = block.gather({slot.name: slot.parameter.detach() for slot in block.slots})
+                for slot in block.slots:
+                    slot.parameter.data = slot.view(flat)
+                self.flats.append(flat)
+        self.form = tuple(
+            (block.group, tuple((s.start, s.stop) for s in block.slots), flat.dtype, flat.device)
+            for block, flat in zip(self.blocks, self.flats)
+        )
+
+    def release(self) -> None:
+        """Give every parameter memory of its own, with the present values; safe twice."""
+        with torch.no_grad():
+            for block in self.blocks:
+                for slot in block.slots:
+                    slot.parameter.data = slot.parameter.data.clone()
+        self.blocks = []
+        self.flats = []

@@ -1,0 +1,204 @@
+"""The optimizer's part of an update: from flat gradients to new weights, recorded as one graph."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable, Dict, List, Protocol, Sequence, Tuple, Type, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from ipufit.engines.embedded.capture import capture
+from ipufit.engines.embedded.own_step import OwnStepUpdater
+from ipufit.engines.embedded.rules import Rule, rule_for
+from ipufit.engines.embedded.storage import Block, FlatStorage, group_alike
+from ipufit.errors import OptimizerError
+
+__all__ = ["Graphs", "Updater", "updater_for"]
+
+
+# Recorded updates, by all that they depend on.
+Graphs = Dict[Tuple[object, ...], fx.GraphModule]
+
+
+class Updater(Protocol):
+    """Applies one optimizer to flat tensors."""
+
+    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[Block]:
+        """How the parameters that a gradient reaches are laid out."""
+        ...
+
+    def bind(self, storage: FlatStorage, run_eagerly: bool) -> None:
+        """Take over the optimizer's state and record the update."""
+        ...
+
+    def refresh(self, updates: int) -> None:
+        """Read the hyper-parameters again, for the coming ``updates``; before every execution."""
+        ...
+
+    def apply(self, gradients: Sequence[Tensor]) -> None:
+        """One weight update."""
+        ...
+
+    def snapshot(self) -> Any:
+        """A copy of the state."""
+        ...
+
+    def restore(self, snapshot: Any) -> None:
+        """Go back to a copy of the state."""
+        ...
+
+    def export(self) -> None:
+        """Write the state into the torch optimizer."""
+        ...
+
+
+def updater_for(optimizer: torch.optim.Optimizer, graphs: Graphs) -> Updater:
+    """Flat rules for the optimizers ipufit knows, the optimizer's own ``step`` for any other."""
+    rule = rule_for(optimizer)
+    return RuleUpdater(optimizer, rule, graphs) if rule else OwnStepUpdater(optimizer)
+
+
+class RuleUpdater:
+    """One rule per parameter group over flat tensors."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, rule: Type[Rule], graphs: Graphs) -> None:
+        self._optimizer = optimizer
+        self._kind = rule
+        self._graphs = graphs
+        self._storage = FlatStorage([])
+        self._rules: List[Rule] = []
+        self._states: List[Dict[str, Tensor]] = []
+        # Per block: updates done, and the coefficients of those to come in this execution.
+        self._counts: List[float] = []
+        self._coming: List[Tuple[Tensor, ...]] = []
+        self._switches = self._read_switches()
+        self._run: Callable[..., Any] = self._update
+
+    def _read_switches(self) -> Tuple[Tuple[object, ...], ...]:
+        return tuple(self._kind.switches(group) for group in self._optimizer.param_groups)
+
+    def _steps(self, parameter: nn.Parameter) -> float:
+        state = self._optimizer.state.get(parameter, {})
+        if self._kind.counted:
+            return float(state.get("step", 0))
+        return 1.0 if state.get("momentum_buffer") is not None else 0.0
+
+    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[Block]:
+        """Parameters of one group, dtype, device and age stand together."""
+        return group_alike(self._optimizer, named, self._steps)
+
+    def bind(self, storage: FlatStorage, run_eagerly: bool) -> None:
+        """Take over the optimizer's state and record the update."""
+        self._storage = storage
+        blocks, groups = storage.blocks, self._optimizer.param_groups
+        self._rules = [self._kind(groups[block.group]) for block in blocks]
+        self._states = [self._load(*each) for each in zip(blocks, storage.flats, self._rules)]
+        self._counts = [block.updates for block in blocks]
+        if run_eagerly:
+            return
+        key = (self._kind, self._switches, storage.form)
+        if key not in self._graphs:
+            self.refresh(1)
+            gradients = [torch.empty_like(flat) for flat in storage.flats]
+            self._graphs[key] = capture(self._update, self._arguments(gradients))
+        self._run = self._graphs[key]
+
+    def _load(self, block: Block, flat: Tensor, rule: Rule) -> Dict[str, Tensor]:
+        state = {name: torch.zeros_like(flat) for name in rule.tensors}
+        for slot in block.slots:
+            known = self._optimizer.state.get(slot.parameter, {})
+            for name, whole in state.items():
+                if known.get(name) is not None:
+                    slot.view(whole).copy_(known[name])
+        return state
+
+    def refresh(self, updates: int) -> None:
+        """Work out the coefficients of the coming updates from the present hyper-parameters."""
+        if self._read_switches() != self._switches:
+            raise OptimizerError(
+                f"a setting of {type(self._optimizer).__name__} that shapes the program changed "
+                "during fit: one that is on or off, such as nesterov, or a momentum, dampening or "
+                "weight decay between zero and non-zero. Change it between two calls of fit."
+            )
+        tables = []
+        for block, flat, rule, done in zip(
+            self._storage.blocks, self._storage.flats, self._rules, self._counts
+        ):
+            group = self._optimizer.param_groups[block.group]
+            rows = [rule.coefficients(_numbers(group), done + 1 + i) for i in range(updates)]
+            dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
+            tables.append(torch.tensor(rows, dtype=dtype, device=flat.device).unbind())
+        self._coming = list(zip(*tables))
+
+    def _arguments(self, gradients: Sequence[Tensor]) -> List[Tensor]:
+        state = [tensor for state in self._states for tensor in state.values()]
+        return [*self._coming[0], *self._storage.flats, *gradients, *state]
+
+    def _update(self, *tensors: Tensor) -> List[Tensor]:
+        count = len(self._storage.blocks)
+        state = iter(tensors[3 * count :])
+        for i, (block, rule) in enumerate(zip(self._storage.blocks, self._rules)):
+            row, flat, gradient = tensors[i], tensors[count + i], tensors[2 * count + i]
+            own = {name: next(state) for name in self._states[i]}
+            segments = [slice(slot.start, slot.stop) for slot in block.slots]
+            rule.update(flat, gradient, own, row.unbind(), segments)
+        return list(tensors[count : 2 * count])
+
+    def apply(self, gradients: Sequence[Tensor]) -> None:
+        """One weight update."""
+        self._run(*self._arguments(gradients))
+        self._coming.pop(0)
+        self._counts = [count + 1 for count in self._counts]
+
+    def snapshot(self) -> Any:
+        """A copy of the state."""
+        states = [{name: t.clone() for name, t in state.items()} for state in self._states]
+        return states, self._counts
+
+    def restore(self, snapshot: Any) -> None:
+        """Go back to a copy of the state, in place."""
+        states, self._counts = snapshot
+        for state, values in zip(self._states, states):
+            for name, tensor in state.items():
+                tensor.copy_(values[name])
+
+    def export(self) -> None:
+        """Write the state into the torch optimizer, under torch's names and dtypes."""
+        for block, state, updates in zip(self._storage.blocks, self._states, self._counts):
+            group = self._optimizer.param_groups[block.group]
+            if updates == 0:
+                continue
+            on_device = group.get("capturable") or group.get("fused")
+            for slot in block.slots:
+                own = self._optimizer.state[slot.parameter]
+                for name, whole in state.items():
+                    own[name] = slot.view(whole).clone()
+                if self._kind.counted:
+                    device = slot.parameter.device if on_device else torch.device("cpu")
+                    own["step"] = _like_torchs_step(type(self._optimizer), updates, device)
+
+
+def _numbers(group: Dict[str, Any]) -> Dict[str, Any]:
+    """The group's settings without parameters, a learning rate that is a tensor as a number."""
+    return {
+        name: value.item() if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def _like_torchs_step(kind: Type[torch.optim.Optimizer], value: float, device: torch.device) -> Any:
+    """A step counter of this torch's type: a 0-dim tensor, or a number in old versions."""
+    own = _torchs_step(cast(Any, kind), torch.get_default_dtype())
+    return own.new_full((), value, device=device) if isinstance(own, Tensor) else type(own)(value)
+
+
+@functools.lru_cache(maxsize=None)
+def _torchs_step(kind: Any, default: torch.dtype) -> Any:
+    # `default` is there for the cache: torch makes its counter of it.
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    optimizer = kind([parameter], lr=0.0)
+    optimizer.step()
+    return optimizer.state[parameter]["step"]

@@ -1,0 +1,232 @@
+"""The seam between the training loop and the engines: a spec goes in, a program comes out.
+
+Nothing above this seam asks which engine is running, and nothing below it knows of epochs,
+callbacks or metrics.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any, Dict, List, Mapping, Optional, Protocol, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from ipufit import tree
+from ipufit.losses import Loss
+from ipufit.plan import Plan
+
+__all__ = [
+    "Anchors",
+    "CombinedBatch",
+    "Engine",
+    "MicroBatch",
+    "Mode",
+    "Program",
+    "ProgramSpec",
+    "TrainState",
+    "loss_counts",
+]
+
+
+class Mode(enum.Enum):
+    """What a program does with a micro-batch."""
+
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+    PREDICT = "predict"
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatch:
+    """What one replica's forward sees at once.
+
+    Attributes:
+        leaves: its tensors, in the order of the structure.
+        structure: of (args, kwargs, target): what the module's forward is called with, and what the
+            loss is held against (None when the module computes its own loss).
+        size: number of samples, the first dimension of every leaf that has one.
+    """
+
+    leaves: Tuple[Tensor, ...]
+    structure: tree.Structure
+    size: int
+
+    @staticmethod
+    def of(args: Tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, size: int) -> MicroBatch:
+        """Flatten a call of the module and its target."""
+        leaves, structure = tree.flatten((args, dict(kwargs), target))
+        return MicroBatch(tuple(leaves), structure, size)
+
+    def unpack(self) -> Tuple[Tuple[Any, ...], Dict[str, Any], Any]:
+        """(args, kwargs, target)."""
+        args, kwargs, target = tree.unflatten(self.leaves, self.structure)
+        return args, kwargs, target
+
+    def cut(self, size: int) -> MicroBatch:
+        """Its first samples."""
+        leaves = tuple(leaf[:size] if leaf.dim() else leaf for leaf in self.leaves)
+        return MicroBatch(leaves, self.structure, size)
+
+    def clone(self) -> MicroBatch:
+        """The same in memory of its own."""
+        return dataclasses.replace(self, leaves=tuple(leaf.clone() for leaf in self.leaves))
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on another device; itself if it is there already."""
+        if all(leaf.device == device for leaf in self.leaves):
+            return self
+        leaves = tuple(leaf.to(device, non_blocking=True) for leaf in self.leaves)
+        return dataclasses.replace(self, leaves=leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class CombinedBatch:
+    """The micro-batches of one execution in stream order: iteration, accumulation step, replica.
+
+    The last execution of an epoch may hold fewer, and its last micro-batch may be smaller; each
+    group of ``ga * R`` micro-batches is one update, and a short last group is a smaller update.
+    """
+
+    micro_batches: Sequence[MicroBatch]
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in the execution."""
+        return sum(micro_batch.size for micro_batch in self.micro_batches)
+
+
+@dataclasses.dataclass(frozen=True)
+class Anchors:
+    """What one execution hands back to the host.
+
+    Attributes:
+        losses: one value per micro-batch, float64, on the host. Empty when predicting.
+        outputs: the module's outputs per micro-batch, on the host; empty when the spec wants none.
+    """
+
+    losses: Tensor
+    outputs: List[Any]
+
+
+@dataclasses.dataclass
+class TrainState:
+    """All that training has changed, on the host.
+
+    Attributes:
+        weights: parameters by name.
+        buffers: buffers by name, one mapping per replica.
+        optimizer: optimizer state in the form of ``torch.optim.Optimizer.state_dict()``.
+        seed: the run's seed.
+        updates: number of weight updates done since ``compile``; with the seed it fixes every
+            random draw.
+    """
+
+    weights: Dict[str, Tensor]
+    buffers: List[Dict[str, Tensor]]
+    optimizer: Dict[str, Any]
+    seed: int
+    updates: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramSpec:
+    """What to build.
+
+    Attributes:
+        module: the user's module.
+        loss: normal form of the loss; None when predicting with a compiled loss of its own.
+        optimizer: torch's optimizer over the module's parameters; its hyper-parameters are read
+            before every execution, its state is taken over. None unless training.
+        plan: the batch algebra.
+        mode: train, evaluate or predict.
+        want_outputs: whether the module's outputs are anchored.
+        seed: seed of every random number inside the program.
+        domain: keeps this program's random numbers apart from those of other programs.
+        first_update: update counter at the start.
+        reduction: how micro-batches of an update are reduced, "mean" or "sum".
+        run_eagerly: run the user's module itself, without capture.
+    """
+
+    module: nn.Module
+    loss: Optional[Loss]
+    optimizer: Optional[torch.optim.Optimizer]
+    plan: Plan
+    mode: Mode
+    want_outputs: bool
+    seed: int
+    domain: str = "train"
+    first_update: int = 0
+    reduction: str = "mean"
+    run_eagerly: bool = False
+
+
+class Program(Protocol):
+    """A whole training, evaluation or prediction step, ready to run.
+
+    Attributes:
+        updates: weight updates done since ``compile``.
+    """
+
+    updates: int
+
+    def prepare(self, example: MicroBatch) -> Any:
+        """Build for micro-batches like ``example`` without computing anything on its values.
+
+        Returns:
+            The module's outputs for it, as tensors without data (device "meta").
+        """
+        ...
+
+    def run(self, batch: CombinedBatch) -> Anchors:
+        """One execution.
+
+        Raises:
+            NonFiniteLossError: when training; the state is that before the update named in it.
+        """
+        ...
+
+    def read_state(self) -> TrainState:
+        """Device to host: copies of weights, buffers, optimizer state and counters.
+
+        The spec's optimizer gets its state too.
+        """
+        ...
+
+    def write_state(self, state: TrainState) -> None:
+        """Host to device."""
+        ...
+
+    def close(self) -> None:
+        """Hand weights and optimizer state back to the user, free the device; safe twice."""
+        ...
+
+
+class Engine(Protocol):
+    """Builds programs. One engine belongs to one compiled model and may keep what it has recorded.
+
+    Attributes:
+        name: for reports.
+        seconds: time spent on recording so far, in seconds.
+    """
+
+    name: str
+    seconds: float
+
+    def build(self, spec: ProgramSpec) -> Program:
+        """A program for the spec; a training program owns the weights until it is closed."""
+        ...
+
+
+def loss_counts(sizes: Sequence[int], micro_batch_size: int, summed: bool) -> List[int]:
+    """For how many samples each micro-batch's loss stands in a mean over all of them.
+
+    Args:
+        sizes: samples in each micro-batch.
+        micro_batch_size: samples in a full one.
+        summed: whether a loss is a sum over the micro-batch rather than a mean. Then every sample
+            counts as much as in a full micro-batch, so that a smaller last one does not change the
+            scale.
+    """
+    return [micro_batch_size if summed else size for size in sizes]

@@ -1,0 +1,52 @@
+"""Small networks in float64 and data for them."""
+
+import torch
+from torch import nn
+
+
+class MLP(nn.Module):
+    """Two dense layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 5))
+
+    def forward(self, x):
+        return self.layers(x.flatten(1))
+
+
+class CNN(nn.Module):
+    """A convolution with BatchNorm, dropout and a dense layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 2)
+        self.norm = nn.BatchNorm2d(4)
+        self.drop = nn.Dropout(0.25)
+        self.head = nn.Linear(4 * 2 * 3, 5)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.conv(x)))
+        return self.head(self.drop(x).flatten(1))
+
+
+class Transformer(nn.Module):
+    """An encoder layer over the rows of the picture, with a learned position."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 8)
+        self.position = nn.Parameter(0.1 * torch.randn(3, 8))
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.embed(x.squeeze(1)) + self.position
+        return self.head(self.encoder(x).mean(1))
+
+
+def data(n):
+    """``n`` pictures of 3 x 4 in float64, and classes."""
+    generator = torch.Generator().manual_seed(n)
+    x = torch.randn(n, 1, 3, 4, dtype=torch.float64, generator=generator)
+    return x, torch.randint(0, 5, (n,), generator=generator)

@@ -1,0 +1,394 @@
+"""Optimizers inside the program equal torch's, number for number."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ipufit
+from ipufit.optim import LAMB
+from tests.nets import MLP, data
+from tests.reference import train
+
+# 50 updates of 4 samples.
+X, Y = data(200)
+LOADER = DataLoader(TensorDataset(X, Y), batch_size=4)
+
+SGD, ADAM, ADAMW, RMSPROP = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.RMSprop,
+)
+CASES = [
+    (SGD, {"lr": 0.1}),
+    (SGD, {"lr": 0.1, "weight_decay": 0.01}),
+    (SGD, {"lr": 0.1, "momentum": 0.9}),
+    (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.02}),
+    (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    (SGD, {"lr": 0.02, "momentum": 0.5, "maximize": True}),
+    (ADAM, {"lr": 0.01}),
+    (ADAM, {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}),
+    (ADAM, {"lr": 0.01, "amsgrad": True}),
+    (ADAM, {"lr": 0.01, "maximize": True}),
+    (ADAMW, {"lr": 0.01}),
+    (ADAMW, {"lr": 0.01, "weight_decay": 0.0}),
+    (ADAMW, {"lr": 0.01, "weight_decay": 0.2, "amsgrad": True}),
+    (RMSPROP, {"lr": 0.01}),
+    (RMSPROP, {"lr": 0.01, "alpha": 0.9, "eps": 1e-6, "weight_decay": 0.05}),
+    (RMSPROP, {"lr": 0.01, "centered": True}),
+    (RMSPROP, {"lr": 0.01, "momentum": 0.9}),
+    (RMSPROP, {"lr": 0.01, "momentum": 0.9, "centered": True, "weight_decay": 0.01}),
+    (LAMB, {"lr": 0.01}),
+    (LAMB, {"lr": 0.01, "bias_correction": False, "weight_decay": 0.0}),
+    (LAMB, {"lr": 0.01, "max_weight_norm": 0.5}),
+    (LAMB, {"lr": 0.01, "max_weight_norm": None, "betas": (0.8, 0.95)}),
+]
+
+
+def name_of(case):
+    """A readable test id."""
+    if isinstance(case, dict):
+        return ",".join(f"{key}={value}" for key, value in case.items())
+    return case.__name__
+
+
+def grouped(net, lr):
+    """Two parameter groups: weights, and biases with a rate of their own."""
+    weights = [p for name, p in net.named_parameters() if name.endswith("weight")]
+    biases = [p for name, p in net.named_parameters() if name.endswith("bias")]
+    return [{"params": weights}, {"params": biases, "lr": lr / 3}]
+
+
+def fit(net, optimizer, epochs=1, **options):
+    """Train with ipufit; returns the model."""
+    model = ipufit.Model(net)
+    model.compile(optimizer, "cross_entropy", **options)
+    model.fit(LOADER, epochs=epochs, device_iterations=8, verbose=0)
+    return model
+
+
+def by_hand(net, optimizer, epochs=1):
+    """Train with a loop."""
+    train(net, optimizer, nn.functional.cross_entropy, X, Y, epochs, mb=4)
+
+
+def assert_equal(first, second, atol=1e-12):
+    """All parameters agree."""
+    for (name, value), other in zip(first.named_parameters(), second.parameters()):
+        torch.testing.assert_close(value, other, rtol=0, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["traced", "eager"])
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=name_of)
+def test_fifty_updates_equal_torch(kind, options, eager):
+    """Users carry their learning rates over: the same settings must give the same weights."""
+    net = MLP().double()
+    other = copy.deepcopy(net)
+    start = copy.deepcopy(net)
+    fit(net, kind(grouped(net, options["lr"]), **options), run_eagerly=eager)
+    by_hand(other, kind(grouped(other, options["lr"]), **options))
+    assert_equal(net, other)
+    assert not torch.equal(net.layers[0].weight, start.layers[0].weight)
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=name_of)
+def test_a_run_goes_from_torch_to_ipufit_and_back(kind, options):
+    """Optimizer state moves both ways: an epoch by hand, one in ipufit, one by hand again."""
+    net = MLP().double()
+    other = copy.deepcopy(net)
+    optimizer = kind(grouped(net, options["lr"]), **options)
+    by_hand(net, optimizer)
+    fit(net, optimizer)
+    by_hand(net, optimizer)
+    by_hand(other, kind(grouped(other, options["lr"]), **options), epochs=3)
+    assert_equal(net, other)
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=name_of)
+def test_the_state_left_behind_is_torchs(kind, options):
+    """Names, shapes and dtypes of the state are those that torch's own step makes."""
+    net = MLP().double()
+    other = copy.deepcopy(net)
+    optimizer, expected = kind(net.parameters(), **options), kind(other.parameters(), **options)
+    fit(net, optimizer)
+    by_hand(other, expected)
+    for parameter, reference in zip(net.parameters(), other.parameters()):
+        own = {k: v for k, v in optimizer.state[parameter].items() if v is not None}
+        wanted = {k: v for k, v in expected.state[reference].items() if v is not None}
+        assert set(own) == set(wanted)
+        for name, value in wanted.items():
+            assert type(own[name]) is type(value)
+            own_value, wanted_value = torch.as_tensor(own[name]), torch.as_tensor(value)
+            # Compares dtypes too.
+            torch.testing.assert_close(own_value, wanted_value, rtol=0, atol=1e-12, msg=name)
+    optimizer.load_state_dict(expected.state_dict())
+
+
+def test_parameters_of_different_age_keep_their_own_count():
+    """A head that joins later has a bias correction of its own, as in torch."""
+    net = MLP().double()
+    other = copy.deepcopy(net)
+
+    def two_ages(net, second_run):
+        old = list(net.layers[0].parameters())
+        optimizer = ADAM(old, lr=0.01)
+        by_hand_partly(net, optimizer)
+        optimizer.add_param_group({"params": list(net.layers[2].parameters())})
+        second_run(net, optimizer)
+        return optimizer
+
+    def by_hand_partly(net, optimizer):
+        for x, y in LOADER:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+
+    first = two_ages(net, fit)
+    second = two_ages(other, by_hand_partly)
+    assert_equal(net, other)
+    assert [float(s["step"]) for s in first.state.values()] == [100, 100, 50, 50]
+    assert [float(s["step"]) for s in second.state.values()] == [100, 100, 50, 50]
+
+
+def test_frozen_and_unused_parameters_stay():
+    """Neither gradient nor decay may touch what does not take part."""
+    net = MLP().double()
+    net.spare = nn.Linear(3, 3).double()
+    net.layers[0].weight.requires_grad_(False)
+    before = copy.deepcopy(net.state_dict())
+    model = fit(net, ADAMW(net.parameters(), lr=0.01, weight_decay=0.5))
+    after = net.state_dict()
+    for name in before:
+        still = name.startswith("spare") or name == "layers.0.weight"
+        assert torch.equal(before[name], after[name]) == still, name
+    assert net.spare.weight not in model.optimizer.state
+
+
+def test_only_the_parameters_of_the_optimizer_are_trained():
+    """Handing part of a module to the optimizer is how torch users train a head."""
+    net = MLP().double()
+    other = copy.deepcopy(net)
+    fit(net, SGD(net.layers[2].parameters(), lr=0.1))
+    optimizer = SGD(other.layers[2].parameters(), lr=0.1)
+    for x, y in LOADER:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(other(x), y).backward()
+        optimizer.step()
+    assert_equal(net, other)
+
+
+def test_gradients_are_summed_on_request():
+    """Sum over micro-batches acts as a learning rate that grows with them."""
+    net = MLP().double()
+    other = copy.deepcopy(net)
+    loader = DataLoader(TensorDataset(X, Y), batch_size=5)
+    work = {"gradient_accumulation": 2, "ipus": 2, "verbose": 0}
+    for module, rate, reduction in ((net, 0.01, "sum"), (other, 0.04, "mean")):
+        model = ipufit.Model(module)
+        model.compile(
+            SGD(module.parameters(), lr=rate), "cross_entropy", gradient_reduction=reduction
+        )
+        model.fit(loader, **work)
+    assert_equal(net, other)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_in_a_tail_every_sample_counts_the_same(reduction):
+    """A loss that sums over its micro-batch keeps its scale in a smaller one, as one that
+    averages."""
+    net = MLP().double()
+    other = copy.deepcopy(net)
+    loader = DataLoader(TensorDataset(X[:7], Y[:7]), batch_size=5)
+    losses = []
+    for module, loss, rate in (
+        (net, nn.CrossEntropyLoss(), 0.5),
+        (other, nn.CrossEntropyLoss(reduction="sum"), 0.1),
+    ):
+        model = ipufit.Model(module)
+        model.compile(SGD(module.parameters(), lr=rate), loss, gradient_reduction=reduction)
+        history = model.fit(loader, epochs=2, gradient_accumulation=2, verbose=0)
+        losses.append(history.history["loss"])
+    assert_equal(net, other)
+    assert [5 * value for value in losses[0]] == pytest.approx(losses[1], abs=1e-12)
+
+
+class Halved(torch.optim.Optimizer):
+    """A user's optimizer: plain descent with the rate halved by a tensor in its state."""
+
+    def __init__(self, params, lr=0.5):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["rate"] = torch.full_like(p, group["lr"])
+                p.sub_(state["rate"] * p.grad)
+                state["rate"].mul_(0.9)
+
+
+class Counting(Halved):
+    """Reads a Python counter that changes at every step, which a program would freeze."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["n"] = self.state[p].get("n", 0) + 1
+                p.sub_(p.grad * (group["lr"] / self.state[p]["n"]))
+
+
+# What torch 2.0.1 can record of its own optimizers; a newer one records more.
+OWN_STEP = [torch.optim.Adadelta, torch.optim.Rprop, Halved]
+
+
+@pytest.mark.parametrize("kind", OWN_STEP, ids=lambda kind: kind.__name__)
+def test_any_other_optimizer_runs_through_its_own_step(kind):
+    """An optimizer that ipufit does not know is not refused for that."""
+    net = MLP().double()
+    other = copy.deepcopy(net)
+    optimizer = kind(grouped(net, 0.02), lr=0.02)
+    fit(net, optimizer)
+    fit(net, optimizer)
+    expected = kind(grouped(other, 0.02), lr=0.02)
+    by_hand(other, expected, epochs=2)
+    assert_equal(net, other)
+    for parameter, reference in zip(net.parameters(), other.parameters()):
+        assert optimizer.state[parameter].keys() == expected.state[reference].keys()
+        for name, value in expected.state[reference].items():
+            torch.testing.assert_close(
+                torch.as_tensor(optimizer.state[parameter][name]), torch.as_tensor(value)
+            )
+
+
+@pytest.mark.parametrize(
+    "name", ["Adagrad", "NAdam", "Adamax", "RAdam", "ASGD", "Adafactor", "Muon"]
+)
+def test_other_optimizers_of_torch_are_recorded_or_refused(name):
+    """Which optimizers can be recorded depends on torch; a wrong result is no third way."""
+    kind = getattr(torch.optim, name, None)
+    if kind is None:
+        return
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 5, bias=False)).double()
+    other = copy.deepcopy(net)
+    refusal = ""
+    try:
+        fit(net, kind(net.parameters(), lr=0.02))
+    except ipufit.errors.OptimizerError as error:
+        refusal = str(error)
+    if refusal:
+        assert f"must be recordable as one program, and that of {name} is not" in refusal
+        assert_equal(net, other, atol=0)
+        fit(net, kind(net.parameters(), lr=0.02), run_eagerly=True)
+    by_hand(other, kind(other.parameters(), lr=0.02))
+    assert_equal(net, other)
+
+
+def test_a_python_counter_that_the_step_reads_is_refused():
+    """Frozen into the program it would give wrong numbers without a word."""
+    net = MLP().double()
+    with pytest.raises(ipufit.errors.OptimizerError) as caught:
+        fit(net, Counting(net.parameters()))
+    assert str(caught.value) == (
+        "the optimizer's step must be recordable as one program, and that of Counting is not on "
+        "this torch: it computes with Python numbers that change at every step. Use sgd, adam, "
+        "adamw, rmsprop or lamb, which ipufit has as programs of its own, or compile(..., "
+        "run_eagerly=True)."
+    )
+
+
+class ChangeRate(ipufit.callbacks.Callback):
+    """Sets a hyper-parameter before the second epoch."""
+
+    def __init__(self, name, value):
+        super().__init__()
+        self.change = {name: value}
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            for group in self.model.optimizer.param_groups:
+                group.update(self.change)
+
+
+def test_a_learning_rate_changed_by_a_callback_is_used():
+    """It is an input of the program, not a constant."""
+    net = MLP().double()
+    other = copy.deepcopy(net)
+    model = ipufit.Model(net)
+    model.compile(ADAM(net.parameters(), lr=0.01), "cross_entropy")
+    model.fit(LOADER, epochs=2, callbacks=[ChangeRate("lr", 0.002)], verbose=0)
+    optimizer = ADAM(other.parameters(), lr=0.01)
+    by_hand(other, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.002
+    by_hand(other, optimizer)
+    assert_equal(net, other)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "change"),
+    [(SGD, ("momentum", 0.9)), (Halved, ("lr", 0.2))],
+    ids=["switch", "constant"],
+)
+def test_a_change_that_the_program_cannot_follow_is_refused(optimizer, change):
+    """Ignoring it would be a wrong result without an error."""
+    net = MLP().double()
+    model = ipufit.Model(net)
+    model.compile(optimizer(net.parameters(), lr=0.1), "cross_entropy")
+    with pytest.raises(
+        ipufit.errors.OptimizerError, match=r"Change (it|them) between two calls of fit"
+    ):
+        model.fit(LOADER, epochs=2, callbacks=[ChangeRate(*change)], verbose=0)
+    assert model.history.epoch == [0]
+    model.fit(LOADER, verbose=0)
+
+
+def test_differentiable_is_refused():
+    """A graph through the update can't leave the program."""
+    net = MLP()
+    model = ipufit.Model(net)
+    model.compile(ADAM(net.parameters(), differentiable=True), "cross_entropy")
+    with pytest.raises(ipufit.errors.OptimizerError) as caught:
+        model.fit(LOADER, verbose=0)
+    assert str(caught.value) == (
+        "differentiable=True keeps a graph through the update, which one traced program can't hand "
+        "out; got it in Adam. Build the optimizer without it."
+    )
+
+
+def test_half_of_the_parameters_in_another_dtype():
+    """Parameters of different dtypes are updated side by side."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 6).double(), Cast(), nn.Linear(6, 5))
+    other = copy.deepcopy(net)
+    fit(net, SGD(net.parameters(), lr=0.1, momentum=0.9))
+    by_hand(other, SGD(other.parameters(), lr=0.1, momentum=0.9))
+    # float32 in the head: rounding, 50 times.
+    assert_equal(net, other, atol=1e-5)
+    assert [p.dtype for p in net.parameters()] == [torch.float64] * 2 + [torch.float32] * 2
+
+
+class Cast(nn.Module):
+    """To float32."""
+
+    def forward(self, x):
+        return x.float()
+
+
+def test_weights_keep_their_memory_format():
+    """A channels-last module stays one, with the same numbers."""
+    net = nn.Sequential(nn.Conv2d(1, 4, 2), nn.Flatten(), nn.Linear(24, 5)).double()
+    other = copy.deepcopy(net)
+    net = net.to(memory_format=torch.channels_last)
+    net.register_parameter("unused", nn.Parameter(torch.ones(2, 3).t()))
+    strides = [p.stride() for p in net.parameters()]
+    fit(net, ADAM(net.parameters(), lr=0.01))
+    by_hand(other, ADAM(other.parameters(), lr=0.01))
+    assert [p.stride() for p in net.parameters()] == strides
+    for name, value in other.named_parameters():
+        torch.testing.assert_close(dict(net.named_parameters())[name], value, rtol=0, atol=1e-12)
