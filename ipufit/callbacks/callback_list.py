@@ -1,0 +1,58 @@
+"""Several callbacks as one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Sequence
+
+from ipufit.callbacks.callback import Callback
+from ipufit.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from ipufit.model import Model
+
+__all__ = ["CallbackList", "checked"]
+
+
+class CallbackList:
+    """Calls every callback's hook, in order.
+
+    Raises:
+        ConfigurationError: an element is not a callback.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback], model: Model, params: Dict[str, Any]) -> None:
+        self.callbacks = checked(callbacks)
+        for callback in self.callbacks:
+            callback.set_model(model)
+            callback.set_params(params)
+
+    def call(self, hook: str, *args: Any) -> None:
+        """Call one hook, such as "on_epoch_end", of every callback."""
+        for callback in self.callbacks:
+            getattr(callback, hook)(*args)
+
+
+def checked(callbacks: Any) -> List[Callback]:
+    """The callbacks as a list.
+
+    Raises:
+        ConfigurationError: it is none, or an element is not a callback.
+    """
+    if isinstance(callbacks, (str, bytes)) or not isinstance(callbacks, Iterable):
+        raise _refusal(callbacks, "Pass a list of objects: callbacks=[...]; [] for none.")
+    found = list(callbacks)
+    for callback in found:
+        if isinstance(callback, type):
+            raise _refusal(callback, f"Pass an object of it: {callback.__name__}(...).")
+        if not isinstance(callback, Callback):
+            raise _refusal(callback, "Subclass ipufit.callbacks.Callback and override its hooks.")
+    return found
+
+
+def _refusal(came: Any, instead: str) -> ConfigurationError:
+    what = f"the class {came.__name__}" if isinstance(came, type) else repr(came)
+    if isinstance(came, Callback):
+        what = f"a single {type(came).__name__}"
+    return ConfigurationError(
+        f"callbacks must be a list of ipufit.callbacks.Callback objects, got {what}. {instead}"
+    )

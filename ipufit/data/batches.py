@@ -1,0 +1,228 @@
+"""From a raw batch to a checked micro-batch, and from micro-batches to executions."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Iterable, Iterator, List, Mapping, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ipufit import tree
+from ipufit.data.source import Source
+from ipufit.errors import DataError
+from ipufit.plan import Plan
+from ipufit.program import CombinedBatch, MicroBatch, Mode
+
+__all__ = ["Unpacker", "executions"]
+
+
+class Unpacker:
+    """Turns the loader's batches into micro-batches, and refuses what the program could not take.
+
+    Args:
+        source: where the batches come from, for messages.
+        mode: train, evaluate or predict.
+        own_loss: whether the module computes its own loss, so that a batch holds only its
+            arguments.
+    """
+
+    def __init__(self, source: Source, mode: Mode, own_loss: bool) -> None:
+        self._source = source
+        self._mode = mode
+        self._own_loss = own_loss
+        self._reference: Optional[MicroBatch] = None
+        self._last: Optional[MicroBatch] = None
+        self.micro_batch_size = source.micro_batch_size
+
+    def __call__(self, raw: Any, index: int) -> MicroBatch:
+        """The micro-batch for the loader's batch number ``index`` of this epoch.
+
+        Raises:
+            DataError: it is not what the module and loss take, or differs from the first one in
+                more than being smaller.
+        """
+        call = self._split(raw, index)
+        leaves, structure = tree.flatten(call)
+        if self._is_like_the_last(leaves, structure):
+            return MicroBatch(tuple(leaves), structure, leaves[0].shape[0])
+        where = f"{self._source.role}, batch {index}: "
+        pairs, _ = tree.flatten_with_paths(call, where)
+        named = [(_in_words(path), _tensor(_in_words(path), leaf)) for path, leaf in pairs]
+        batch = MicroBatch(tuple(tensor for _, tensor in named), structure, _size(named, where))
+        self._compare(batch, [name for name, _ in named], index)
+        self._last = batch
+        return batch
+
+    def _is_like_the_last(self, leaves: List[Any], structure: tree.Structure) -> bool:
+        """Whether nothing needs a closer look: the usual case, found out quickly."""
+        last = self._last
+        return (
+            last is not None
+            and structure == last.structure
+            and all(
+                type(now) is Tensor
+                and now.shape == before.shape
+                and now.dtype == before.dtype
+                and now.dim() > 0
+                and not now.requires_grad
+                for now, before in zip(leaves, last.leaves)
+            )
+        )
+
+    def _split(self, raw: Any, index: int) -> Tuple[Tuple[Any, ...], Mapping[str, Any], Any]:
+        where = f"{self._source.role}, batch {index}"
+        if self._own_loss:
+            return (*_arguments(raw), None)
+        is_sequence = isinstance(raw, (tuple, list)) and not hasattr(raw, "_fields")
+        if self._mode is Mode.PREDICT:
+            if not is_sequence:
+                return (*_arguments(raw), None)
+            if len(raw) in (1, 2):
+                return (*_arguments(raw[0]), None)
+        came = f"{type(raw).__name__} of {len(raw)}" if is_sequence else type(raw).__name__
+        if self._mode is Mode.PREDICT:
+            raise DataError(
+                f"{where}: a batch must be inputs or (inputs, target), got {came}. For several "
+                "inputs yield ((first, second), target) or {'name': first, ...}."
+            )
+        if not is_sequence or len(raw) != 2:
+            raise DataError(
+                f"{where}: a batch must be (inputs, target), got {came}. For several inputs yield "
+                "((first, second), target) or ({'name': first, ...}, target); if the module "
+                "computes its own loss, use compile(loss=None)."
+            )
+        if raw[1] is None:
+            raise DataError(
+                f"{where}: the target is missing (None), but the loss needs one. Yield (inputs, "
+                "target), or use compile(loss=None) if the module computes its own loss."
+            )
+        return (*_arguments(raw[0]), raw[1])
+
+    def _compare(self, batch: MicroBatch, names: List[str], index: int) -> None:
+        if self.micro_batch_size is None:
+            self.micro_batch_size = batch.size
+        reference = self._reference
+        if reference is None:
+            self._reference = reference = batch
+        if batch.structure != reference.structure:
+            raise DataError(
+                f"{self._source.role}, batch {index}: every batch must have the structure of the "
+                f"first, {_describe(reference.structure)}, got {_describe(batch.structure)}. Yield "
+                "one structure, in the dataset or collate_fn." + self._source.origin()
+            )
+        for name, first, now in zip(names, reference.leaves, batch.leaves):
+            if (first.shape[1:], first.dim()) != (now.shape[1:], now.dim()):
+                raise DataError(
+                    f"{name} has shape {tuple(now.shape)}, but the program was recorded for "
+                    f"{tuple(first.shape)}; only the number of samples may be smaller. Pad or crop "
+                    "to one shape in the dataset or collate_fn." + self._source.origin()
+                )
+            if first.dtype != now.dtype:
+                raise DataError(
+                    f"{name} has dtype {now.dtype}, but the program was recorded for "
+                    f"{first.dtype}. Convert to one dtype in the dataset or collate_fn."
+                    + self._source.origin()
+                )
+        if batch.size > self.micro_batch_size:
+            raise DataError(
+                f"{self._source.role}, batch {index}: a batch may be smaller than the first "
+                f"({self.micro_batch_size} samples), not larger, got {batch.size}. Use a fixed "
+                "batch_size." + self._source.origin()
+            )
+
+
+def _in_words(path: str) -> str:
+    """A path inside (args, kwargs, target) as the user knows it."""
+    head, _, inside = path.rpartition(": ")
+    for prefix, word in (("[0]", "input "), ("[1]", "input "), ("[2]", "target")):
+        if inside.startswith(prefix):
+            return f"{head}: {word}{inside[len(prefix) :]}"
+    return path
+
+
+def _describe(structure: tree.Structure) -> str:
+    """The structure of (args, kwargs, target) as the user knows it."""
+    args, kwargs, target = structure.children
+    inputs = args.children[0] if len(args.children) == 1 else args
+    words = f"inputs {kwargs if kwargs.children else inputs}"
+    if target.kind is not type(None):
+        words += f" and target {target}"
+    return words.replace("*", "tensor")
+
+
+def _tensor(name: str, leaf: Any) -> Tensor:
+    if isinstance(leaf, Tensor):
+        tensor = leaf
+    elif isinstance(leaf, (bool, int, float)) or type(leaf).__module__ == "numpy":
+        try:
+            tensor = torch.as_tensor(leaf)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(
+                f"{name} must be a tensor, and torch can't make one of this {type(leaf).__name__}: "
+                f"{str(error).rstrip('.')}. Convert it in the dataset or in collate_fn."
+            ) from error
+    else:
+        raise DataError(
+            f"{name} must be a tensor, got {type(leaf).__name__}. Convert it in the dataset or "
+            "in collate_fn, or leave it out of the batch."
+        )
+    if tensor.requires_grad:
+        raise DataError(
+            f"{name} must not require grad, but it does: gradients stop at the program's inputs. "
+            "Pass tensor.detach()."
+        )
+    return tensor
+
+
+def _size(named: List[Tuple[str, Tensor]], where: str) -> int:
+    sizes = [(name, tensor.shape[0]) for name, tensor in named if tensor.dim() > 0]
+    if not sizes:
+        raise DataError(
+            f"{where}no tensor has a batch dimension. Every input and target needs the samples "
+            "along its first dimension."
+        )
+    first_name, size = sizes[0]
+    for name, other in sizes:
+        if other != size:
+            raise DataError(
+                f"{where}all parts must have the same number of samples, but "
+                f"{first_name[len(where) :]} has {size} and {name[len(where) :]} has {other}. "
+                "Check the dataset or collate_fn."
+            )
+    if size == 0:
+        raise DataError(f"{first_name} has no samples. Leave empty batches out of the loader.")
+    return int(size)
+
+
+def _arguments(inputs: Any) -> Tuple[Tuple[Any, ...], Mapping[str, Any]]:
+    """Positional and keyword arguments of forward."""
+    if isinstance(inputs, Mapping):
+        return (), {str(name): value for name, value in inputs.items()}
+    if isinstance(inputs, (tuple, list)) and not hasattr(inputs, "_fields"):
+        return tuple(inputs), {}
+    return (inputs,), {}
+
+
+def executions(
+    batches: Iterable[Any],
+    unpack: Callable[[Any, int], MicroBatch],
+    plan: Plan,
+    reuses_memory: bool = False,
+) -> Iterator[CombinedBatch]:
+    """Micro-batches in the loader's order, as many to an execution as the plan says.
+
+    Args:
+        batches: raw batches of an epoch.
+        unpack: makes a micro-batch of a raw batch and its index.
+        plan: says how many belong together. The last execution may hold fewer.
+        reuses_memory: whether a batch may be overwritten when the next one is fetched.
+    """
+    group: List[MicroBatch] = []
+    for index, raw in enumerate(batches):
+        batch = unpack(raw, index)
+        group.append(batch.clone() if reuses_memory else batch)
+        if len(group) == plan.micro_batches_per_execution:
+            yield CombinedBatch(group)
+            group = []
+    if group:
+        yield CombinedBatch(group)

@@ -1,0 +1,66 @@
+"""Several bad arguments, reported together: a user corrects them in one go."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Dict, Iterator, List, Sequence
+
+from ipufit.errors import ConfigurationError, PlanError
+
+__all__ = ["Faults"]
+
+
+class Faults:
+    """Collects what is wrong with the arguments of one call."""
+
+    def __init__(self) -> None:
+        self._found: List[ConfigurationError] = []
+
+    @contextlib.contextmanager
+    def collected(self, inference: Sequence[str] = ()) -> Iterator[None]:
+        """Keep a ConfigurationError of the block for :meth:`raise_all`, which must follow.
+
+        Args:
+            inference: arguments of a plan that the user gave with "inference_" before their names.
+        """
+        try:
+            yield
+        except PlanError as error:
+            self._found.append(_renamed(error, inference))
+        except ConfigurationError as error:
+            self._found.append(error)
+
+    def raise_all(self) -> None:
+        """A single error as it is; several as one, with the texts of all.
+
+        Raises:
+            PlanError: if all are; with every fault and the suggestions joined.
+            ConfigurationError: otherwise.
+        """
+        if len(self._found) == 1:
+            raise self._found[0]
+        texts: Dict[str, None] = {}  # in order; training and validation often share a fault
+        suggestion: Dict[str, object] = {}
+        for error in self._found:
+            if isinstance(error, PlanError):
+                texts.update(dict.fromkeys(error.faults))
+                suggestion.update(error.suggestion)
+            else:
+                texts[str(error)] = None
+        if self._found and all(isinstance(error, PlanError) for error in self._found):
+            raise PlanError(list(texts), suggestion)
+        if self._found:
+            raise ConfigurationError("\n".join(texts))
+
+
+def _renamed(error: PlanError, inference: Sequence[str]) -> PlanError:
+    if not inference:
+        return error
+    faults = list(error.faults)
+    for name in inference:
+        faults = [fault.replace(f"`{name}`", f"`inference_{name}`") for fault in faults]
+    suggestion = {
+        f"inference_{name}" if name in inference else name: value
+        for name, value in error.suggestion.items()
+    }
+    return PlanError(faults, suggestion)

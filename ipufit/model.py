@@ -1,0 +1,495 @@
+"""Model: compile, fit, evaluate, predict. It checks its arguments and delegates."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Union
+
+import torch
+from torch import nn
+
+from ipufit import loop
+from ipufit.callbacks import Callback, CallbackList, ProgbarLogger
+from ipufit.callbacks.callback_list import checked
+from ipufit.data.source import Source
+from ipufit.engines.embedded.engine import EmbeddedEngine
+from ipufit.errors import ConfigurationError, NotCompiledError
+from ipufit.faults import Faults
+from ipufit.history import History
+from ipufit.losses import resolve_loss
+from ipufit.metrics import resolve_metrics
+from ipufit.modes import evaluating, training
+from ipufit.optimizers import resolve_optimizer
+from ipufit.plan import Plan
+from ipufit.program import Engine, Mode
+from ipufit.randomness import draw_seed
+from ipufit.session import Session, Validation, describe, updates_per_epoch
+from ipufit.verbosity import resolve_verbose
+
+__all__ = ["Model"]
+
+Loader = Iterable[Any]
+
+
+class Model:
+    """Trains, evaluates and applies a torch module as one traced program.
+
+    The module stays the source of truth for the weights: it holds the trained values after ``fit``,
+    and current ones whenever a callback looks.
+
+    Args:
+        module: any ``torch.nn.Module``.
+        engine: "auto" or "embedded", which runs in plain PyTorch; or a callable that makes an
+            engine.
+        device: where to run; the module is moved there. None leaves it where it is.
+
+    Attributes:
+        module: the user's module.
+        history: of the last ``fit``, also one that was interrupted or failed.
+        stop_training: set it to True in a callback to end ``fit`` with the present execution.
+
+    Raises:
+        ConfigurationError: the module or the engine is none.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        engine: Union[str, Callable[[], Engine]] = "auto",
+        device: Union[str, torch.device, None] = None,
+    ) -> None:
+        if not isinstance(module, nn.Module):
+            raise ConfigurationError(
+                f"Model takes a torch.nn.Module object, got {module!r}. Pass an instance, such as "
+                "ipufit.Model(MyNet())."
+            )
+        _refuse_what_cannot_be_recorded(module)
+        self.module = module if device is None else module.to(device)
+        self.history = History()
+        self.stop_training = False
+        self._make_engine = _engine_maker(engine)
+        self._session: Optional[Session] = None
+        self._plan: Optional[Plan] = None
+
+    def compile(
+        self,
+        optimizer: Any,
+        loss: Any = None,
+        metrics: Any = None,
+        *,
+        gradient_reduction: str = "mean",
+        auto_round_ipus: bool = False,
+        run_eagerly: bool = False,
+    ) -> None:
+        """Choose how to train. The count of updates starts anew.
+
+        Args:
+            optimizer: a name ("sgd", "adam", "adamw", "rmsprop", "lamb" or any other of
+                torch.optim), an optimizer class, a configured torch optimizer over the module's
+                parameters (its state is taken over), or a factory that is called with the trainable
+                parameters.
+            loss: a name, a module or callable ``(prediction, target)`` that returns the mean over a
+                micro-batch, or None when the module returns ``(outputs, loss)`` itself.
+            metrics: names, callables ``(prediction, target)`` or torchmetrics objects; one, a list,
+                or a dict by name.
+            gradient_reduction: over the micro-batches of an update: "mean", or "sum" of their
+                means.
+            auto_round_ipus: reserve the next power of two where ``ipus`` is none, and leave the
+                rest idle.
+            run_eagerly: run the module itself instead of a recorded program: the same numbers,
+                slower, and open to a debugger.
+
+        Raises:
+            UnknownNameError: an unknown name; with the nearest known one.
+            OptimizerError: the optimizer does not fit the module, or nothing is trainable.
+            ConfigurationError: anything else that can't work, or several of these.
+        """
+        if self._session is not None and self._session.is_training:
+            raise ConfigurationError(
+                "compile was called inside fit, from a callback or the data. Call it when fit has "
+                "returned."
+            )
+        faults = Faults()
+        named = list(self.module.named_parameters())
+        with faults.collected():
+            resolved = resolve_loss(loss)
+            if resolved.module is not None:
+                named += [(f"loss.{name}", p) for name, p in resolved.module.named_parameters()]
+        with faults.collected():
+            torch_optimizer = resolve_optimizer(optimizer, named)
+        with faults.collected():
+            metric_set = resolve_metrics(metrics)
+        with faults.collected():
+            _one_of("gradient_reduction", gradient_reduction, ("mean", "sum"))
+        with faults.collected():
+            _one_of("auto_round_ipus", auto_round_ipus, (True, False))
+        with faults.collected():
+            _one_of("run_eagerly", run_eagerly, (True, False))
+        faults.raise_all()
+        engine = self._make_engine()
+        if not callable(getattr(engine, "build", None)):
+            raise ConfigurationError(
+                f"engine must make an object with a method build(spec), got {engine!r}. Pass for "
+                "example engine='embedded'."
+            )
+        self._session = Session(
+            self.module,
+            torch_optimizer,
+            resolved,
+            metric_set,
+            engine,
+            gradient_reduction,
+            auto_round_ipus,
+            run_eagerly,
+        )
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer that ``compile`` made or was given, its state up to date."""
+        return self._compiled("optimizer").optimizer
+
+    @property
+    def capture_seconds(self) -> float:
+        """Seconds spent on recording programs since ``compile``."""
+        return self._session.engine.seconds if self._session else 0.0
+
+    def fit(
+        self,
+        x: Loader,
+        *,
+        epochs: int = 1,
+        ipus: Optional[int] = None,
+        device_iterations: int = 1,
+        gradient_accumulation: int = 1,
+        validation_data: Optional[Loader] = None,
+        inference_ipus: Optional[int] = None,
+        inference_device_iterations: Optional[int] = None,
+        callbacks: Sequence[Callback] = (),
+        initial_epoch: int = 0,
+        seed: Optional[int] = None,
+        verbose: Union[int, str] = "auto",
+    ) -> History:
+        """Train.
+
+        Args:
+            x: a DataLoader, or any iterable of batches ``(inputs, target)``. Its batch size is the
+                micro-batch; its sampler, collate_fn, workers and generator are used as they are.
+            epochs: index of the epoch to stop before: a count when initial_epoch is 0, as in Keras.
+            ipus: total number of IPUs; without stages, the number of replicas. None is one replica.
+            device_iterations: weight updates per execution.
+            gradient_accumulation: micro-batches that a replica sums before an update.
+            validation_data: evaluated after every epoch; it never disturbs training.
+            inference_ipus: total number of IPUs for validation; None is ``ipus``.
+            inference_device_iterations: forward passes per execution of the validation; None is
+                ``device_iterations``.
+            callbacks: told what happens; see :class:`ipufit.callbacks.Callback`.
+            initial_epoch: index of the first epoch.
+            seed: of all random numbers: dropout and the like, and what the loader draws from
+                torch's generator in this process. None draws one from that generator.
+            verbose: 0 silent, 1 a progress bar, 2 a line per epoch; "auto" is 1 in a terminal, else
+                2.
+
+        Returns:
+            The history; it is in ``self.history`` too, also when this call does not return.
+
+        Raises:
+            NotCompiledError: before ``compile``.
+            PlanError: the batch algebra does not fit; with all faults.
+            DataError: a batch that can't be fed.
+            CaptureError: the module can't be recorded; with file and line.
+            NonFiniteLossError: NaN or infinity; the state is that before the update it names.
+        """
+        session = self._compiled("fit")
+        if session.is_training:
+            raise ConfigurationError(
+                "fit was called inside fit, from a callback or the data. Start the second one when "
+                "the first has returned."
+            )
+        source = Source(x, "training data")
+        held_out = None
+        if validation_data is not None:
+            held_out = Source(validation_data, "validation data")
+        faults = Faults()
+        with faults.collected():
+            first, last = _epochs(initial_epoch, epochs)
+        with faults.collected():
+            plan = session.plan(source, ipus, device_iterations, gradient_accumulation, True)
+        with faults.collected():
+            callbacks = checked(callbacks)
+        with faults.collected():
+            seed = None if seed is None else _seed(seed, "an integer or None")
+        with faults.collected():
+            level = resolve_verbose(verbose)
+        given = {"ipus": inference_ipus, "device_iterations": inference_device_iterations}
+        with faults.collected(inference=[n for n, value in given.items() if value is not None]):
+            inference = session.plan(
+                held_out or source,
+                ipus if inference_ipus is None else inference_ipus,
+                device_iterations
+                if inference_device_iterations is None
+                else inference_device_iterations,
+                1,
+                training=False,
+            )
+        faults.raise_all()
+        source.check_epochs(last - first)
+        seed = draw_seed() if seed is None else seed
+        validation: Optional[Validation] = None
+        if held_out is not None:
+            held_out.check_epochs(last - first)
+            validation = Validation(session, held_out, inference, seed)
+        session.warn_of_changes()
+        self.stop_training = False
+        self.history = History()
+        params: Dict[str, Any] = {"epochs": last, "verbose": level}
+        with training(self.module):
+            job = session.start(source, plan, Mode.TRAIN, seed, "train", first)
+            self._plan = job.plan
+            with session.running(job):
+                if validation is not None:
+                    validation.check(job.first)
+                params["updates"] = updates_per_epoch(job.plan, source)
+                params["samples"] = source.samples
+                self.history.params = {
+                    **params,
+                    **describe(job.plan, session.engine, source, seed),
+                }
+                told = self._callbacks(callbacks, params)
+                try:
+                    loop.Fit(
+                        program=job.program,
+                        feed=job.feed,
+                        plan=job.plan,
+                        meter=job.meter,
+                        callbacks=told,
+                        history=self.history,
+                        validate=(lambda epoch: validation.run(epoch, told))
+                        if validation
+                        else None,
+                        stopped=lambda: self.stop_training,
+                    ).run(first, last)
+                finally:
+                    self.history.params["capture_seconds"] = self.capture_seconds
+        return self.history
+
+    def evaluate(
+        self,
+        x: Loader,
+        *,
+        ipus: Optional[int] = None,
+        device_iterations: int = 1,
+        callbacks: Sequence[Callback] = (),
+        seed: int = 0,
+        verbose: Union[int, str] = "auto",
+    ) -> Dict[str, float]:
+        """Loss and metrics, exact means over all samples.
+
+        Args:
+            x: as for ``fit``.
+            ipus: total number of IPUs. None is one replica.
+            device_iterations: forward passes per execution.
+            callbacks: get the ``on_test_`` hooks.
+            seed: of random numbers drawn in eval mode, if the module draws any.
+            verbose: 0 silent, 1 or 2 a progress bar (2: none outside a terminal).
+
+        Returns:
+            "loss" and one value per metric.
+
+        Raises:
+            NotCompiledError: before ``compile``.
+            PlanError: the batch algebra does not fit; with all faults.
+            DataError: a batch that can't be fed.
+        """
+        session = self._compiled("evaluate")
+        source = Source(x, "evaluation data")
+        with evaluating(self.module):
+            job, told = self._inference(
+                session, source, Mode.EVALUATE, ipus, device_iterations, callbacks, seed, verbose
+            )
+            with session.running(job):
+                return loop.evaluate(job.program, job.feed, job.plan, job.meter, told)
+
+    def predict(
+        self,
+        x: Loader,
+        *,
+        ipus: Optional[int] = None,
+        device_iterations: int = 1,
+        callbacks: Sequence[Callback] = (),
+        seed: int = 0,
+        verbose: Union[int, str] = "auto",
+    ) -> Any:
+        """The module's outputs for all samples, in the loader's order.
+
+        Args:
+            x: batches of inputs, or of ``(inputs, target)``, whose target is left aside.
+            ipus: total number of IPUs. None is one replica.
+            device_iterations: forward passes per execution.
+            callbacks: get the ``on_predict_`` hooks.
+            seed: of random numbers drawn in eval mode, if the module draws any.
+            verbose: as for ``evaluate``.
+
+        Returns:
+            The structure that the module returns, each tensor with one row per sample.
+
+        Raises:
+            NotCompiledError: before ``compile``.
+            PlanError: the batch algebra does not fit; with all faults.
+            DataError: a batch that can't be fed, or an output without a row per sample.
+        """
+        session = self._compiled("predict")
+        source = Source(x, "prediction data")
+        with evaluating(self.module):
+            job, told = self._inference(
+                session, source, Mode.PREDICT, ipus, device_iterations, callbacks, seed, verbose
+            )
+            with session.running(job):
+                return loop.predict(job.program, job.feed, job.plan, told)
+
+    def _inference(
+        self,
+        session: Session,
+        source: Source,
+        mode: Mode,
+        ipus: Optional[int],
+        device_iterations: int,
+        callbacks: Sequence[Callback],
+        seed: int,
+        verbose: Union[int, str],
+    ) -> Any:
+        faults = Faults()
+        with faults.collected():
+            plan = session.plan(source, ipus, device_iterations, 1, training=False)
+        with faults.collected():
+            callbacks = checked(callbacks)
+        with faults.collected():
+            seed = _seed(seed, "an integer")
+        with faults.collected():
+            level = resolve_verbose(verbose)
+        faults.raise_all()
+        job = session.start(source, plan, mode, seed, mode.value)
+        params = {
+            "epochs": 1,
+            "verbose": level,
+            "updates": updates_per_epoch(job.plan, source),
+            "samples": source.samples,
+        }
+        return job, self._callbacks(callbacks, params)
+
+    def explain(
+        self,
+        x: Optional[Loader] = None,
+        *,
+        ipus: Optional[int] = None,
+        device_iterations: int = 1,
+        gradient_accumulation: int = 1,
+    ) -> None:
+        """Print what ``fit`` would do with these arguments, in plain words; nothing is run.
+
+        Args:
+            x: the loader; None explains the last ``fit``.
+            ipus: as for ``fit``.
+            device_iterations: as for ``fit``.
+            gradient_accumulation: as for ``fit``.
+
+        Raises:
+            NotCompiledError: before ``compile``.
+            ConfigurationError: neither a loader nor an earlier ``fit``.
+            PlanError: the batch algebra does not fit; with all faults.
+        """
+        session = self._compiled("explain")
+        plan = self._plan
+        if x is not None:
+            source = Source(x, "training data")
+            plan = session.plan(source, ipus, device_iterations, gradient_accumulation, True)
+        if plan is None:
+            raise ConfigurationError(
+                "explain needs a loader, explain(loader, ipus=...), or an earlier fit; got neither."
+            )
+        print(plan.explain())
+        print(session.explain())
+
+    def close(self) -> None:
+        """Let go of recorded programs and of the device; ``compile`` starts anew. Safe twice."""
+        self._session = None
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _compiled(self, name: str) -> Session:
+        if self._session is None:
+            raise NotCompiledError(
+                f"{name} needs a compiled model. Call "
+                "model.compile(optimizer='adam', loss='cross_entropy') first."
+            )
+        return self._session
+
+    def _callbacks(self, callbacks: Sequence[Callback], params: Dict[str, Any]) -> CallbackList:
+        bars: List[Callback] = [ProgbarLogger(params["verbose"])] if params["verbose"] else []
+        return CallbackList([*callbacks, *bars], self, params)
+
+
+def _refuse_what_cannot_be_recorded(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        where = f"its part {name!r}" if name else "it"
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ConfigurationError(
+                f"the module must be plain Python to be recorded, but {where} is a TorchScript "
+                f"module ({type(part).__name__}). Pass the module that it was scripted from."
+            )
+        if type(part).__name__ == "OptimizedModule":
+            raise ConfigurationError(
+                f"the module must be plain Python to be recorded, but {where} went through "
+                "torch.compile. Pass the module itself: ipufit records the whole training step."
+            )
+        for parameter_name, parameter in part.named_parameters(recurse=False):
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                raise ConfigurationError(
+                    f"every parameter must have a shape, but {parameter_name!r} of "
+                    f"{type(part).__name__} gets its own at the first forward. Call the module "
+                    "once on an example before ipufit.Model(module)."
+                )
+
+
+def _engine_maker(engine: Union[str, Callable[[], Engine]]) -> Callable[[], Engine]:
+    if callable(engine):
+        return engine
+    if engine in ("auto", "embedded"):
+        return EmbeddedEngine
+    instead = "Pass for example engine='embedded'."
+    if engine == "ipu":
+        instead = "This version has no engine for IPUs yet."
+    raise ConfigurationError(
+        f"engine must be 'auto', 'embedded' or a callable that makes an engine, got {engine!r}. "
+        + instead
+    )
+
+
+def _epochs(initial_epoch: int, epochs: int) -> Any:
+    for name, value, least in (("epochs", epochs, 1), ("initial_epoch", initial_epoch, 0)):
+        if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
+            raise ConfigurationError(
+                f"{name} must be an integer of at least {least}, got {value!r}."
+            )
+    if initial_epoch >= epochs:
+        raise ConfigurationError(
+            f"epochs is the index to stop before, so it must be more than initial_epoch "
+            f"({initial_epoch}), got {epochs}. Try {initial_epoch + 1}."
+        )
+    return operator.index(initial_epoch), operator.index(epochs)
+
+
+def _seed(seed: int, allowed: str) -> int:
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise ConfigurationError(f"seed must be {allowed}, got {seed!r}.")
+    return operator.index(seed)
+
+
+def _one_of(name: str, value: object, choices: Sequence[object]) -> None:
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        raise ConfigurationError(
+            f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}."
+        )

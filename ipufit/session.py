@@ -1,0 +1,335 @@
+"""What ``compile`` fixed, and the one place that decides which program has the device."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from typing import Any, Dict, Iterator, List, Optional, Tuple
+
+import torch
+from torch import nn
+
+from ipufit import loop, tree
+from ipufit.callbacks import CallbackList
+from ipufit.data.batches import Unpacker
+from ipufit.data.source import Source
+from ipufit.errors import DataError, IpufitError, MetricError
+from ipufit.interrupts import deferred
+from ipufit.losses import Loss
+from ipufit.metrics import MetricSet
+from ipufit.modes import evaluating
+from ipufit.plan import Plan
+from ipufit.program import Engine, MicroBatch, Mode, Program, ProgramSpec
+from ipufit.randomness import isolated
+
+__all__ = ["Job", "Session", "Validation"]
+
+
+@dataclasses.dataclass
+class Job:
+    """A program with everything that feeds and measures it.
+
+    Attributes:
+        program: prepared.
+        feed: its loader.
+        plan: with the micro-batch size that the loader really has.
+        meter: its loss and metrics.
+        first: the first micro-batch.
+    """
+
+    program: Program
+    feed: loop.Feed
+    plan: Plan
+    meter: loop.Meter
+    first: MicroBatch
+
+
+class Session:
+    """The life of a model between two calls of ``compile``.
+
+    Args:
+        module: the user's module.
+        optimizer: torch's optimizer over its parameters.
+        loss: normal form.
+        metrics: normal form; copied for every use.
+        engine: builds the programs.
+        gradient_reduction: "mean" or "sum".
+        auto_round_ipus: whether IPUs may be rounded up.
+        run_eagerly: whether programs run the module itself.
+
+    Attributes:
+        updates: weight updates done so far.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        metrics: MetricSet,
+        engine: Engine,
+        gradient_reduction: str = "mean",
+        auto_round_ipus: bool = False,
+        run_eagerly: bool = False,
+    ) -> None:
+        self.module = module
+        self.engine = engine
+        self.loss = loss
+        self.metrics = metrics
+        self.updates = 0
+        self._optimizer = optimizer
+        self._gradient_reduction = gradient_reduction
+        self._auto_round_ipus = auto_round_ipus
+        self._run_eagerly = run_eagerly
+        self._training: Optional[Program] = None
+        self._left_out = self._outside_optimizer()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer, with the state of the running program if there is one."""
+        if self._training is not None:
+            self._training.read_state()
+        return self._optimizer
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a training program has the weights."""
+        return self._training is not None
+
+    def plan(
+        self,
+        source: Source,
+        ipus: Optional[int],
+        device_iterations: int,
+        gradient_accumulation: int,
+        training: bool,
+        micro_batch_size: Optional[int] = None,
+    ) -> Plan:
+        """Check the batch algebra; a batch size that only the first batch tells counts as 1."""
+        return Plan.make(
+            micro_batch_size=micro_batch_size or source.micro_batch_size or 1,
+            ipus=ipus,
+            device_iterations=device_iterations,
+            gradient_accumulation=gradient_accumulation,
+            samples=source.samples,
+            dropped=source.dropped,
+            training=training,
+            auto_round_ipus=self._auto_round_ipus,
+        )
+
+    def start(
+        self, source: Source, plan: Plan, mode: Mode, seed: int, domain: str, epoch: int = 0
+    ) -> Job:
+        """Build and prepare a program for a loader; every fault shows before any work.
+
+        Raises:
+            DataError: the loader's first batch can't be fed, or ``predict`` can't join the outputs.
+            CaptureError: the module can't be recorded.
+            LossError: the loss can't be trained on.
+            MetricError: the metrics don't fit the outputs and targets.
+        """
+        feed = loop.Feed(source, mode, self.loss.in_module, seed, domain)
+        first = feed.peek(epoch)
+        plan = dataclasses.replace(plan, micro_batch_size=feed.micro_batch_size or first.size)
+        metrics = MetricSet() if mode is Mode.PREDICT else self.metrics.fresh()
+        program = self.engine.build(self._spec(plan, mode, seed, domain, bool(metrics)))
+        if mode is Mode.TRAIN:
+            self._training = program
+        try:
+            outputs = program.prepare(first)
+            if metrics:
+                self._probe(metrics, outputs, first)
+            if mode is Mode.PREDICT:
+                loop.check_rows(outputs, first.size)
+            _prepare_tail(program, plan, first, source)
+        except BaseException:
+            self.finish(program)
+            raise
+        return Job(program, feed, plan, loop.Meter(metrics, plan, self.loss), first)
+
+    def _spec(
+        self, plan: Plan, mode: Mode, seed: int, domain: str, has_metrics: bool
+    ) -> ProgramSpec:
+        with_loss = mode is not Mode.PREDICT or self.loss.in_module
+        return ProgramSpec(
+            module=self.module,
+            loss=self.loss if with_loss else None,
+            optimizer=self._optimizer if mode is Mode.TRAIN else None,
+            plan=plan,
+            mode=mode,
+            want_outputs=has_metrics or mode is Mode.PREDICT,
+            seed=seed,
+            domain=domain,
+            first_update=self.updates,
+            reduction=self._gradient_reduction,
+            run_eagerly=self._run_eagerly,
+        )
+
+    def _probe(self, metrics: MetricSet, outputs: Any, first: MicroBatch) -> None:
+        def fill(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if leaf.is_floating_point() or leaf.is_complex():
+                return torch.rand(leaf.shape, dtype=leaf.dtype, device="cpu")
+            return torch.zeros(leaf.shape, dtype=leaf.dtype, device="cpu")
+
+        target = loop.metric_target(first, self.loss)
+        if target is None:
+            raise MetricError(
+                f"the metrics {', '.join(metrics.names)} need a target, but the module computes "
+                "its own loss and the batch has no last argument, 'labels' or 'target' to take for "
+                "it. Leave the metrics out, or compute the loss outside the module."
+            )
+        with isolated(torch.device("cpu")):
+            metrics.probe(tree.map_leaves(fill, outputs), target, first.size)
+
+    def explain(self) -> str:
+        """How the program of this session runs, in one or two lines."""
+        names = [p.device for p in self.module.parameters()]
+        device = str(names[0]) if names else "cpu"
+        how = "the module itself, eagerly" if self._run_eagerly else "one recorded program"
+        return (
+            f"Runs {how} on the {self.engine.name} engine, device {device}, with "
+            f"{type(self._optimizer).__name__}; gradients reduced by {self._gradient_reduction}."
+        )
+
+    def finish(self, program: Program) -> None:
+        """Give the device back, and keep the count of updates; safe twice."""
+        with deferred():
+            try:
+                program.close()
+            finally:
+                if program is self._training:
+                    self.updates = program.updates
+                    self._training = None
+
+    @contextlib.contextmanager
+    def running(self, job: Job) -> Iterator[Job]:
+        """The job, finished afterwards whatever happens."""
+        try:
+            yield job
+        finally:
+            self.finish(job.program)
+
+    def _outside_optimizer(self) -> List[str]:
+        """Names of the trainable parameters that the optimizer has not."""
+        owned = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        named = self.module.named_parameters()
+        return [name for name, p in named if p.requires_grad and id(p) not in owned]
+
+    def warn_of_changes(self) -> None:
+        """Say so if a parameter became trainable after ``compile`` made the optimizer."""
+        late = [name for name in self._outside_optimizer() if name not in self._left_out]
+        if late:
+            warnings.warn(
+                f"{', '.join(late[:5])}{', ...' if len(late) > 5 else ''} became trainable after "
+                "compile made the optimizer, so fit leaves it as it is. Call compile again to "
+                "train it.",
+                UserWarning,
+                stacklevel=3,
+            )
+
+
+class Validation:
+    """Evaluates held-out data after each epoch of a fit, with random numbers of its own."""
+
+    def __init__(self, session: Session, source: Source, plan: Plan, seed: int) -> None:
+        self._session = session
+        self._source = source
+        self._plan = plan
+        self._seed = seed
+
+    def check(self, trained_on: MicroBatch) -> None:
+        """Find out before training whether this data can be evaluated, without reading the loader.
+
+        What is recorded for that is kept for the first evaluation.
+
+        Raises:
+            DataError: it is empty, can't be fed, or the module takes the training data only.
+            CaptureError: the module can't be recorded in eval mode.
+        """
+        if self._source.micro_batches == 0:
+            raise self._source.no_batches(0)
+        with isolated(torch.device("cpu")):
+            preview = self._source.preview()
+        if not preview:
+            return
+        example = Unpacker(self._source, Mode.EVALUATE, self._session.loss.in_module)(preview[0], 0)
+        source = Source(preview, self._source.role)
+        try:
+            with evaluating(self._session.module):
+                job = self._session.start(source, self._plan, Mode.EVALUATE, self._seed, "check")
+                self._session.finish(job.program)
+        except IpufitError:
+            raise
+        except Exception as error:
+            if _form(example) == _form(trained_on):
+                raise
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
+            raise DataError(
+                f"the module must take the {source.role} like the training data, but it failed "
+                f"with {reason}. It got {_shapes(example)}, in training {_shapes(trained_on)}. "
+                "Bring both into one form in the dataset or collate_fn."
+            ) from error
+
+    def run(self, epoch: int, callbacks: CallbackList) -> Dict[str, float]:
+        """Loss and metrics over all samples."""
+        session = self._session
+        with evaluating(session.module):
+            job = session.start(
+                self._source, self._plan, Mode.EVALUATE, self._seed, "validation", epoch
+            )
+            with session.running(job):
+                return loop.evaluate(job.program, job.feed, job.plan, job.meter, callbacks, epoch)
+
+
+def _prepare_tail(program: Program, plan: Plan, first: MicroBatch, source: Source) -> None:
+    """Build for a smaller last micro-batch too, so that a module that can't take it fails now."""
+    size = plan.tail.last_micro_batch_size if plan.tail else first.size
+    if size >= first.size:
+        return
+    try:
+        program.prepare(first.cut(size))
+    except Exception as error:
+        raise DataError(
+            f"the module must take every micro-batch of the {source.role}, but fails with the last "
+            f"one of an epoch, which is smaller, {_n(size)} instead of {first.size}: "
+            f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}. Choose "
+            "another batch_size, or drop_last=True in the loader."
+        ) from error
+
+
+def _n(samples: int) -> str:
+    return "1 sample" if samples == 1 else f"{samples} samples"
+
+
+def _form(batch: MicroBatch) -> Tuple[Any, ...]:
+    return (batch.structure, tuple((leaf.shape[1:], leaf.dtype) for leaf in batch.leaves))
+
+
+def _shapes(batch: MicroBatch) -> str:
+    return " and ".join(f"{tuple(leaf.shape)} {leaf.dtype}" for leaf in batch.leaves)
+
+
+def describe(job_plan: Plan, engine: Engine, source: Source, seed: Optional[int]) -> Dict[str, Any]:
+    """How a run was made, for History."""
+    return {
+        "engine": engine.name,
+        "seed": seed,
+        "micro_batch_size": job_plan.micro_batch_size,
+        "gradient_accumulation": job_plan.gradient_accumulation,
+        "replicas": job_plan.replicas,
+        "device_iterations": job_plan.device_iterations,
+        "ipus": job_plan.ipus,
+        "dropped_samples": source.dropped,
+    }
+
+
+def updates_per_epoch(plan: Plan, source: Source) -> Optional[int]:
+    """From the samples, else from the number of batches, else unknown."""
+    if plan.samples is not None:
+        return plan.updates_per_epoch
+    if source.micro_batches is None:
+        return None
+    return -(-source.micro_batches // plan.micro_batches_per_update)

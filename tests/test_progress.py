@@ -1,0 +1,173 @@
+"""What a user sees while it runs, and what is left afterwards."""
+
+import re
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ipufit
+from ipufit.callbacks import ProgbarLogger
+from ipufit.errors import ConfigurationError
+from ipufit.verbosity import resolve_verbose
+
+
+def model_and_loader(n=23):
+    """A dense net, compiled, and data for it."""
+    model = ipufit.Model(nn.Linear(3, 2))
+    model.compile("sgd", "cross_entropy", ["accuracy"])
+    x, y = torch.randn(n, 3), torch.randint(0, 2, (n,))
+    return model, DataLoader(TensorDataset(x, y), batch_size=2)
+
+
+def final_bars(text):
+    """The last state of every bar that was drawn."""
+    states = [line for line in re.split(r"[\r\n]+", text) if "|" in line]
+    last = {}
+    for state in states:
+        last[state.split(":")[0]] = state
+    return last
+
+
+@pytest.mark.parametrize("di", [1, 5, 100])
+def test_the_bar_counts_updates_whatever_the_execution(di, capsys):
+    """With many updates per call, bars elsewhere have counted wrongly again and again."""
+    model, loader = model_and_loader()
+    model.fit(loader, epochs=2, gradient_accumulation=2, device_iterations=di, verbose=1)
+    out, err = capsys.readouterr()
+    assert out == ""
+    bars = final_bars(err)
+    assert set(bars) == {"epoch 1/2", "epoch 2/2"}
+    for bar in bars.values():
+        assert "| 6/6 [" in bar
+        assert "100%" in bar
+        assert re.search(r"loss=\d\.\d+, accuracy=\d\.\d+, samples/s=\d+", bar)
+
+
+def test_recording_is_reported_apart(capsys):
+    """A first epoch that seems slow is the recording; the rate must not hide or contain it."""
+    model, loader = model_and_loader()
+    model.fit(loader, verbose=1)
+    assert re.search(r"recorded the program in \d+\.\d\d s", capsys.readouterr().err)
+    assert model.history.params["capture_seconds"] == model.capture_seconds > 0
+
+
+def test_one_line_an_epoch(capsys):
+    """In a pipe or a log file a bar is noise."""
+    model, loader = model_and_loader()
+    model.fit(loader, epochs=2, validation_data=loader, verbose=2)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("recorded the program in ")
+    pattern = (
+        r"epoch {}/2: 12 updates, loss=\S+, accuracy=\S+, val_loss=\S+, val_accuracy=\S+, "
+        r"samples/s=\d+"
+    )
+    assert re.fullmatch(pattern.format(1), lines[1])
+    assert re.fullmatch(pattern.format(2), lines[2])
+    assert len(lines) == 3
+
+
+def test_silence(capsys):
+    """verbose=0 prints nothing at all."""
+    model, loader = model_and_loader()
+    model.fit(loader, epochs=2, validation_data=loader, verbose=0)
+    model.evaluate(loader, verbose=0)
+    model.predict(loader, verbose=0)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_bars_of_evaluate_and_predict(capsys):
+    """They count forward passes, each over all replicas."""
+    model, loader = model_and_loader()
+    model.evaluate(loader, ipus=2, device_iterations=4, verbose=1)
+    model.predict(loader, ipus=2, device_iterations=4, verbose=1)
+    bars = final_bars(capsys.readouterr().err)
+    assert "| 6/6 [" in bars["evaluate"]
+    assert "accuracy=" in bars["evaluate"]
+    assert "| 6/6 [" in bars["predict"]
+
+
+def test_the_bar_is_closed_after_an_error(capsys):
+    """An exception must not leave a bar that later output is written into."""
+
+    class Fail(ipufit.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise ZeroDivisionError
+
+    model, loader = model_and_loader()
+    with pytest.raises(ZeroDivisionError):
+        model.fit(loader, callbacks=[Fail()], verbose=1)
+    assert capsys.readouterr().err.endswith("\n")
+
+
+def test_auto_is_a_line_an_epoch_outside_a_terminal(monkeypatch):
+    """And a bar in one, as in Keras."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    assert resolve_verbose("auto") == 2
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert resolve_verbose("auto") == 1
+    assert [resolve_verbose(v) for v in (0, 1, 2, True, False)] == [0, 1, 2, 1, 0]
+    assert isinstance(ProgbarLogger(1), ipufit.callbacks.Callback)
+
+
+def test_history_is_keras():
+    """Lists by name, one value an epoch, validation under val_."""
+    model, loader = model_and_loader()
+    history = model.fit(loader, epochs=3, validation_data=loader, seed=4, ipus=2, verbose=0)
+    assert history is model.history
+    assert history.epoch == [0, 1, 2]
+    assert list(history.history) == ["loss", "accuracy", "val_loss", "val_accuracy"]
+    assert {len(values) for values in history.history.values()} == {3}
+    seconds = history.params.pop("capture_seconds")
+    assert seconds > 0
+    assert history.params == {
+        "epochs": 3,
+        "verbose": 0,
+        "updates": 6,
+        "samples": 23,
+        "engine": "embedded",
+        "seed": 4,
+        "micro_batch_size": 2,
+        "gradient_accumulation": 1,
+        "replicas": 2,
+        "device_iterations": 1,
+        "ipus": 2,
+        "dropped_samples": 0,
+    }
+    assert re.fullmatch(r"History\(3 epochs: loss=.*, val_accuracy=\S+\)", repr(history))
+
+
+def test_history_plots(tmp_path):
+    """One panel a value, training and validation together, saved in the format of the suffix."""
+    pytest.importorskip("matplotlib")
+    model, loader = model_and_loader()
+    history = model.fit(loader, epochs=3, validation_data=loader, verbose=0)
+    figure = history.plot(tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert [axes.get_title() for axes in figure.axes] == ["loss", "accuracy"]
+    for axes, name in zip(figure.axes, ("loss", "accuracy")):
+        drawn = {line.get_label(): line.get_ydata().tolist() for line in axes.get_lines()}
+        assert drawn == {
+            "training": history.history[name],
+            "validation": history.history[f"val_{name}"],
+        }
+        assert axes.get_lines()[0].get_xdata().tolist() == [1, 2, 3]
+    history.plot(str(tmp_path / "curves.svg"))
+    assert (tmp_path / "curves.svg").exists()
+
+
+def test_plot_without_an_epoch_or_matplotlib(monkeypatch):
+    """Both are told in words."""
+    history = ipufit.History()
+    with pytest.raises(ConfigurationError) as caught:
+        history.plot()
+    assert str(caught.value) == "plot needs at least one finished epoch, there is none yet."
+    history.append(0, {"loss": 1.0})
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigurationError) as caught:
+        history.plot()
+    assert str(caught.value) == (
+        "History.plot needs matplotlib, which is not installed. Run: pip install ipufit[plot]"
+    )
