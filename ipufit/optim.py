@@ -73,6 +73,13 @@ class LAMB(torch.optim.Optimizer):
         _check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        """Take over state as torch does: a counter that is a number becomes a tensor."""
+        super().__setstate__(state)
+        for own in self.state.values():
+            if "step" in own and not isinstance(own["step"], Tensor):
+                own["step"] = torch.tensor(float(own["step"]), dtype=torch.float32)
+
     @overload
     def step(self, closure: None = ...) -> None: ...
     @overload

@@ -222,3 +222,16 @@ def test_arguments_out_of_range_are_refused(arguments, message):
         with pytest.raises(ValueError, match="LAMB needs") as caught:
             LAMB(params, **given)
         assert str(caught.value) == message
+
+
+def test_a_counter_that_is_a_number_becomes_a_tensor() -> None:
+    """State that another program saved may count with numbers; torch's own optimizers take both."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = LAMB([parameter])
+    state = optimizer.state_dict()
+    zeros = torch.zeros(2)
+    state["state"] = {0: {"step": 3, "exp_avg": zeros, "exp_avg_sq": zeros}}
+    optimizer.load_state_dict(state)
+    step = optimizer.state[parameter]["step"]
+    assert isinstance(step, torch.Tensor)
+    assert (step.item(), step.dtype) == (3.0, torch.float32)
