@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
 
-SEED = 3
+SEED = 0
 
 
 def load():
@@ -50,6 +50,8 @@ def build():
 
 def main():
     """Fit, evaluate, show."""
+    # Micro-batches of eight small pictures are too little work to share between cores.
+    torch.set_num_threads(1)
     torch.manual_seed(SEED)
     train, test = load()
     train_loader = DataLoader(train, batch_size=8, shuffle=True)
@@ -57,13 +59,13 @@ def main():
 
     model = ipufit.Model(build())
     model.compile(
-        optimizer=lambda p: torch.optim.AdamW(p, lr=0.01),
+        optimizer=lambda p: torch.optim.AdamW(p, lr=0.002),
         loss="cross_entropy",
         metrics=["accuracy"],
     )
     work = {"ipus": 4, "device_iterations": 8, "gradient_accumulation": 2}
     model.explain(train_loader, **work)
-    history = model.fit(train_loader, epochs=20, validation_data=test_loader, seed=SEED, **work)
+    history = model.fit(train_loader, epochs=30, validation_data=test_loader, seed=SEED, **work)
 
     result = model.evaluate(test_loader, verbose=0)
     predicted = model.predict(test_loader, verbose=0).argmax(1)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ipufit
-from tests.nets import CNN, MLP, Transformer, data
+from tests.nets import CNN, MLP, Running, Transformer, data
 
 
 def loader(n=22, batch_size=4):
@@ -98,34 +98,16 @@ def test_parametrized_weights():
     fit_like_by_hand(net, plain, loader())
 
 
-class Custom(nn.Module):
-    """A buffer of its own that forward changes in place, and a constant that is no buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("mean", torch.zeros(12, dtype=torch.float64), persistent=False)
-        self.scale = torch.full((12,), 0.5, dtype=torch.float64)
-        self.head = nn.Linear(12, 5)
-
-    def forward(self, x):
-        x = x.flatten(1)
-        if self.training:
-            self.seen += len(x)
-            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
-        return self.head((x - self.mean) * self.scale)
-
-
 def test_buffers_that_forward_changes_in_place():
     """Statistics of a user's own are kept like those of BatchNorm."""
-    net = Custom().double()
+    net = Running().double()
     fit_like_by_hand(net, plain, loader())
     assert net.seen.item() == 22
 
 
 def test_each_replica_has_buffers_of_its_own():
     """Replica 0's go into the module, with what replica 0 has seen."""
-    net = Custom().double()
+    net = Running().double()
     model = ipufit.Model(net)
     model.compile("sgd", "cross_entropy")
     model.fit(loader(), ipus=2, verbose=0)
@@ -542,6 +524,30 @@ def test_predictions_do_not_share_memory_with_weights_or_data():
     assert torch.equal(same, torch.ones(4, 3))
     assert torch.equal(weight, torch.ones(4, 3))
     assert not weight.requires_grad
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["traced", "eager"])
+def test_an_output_that_is_a_weight_is_that_of_its_own_update(eager):
+    """Metrics are worked out after an execution, when the weight has moved on."""
+
+    class Shown(MLP):
+        def forward(self, x):
+            return super().forward(x), self.layers[2].bias.expand(len(x), 5)
+
+    def loss(output, target):
+        return nn.functional.cross_entropy(output[0], target)
+
+    def bias(output, target):
+        return output[1].sum(1)
+
+    values = []
+    for di in (1, 4):
+        torch.manual_seed(0)
+        net = Shown().double()
+        model = ipufit.Model(net)
+        model.compile("adam", loss, [bias], run_eagerly=eager)
+        values.append(model.fit(loader(16), device_iterations=di, verbose=0).history["bias"])
+    assert values[0] == values[1]
 
 
 def test_hooks_on_parameters_are_honoured():

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ipufit
 from ipufit.randomness import DataStream, isolated, stream_key
-from tests.nets import CNN, data
+from tests.nets import CNN, Running, data
 
 
 def fit(n=70, epochs=2, seed=7, shuffle=True, net=None, compile_options=None, **options):
@@ -135,11 +135,11 @@ def test_replicas_times_accumulation_decides_not_either():
             torch.testing.assert_close(value, results[0][0][name], rtol=0, atol=1e-12)
 
 
-def test_two_fits_go_on_where_one_would():
-    """A second fit continues the count of updates, the optimizer's state and each replica's
-    buffers."""
-    torch.manual_seed(3)
-    net = CNN().double()
+@pytest.mark.parametrize("kind", [CNN, Running], ids=lambda kind: kind.__name__)
+def test_two_fits_go_on_where_one_would(kind):
+    """A second fit continues the counts, the optimizer's state and the buffers of every replica."""
+    start = kind().double()
+    net = copy.deepcopy(start)
     model = ipufit.Model(net)
     model.compile("adam", "cross_entropy")
     loader = DataLoader(TensorDataset(*data(70)), batch_size=4)
@@ -147,7 +147,7 @@ def test_two_fits_go_on_where_one_would():
     for epoch in range(2):
         work = {"initial_epoch": epoch, "epochs": epoch + 1, "ipus": 2, "gradient_accumulation": 2}
         losses += model.fit(loader, seed=7, verbose=0, **work).history["loss"]
-    once = fit(shuffle=False, ipus=2, gradient_accumulation=2)
+    once = fit(net=copy.deepcopy(start), shuffle=False, ipus=2, gradient_accumulation=2)
     assert equal((net.state_dict(), {"loss": losses}), once)
 
 
