@@ -280,12 +280,20 @@ def test_a_compiled_model_is_a_context_manager():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_cuda_nothing_waits_inside_an_execution():
-    """One transfer an execution, and no synchronisation before it."""
-    model, engine = with_engine(CNN(), metrics=["accuracy"])
-    model.module.cuda()
-    x, y = data(22)
-    batches = DataLoader(TensorDataset(x.float(), y), batch_size=4)
-    counter = Executions()
-    model.fit(batches, device_iterations=2, ipus=2, callbacks=[counter], verbose=0)
-    assert engine.transfer.count == counter.count
+def test_on_cuda_the_numbers_are_those_of_the_cpu():
+    """One library, one result: to rounding in float64, with one transfer an execution."""
+    histories, weights = [], []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        net = MLP().double().to(device)
+        model, engine = with_engine(net, metrics=["accuracy"])
+        counter = Executions()
+        work = {"device_iterations": 2, "ipus": 2, "callbacks": [counter], "verbose": 0}
+        histories.append(model.fit(loader(), epochs=2, **work).history)
+        weights.append({name: value.cpu() for name, value in net.state_dict().items()})
+        assert engine.transfer.count == counter.count
+        assert all(p.device.type == device for p in net.parameters())
+    assert histories[0]["loss"] == pytest.approx(histories[1]["loss"], abs=1e-10)
+    assert histories[0]["accuracy"] == histories[1]["accuracy"]
+    for name, value in weights[0].items():
+        torch.testing.assert_close(value, weights[1][name], rtol=0, atol=1e-10)
