@@ -1,0 +1,408 @@
+"""Arguments that cannot work: refused with a pinned text before anything is done."""
+
+import pytest
+import torch
+from torch import nn
+
+import ipufit
+from ipufit.callbacks import Callback
+from ipufit.engines.embedded.engine import EmbeddedEngine
+from ipufit.errors import (
+    ConfigurationError,
+    NotCompiledError,
+    OptimizerError,
+    PlanError,
+    UnknownNameError,
+)
+from tests.faulty import Net, Told, Watched, assert_clean, compiled, fit, loader, refused, state
+
+LOSSES = (
+    "bce, bce_with_logits, binary_cross_entropy, binary_cross_entropy_with_logits, cross_entropy, "
+    "hinge_embedding, huber, kl_div, l1, mae, mean_absolute_error, mean_squared_error, mse, "
+    "multi_margin, multilabel_soft_margin, nll, poisson_nll, smooth_l1, soft_margin."
+)
+METRICS = (
+    "acc, accuracy, binary_accuracy, binary_accuracy_with_logits, categorical_accuracy, mae, "
+    "mean_absolute_error, mean_squared_error, mse, perplexity, rmse, root_mean_squared_error, "
+    "sparse_categorical_accuracy, top_5_accuracy."
+)
+IPUS = "`ipus`, the total number of IPUs, must be a power of two"
+TRY_4 = "Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle."
+WHOLE = "must be a positive whole number"
+CALLBACKS = "callbacks must be a list of ipufit.callbacks.Callback objects, got "
+VERBOSE = "verbose must be 0 (silent), 1 (bar), 2 (one line an epoch) or 'auto', got "
+
+
+# ---- names --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "nearest"),
+    [
+        (("sgd", "cros_entropy"), "unknown loss 'cros_entropy'", "cross_entropy"),
+        (("sgd", "mse", ["acuracy"]), "unknown metric 'acuracy'", "accuracy"),
+        (("adm", "mse"), "unknown optimizer 'adm'", "adam"),
+    ],
+)
+def test_a_misspelt_name_is_answered_with_the_nearest(arguments, text, nearest):
+    """A typo costs a look at the docs otherwise."""
+    model = compiled()
+    with refused(
+        model, UnknownNameError, f"{text}. Did you mean {nearest!r}? ", part=True
+    ) as caught:
+        model.compile(*arguments)
+    assert caught.value.nearest == nearest
+    assert f"Known names: {', '.join(caught.value.known)}." in str(caught.value)
+
+
+def test_the_known_names_are_listed_in_full():
+    """Whoever is far off needs the whole list."""
+    model = compiled()
+    with refused(model, UnknownNameError, f"unknown loss 'zzz'. Known names: {LOSSES}"):
+        model.compile("sgd", "zzz")
+    with refused(model, UnknownNameError, f"unknown metric 'zzz'. Known names: {METRICS}"):
+        model.compile("sgd", "mse", "zzz")
+
+
+def test_all_bad_arguments_of_compile_are_reported_together():
+    """One fault at a time makes a user start a job once per typo."""
+    model = compiled()
+    with refused(model, ConfigurationError, "unknown loss 'msee'.", part=True) as caught:
+        model.compile(
+            "adm",
+            "msee",
+            "acuracy",
+            gradient_reduction="avg",
+            auto_round_ipus="yes",
+            run_eagerly=1,
+        )
+    lines = str(caught.value).split("\n")
+    assert lines[0].startswith("unknown loss 'msee'. Did you mean 'mse'? ")
+    assert lines[1].startswith("unknown optimizer 'adm'. Did you mean 'adam'? ")
+    assert lines[2].startswith("unknown metric 'acuracy'. Did you mean 'accuracy'? ")
+    assert lines[3:] == [
+        "gradient_reduction must be 'mean' or 'sum', got 'avg'.",
+        "auto_round_ipus must be True or False, got 'yes'.",
+        "run_eagerly must be True or False, got 1.",
+    ]
+
+
+def test_a_refused_compile_keeps_the_earlier_one():
+    """A typo in a notebook cell must not throw a trained optimizer away."""
+    model = compiled()
+    fit(model)
+    optimizer = model.optimizer
+    with pytest.raises(UnknownNameError):
+        model.compile("adm", "mse")
+    assert model.optimizer is optimizer
+    assert fit(model).epoch == [0]
+
+
+def test_nothing_to_train_is_told_at_compile():
+    """torch's own "empty parameter list" does not say that the module is frozen."""
+    net = Net().requires_grad_(False)
+    model = ipufit.Model(net)
+    with refused(
+        model,
+        OptimizerError,
+        "the module has no trainable parameter: none of its 8 parameters requires gradients.",
+        part=True,
+    ):
+        model.compile("sgd", "mse")
+
+
+# ---- before compile, inside fit -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict", "explain"])
+def test_nothing_runs_before_compile(method):
+    """The error must name the missing call, not a missing attribute."""
+    model = ipufit.Model(Net())
+    text = (
+        f"{method} needs a compiled model. Call "
+        "model.compile(optimizer='adam', loss='cross_entropy') first."
+    )
+    with refused(model, NotCompiledError, text):
+        getattr(model, method)(loader())
+    with refused(model, NotCompiledError, text):
+        model.compile("sgd", "mse")
+        model.close()
+        getattr(model, method)(loader())
+
+
+def test_explain_needs_a_loader_or_a_fit():
+    """There is no plan to print before either."""
+    text = "explain needs a loader, explain(loader, ipus=...), or an earlier fit; got neither."
+    model = compiled()
+    with refused(model, ConfigurationError, text):
+        model.explain()
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda model: fit(model),
+            "fit was called inside fit, from a callback or the data. Start the second one when the "
+            "first has returned.",
+        ),
+        (
+            lambda model: model.compile("sgd", "mse"),
+            "compile was called inside fit, from a callback or the data. Call it when fit has "
+            "returned.",
+        ),
+    ],
+    ids=["fit", "compile"],
+)
+def test_fit_is_not_entered_twice(call, text):
+    """Two programs that own the same weights would overwrite each other's updates."""
+    model = compiled()
+    with pytest.raises(ConfigurationError) as caught:
+        fit(model, callbacks=[Told(on_epoch_end=lambda told, epoch: call(model))])
+    assert str(caught.value) == text
+    assert_clean(model)
+    assert model.history.epoch == [0]
+    assert fit(model, epochs=2).epoch == [0, 1]
+
+
+# ---- the batch algebra --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"ipus": 0}, f"{IPUS}, got 0. Try 1."),
+        ({"ipus": -1}, f"{IPUS}, got -1. Try 1."),
+        ({"ipus": 3}, f"{IPUS}, got 3. {TRY_4}"),
+        ({"ipus": 1.5}, f"{IPUS}. 1.5 is a float, write 1 or 2."),
+        ({"ipus": True}, f"{IPUS}. True is a bool, write 1."),
+        ({"ipus": "2"}, f"{IPUS}. '2' is a str, write 2."),
+        ({"device_iterations": 0}, f"`device_iterations` {WHOLE}, got 0. Try 1."),
+        ({"device_iterations": -1}, f"`device_iterations` {WHOLE}, got -1. Try 1."),
+        ({"device_iterations": 1.5}, f"`device_iterations` {WHOLE}. 1.5 is a float, write 1 or 2."),
+        ({"device_iterations": True}, f"`device_iterations` {WHOLE}. True is a bool, write 1."),
+        ({"device_iterations": "2"}, f"`device_iterations` {WHOLE}. '2' is a str, write 2."),
+    ],
+)
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict", "explain"])
+def test_a_number_that_is_none_is_refused_everywhere(method, arguments, text):
+    """All four read the same arguments, so all four must refuse the same."""
+    engine = Watched()
+    model = compiled(engine=lambda: engine)
+    quiet = {} if method == "explain" else {"verbose": 0, "seed": 1}
+    with refused(model, PlanError, text) as caught:
+        getattr(model, method)(loader(), **quiet, **arguments)
+    assert caught.value.faults == (text,)
+    assert engine.built == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, f"{WHOLE}, got 0. Try 1."),
+        (-1, f"{WHOLE}, got -1. Try 1."),
+        (1.5, f"{WHOLE}. 1.5 is a float, write 1 or 2."),
+        (True, f"{WHOLE}. True is a bool, write 1."),
+        ("2", f"{WHOLE}. '2' is a str, write 2."),
+    ],
+)
+def test_gradient_accumulation_must_be_a_positive_integer(value, text):
+    """``True`` would pass for 1 and "2" fail deep inside the loop."""
+    model = compiled()
+    with refused(model, PlanError, f"`gradient_accumulation` {text}"):
+        fit(model, gradient_accumulation=value)
+
+
+def test_all_faults_of_fit_are_reported_together():
+    """They are found before the first batch is read, and each says which argument it means."""
+    engine = Watched()
+    model = compiled(engine=lambda: engine)
+    faults = [
+        f"{IPUS}, got 3. {TRY_4}",
+        f"`device_iterations` {WHOLE}, got 0. Try 1.",
+        f"`gradient_accumulation` {WHOLE}. 1.5 is a float, write 1 or 2.",
+    ]
+    plan = {"ipus": 3, "device_iterations": 0, "gradient_accumulation": 1.5}
+    with refused(model, PlanError, "\n".join(faults)) as caught:
+        fit(model, **plan)
+    assert fit(model, **{**plan, **caught.value.suggestion}).epoch == [0]
+    own = [
+        f"{IPUS}, got 3. {TRY_4}".replace("`ipus`", "`inference_ipus`"),
+        f"`inference_device_iterations` {WHOLE}, got -2. Try 1.",
+    ]
+    inference = {"inference_ipus": 3, "inference_device_iterations": -2}
+    with refused(model, PlanError, "\n".join([*faults, *own])) as caught:
+        fit(model, validation_data=loader(), **plan, **inference)
+    assert caught.value.faults == (*faults, *own)
+    assert fit(model, **{**plan, **inference, **caught.value.suggestion}).epoch == [0]
+    built = engine.built
+    rest = [
+        "epochs must be an integer of at least 1, got 0.",
+        *faults,
+        f"{CALLBACKS}3. Subclass ipufit.callbacks.Callback and override its hooks.",
+        "seed must be an integer or None, got 1.5.",
+        f"{VERBOSE}9.",
+    ]
+    with refused(model, ConfigurationError, "\n".join(rest)):
+        fit(model, epochs=0, callbacks=[3], **{**plan, "seed": 1.5, "verbose": 9})
+    assert engine.built == built
+
+
+# ---- other arguments ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        *(
+            ({"epochs": value}, f"epochs must be an integer of at least 1, got {value!r}.")
+            for value in (0, -1, 1.5, True, "2", None)
+        ),
+        *(
+            (
+                {"initial_epoch": value},
+                f"initial_epoch must be an integer of at least 0, got {value!r}.",
+            )
+            for value in (-1, 1.5, False, "0", None)
+        ),
+        (
+            {"epochs": 3, "initial_epoch": 3},
+            "epochs is the index to stop before, so it must be more than initial_epoch (3), got 3. "
+            "Try 4.",
+        ),
+        *(
+            ({"seed": value}, f"seed must be an integer or None, got {value!r}.")
+            for value in (1.5, True, "2")
+        ),
+        *(({"verbose": v}, f"{VERBOSE}{v!r}.") for v in (3, -1, 1.0, "yes", None, [1])),
+        (
+            {"callbacks": [Callback]},
+            f"{CALLBACKS}the class Callback. Pass an object of it: Callback(...).",
+        ),
+        (
+            {"callbacks": [3]},
+            f"{CALLBACKS}3. Subclass ipufit.callbacks.Callback and override its hooks.",
+        ),
+        *(
+            (
+                {"callbacks": value},
+                f"{CALLBACKS}{came}. Pass a list of objects: callbacks=[...]; [] for none.",
+            )
+            for value, came in (
+                (Callback, "the class Callback"),
+                (Callback(), "a single Callback"),
+                (None, "None"),
+                ("bar", "'bar'"),
+                (3, "3"),
+            )
+        ),
+    ],
+    ids=repr,
+)
+def test_a_wrong_argument_of_fit_is_named(arguments, text):
+    """Its error must come before a program is built, let alone an epoch is trained."""
+    engine = Watched()
+    model = compiled(engine=lambda: engine)
+    with refused(model, ConfigurationError, text):
+        fit(model, **arguments)
+    assert engine.built == 0
+
+
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"seed": None}, "seed must be an integer, got None."),
+        ({"verbose": 3}, f"{VERBOSE}3."),
+        (
+            {"callbacks": [3]},
+            f"{CALLBACKS}3. Subclass ipufit.callbacks.Callback and override its hooks.",
+        ),
+        (
+            {"seed": "1", "device_iterations": 0},
+            f"`device_iterations` {WHOLE}, got 0. Try 1.\nseed must be an integer, got '1'.",
+        ),
+    ],
+    ids=repr,
+)
+def test_a_wrong_argument_of_evaluate_and_predict_is_named(method, arguments, text):
+    """They share the checks of fit."""
+    engine = Watched()
+    model = compiled(engine=lambda: engine)
+    with refused(model, ConfigurationError, text):
+        getattr(model, method)(loader(), **{"verbose": 0, **arguments})
+    assert engine.built == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"gradient_reduction": "avg"}, "gradient_reduction must be 'mean' or 'sum', got 'avg'."),
+        (
+            {"gradient_reduction": ["mean"]},
+            "gradient_reduction must be 'mean' or 'sum', got ['mean'].",
+        ),
+        ({"auto_round_ipus": 1}, "auto_round_ipus must be True or False, got 1."),
+        ({"run_eagerly": "no"}, "run_eagerly must be True or False, got 'no'."),
+    ],
+    ids=repr,
+)
+def test_a_wrong_argument_of_compile_is_named(arguments, text):
+    """A string for a switch would silently mean True."""
+    model = compiled()
+    with refused(model, ConfigurationError, text):
+        model.compile("sgd", "mse", **arguments)
+
+
+ENGINE = "engine must be 'auto', 'embedded' or a callable that makes an engine, got "
+
+
+@pytest.mark.parametrize(
+    ("module", "engine", "text"),
+    [
+        (
+            Net,
+            "auto",
+            "Model takes a torch.nn.Module object, got <class 'tests.faulty.Net'>. Pass an "
+            "instance, such as ipufit.Model(MyNet()).",
+        ),
+        (
+            None,
+            "auto",
+            "Model takes a torch.nn.Module object, got None. Pass an instance, such as "
+            "ipufit.Model(MyNet()).",
+        ),
+        (nn.Linear(1, 1), "ipu", f"{ENGINE}'ipu'. This version has no engine for IPUs yet."),
+        (nn.Linear(1, 1), 3, f"{ENGINE}3. Pass for example engine='embedded'."),
+        (nn.Linear(1, 1), None, f"{ENGINE}None. Pass for example engine='embedded'."),
+    ],
+    ids=repr,
+)
+def test_a_module_and_an_engine_are_what_they_say(module, engine, text):
+    """The class instead of an object is the usual slip."""
+    with pytest.raises(ConfigurationError) as caught:
+        ipufit.Model(module, engine=engine)
+    assert str(caught.value) == text
+
+
+def test_an_engine_factory_must_make_an_engine():
+    """Otherwise fit would fail on a missing method, an epoch's preparation later."""
+    model = ipufit.Model(Net(), engine=lambda: 3)
+    text = (
+        "engine must make an object with a method build(spec), got 3. Pass for example "
+        "engine='embedded'."
+    )
+    with refused(model, ConfigurationError, text):
+        model.compile("sgd", "mse")
+    assert ipufit.Model(Net(), engine=EmbeddedEngine).history.epoch == []
+
+
+def test_a_refused_fit_leaves_the_last_history():
+    """The results of an hour must survive a typo in the next call."""
+    model = compiled()
+    history = fit(model)
+    after = state(model)
+    with pytest.raises(PlanError):
+        fit(model, ipus=3)
+    assert model.history is history
+    assert torch.equal(after["/body.weight"], state(model)["/body.weight"])

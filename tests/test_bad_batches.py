@@ -1,0 +1,338 @@
+"""Batches that cannot be fed: refused with a pinned text before they are used, nothing lost."""
+
+import functools
+import inspect
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+from ipufit.errors import DataError
+from tests.faulty import (
+    SEVERAL,
+    Batches,
+    Net,
+    Samples,
+    Stream,
+    Told,
+    Watched,
+    assert_clean,
+    assert_same_bits,
+    batches,
+    compiled,
+    fit,
+    loader,
+    refused,
+    state,
+)
+
+X, Y = batches(1, 8)[0]
+CONVERT = "Convert it in the dataset or in collate_fn, or leave it out of the batch."
+PAD = "Pad or crop to one shape in the dataset or collate_fn."
+
+
+def place(function):
+    """How a message says where batches are made."""
+    line = inspect.getsourcelines(function)[1]
+    return f" Batches are made at {inspect.getsourcefile(function)}:{line}."
+
+
+# ---- one batch ----------------------------------------------------------------------------------
+
+BAD_BATCHES = {
+    "bare": (X, f"a batch must be (inputs, target), got Tensor. {SEVERAL}"),
+    "none": (
+        (X, None),
+        "the target is missing (None), but the loss needs one. Yield (inputs, target), or use "
+        "compile(loss=None) if the module computes its own loss.",
+    ),
+    "one": ((X,), f"a batch must be (inputs, target), got tuple of 1. {SEVERAL}"),
+    "three": ([X, Y, Y], f"a batch must be (inputs, target), got list of 3. {SEVERAL}"),
+    "dict": ({"x": X, "y": Y}, f"a batch must be (inputs, target), got dict. {SEVERAL}"),
+    "nothing": (None, f"a batch must be (inputs, target), got NoneType. {SEVERAL}"),
+    "number": (3, f"a batch must be (inputs, target), got int. {SEVERAL}"),
+    "lengths": (
+        (X, Y[:5]),
+        "all parts must have the same number of samples, but input [0] has 8 and target has 5. "
+        "Check the dataset or collate_fn.",
+    ),
+    "inputs": (
+        ({"x": X, "mask": X[:3]}, Y),
+        "all parts must have the same number of samples, but input ['x'] has 8 and input ['mask'] "
+        "has 3. Check the dataset or collate_fn.",
+    ),
+    "empty": ((X[:0], Y[:0]), "input [0] has no samples. Leave empty batches out of the loader."),
+    "scalars": (
+        (torch.tensor(1.0), 2),
+        "no tensor has a batch dimension. Every input and target needs the samples along its first "
+        "dimension.",
+    ),
+    "grad": (
+        (X.clone().requires_grad_(), Y),
+        "input [0] must not require grad, but it does: gradients stop at the program's inputs. "
+        "Pass tensor.detach().",
+    ),
+    "string": (((X, "a"), Y), f"input [1] must be a tensor, got str. {CONVERT}"),
+    "strings": (
+        (X, {"names": ["a"] * 8}),
+        f"target['names'][0] must be a tensor, got str. {CONVERT}",
+    ),
+    "object": (({"x": object()}, Y), f"input ['x'] must be a tensor, got object. {CONVERT}"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BATCHES)
+@pytest.mark.parametrize("role", ["training", "evaluation", "validation"])
+def test_a_batch_that_cannot_be_fed_is_named(name, role):
+    """Role, number and part of the batch say where to look; nothing has been computed."""
+    batch, text = BAD_BATCHES[name]
+    engine = Watched()
+    model = compiled(engine=lambda: engine)
+    told = Told()
+    error = f"{role} data, batch 0: {text}"
+    if role == "evaluation":
+        with refused(model, DataError, error):
+            model.evaluate([batch], callbacks=[told], verbose=0)
+    else:
+        data = {"x": Batches([batch])} if role == "training" else {"validation_data": [batch]}
+        with refused(model, DataError, error):
+            fit(model, callbacks=[told], **data)
+    assert told.hooks == []
+    assert engine.built == engine.closed
+
+
+def test_a_batch_of_numpy_strings_is_named():
+    """torch's own text says nothing about the batch."""
+    text = (
+        "training data, batch 0: input [0] must be a tensor, and torch can't make one of this "
+        "ndarray: "
+    )
+    model = compiled()
+    with refused(model, DataError, text, part=True) as caught:
+        fit(model, [(np.array(["a"] * 8), Y)])
+    assert str(caught.value).endswith(". Convert it in the dataset or in collate_fn.")
+
+
+def test_predict_takes_inputs_alone_and_refuses_what_is_neither():
+    """Three parts may mean two inputs or a sample weight: a guess could be the wrong one."""
+    model = compiled()
+    text = (
+        "prediction data, batch 0: a batch must be inputs or (inputs, target), got tuple of 3. For "
+        "several inputs yield ((first, second), target) or {'name': first, ...}."
+    )
+    with refused(model, DataError, text):
+        model.predict([(X, X, Y)], verbose=0)
+    expected = model.predict([(X, Y)], verbose=0)
+    for batch in (X, (X,), [X], (X, None), {"x": X}, X.numpy()):
+        assert torch.equal(model.predict([batch], verbose=0), expected)
+
+
+def test_a_dataset_without_targets_is_refused():
+    """A DataLoader makes a list of one tensor from it."""
+    model = compiled()
+    text = f"training data, batch 0: a batch must be (inputs, target), got list of 1. {SEVERAL}"
+    with refused(model, DataError, text):
+        fit(model, DataLoader(TensorDataset(X), batch_size=4))
+
+
+def test_an_output_without_rows_is_refused_before_predict_runs():
+    """Rows of different outputs could not be told apart once they are joined."""
+
+    class Mean(Net):
+        def forward(self, x):
+            rows = super().forward(x)
+            return rows if self.training else {"rows": rows, "mean": rows.mean()}
+
+    engine = Watched()
+    model = compiled(Mean(), engine=lambda: engine)
+    told = Told()
+    text = (
+        "predict returns one row per sample, but output['mean'] has shape () for 4 samples. Return "
+        "it from forward with the samples along its first dimension, or leave it out when the "
+        "module is in eval mode."
+    )
+    with refused(model, DataError, text):
+        model.predict(loader(), callbacks=[told], verbose=0)
+    assert told.hooks == []
+    assert engine.built == engine.closed == 1
+
+
+# ---- batches that differ ------------------------------------------------------------------------
+
+
+def other(features=4, size=4, dtype=torch.float32):
+    """A batch that is not like the first."""
+    return torch.zeros(size, features, dtype=dtype), torch.zeros(size, 3)
+
+
+CHANGES = {
+    "shape": (
+        other(features=5),
+        "input [0] has shape (4, 5), but the program was recorded for (4, 4); only the number of "
+        f"samples may be smaller. {PAD}",
+    ),
+    "rank": (
+        (torch.zeros(4, 4, 1), torch.zeros(4, 3)),
+        "input [0] has shape (4, 4, 1), but the program was recorded for (4, 4); only the number "
+        f"of samples may be smaller. {PAD}",
+    ),
+    "target": (
+        (torch.zeros(4, 4), torch.zeros(4, 2)),
+        "target has shape (4, 2), but the program was recorded for (4, 3); only the number of "
+        f"samples may be smaller. {PAD}",
+    ),
+    "dtype": (
+        other(dtype=torch.float64),
+        "input [0] has dtype torch.float64, but the program was recorded for torch.float32. "
+        "Convert to one dtype in the dataset or collate_fn.",
+    ),
+    "larger": (
+        other(size=6),
+        "a batch may be smaller than the first (4 samples), not larger, got 6. Use a fixed "
+        "batch_size.",
+    ),
+    "structure": (
+        ({"x": torch.zeros(4, 4)}, torch.zeros(4, 3)),
+        "every batch must have the structure of the first, inputs tensor and target tensor, got "
+        "inputs dict('x': tensor) and target tensor. Yield one structure, in the dataset or "
+        "collate_fn.",
+    ),
+    "more": (
+        ((torch.zeros(4, 4), torch.zeros(4, 4)), torch.zeros(4, 3)),
+        "every batch must have the structure of the first, inputs tensor and target tensor, got "
+        "inputs tuple(0: tensor, 1: tensor) and target tensor. Yield one structure, in the dataset "
+        "or collate_fn.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("di", [1, 4])
+def test_a_batch_unlike_the_first_ends_training_without_loss(name, di):
+    """The program has one shape: training stops before the batch, with what was learned so far."""
+    batch, text = CHANGES[name]
+    items = batches(5)
+    model, twin = compiled(), compiled()
+    twin.module.load_state_dict(model.module.state_dict())
+    with pytest.raises(DataError) as caught:
+        fit(model, Batches([*items, batch]), device_iterations=di)
+    assert str(caught.value) == f"training data, batch 5: {text}{place(Batches.__iter__)}"
+    # An execution is fed whole or not at all.
+    fit(twin, items[: 5 // di * di])
+    assert_same_bits(state(model), state(twin))
+    assert_clean(model)
+    assert fit(model).epoch == [0]
+
+
+def samples(count, features):
+    return [(torch.zeros(features), torch.zeros(3)) for _ in range(count)]
+
+
+def collate(width, items):
+    """Makes wider batches every time."""
+    width.append(0)
+    return torch.zeros(len(items), 3 + len(width)), torch.zeros(len(items), 3)
+
+
+class Collator:
+    """The same as an object."""
+
+    def __init__(self):
+        self.width = []
+
+    def __call__(self, items):
+        return collate(self.width, items)
+
+
+def generator():
+    yield torch.zeros(4, 4), torch.zeros(4, 3)
+    yield torch.zeros(4, 5), torch.zeros(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "where"),
+    [
+        (lambda: DataLoader(Samples(samples(4, 4) + samples(4, 5)), 4), Samples.__getitem__),
+        (
+            lambda: DataLoader(Subset(Samples(samples(4, 4) + samples(4, 5)), range(8)), 4),
+            Samples.__getitem__,
+        ),
+        (lambda: DataLoader(Stream(samples(4, 4) + samples(4, 5)), 4), Stream.__iter__),
+        (
+            lambda: DataLoader(TensorDataset(X), 4, collate_fn=functools.partial(collate, [])),
+            collate,
+        ),
+        (lambda: DataLoader(TensorDataset(X), 4, collate_fn=Collator()), Collator.__call__),
+        (lambda: Batches(list(generator())), Batches.__iter__),
+        (generator, generator),
+    ],
+    ids=["dataset", "subset", "stream", "function", "object", "iterable", "generator"],
+)
+def test_a_change_of_shape_names_the_line_where_batches_are_made(make, where):
+    """The fault is in the user's file, not in the loader that torch shows."""
+    model = compiled()
+    with pytest.raises(DataError) as caught:
+        fit(model, make())
+    assert str(caught.value) == (
+        "training data, batch 1: input [0] has shape (4, 5), but the program was recorded for "
+        f"(4, 4); only the number of samples may be smaller. {PAD}{place(where)}"
+    )
+
+
+# ---- the user's own errors ----------------------------------------------------------------------
+
+
+class MineError(Exception):
+    """An error that ipufit has never heard of."""
+
+
+@pytest.mark.parametrize("di", [1, 2])
+def test_an_error_of_the_dataset_surfaces_as_it_is(di):
+    """Its type and traceback are the user's best information; what was learned stays."""
+    mine = MineError("disk full")
+
+    class Breaks(Samples):
+        def __getitem__(self, index):
+            if index == 13:
+                raise mine
+            return super().__getitem__(index)
+
+    pairs = [(x, y) for batch in batches(5) for x, y in zip(*batch)]
+    told = Told()
+    engine = Watched()
+    model, twin = compiled(engine=lambda: engine), compiled()
+    twin.module.load_state_dict(model.module.state_dict())
+    with pytest.raises(MineError) as caught:
+        fit(model, DataLoader(Breaks(pairs), batch_size=4), device_iterations=di, callbacks=[told])
+    assert caught.value is mine
+    fit(twin, batches(5)[: 3 // di * di])
+    assert_same_bits(state(model), state(twin))
+    assert told.hooks[-1] == "on_train_end"
+    assert model.history.epoch == []
+    assert engine.built == engine.closed == 1
+    assert_clean(model)
+    assert fit(model).epoch == [0]
+
+
+def test_a_target_outside_the_classes_ends_training_before_its_update():
+    """Only a value shows it, in the middle of an execution: earlier updates of it are kept."""
+    items = [(x, torch.zeros(4, dtype=torch.int64)) for x, _ in batches(6)]
+    bad = [*items[:5], (items[5][0], torch.tensor([0, 1, 2, 3]))]
+    model, twin = compiled(loss="cross_entropy"), compiled(loss="cross_entropy")
+    twin.module.load_state_dict(model.module.state_dict())
+    with pytest.raises(IndexError, match="Target 3 is out of bounds"):
+        fit(model, bad, device_iterations=6)
+    fit(twin, items[:5])
+    assert_same_bits(state(model), state(twin))
+    assert_clean(model)
+    assert fit(model, items).epoch == [0]
+
+
+def test_a_module_without_parameters_of_the_batch_says_so_itself():
+    """forward's signature is Python's to check."""
+    model = compiled(nn.Sequential(nn.Linear(4, 3)))
+    with pytest.raises(TypeError, match="positional argument"):
+        fit(model, [((X, X), Y)])
+    assert_clean(model)

@@ -1,0 +1,190 @@
+"""Data that is no loader, or yields nothing: refused before a program is built."""
+
+import pytest
+from torch.utils.data import DataLoader, TensorDataset
+
+from ipufit.errors import DataError
+from tests.faulty import (
+    EMPTY,
+    Batches,
+    Stream,
+    Told,
+    Watched,
+    assert_clean,
+    assert_same_bits,
+    batches,
+    compiled,
+    fit,
+    loader,
+    refused,
+    state,
+)
+
+X, Y = batches(1, 8)[0]
+AGAIN = "Pass an object whose __iter__ starts anew, such as a DataLoader or a list of batches."
+LOADER = "training data must be a DataLoader or an iterable of batches, got "
+
+
+# ---- what is no loader --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("x", "text"),
+    [
+        (
+            X,
+            "training data must be a loader of batches, got Tensor. Wrap it: "
+            "DataLoader(TensorDataset(x, y), batch_size=...).",
+        ),
+        (
+            X.numpy(),
+            "training data must be a loader of batches, got ndarray. Wrap it: "
+            "DataLoader(TensorDataset(x, y), batch_size=...).",
+        ),
+        *(
+            (
+                pair,
+                "training data must be a loader of batches, got a tuple of tensors or arrays. Wrap "
+                "them: DataLoader(TensorDataset(x, y), batch_size=...).",
+            )
+            for pair in ((X, Y), (X.numpy(), Y.numpy()))
+        ),
+        (
+            TensorDataset(X, Y),
+            "training data must be a loader of batches, got the dataset TensorDataset. Wrap it: "
+            "DataLoader(dataset, batch_size=...).",
+        ),
+        (
+            Stream([]),
+            "training data must be a loader of batches, got the dataset Stream. Wrap it: "
+            "DataLoader(dataset, batch_size=...).",
+        ),
+        *(
+            (value, f"{LOADER}{came}. Pass for example DataLoader(dataset, batch_size=...).")
+            for value, came in (
+                ("data.csv", "str"),
+                ({"x": X}, "dict"),
+                (None, "NoneType"),
+                (3, "int"),
+                (DataLoader, "the class DataLoader"),
+                (loader, "function"),
+            )
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_has_no_batches_is_refused(x, text):
+    """A tensor is iterable: its rows would be trained on as if they were batches."""
+    engine = Watched()
+    model = compiled(engine=lambda: engine)
+    with refused(model, DataError, text):
+        model.fit(x, seed=7, verbose=0)
+    with refused(model, DataError, text.replace("training", "evaluation")):
+        model.evaluate(x, verbose=0)
+    with refused(model, DataError, text.replace("training", "prediction")):
+        model.predict(x, verbose=0)
+    if x is not None:
+        with refused(model, DataError, text.replace("training", "validation")):
+            fit(model, validation_data=x)
+    assert engine.built == 0
+
+
+# ---- no batches ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (list, EMPTY),
+        (lambda: DataLoader(TensorDataset(X[:0], Y[:0]), batch_size=4), EMPTY),
+        (lambda: DataLoader(Stream([]), batch_size=4), EMPTY),
+        (lambda: Batches([]), EMPTY),
+        (
+            lambda: loader(samples=5, size=8, drop_last=True),
+            "yields no batch: its dataset has 5 samples, batch_size is 8 and drop_last=True. Use "
+            "drop_last=False, or a batch_size of at most 5.",
+        ),
+        (
+            lambda: iter([]),
+            "must yield at least one batch, but it is empty. An iterator that was read before "
+            f"stays empty. {AGAIN}",
+        ),
+    ],
+    ids=["list", "dataset", "stream", "iterable", "drop_last", "iterator"],
+)
+def test_a_loader_without_batches_is_refused(make, text):
+    """Zero updates would look like a finished training."""
+    engine = Watched()
+    model = compiled(engine=lambda: engine)
+    with refused(model, DataError, f"training data {text}"):
+        fit(model, make())
+    with refused(model, DataError, f"evaluation data {text}"):
+        model.evaluate(make(), verbose=0)
+    with refused(model, DataError, f"prediction data {text}"):
+        model.predict(make(), verbose=0)
+    assert engine.built == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: (batch for batch in batches(2)), "generator"),
+        (lambda: zip(*map(list, zip(*batches(2)))), "zip"),
+        (lambda: iter(batches(2)), "list_iterator"),
+        (lambda: iter(loader()), "_SingleProcessDataLoaderIter"),
+    ],
+    ids=["generator", "zip", "list", "loader"],
+)
+def test_an_iterator_is_refused_for_several_epochs(make, kind):
+    """It is certain to fail in the second epoch, which may be hours away."""
+    model = compiled()
+    text = (
+        f"data must be readable in each of the 3 epochs, got a {kind}, which can be read only once."
+    )
+    data = make()
+    with refused(model, DataError, f"training {text} {AGAIN}"):
+        fit(model, data, epochs=3)
+    with refused(model, DataError, f"validation {text} {AGAIN}"):
+        fit(model, validation_data=data, epochs=4, initial_epoch=1)
+    assert fit(model, data, epochs=4, initial_epoch=3).epoch == [3]
+
+
+class Once:
+    """Looks like a loader and can be read once."""
+
+    def __init__(self, items):
+        self.rest = iter(items)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self.rest)
+
+
+@pytest.mark.parametrize("role", ["training", "validation"])
+def test_a_loader_that_dries_up_loses_nothing(role):
+    """What the first epoch has learned is in the module, and in the history."""
+    told = Told()
+    engine = Watched()
+    model, twin = compiled(engine=lambda: engine), compiled()
+    twin.module.load_state_dict(model.module.state_dict())
+    items = batches(3)
+    data = {"x": Once(items)} if role == "training" else {"validation_data": Once(items)}
+    with pytest.raises(DataError) as caught:
+        fit(model, epochs=3, callbacks=[told], **data)
+    assert str(caught.value) == (
+        f"{role} data must yield batches in every epoch, but it yielded none in epoch 1, after "
+        f"those of the epoch before. An iterator can be read only once. {AGAIN}"
+    )
+    assert engine.built == engine.closed
+    assert told.hooks[-1] == "on_train_end"
+    assert model.history.epoch == [0]
+    assert len(model.history.history["loss"]) == 1
+    if role == "training":
+        fit(twin, items)
+    else:
+        fit(twin, epochs=2)
+    assert_same_bits(state(model), state(twin))
+    assert_clean(model)
+    assert fit(model).epoch == [0]

@@ -1,0 +1,195 @@
+"""Losses that can't be trained on, sparse gradients, and errors of the user's own forward."""
+
+import pytest
+import torch
+from torch import nn
+
+import ipufit
+from ipufit.errors import LossError, OptimizerError
+from tests.faulty import (
+    Net,
+    Told,
+    Watched,
+    assert_clean,
+    batches,
+    compiled,
+    fit,
+    loader,
+    refused,
+    state,
+)
+
+# ---- losses -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (
+            lambda p, t: (p - t).square().mean(1),
+            "loss '<lambda>' must be a scalar, got a loss that is not a scalar: shape (4,). Reduce "
+            "it to one number, for example with .mean().",
+        ),
+        (
+            lambda p, t: None,
+            "loss '<lambda>' must be a scalar tensor, got NoneType. Compute it from the prediction "
+            "with torch operations, so that gradients can flow.",
+        ),
+        (
+            lambda p, t: 0.5,
+            "loss '<lambda>' must be a scalar tensor, got float. Compute it from the prediction "
+            "with torch operations, so that gradients can flow.",
+        ),
+        (
+            lambda p, t: p.argmax(1).sum(),
+            "loss '<lambda>' must be floating-point, got dtype int64. Compute it from the "
+            "prediction with differentiable operations; an argmax or a comparison has no gradient.",
+        ),
+        (
+            lambda p, t: t.square().mean(),
+            "the loss must depend on at least one trainable parameter, but no gradient reached any "
+            "of the 8 of Net. Look for .detach(), torch.no_grad() or a loss computed from the "
+            "targets alone.",
+        ),
+        (
+            lambda p, t: (p.detach() - t).square().mean(),
+            "the loss must depend on at least one trainable parameter, but no gradient reached any "
+            "of the 8 of Net. Look for .detach(), torch.no_grad() or a loss computed from the "
+            "targets alone.",
+        ),
+    ],
+    ids=["vector", "none", "float", "integer", "targets", "detached"],
+)
+def test_a_loss_without_a_gradient_is_refused(loss, text, run_eagerly):
+    """Training would run for hours and change nothing."""
+    engine = Watched()
+    model = compiled(loss=loss, run_eagerly=run_eagerly, engine=lambda: engine)
+    told = Told()
+    with refused(model, LossError, text):
+        fit(model, callbacks=[told])
+    assert told.hooks == []
+    assert engine.built == engine.closed == 1
+
+
+def test_a_module_that_computes_no_loss_of_its_own_is_refused():
+    """With ``loss=None`` there is nothing else to train on."""
+
+    class Alone(Net):
+        def forward(self, x):
+            return super().forward(x)
+
+    model = compiled(Alone(), loss=None)
+    text = (
+        "with loss=None the module must return (outputs, loss), the loss a tensor of one number, "
+        "got a tensor of shape (4, 3), dtype float32. Return (outputs, loss) from forward, or pass "
+        "loss= to compile."
+    )
+    with refused(model, LossError, text):
+        fit(model, [batches(1)[0][0]])
+
+
+def test_a_module_without_parameters_is_refused():
+    """There is nothing an optimizer could hold."""
+    model = ipufit.Model(nn.Sequential(nn.Tanh()))
+    text = "the module has no trainable parameter: none of its 0 parameters requires gradients."
+    with refused(model, OptimizerError, text, part=True):
+        model.compile("sgd", "mse")
+
+
+def test_a_module_frozen_after_compile_is_refused():
+    """The optimizer still holds its parameters, so nothing else would tell."""
+    model = compiled()
+    model.module.requires_grad_(False)
+    text = (
+        "Net must have a trainable parameter, but none that the optimizer holds requires gradients "
+        "any more. Unfreeze one with requires_grad_(True), and call compile again if it was frozen "
+        "then."
+    )
+    with refused(model, LossError, text):
+        fit(model)
+    model.module.requires_grad_(True)
+    assert fit(model).epoch == [0]
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_sparse_gradients_are_refused(run_eagerly):
+    """Flat dense updates would silently turn a sparse layer into a slow one, or fail late."""
+
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(9, 3, sparse=True)
+
+        def forward(self, x):
+            return self.embed(x)
+
+    words = [(torch.arange(4), torch.zeros(4, 3))]
+    model = compiled(Words(), run_eagerly=run_eagerly)
+    text = (
+        "gradients must be dense, but that of 'embed.weight' is torch.sparse_coo. Build the layer "
+        "with sparse=False."
+    )
+    with refused(model, LossError, text):
+        fit(model, words)
+    model.module.embed.sparse = False
+    assert fit(model, words).epoch == [0]
+
+
+# ---- the user's own errors ----------------------------------------------------------------------
+
+
+class MineError(Exception):
+    """An error that ipufit has never heard of."""
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize(
+    "mine",
+    [
+        MineError("mine"),
+        KeyError("mine"),
+        RuntimeError("call .numpy() on data-dependent values"),
+        TypeError("no"),
+    ],
+    ids=repr,
+)
+def test_an_error_of_forward_surfaces_as_it_is(mine, run_eagerly):
+    """Wrapped in another type, it could not be caught or understood any more."""
+
+    class Raises(Net):
+        def forward(self, x):
+            if x.shape[0] > 1:
+                raise mine
+            return super().forward(x)
+
+    engine = Watched()
+    model = compiled(Raises(), run_eagerly=run_eagerly, engine=lambda: engine)
+    with refused(model, type(mine), str(mine)) as caught:
+        fit(model)
+    assert caught.value is mine
+    assert engine.built == engine.closed == 1
+    with refused(model, type(mine), str(mine)):
+        model.evaluate(loader(), verbose=0)
+
+
+def test_an_error_of_a_later_forward_keeps_the_updates_before_it():
+    """Eagerly a value can raise in the middle of an execution; its update is not begun."""
+
+    class Raises(Net):
+        def forward(self, x):
+            if x.max() > 100:
+                raise MineError("too large")
+            return super().forward(x)
+
+    items = batches(6)
+    bad = [*items[:5], (items[5][0] + 1000, items[5][1])]
+    model, twin = (compiled(Raises(), run_eagerly=True) for _ in range(2))
+    twin.module.load_state_dict(model.module.state_dict())
+    with pytest.raises(MineError, match="too large"):
+        fit(model, bad, device_iterations=6)
+    fit(twin, items[:5])
+    for name, value in state(twin).items():
+        assert not isinstance(value, torch.Tensor) or torch.equal(value, state(model)[name]), name
+    assert_clean(model)
+    assert fit(model).epoch == [0]
