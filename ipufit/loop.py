@@ -3,174 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 import torch
 from torch import Tensor
 
 from ipufit import tree
 from ipufit.callbacks import CallbackList
-from ipufit.data.batches import Unpacker, executions
-from ipufit.data.source import Source
+from ipufit.data.feed import Feed
 from ipufit.errors import DataError, NonFiniteLossError
 from ipufit.history import History
 from ipufit.interrupts import deferred
-from ipufit.losses import Loss
-from ipufit.metrics import MetricSet
+from ipufit.meter import Meter, RunningLogs
 from ipufit.plan import Plan
-from ipufit.program import Anchors, CombinedBatch, MicroBatch, Mode, Program, loss_counts
-from ipufit.randomness import DataStream
+from ipufit.program import CombinedBatch, MicroBatch, Program
 
-__all__ = ["Feed", "Fit", "Meter", "check_rows", "evaluate", "metric_target", "predict"]
-
-_NO_BATCH = object()
+__all__ = ["Fit", "Job", "check_rows", "evaluate", "predict"]
 
 
-class Feed:
-    """One loader, cut into the executions of a plan.
+@dataclasses.dataclass
+class Job:
+    """A program with everything that feeds and measures it.
 
-    Args:
-        source: the loader.
-        mode: train, evaluate or predict.
-        own_loss: whether the module computes its own loss.
-        seed: of the random numbers that the loader draws from torch in this process.
-        domain: keeps them apart from those of other loaders.
+    Attributes:
+        program: prepared.
+        feed: its loader.
+        plan: with the micro-batch size that the loader really has.
+        meter: its loss and metrics.
+        first: the first micro-batch.
     """
 
-    def __init__(self, source: Source, mode: Mode, own_loss: bool, seed: int, domain: str) -> None:
-        self._source = source
-        self._unpack = Unpacker(source, mode, own_loss)
-        self._seed = seed
-        self._domain = domain
-        self._ahead: Optional[Iterator[Any]] = None
-        self._ahead_epoch = -1
-
-    def _open(self, epoch: int) -> Iterator[Any]:
-        return self._source.epoch(DataStream(self._seed, self._domain, epoch))
-
-    def peek(self, epoch: int) -> MicroBatch:
-        """The first micro-batch of an epoch, which starts here and goes on where it is read next.
-
-        Raises:
-            DataError: there is none, or the program can't take it.
-        """
-        batches = self._open(epoch)
-        first = next(batches, _NO_BATCH)
-        if first is _NO_BATCH:
-            raise self._source.no_batches(epoch)
-        micro_batch = self._unpack(first, 0)
-        self._ahead = itertools.chain([first], batches)
-        self._ahead_epoch = epoch
-        return micro_batch
-
-    @property
-    def micro_batch_size(self) -> Optional[int]:
-        """The loader's, or that of the first batch seen."""
-        return self._unpack.micro_batch_size
-
-    def executions(self, epoch: int, plan: Plan) -> Iterator[CombinedBatch]:
-        """All of an epoch's executions, the smaller last one included.
-
-        Raises:
-            DataError: the epoch has no batch, or one that the program can't take.
-        """
-        batches, self._ahead = self._ahead, None
-        if batches is None or self._ahead_epoch != epoch:
-            batches = self._open(epoch)
-        empty = True
-        for batch in executions(batches, self._unpack, plan, self._source.reuses_memory):
-            empty = False
-            yield batch
-        if empty:
-            raise self._source.no_batches(epoch)
-
-
-class Meter:
-    """The exact mean loss and the metrics of one epoch.
-
-    Args:
-        metrics: a set of their own.
-        plan: of the program that is measured.
-        loss: normal form; None when predicting.
-    """
-
-    def __init__(self, metrics: MetricSet, plan: Plan, loss: Loss) -> None:
-        self._metrics = metrics
-        self._plan = plan
-        self._loss = loss
-        self.samples = 0
-        self.updates = 0
-        self._total = 0.0
-        self._values: Optional[Dict[str, float]] = None
-
-    def reset(self) -> None:
-        """A new epoch."""
-        self.samples = self.updates = 0
-        self._total = 0.0
-        self._values = None
-        self._metrics.reset()
-
-    def add(self, batch: CombinedBatch, anchors: Anchors) -> None:
-        """What an execution gave."""
-        sizes = [micro_batch.size for micro_batch in batch.micro_batches]
-        summed = self._loss.reduction == "sum"
-        counts = loss_counts(sizes, self._plan.micro_batch_size, summed)
-        # One after another, so that the sum has the same bits however an epoch is cut into
-        # executions.
-        for count, loss in zip(counts, anchors.losses.tolist()):
-            self._total += count * loss
-        self.samples += sum(sizes)
-        self.updates += -(-len(sizes) // self._plan.micro_batches_per_update)
-        self._values = None
-        for micro_batch, outputs in zip(batch.micro_batches, anchors.outputs):
-            target = metric_target(micro_batch, self._loss)
-            self._metrics.update(outputs, target, micro_batch.size)
-
-    @property
-    def loss(self) -> float:
-        """Mean over the samples so far."""
-        return self._total / self.samples if self.samples else float("nan")
-
-    def values(self) -> Dict[str, float]:
-        """Loss and metrics over the samples so far."""
-        if self._values is None:
-            self._values = {"loss": self.loss, **self._metrics.compute()}
-        return self._values
-
-
-def metric_target(micro_batch: MicroBatch, loss: Loss) -> Any:
-    """What metrics are held against: the target, or what a module with its own loss gets last."""
-    args, kwargs, target = micro_batch.unpack()
-    if not loss.in_module:
-        return target
-    if args:
-        return args[-1]
-    return kwargs.get("labels", kwargs.get("target"))
-
-
-class _RunningLogs(Mapping[str, float]):
-    """Values so far; metrics are worked out when somebody looks."""
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-
-    def _cheap(self) -> Dict[str, float]:
-        meter = self._meter
-        return {"loss": meter.loss, "updates": meter.updates, "samples": meter.samples}
-
-    def _all(self) -> Dict[str, float]:
-        return {**self._meter.values(), **self._cheap()}
-
-    def __getitem__(self, name: str) -> float:
-        cheap = self._cheap()
-        return cheap[name] if name in cheap else self._meter.values()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._all())
-
-    def __len__(self) -> int:
-        return len(self._all())
+    program: Program
+    feed: Feed
+    plan: Plan
+    meter: Meter
+    first: MicroBatch
 
 
 @dataclasses.dataclass
@@ -178,23 +45,17 @@ class Fit:
     """One call of ``fit``, ready to run.
 
     Attributes:
-        program: prepared for training.
-        feed: its batches.
-        plan: its batch algebra.
-        meter: training loss and metrics.
+        job: the training program, its loader and its measures.
         callbacks: told of everything.
         history: filled epoch by epoch.
-        validate: evaluates an epoch, or None.
+        validate: evaluates after an epoch, or None.
         stopped: whether a callback has asked to stop.
     """
 
-    program: Program
-    feed: Feed
-    plan: Plan
-    meter: Meter
+    job: Job
     callbacks: CallbackList
     history: History
-    validate: Optional[Callable[[int], Dict[str, float]]]
+    validate: Optional[Callable[[int, CallbackList], Dict[str, float]]]
     stopped: Callable[[], bool]
 
     def run(self, first_epoch: int, epochs: int) -> None:
@@ -213,45 +74,46 @@ class Fit:
             self.callbacks.call("on_train_end", logs)
 
     def _epoch(self, epoch: int) -> Dict[str, float]:
-        self.meter.reset()
-        for batch in self.feed.executions(epoch, self.plan):
+        self.job.meter.reset()
+        for batch in self.job.feed.executions(epoch, self.job.plan):
             self._execution(batch, epoch)
             if self.stopped():
                 break
-        logs = dict(self.meter.values())
+        logs = dict(self.job.meter.values())
         if self.validate is not None:
-            validation = self.validate(epoch)
+            validation = self.validate(epoch, self.callbacks)
             logs.update({f"val_{name}": value for name, value in validation.items()})
         return logs
 
     def _execution(self, batch: CombinedBatch, epoch: int) -> None:
-        self.callbacks.call("on_train_batch_begin", self.meter.updates, {})
+        self.callbacks.call("on_train_batch_begin", self.job.meter.updates, {})
         try:
             with deferred():
-                anchors = self.program.run(batch)
+                anchors = self.job.program.run(batch)
         except NonFiniteLossError as error:
             error.epoch = epoch
             raise
-        self.meter.add(batch, anchors)
-        self.callbacks.call("on_train_batch_end", self.meter.updates - 1, _RunningLogs(self.meter))
+        self.job.meter.add(batch, anchors)
+        self.callbacks.call(
+            "on_train_batch_end", self.job.meter.updates - 1, RunningLogs(self.job.meter)
+        )
 
 
-def evaluate(
-    program: Program, feed: Feed, plan: Plan, meter: Meter, callbacks: CallbackList, epoch: int = 0
-) -> Dict[str, float]:
+def evaluate(job: Job, callbacks: CallbackList, epoch: int = 0) -> Dict[str, float]:
     """Exact means over all samples of the loader."""
+    meter = job.meter
     meter.reset()
     callbacks.call("on_test_begin", {})
-    for batch in feed.executions(epoch, plan):
+    for batch in job.feed.executions(epoch, job.plan):
         callbacks.call("on_test_batch_begin", meter.updates, {})
-        meter.add(batch, program.run(batch))
-        callbacks.call("on_test_batch_end", meter.updates - 1, _RunningLogs(meter))
+        meter.add(batch, job.program.run(batch))
+        callbacks.call("on_test_batch_end", meter.updates - 1, RunningLogs(meter))
     values = dict(meter.values())
     callbacks.call("on_test_end", values)
     return values
 
 
-def predict(program: Program, feed: Feed, plan: Plan, callbacks: CallbackList) -> Any:
+def predict(job: Job, callbacks: CallbackList) -> Any:
     """The outputs of all samples in the loader's order, in the module's own structure.
 
     Raises:
@@ -261,14 +123,14 @@ def predict(program: Program, feed: Feed, plan: Plan, callbacks: CallbackList) -
     rows: List[List[Any]] = []
     structure = None
     passes = 0
-    for batch in feed.executions(0, plan):
+    for batch in job.feed.executions(0, job.plan):
         callbacks.call("on_predict_batch_begin", passes, {})
-        anchors = program.run(batch)
+        anchors = job.program.run(batch)
         for micro_batch, outputs in zip(batch.micro_batches, anchors.outputs):
             check_rows(outputs, micro_batch.size)
             leaves, structure = tree.flatten(outputs)
             rows.append(leaves)
-        passes += -(-len(batch.micro_batches) // plan.micro_batches_per_update)
+        passes += -(-len(batch.micro_batches) // job.plan.micro_batches_per_update)
         callbacks.call("on_predict_batch_end", passes - 1, {})
     assert structure is not None
     joined = [_join(list(column)) for column in zip(*rows)]

@@ -109,8 +109,8 @@ def check_loss_value(loss: object, where: str) -> Tensor:
         )
     if loss.numel() != 1:
         raise LossError(
-            f"{where} must be a scalar, got a loss that is not a scalar: shape "
-            f"{tuple(loss.shape)}. Reduce it to one number, for example with .mean()."
+            f"{where} must be a scalar, got shape {tuple(loss.shape)}. Reduce it to one number, "
+            "for example with .mean()."
         )
     if not loss.is_floating_point():
         raise LossError(

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Union
 
 import torch
 from torch import nn
 
 from ipufit import loop
+from ipufit.arguments import FitArguments, InferenceArguments, one_of
 from ipufit.callbacks import Callback, CallbackList, ProgbarLogger
-from ipufit.callbacks.callback_list import checked
 from ipufit.data.source import Source
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.errors import ConfigurationError, NotCompiledError
 from ipufit.faults import Faults
 from ipufit.history import History
+from ipufit.loop import Job
 from ipufit.losses import resolve_loss
 from ipufit.metrics import resolve_metrics
 from ipufit.modes import evaluating, training
 from ipufit.optimizers import resolve_optimizer
 from ipufit.plan import Plan
 from ipufit.program import Engine, Mode
-from ipufit.randomness import draw_seed
+from ipufit.recordable import refuse_unrecordable
 from ipufit.session import Session, Validation, describe, updates_per_epoch
-from ipufit.verbosity import resolve_verbose
 
 __all__ = ["Model"]
 
@@ -63,7 +62,7 @@ class Model:
                 f"Model takes a torch.nn.Module object, got {module!r}. Pass an instance, such as "
                 "ipufit.Model(MyNet())."
             )
-        _refuse_what_cannot_be_recorded(module)
+        refuse_unrecordable(module)
         self.module = module if device is None else module.to(device)
         self.history = History()
         self.stop_training = False
@@ -87,7 +86,7 @@ class Model:
             optimizer: a name ("sgd", "adam", "adamw", "rmsprop", "lamb" or any other of
                 torch.optim), an optimizer class, a configured torch optimizer over the module's
                 parameters (its state is taken over), or a factory that is called with the trainable
-                parameters.
+                parameters. None makes a model that can only evaluate and predict.
             loss: a name, a module or callable ``(prediction, target)`` that returns the mean over a
                 micro-batch, or None when the module returns ``(outputs, loss)`` itself.
             metrics: names, callables ``(prediction, target)`` or torchmetrics objects; one, a list,
@@ -116,15 +115,15 @@ class Model:
             if resolved.module is not None:
                 named += [(f"loss.{name}", p) for name, p in resolved.module.named_parameters()]
         with faults.collected():
-            torch_optimizer = resolve_optimizer(optimizer, named)
+            torch_optimizer = None if optimizer is None else resolve_optimizer(optimizer, named)
         with faults.collected():
             metric_set = resolve_metrics(metrics)
         with faults.collected():
-            _one_of("gradient_reduction", gradient_reduction, ("mean", "sum"))
+            one_of("gradient_reduction", gradient_reduction, ("mean", "sum"))
         with faults.collected():
-            _one_of("auto_round_ipus", auto_round_ipus, (True, False))
+            one_of("auto_round_ipus", auto_round_ipus, (True, False))
         with faults.collected():
-            _one_of("run_eagerly", run_eagerly, (True, False))
+            one_of("run_eagerly", run_eagerly, (True, False))
         faults.raise_all()
         engine = self._make_engine()
         if not callable(getattr(engine, "build", None)):
@@ -144,8 +143,8 @@ class Model:
         )
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The torch optimizer that ``compile`` made or was given, its state up to date."""
+    def optimizer(self) -> Optional[torch.optim.Optimizer]:
+        """The torch optimizer that ``compile`` made or was given, its state up to date, or None."""
         return self._compiled("optimizer").optimizer
 
     @property
@@ -164,7 +163,7 @@ class Model:
         validation_data: Optional[Loader] = None,
         inference_ipus: Optional[int] = None,
         inference_device_iterations: Optional[int] = None,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Union[Callback, Sequence[Callback], None] = (),
         initial_epoch: int = 0,
         seed: Optional[int] = None,
         verbose: Union[int, str] = "auto",
@@ -205,69 +204,53 @@ class Model:
                 "fit was called inside fit, from a callback or the data. Start the second one when "
                 "the first has returned."
             )
-        source = Source(x, "training data")
-        held_out = None
-        if validation_data is not None:
-            held_out = Source(validation_data, "validation data")
-        faults = Faults()
-        with faults.collected():
-            first, last = _epochs(initial_epoch, epochs)
-        with faults.collected():
-            plan = session.plan(source, ipus, device_iterations, gradient_accumulation, True)
-        with faults.collected():
-            callbacks = checked(callbacks)
-        with faults.collected():
-            seed = None if seed is None else _seed(seed, "an integer or None")
-        with faults.collected():
-            level = resolve_verbose(verbose)
-        given = {"ipus": inference_ipus, "device_iterations": inference_device_iterations}
-        with faults.collected(inference=[n for n, value in given.items() if value is not None]):
-            inference = session.plan(
-                held_out or source,
-                ipus if inference_ipus is None else inference_ipus,
-                device_iterations
-                if inference_device_iterations is None
-                else inference_device_iterations,
-                1,
-                training=False,
+        if session.optimizer is None:
+            raise ConfigurationError(
+                "fit needs an optimizer, but compile(optimizer=None) made a model that can only "
+                "evaluate and predict. Call compile with one, such as optimizer='adam'."
             )
-        faults.raise_all()
-        source.check_epochs(last - first)
-        seed = draw_seed() if seed is None else seed
-        validation: Optional[Validation] = None
-        if held_out is not None:
-            held_out.check_epochs(last - first)
-            validation = Validation(session, held_out, inference, seed)
+        given = FitArguments.check(
+            session,
+            x,
+            epochs,
+            ipus,
+            device_iterations,
+            gradient_accumulation,
+            validation_data,
+            inference_ipus,
+            inference_device_iterations,
+            callbacks,
+            initial_epoch,
+            seed,
+            verbose,
+        )
         session.warn_of_changes()
         self.stop_training = False
         self.history = History()
-        params: Dict[str, Any] = {"epochs": last, "verbose": level}
+        validation = None
+        if given.held_out is not None:
+            validation = Validation(session, *given.held_out, given.seed)
         with training(self.module):
-            job = session.start(source, plan, Mode.TRAIN, seed, "train", first)
-            self._plan = job.plan
+            job = session.start(
+                given.source, given.plan, Mode.TRAIN, given.seed, "train", given.first_epoch
+            )
             with session.running(job):
                 if validation is not None:
                     validation.check(job.first)
-                params["updates"] = updates_per_epoch(job.plan, source)
-                params["samples"] = source.samples
+                self._plan = job.plan
+                told = self._callbacks(given, job, given.last_epoch)
                 self.history.params = {
-                    **params,
-                    **describe(job.plan, session.engine, source, seed),
+                    **told.params,
+                    **describe(job.plan, session.engine, given.source, given.seed),
                 }
-                told = self._callbacks(callbacks, params)
                 try:
                     loop.Fit(
-                        program=job.program,
-                        feed=job.feed,
-                        plan=job.plan,
-                        meter=job.meter,
-                        callbacks=told,
-                        history=self.history,
-                        validate=(lambda epoch: validation.run(epoch, told))
-                        if validation
-                        else None,
-                        stopped=lambda: self.stop_training,
-                    ).run(first, last)
+                        job,
+                        told,
+                        self.history,
+                        validation.run if validation is not None else None,
+                        lambda: self.stop_training,
+                    ).run(given.first_epoch, given.last_epoch)
                 finally:
                     self.history.params["capture_seconds"] = self.capture_seconds
         return self.history
@@ -278,7 +261,7 @@ class Model:
         *,
         ipus: Optional[int] = None,
         device_iterations: int = 1,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Union[Callback, Sequence[Callback], None] = (),
         seed: int = 0,
         verbose: Union[int, str] = "auto",
     ) -> Dict[str, float]:
@@ -301,13 +284,20 @@ class Model:
             DataError: a batch that can't be fed.
         """
         session = self._compiled("evaluate")
-        source = Source(x, "evaluation data")
+        given = InferenceArguments.check(
+            session,
+            Source(x, "evaluation data"),
+            ipus,
+            device_iterations,
+            callbacks,
+            seed,
+            verbose,
+        )
         with evaluating(self.module):
-            job, told = self._inference(
-                session, source, Mode.EVALUATE, ipus, device_iterations, callbacks, seed, verbose
-            )
+            job = session.start(given.source, given.plan, Mode.EVALUATE, given.seed, "evaluate")
             with session.running(job):
-                return loop.evaluate(job.program, job.feed, job.plan, job.meter, told)
+                told = self._callbacks(given, job)
+                return loop.evaluate(job, told)
 
     def predict(
         self,
@@ -315,7 +305,7 @@ class Model:
         *,
         ipus: Optional[int] = None,
         device_iterations: int = 1,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Union[Callback, Sequence[Callback], None] = (),
         seed: int = 0,
         verbose: Union[int, str] = "auto",
     ) -> Any:
@@ -338,43 +328,20 @@ class Model:
             DataError: a batch that can't be fed, or an output without a row per sample.
         """
         session = self._compiled("predict")
-        source = Source(x, "prediction data")
+        given = InferenceArguments.check(
+            session,
+            Source(x, "prediction data"),
+            ipus,
+            device_iterations,
+            callbacks,
+            seed,
+            verbose,
+        )
         with evaluating(self.module):
-            job, told = self._inference(
-                session, source, Mode.PREDICT, ipus, device_iterations, callbacks, seed, verbose
-            )
+            job = session.start(given.source, given.plan, Mode.PREDICT, given.seed, "predict")
             with session.running(job):
-                return loop.predict(job.program, job.feed, job.plan, told)
-
-    def _inference(
-        self,
-        session: Session,
-        source: Source,
-        mode: Mode,
-        ipus: Optional[int],
-        device_iterations: int,
-        callbacks: Sequence[Callback],
-        seed: int,
-        verbose: Union[int, str],
-    ) -> Any:
-        faults = Faults()
-        with faults.collected():
-            plan = session.plan(source, ipus, device_iterations, 1, training=False)
-        with faults.collected():
-            callbacks = checked(callbacks)
-        with faults.collected():
-            seed = _seed(seed, "an integer")
-        with faults.collected():
-            level = resolve_verbose(verbose)
-        faults.raise_all()
-        job = session.start(source, plan, mode, seed, mode.value)
-        params = {
-            "epochs": 1,
-            "verbose": level,
-            "updates": updates_per_epoch(job.plan, source),
-            "samples": source.samples,
-        }
-        return job, self._callbacks(callbacks, params)
+                told = self._callbacks(given, job)
+                return loop.predict(job, told)
 
     def explain(
         self,
@@ -427,31 +394,17 @@ class Model:
             )
         return self._session
 
-    def _callbacks(self, callbacks: Sequence[Callback], params: Dict[str, Any]) -> CallbackList:
-        bars: List[Callback] = [ProgbarLogger(params["verbose"])] if params["verbose"] else []
-        return CallbackList([*callbacks, *bars], self, params)
-
-
-def _refuse_what_cannot_be_recorded(module: nn.Module) -> None:
-    for name, part in module.named_modules():
-        where = f"its part {name!r}" if name else "it"
-        if isinstance(part, torch.jit.ScriptModule):
-            raise ConfigurationError(
-                f"the module must be plain Python to be recorded, but {where} is a TorchScript "
-                f"module ({type(part).__name__}). Pass the module that it was scripted from."
-            )
-        if type(part).__name__ == "OptimizedModule":
-            raise ConfigurationError(
-                f"the module must be plain Python to be recorded, but {where} went through "
-                "torch.compile. Pass the module itself: ipufit records the whole training step."
-            )
-        for parameter_name, parameter in part.named_parameters(recurse=False):
-            if isinstance(parameter, nn.parameter.UninitializedParameter):
-                raise ConfigurationError(
-                    f"every parameter must have a shape, but {parameter_name!r} of "
-                    f"{type(part).__name__} gets its own at the first forward. Call the module "
-                    "once on an example before ipufit.Model(module)."
-                )
+    def _callbacks(
+        self, given: Union[FitArguments, InferenceArguments], job: Job, epochs: int = 1
+    ) -> CallbackList:
+        params = {
+            "epochs": epochs,
+            "verbose": given.level,
+            "updates": updates_per_epoch(job.plan, given.source),
+            "samples": given.source.samples,
+        }
+        bars: List[Callback] = [ProgbarLogger(given.level)] if given.level else []
+        return CallbackList([*given.callbacks, *bars], self, params)
 
 
 def _engine_maker(engine: Union[str, Callable[[], Engine]]) -> Callable[[], Engine]:
@@ -466,30 +419,3 @@ def _engine_maker(engine: Union[str, Callable[[], Engine]]) -> Callable[[], Engi
         f"engine must be 'auto', 'embedded' or a callable that makes an engine, got {engine!r}. "
         + instead
     )
-
-
-def _epochs(initial_epoch: int, epochs: int) -> Any:
-    for name, value, least in (("epochs", epochs, 1), ("initial_epoch", initial_epoch, 0)):
-        if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
-            raise ConfigurationError(
-                f"{name} must be an integer of at least {least}, got {value!r}."
-            )
-    if initial_epoch >= epochs:
-        raise ConfigurationError(
-            f"epochs is the index to stop before, so it must be more than initial_epoch "
-            f"({initial_epoch}), got {epochs}. Try {initial_epoch + 1}."
-        )
-    return operator.index(initial_epoch), operator.index(epochs)
-
-
-def _seed(seed: int, allowed: str) -> int:
-    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        raise ConfigurationError(f"seed must be {allowed}, got {seed!r}.")
-    return operator.index(seed)
-
-
-def _one_of(name: str, value: object, choices: Sequence[object]) -> None:
-    if not any(type(value) is type(choice) and value == choice for choice in choices):
-        raise ConfigurationError(
-            f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}."
-        )

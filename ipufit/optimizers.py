@@ -135,7 +135,7 @@ def _trainable(named_parameters: NamedParameters) -> List[nn.Parameter]:
 def _no_trainable(came: str) -> OptimizerError:
     return OptimizerError(
         f"the module has no trainable parameter: {came}. Unfreeze at least one with "
-        "requires_grad_(True), and call evaluate or predict if there is nothing to train."
+        "requires_grad_(True), or use compile(optimizer=None) to only evaluate and predict."
     )
 
 

@@ -13,36 +13,20 @@ from torch import nn
 from ipufit import loop, tree
 from ipufit.callbacks import CallbackList
 from ipufit.data.batches import Unpacker
+from ipufit.data.feed import Feed
 from ipufit.data.source import Source
 from ipufit.errors import DataError, IpufitError, MetricError
 from ipufit.interrupts import deferred
+from ipufit.loop import Job
 from ipufit.losses import Loss
+from ipufit.meter import Meter, metric_target
 from ipufit.metrics import MetricSet
 from ipufit.modes import evaluating
 from ipufit.plan import Plan
 from ipufit.program import Engine, MicroBatch, Mode, Program, ProgramSpec
 from ipufit.randomness import isolated
 
-__all__ = ["Job", "Session", "Validation"]
-
-
-@dataclasses.dataclass
-class Job:
-    """A program with everything that feeds and measures it.
-
-    Attributes:
-        program: prepared.
-        feed: its loader.
-        plan: with the micro-batch size that the loader really has.
-        meter: its loss and metrics.
-        first: the first micro-batch.
-    """
-
-    program: Program
-    feed: loop.Feed
-    plan: Plan
-    meter: loop.Meter
-    first: MicroBatch
+__all__ = ["Session", "Validation"]
 
 
 class Session:
@@ -50,7 +34,7 @@ class Session:
 
     Args:
         module: the user's module.
-        optimizer: torch's optimizer over its parameters.
+        optimizer: torch's optimizer over its parameters; None to evaluate and predict only.
         loss: normal form.
         metrics: normal form; copied for every use.
         engine: builds the programs.
@@ -65,7 +49,7 @@ class Session:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optional[torch.optim.Optimizer],
         loss: Loss,
         metrics: MetricSet,
         engine: Engine,
@@ -86,7 +70,7 @@ class Session:
         self._left_out = self._outside_optimizer()
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
+    def optimizer(self) -> Optional[torch.optim.Optimizer]:
         """The torch optimizer, with the state of the running program if there is one."""
         if self._training is not None:
             self._training.read_state()
@@ -129,7 +113,7 @@ class Session:
             LossError: the loss can't be trained on.
             MetricError: the metrics don't fit the outputs and targets.
         """
-        feed = loop.Feed(source, mode, self.loss.in_module, seed, domain)
+        feed = Feed(source, mode, self.loss.in_module, seed, domain)
         first = feed.peek(epoch)
         plan = dataclasses.replace(plan, micro_batch_size=feed.micro_batch_size or first.size)
         metrics = MetricSet() if mode is Mode.PREDICT else self.metrics.fresh()
@@ -146,7 +130,7 @@ class Session:
         except BaseException:
             self.finish(program)
             raise
-        return Job(program, feed, plan, loop.Meter(metrics, plan, self.loss), first)
+        return Job(program, feed, plan, Meter(metrics, plan, self.loss), first)
 
     def _spec(
         self, plan: Plan, mode: Mode, seed: int, domain: str, has_metrics: bool
@@ -174,7 +158,7 @@ class Session:
                 return torch.rand(leaf.shape, dtype=leaf.dtype, device="cpu")
             return torch.zeros(leaf.shape, dtype=leaf.dtype, device="cpu")
 
-        target = loop.metric_target(first, self.loss)
+        target = metric_target(first, self.loss)
         if target is None:
             raise MetricError(
                 f"the metrics {', '.join(metrics.names)} need a target, but the module computes "
@@ -189,9 +173,10 @@ class Session:
         names = [p.device for p in self.module.parameters()]
         device = str(names[0]) if names else "cpu"
         how = "the module itself, eagerly" if self._run_eagerly else "one recorded program"
+        optimizer = type(self._optimizer).__name__ if self._optimizer else "no optimizer"
         return (
             f"Runs {how} on the {self.engine.name} engine, device {device}, with "
-            f"{type(self._optimizer).__name__}; gradients reduced by {self._gradient_reduction}."
+            f"{optimizer}; gradients reduced by {self._gradient_reduction}."
         )
 
     def finish(self, program: Program) -> None:
@@ -214,7 +199,8 @@ class Session:
 
     def _outside_optimizer(self) -> List[str]:
         """Names of the trainable parameters that the optimizer has not."""
-        owned = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        owned = {id(p) for group in groups for p in group["params"]}
         named = self.module.named_parameters()
         return [name for name, p in named if p.requires_grad and id(p) not in owned]
 
@@ -281,7 +267,7 @@ class Validation:
                 self._source, self._plan, Mode.EVALUATE, self._seed, "validation", epoch
             )
             with session.running(job):
-                return loop.evaluate(job.program, job.feed, job.plan, job.meter, callbacks, epoch)
+                return loop.evaluate(job, callbacks, epoch)
 
 
 def _prepare_tail(program: Program, plan: Plan, first: MicroBatch, source: Source) -> None:

@@ -234,7 +234,8 @@ def test_all_faults_of_fit_are_reported_together():
     with refused(model, PlanError, "\n".join([*faults, *own])) as caught:
         fit(model, validation_data=loader(), **plan, **inference)
     assert caught.value.faults == (*faults, *own)
-    assert fit(model, **{**plan, **inference, **caught.value.suggestion}).epoch == [0]
+    mended = {**plan, **inference, **caught.value.suggestion}
+    assert fit(model, validation_data=loader(), **mended).epoch == [0]
     built = engine.built
     rest = [
         "epochs must be an integer of at least 1, got 0.",
@@ -246,6 +247,61 @@ def test_all_faults_of_fit_are_reported_together():
     with refused(model, ConfigurationError, "\n".join(rest)):
         fit(model, epochs=0, callbacks=[3], **{**plan, "seed": 1.5, "verbose": 9})
     assert engine.built == built
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ({"inference_ipus": 2}, "inference_ipus"),
+        ({"inference_device_iterations": 2}, "inference_device_iterations"),
+        (
+            {"inference_ipus": 2, "inference_device_iterations": 2},
+            "inference_ipus and inference_device_iterations",
+        ),
+    ],
+)
+def test_arguments_for_a_validation_that_is_not_there_are_refused(arguments, names):
+    """An argument that does nothing would be taken for one that does."""
+    text = (
+        f"{names} set how validation_data is evaluated, but there is none. Pass validation_data, "
+        "or leave them out."
+    )
+    model = compiled()
+    with refused(model, ConfigurationError, text):
+        fit(model, **arguments)
+
+
+def test_one_callback_or_none_is_taken_as_in_keras():
+    """A list around one object is a formality."""
+
+    class Count(Callback):
+        epochs = 0
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.epochs += 1
+
+    count = Count()
+    model = compiled()
+    fit(model, callbacks=count, epochs=2)
+    fit(model, callbacks=None)
+    assert count.epochs == 2
+
+
+def test_without_an_optimizer_a_model_can_evaluate_and_predict_only():
+    """A frozen module has nothing to train, and still has outputs."""
+    net = Net().requires_grad_(False)
+    model = ipufit.Model(net)
+    model.compile(None, "mse", ["mse"])
+    assert model.optimizer is None
+    result = model.evaluate(loader(), verbose=0)
+    assert result["loss"] == pytest.approx(result["mse"])
+    assert len(model.predict(loader(), verbose=0)) > 0
+    with pytest.raises(ConfigurationError) as caught:
+        fit(model)
+    assert str(caught.value) == (
+        "fit needs an optimizer, but compile(optimizer=None) made a model that can only evaluate "
+        "and predict. Call compile with one, such as optimizer='adam'."
+    )
 
 
 # ---- other arguments ----------------------------------------------------------------------------
@@ -290,8 +346,6 @@ def test_all_faults_of_fit_are_reported_together():
             )
             for value, came in (
                 (Callback, "the class Callback"),
-                (Callback(), "a single Callback"),
-                (None, "None"),
                 ("bar", "'bar'"),
                 (3, "3"),
             )

@@ -28,8 +28,8 @@ from tests.faulty import (
     [
         (
             lambda p, t: (p - t).square().mean(1),
-            "loss '<lambda>' must be a scalar, got a loss that is not a scalar: shape (4,). Reduce "
-            "it to one number, for example with .mean().",
+            "loss '<lambda>' must be a scalar, got shape (4,). Reduce it to one number, for "
+            "example with .mean().",
         ),
         (
             lambda p, t: None,

@@ -422,9 +422,17 @@ def test_a_recording_leaves_no_trace_in_the_module():
 
     model = compiled(Keeps())
     # Five samples by three: the smaller last batch is recorded while the first recording is in use.
-    fit(model, loader(samples=5, size=3), epochs=2, validation_data=loader(samples=5, size=3))
+    with pytest.warns(UserWarning, match="forward sets") as caught:
+        fit(model, loader(samples=5, size=3), epochs=2, validation_data=loader(samples=5, size=3))
+    assert {str(warning.message) for warning in caught} == {
+        "forward sets Keeps.last, but it runs once, to be recorded, and the attribute keeps the "
+        "value that it has now. To carry a value from one micro-batch to the next, register a "
+        "buffer and change it in place; to run forward every time, use compile(..., "
+        "run_eagerly=True)."
+    }
     assert model.module.last is None
-    assert model.predict(loader(samples=5, size=3), verbose=0).shape == (5, 3)
+    with pytest.warns(UserWarning, match="forward sets"):
+        assert model.predict(loader(samples=5, size=3), verbose=0).shape == (5, 3)
     assert type(model.module(torch.zeros(2, 4))) is torch.Tensor
     assert_clean(model)
 

@@ -96,6 +96,43 @@ def test_a_program_for_another_device_reads_nothing_between_updates():
     program.close()
 
 
+def test_an_exception_in_a_late_checked_execution_takes_it_back():
+    """An update before it may have been spoilt by a loss that nobody has looked at yet."""
+    net = CNN().double()
+    program, batch, _ = run_program(net, check_late=True)
+    before = program.read_state()
+    first, *others, last = batch.micro_batches
+    spoilt = first.clone()
+    spoilt.leaves[0].fill_(float("nan"))
+    wrong = last.clone()
+    wrong.leaves[1].fill_(99)  # no such class
+    with pytest.raises(IndexError):
+        program.run(CombinedBatch([spoilt, *others, wrong]))
+    after = program.read_state()
+    assert after.updates == before.updates == 0
+    for name, value in before.weights.items():
+        assert torch.equal(value, after.weights[name])
+    for own, other in zip(before.buffers, after.buffers):
+        assert all(torch.equal(own[name], other[name]) for name in own)
+    assert not after.optimizer["state"]
+    program.run(batch)
+    assert program.updates == 2
+    program.close()
+
+
+def test_a_users_error_in_forward_is_not_drowned_in_torchs_log(caplog):
+    """New versions of torch log two dozen lines for every error on a fake tensor."""
+
+    class Wrong(MLP):
+        def forward(self, x):
+            return super().forward(x) @ torch.ones(3, 3, dtype=torch.float64)
+
+    model, _ = with_engine(Wrong().double())
+    with pytest.raises(RuntimeError, match="same reduction dim"):
+        model.fit(loader(), verbose=0)
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 def test_one_buffer_carries_tensors_of_all_dtypes():
     """Packing is what makes the one copy possible; every bit must survive it."""
     tensors = [

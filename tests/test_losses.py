@@ -438,8 +438,8 @@ def test_a_loss_of_one_element_becomes_zero_dimensional():
 def test_a_value_that_is_no_scalar_is_refused():
     """A gradient exists of one number only."""
     text = (
-        "loss 'unreduced' must be a scalar, got a loss that is not a scalar: shape (6, 4). Reduce "
-        "it to one number, for example with .mean()."
+        "loss 'unreduced' must be a scalar, got shape (6, 4). Reduce it to one number, for example "
+        "with .mean()."
     )
     assert message(check_loss_value, REALS, "loss 'unreduced'") == text
 

@@ -213,8 +213,8 @@ def test_a_factory_that_forgets_to_return_is_told(net):
 def test_a_module_without_trainable_parameters_is_refused(optimizer):
     """An epoch over a frozen module would report a loss and change nothing."""
     tail = (
-        "Unfreeze at least one with requires_grad_(True), and call evaluate or predict if there is "
-        "nothing to train."
+        "Unfreeze at least one with requires_grad_(True), or use compile(optimizer=None) to only "
+        "evaluate and predict."
     )
     frozen = nn.Linear(2, 2).requires_grad_(False)
     assert refusal(optimizer, frozen) == (

@@ -16,11 +16,16 @@ __all__ = ["CallbackList", "checked"]
 class CallbackList:
     """Calls every callback's hook, in order.
 
+    Attributes:
+        callbacks: the callbacks.
+        params: what every callback is told of the run.
+
     Raises:
         ConfigurationError: an element is not a callback.
     """
 
     def __init__(self, callbacks: Sequence[Callback], model: Model, params: Dict[str, Any]) -> None:
+        self.params = params
         self.callbacks = checked(callbacks)
         for callback in self.callbacks:
             callback.set_model(model)
@@ -33,11 +38,13 @@ class CallbackList:
 
 
 def checked(callbacks: Any) -> List[Callback]:
-    """The callbacks as a list.
+    """The callbacks as a list: of None, of a single one, or of several.
 
     Raises:
-        ConfigurationError: it is none, or an element is not a callback.
+        ConfigurationError: an element is not a callback.
     """
+    if callbacks is None or isinstance(callbacks, Callback):
+        return [] if callbacks is None else [callbacks]
     if isinstance(callbacks, (str, bytes)) or not isinstance(callbacks, Iterable):
         raise _refusal(callbacks, "Pass a list of objects: callbacks=[...]; [] for none.")
     found = list(callbacks)
@@ -51,8 +58,6 @@ def checked(callbacks: Any) -> List[Callback]:
 
 def _refusal(came: Any, instead: str) -> ConfigurationError:
     what = f"the class {came.__name__}" if isinstance(came, type) else repr(came)
-    if isinstance(came, Callback):
-        what = f"a single {type(came).__name__}"
     return ConfigurationError(
         f"callbacks must be a list of ipufit.callbacks.Callback objects, got {what}. {instead}"
     )

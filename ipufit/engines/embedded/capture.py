@@ -6,13 +6,15 @@ drawn.
 
 from __future__ import annotations
 
+import contextlib
 import linecache
+import logging
 import os
 import re
 import sys
 import traceback
 import types
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, fx
@@ -161,6 +163,31 @@ class _ValueGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the lines that new versions of torch log for every error on a fake tensor."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextlib.contextmanager
+def _recordable_kernels() -> Iterator[None]:
+    """Without oneDNN's kernel for whole recurrent layers, which torch 2.13 can't record.
+
+    Only what the graph holds changes: a convolution in it still runs on oneDNN.
+    """
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
 def capture(
     function: Callable[..., Sequence[Optional[Tensor]]],
     args: Sequence[Tensor],
@@ -190,7 +217,8 @@ def capture(
 
     # A user's exception inside forward is theirs: it leaves as it is.
     try:
-        graph = make_fx(guarded, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+        with _quiet(), _recordable_kernels():
+            graph = make_fx(guarded, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
     except CaptureError:
         raise
     except DataDependentOutputException as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+import warnings
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from torch import Tensor, nn
@@ -119,15 +120,23 @@ class EmbeddedEngine:
         self, micro: MicroStep, step: StepModule, arguments: Sequence[Tensor], eagerly: bool
     ) -> Tuple[Callable[..., List[Tensor]], bool]:
         """What to run for a micro-batch, and whether it may draw random numbers."""
-        with attributes_kept(step):
-            if eagerly:
-                # Once on copies, to see the outputs and which parameters a gradient reaches.
-                with isolated(arguments[-1].device):
-                    micro(*(argument.clone() for argument in arguments))
-                return micro, True
-            with self.timed():
-                graph = capture(micro, arguments)
+        if eagerly:
+            # Once on copies, to see the outputs and which parameters a gradient reaches.
+            with attributes_kept(step), isolated(arguments[-1].device):
+                micro(*(argument.clone() for argument in arguments))
+            return micro, True
+        with self.timed(), attributes_kept(step) as changed:
+            graph = capture(micro, arguments)
         self.captures += 1
+        if changed:
+            warnings.warn(
+                f"forward sets {', '.join(sorted(set(changed)))}, but it runs once, to be "
+                "recorded, and the attribute keeps the value that it has now. To carry a value "
+                "from one micro-batch to the next, register a buffer and change it in place; to "
+                "run forward every time, use compile(..., run_eagerly=True).",
+                UserWarning,
+                stacklevel=2,
+            )
         return graph, uses_random_numbers(graph)
 
     @contextlib.contextmanager

@@ -103,21 +103,32 @@ def _assignment(owners: Sequence[type], attribute: str) -> Tuple[Optional[str], 
 
 
 @contextlib.contextmanager
-def attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Undo what forward sets on the modules meanwhile: tensors of a recording have no values."""
-    members = ("_parameters", "_buffers", "_modules")
-    owned = [vars(m) for m in module.modules()]
-    owned += [vars(m)[name] for m in module.modules() for name in members]
-    saved = [(namespace, dict(namespace.items())) for namespace in owned]
+def attributes_kept(module: nn.Module) -> Iterator[List[str]]:
+    """Undo what forward sets on the modules meanwhile: tensors of a recording have no values.
+
+    Yields:
+        A list that holds, afterwards, what was set, as "Class.attribute"; what torch's own modules
+        set on themselves is left out.
+    """
+    changed: List[str] = []
+    saved: List[Tuple[Optional[nn.Module], Dict[str, Any], Dict[str, Any]]] = []
+    for part in module.modules():
+        saved.append((part, vars(part), dict(vars(part))))
+        for members in ("_parameters", "_buffers", "_modules"):
+            saved.append((None, vars(part)[members], dict(vars(part)[members])))
     try:
-        yield
+        yield changed
     finally:
-        for namespace, before in saved:
-            for name in [name for name in namespace if name not in before]:
+        for owner, namespace, before in saved:
+            now = dict(namespace)
+            new = [name for name in now if name not in before]
+            other = [name for name in before if now.get(name, before) is not before[name]]
+            for name in new:
                 del namespace[name]
-            for name, value in before.items():
-                if namespace.get(name, before) is not value:
-                    namespace[name] = value
+            for name in other:
+                namespace[name] = before[name]
+            if owner is not None and type(owner).__module__.partition(".")[0] != "torch":
+                changed += [f"{type(owner).__name__}.{name}" for name in new + other]
 
 
 def _carries_loss(result: Any) -> bool:

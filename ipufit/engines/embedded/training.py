@@ -106,9 +106,15 @@ class TrainingProgram(BaseProgram):
         self._updater.refresh(len(updates))
         collected = Collected()
         snapshot = None if self._check_at_once else self._snapshot()
-        with torch.no_grad(), isolated(self._device):
-            for update in updates:
-                self._update(update, collected)
+        try:
+            with torch.no_grad(), isolated(self._device):
+                for update in updates:
+                    self._update(update, collected)
+        except BaseException:
+            # An update before this one may have been spoilt already: no loss was looked at.
+            if snapshot is not None:
+                self._restore(snapshot)
+            raise
         anchors = collected.to_anchors(self._engine)
         if snapshot is not None and not bool(torch.isfinite(anchors.losses).all()):
             self._go_back(snapshot, updates, anchors.losses)
@@ -168,6 +174,14 @@ class TrainingProgram(BaseProgram):
         buffers = [copy_of(own) for own in self._replicas]
         return flats, buffers, self._updater.snapshot(), self.updates
 
+    def _restore(self, snapshot: Any) -> None:
+        flats, buffers, state, self.updates = snapshot
+        for flat, value in zip(self._storage.flats, flats):
+            flat.copy_(value)
+        for own, values in zip(self._replicas, buffers):
+            put_back(own, values)
+        self._updater.restore(state)
+
     def _go_back(
         self, snapshot: Any, updates: Sequence[Sequence[MicroBatch]], losses: Tensor
     ) -> None:
@@ -175,12 +189,7 @@ class TrainingProgram(BaseProgram):
 
         Data and random numbers are functions of the update, so the repetition gives the same bits.
         """
-        flats, buffers, state, self.updates = snapshot
-        for flat, value in zip(self._storage.flats, flats):
-            flat.copy_(value)
-        for own, values in zip(self._replicas, buffers):
-            put_back(own, values)
-        self._updater.restore(state)
+        self._restore(snapshot)
         self._updater.refresh(len(updates))
         start = 0
         with torch.no_grad(), isolated(self._device):

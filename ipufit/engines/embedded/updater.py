@@ -196,8 +196,8 @@ def _like_torchs_step(kind: Type[torch.optim.Optimizer], value: float, device: t
 
 @functools.lru_cache(maxsize=None)
 def _torchs_step(kind: Any, default: torch.dtype) -> Any:
-    # `default` is there for the cache: torch makes its counter of it. Loading a number as state shows
-    # what torch turns it into.
+    # `default` is there for the cache: torch makes its counter of it. Loading a number as state
+    # shows what torch turns it into.
     parameter = nn.Parameter(torch.zeros(1))
     optimizer = kind([parameter], lr=0.0)
     optimizer.state[parameter] = {"step": 1}
