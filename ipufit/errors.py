@@ -70,12 +70,14 @@ class UnknownNameError(ConfigurationError):
         nearest: the most similar known name, or None if nothing is near.
     """
 
-    def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
+    def __init__(
+        self, kind: str, name: str, known: Iterable[str], hint: str = "", is_typo: bool = True
+    ) -> None:
         self.name = name
         self.known = tuple(sorted(known))
         folded = {k.lower().replace("_", ""): k for k in self.known}
         near = difflib.get_close_matches(
-            name.lower().replace("_", ""), list(folded), n=1, cutoff=0.6
+            name.lower().replace("_", ""), list(folded) if is_typo else [], n=1, cutoff=0.6
         )
         self.nearest = folded[near[0]] if near else None
         advice = f"Did you mean {self.nearest!r}? " if self.nearest else ""

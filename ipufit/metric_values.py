@@ -182,4 +182,4 @@ def lookup(name: str) -> Tuple[Values, Callable[[float], float]]:
     hint = ""
     if folded in _NO_MEANS:
         hint = "It is no mean over samples: pass an object of torchmetrics. "
-    raise UnknownNameError("metric", name, _NAMED, hint)
+    raise UnknownNameError("metric", name, _NAMED, hint, is_typo=not hint)

@@ -273,7 +273,7 @@ class Model:
             device_iterations: forward passes per execution.
             callbacks: get the ``on_test_`` hooks.
             seed: of random numbers drawn in eval mode, if the module draws any.
-            verbose: 0 silent, 1 or 2 a progress bar (2: none outside a terminal).
+            verbose: 0 silent, 1 a progress bar, 2 one line; "auto" is 1 in a terminal, else 2.
 
         Returns:
             "loss" and one value per metric.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import warnings
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
@@ -115,6 +116,7 @@ class Session:
         """
         feed = Feed(source, mode, self.loss.in_module, seed, domain)
         first = feed.peek(epoch)
+        _check_call(self.module, first, self.loss, source)
         plan = dataclasses.replace(plan, micro_batch_size=feed.micro_batch_size or first.size)
         metrics = MetricSet() if mode is Mode.PREDICT else self.metrics.fresh()
         program = self.engine.build(self._spec(plan, mode, seed, domain, bool(metrics)))
@@ -268,6 +270,30 @@ class Validation:
             )
             with session.running(job):
                 return loop.evaluate(job, callbacks, epoch)
+
+
+def _check_call(module: nn.Module, first: MicroBatch, loss: Loss, source: Source) -> None:
+    """Hold the batch against the signature of forward, before torch's own error for it."""
+    args, kwargs, _ = first.unpack()
+    try:
+        signature = inspect.signature(module.forward)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        given = [*(["1 input"] if len(args) == 1 else [f"{len(args)} inputs"] if args else [])]
+        given += [f"{name}=" for name in kwargs]
+        cure = "Bring the batch into the form that forward takes."
+        if loss.in_module:
+            cure = (
+                "With loss=None every part of the batch goes to forward: pass loss= to compile, or "
+                "let forward take the target and return (outputs, loss)."
+            )
+        raise DataError(
+            f"{source.role}: {type(module).__name__}.forward{signature} can't take a batch of "
+            f"{', '.join(given)}: {error}. {cure}"
+        ) from error
 
 
 def _prepare_tail(program: Program, plan: Plan, first: MicroBatch, source: Source) -> None:

@@ -18,11 +18,15 @@ import tempfile
 from pathlib import Path
 from typing import Any, Dict, Iterator
 
+import torch
 from sybil import Document, Example, Region, Sybil
 from sybil.evaluators.doctest import NUMBER, OutputChecker
 from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
 from sybil.typing import Evaluator
+
+# As in conftest.py: too little work to share between cores.
+torch.set_num_threads(1)
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | NUMBER
 OTHER_SPELLING = re.compile(r"^[ \t>*-]*(?:```|~~~)[ \t]*(?!python$)py.*$", re.MULTILINE)

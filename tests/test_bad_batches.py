@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+import ipufit
 from ipufit.errors import DataError
 from tests.faulty import (
     SEVERAL,
@@ -330,9 +331,47 @@ def test_a_target_outside_the_classes_ends_training_before_its_update():
     assert fit(model, items).epoch == [0]
 
 
-def test_a_module_without_parameters_of_the_batch_says_so_itself():
-    """forward's signature is Python's to check."""
-    model = compiled(nn.Sequential(nn.Linear(4, 3)))
-    with pytest.raises(TypeError, match="positional argument"):
-        fit(model, [((X, X), Y)])
+class Named(nn.Module):
+    """Takes one input, under a name."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("loss", "batch", "text"),
+    [
+        (
+            "mse",
+            ((X, X), Y),
+            "training data: Named.forward(x) can't take a batch of 2 inputs: too many positional "
+            "arguments. Bring the batch into the form that forward takes.",
+        ),
+        (
+            "mse",
+            ({"image": X}, Y),
+            "training data: Named.forward(x) can't take a batch of image=: missing a required "
+            "argument: 'x'. Bring the batch into the form that forward takes.",
+        ),
+        (
+            None,
+            (X, Y),
+            "training data: Named.forward(x) can't take a batch of 2 inputs: too many positional "
+            "arguments. With loss=None every part of the batch goes to forward: pass loss= to "
+            "compile, or let forward take the target and return (outputs, loss).",
+        ),
+    ],
+    ids=["tuple", "dict", "forgotten loss"],
+)
+def test_a_batch_that_forward_does_not_take_is_refused(loss, batch, text):
+    """Python's own error counts self and does not say where the arguments come from."""
+    model = ipufit.Model(Named())
+    model.compile("sgd", loss)
+    with pytest.raises(DataError) as caught:
+        fit(model, [batch])
+    assert str(caught.value) == text
     assert_clean(model)

@@ -20,7 +20,7 @@ class ProgbarLogger(Callback):
     is reported apart; neither it nor validation counts into the rate.
 
     Args:
-        verbose: 1 for a bar, 2 for one line an epoch.
+        verbose: 1 for a bar, 2 for one line an epoch, an evaluation or a prediction.
     """
 
     def __init__(self, verbose: int = 1) -> None:
@@ -34,14 +34,17 @@ class ProgbarLogger(Callback):
         self._training = False
         self._captured = 0.0
 
+    @property
+    def _unit(self) -> str:
+        return "updates" if self._training else "batches"
+
     def _open(self, description: str, total: Optional[int]) -> None:
         self._close()
         self._done = 0
         self._start = time.perf_counter()
         self._captured = float(self.model.capture_seconds)
         if self._verbose == 1:
-            unit = " updates" if self._training else " batches"
-            self._bar = tqdm(total=total, desc=description, unit=unit, leave=True)
+            self._bar = tqdm(total=total, desc=description, unit=" " + self._unit, leave=True)
 
     def _advance(self, batch: int, logs: Optional[Logs]) -> None:
         count, self._done = batch + 1 - self._done, batch + 1
@@ -78,6 +81,11 @@ class ProgbarLogger(Callback):
     def _say(text: str) -> None:
         tqdm.write(text, file=sys.stderr)
 
+    def _line(self, title: str, logs: Optional[Logs]) -> None:
+        if self._verbose == 2:
+            shown = [f"{name}={value}" for name, value in self._shown(logs).items()]
+            self._say(f"{title}: " + ", ".join([f"{self._done} {self._unit}", *shown]))
+
     def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:
         """Open the epoch's bar."""
         self._open(f"epoch {epoch + 1}/{self.params['epochs']}", self.params["updates"])
@@ -89,9 +97,7 @@ class ProgbarLogger(Callback):
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
         """Finish the bar, or print the epoch's line."""
         self._close(logs)
-        if self._verbose == 2:
-            shown = ", ".join(f"{name}={value}" for name, value in self._shown(logs).items())
-            self._say(f"epoch {epoch + 1}/{self.params['epochs']}: {self._done} updates, {shown}")
+        self._line(f"epoch {epoch + 1}/{self.params['epochs']}", logs)
 
     def on_train_end(self, logs: Optional[Logs] = None) -> None:
         """Leave no bar open."""
@@ -109,9 +115,10 @@ class ProgbarLogger(Callback):
             self._advance(batch, logs)
 
     def on_test_end(self, logs: Optional[Logs] = None) -> None:
-        """Finish the bar."""
+        """Finish the bar, or print the line."""
         if not self._training:
             self._close(logs)
+            self._line("evaluate", logs)
 
     def on_predict_begin(self, logs: Optional[Logs] = None) -> None:
         """Open a bar."""
@@ -122,5 +129,6 @@ class ProgbarLogger(Callback):
         self._advance(batch, logs)
 
     def on_predict_end(self, logs: Optional[Logs] = None) -> None:
-        """Finish the bar."""
+        """Finish the bar, or print the line."""
         self._close()
+        self._line("predict", None)

@@ -229,6 +229,8 @@ def capture(
         text = str(error)
         if text.startswith(".numpy() is not supported for tensor subclasses"):
             raise _numpy_error(_frame_of(error)) from error
+        if type(error).__name__ == "GuardOnDataDependentSymNode":
+            raise _value_error(_frame_of(error)) from error
         if text.startswith(".tolist() is not supported") or "value out of a tracing tensor" in text:
             raise _value_error(_frame_of(error)) from error
         if text.endswith("FakeTensor.__format__"):
