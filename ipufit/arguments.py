@@ -6,6 +6,8 @@ import dataclasses
 import operator
 from typing import Any, List, Optional, Tuple, Union
 
+import torch
+
 from ipufit.callbacks import Callback
 from ipufit.callbacks.callback_list import checked
 from ipufit.data.source import Source
@@ -101,6 +103,11 @@ class FitArguments:
         verbose: Union[int, str],
     ) -> FitArguments:
         """Raise all faults at once, or return the arguments."""
+        if torch.is_inference_mode_enabled():
+            raise ConfigurationError(
+                "fit needs gradients, which torch.inference_mode() switches off for good. Call it "
+                "outside of that block; evaluate and predict need no such block."
+            )
         source = Source(x, "training data")
         held_out = None
         if validation_data is not None:

@@ -36,7 +36,7 @@ from ipufit.errors import ConfigurationError, MetricError
 from ipufit.losses import describe_tensor
 from ipufit.metric_values import Values, lookup
 from ipufit.randomness import isolated
-from ipufit.tree import flatten_with_paths
+from ipufit.tree import flatten, flatten_with_paths, map_leaves
 
 __all__ = ["MetricSet", "resolve_metrics"]
 
@@ -83,8 +83,14 @@ class MetricSet:
         if not size:
             return
         for metric in self._metrics:
+            given = (prediction, target)
+            if metric.writes:
+                given = map_leaves(_copy, given)
+            before = _versions(given)
             with _named_failure(metric.name, prediction, target):
-                metric.update(prediction, target, size)
+                metric.update(*given, size)
+            # One metric's scratch work must not be what the next one, or the loss, sees.
+            metric.writes = metric.writes or _versions(given) != before
 
     def compute(self) -> Dict[str, float]:
         """The values over everything since the last reset; nan before the first micro-batch.
@@ -117,6 +123,7 @@ class MetricSet:
             ConfigurationError: two values have one name.
         """
         trial = self.fresh()
+        prediction, target = map_leaves(_copy, (prediction, target))
         with warnings.catch_warnings(), _generators_kept():
             warnings.simplefilter("ignore")
             trial.update(prediction, target, size)
@@ -125,7 +132,7 @@ class MetricSet:
                     metric.names = tuple(metric.compute())
             trial.compute()
         for metric, tried in zip(self._metrics, trial._metrics):
-            metric.names = tried.names
+            metric.names, metric.writes = tried.names, tried.writes
 
 
 def resolve_metrics(metrics: object) -> MetricSet:
@@ -246,6 +253,8 @@ class _Metric(Protocol):
 
     name: str
     names: Tuple[str, ...]
+    # Whether it changes its arguments in place.
+    writes: bool
 
     def fresh(self) -> _Metric: ...
     def reset(self) -> None: ...
@@ -270,6 +279,7 @@ class _Mean:
     ) -> None:
         self.name = name
         self.names: Tuple[str, ...] = (name,)
+        self.writes = False
         self._part = part
         self._finish = finish
         self.reset()
@@ -303,6 +313,7 @@ class _Object:
         self._seen = False
         self.name = key or type(metric).__name__
         self.names = names or self._declared()
+        self.writes = False
 
     def _declared(self) -> Tuple[str, ...]:
         """The names known before anything is computed; a collection lists its members."""
@@ -385,6 +396,15 @@ def _sum_of_samples(
         f"metric {name!r} must give a number, or a tensor of {size} values, one for each sample, "
         f"got {_shapes(value)}. Reduce it over all but the samples, for example with .mean()."
     )
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _versions(value: Any) -> List[int]:
+    """Counters of in-place changes of all tensors."""
+    return [leaf._version for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 # ---- errors and quiet ---------------------------------------------------------------------------

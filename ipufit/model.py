@@ -230,7 +230,7 @@ class Model:
         validation = None
         if given.held_out is not None:
             validation = Validation(session, *given.held_out, given.seed)
-        with training(self.module):
+        with training(self.module, session.loss.module):
             job = session.start(
                 given.source, given.plan, Mode.TRAIN, given.seed, "train", given.first_epoch
             )
@@ -293,7 +293,7 @@ class Model:
             seed,
             verbose,
         )
-        with evaluating(self.module):
+        with evaluating(self.module, session.loss.module):
             job = session.start(given.source, given.plan, Mode.EVALUATE, given.seed, "evaluate")
             with session.running(job):
                 told = self._callbacks(given, job)
@@ -337,7 +337,7 @@ class Model:
             seed,
             verbose,
         )
-        with evaluating(self.module):
+        with evaluating(self.module, session.loss.module):
             job = session.start(given.source, given.plan, Mode.PREDICT, given.seed, "predict")
             with session.running(job):
                 told = self._callbacks(given, job)

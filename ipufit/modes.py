@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Iterator
+from typing import Iterator, Optional, Sequence
 
 from torch import nn
 
@@ -11,8 +11,8 @@ __all__ = ["evaluating", "training"]
 
 
 @contextlib.contextmanager
-def _as_found(module: nn.Module) -> Iterator[None]:
-    flags = [(m, m.training) for m in module.modules()]
+def _as_found(modules: Sequence[Optional[nn.Module]]) -> Iterator[None]:
+    flags = [(m, m.training) for module in modules if module is not None for m in module.modules()]
     try:
         yield
     finally:
@@ -21,17 +21,20 @@ def _as_found(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def training(module: nn.Module) -> Iterator[None]:
-    """Train mode. A module already in it keeps the parts that its user has set to eval."""
-    with _as_found(module):
-        if not module.training:
-            module.train()
+def training(*modules: Optional[nn.Module]) -> Iterator[None]:
+    """Train mode of module and loss; one already in it keeps the parts set to eval."""
+    with _as_found(modules):
+        for module in modules:
+            if module is not None and not module.training:
+                module.train()
         yield
 
 
 @contextlib.contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Eval mode."""
-    with _as_found(module):
-        module.eval()
+def evaluating(*modules: Optional[nn.Module]) -> Iterator[None]:
+    """Eval mode of module and loss."""
+    with _as_found(modules):
+        for module in modules:
+            if module is not None:
+                module.eval()
         yield

@@ -14,11 +14,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import threading
 from typing import Iterator, Optional
 
 import torch
 
-__all__ = ["DataStream", "draw_seed", "isolated", "seed_generators", "stream_key"]
+__all__ = ["LOCK", "DataStream", "draw_seed", "isolated", "seed_generators", "stream_key"]
+
+
+# torch has one generator and one recorder in a process: threads take turns.
+LOCK = threading.RLock()
 
 
 def draw_seed() -> int:
@@ -46,14 +51,15 @@ def seed_generators(key: int, device: torch.device) -> None:
 @contextlib.contextmanager
 def isolated(device: torch.device) -> Iterator[None]:
     """Leave the user's generators (host, and ``device``) as they were found."""
-    host = torch.get_rng_state()
-    accelerator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    try:
-        yield
-    finally:
-        torch.set_rng_state(host)
-        if accelerator is not None:
-            torch.cuda.set_rng_state(accelerator, device)
+    with LOCK:
+        host = torch.get_rng_state()
+        accelerator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        try:
+            yield
+        finally:
+            torch.set_rng_state(host)
+            if accelerator is not None:
+                torch.cuda.set_rng_state(accelerator, device)
 
 
 class DataStream:
@@ -71,13 +77,14 @@ class DataStream:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Swap this stream into torch's host generator for the duration."""
-        outside = torch.get_rng_state()
-        if self._state is None:
-            torch.default_generator.manual_seed(self._key)
-        else:
-            torch.set_rng_state(self._state)
-        try:
-            yield
-        finally:
-            self._state = torch.get_rng_state()
-            torch.set_rng_state(outside)
+        with LOCK:
+            outside = torch.get_rng_state()
+            if self._state is None:
+                torch.default_generator.manual_seed(self._key)
+            else:
+                torch.set_rng_state(self._state)
+            try:
+                yield
+            finally:
+                self._state = torch.get_rng_state()
+                torch.set_rng_state(outside)

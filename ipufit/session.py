@@ -160,7 +160,7 @@ class Session:
                 return torch.rand(leaf.shape, dtype=leaf.dtype, device="cpu")
             return torch.zeros(leaf.shape, dtype=leaf.dtype, device="cpu")
 
-        target = metric_target(first, self.loss)
+        target = metric_target(first.clone(), self.loss)
         if target is None:
             raise MetricError(
                 f"the metrics {', '.join(metrics.names)} need a target, but the module computes "
@@ -180,6 +180,11 @@ class Session:
             f"Runs {how} on the {self.engine.name} engine, device {device}, with "
             f"{optimizer}; gradients reduced by {self._gradient_reduction}."
         )
+
+    def buffers(self) -> List[torch.Tensor]:
+        """All buffers of the module and the loss."""
+        modules = [self.module, *([self.loss.module] if self.loss.module is not None else [])]
+        return [buffer for module in modules for buffer in module.buffers()]
 
     def finish(self, program: Program) -> None:
         """Give the device back, and keep the count of updates; safe twice."""
@@ -246,7 +251,7 @@ class Validation:
         example = Unpacker(self._source, Mode.EVALUATE, self._session.loss.in_module)(preview[0], 0)
         source = Source(preview, self._source.role)
         try:
-            with evaluating(self._session.module):
+            with evaluating(self._session.module, self._session.loss.module):
                 job = self._session.start(source, self._plan, Mode.EVALUATE, self._seed, "check")
                 self._session.finish(job.program)
         except IpufitError:
@@ -264,12 +269,18 @@ class Validation:
     def run(self, epoch: int, callbacks: CallbackList) -> Dict[str, float]:
         """Loss and metrics over all samples."""
         session = self._session
-        with evaluating(session.module):
+        kept = [(buffer, buffer.clone()) for buffer in session.buffers()]
+        with evaluating(session.module, session.loss.module):
             job = session.start(
                 self._source, self._plan, Mode.EVALUATE, self._seed, "validation", epoch
             )
-            with session.running(job):
-                return loop.evaluate(job, callbacks, epoch)
+            try:
+                with session.running(job):
+                    return loop.evaluate(job, callbacks, epoch)
+            finally:
+                # A module may count in eval mode too; looking must not change training.
+                for buffer, value in kept:
+                    buffer.copy_(value)
 
 
 def _check_call(module: nn.Module, first: MicroBatch, loss: Loss, source: Source) -> None:

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from typing import Any, Iterable, Iterator, List, Optional, Tuple
 
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    default_collate,
+)
 
 from ipufit.errors import DataError
 from ipufit.randomness import DataStream
@@ -17,6 +25,10 @@ __all__ = ["Source"]
 _READ_AGAIN = (
     "Pass an object whose __iter__ starts anew, such as a DataLoader or a list of batches."
 )
+
+
+# Loaders of which only one reader at a time gets every batch.
+_BEING_READ: Any = weakref.WeakSet()
 
 
 class Source:
@@ -60,16 +72,31 @@ class Source:
 
     def epoch(self, stream: DataStream) -> Iterator[Any]:
         """The batches of one epoch, fetched with ``stream`` as torch's random numbers."""
-        with stream.active():
-            iterator = iter(self.loader)
-        while True:
+        loader = self.loader
+        # torch has one iterator for all readers of such a loader: a second would end the first.
+        exclusive = isinstance(loader, DataLoader) and loader.persistent_workers
+        if exclusive and loader in _BEING_READ:
+            raise DataError(
+                f"{self.role} is a DataLoader with persistent_workers=True that is being read "
+                "already; torch would end the first reading early, and samples would be lost. Use "
+                "a second DataLoader over the same dataset."
+            )
+        if exclusive:
+            _BEING_READ.add(loader)
+        try:
             with stream.active():
-                try:
-                    batch = next(iterator)
-                except StopIteration:
-                    return
-            self._has_yielded = True
-            yield batch
+                iterator = iter(loader)
+            while True:
+                with stream.active():
+                    try:
+                        batch = next(iterator)
+                    except StopIteration:
+                        return
+                self._has_yielded = True
+                yield batch
+        finally:
+            if exclusive:
+                _BEING_READ.discard(loader)
 
     def check_epochs(self, epochs: int) -> None:
         """Refuse several epochs of what can be read only once.
@@ -167,9 +194,10 @@ def _is_array(value: Any) -> bool:
 
 
 def _may_reuse_memory(loader: Any) -> bool:
-    """A DataLoader that collates makes new tensors, and a list holds all of its own."""
+    """Torch's collate makes new tensors, workers send new ones, and a list holds its own."""
     if isinstance(loader, DataLoader):
-        return loader.batch_sampler is None and loader.num_workers == 0
+        makes_new = loader.batch_sampler is not None and loader.collate_fn is default_collate
+        return not makes_new and loader.num_workers == 0
     return not isinstance(loader, (list, tuple))
 
 

@@ -49,16 +49,17 @@ class BaseProgram:
         self._buffers: Dict[str, Tensor] = dict(step.named_buffers())
         tensors = [*self._parameters.values(), *self._buffers.values()]
         self._device = tensors[0].device if tensors else torch.device("cpu")
-        self._by_size: Dict[int, Recorded] = {}
+        self._by_form: Dict[object, Recorded] = {}
 
     def _record(self, example: MicroBatch) -> Recorded:
         raise NotImplementedError
 
     def _recorded(self, batch: MicroBatch) -> Recorded:
-        # The data layer sees to it that micro-batches differ in nothing but their size.
-        if batch.size not in self._by_size:
-            self._by_size[batch.size] = self._record(batch)
-        return self._by_size[batch.size]
+        # The data layer sees to it that micro-batches differ in nothing but size and memory layout.
+        form = (batch.size, *(leaf.stride() for leaf in batch.leaves))
+        if form not in self._by_form:
+            self._by_form[form] = self._record(batch)
+        return self._by_form[form]
 
     def prepare(self, example: MicroBatch) -> Any:
         """Record the program for micro-batches like this one."""

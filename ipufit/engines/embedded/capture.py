@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit.errors import CaptureError
+from ipufit.randomness import LOCK
 
 __all__ = ["Frame", "capture", "user_frame", "uses_random_numbers"]
 
@@ -38,12 +39,19 @@ _INTERNAL = (
     os.path.dirname(os.path.abspath(os.__file__)) + os.sep + "contextlib",
 )
 
+# Where ipufit calls the user's module and loss.
+_STEP = os.path.join(_HERE, "step.py")
+
 _EAGERLY = "To run this module as it is, without capture, use compile(..., run_eagerly=True)."
 
 
 def _first_user_frame(frames: Sequence[Frame]) -> Optional[Frame]:
+    """Of frames from the innermost outwards; what called ipufit is not what went wrong."""
     for frame in frames:
-        if not os.path.abspath(frame[0]).startswith(_INTERNAL) and not frame[0].startswith("<"):
+        path = os.path.abspath(frame[0])
+        if path == _STEP:
+            return None
+        if not path.startswith(_INTERNAL) and not frame[0].startswith("<"):
             return frame
     return None
 
@@ -153,6 +161,13 @@ class _ValueGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         fake = [a for a in args if isinstance(a, FakeTensor)]
         unknown = any(getattr(a, "constant", None) is None for a in fake)
+        if _Restored.generator and torch.Tag.nondeterministic_seeded in func.tags:
+            raise _error(
+                "random numbers were drawn again after the generator was set back, as "
+                "torch.utils.checkpoint does with dropout, but a recording would draw new ones",
+                "Leave the dropout outside of what is checkpointed.",
+                user_frame(),
+            )
         if fake and unknown:
             if torch.Tag.data_dependent_output in func.tags:
                 raise _value_error(user_frame())
@@ -188,6 +203,45 @@ def _recordable_kernels() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(enabled)
 
 
+@contextlib.contextmanager
+def _no_value_checks() -> Iterator[None]:
+    """Without the checks of distributions' arguments, which look at values."""
+    kind = torch.distributions.Distribution
+    before = kind._validate_args
+    kind.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        kind.set_default_validate_args(before)
+
+
+class _Restored:
+    """Whether a generator was set back since the recording began."""
+
+    generator = False
+
+
+@contextlib.contextmanager
+def _no_restored_generator() -> Iterator[None]:
+    """Notice torch.utils.checkpoint, which repeats random numbers by setting the generator back.
+
+    A recording would draw new ones instead: another mask in the backward pass.
+    """
+    original = torch.set_rng_state
+
+    def noticed(new_state: Tensor) -> None:
+        _Restored.generator = True
+        original(new_state)
+
+    _Restored.generator = False
+    torch.set_rng_state = noticed
+    try:
+        yield
+    finally:
+        torch.set_rng_state = original
+        _Restored.generator = False
+
+
 def capture(
     function: Callable[..., Sequence[Optional[Tensor]]],
     args: Sequence[Tensor],
@@ -217,8 +271,10 @@ def capture(
 
     # A user's exception inside forward is theirs: it leaves as it is.
     try:
-        with _quiet(), _recordable_kernels():
-            graph = make_fx(guarded, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+        with LOCK, _quiet(), _recordable_kernels(), _no_value_checks(), _no_restored_generator():
+            # Detached, so that one tensor in two places is two inputs: the next batch may differ.
+            inputs = [argument.detach() for argument in args]
+            graph = make_fx(guarded, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
     except CaptureError:
         raise
     except DataDependentOutputException as error:

@@ -6,10 +6,13 @@ import contextlib
 import dataclasses
 import time
 import warnings
+from collections import OrderedDict
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
+import torch
 from torch import Tensor, nn
 
+from ipufit.engines.embedded.autocast import autocast_state, without_autocast
 from ipufit.engines.embedded.capture import capture, uses_random_numbers
 from ipufit.engines.embedded.fingerprint import fingerprint
 from ipufit.engines.embedded.inference import InferenceProgram
@@ -24,6 +27,9 @@ from ipufit.program import MicroBatch, Mode, Program, ProgramSpec
 from ipufit.randomness import isolated
 
 __all__ = ["EmbeddedEngine", "Recorded"]
+
+# Recordings that are kept for later programs; the least recently used go first.
+_KEPT = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +74,7 @@ class EmbeddedEngine:
         self.replicas = ReplicaMemory()
         self.optimizer_graphs: Graphs = {}
         self.check_late = False
-        self._recorded: Dict[Tuple[Any, ...], Recorded] = {}
+        self._recorded: OrderedDict[Tuple[Any, ...], Recorded] = OrderedDict()
         self._steps: Dict[Tuple[int, int], StepModule] = {}
 
     def build(self, spec: ProgramSpec) -> Program:
@@ -106,6 +112,7 @@ class EmbeddedEngine:
             _partition(layout(trained)) if layout else (),
             tuple((t.shape, t.dtype, t.device, t.stride()) for t in [*state, *example.leaves]),
             frozen,
+            autocast_state(state[0].device if state else torch.device("cpu")),
         )
         if key not in self._recorded:
             with_loss = spec.mode is not Mode.PREDICT
@@ -114,6 +121,9 @@ class EmbeddedEngine:
             self._recorded[key] = Recorded(
                 run, micro.outputs, micro.reached, random, with_loss, held
             )
+            if len(self._recorded) > _KEPT:
+                self._recorded.popitem(last=False)
+        self._recorded.move_to_end(key)
         return self._recorded[key]
 
     def _make(
@@ -137,7 +147,7 @@ class EmbeddedEngine:
                 UserWarning,
                 stacklevel=2,
             )
-        return graph, uses_random_numbers(graph)
+        return without_autocast(graph, arguments), uses_random_numbers(graph)
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ __all__ = ["fingerprint"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MEMBERS = frozenset({"_parameters", "_buffers", "_modules"})
-_DEPTH = 4
+_DEPTH = 6
 
 
 def fingerprint(module: nn.Module) -> Tuple[Tuple[Any, ...], Tuple[object, ...]]:
@@ -44,5 +44,11 @@ def _freeze(value: Any, depth: int, held: List[object]) -> Any:
         return tuple((_freeze(k, 0, held), _freeze(v, depth - 1, held)) for k, v in value.items())
     if depth and isinstance(value, (list, tuple)):
         return (type(value), tuple(_freeze(item, depth - 1, held) for item in value))
+    if depth and isinstance(value, (set, frozenset)):
+        return (type(value), frozenset(_freeze(item, 0, held) for item in value))
+    is_config = hasattr(value, "__dict__") and not isinstance(value, Tensor) and not callable(value)
+    if depth and is_config:
+        held.append(value)
+        return (id(value), _freeze(vars(value), depth - 1, held))
     held.append(value)
     return (id(value), value._version if isinstance(value, Tensor) else 0)

@@ -63,4 +63,4 @@ class InferenceProgram(BaseProgram):
     def close(self) -> None:
         """Nothing is held; safe twice."""
         self._state = []
-        self._by_size = {}
+        self._by_form = {}

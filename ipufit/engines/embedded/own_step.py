@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import copy
 from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 import torch
@@ -17,6 +16,35 @@ __all__ = ["OwnStepUpdater"]
 
 # Block, slot in the block, name in the optimizer's state.
 _Key = Tuple[int, int, str]
+
+
+# What an optimizer's step may raise on tensors without values.
+_CAN_FAIL = (
+    CaptureError,
+    RuntimeError,
+    TypeError,
+    NotImplementedError,
+    AttributeError,
+    KeyError,
+    AssertionError,
+)
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _outside_state(optimizer: torch.optim.Optimizer) -> Any:
+    """What an optimizer holds besides parameters and their state; no step may change it."""
+    groups = [
+        {name: repr(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    own = {name: v for name, v in vars(optimizer).items() if name not in ("state", "param_groups")}
+    plain = {
+        k: repr(v) if isinstance(v, (int, float, str, bool)) else id(v) for k, v in own.items()
+    }
+    return groups, plain
 
 
 class OwnStepUpdater:
@@ -56,14 +84,16 @@ class OwnStepUpdater:
             for s, slot in enumerate(block.slots):
                 for name, value in self._optimizer.state.get(slot.parameter, {}).items():
                     self._state[b, s, name] = value.clone() if isinstance(value, Tensor) else value
-        if run_eagerly:
-            return
         try:
-            if not self._state:
+            if run_eagerly:
+                # Once on copies: what can't be followed must show before any weight changes.
+                flats = [flat.clone() for flat in storage.flats]
+                self._step(flats, [torch.zeros_like(flat) for flat in flats], self.snapshot())
+            elif not self._state:
                 self._record_first()
             else:
                 self._record_later()
-        except (CaptureError, RuntimeError, TypeError, NotImplementedError) as error:
+        except _CAN_FAIL as error:
             raise self._refusal(error) from error
 
     def _refusal(self, error: Exception) -> OptimizerError:
@@ -91,7 +121,11 @@ class OwnStepUpdater:
         self, flats: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> Tuple[torch.optim.Optimizer, List[Tensor]]:
         """The optimizer over views of flat tensors, without state."""
-        twin = copy.copy(self._optimizer)
+        # Not copy.copy: an optimizer's own pickling leaves attributes of subclasses out. A
+        # scheduler may have put a wrapper of step on the object.
+        twin = object.__new__(type(self._optimizer))
+        vars(twin).update(vars(self._optimizer))
+        vars(twin).pop("step", None)
         twin.state = collections.defaultdict(dict)
         twin.param_groups = [dict(group, params=[]) for group in self._optimizer.param_groups]
         for group in twin.param_groups:
@@ -118,8 +152,14 @@ class OwnStepUpdater:
         by_place = dict(zip(self._places(), views))
         for (b, s, name), value in state.items():
             twin.state[by_place[b, s]][name] = value
+        before = _outside_state(twin)
         with torch.no_grad():
             twin.step()
+        if _outside_state(twin) != before or not set(twin.state).issubset(views):
+            raise RuntimeError("it keeps what changes outside of its parameters' state")
+        flat_of = [flats[b] for b, _ in self._places()]
+        if any(_storage(view) != _storage(flat) for view, flat in zip(views, flat_of)):
+            raise RuntimeError("it replaces the parameters' data instead of changing it in place")
         return {
             (b, s, name): value
             for (b, s), view in zip(self._places(), views)

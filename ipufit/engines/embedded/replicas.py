@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Dict, List, Mapping
 
-import torch
 from torch import Tensor
 
 __all__ = ["ReplicaMemory", "copy_of", "put_back"]
@@ -21,6 +20,13 @@ def put_back(buffers: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Non
     """Write values into the buffers, in place."""
     for name, tensor in buffers.items():
         tensor.copy_(values[name])
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    """Equal in every element, where NaN equals NaN."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    return bool(((first == second) | ((first != first) & (second != second))).all())
 
 
 class ReplicaMemory:
@@ -43,7 +49,7 @@ class ReplicaMemory:
         unchanged = (
             len(known) == replicas
             and known[0].keys() == module.keys()
-            and all(torch.equal(known[0][name], module[name]) for name in module)
+            and all(_same(known[0][name], module[name]) for name in module)
         )
         others = known[1:] if unchanged else [module] * (replicas - 1)
         return [module, *(copy_of(own) for own in others)]

@@ -112,13 +112,29 @@ def attributes_kept(module: nn.Module) -> Iterator[List[str]]:
     """
     changed: List[str] = []
     saved: List[Tuple[Optional[nn.Module], Dict[str, Any], Dict[str, Any]]] = []
+    contents: List[Tuple[str, Any, Any]] = []
+    plain: List[Tuple[Tensor, int, Tensor]] = []
     for part in module.modules():
         saved.append((part, vars(part), dict(vars(part))))
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor):
+                plain.append((value, value._version, value.detach().clone()))
+            if type(value) in (list, dict, set) and not name.startswith("_"):
+                contents.append((f"{type(part).__name__}.{name}", value, value.copy()))
         for members in ("_parameters", "_buffers", "_modules"):
             saved.append((None, vars(part)[members], dict(vars(part)[members])))
     try:
         yield changed
     finally:
+        for tensor, version, value in plain:
+            if tensor._version != version:
+                with torch.no_grad():
+                    tensor.copy_(value)
+        for title, container, copy in contents:
+            if len(container) != len(copy):
+                changed.append(title)
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(copy)
         for owner, namespace, before in saved:
             now = dict(namespace)
             new = [name for name in now if name not in before]
@@ -253,6 +269,7 @@ class MicroStep:
         weights = [state[name] for name in self._trained]
         found: Sequence[Optional[Tensor]] = [None] * len(weights)
         if loss.requires_grad:
+            self._refuse_bypass(loss)
             found = torch.autograd.grad(loss, weights, allow_unused=True)
         by_name = {n: g for n, g in zip(self._trained, found) if g is not None}
         if not self.reached:
@@ -268,6 +285,24 @@ class MicroStep:
             if name not in by_name:
                 by_name[name] = torch.zeros_like(state[name])
         return [block.gather(by_name) for block in self._blocks]
+
+    def _refuse_bypass(self, loss: Tensor) -> None:
+        """A parameter reached by a reference from outside the module would get no gradient."""
+        own = {id(p): name for name, p in self._step.named_parameters()}
+        todo, seen = [loss.grad_fn], set()
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            name = own.get(id(getattr(node, "variable", None)))
+            if name is not None:
+                raise CaptureError(
+                    f"{public_name(name)!r} was used through a reference kept outside the module, "
+                    "such as a list of parameters, and would get no gradient from there. Reach it "
+                    "through the module in forward or in the loss, such as self.layer.weight."
+                )
+            todo += [following for following, _ in node.next_functions]
 
     def _lay_out(self, gradients: Mapping[str, Tensor]) -> None:
         assert self._layout is not None

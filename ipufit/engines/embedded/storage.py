@@ -18,11 +18,22 @@ __all__ = ["Block", "FlatStorage", "Slot", "flatten_like", "group_alike"]
 
 def _memory_order(tensor: Tensor) -> Tuple[Tuple[int, ...], Tuple[int, ...]]:
     """Dimensions from the widest stride to the narrowest; strides of a copy without gaps."""
-    stride = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda d: (-stride[d], d))
-    if tensor.permute(order).is_contiguous():
-        return tuple(order), stride
-    return tuple(range(tensor.dim())), tensor.contiguous().stride()
+    shape, stride = tensor.shape, tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda d: (-stride[d], d)))
+    if _strides(shape, order, stride) == stride:
+        return order, stride
+    order = tuple(range(tensor.dim()))
+    return order, _strides(shape, order, (0,) * tensor.dim())
+
+
+def _strides(shape: Sequence[int], order: Sequence[int], odd: Sequence[int]) -> Tuple[int, ...]:
+    """Strides without gaps in this memory order; of dimensions of size 1, those in ``odd``."""
+    result, step = list(odd), 1
+    for d in reversed(order):
+        if shape[d] != 1 or not odd[d]:
+            result[d] = step
+        step *= shape[d]
+    return tuple(result)
 
 
 def flatten_like(tensor: Tensor, order: Sequence[int]) -> Tensor:

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ipufit.engines.embedded.base import BaseProgram, Collected, on_host
 from ipufit.engines.embedded.replicas import copy_of, put_back
+from ipufit.engines.embedded.sharing import refuse_shared_memory
 from ipufit.engines.embedded.step import public_name
 from ipufit.engines.embedded.storage import Block, FlatStorage
 from ipufit.engines.embedded.updater import updater_for
-from ipufit.errors import CaptureError, NonFiniteLossError
+from ipufit.errors import CaptureError, ConfigurationError, NonFiniteLossError
 from ipufit.program import (
     Anchors,
     CombinedBatch,
@@ -50,6 +51,8 @@ class TrainingProgram(BaseProgram):
         ]
         trained = set(self._trained)
         self._frozen = [name for name in self._parameters if name not in trained]
+        self._step = engine.step_module(spec.module, spec.loss)
+        refuse_shared_memory(self._trained, self._parameters, self._buffers)
         self._updater = updater_for(spec.optimizer, engine.optimizer_graphs)
         self._replicas = engine.replicas.recall(spec.plan.replicas, self._buffers)
         self._storage = FlatStorage([])
@@ -101,6 +104,7 @@ class TrainingProgram(BaseProgram):
         """One execution: every update in turn, its micro-batches in stream order."""
         micro_batches = [micro_batch.to(self._device) for micro_batch in batch.micro_batches]
         self._recorded(micro_batches[0])
+        self._follow_the_module()
         group = self._spec.plan.micro_batches_per_update
         updates = [micro_batches[i : i + group] for i in range(0, len(micro_batches), group)]
         self._updater.refresh(len(updates))
@@ -119,6 +123,34 @@ class TrainingProgram(BaseProgram):
         if snapshot is not None and not bool(torch.isfinite(anchors.losses).all()):
             self._go_back(snapshot, updates, anchors.losses)
         return anchors
+
+    def _follow_the_module(self) -> None:
+        """Take over what a callback has put into parameters by other means than in place.
+
+        Raises:
+            ConfigurationError: a parameter or buffer is another object now.
+        """
+        now: Dict[str, Tensor] = {**dict(self._step.named_parameters())}
+        now.update(self._step.named_buffers())
+        for name, tensor in {**self._parameters, **self._buffers}.items():
+            if now.get(name) is not tensor:
+                raise ConfigurationError(
+                    f"{public_name(name)!r} was replaced or removed during fit, but the program "
+                    "works on the one that was there at its start. Change values in place, or call "
+                    "fit again after changing the module."
+                )
+        for flat, block in zip(self._storage.flats, self._storage.blocks):
+            for slot in block.slots:
+                view, data = slot.view(flat), slot.parameter.data
+                if data.data_ptr() == view.data_ptr():
+                    continue
+                if (data.shape, data.dtype, data.device) != (view.shape, view.dtype, view.device):
+                    raise ConfigurationError(
+                        f"{public_name(slot.name)!r} changed its shape, dtype or device during "
+                        "fit. Change the module between two calls of fit."
+                    )
+                view.copy_(data)
+                slot.parameter.data = view
 
     def _update(self, micro_batches: Sequence[MicroBatch], collected: Collected) -> None:
         saved = [copy_of(buffers) for buffers in self._replicas]
@@ -161,10 +193,18 @@ class TrainingProgram(BaseProgram):
 
     def _refuse_non_finite(self, value: float) -> None:
         if not math.isfinite(value):
+            cause = (
+                "Look for a learning rate that is too high, a log or division of zero, or "
+                "non-finite data."
+            )
+            if not all(bool(flat.isfinite().all()) for flat in self._storage.flats):
+                cause = (
+                    "Weights were not finite before it: the gradient of an earlier update was "
+                    "not, though its loss was. Look for a square root or a power at zero."
+                )
             raise NonFiniteLossError(
                 f"the loss must be finite, but it became {value} in update {self.updates}. The "
-                "weights, buffers and optimizer state are those from before that update. Look for "
-                "a learning rate that is too high, a log or division of zero, or non-finite data.",
+                "weights, buffers and optimizer state are those from before that update. " + cause,
                 self.updates,
                 value,
             )
@@ -219,7 +259,7 @@ class TrainingProgram(BaseProgram):
         self._optimizer.load_state_dict(state.optimizer)
         # The optimizer's state may want another layout: take everything over anew.
         self._storage.release()
-        self._by_size, self._states, self._reached = {}, [], ()
+        self._by_form, self._states, self._reached = {}, [], ()
         self.updates = state.updates
 
     def close(self) -> None:

@@ -55,6 +55,12 @@ class Updater(Protocol):
 
 def updater_for(optimizer: torch.optim.Optimizer, graphs: Graphs) -> Updater:
     """Flat rules for the optimizers ipufit knows, the optimizer's own ``step`` for any other."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if getattr(optimizer, name, None):
+            raise OptimizerError(
+                f"hooks on the step of {type(optimizer).__name__} can't run: in one program there "
+                "is no call of step. Remove them, or do their work in a callback."
+            )
     rule = rule_for(optimizer)
     return RuleUpdater(optimizer, rule, graphs) if rule else OwnStepUpdater(optimizer)
 

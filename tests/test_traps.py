@@ -1,0 +1,567 @@
+"""Traps that give wrong numbers without an error, each closed: the right numbers, or a refusal."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import ipufit
+from ipufit.callbacks import Callback
+from ipufit.errors import CaptureError, ConfigurationError, DataError, OptimizerError
+from tests.nets import MLP, data
+
+
+def loader(n=22, **options):
+    """Pictures and classes, four at a time."""
+    return DataLoader(TensorDataset(*data(n)), batch_size=4, **options)
+
+
+def descent(parameters):
+    """Plain descent."""
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def compiled(net, loss="cross_entropy", optimizer=descent, **options):
+    """A compiled model."""
+    model = ipufit.Model(net)
+    model.compile(optimizer, loss, **options)
+    return model
+
+
+def assert_same(net, other, atol=1e-12):
+    """All parameters and buffers agree."""
+    for (name, value), wanted in zip(net.state_dict().items(), other.state_dict().values()):
+        torch.testing.assert_close(value, wanted, rtol=0, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["traced", "eager"])
+def test_a_parameter_reached_past_the_module_is_refused(eager):
+    """A penalty over a list of parameters made before would silently be zero."""
+    net = MLP().double()
+    kept = list(net.parameters())
+
+    def loss(prediction, target):
+        return nn.functional.cross_entropy(prediction, target) + sum(p.square().sum() for p in kept)
+
+    model = compiled(net, loss, run_eagerly=eager)
+    with pytest.raises(CaptureError) as caught:
+        model.fit(loader(), verbose=0)
+    assert "'layers." in str(caught.value)
+    assert str(caught.value).partition("' ")[2] == (
+        "was used through a reference kept outside the module, such as a list of parameters, and "
+        "would get no gradient from there. Reach it through the module in forward or in the loss, "
+        "such as self.layer.weight."
+    )
+
+
+def test_one_tensor_in_two_places_is_two_inputs():
+    """An autoencoder's batch holds its input twice; the next batch need not."""
+    a, b, c = (torch.randn(4, 3, dtype=torch.float64) for _ in range(3))
+    net = nn.Linear(3, 3).double()
+    other = copy.deepcopy(net)
+    model = compiled(net, "mse")
+    model.fit([(a, a), (b, c)], verbose=0)
+    optimizer = descent(other.parameters())
+    for x, y in ((a, a), (b, c)):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(other(x), y).backward()
+        optimizer.step()
+    assert_same(net, other)
+
+
+class Checkpointed(nn.Module):
+    """A checkpointed layer, with or without dropout inside."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.first, self.rate = nn.Linear(12, 12), rate
+        self.head = nn.Linear(12, 5)
+
+    def part(self, x):
+        return nn.functional.dropout(torch.tanh(self.first(x)), self.rate, self.training)
+
+    def forward(self, x):
+        return self.head(checkpoint(self.part, x.flatten(1), use_reentrant=False))
+
+
+def test_checkpointing_is_recorded_and_with_dropout_refused():
+    """The repeated forward would draw another mask than the first one."""
+    net = Checkpointed(0.0).double()
+    other = copy.deepcopy(net)
+    compiled(net).fit(loader(), verbose=0)
+    optimizer = descent(other.parameters())
+    for x, y in loader():
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(other(x), y).backward()
+        optimizer.step()
+    assert_same(net, other)
+    with pytest.raises(CaptureError) as caught:
+        compiled(Checkpointed(0.5).double()).fit(loader(), verbose=0)
+    assert "Leave the dropout outside of what is checkpointed." in str(caught.value)
+    compiled(Checkpointed(0.5).double(), run_eagerly=True).fit(loader(), verbose=0)
+
+
+class GroupCounter(torch.optim.SGD):
+    """Counts in its group, as some third-party optimizers do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        return super().step(closure)
+
+
+class Rebinding(torch.optim.SGD):
+    """Gives parameters new data."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = p.data - group["lr"] * p.grad.data
+
+
+class WithAttribute(torch.optim.SGD):
+    """Reads an attribute of its own."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr)
+        self.scale = 0.5
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad * group["lr"] * self.scale)
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["traced", "eager"])
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (GroupCounter, "it keeps what changes outside of its parameters' state"),
+        (Rebinding, "it replaces the parameters' data instead of changing it in place"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_followed_is_refused(kind, reason, eager):
+    """Its counter would stand still, or its weights never move."""
+    net = MLP().double()
+    before = copy.deepcopy(net)
+    model = compiled(net, optimizer=lambda p: kind(p, lr=0.1), run_eagerly=eager)
+    with pytest.raises(OptimizerError, match=reason):
+        model.fit(loader(), verbose=0)
+    assert_same(net, before, atol=0)
+
+
+def test_an_optimizer_with_attributes_of_its_own_runs():
+    """They are not in what an optimizer pickles."""
+    net = MLP().double()
+    other = copy.deepcopy(net)
+    compiled(net, optimizer=lambda p: WithAttribute(p, lr=0.2)).fit(loader(), verbose=0)
+    compiled(other).fit(loader(), verbose=0)
+    assert_same(net, other)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.optim.Optimizer, "register_step_pre_hook"), reason="torch without step hooks"
+)
+def test_hooks_on_the_optimizers_step_are_refused():
+    """There is no call of step to hook into."""
+    net = MLP().double()
+    optimizer = descent(net.parameters())
+    optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(OptimizerError) as caught:
+        compiled(net, optimizer=optimizer).fit(loader(), verbose=0)
+    assert str(caught.value) == (
+        "hooks on the step of SGD can't run: in one program there is no call of step. Remove them, "
+        "or do their work in a callback."
+    )
+
+
+def halve_by_vector(net):
+    """Sets every parameter's data, as swapping in averaged weights does."""
+    vector = nn.utils.parameters_to_vector(net.parameters())
+    nn.utils.vector_to_parameters(vector * 0.5, net.parameters())
+
+
+def halve_in_place(net):
+    """The same in place."""
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(0.5)
+
+
+class AtEpochEnd(Callback):
+    """Calls a function of the module after the first epoch."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 0:
+            self.function(self.model.module)
+
+
+def test_data_set_in_a_callback_is_trained_on():
+    """Training must not go on in memory that nobody looks at."""
+    nets = []
+    for change in (halve_by_vector, halve_in_place):
+        torch.manual_seed(0)
+        net = MLP().double()
+        compiled(net).fit(loader(), epochs=3, callbacks=AtEpochEnd(change), verbose=0)
+        nets.append(net)
+    assert_same(*nets, atol=0)
+
+
+def test_a_fit_of_another_model_in_a_callback_is_not_lost():
+    """Two models over one module take turns with its weights."""
+
+    def inner(net):
+        compiled(net).fit(loader(8), verbose=0)
+
+    net = MLP().double()
+    other = copy.deepcopy(net)
+    compiled(net).fit(loader(), epochs=2, callbacks=AtEpochEnd(inner), verbose=0)
+    for n in (22, 8, 22):
+        compiled(other).fit(loader(n), verbose=0)
+    assert_same(net, other)
+
+
+def new_parameter(net):
+    """Another object."""
+    net.layers[2].weight = nn.Parameter(net.layers[2].weight.detach().clone())
+
+
+def single(net):
+    """Another dtype."""
+    net.float()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            new_parameter,
+            "'layers.2.weight' was replaced or removed during fit, but the program works on the "
+            "one that was there at its start. Change values in place, or call fit again after "
+            "changing the module.",
+        ),
+        (
+            single,
+            "'layers.0.weight' changed its shape, dtype or device during fit. Change the module "
+            "between two calls of fit.",
+        ),
+    ],
+)
+def test_a_module_changed_in_a_callback_is_refused(change, text):
+    """The rest of the training would be lost."""
+    with pytest.raises(ConfigurationError) as caught:
+        compiled(MLP().double()).fit(loader(), epochs=2, callbacks=AtEpochEnd(change), verbose=0)
+    assert str(caught.value) == text
+
+
+def test_autocast_is_part_of_the_recording():
+    """What was recorded in lower precision must not serve outside, nor the other way round."""
+    x = torch.randn(8, 12)
+    model = compiled(MLP())
+    dtypes = []
+    for enabled in (True, False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            dtypes.append(model.predict([x], verbose=0).dtype)
+    assert dtypes == [torch.bfloat16, torch.float32, torch.bfloat16]
+    plain = compiled(copy.deepcopy(model.module)).predict([x], verbose=0)
+    assert torch.equal(model.predict([x], verbose=0), plain)
+
+
+def test_memory_shared_by_two_parameters_is_refused():
+    """The program would separate what the user has joined."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 5))
+    net = net.double()
+    net[2].weight.data = net[1].weight.data
+    with pytest.raises(ConfigurationError) as caught:
+        compiled(net).fit(loader(), verbose=0)
+    assert str(caught.value) == (
+        "'1.weight' and '2.weight' share memory without being one tensor, and would come apart in "
+        "the program. Tie them: b.weight = a.weight makes both names one parameter."
+    )
+
+
+def test_parameters_side_by_side_in_one_storage_are_fine():
+    """Slices of one tensor overlap nowhere."""
+    net = MLP().double()
+    halve_by_vector(net)
+    other = copy.deepcopy(net)
+    compiled(net).fit(loader(), verbose=0)
+    compiled(other).fit(loader(), verbose=0)
+    assert_same(net, other)
+
+
+def test_a_metric_that_works_in_its_arguments_harms_nothing():
+    """Marking ignored targets in place is common; loss and other metrics must not see it."""
+    x, y = data(22)
+
+    def zeroing(prediction, target):
+        target[target == 1] = 0
+        prediction.zero_()
+        return torch.zeros(len(target))
+
+    results = []
+    for metrics in ([zeroing, "accuracy"], ["accuracy"]):
+        batches = [(x[i : i + 4], y[i : i + 4]) for i in range(0, 22, 4)]
+        torch.manual_seed(0)
+        model = compiled(MLP().double(), metrics=metrics)
+        result = model.fit(batches, epochs=2, verbose=0).history
+        result.update(model.evaluate(batches, verbose=0))
+        result.pop("zeroing", None)
+        results.append(result)
+    assert results[0] == results[1]
+    assert torch.equal(y, data(22)[1])
+
+
+def test_batches_of_another_memory_layout_are_recorded_anew():
+    """A graph holds views that fit one layout only."""
+    x, y = data(8)
+    turned = x.transpose(2, 3).contiguous().transpose(2, 3)
+    net = MLP().double()
+    other = copy.deepcopy(net)
+    compiled(net).fit([(x, y), (turned, y)], verbose=0)
+    compiled(other).fit([(x, y), (x, y)], verbose=0)
+    assert_same(net, other)
+
+
+class NormedLoss(nn.Module):
+    """A loss with statistics of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5).double()
+
+    def forward(self, prediction, target):
+        return nn.functional.cross_entropy(self.norm(prediction), target)
+
+
+class Counter(MLP):
+    """Counts in a buffer, in eval mode too."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.seen += len(x)
+        return super().forward(x)
+
+
+def test_validation_leaves_the_statistics_of_loss_and_module_alone():
+    """A loss is in eval mode with its module, and looking counts nothing."""
+    states = []
+    for held_out in (None, loader(9)):
+        torch.manual_seed(0)
+        net, loss = Counter().double(), NormedLoss()
+        compiled(net, loss).fit(loader(24), epochs=2, validation_data=held_out, seed=0, verbose=0)
+        states.append({**net.state_dict(), **loss.state_dict()})
+        assert loss.training
+        assert loss.norm.training
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+    assert states[0]["seen"] == 48
+
+
+def test_complex_parameters_are_refused():
+    """Their moments would be those of another rule than torch's."""
+
+    class Complex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3, dtype=torch.complex128))
+
+        def forward(self, x):
+            return (x * self.weight).abs().sum(1)
+
+    with pytest.raises(OptimizerError, match="trained parameters must be real, but 'weight' is"):
+        compiled(Complex(), "mse").fit([(torch.ones(2, 3), torch.ones(2))], verbose=0)
+
+
+def test_a_collate_that_reuses_a_buffer_gives_the_same_for_every_execution():
+    """Batches of an execution are held together."""
+    buffer = torch.empty(4, 1, 3, 4, dtype=torch.float64)
+
+    def collate(samples):
+        for row, (x, _) in zip(buffer, samples):
+            row.copy_(x)
+        return buffer[: len(samples)], torch.stack([y for _, y in samples])
+
+    nets = []
+    for di in (1, 4):
+        torch.manual_seed(0)
+        net = MLP().double()
+        compiled(net).fit(loader(collate_fn=collate), device_iterations=di, verbose=0)
+        nets.append(net)
+    assert_same(*nets, atol=0)
+
+
+def test_a_second_reader_of_a_loader_with_persistent_workers_is_refused():
+    """torch has one iterator for both, and would end the epoch early."""
+    batches = loader(num_workers=1, persistent_workers=True)
+
+    class Look(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.evaluate(batches, verbose=0)
+
+    model = compiled(MLP().double())
+    with pytest.raises(DataError, match="is being read already"):
+        model.fit(batches, callbacks=Look(), verbose=0)
+    assert model.fit(batches, validation_data=batches, epochs=2, verbose=0).epoch == [0, 1]
+
+
+def test_buffers_with_nan_do_not_make_replicas_forget():
+    """NaN is not equal to itself, but a buffer that holds one is unchanged."""
+
+    class Spoilt(MLP):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("odd", torch.tensor([float("nan")]))
+            self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+        def forward(self, x):
+            self.seen.add_(x.mean())
+            return super().forward(x) * self.seen.cos()
+
+    nets = []
+    for calls in (((0, 2),), ((0, 1), (1, 2))):
+        torch.manual_seed(0)
+        net = Spoilt().double()
+        model = compiled(net)
+        for first, last in calls:
+            model.fit(loader(), initial_epoch=first, epochs=last, ipus=2, seed=0, verbose=0)
+        nets.append(net.layers)
+    assert_same(*nets, atol=0)
+
+
+def test_a_tensor_that_forward_changes_is_not_changed_by_the_recording():
+    """It is no buffer, but still counts right."""
+
+    class Tally(MLP):
+        def __init__(self):
+            super().__init__()
+            self.calls = torch.zeros(())
+
+        def forward(self, x):
+            self.calls.add_(1)
+            return super().forward(x)
+
+    for eager in (False, True):
+        net = Tally().double()
+        compiled(net, run_eagerly=eager).fit(loader(16), verbose=0)
+        assert net.calls == 4
+
+
+def test_a_config_object_is_part_of_the_recording():
+    """Many modules read their settings from an object."""
+
+    class Config:
+        scale = None
+
+    class Scaled(MLP):
+        def __init__(self):
+            super().__init__()
+            self.config = Config()
+            self.config.scale = 1.0
+
+        def forward(self, x):
+            return super().forward(x) * self.config.scale
+
+    net = Scaled().double()
+    model = compiled(net)
+    once = model.predict(loader(), verbose=0)
+    net.config.scale = 3.0
+    torch.testing.assert_close(model.predict(loader(), verbose=0), 3 * once)
+
+
+def test_a_gradient_that_is_not_finite_is_named_as_the_cause():
+    """The loss of its own update is finite, so the next one is the first to be seen."""
+
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(3))
+
+        def forward(self, x):
+            h = x * self.weight
+            return torch.where(h > 0, h.sqrt(), h)
+
+    model = compiled(Root(), "mse")
+    with pytest.raises(ipufit.errors.NonFiniteLossError) as caught:
+        model.fit([(torch.ones(2, 3), torch.ones(2, 3))] * 3, verbose=0)
+    assert caught.value.update == 1
+    assert "the gradient of an earlier update was not, though its loss was" in str(caught.value)
+
+
+def test_distributions_are_recorded():
+    """Their argument checks look at values, which a recording has not."""
+
+    class Variational(MLP):
+        def forward(self, x):
+            h = super().forward(x)
+            return h + torch.distributions.Normal(h, torch.ones_like(h)).rsample()
+
+    before = torch.distributions.Distribution._validate_args
+    results = []
+    for eager in (False, True):
+        torch.manual_seed(0)
+        net = Variational().double()
+        # In eager mode the checks run, and pass.
+        compiled(net, run_eagerly=eager).fit(loader(), seed=0, verbose=0)
+        results.append(net)
+    assert_same(*results, atol=0)
+    assert torch.distributions.Distribution._validate_args is before
+
+
+def test_fits_in_threads_take_turns():
+    """torch has one generator and one recorder for all of them."""
+
+    def run(seed, results):
+        net = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.Dropout(0.3)).double()
+        with torch.no_grad():
+            net[1].weight.fill_(0.1)
+            net[1].bias.zero_()
+        compiled(net).fit(loader(), epochs=2, seed=seed, verbose=0)
+        results[seed] = net[1].weight.detach().clone()
+
+    alone, together = {}, {}
+    for seed in range(3):
+        run(seed, alone)
+    threads = [threading.Thread(target=run, args=(seed, together)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {seed: value.tolist() for seed, value in alone.items()} == {
+        seed: value.tolist() for seed, value in together.items()
+    }
+
+
+def test_fit_in_inference_mode_is_refused():
+    """torch's own words there are that no gradient was found."""
+    model = compiled(MLP().double())
+    with torch.inference_mode(), pytest.raises(ConfigurationError) as caught:
+        model.fit(loader(), verbose=0)
+    assert str(caught.value) == (
+        "fit needs gradients, which torch.inference_mode() switches off for good. Call it outside "
+        "of that block; evaluate and predict need no such block."
+    )
+
+
+def test_recordings_do_not_grow_without_bound():
+    """A service that predicts on ever new shapes must not run out of memory."""
+    net = nn.Conv1d(1, 1, 3)
+    engine = ipufit.engines.embedded.engine.EmbeddedEngine()
+    model = ipufit.Model(net, engine=lambda: engine)
+    model.compile("sgd", "mse")
+    for length in range(3, 80):
+        model.predict([torch.zeros(1, 1, length)], verbose=0)
+    assert engine.captures == 77
+    assert len(engine._recorded) == 64
