@@ -65,8 +65,11 @@ class Fit:
         try:
             for epoch in range(first_epoch, epochs):
                 self.callbacks.call("on_epoch_begin", epoch, {})
+                # Callbacks may have changed the module or the optimizer.
+                self.job.program.prepare(self.job.first)
                 logs = self._epoch(epoch)
                 self.history.append(epoch, logs)
+                self.job.program.publish()
                 self.callbacks.call("on_epoch_end", epoch, logs)
                 if self.stopped():
                     break

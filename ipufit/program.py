@@ -174,6 +174,8 @@ class Program(Protocol):
     def prepare(self, example: MicroBatch) -> Any:
         """Build for micro-batches like ``example`` without computing anything on its values.
 
+        Called again, it takes over what has been changed in the module or the optimizer since.
+
         Returns:
             The module's outputs for it, as tensors without data (device "meta").
         """
@@ -188,14 +190,15 @@ class Program(Protocol):
         ...
 
     def read_state(self) -> TrainState:
-        """Device to host: copies of weights, buffers, optimizer state and counters.
-
-        The spec's optimizer gets its state too.
-        """
+        """Device to host: copies of weights, buffers, optimizer state and counters."""
         ...
 
     def write_state(self, state: TrainState) -> None:
         """Host to device."""
+        ...
+
+    def publish(self) -> None:
+        """Bring the state of the spec's optimizer up to date, for whoever reads it."""
         ...
 
     def close(self) -> None:

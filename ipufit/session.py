@@ -74,7 +74,7 @@ class Session:
     def optimizer(self) -> Optional[torch.optim.Optimizer]:
         """The torch optimizer, with the state of the running program if there is one."""
         if self._training is not None:
-            self._training.read_state()
+            self._training.publish()
         return self._optimizer
 
     @property

@@ -87,6 +87,9 @@ class RecordingProgram:
         """Only the counter is state here."""
         self.updates = state.updates
 
+    def publish(self) -> None:
+        """The optimizer has no state here."""
+
     def close(self) -> None:
         """Count the calls."""
         self.closed += 1

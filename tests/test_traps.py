@@ -565,3 +565,97 @@ def test_recordings_do_not_grow_without_bound():
         model.predict([torch.zeros(1, 1, length)], verbose=0)
     assert engine.captures == 77
     assert len(engine._recorded) == 64
+
+
+class Annealed(MLP):
+    """Reads a temperature that a callback may lower."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = 2.0
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, x):
+        return self.norm(super().forward(x)) / self.temperature
+
+
+def anneal(model):
+    """A Python value of the module."""
+    model.module.temperature = 0.5
+
+
+def freeze_statistics(model):
+    """Part of the module to eval mode."""
+    model.module.norm.eval()
+
+
+def forget(model):
+    """The optimizer's state."""
+    model.optimizer.state.clear()
+
+
+def shrink(model):
+    """The optimizer's state, in place."""
+    for state in model.optimizer.state.values():
+        state["momentum_buffer"].mul_(0.5)
+
+
+class BetweenEpochs(Callback):
+    """Changes something after the first epoch."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 0:
+            self.change(self.model)
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["traced", "eager"])
+@pytest.mark.parametrize("change", [anneal, freeze_statistics, forget, shrink])
+def test_a_change_between_two_epochs_counts_as_one_between_two_fits(change, eager):
+    """Annealing, freezing statistics and resetting momentum are usual recipes for callbacks."""
+    nets = []
+    for in_callback in (True, False):
+        torch.manual_seed(0)
+        net = Annealed().double()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        model = compiled(net, optimizer=optimizer, run_eagerly=eager)
+        batches = loader(20)
+        if in_callback:
+            model.fit(batches, epochs=2, callbacks=BetweenEpochs(change), seed=0, verbose=0)
+        else:
+            model.fit(batches, epochs=1, seed=0, verbose=0)
+            change(model)
+            model.fit(batches, initial_epoch=1, epochs=2, seed=0, verbose=0)
+        nets.append(net)
+    assert_same(*nets, atol=0)
+
+
+def test_a_parameter_frozen_in_a_callback_is_refused():
+    """It would be trained on."""
+
+    def freeze(model):
+        model.module.layers[0].weight.requires_grad_(False)
+
+    with pytest.raises(ConfigurationError) as caught:
+        compiled(MLP().double()).fit(loader(), epochs=2, callbacks=BetweenEpochs(freeze), verbose=0)
+    assert str(caught.value) == (
+        "'layers.0.weight' was frozen during fit, but which parameters are trained is fixed when "
+        "fit starts. Freeze it between two calls of fit."
+    )
+
+
+def test_the_users_own_optimizer_is_current_at_the_end_of_an_epoch():
+    """Whoever saves a checkpoint saves from the object at hand."""
+    net = MLP().double()
+    optimizer = torch.optim.Adam(net.parameters())
+    steps = []
+
+    class Save(Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            steps.append([float(state["step"]) for state in optimizer.state.values()])
+
+    compiled(net, optimizer=optimizer).fit(loader(20), epochs=2, callbacks=Save(), verbose=0)
+    assert steps == [[5.0] * 4, [10.0] * 4]

@@ -60,6 +60,9 @@ class InferenceProgram(BaseProgram):
             for name, buffer in self._buffers.items():
                 buffer.copy_(state.buffers[0][public_name(name)])
 
+    def publish(self) -> None:
+        """There is no optimizer."""
+
     def close(self) -> None:
         """Nothing is held; safe twice."""
         self._state = []

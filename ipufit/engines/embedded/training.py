@@ -60,6 +60,7 @@ class TrainingProgram(BaseProgram):
         self._states: List[List[Tensor]] = []
         self.updates = spec.first_update
         self._closed = False
+        self._published: object = None
         # Where the host can look at a loss without waiting for a device, it looks before the
         # update.
         self._check_at_once = self._device.type == "cpu" and not engine.check_late
@@ -98,7 +99,26 @@ class TrainingProgram(BaseProgram):
             self._storage.release()
             raise
         self._reached = reached
+        self._published = _signature(self._optimizer)
         self._states = [self._collect_state(buffers) for buffers in self._replicas]
+
+    def prepare(self, example: MicroBatch) -> Any:
+        """Record the program, or look again what it was recorded from.
+
+        Raises:
+            ConfigurationError: a parameter was frozen or unfrozen since the program was built.
+        """
+        if self._reached:
+            for name in self._trained:
+                if not self._parameters[name].requires_grad:
+                    raise ConfigurationError(
+                        f"{public_name(name)!r} was frozen during fit, but which parameters are "
+                        "trained is fixed when fit starts. Freeze it between two calls of fit."
+                    )
+            self._by_form = {}
+            if _signature(self._optimizer) != self._published:
+                self._let_go()
+        return super().prepare(example)
 
     def run(self, batch: CombinedBatch) -> Anchors:
         """One execution: every update in turn, its micro-batches in stream order."""
@@ -241,8 +261,7 @@ class TrainingProgram(BaseProgram):
 
     def read_state(self) -> TrainState:
         """Copies of everything that training has changed."""
-        if self._reached:
-            self._updater.export()
+        self.publish()
         weights = on_host(self._parameters)
         buffers = [on_host(own) for own in self._replicas]
         optimizer = copy.deepcopy(self._optimizer.state_dict())
@@ -257,10 +276,19 @@ class TrainingProgram(BaseProgram):
                 known = replica if replica < len(state.buffers) else 0
                 put_back(own, {name: state.buffers[known][public_name(name)] for name in own})
         self._optimizer.load_state_dict(state.optimizer)
-        # The optimizer's state may want another layout: take everything over anew.
+        self._let_go()
+        self.updates = state.updates
+
+    def publish(self) -> None:
+        """Write the optimizer's state where torch keeps it."""
+        if self._reached:
+            self._updater.export()
+            self._published = _signature(self._optimizer)
+
+    def _let_go(self) -> None:
+        """Give back parameters and state; the next recording takes over what is there then."""
         self._storage.release()
         self._by_form, self._states, self._reached = {}, [], ()
-        self.updates = state.updates
 
     def close(self) -> None:
         """The module gets memory of its own again, the optimizer its state; safe twice."""
@@ -268,10 +296,21 @@ class TrainingProgram(BaseProgram):
             return
         self._closed = True
         if self._reached:
-            self._updater.export()
+            self.publish()
             self._engine.replicas.keep(self._replicas)
         self._storage.release()
         self._states = []
+
+
+def _signature(optimizer: torch.optim.Optimizer) -> object:
+    """What changes when somebody changes the optimizer's state."""
+    return {
+        (id(parameter), name): (id(value), value._version)
+        if isinstance(value, Tensor)
+        else (id(value), value)
+        for parameter, state in optimizer.state.items()
+        for name, value in state.items()
+    }
 
 
 def _add(total: List[Tensor], gradients: Sequence[Tensor], factor: float) -> List[Tensor]:
