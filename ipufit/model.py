@@ -293,11 +293,8 @@ class Model:
             seed,
             verbose,
         )
-        with evaluating(self.module, session.loss.module):
-            job = session.start(given.source, given.plan, Mode.EVALUATE, given.seed, "evaluate")
-            with session.running(job):
-                told = self._callbacks(given, job)
-                return loop.evaluate(job, told)
+        values: Dict[str, float] = self._infer(session, given, Mode.EVALUATE, loop.evaluate)
+        return values
 
     def predict(
         self,
@@ -337,11 +334,19 @@ class Model:
             seed,
             verbose,
         )
+        return self._infer(session, given, Mode.PREDICT, loop.predict)
+
+    def _infer(
+        self,
+        session: Session,
+        given: InferenceArguments,
+        mode: Mode,
+        run: Callable[[Job, CallbackList], Any],
+    ) -> Any:
         with evaluating(self.module, session.loss.module):
-            job = session.start(given.source, given.plan, Mode.PREDICT, given.seed, "predict")
+            job = session.start(given.source, given.plan, mode, given.seed, mode.value)
             with session.running(job):
-                told = self._callbacks(given, job)
-                return loop.predict(job, told)
+                return run(job, self._callbacks(given, job))
 
     def explain(
         self,

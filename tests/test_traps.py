@@ -659,3 +659,52 @@ def test_the_users_own_optimizer_is_current_at_the_end_of_an_epoch():
 
     compiled(net, optimizer=optimizer).fit(loader(20), epochs=2, callbacks=Save(), verbose=0)
     assert steps == [[5.0] * 4, [10.0] * 4]
+
+
+class InTheMiddle(Callback):
+    """Halves the momentum after the third update, through what ``optimizer_of`` gives."""
+
+    def __init__(self, optimizer_of):
+        super().__init__()
+        self.optimizer_of = optimizer_of
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2:
+            for state in self.optimizer_of(self.model).state.values():
+                state["momentum_buffer"].mul_(0.5)
+
+
+def test_optimizer_state_changed_within_an_epoch_is_taken_over():
+    """The next execution starts from what the callback left."""
+    net = MLP().double()
+    other = copy.deepcopy(net)
+
+    def momentum(parameters):
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    halve = InTheMiddle(lambda model: model.optimizer)
+    compiled(net, optimizer=momentum).fit(loader(20), callbacks=halve, verbose=0)
+    optimizer = momentum(other.parameters())
+    for index, (x, y) in enumerate(loader(20)):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(other(x), y).backward()
+        optimizer.step()
+        if index == 2:
+            for state in optimizer.state.values():
+                state["momentum_buffer"].mul_(0.5)
+    assert_same(net, other)
+
+
+def test_optimizer_state_that_is_not_up_to_date_is_not_taken_over():
+    """The updates since would be lost."""
+    net = MLP().double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    model = compiled(net, optimizer=optimizer)
+    model.fit(loader(20), verbose=0)
+    with pytest.raises(ConfigurationError) as caught:
+        model.fit(loader(20), callbacks=InTheMiddle(lambda model: optimizer), verbose=0)
+    assert str(caught.value) == (
+        "the optimizer's state was changed during an epoch through a reference of your own, where "
+        "it was that of an earlier update. Read it as model.optimizer, which brings it up to date, "
+        "or change it at the end of an epoch."
+    )

@@ -61,6 +61,7 @@ class TrainingProgram(BaseProgram):
         self.updates = spec.first_update
         self._closed = False
         self._published: object = None
+        self._published_at = self.updates
         # Where the host can look at a loss without waiting for a device, it looks before the
         # update.
         self._check_at_once = self._device.type == "cpu" and not engine.check_late
@@ -99,7 +100,7 @@ class TrainingProgram(BaseProgram):
             self._storage.release()
             raise
         self._reached = reached
-        self._published = _signature(self._optimizer)
+        self._note_published()
         self._states = [self._collect_state(buffers) for buffers in self._replicas]
 
     def prepare(self, example: MicroBatch) -> Any:
@@ -116,13 +117,12 @@ class TrainingProgram(BaseProgram):
                         "trained is fixed when fit starts. Freeze it between two calls of fit."
                     )
             self._by_form = {}
-            if _signature(self._optimizer) != self._published:
-                self._let_go()
         return super().prepare(example)
 
     def run(self, batch: CombinedBatch) -> Anchors:
         """One execution: every update in turn, its micro-batches in stream order."""
         micro_batches = [micro_batch.to(self._device) for micro_batch in batch.micro_batches]
+        self._follow_the_optimizer()
         self._recorded(micro_batches[0])
         self._follow_the_module()
         group = self._spec.plan.micro_batches_per_update
@@ -143,6 +143,22 @@ class TrainingProgram(BaseProgram):
         if snapshot is not None and not bool(torch.isfinite(anchors.losses).all()):
             self._go_back(snapshot, updates, anchors.losses)
         return anchors
+
+    def _follow_the_optimizer(self) -> None:
+        """Take over what a callback has made of the optimizer's state.
+
+        Raises:
+            ConfigurationError: it changed a state that was not up to date.
+        """
+        if not self._reached or _signature(self._optimizer) == self._published:
+            return
+        if self._published_at != self.updates:
+            raise ConfigurationError(
+                "the optimizer's state was changed during an epoch through a reference of your "
+                "own, where it was that of an earlier update. Read it as model.optimizer, which "
+                "brings it up to date, or change it at the end of an epoch."
+            )
+        self._let_go()
 
     def _follow_the_module(self) -> None:
         """Take over what a callback has put into parameters by other means than in place.
@@ -283,7 +299,11 @@ class TrainingProgram(BaseProgram):
         """Write the optimizer's state where torch keeps it."""
         if self._reached:
             self._updater.export()
-            self._published = _signature(self._optimizer)
+            self._note_published()
+
+    def _note_published(self) -> None:
+        self._published = _signature(self._optimizer)
+        self._published_at = self.updates
 
     def _let_go(self) -> None:
         """Give back parameters and state; the next recording takes over what is there then."""
