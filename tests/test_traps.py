@@ -708,3 +708,53 @@ def test_optimizer_state_that_is_not_up_to_date_is_not_taken_over():
         "it was that of an earlier update. Read it as model.optimizer, which brings it up to date, "
         "or change it at the end of an epoch."
     )
+
+
+class Masked(nn.Module):
+    """An encoder with a causal mask, said to be one or not."""
+
+    def __init__(self, **said):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.head, self.said = nn.Linear(4, 5), said
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(3).double())
+
+    def forward(self, x):
+        return self.head(self.encoder(x.squeeze(1), mask=self.mask, **self.said).mean(1))
+
+
+def test_a_mask_says_itself_whether_it_is_causal():
+    """torch compares it with a causal one, value by value."""
+    net = Masked(is_causal=True).double()
+    compiled(net).fit(loader(), verbose=0)
+    with pytest.raises(CaptureError) as caught:
+        compiled(Masked().double()).fit(loader(), verbose=0)
+    assert "pass is_causal=True, or False, beside the mask" in str(caught.value)
+    assert caught.value.file == __file__
+
+
+def test_a_value_read_in_a_layer_of_torchs_is_located_there():
+    """The line that called fit says nothing."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.BatchNorm1d(5, momentum=None)).double()
+    with pytest.raises(CaptureError) as caught:
+        compiled(net).fit(loader(), verbose=0)
+    assert caught.value.file.endswith("batchnorm.py")
+    assert "num_batches_tracked" in str(caught.value)
+
+
+def test_reentrant_checkpointing_is_refused_with_the_way_out():
+    """torch's own error does not name the argument."""
+
+    class Reentrant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.rest = nn.Linear(4, 4), MLP()
+
+        def forward(self, x):
+            h = self.first(x)
+            return checkpoint(self.rest.layers, h.flatten(1), use_reentrant=True)
+
+    with pytest.raises(CaptureError) as caught:
+        compiled(Reentrant().double()).fit(loader(), verbose=0)
+    assert "Pass use_reentrant=False." in str(caught.value)

@@ -39,6 +39,8 @@ _INTERNAL = (
     os.path.dirname(os.path.abspath(os.__file__)) + os.sep + "contextlib",
 )
 
+_TORCH_MODULES = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "nn") + os.sep
+
 # Where ipufit calls the user's module and loss.
 _STEP = os.path.join(_HERE, "step.py")
 
@@ -46,25 +48,33 @@ _EAGERLY = "To run this module as it is, without capture, use compile(..., run_e
 
 
 def _first_user_frame(frames: Sequence[Frame]) -> Optional[Frame]:
-    """Of frames from the innermost outwards; what called ipufit is not what went wrong."""
+    """Of frames from the innermost outwards: the user's, or else that of a torch module.
+
+    What called ipufit is not what went wrong.
+    """
+    module = None
     for frame in frames:
         path = os.path.abspath(frame[0])
         if path == _STEP:
-            return None
+            break
         if not path.startswith(_INTERNAL) and not frame[0].startswith("<"):
             return frame
-    return None
+        if module is None and path.startswith(_TORCH_MODULES) and frame[2] == "forward":
+            module = frame
+    return module
 
 
 def user_frame(start: Optional[types.FrameType] = None) -> Optional[Frame]:
-    """(file, line, function) of the innermost stack frame outside torch and ipufit."""
+    """(file, line, function) of the innermost stack frame of the user's."""
+    return _first_user_frame(_stack(start or sys._getframe(1)))
+
+
+def _stack(frame: Optional[types.FrameType]) -> List[Frame]:
     frames: List[Frame] = []
-    frame = start or sys._getframe(1)
-    current: Optional[types.FrameType] = frame
-    while current is not None:
-        frames.append((current.f_code.co_filename, current.f_lineno, current.f_code.co_name))
-        current = current.f_back
-    return _first_user_frame(frames)
+    while frame is not None:
+        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return frames
 
 
 def _frame_of(error: BaseException) -> Optional[Frame]:
@@ -135,6 +145,15 @@ def _shape_error(frame: Optional[Frame]) -> CaptureError:
     )
 
 
+def _mask_error(frame: Optional[Frame]) -> CaptureError:
+    return _error(
+        "torch looks whether the mask is a causal one, but the program is recorded once, before "
+        "there are values",
+        "Tell it: pass is_causal=True, or False, beside the mask (tgt_is_causal= for a decoder).",
+        frame,
+    )
+
+
 def _numpy_error(frame: Optional[Frame]) -> CaptureError:
     return _error(
         "a tensor was converted to NumPy, but the program is recorded once, before there are "
@@ -170,7 +189,10 @@ class _ValueGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         if fake and unknown:
             if torch.Tag.data_dependent_output in func.tags:
-                raise _value_error(user_frame())
+                frames = _stack(sys._getframe())
+                if any(name == "_detect_is_causal_mask" for _, _, name in frames):
+                    raise _mask_error(_first_user_frame(frames))
+                raise _value_error(_first_user_frame(frames))
             if torch.Tag.dynamic_output_shape in func.tags and (
                 func is not torch.ops.aten.index.Tensor or _has_mask_index(args)
             ):
@@ -287,6 +309,12 @@ def capture(
             raise _numpy_error(_frame_of(error)) from error
         if type(error).__name__ == "GuardOnDataDependentSymNode":
             raise _value_error(_frame_of(error)) from error
+        if "incompatible with .grad()" in text or "not compatible with .grad()" in text:
+            raise _error(
+                "torch.utils.checkpoint with use_reentrant=True can't be recorded",
+                "Pass use_reentrant=False.",
+                _frame_of(error),
+            ) from error
         if text.startswith(".tolist() is not supported") or "value out of a tracing tensor" in text:
             raise _value_error(_frame_of(error)) from error
         if text.endswith("FakeTensor.__format__"):
