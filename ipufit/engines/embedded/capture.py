@@ -190,7 +190,8 @@ class _ValueGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if fake and unknown:
             if torch.Tag.data_dependent_output in func.tags:
                 frames = _stack(sys._getframe())
-                if any(name == "_detect_is_causal_mask" for _, _, name in frames):
+                layers = [path for path, _, _ in frames if path.startswith(_TORCH_MODULES)]
+                if layers and os.path.basename(layers[0]) == "transformer.py":
                     raise _mask_error(_first_user_frame(frames))
                 raise _value_error(_first_user_frame(frames))
             if torch.Tag.dynamic_output_shape in func.tags and (
