@@ -89,11 +89,10 @@ class Session:
         device_iterations: int,
         gradient_accumulation: int,
         training: bool,
-        micro_batch_size: Optional[int] = None,
     ) -> Plan:
         """Check the batch algebra; a batch size that only the first batch tells counts as 1."""
         return Plan.make(
-            micro_batch_size=micro_batch_size or source.micro_batch_size or 1,
+            micro_batch_size=source.micro_batch_size or 1,
             ipus=ipus,
             device_iterations=device_iterations,
             gradient_accumulation=gradient_accumulation,

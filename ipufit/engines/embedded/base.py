@@ -44,7 +44,7 @@ class BaseProgram:
     def __init__(self, engine: EmbeddedEngine, spec: ProgramSpec) -> None:
         self._engine = engine
         self._spec = spec
-        step = engine.step_module(spec.module, spec.loss)
+        self._step = step = engine.step_module(spec.module, spec.loss)
         self._parameters: Dict[str, nn.Parameter] = dict(step.named_parameters())
         self._buffers: Dict[str, Tensor] = dict(step.named_buffers())
         tensors = [*self._parameters.values(), *self._buffers.values()]

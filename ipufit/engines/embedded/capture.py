@@ -28,8 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ipufit.errors import CaptureError
 from ipufit.randomness import LOCK
 
-__all__ = ["Frame", "capture", "user_frame", "uses_random_numbers"]
+__all__ = ["capture", "uses_random_numbers"]
 
+# File, line, function.
 Frame = Tuple[str, int, str]
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -62,11 +63,6 @@ def _first_user_frame(frames: Sequence[Frame]) -> Optional[Frame]:
         if module is None and path.startswith(_TORCH_MODULES) and frame[2] == "forward":
             module = frame
     return module
-
-
-def user_frame(start: Optional[types.FrameType] = None) -> Optional[Frame]:
-    """(file, line, function) of the innermost stack frame of the user's."""
-    return _first_user_frame(_stack(start or sys._getframe(1)))
 
 
 def _stack(frame: Optional[types.FrameType]) -> List[Frame]:
@@ -185,7 +181,7 @@ class _ValueGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "random numbers were drawn again after the generator was set back, as "
                 "torch.utils.checkpoint does with dropout, but a recording would draw new ones",
                 "Leave the dropout outside of what is checkpointed.",
-                user_frame(),
+                _first_user_frame(_stack(sys._getframe())),
             )
         if fake and unknown:
             if torch.Tag.data_dependent_output in func.tags:
@@ -197,7 +193,7 @@ class _ValueGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if torch.Tag.dynamic_output_shape in func.tags and (
                 func is not torch.ops.aten.index.Tensor or _has_mask_index(args)
             ):
-                raise _shape_error(user_frame())
+                raise _shape_error(_first_user_frame(_stack(sys._getframe())))
         return func(*args, **(kwargs or {}))
 
 

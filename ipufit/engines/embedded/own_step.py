@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ipufit.engines.embedded.capture import capture
-from ipufit.engines.embedded.storage import Block, FlatStorage, group_alike
+from ipufit.engines.embedded.storage import Block, FlatStorage, group_alike, storage_id
 from ipufit.errors import CaptureError, OptimizerError
 
 __all__ = ["OwnStepUpdater"]
@@ -30,21 +30,21 @@ _CAN_FAIL = (
 )
 
 
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def _settings(optimizer: torch.optim.Optimizer) -> List[Dict[str, str]]:
+    """The hyper-parameters of every group."""
+    return [
+        {name: repr(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 def _outside_state(optimizer: torch.optim.Optimizer) -> Any:
     """What an optimizer holds besides parameters and their state; no step may change it."""
-    groups = [
-        {name: repr(value) for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    ]
     own = {name: v for name, v in vars(optimizer).items() if name not in ("state", "param_groups")}
     plain = {
         k: repr(v) if isinstance(v, (int, float, str, bool)) else id(v) for k, v in own.items()
     }
-    return groups, plain
+    return _settings(optimizer), plain
 
 
 class OwnStepUpdater:
@@ -63,13 +63,7 @@ class OwnStepUpdater:
         self._growth: Dict[_Key, Any] = {}
         self._numbers: Dict[_Key, Any] = {}
         self._eager = False
-        self._settings = self._read_settings()
-
-    def _read_settings(self) -> List[Dict[str, str]]:
-        return [
-            {name: repr(value) for name, value in group.items() if name != "params"}
-            for group in self._optimizer.param_groups
-        ]
+        self._settings = _settings(optimizer)
 
     def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[Block]:
         """Parameters of one group, dtype and device stand together."""
@@ -110,7 +104,7 @@ class OwnStepUpdater:
 
     def refresh(self, updates: int) -> None:
         """Hyper-parameters are constants of the graphs; refuse a change instead of ignoring it."""
-        if self._read_settings() != self._settings:
+        if _settings(self._optimizer) != self._settings:
             raise OptimizerError(
                 f"the hyper-parameters of {type(self._optimizer).__name__} are constants of the "
                 "program, and one of them changed during fit. Change them between two calls of "
@@ -158,7 +152,7 @@ class OwnStepUpdater:
         if _outside_state(twin) != before or not set(twin.state).issubset(views):
             raise RuntimeError("it keeps what changes outside of its parameters' state")
         flat_of = [flats[b] for b, _ in self._places()]
-        if any(_storage(view) != _storage(flat) for view, flat in zip(views, flat_of)):
+        if any(storage_id(view) != storage_id(flat) for view, flat in zip(views, flat_of)):
             raise RuntimeError("it replaces the parameters' data instead of changing it in place")
         return {
             (b, s, name): value

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ipufit import tree
-from ipufit.engines.embedded.storage import Block
+from ipufit.engines.embedded.storage import Block, storage_id
 from ipufit.errors import CaptureError, LossError
 from ipufit.losses import Loss, check_loss_value, find_loss
 from ipufit.program import MicroBatch
@@ -33,7 +33,7 @@ class StepModule(nn.Module):
         self, args: Any, kwargs: Any, target: Any, tensors: Mapping[str, Tensor], with_loss: bool
     ) -> Tuple[Any, Optional[Tensor]]:
         """Outputs and, if asked for, the loss; ``tensors`` are those put in place for this call."""
-        storages = {name: _storage(tensor) for name, tensor in tensors.items()}
+        storages = {name: storage_id(tensor) for name, tensor in tensors.items()}
         result = self.net(*args, **kwargs)
         outputs, loss = result, None
         if self._loss is not None and self._loss.in_module:
@@ -49,7 +49,11 @@ class StepModule(nn.Module):
         now.update(self.named_buffers())
         for name in sorted({*tensors, *now}):
             tensor = tensors.get(name)
-            if tensor is None or now.get(name) is not tensor or _storage(tensor) != storages[name]:
+            if (
+                tensor is None
+                or now.get(name) is not tensor
+                or storage_id(tensor) != storages[name]
+            ):
                 raise self._rebound(name, new=tensor is None)
 
     def _rebound(self, name: str, new: bool) -> CaptureError:
@@ -176,11 +180,6 @@ class OutputShape:
         for place, tensor in zip(self._places, tensors):
             leaves[place] = tensor
         return tree.unflatten(leaves, self._structure)
-
-
-def _storage(tensor: Tensor) -> int:
-    """Equal for tensors that share memory; 0 for sparse ones, which have none of this kind."""
-    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
 
 
 class MicroStep:
@@ -329,11 +328,12 @@ class MicroStep:
 
     def _detached_outputs(self, outputs: Any, inputs: Sequence[Tensor]) -> List[Tensor]:
         self.outputs = OutputShape(outputs)
-        taken = {_storage(t) for t in inputs} - {0}
+        taken = {storage_id(t) for t in inputs} - {0}
         # An output that shares memory with a weight, a buffer or the user's batch would change
         # later.
         tensors = [
-            t.detach().clone() if _storage(t) in taken else t.detach() for t in self.outputs.tensors
+            t.detach().clone() if storage_id(t) in taken else t.detach()
+            for t in self.outputs.tensors
         ]
         self.outputs.forget()
         return tensors

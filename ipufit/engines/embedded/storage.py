@@ -13,7 +13,7 @@ from typing import Any, Callable, Dict, List, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Block", "FlatStorage", "Slot", "flatten_like", "group_alike"]
+__all__ = ["Block", "FlatStorage", "Slot", "flatten_like", "group_alike", "storage_id"]
 
 
 def _memory_order(tensor: Tensor) -> Tuple[Tuple[int, ...], Tuple[int, ...]]:
@@ -41,6 +41,11 @@ def flatten_like(tensor: Tensor, order: Sequence[int]) -> Tensor:
     if list(order) == sorted(order):
         return tensor.reshape(-1)
     return tensor.permute(tuple(order)).reshape(-1)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Equal for tensors that share memory; 0 for sparse ones, which have none of this kind."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,7 +51,6 @@ class TrainingProgram(BaseProgram):
         ]
         trained = set(self._trained)
         self._frozen = [name for name in self._parameters if name not in trained]
-        self._step = engine.step_module(spec.module, spec.loss)
         refuse_shared_memory(self._trained, self._parameters, self._buffers)
         self._updater = updater_for(spec.optimizer, engine.optimizer_graphs)
         self._replicas = engine.replicas.recall(spec.plan.replicas, self._buffers)
