@@ -67,7 +67,7 @@ class Meter:
 
 def metric_target(micro_batch: MicroBatch, loss: Loss) -> Any:
     """What metrics are held against: the target, or what a module with its own loss gets last."""
-    args, kwargs, target = micro_batch.unpack()
+    args, kwargs, target, _ = micro_batch.unpack()
     if not loss.in_module:
         return target
     if args:

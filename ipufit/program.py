@@ -44,8 +44,9 @@ class MicroBatch:
 
     Attributes:
         leaves: its tensors, in the order of the structure.
-        structure: of (args, kwargs, target): what the module's forward is called with, and what the
-            loss is held against (None when the module computes its own loss).
+        structure: of (args, kwargs, target, sample_weight): what the module's forward is called
+            with, what the loss is held against (None when the module computes its own loss), and
+            how much each sample counts (None when all count the same).
         size: number of samples, the first dimension of every leaf that has one.
     """
 
@@ -54,15 +55,21 @@ class MicroBatch:
     size: int
 
     @staticmethod
-    def of(args: Tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, size: int) -> MicroBatch:
-        """Flatten a call of the module and its target."""
-        leaves, structure = tree.flatten((args, dict(kwargs), target))
+    def of(
+        args: Tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        size: int,
+        sample_weight: Any = None,
+    ) -> MicroBatch:
+        """Flatten a call of the module, its target and the samples' weights."""
+        leaves, structure = tree.flatten((args, dict(kwargs), target, sample_weight))
         return MicroBatch(tuple(leaves), structure, size)
 
-    def unpack(self) -> Tuple[Tuple[Any, ...], Dict[str, Any], Any]:
-        """(args, kwargs, target)."""
-        args, kwargs, target = tree.unflatten(self.leaves, self.structure)
-        return args, kwargs, target
+    def unpack(self) -> Tuple[Tuple[Any, ...], Dict[str, Any], Any, Any]:
+        """(args, kwargs, target, sample_weight)."""
+        args, kwargs, target, sample_weight = tree.unflatten(self.leaves, self.structure)
+        return args, kwargs, target, sample_weight
 
     def cut(self, size: int) -> MicroBatch:
         """Its first samples."""

@@ -284,7 +284,7 @@ class Validation:
 
 def _check_call(module: nn.Module, first: MicroBatch, loss: Loss, source: Source) -> None:
     """Hold the batch against the signature of forward, before torch's own error for it."""
-    args, kwargs, _ = first.unpack()
+    args, kwargs, _, _ = first.unpack()
     try:
         signature = inspect.signature(module.forward)
     except (TypeError, ValueError):

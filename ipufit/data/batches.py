@@ -41,7 +41,7 @@ class Unpacker:
             DataError: it is not what the module and loss take, or differs from the first one in
                 more than being smaller.
         """
-        call = self._split(raw, index)
+        call = (*self._split(raw, index), None)
         leaves, structure = tree.flatten(call)
         if self._is_like_the_last(leaves, structure):
             return MicroBatch(tuple(leaves), structure, leaves[0].shape[0])
@@ -142,7 +142,7 @@ def _in_words(path: str) -> str:
 
 def _describe(structure: tree.Structure) -> str:
     """The structure of (args, kwargs, target) as the user knows it."""
-    args, kwargs, target = structure.children
+    args, kwargs, target, _ = structure.children
     inputs = args.children[0] if len(args.children) == 1 else args
     words = f"inputs {kwargs if kwargs.children else inputs}"
     if target.kind is not type(None):

@@ -233,7 +233,7 @@ class MicroStep:
             self._keep_hooks(weights)
         state = dict(zip(self._trained, weights))
         state.update(zip(self._fixed, tensors[count:end]))
-        args, kwargs, target = tree.unflatten(tensors[end:], self._structure)
+        args, kwargs, target, _ = tree.unflatten(tensors[end:], self._structure)
         with torch.set_grad_enabled(self._layout is not None):
             outputs, loss = functional_call(
                 self._step, state, (args, kwargs, target, state, self._with_loss)
