@@ -27,6 +27,15 @@ __all__ = [
 ]
 
 
+@dataclasses.dataclass(frozen=True)
+class LossTerm:
+    """The loss of one micro-batch."""
+
+    value: Tensor
+    count: Optional[Tensor] = None
+    parts: Dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loss:
     """A loss in normal form: a module, a function, or the user's own module itself.
@@ -45,8 +54,10 @@ class Loss:
     function: Optional[Callable[..., Any]] = None
     reduction: Literal["mean", "sum"] = "mean"
     in_module: bool = False
+    normalize: str = "samples"
+    part_names: Tuple[str, ...] = ()
 
-    def __call__(self, prediction: Any, target: Any) -> Tensor:
+    def __call__(self, prediction: Any, target: Any, sample_weight: Any = None) -> LossTerm:
         """The loss of one micro-batch.
 
         Args:
@@ -61,9 +72,9 @@ class Loss:
         """
         call = self.module if self.module is not None else self.function
         assert call is not None, "with loss=None the module computes the loss; use split"
-        return check_loss_value(call(prediction, target), f"loss {self.name!r}")
+        return LossTerm(check_loss_value(call(prediction, target), f"loss {self.name!r}"))
 
-    def split(self, result: Any) -> Tuple[Any, Tensor]:
+    def split(self, result: Any) -> Tuple[Any, LossTerm]:
         """Take apart what a module that computes its own loss returned.
 
         Args:
@@ -86,7 +97,7 @@ class Loss:
                 "loss= to compile."
             )
         outputs, loss = found
-        return outputs, check_loss_value(loss, "the module's own loss")
+        return outputs, LossTerm(check_loss_value(loss, "the module's own loss"))
 
 
 def check_loss_value(loss: object, where: str) -> Tensor:

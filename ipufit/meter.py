@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, Mapping, Optional
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
 
+from ipufit.logged import Running
 from ipufit.losses import Loss
 from ipufit.metrics import MetricSet
 from ipufit.plan import Plan
@@ -13,55 +14,96 @@ __all__ = ["Meter", "RunningLogs", "metric_target"]
 
 
 class Meter:
-    """The exact mean loss and the metrics of one epoch.
+    """The exact mean loss, the metrics and the logged values of one epoch.
 
     Args:
         metrics: a set of their own.
         plan: of the program that is measured.
         loss: normal form; None when predicting.
+
+    Attributes:
+        samples: seen so far in this epoch.
+        updates: done so far in this epoch, skipped ones included.
+        skipped: updates left out because their gradient was not finite.
+        by_update: of names logged with ``on_update``, the value of every update.
     """
 
     def __init__(self, metrics: MetricSet, plan: Plan, loss: Loss) -> None:
         self._metrics = metrics
         self._plan = plan
         self._loss = loss
-        self.samples = 0
-        self.updates = 0
-        self._total = 0.0
-        self._values: Optional[Dict[str, float]] = None
+        self.reset()
 
     def reset(self) -> None:
         """A new epoch."""
-        self.samples = self.updates = 0
-        self._total = 0.0
-        self._values = None
+        self.samples = self.updates = self.skipped = 0
+        self.by_update: Dict[str, List[float]] = {}
+        self._total = self._weight = 0.0
+        self._logged: Dict[str, Running] = {}
+        self._settings: Dict[str, float] = {}
+        self._values: Optional[Dict[str, float]] = None
         self._metrics.reset()
 
     def add(self, batch: CombinedBatch, anchors: Anchors) -> None:
         """What an execution gave."""
         sizes = [micro_batch.size for micro_batch in batch.micro_batches]
+        counted = anchors.counts.tolist() if anchors.counts is not None else None
         summed = self._loss.reduction == "sum"
-        counts = loss_counts(sizes, self._plan.micro_batch_size, summed)
+        counts = counted or loss_counts(sizes, self._plan.micro_batch_size, summed)
         # One after another, so that the sum has the same bits however an epoch is cut into
         # executions.
         for count, loss in zip(counts, anchors.losses.tolist()):
             self._total += count * loss
+        for weight in counted or sizes:
+            self._weight += weight
+        self._add_logged(anchors, sizes, counted or sizes)
         self.samples += sum(sizes)
         self.updates += -(-len(sizes) // self._plan.micro_batches_per_update)
+        self.skipped += anchors.skipped
+        self._settings.update(anchors.settings)
         self._values = None
-        for micro_batch, outputs in zip(batch.micro_batches, anchors.outputs):
+        for place, outputs in zip(anchors.places, anchors.outputs):
+            micro_batch = batch.micro_batches[place]
             target = metric_target(micro_batch, self._loss)
             self._metrics.update(outputs, target, micro_batch.size)
 
+    def _add_logged(
+        self, anchors: Anchors, sizes: Sequence[float], counts: Sequence[float]
+    ) -> None:
+        for name, rule in anchors.rules.items():
+            running = self._logged.setdefault(name, Running(rule))
+            weights = counts if rule.counted else sizes
+            per_update = self._plan.micro_batches_per_update
+            one = Running(rule)
+            for place, (values, weight) in enumerate(zip(anchors.logged, weights)):
+                if rule.on_update and place and place % per_update == 0:
+                    self.by_update.setdefault(name, []).append(one.value)
+                    one = Running(rule)
+                if name in values:
+                    running.add(values[name], weight)
+                    one.add(values[name], weight)
+            if rule.on_update:
+                self.by_update.setdefault(name, []).append(one.value)
+
     @property
     def loss(self) -> float:
-        """Mean over the samples so far."""
-        return self._total / self.samples if self.samples else float("nan")
+        """Mean over the samples so far, or over what the loss counts."""
+        return self._total / self._weight if self._weight else float("nan")
+
+    def cheap(self) -> Dict[str, float]:
+        """All but the metrics."""
+        logged = {name: running.value for name, running in self._logged.items()}
+        skipped = {"skipped_updates": self.skipped} if "loss_scale" in self._settings else {}
+        return {"loss": self.loss, **logged, **self._settings, **skipped}
 
     def values(self) -> Dict[str, float]:
-        """Loss and metrics over the samples so far."""
+        """Loss, logged values and metrics over the samples so far."""
         if self._values is None:
-            self._values = {"loss": self.loss, **self._metrics.compute()}
+            cheap = self.cheap()
+            settings = [n for n in cheap if n in (*self._settings, "skipped_updates")]
+            first = {name: value for name, value in cheap.items() if name not in settings}
+            last = {name: cheap[name] for name in settings}
+            self._values = {**first, **self._metrics.compute(), **last}
         return self._values
 
 
@@ -83,7 +125,7 @@ class RunningLogs(Mapping[str, float]):
 
     def _cheap(self) -> Dict[str, float]:
         meter = self._meter
-        return {"loss": meter.loss, "updates": meter.updates, "samples": meter.samples}
+        return {**meter.cheap(), "updates": meter.updates, "samples": meter.samples}
 
     def _all(self) -> Dict[str, float]:
         return {**self._meter.values(), **self._cheap()}

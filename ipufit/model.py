@@ -22,7 +22,19 @@ from ipufit.modes import evaluating, training
 from ipufit.optimizers import resolve_optimizer
 from ipufit.plan import Plan
 from ipufit.program import Engine, Mode
+from ipufit.recipe import (
+    LossScale,
+    Recipe,
+    refuse_metrics_of_sums,
+    resolve_averaging,
+    resolve_clip,
+    resolve_dtype,
+    resolve_loss_scale,
+    resolve_output_mode,
+    resolve_precision,
+)
 from ipufit.recordable import refuse_unrecordable
+from ipufit.schedules import resolve_schedule
 from ipufit.session import Session, Validation, describe, updates_per_epoch
 
 __all__ = ["Model"]
@@ -76,6 +88,19 @@ class Model:
         loss: Any = None,
         metrics: Any = None,
         *,
+        lr_scheduler: Any = None,
+        lr_scheduler_interval: str = "update",
+        clipnorm: Optional[float] = None,
+        global_clipnorm: Optional[float] = None,
+        clipvalue: Optional[float] = None,
+        use_ema: bool = False,
+        ema_momentum: float = 0.99,
+        ema_overwrite_frequency: Optional[int] = None,
+        precision: Optional[str] = None,
+        loss_scale: Union[float, str, LossScale, None] = None,
+        accumulation_dtype: Union[torch.dtype, str, None] = None,
+        output_mode: str = "all",
+        output_every: Optional[int] = None,
         gradient_reduction: str = "mean",
         auto_round_ipus: bool = False,
         run_eagerly: bool = False,
@@ -91,6 +116,32 @@ class Model:
                 micro-batch, or None when the module returns ``(outputs, loss)`` itself.
             metrics: names, callables ``(prediction, target)`` or torchmetrics objects; one, a list,
                 or a dict by name.
+            lr_scheduler: hyper-parameters that change from update to update; see
+                :func:`ipufit.schedules.resolve_schedule`.
+            lr_scheduler_interval: "update" or "epoch": after what the schedule moves on.
+            clipnorm: bound on the norm of each parameter's gradient, applied once, after the
+                reduction over micro-batches, as torch.nn.utils.clip_grad_norm_ does. At most one
+                of the three bounds.
+            global_clipnorm: the same for the norm of all gradients together.
+            clipvalue: bound on the magnitude of every element of the gradient.
+            use_ema: keep an exponential moving average of the trained weights, which ``fit`` makes
+                the weights at its end, as in Keras.
+            ema_momentum: share of the old average in the new one.
+            ema_overwrite_frequency: make the averages the weights after every so many updates too.
+            precision: "mixed_float16" or "mixed_bfloat16" ("16-mixed", "bf16-mixed"): autocast
+                around forward and loss, weights as they are. "float16", "bfloat16", "float32",
+                "float64" ("16-true", ...): a module of that dtype, to which floating-point inputs
+                are brought. None leaves all as it is.
+            loss_scale: a number, or "dynamic" or a :class:`LossScale`: the loss is multiplied with
+                it before the backward pass and the gradient divided by it; an update whose
+                gradient is not finite is skipped and counted. None is "dynamic" under
+                "mixed_float16", else no scaling.
+            accumulation_dtype: dtype in which gradients are added up over the micro-batches of an
+                update; None is that of each parameter.
+            output_mode: which outputs of a training execution come back, and so what metrics see:
+                "all"; "final", of the last micro-batch on every replica; "every_n" device
+                iterations; "sum" over the micro-batches of each replica, for callbacks.
+            output_every: the n of "every_n".
             gradient_reduction: over the micro-batches of an update: "mean", or "sum" of their
                 means.
             auto_round_ipus: reserve the next power of two where ``ipus`` is none, and leave the
@@ -120,11 +171,31 @@ class Model:
             metric_set = resolve_metrics(metrics)
         with faults.collected():
             one_of("gradient_reduction", gradient_reduction, ("mean", "sum"))
+        settings: Dict[str, Any] = {"gradient_reduction": gradient_reduction}
+        with faults.collected():
+            settings["clip"] = resolve_clip(clipnorm, global_clipnorm, clipvalue)
+        with faults.collected():
+            averaging = resolve_averaging(use_ema, ema_momentum, ema_overwrite_frequency)
+            settings["averaging"] = averaging
+        with faults.collected():
+            settings["precision"] = resolve_precision(precision)
+            settings["loss_scale"] = resolve_loss_scale(loss_scale, settings["precision"])
+        with faults.collected():
+            settings["accumulation_dtype"] = resolve_dtype("accumulation_dtype", accumulation_dtype)
+        with faults.collected():
+            settings["output_mode"] = resolve_output_mode(output_mode, output_every)
+            if output_mode == "sum":
+                refuse_metrics_of_sums(metrics)
+        with faults.collected():
+            one_of("lr_scheduler_interval", lr_scheduler_interval, ("update", "epoch"))
         with faults.collected():
             one_of("auto_round_ipus", auto_round_ipus, (True, False))
         with faults.collected():
             one_of("run_eagerly", run_eagerly, (True, False))
         faults.raise_all()
+        settings["schedule"] = resolve_schedule(
+            lr_scheduler, torch_optimizer, lr_scheduler_interval
+        )
         engine = self._make_engine()
         if not callable(getattr(engine, "build", None)):
             raise ConfigurationError(
@@ -137,7 +208,7 @@ class Model:
             resolved,
             metric_set,
             engine,
-            gradient_reduction,
+            Recipe(**settings),
             auto_round_ipus,
             run_eagerly,
         )

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ipufit import tree
+from ipufit.logged import LogRule
 from ipufit.losses import Loss
 from ipufit.plan import Plan
+from ipufit.recipe import Recipe
 
 __all__ = [
     "Anchors",
@@ -23,6 +25,7 @@ __all__ = [
     "Engine",
     "MicroBatch",
     "Mode",
+    "Prepared",
     "Program",
     "ProgramSpec",
     "TrainState",
@@ -105,16 +108,44 @@ class CombinedBatch:
 
 
 @dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What is known of a program's results before it runs.
+
+    Attributes:
+        outputs: the module's outputs, as tensors without data (device "meta").
+        rules: names that the module and the loss log, and how the values are reduced.
+    """
+
+    outputs: Any
+    rules: Mapping[str, LogRule] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
 class Anchors:
     """What one execution hands back to the host.
 
     Attributes:
         losses: one value per micro-batch, float64, on the host. Empty when predicting.
-        outputs: the module's outputs per micro-batch, on the host; empty when the spec wants none.
+        outputs: the module's outputs, on the host, of the micro-batches in ``places``, or one per
+            replica when the recipe adds them up; empty when the spec wants none.
+        places: which micro-batches of the execution the outputs belong to.
+        counts: how much each loss stands for, float64: tokens, or the weight of samples. None where
+            it stands for the samples.
+        logged: what each micro-batch has logged, by name.
+        rules: how the logged values are reduced, by name.
+        settings: what the program says of itself after the execution: "learning_rate",
+            "loss_scale".
+        skipped: updates left out because their gradient was not finite.
     """
 
     losses: Tensor
     outputs: List[Any]
+    places: Sequence[int] = ()
+    counts: Optional[Tensor] = None
+    logged: Sequence[Mapping[str, float]] = ()
+    rules: Mapping[str, LogRule] = dataclasses.field(default_factory=dict)
+    settings: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    skipped: int = 0
 
 
 @dataclasses.dataclass
@@ -128,6 +159,9 @@ class TrainState:
         seed: the run's seed.
         updates: number of weight updates done since ``compile``; with the seed it fixes every
             random draw.
+        averages: moving averages of the trained parameters by name; empty without averaging.
+        loss_scale: the present factor and the updates since it last changed; None without scaling.
+        schedule: state of the schedule; None without one.
     """
 
     weights: Dict[str, Tensor]
@@ -135,6 +169,9 @@ class TrainState:
     optimizer: Dict[str, Any]
     seed: int
     updates: int
+    averages: Dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    loss_scale: Optional[Tuple[float, int]] = None
+    schedule: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +189,7 @@ class ProgramSpec:
         seed: seed of every random number inside the program.
         domain: keeps this program's random numbers apart from those of other programs.
         first_update: update counter at the start.
-        reduction: how micro-batches of an update are reduced, "mean" or "sum".
+        recipe: how an update is made.
         run_eagerly: run the user's module itself, without capture.
     """
 
@@ -165,7 +202,7 @@ class ProgramSpec:
     seed: int
     domain: str = "train"
     first_update: int = 0
-    reduction: str = "mean"
+    recipe: Recipe = dataclasses.field(default_factory=Recipe)
     run_eagerly: bool = False
 
 
@@ -178,13 +215,10 @@ class Program(Protocol):
 
     updates: int
 
-    def prepare(self, example: MicroBatch) -> Any:
+    def prepare(self, example: MicroBatch) -> Prepared:
         """Build for micro-batches like ``example`` without computing anything on its values.
 
         Called again, it takes over what has been changed in the module or the optimizer since.
-
-        Returns:
-            The module's outputs for it, as tensors without data (device "meta").
         """
         ...
 
@@ -206,6 +240,14 @@ class Program(Protocol):
 
     def publish(self) -> None:
         """Bring the state of the spec's optimizer up to date, for whoever reads it."""
+        ...
+
+    def swap_averages(self) -> None:
+        """Exchange the trained weights and their moving averages; called again, back."""
+        ...
+
+    def adopt_averages(self) -> None:
+        """Make the averages the weights, at the end of training; without averages, nothing."""
         ...
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import warnings
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from ipufit.callbacks import CallbackList
 from ipufit.data.batches import Unpacker
 from ipufit.data.feed import Feed
 from ipufit.data.source import Source
-from ipufit.errors import DataError, IpufitError, MetricError
+from ipufit.errors import ConfigurationError, DataError, IpufitError, MetricError
 from ipufit.interrupts import deferred
 from ipufit.loop import Job
 from ipufit.losses import Loss
@@ -26,6 +26,7 @@ from ipufit.modes import evaluating
 from ipufit.plan import Plan
 from ipufit.program import Engine, MicroBatch, Mode, Program, ProgramSpec
 from ipufit.randomness import isolated
+from ipufit.recipe import Recipe
 
 __all__ = ["Session", "Validation"]
 
@@ -39,7 +40,7 @@ class Session:
         loss: normal form.
         metrics: normal form; copied for every use.
         engine: builds the programs.
-        gradient_reduction: "mean" or "sum".
+        recipe: how an update is made.
         auto_round_ipus: whether IPUs may be rounded up.
         run_eagerly: whether programs run the module itself.
 
@@ -54,7 +55,7 @@ class Session:
         loss: Loss,
         metrics: MetricSet,
         engine: Engine,
-        gradient_reduction: str = "mean",
+        recipe: Recipe,
         auto_round_ipus: bool = False,
         run_eagerly: bool = False,
     ) -> None:
@@ -64,7 +65,7 @@ class Session:
         self.metrics = metrics
         self.updates = 0
         self._optimizer = optimizer
-        self._gradient_reduction = gradient_reduction
+        self.recipe = recipe
         self._auto_round_ipus = auto_round_ipus
         self._run_eagerly = run_eagerly
         self._training: Optional[Program] = None
@@ -122,11 +123,12 @@ class Session:
         if mode is Mode.TRAIN:
             self._training = program
         try:
-            outputs = program.prepare(first)
+            prepared = program.prepare(first)
             if metrics:
-                self._probe(metrics, outputs, first)
+                self._probe(metrics, prepared.outputs, first)
+            _refuse_taken(prepared.rules, metrics.names)
             if mode is Mode.PREDICT:
-                loop.check_rows(outputs, first.size)
+                loop.check_rows(prepared.outputs, first.size)
             _prepare_tail(program, plan, first, source)
         except BaseException:
             self.finish(program)
@@ -147,7 +149,7 @@ class Session:
             seed=seed,
             domain=domain,
             first_update=self.updates,
-            reduction=self._gradient_reduction,
+            recipe=self.recipe,
             run_eagerly=self._run_eagerly,
         )
 
@@ -175,10 +177,12 @@ class Session:
         device = str(names[0]) if names else "cpu"
         how = "the module itself, eagerly" if self._run_eagerly else "one recorded program"
         optimizer = type(self._optimizer).__name__ if self._optimizer else "no optimizer"
-        return (
+        text = (
             f"Runs {how} on the {self.engine.name} engine, device {device}, with "
-            f"{optimizer}; gradients reduced by {self._gradient_reduction}."
+            f"{optimizer}; gradients reduced by {self.recipe.gradient_reduction}."
         )
+        more = [f"{name} {value}" for name, value in self.recipe.describe().items()]
+        return text + (f"\nAlso: {', '.join(more)}." if more else "")
 
     def buffers(self) -> List[torch.Tensor]:
         """All buffers of the module and the loss."""
@@ -280,6 +284,15 @@ class Validation:
                 # A module may count in eval mode too; looking must not change training.
                 for buffer, value in kept:
                     buffer.copy_(value)
+
+
+def _refuse_taken(rules: Iterable[str], metrics: Sequence[str]) -> None:
+    for name in rules:
+        if name in metrics:
+            raise ConfigurationError(
+                f"log must use names that nothing else has, got {name!r}, the name of a metric. "
+                "Give it another name."
+            )
 
 
 def _check_call(module: nn.Module, first: MicroBatch, loss: Loss, source: Source) -> None:

@@ -12,6 +12,7 @@ from ipufit.program import (
     CombinedBatch,
     MicroBatch,
     Mode,
+    Prepared,
     ProgramSpec,
     TrainState,
 )
@@ -64,9 +65,9 @@ class RecordingProgram:
     def _echo(self, batch: MicroBatch) -> Any:
         return batch.leaves[0]
 
-    def prepare(self, example: MicroBatch) -> Any:
+    def prepare(self, example: MicroBatch) -> Prepared:
         """Nothing to build."""
-        return self._echo(example).to("meta")
+        return Prepared(self._echo(example).to("meta"))
 
     def run(self, batch: CombinedBatch) -> Anchors:
         """Remember the batch."""
@@ -75,8 +76,9 @@ class RecordingProgram:
         if self.spec.mode is Mode.TRAIN:
             self.updates += -(-count // self.spec.plan.micro_batches_per_update)
         outputs = [self._echo(b) for b in batch.micro_batches] if self.spec.want_outputs else []
+        places = range(len(outputs))
         losses = 0 if self.spec.mode is Mode.PREDICT else count
-        return Anchors(torch.zeros(losses, dtype=torch.float64), outputs)
+        return Anchors(torch.zeros(losses, dtype=torch.float64), outputs, places)
 
     def read_state(self) -> TrainState:
         """The module's weights, which nothing has changed."""
@@ -89,6 +91,12 @@ class RecordingProgram:
 
     def publish(self) -> None:
         """The optimizer has no state here."""
+
+    def swap_averages(self) -> None:
+        """Nothing is averaged."""
+
+    def adopt_averages(self) -> None:
+        """Nothing is averaged."""
 
     def close(self) -> None:
         """Count the calls."""

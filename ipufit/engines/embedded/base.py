@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Tuple
+import contextlib
+from typing import TYPE_CHECKING, Dict, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from ipufit.engines.embedded.precision import check_precision
 from ipufit.engines.embedded.step import public_name
-from ipufit.program import Anchors, MicroBatch, ProgramSpec
-from ipufit.randomness import seed_generators, stream_key
+from ipufit.program import MicroBatch, Prepared, ProgramSpec
+from ipufit.randomness import isolated, seed_generators, stream_key
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
 
-__all__ = ["BaseProgram", "Collected", "on_host"]
-
-
-class Collected:
-    """What the micro-batches of an execution have produced, still on the device."""
-
-    def __init__(self) -> None:
-        self.losses: List[Tensor] = []
-        self.outputs: List[Tuple[Recorded, List[Tensor]]] = []
-
-    def to_anchors(self, engine: EmbeddedEngine) -> Anchors:
-        """Everything an execution hands back, in one copy."""
-        flat = [torch.stack(self.losses).to(torch.float64)] if self.losses else []
-        for _, tensors in self.outputs:
-            flat += tensors
-        host = iter(engine.transfer.to_host(flat))
-        values = next(host) if self.losses else torch.empty(0, dtype=torch.float64)
-        outputs = [
-            recorded.outputs.rebuild([next(host) for _ in tensors])
-            for recorded, tensors in self.outputs
-        ]
-        return Anchors(values, outputs)
+__all__ = ["BaseProgram", "on_host"]
 
 
 class BaseProgram:
@@ -44,6 +25,7 @@ class BaseProgram:
     def __init__(self, engine: EmbeddedEngine, spec: ProgramSpec) -> None:
         self._engine = engine
         self._spec = spec
+        check_precision(spec.recipe.precision, spec.module)
         self._step = step = engine.step_module(spec.module, spec.loss)
         self._parameters: Dict[str, nn.Parameter] = dict(step.named_parameters())
         self._buffers: Dict[str, Tensor] = dict(step.named_buffers())
@@ -61,10 +43,20 @@ class BaseProgram:
             self._by_form[form] = self._record(batch)
         return self._by_form[form]
 
-    def prepare(self, example: MicroBatch) -> Any:
+    def prepare(self, example: MicroBatch) -> Prepared:
         """Record the program for micro-batches like this one."""
-        outputs = self._recorded(example.to(self._device)).outputs
-        return outputs.rebuild(outputs.tensors)
+        recorded = self._recorded(example.to(self._device))
+        outputs = recorded.outputs.rebuild(recorded.outputs.tensors)
+        return Prepared(outputs, recorded.reported.rules if recorded.reported else {})
+
+    @contextlib.contextmanager
+    def _computing(self, recorded: Sequence[Recorded]) -> Iterator[None]:
+        """Without gradients of torch's own, and with random numbers of the program's own."""
+        random = any(each.random for each in recorded)
+        # Torch's generator has one user at a time: without need the data pipeline is not kept from
+        # it.
+        with torch.no_grad(), isolated(self._device) if random else contextlib.nullcontext():
+            yield
 
     def _seed(self, recorded: Recorded, *place: int) -> None:
         if recorded.random:

@@ -10,14 +10,25 @@ from collections import OrderedDict
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from ipufit.engines.embedded.autocast import autocast_state, without_autocast
 from ipufit.engines.embedded.capture import capture, uses_random_numbers
 from ipufit.engines.embedded.fingerprint import fingerprint
 from ipufit.engines.embedded.inference import InferenceProgram
+from ipufit.engines.embedded.precision import (
+    autocast_state,
+    refuse_missing_half,
+    without_autocast,
+)
 from ipufit.engines.embedded.replicas import ReplicaMemory
-from ipufit.engines.embedded.step import MicroStep, OutputShape, StepModule, attributes_kept
+from ipufit.engines.embedded.scaling import ScaleState
+from ipufit.engines.embedded.step import (
+    MicroStep,
+    OutputShape,
+    Reported,
+    StepModule,
+    attributes_kept,
+)
 from ipufit.engines.embedded.storage import Block
 from ipufit.engines.embedded.training import TrainingProgram
 from ipufit.engines.embedded.transfer import Transfer
@@ -31,17 +42,20 @@ __all__ = ["EmbeddedEngine", "Recorded"]
 # Recordings that are kept for later programs; the least recently used go first.
 _KEPT = 64
 
+_HALF = (torch.float16, torch.bfloat16)
+
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
     """One micro-batch, ready to run.
 
     Attributes:
-        run: takes weights, other state and batch leaves; returns loss, outputs and flat gradients.
+        run: takes weights, other state, batch leaves and a loss scale if there is one; returns the
+            reported numbers, outputs and flat gradients.
         outputs: how the output tensors become the module's outputs.
         reached: names of the parameters that a gradient reaches.
         random: whether it may draw random numbers.
-        has_loss: whether the first result is the loss.
+        reported: what the numbers are that are the first result; None when there is no loss.
         held: objects whose identity the recording depends on.
     """
 
@@ -49,7 +63,7 @@ class Recorded:
     outputs: OutputShape
     reached: Tuple[str, ...]
     random: bool
-    has_loss: bool
+    reported: Optional[Reported]
     held: Tuple[object, ...]
 
 
@@ -62,6 +76,8 @@ class EmbeddedEngine:
         transfer: the way to the host; counts the copies.
         replicas: buffers of every replica as the last training program left them.
         optimizer_graphs: recorded optimizer updates, by all that they depend on.
+        averages: moving averages of weights as the last training program left them, by name.
+        scale: the loss scale as the last training program left it.
         check_late: look at losses after an execution, as on a device that is not the host.
     """
 
@@ -73,6 +89,8 @@ class EmbeddedEngine:
         self.transfer = Transfer()
         self.replicas = ReplicaMemory()
         self.optimizer_graphs: Graphs = {}
+        self.averages: Dict[str, Tensor] = {}
+        self.scale: Optional[ScaleState] = None
         self.check_late = False
         self._recorded: OrderedDict[Tuple[Any, ...], Recorded] = OrderedDict()
         self._steps: Dict[Tuple[int, int], StepModule] = {}
@@ -101,6 +119,8 @@ class EmbeddedEngine:
     ) -> Recorded:
         """The recorded micro-batch for the example's shapes; recorded now if it is new."""
         step = self.step_module(spec.module, spec.loss)
+        recipe = spec.recipe
+        scaled = recipe.loss_scale is not None and layout is not None
         frozen, held = fingerprint(step)
         key = (
             spec.mode,
@@ -112,14 +132,29 @@ class EmbeddedEngine:
             _partition(layout(trained)) if layout else (),
             tuple((t.shape, t.dtype, t.device, t.stride()) for t in [*state, *example.leaves]),
             frozen,
+            (recipe.precision, scaled),
             autocast_state(state[0].device if state else torch.device("cpu")),
         )
         if key not in self._recorded:
             with_loss = spec.mode is not Mode.PREDICT
-            micro = MicroStep(step, trained, fixed, example, with_loss, spec.want_outputs, layout)
-            run, random = self._make(micro, step, [*state, *example.leaves], spec.run_eagerly)
+            micro = MicroStep(
+                step,
+                trained,
+                fixed,
+                example,
+                with_loss,
+                spec.want_outputs,
+                layout,
+                recipe.precision,
+                scaled,
+            )
+            arguments = [*state, *example.leaves]
+            if scaled:
+                arguments.append(torch.ones((), device=arguments[-1].device))
+            run, random = self._make(micro, step, arguments, spec.run_eagerly)
+            reported = micro.reported if with_loss else None
             self._recorded[key] = Recorded(
-                run, micro.outputs, micro.reached, random, with_loss, held
+                run, micro.outputs, micro.reached, random, reported, held
             )
             if len(self._recorded) > _KEPT:
                 self._recorded.popitem(last=False)
@@ -132,8 +167,8 @@ class EmbeddedEngine:
         """What to run for a micro-batch, and whether it may draw random numbers."""
         if eagerly:
             # Once on copies, to see the outputs and which parameters a gradient reaches.
-            with attributes_kept(step), isolated(arguments[-1].device):
-                micro(*(argument.clone() for argument in arguments))
+            with attributes_kept(step):
+                self._try_out(micro, arguments)
             return micro, True
         with self.timed(), attributes_kept(step) as changed:
             graph = capture(micro, arguments)
@@ -147,7 +182,16 @@ class EmbeddedEngine:
                 UserWarning,
                 stacklevel=2,
             )
-        return without_autocast(graph, arguments), uses_random_numbers(graph)
+        run = without_autocast(graph, arguments)
+        if arguments[-1].device.type == "cpu" and _computes_in_half(graph):
+            # A recording knows nothing of missing kernels: find out now rather than in training.
+            self._try_out(run, arguments)
+        return run, uses_random_numbers(graph)
+
+    def _try_out(self, run: Callable[..., List[Tensor]], arguments: Sequence[Tensor]) -> None:
+        """Run once on copies."""
+        with isolated(arguments[-1].device), refuse_missing_half():
+            run(*(argument.clone() for argument in arguments))
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
@@ -157,6 +201,11 @@ class EmbeddedEngine:
             yield
         finally:
             self.seconds += time.perf_counter() - start
+
+
+def _computes_in_half(graph: fx.GraphModule) -> bool:
+    values = (node.meta.get("val") for node in graph.graph.nodes)
+    return any(isinstance(v, Tensor) and v.dtype in _HALF for v in values)
 
 
 def _partition(blocks: Sequence[Block]) -> Tuple[Tuple[str, ...], ...]:

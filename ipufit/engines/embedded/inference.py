@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ipufit.engines.embedded.base import BaseProgram, Collected, on_host
+from ipufit.engines.embedded.base import BaseProgram, on_host
+from ipufit.engines.embedded.collected import Collected
 from ipufit.engines.embedded.step import public_name
 from ipufit.program import Anchors, CombinedBatch, MicroBatch, ProgramSpec, TrainState
-from ipufit.randomness import isolated
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
@@ -34,18 +34,18 @@ class InferenceProgram(BaseProgram):
     def run(self, batch: CombinedBatch) -> Anchors:
         """One execution. Replicas share the module's buffers: inference does not set them apart."""
         collected = Collected()
-        with torch.no_grad(), isolated(self._device):
-            for micro_batch in batch.micro_batches:
-                moved = micro_batch.to(self._device)
-                recorded = self._recorded(moved)
+        micro_batches = [micro_batch.to(self._device) for micro_batch in batch.micro_batches]
+        programs = [self._recorded(micro_batch) for micro_batch in micro_batches]
+        with self._computing(programs):
+            for place, (micro_batch, recorded) in enumerate(zip(micro_batches, programs)):
                 self._seed(recorded, self._passes)
-                result = recorded.run(*self._state, *moved.leaves)
-                if recorded.has_loss:
-                    collected.losses.append(result[0])
+                result = list(recorded.run(*self._state, *micro_batch.leaves))
+                if recorded.reported is not None:
+                    collected.numbers.append((recorded, result.pop(0)))
                 if self._spec.want_outputs:
-                    collected.outputs.append((recorded, result[int(recorded.has_loss) :]))
+                    collected.add_outputs(recorded, result, place)
                 self._passes += 1
-        return collected.to_anchors(self._engine)
+        return collected.to_anchors(self._engine)[0]
 
     def read_state(self) -> TrainState:
         """The module's weights and buffers."""
@@ -62,6 +62,12 @@ class InferenceProgram(BaseProgram):
 
     def publish(self) -> None:
         """There is no optimizer."""
+
+    def swap_averages(self) -> None:
+        """There are no averages."""
+
+    def adopt_averages(self) -> None:
+        """There are no averages."""
 
     def close(self) -> None:
         """Nothing is held; safe twice."""

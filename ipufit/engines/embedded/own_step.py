@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ipufit.engines.embedded.capture import capture
+from ipufit.engines.embedded.clipping import Finish
 from ipufit.engines.embedded.storage import Block, FlatStorage, group_alike, storage_id
 from ipufit.errors import CaptureError, OptimizerError
 
@@ -54,8 +55,9 @@ class OwnStepUpdater:
     constants of both.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, finish: Finish) -> None:
         self._optimizer = optimizer
+        self._finish = finish
         self._storage = FlatStorage([])
         self._state: Dict[_Key, Any] = {}
         self._graphs: Dict[bool, fx.GraphModule] = {}
@@ -82,7 +84,8 @@ class OwnStepUpdater:
             if run_eagerly:
                 # Once on copies: what can't be followed must show before any weight changes.
                 flats = [flat.clone() for flat in storage.flats]
-                self._step(flats, [torch.zeros_like(flat) for flat in flats], self.snapshot())
+                gradients = [torch.zeros_like(like) for like in self._finish.examples(flats)]
+                self._step(flats, gradients, self.snapshot())
             elif not self._state:
                 self._record_first()
             else:
@@ -102,7 +105,7 @@ class OwnStepUpdater:
             "compile(..., run_eagerly=True)."
         )
 
-    def refresh(self, updates: int) -> None:
+    def refresh(self, rows: Sequence[Sequence[Mapping[str, Any]]]) -> None:
         """Hyper-parameters are constants of the graphs; refuse a change instead of ignoring it."""
         if _settings(self._optimizer) != self._settings:
             raise OptimizerError(
@@ -142,7 +145,8 @@ class OwnStepUpdater:
     def _step(
         self, flats: Sequence[Tensor], gradients: Sequence[Tensor], state: Mapping[Any, Any]
     ) -> Dict[_Key, Any]:
-        twin, views = self._twin(flats, gradients)
+        finished = self._finish(gradients, self._storage.blocks, flats)
+        twin, views = self._twin(flats, finished)
         by_place = dict(zip(self._places(), views))
         for (b, s, name), value in state.items():
             twin.state[by_place[b, s]][name] = value
@@ -173,7 +177,7 @@ class OwnStepUpdater:
             return [value for value in made.values() if isinstance(value, Tensor)]
 
         flats = self._storage.flats
-        examples = [torch.empty_like(flat) for flat in flats]
+        examples = self._finish.examples(flats)
         self._graphs[True] = capture(first, [*flats, *examples], guard=False)
         self._keys = [key for key, value in made.items() if isinstance(value, Tensor)]
         numbers = {key: value for key, value in made.items() if not isinstance(value, Tensor)}
@@ -215,7 +219,7 @@ class OwnStepUpdater:
             return [after[key] for key in self._keys]
 
         flats = self._storage.flats
-        examples = [torch.empty_like(flat) for flat in flats]
+        examples = self._finish.examples(flats)
         arguments = [*flats, *examples, *(self._state[key] for key in self._keys)]
         graph = capture(later, arguments, guard=False)
         return graph, {key: after[key] for key in numbers}
@@ -233,6 +237,9 @@ class OwnStepUpdater:
         else:
             self._state.update((key, self._state[key] + by) for key, by in self._growth.items())
         self._state.update(zip(self._keys, tensors))
+
+    def skip(self) -> None:
+        """Leave a weight update out: nothing is planned ahead here."""
 
     def snapshot(self) -> Dict[_Key, Any]:
         """A copy of the state."""

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ipufit import tree
+from ipufit.engines.embedded.precision import computing_in, with_inputs_in
 from ipufit.engines.embedded.storage import Block, storage_id
-from ipufit.errors import CaptureError, LossError
-from ipufit.losses import Loss, check_loss_value, find_loss
+from ipufit.errors import CaptureError, ConfigurationError, LossError
+from ipufit.logged import Entries, LogRule, collecting
+from ipufit.losses import Loss, LossTerm, find_loss
 from ipufit.program import MicroBatch
+from ipufit.recipe import Precision
 
 __all__ = ["MicroStep", "OutputShape", "StepModule", "attributes_kept", "public_name"]
 
@@ -30,19 +33,26 @@ class StepModule(nn.Module):
         self._loss = loss
 
     def forward(
-        self, args: Any, kwargs: Any, target: Any, tensors: Mapping[str, Tensor], with_loss: bool
-    ) -> Tuple[Any, Optional[Tensor]]:
-        """Outputs and, if asked for, the loss; ``tensors`` are those put in place for this call."""
+        self, batch: Sequence[Any], tensors: Mapping[str, Tensor], with_loss: bool
+    ) -> Tuple[Any, Optional[LossTerm]]:
+        """Outputs and, if asked for, the loss.
+
+        Args:
+            batch: (args, kwargs, target, sample_weight).
+            tensors: those that were put in place for this call.
+            with_loss: whether to compute it.
+        """
+        args, kwargs, target, sample_weight = batch
         storages = {name: storage_id(tensor) for name, tensor in tensors.items()}
         result = self.net(*args, **kwargs)
-        outputs, loss = result, None
+        outputs, term = result, None
         if self._loss is not None and self._loss.in_module:
             if with_loss or _carries_loss(result):
-                outputs, loss = self._loss.split(result)
+                outputs, term = self._loss.split(result)
         elif with_loss and self._loss is not None:
-            loss = self._loss(result, target)
+            term = self._loss(result, target, sample_weight)
         self._refuse_rebinding(tensors, storages)
-        return outputs, loss if with_loss else None
+        return outputs, term if with_loss else None
 
     def _refuse_rebinding(self, tensors: Mapping[str, Tensor], storages: Mapping[str, int]) -> None:
         now: Dict[str, Tensor] = dict(self.named_parameters())
@@ -182,11 +192,53 @@ class OutputShape:
         return tree.unflatten(leaves, self._structure)
 
 
+class Reported:
+    """The numbers that a micro-batch reports, in one tensor: the loss, its count, what it logged.
+
+    Attributes:
+        counted: whether the loss comes with a count.
+        rules: of the logged values, by name, in the order of the tensor.
+    """
+
+    def __init__(self) -> None:
+        self.counted = False
+        self.rules: Dict[str, LogRule] = {}
+
+    @property
+    def size(self) -> int:
+        """How many numbers there are."""
+        return 1 + int(self.counted) + len(self.rules)
+
+    def pack(self, term: LossTerm, entries: Entries) -> Tensor:
+        """One tensor of all numbers: shape (), or (size,) in float64 if they are several."""
+        self.counted = term.count is not None
+        self.rules = {name: entry.rule for name, entry in entries.items()}
+        values = [entry.joined() for entry in entries.values()]
+        for name, part in term.parts.items():
+            self._refuse_taken(name)
+            self.rules[name] = LogRule(counted=True)
+            values.append(part.detach())
+        if term.count is not None:
+            values.insert(0, term.count)
+        loss = term.value.detach()
+        if not values:
+            return loss
+        return torch.stack([v.reshape(()).to(torch.float64) for v in (loss, *values)])
+
+    def _refuse_taken(self, name: str) -> None:
+        if name in self.rules:
+            raise ConfigurationError(
+                f"log must use names that nothing else has, got {name!r}, under which a part of "
+                "the loss is reported. Give it another name."
+            )
+
+
 class MicroStep:
     """The function that is recorded for micro-batches of one shape.
 
-    Called with (trained weights, other state, batch leaves) as one flat list, it returns
-    ``[loss?, *outputs, *flat gradients]``.
+    Called with (trained weights, other state, batch leaves, loss scale?) as one flat list, it
+    returns ``[reported numbers?, *outputs, *flat gradients]``; the gradients are those of the loss
+    times its scale.
 
     Args:
         step: the user's module with its loss.
@@ -194,6 +246,8 @@ class MicroStep:
         fixed: names of all other parameters and buffers.
         example: a micro-batch; only its structure and shapes matter.
         with_loss: compute the loss.
+        precision: in which the module computes.
+        scaled: whether a loss scale is the last tensor.
         want_outputs: return the module's outputs.
         layout: given the names that a gradient reached, the blocks to pack gradients into; None
             when no gradient is wanted. Asked once.
@@ -201,6 +255,7 @@ class MicroStep:
     Attributes:
         outputs: how the output tensors become the module's outputs.
         reached: names of the parameters that a gradient reached.
+        reported: what the numbers are that come with the loss.
     """
 
     def __init__(
@@ -212,6 +267,8 @@ class MicroStep:
         with_loss: bool,
         want_outputs: bool,
         layout: Optional[Callable[[Sequence[str]], Sequence[Block]]],
+        precision: Precision,
+        scaled: bool,
     ) -> None:
         self._step = step
         self._trained = list(trained)
@@ -220,6 +277,9 @@ class MicroStep:
         self._with_loss = with_loss
         self._want_outputs = want_outputs
         self._layout = layout
+        self._precision = precision
+        self._scaled = scaled
+        self.reported = Reported()
         self._blocks: Sequence[Block] = ()
         self.outputs: OutputShape = OutputShape(None)
         self.reached: Tuple[str, ...] = ()
@@ -233,18 +293,19 @@ class MicroStep:
             self._keep_hooks(weights)
         state = dict(zip(self._trained, weights))
         state.update(zip(self._fixed, tensors[count:end]))
-        args, kwargs, target, _ = tree.unflatten(tensors[end:], self._structure)
+        scale = tensors[-1] if self._scaled else None
+        leaves = tensors[end:-1] if self._scaled else tensors[end:]
+        batch = tree.unflatten(leaves, self._structure)
+        result: List[Tensor] = []
+        gradients: List[Tensor] = []
         with torch.set_grad_enabled(self._layout is not None):
-            outputs, loss = functional_call(
-                self._step, state, (args, kwargs, target, state, self._with_loss)
-            )
-            result: List[Tensor] = []
-            gradients: List[Tensor] = []
-            if self._with_loss:
-                loss = check_loss_value(loss, self._where())
-                result.append(loss.detach())
+            with collecting() as entries, computing_in(self._precision, tensors[-1].device):
+                batch = with_inputs_in(self._precision, batch)
+                outputs, term = functional_call(self._step, state, (batch, state, self._with_loss))
+            if term is not None:
+                result.append(self.reported.pack(term, entries))
             if self._layout is not None:
-                gradients = self._gradients(loss, state)
+                gradients = self._gradients(term.value, state, scale)
         if self._want_outputs:
             result += self._detached_outputs(outputs, tensors)
         return result + gradients
@@ -264,12 +325,15 @@ class MicroStep:
     def _where(self) -> str:
         return type(self._step.net).__name__
 
-    def _gradients(self, loss: Any, state: Mapping[str, Tensor]) -> List[Tensor]:
+    def _gradients(
+        self, loss: Tensor, state: Mapping[str, Tensor], scale: Optional[Tensor]
+    ) -> List[Tensor]:
         weights = [state[name] for name in self._trained]
         found: Sequence[Optional[Tensor]] = [None] * len(weights)
         if loss.requires_grad:
             self._refuse_bypass(loss)
-            found = torch.autograd.grad(loss, weights, allow_unused=True)
+            objective = loss if scale is None else loss * scale.to(loss.dtype)
+            found = torch.autograd.grad(objective, weights, allow_unused=True)
         by_name = {n: g for n, g in zip(self._trained, found) if g is not None}
         if not self.reached:
             self._lay_out(by_name)

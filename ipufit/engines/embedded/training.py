@@ -4,32 +4,43 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import TYPE_CHECKING, Any, Dict, List, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Set, Tuple, Union
 
 import torch
 from torch import Tensor
 
-from ipufit.engines.embedded.base import BaseProgram, Collected, on_host
+from ipufit.engines.embedded.averages import Averages
+from ipufit.engines.embedded.base import BaseProgram, on_host
+from ipufit.engines.embedded.clipping import Finish
+from ipufit.engines.embedded.collected import Collected
 from ipufit.engines.embedded.replicas import copy_of, put_back
+from ipufit.engines.embedded.scaling import ScaleState
 from ipufit.engines.embedded.sharing import refuse_shared_memory
 from ipufit.engines.embedded.step import public_name
 from ipufit.engines.embedded.storage import Block, FlatStorage
-from ipufit.engines.embedded.updater import updater_for
+from ipufit.engines.embedded.updater import Rows, updater_for
 from ipufit.errors import CaptureError, ConfigurationError, NonFiniteLossError
 from ipufit.program import (
     Anchors,
     CombinedBatch,
     MicroBatch,
+    Prepared,
     ProgramSpec,
     TrainState,
     loss_counts,
 )
-from ipufit.randomness import isolated
+from ipufit.recipe import outputs_wanted
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
 
 __all__ = ["TrainingProgram"]
+
+# The micro-batches of an update, each with what is recorded for it.
+Update = Sequence[Tuple[MicroBatch, "Recorded"]]
+
+# Halved from 2**15 so far, a scale has nothing to do with the trouble any more.
+_SMALLEST_SCALE = 2.0**-24
 
 
 class TrainingProgram(BaseProgram):
@@ -52,7 +63,17 @@ class TrainingProgram(BaseProgram):
         trained = set(self._trained)
         self._frozen = [name for name in self._parameters if name not in trained]
         refuse_shared_memory(self._trained, self._parameters, self._buffers)
-        self._updater = updater_for(spec.optimizer, engine.optimizer_graphs)
+        recipe = spec.recipe
+        self._accumulation = recipe.accumulation_dtype
+        self._gradient_sum = recipe.gradient_reduction == "sum"
+        self._normalize = spec.loss.normalize
+        finish = Finish(recipe.clip, recipe.accumulation_dtype)
+        scheduled = recipe.schedule is not None
+        self._updater = updater_for(spec.optimizer, engine.optimizer_graphs, finish, scheduled)
+        self._averages: Optional[Averages] = None
+        self._scale: Optional[ScaleState] = None
+        if recipe.loss_scale is not None:
+            self._scale = engine.scale or ScaleState(recipe.loss_scale.initial)
         self._replicas = engine.replicas.recall(spec.plan.replicas, self._buffers)
         self._storage = FlatStorage([])
         self._reached: Tuple[str, ...] = ()
@@ -99,10 +120,14 @@ class TrainingProgram(BaseProgram):
             self._storage.release()
             raise
         self._reached = reached
+        rule = self._spec.recipe.averaging
+        if rule is not None:
+            known = self._engine.averages
+            self._averages = Averages(rule, self._storage.blocks, self._storage.flats, known)
         self._note_published()
         self._states = [self._collect_state(buffers) for buffers in self._replicas]
 
-    def prepare(self, example: MicroBatch) -> Any:
+    def prepare(self, example: MicroBatch) -> Prepared:
         """Record the program, or look again what it was recorded from.
 
         Raises:
@@ -120,28 +145,100 @@ class TrainingProgram(BaseProgram):
 
     def run(self, batch: CombinedBatch) -> Anchors:
         """One execution: every update in turn, its micro-batches in stream order."""
+        if self._averages is not None and self._averages.swapped:
+            raise ConfigurationError(
+                "training works on the weights, but their moving averages stand in their place. "
+                "Call model.swap_ema_weights() again before training goes on."
+            )
         micro_batches = [micro_batch.to(self._device) for micro_batch in batch.micro_batches]
         self._follow_the_optimizer()
-        self._recorded(micro_batches[0])
+        work = [(micro_batch, self._recorded(micro_batch)) for micro_batch in micro_batches]
         self._follow_the_module()
         group = self._spec.plan.micro_batches_per_update
-        updates = [micro_batches[i : i + group] for i in range(0, len(micro_batches), group)]
-        self._updater.refresh(len(updates))
-        collected = Collected()
-        snapshot = None if self._check_at_once else self._snapshot()
+        updates = [work[i : i + group] for i in range(0, len(work), group)]
+        start, schedule = self.updates, self._spec.recipe.schedule
+        before = schedule.snapshot() if schedule is not None else None
+        rows: Rows = [self._optimizer.param_groups] * len(updates)
+        if schedule is not None:
+            rows = schedule.rows(len(updates))
         try:
-            with torch.no_grad(), isolated(self._device):
-                for update in updates:
-                    self._update(update, collected)
+            self._updater.refresh(rows)
+            with self._computing([recorded for _, recorded in work]):
+                return self._execute(updates, rows)
         except BaseException:
-            # An update before this one may have been spoilt already: no loss was looked at.
-            if snapshot is not None:
-                self._restore(snapshot)
+            if schedule is not None:
+                schedule.restore(before)
+                schedule.rows(self.updates - start)
             raise
-        anchors = collected.to_anchors(self._engine)
-        if snapshot is not None and not bool(torch.isfinite(anchors.losses).all()):
-            self._go_back(snapshot, updates, anchors.losses)
-        return anchors
+
+    def _execute(self, updates: Sequence[Update], rows: Rows) -> Anchors:
+        """All updates; where results are looked at late, again without those that were bad."""
+        if self._check_at_once:
+            return self._attempt(updates, None).to_anchors(self._engine, self._settings(rows))[0]
+        snapshot = self._snapshot()
+        left_out: Set[int] = set()
+        while True:
+            try:
+                collected = self._attempt(updates, left_out)
+            except NonFiniteLossError:
+                raise  # this is the update it names: all before it are known to be good
+            except BaseException:
+                # An update before this one may have been spoilt already: no loss was looked at.
+                self._restore(snapshot)
+                raise
+            anchors, finite = collected.to_anchors(self._engine, self._settings(rows))
+            lost = _first_lost(updates, anchors.losses)
+            bad = next((i for i, ok in enumerate(finite) if not ok and i not in left_out), None)
+            if bad is None and lost is None:
+                return anchors
+            if bad is None or (lost is not None and lost <= bad):
+                assert lost is not None
+                self._go_back(snapshot, updates[:lost], rows, left_out)
+                first = sum(len(update) for update in updates[:lost])
+                for value in anchors.losses[first : first + len(updates[lost])].tolist():
+                    self._refuse_non_finite(value)
+            assert bad is not None
+            left_out.add(bad)
+            self._go_back(snapshot, [], rows, left_out)
+
+    def _go_back(
+        self, snapshot: Any, updates: Sequence[Update], rows: Rows, left_out: Set[int]
+    ) -> None:
+        """Restore the start of the execution, and repeat it up to the update that went wrong.
+
+        Data and random numbers are functions of the update, so the repetition gives the same bits.
+        """
+        self._restore(snapshot)
+        self._updater.refresh(rows)
+        self._attempt(updates, left_out)
+
+    def _attempt(self, updates: Sequence[Update], left_out: Optional[Set[int]]) -> Collected:
+        """Every update in turn.
+
+        Args:
+            updates: micro-batches, with what is recorded for them, by update.
+            left_out: updates known to have a gradient that is not finite; None to look at once.
+        """
+        mode, plan = self._spec.recipe.output_mode, self._spec.plan
+        collected = Collected(plan.replicas if mode.kind == "sum" else 0)
+        count = sum(len(update) for update in updates)
+        wanted: Set[int] = set()
+        if self._spec.want_outputs:
+            found = outputs_wanted(mode, count, plan.micro_batches_per_update, plan.replicas)
+            wanted = set(found)
+        for index, update in enumerate(updates):
+            left = None if left_out is None else index in left_out
+            self._update(update, index * plan.micro_batches_per_update, wanted, collected, left)
+        return collected
+
+    def _settings(self, rows: Rows) -> Dict[str, float]:
+        """What the program says of itself after an execution."""
+        settings = {}
+        if self._spec.recipe.schedule is not None:
+            settings["learning_rate"] = float(rows[-1][0]["lr"])
+        if self._scale is not None:
+            settings["loss_scale"] = self._scale.value
+        return settings
 
     def _follow_the_optimizer(self) -> None:
         """Take over what a callback has made of the optimizer's state.
@@ -187,40 +284,109 @@ class TrainingProgram(BaseProgram):
                 view.copy_(data)
                 slot.parameter.data = view
 
-    def _update(self, micro_batches: Sequence[MicroBatch], collected: Collected) -> None:
+    def _update(
+        self,
+        update: Update,
+        first: int,
+        wanted: Set[int],
+        collected: Collected,
+        left_out: Optional[bool],
+    ) -> None:
+        """One weight update.
+
+        Args:
+            update: its micro-batches.
+            first: place of the first one in the execution.
+            wanted: places whose outputs come back.
+            collected: where results go.
+            left_out: whether it is known to have a gradient that is not finite; None to look.
+        """
         saved = [copy_of(buffers) for buffers in self._replicas]
         try:
-            gradients = self._gradients(micro_batches, collected)
+            gradients = self._gradients(update, first, wanted, collected)
+            skip = self._is_skipped(gradients, collected, left_out)
         except BaseException:
             for buffers, values in zip(self._replicas, saved):
                 put_back(buffers, values)
             raise
-        self._updater.apply(gradients)
+        if skip:
+            collected.skipped += 1
+            self._updater.skip()
+        else:
+            self._updater.apply(gradients)
         self.updates += 1
+        if self._averages is not None and not skip:
+            self._averages.move(self._storage.flats, self.updates)
 
-    def _gradients(self, micro_batches: Sequence[MicroBatch], collected: Collected) -> List[Tensor]:
+    def _is_skipped(
+        self, gradients: Sequence[Tensor], collected: Collected, left_out: Optional[bool]
+    ) -> bool:
+        """Whether a scaled gradient has left the range of its type; the scale follows."""
+        rule = self._spec.recipe.loss_scale
+        if rule is None or self._scale is None:
+            return False
+        finite = torch.stack([gradient.isfinite().all() for gradient in gradients]).all()
+        if left_out is None:
+            left_out = not bool(finite)
+        else:
+            collected.finite.append(finite)
+        scale = self._scale.after(not left_out, rule)
+        if left_out and rule.dynamic and scale.value < _SMALLEST_SCALE:
+            raise NonFiniteLossError(
+                "the gradient must be finite at some loss scale, but it was not down to "
+                f"{self._scale.value:g} in update {self.updates}. The weights and optimizer state "
+                "are those from before that update. Look for a division by zero or a root at zero "
+                "in the backward pass.",
+                self.updates,
+                math.nan,
+            )
+        self._scale = scale
+        return left_out
+
+    def _gradients(
+        self, update: Update, first: int, wanted: Set[int], collected: Collected
+    ) -> List[Tensor]:
         """Reduced over the micro-batches of one update, one flat tensor per block."""
         blocks = len(self._storage.blocks)
-        factors, scale = self._factors([batch.size for batch in micro_batches])
+        factors, factor = self._factors([batch.size for batch, _ in update])
+        extra = [] if self._scale is None else [self._scale_tensor(self._scale.value)]
         total: List[Tensor] = []
-        for place, batch in enumerate(micro_batches):
-            recorded = self._recorded(batch)
+        whole: Optional[Tensor] = None
+        for place, (batch, recorded) in enumerate(update):
             self._seed(recorded, self.updates, place)
             state = self._states[place % len(self._states)]
-            result = recorded.run(*state, *batch.leaves)
-            loss, outputs, own = result[0], result[1:-blocks], result[-blocks:]
+            numbers, *rest = recorded.run(*state, *batch.leaves, *extra)
+            own = rest[len(rest) - blocks :]
             if self._check_at_once:
-                self._refuse_non_finite(loss.item())
-            collected.losses.append(loss)
-            if self._spec.want_outputs:
-                collected.outputs.append((recorded, outputs))
-            total = _add(total, own, factors[place])
-        return [t.mul_(scale) for t in total] if scale != 1 else total
+                self._refuse_non_finite((numbers[0] if numbers.dim() else numbers).item())
+            collected.numbers.append((recorded, numbers))
+            if first + place in wanted:
+                collected.add_outputs(recorded, rest[: len(rest) - blocks], first + place)
+            own = [gradient.to(self._accumulation or gradient.dtype) for gradient in own]
+            if recorded.reported is not None and recorded.reported.counted:
+                count = numbers[1]
+                whole = count if whole is None else whole + count
+                total = _add(total, own, count)
+            else:
+                total = _add(total, own, factors[place])
+        if whole is not None:
+            # Where nothing counted, nothing is learned: the gradients are zero, and stay so.
+            shares = torch.where(whole > 0, whole.reciprocal(), torch.zeros_like(whole))
+            total = [gradient.mul_(shares) for gradient in total]
+            factor = 1.0
+        if self._scale is not None:
+            factor /= self._scale.value
+        return [gradient.mul_(factor) for gradient in total] if factor != 1 else total
+
+    def _scale_tensor(self, value: float) -> Tensor:
+        return torch.full((), value, device=self._device)
 
     def _factors(self, sizes: List[int]) -> Tuple[List[float], float]:
         """What each micro-batch's gradient is multiplied with, and then their sum."""
-        full = self._spec.plan.micro_batch_size
-        whole = full if self._spec.reduction == "sum" else sum(sizes)
+        full, summed = self._spec.plan.micro_batch_size, self._gradient_sum
+        if self._normalize == "micro_batches":
+            return [1.0] * len(sizes), 1.0 if summed else 1 / len(sizes)
+        whole = full if summed else sum(sizes)
         weights = [count / whole for count in loss_counts(sizes, full, self._summed)]
         if len(set(sizes)) == 1:
             return [1.0] * len(sizes), weights[0]
@@ -244,35 +410,21 @@ class TrainingProgram(BaseProgram):
                 value,
             )
 
-    def _snapshot(self) -> Tuple[List[Tensor], List[Dict[str, Tensor]], Any, int]:
+    def _snapshot(self) -> Any:
         flats = [flat.clone() for flat in self._storage.flats]
         buffers = [copy_of(own) for own in self._replicas]
-        return flats, buffers, self._updater.snapshot(), self.updates
+        averages = self._averages.snapshot() if self._averages is not None else None
+        return flats, buffers, self._updater.snapshot(), averages, self._scale, self.updates
 
     def _restore(self, snapshot: Any) -> None:
-        flats, buffers, state, self.updates = snapshot
+        flats, buffers, state, averages, self._scale, self.updates = snapshot
         for flat, value in zip(self._storage.flats, flats):
             flat.copy_(value)
         for own, values in zip(self._replicas, buffers):
             put_back(own, values)
         self._updater.restore(state)
-
-    def _go_back(
-        self, snapshot: Any, updates: Sequence[Sequence[MicroBatch]], losses: Tensor
-    ) -> None:
-        """Restore the start of the execution and repeat it up to the update that went wrong.
-
-        Data and random numbers are functions of the update, so the repetition gives the same bits.
-        """
-        self._restore(snapshot)
-        self._updater.refresh(len(updates))
-        start = 0
-        with torch.no_grad(), isolated(self._device):
-            for update in updates:
-                for value in losses[start : start + len(update)].tolist():
-                    self._refuse_non_finite(value)
-                start += len(update)
-                self._update(update, Collected())
+        if self._averages is not None:
+            self._averages.restore(averages)
 
     def read_state(self) -> TrainState:
         """Copies of everything that training has changed."""
@@ -280,7 +432,18 @@ class TrainingProgram(BaseProgram):
         weights = on_host(self._parameters)
         buffers = [on_host(own) for own in self._replicas]
         optimizer = copy.deepcopy(self._optimizer.state_dict())
-        return TrainState(weights, buffers, optimizer, self._spec.seed, self.updates)
+        averages = self._averages.by_name() if self._averages is not None else {}
+        schedule = self._spec.recipe.schedule
+        return TrainState(
+            weights,
+            buffers,
+            optimizer,
+            self._spec.seed,
+            self.updates,
+            on_host(averages),
+            (self._scale.value, self._scale.good) if self._scale is not None else None,
+            schedule.state_dict() if schedule is not None else None,
+        )
 
     def write_state(self, state: TrainState) -> None:
         """Continue from another state. Replicas that it does not know start like its first."""
@@ -292,7 +455,32 @@ class TrainingProgram(BaseProgram):
                 put_back(own, {name: state.buffers[known][public_name(name)] for name in own})
         self._optimizer.load_state_dict(state.optimizer)
         self._let_go()
+        names = {public_name(name): name for name in self._parameters}
+        self._engine.averages = {
+            names[name]: tensor.to(self._device) for name, tensor in state.averages.items()
+        }
+        if state.loss_scale is not None:
+            self._scale = ScaleState(*state.loss_scale)
+        if self._spec.recipe.schedule is not None and state.schedule is not None:
+            self._spec.recipe.schedule.load_state_dict(state.schedule)
         self.updates = state.updates
+
+    def swap_averages(self) -> None:
+        """Exchange weights and averages; without averages, nothing."""
+        if self._averages is not None:
+            with torch.no_grad():
+                self._averages.swap(self._storage.flats)
+
+    def adopt_averages(self) -> None:
+        """The averages become the weights; without averages, nothing."""
+        if self._averages is not None and self._averages.by_name():
+            with torch.no_grad():
+                self._averages.adopt(self._storage.flats)
+
+    def _keep_averages(self) -> None:
+        if self._averages is not None:
+            self._engine.averages.update(self._averages.by_name())
+            self._averages = None
 
     def publish(self) -> None:
         """Write the optimizer's state where torch keeps it."""
@@ -306,6 +494,7 @@ class TrainingProgram(BaseProgram):
 
     def _let_go(self) -> None:
         """Give back parameters and state; the next recording takes over what is there then."""
+        self._keep_averages()
         self._storage.release()
         self._by_form, self._states, self._reached = {}, [], ()
 
@@ -317,6 +506,10 @@ class TrainingProgram(BaseProgram):
         if self._reached:
             self.publish()
             self._engine.replicas.keep(self._replicas)
+            self._engine.scale = self._scale
+            if self._averages is not None and self._averages.swapped:
+                self._averages.swap(self._storage.flats)
+        self._keep_averages()
         self._storage.release()
         self._states = []
 
@@ -332,10 +525,23 @@ def _signature(optimizer: torch.optim.Optimizer) -> object:
     }
 
 
-def _add(total: List[Tensor], gradients: Sequence[Tensor], factor: float) -> List[Tensor]:
+def _add(
+    total: List[Tensor], gradients: Sequence[Tensor], factor: Union[float, Tensor]
+) -> List[Tensor]:
     """Add gradients, times a factor, to the sum; the first ones become the sum."""
+    if isinstance(factor, Tensor):
+        gradients, factor = [g.mul_(factor) for g in gradients], 1.0
     if not total:
         return [g.mul_(factor) if factor != 1 else g for g in gradients]
     for t, g in zip(total, gradients):
         t.add_(g, alpha=factor)
     return total
+
+
+def _first_lost(updates: Sequence[Update], losses: Tensor) -> Optional[int]:
+    """The first update with a loss that is not finite."""
+    values = iter(losses.tolist())
+    for index, update in enumerate(updates):
+        if not all(math.isfinite(value) for value in [next(values) for _ in update]):
+            return index
+    return None

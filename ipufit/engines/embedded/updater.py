@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Dict, List, Protocol, Sequence, Tuple, Type, cast
+from typing import Any, Callable, Dict, List, Mapping, Protocol, Sequence, Tuple, Type, cast
 
 import torch
 from torch import Tensor, fx, nn
 
 from ipufit.engines.embedded.capture import capture
+from ipufit.engines.embedded.clipping import Finish
 from ipufit.engines.embedded.own_step import OwnStepUpdater
 from ipufit.engines.embedded.rules import Rule, rule_for
 from ipufit.engines.embedded.storage import Block, FlatStorage, group_alike
@@ -19,6 +20,9 @@ __all__ = ["Graphs", "Updater", "updater_for"]
 
 # Recorded updates, by all that they depend on.
 Graphs = Dict[Tuple[object, ...], fx.GraphModule]
+
+# For every coming update, the settings of every parameter group.
+Rows = Sequence[Sequence[Mapping[str, Any]]]
 
 
 class Updater(Protocol):
@@ -32,12 +36,16 @@ class Updater(Protocol):
         """Take over the optimizer's state and record the update."""
         ...
 
-    def refresh(self, updates: int) -> None:
-        """Read the hyper-parameters again, for the coming ``updates``; before every execution."""
+    def refresh(self, rows: Rows) -> None:
+        """Take the hyper-parameters of the coming updates; before every execution."""
         ...
 
     def apply(self, gradients: Sequence[Tensor]) -> None:
-        """One weight update."""
+        """One weight update, from gradients as they were accumulated."""
+        ...
+
+    def skip(self) -> None:
+        """Leave a weight update out: its hyper-parameters go by, its number is the next one's."""
         ...
 
     def snapshot(self) -> Any:
@@ -53,8 +61,24 @@ class Updater(Protocol):
         ...
 
 
-def updater_for(optimizer: torch.optim.Optimizer, graphs: Graphs) -> Updater:
-    """Flat rules for the optimizers ipufit knows, the optimizer's own ``step`` for any other."""
+def updater_for(
+    optimizer: torch.optim.Optimizer,
+    graphs: Graphs,
+    finish: Finish,
+    scheduled: bool,
+) -> Updater:
+    """Flat rules for the optimizers ipufit knows, the optimizer's own ``step`` for any other.
+
+    Args:
+        optimizer: torch's.
+        graphs: what has been recorded already.
+        finish: makes of an accumulated gradient what the optimizer gets.
+        scheduled: whether hyper-parameters change from update to update.
+
+    Raises:
+        OptimizerError: hooks on ``step``, or a schedule for an optimizer whose hyper-parameters are
+            constants.
+    """
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         if getattr(optimizer, name, None):
             raise OptimizerError(
@@ -62,21 +86,33 @@ def updater_for(optimizer: torch.optim.Optimizer, graphs: Graphs) -> Updater:
                 "is no call of step. Remove them, or do their work in a callback."
             )
     rule = rule_for(optimizer)
-    return RuleUpdater(optimizer, rule, graphs) if rule else OwnStepUpdater(optimizer)
+    if rule is not None:
+        return RuleUpdater(optimizer, rule, graphs, finish)
+    if scheduled:
+        raise OptimizerError(
+            f"a schedule needs an optimizer whose hyper-parameters are inputs of the program, but "
+            f"those of {type(optimizer).__name__} are constants of it. Use sgd, adam, adamw, "
+            "rmsprop or lamb, or leave lr_scheduler out."
+        )
+    return OwnStepUpdater(optimizer, finish)
 
 
 class RuleUpdater:
     """One rule per parameter group over flat tensors."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, rule: Type[Rule], graphs: Graphs) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, rule: Type[Rule], graphs: Graphs, finish: Finish
+    ) -> None:
         self._optimizer = optimizer
         self._kind = rule
         self._graphs = graphs
+        self._finish = finish
         self._storage = FlatStorage([])
         self._rules: List[Rule] = []
         self._states: List[Dict[str, Tensor]] = []
         # Per block: updates done, and the coefficients of those to come in this execution.
         self._counts: List[float] = []
+        self._rows: Rows = ()
         self._coming: List[Tuple[Tensor, ...]] = []
         self._switches = self._read_switches()
         self._run: Callable[..., Any] = self._update
@@ -103,10 +139,10 @@ class RuleUpdater:
         self._counts = [block.updates for block in blocks]
         if run_eagerly:
             return
-        key = (self._kind, self._switches, storage.form)
+        key = (self._kind, self._switches, storage.form, self._finish)
         if key not in self._graphs:
-            self.refresh(1)
-            gradients = [torch.empty_like(flat) for flat in storage.flats]
+            self.refresh([groups])
+            gradients = self._finish.examples(storage.flats)
             self._graphs[key] = capture(self._update, self._arguments(gradients))
         self._run = self._graphs[key]
 
@@ -119,22 +155,23 @@ class RuleUpdater:
                     slot.view(whole).copy_(known[name])
         return state
 
-    def refresh(self, updates: int) -> None:
-        """Work out the coefficients of the coming updates from the present hyper-parameters."""
+    def refresh(self, rows: Rows) -> None:
+        """Work out the coefficients of the coming updates from their hyper-parameters."""
         if self._read_switches() != self._switches:
             raise OptimizerError(
                 f"a setting of {type(self._optimizer).__name__} that shapes the program changed "
                 "during fit: one that is on or off, such as nesterov, or a momentum, dampening or "
                 "weight decay between zero and non-zero. Change it between two calls of fit."
             )
+        self._rows = rows
         tables = []
         for block, flat, rule, done in zip(
             self._storage.blocks, self._storage.flats, self._rules, self._counts
         ):
-            group = self._optimizer.param_groups[block.group]
-            rows = [rule.coefficients(_numbers(group), done + 1 + i) for i in range(updates)]
+            groups = [_numbers(row[block.group]) for row in rows]
+            table = [rule.coefficients(group, done + 1 + i) for i, group in enumerate(groups)]
             dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
-            tables.append(torch.tensor(rows, dtype=dtype, device=flat.device).unbind())
+            tables.append(torch.tensor(table, dtype=dtype, device=flat.device).unbind())
         self._coming = list(zip(*tables))
 
     def _arguments(self, gradients: Sequence[Tensor]) -> List[Tensor]:
@@ -144,18 +181,28 @@ class RuleUpdater:
     def _update(self, *tensors: Tensor) -> List[Tensor]:
         count = len(self._storage.blocks)
         state = iter(tensors[3 * count :])
+        flats = tensors[count : 2 * count]
+        gradients = self._finish(tensors[2 * count : 3 * count], self._storage.blocks, flats)
         for i, (block, rule) in enumerate(zip(self._storage.blocks, self._rules)):
-            row, flat, gradient = tensors[i], tensors[count + i], tensors[2 * count + i]
+            row, flat, gradient = tensors[i], flats[i], gradients[i]
             own = {name: next(state) for name in self._states[i]}
             segments = [slice(slot.start, slot.stop) for slot in block.slots]
             rule.update(flat, gradient, own, row.unbind(), segments)
-        return list(tensors[count : 2 * count])
+        return list(flats)
 
     def apply(self, gradients: Sequence[Tensor]) -> None:
         """One weight update."""
         self._run(*self._arguments(gradients))
         self._coming.pop(0)
+        self._rows = self._rows[1:]
         self._counts = [count + 1 for count in self._counts]
+
+    def skip(self) -> None:
+        """Leave a weight update out; what depends on its number is worked out again."""
+        rows = self._rows[1:]
+        self._coming, self._rows = [], rows
+        if rows:
+            self.refresh(rows)
 
     def snapshot(self) -> Any:
         """A copy of the state."""
@@ -185,7 +232,7 @@ class RuleUpdater:
                     own["step"] = _like_torchs_step(type(self._optimizer), updates, device)
 
 
-def _numbers(group: Dict[str, Any]) -> Dict[str, Any]:
+def _numbers(group: Mapping[str, Any]) -> Dict[str, Any]:
     """The group's settings without parameters, a learning rate that is a tensor as a number."""
     return {
         name: value.item() if isinstance(value, Tensor) else value

@@ -1,0 +1,108 @@
+"""Exponential moving averages of the trained weights, as Keras' optimizers keep them."""
+
+from __future__ import annotations
+
+from typing import Dict, List, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ipufit.engines.embedded.storage import Block
+from ipufit.recipe import Averaging
+
+__all__ = ["Averages"]
+
+
+class Averages:
+    """One average per flat tensor of weights.
+
+    ``average = momentum * average + (1 - momentum) * weight`` after every update; the first update
+    sets it to the weights. Half-precision weights are averaged in float32.
+
+    Args:
+        rule: momentum, and when the weights become the averages.
+        blocks: the layout.
+        flats: the weights.
+        known: averages of an earlier program, by parameter name.
+    """
+
+    def __init__(
+        self,
+        rule: Averaging,
+        blocks: Sequence[Block],
+        flats: Sequence[Tensor],
+        known: Mapping[str, Tensor],
+    ) -> None:
+        self._rule = rule
+        self._blocks = list(blocks)
+        self._weights: List[Tensor] = []
+        self._tensors = [
+            flat.to(torch.promote_types(flat.dtype, torch.float32), copy=True) for flat in flats
+        ]
+        slots = [(slot, t) for block, t in zip(blocks, self._tensors) for slot in block.slots]
+        self._fresh = not all(slot.name in known for slot, _ in slots)
+        for slot, tensor in slots:
+            if not self._fresh:
+                slot.view(tensor).copy_(known[slot.name])
+
+    @property
+    def swapped(self) -> bool:
+        """Whether weights and averages have changed places."""
+        return bool(self._weights)
+
+    def move(self, flats: Sequence[Tensor], updates: int) -> None:
+        """Follow the weights.
+
+        Args:
+            flats: the weights, after an update.
+            updates: how many there have been, this one included.
+        """
+        for tensor, flat in zip(self._tensors, flats):
+            weight = flat.to(tensor.dtype)
+            if self._fresh:
+                tensor.copy_(weight)
+            else:
+                tensor.lerp_(weight, 1 - self._rule.momentum)
+        self._fresh = False
+        every = self._rule.overwrite_every
+        if every is not None and updates % every == 0:
+            self._overwrite(flats)
+
+    def _overwrite(self, flats: Sequence[Tensor]) -> None:
+        for tensor, flat in zip(self._tensors, flats):
+            flat.copy_(tensor)
+
+    def swap(self, flats: Sequence[Tensor]) -> None:
+        """The averages as weights; called again, the weights as they were."""
+        if self._weights:
+            for kept, flat in zip(self._weights, flats):
+                flat.copy_(kept)
+            self._weights = []
+        else:
+            self._weights = [flat.clone() for flat in flats]
+            self._overwrite(flats)
+
+    def adopt(self, flats: Sequence[Tensor]) -> None:
+        """The averages as weights, for good."""
+        self._weights = []
+        self._overwrite(flats)
+
+    def by_name(self) -> Dict[str, Tensor]:
+        """Copies by parameter name; none before the first update."""
+        if self._fresh:
+            return {}
+        return {
+            slot.name: slot.view(tensor).clone()
+            for block, tensor in zip(self._blocks, self._tensors)
+            for slot in block.slots
+        }
+
+    def snapshot(self) -> List[Tensor]:
+        """Copies of the averages."""
+        return [] if self._fresh else [tensor.clone() for tensor in self._tensors]
+
+    def restore(self, snapshot: Sequence[Tensor]) -> None:
+        """Go back to copies of the averages."""
+        self._fresh = not snapshot
+        for tensor, value in zip(self._tensors, snapshot):
+            tensor.copy_(value)

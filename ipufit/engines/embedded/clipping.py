@@ -1,0 +1,76 @@
+"""From the accumulated gradient to the one that the optimizer gets."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import List, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from ipufit.engines.embedded.storage import Block
+from ipufit.recipe import Clip
+
+__all__ = ["Finish", "clipped"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finish:
+    """What happens to the gradient between its reduction and the optimizer.
+
+    Attributes:
+        clip: bounds on it.
+        dtype: in which it was accumulated; None for that of each parameter.
+    """
+
+    clip: Clip
+    dtype: Optional[torch.dtype]
+
+    def examples(self, flats: Sequence[Tensor]) -> List[Tensor]:
+        """Tensors like the accumulated gradients of these weights, without values."""
+        return [torch.empty_like(flat, dtype=self.dtype or flat.dtype) for flat in flats]
+
+    def __call__(
+        self, gradients: Sequence[Tensor], blocks: Sequence[Block], flats: Sequence[Tensor]
+    ) -> List[Tensor]:
+        """Bounded while still in the accumulation's dtype, then in that of the weights."""
+        bounded = clipped(gradients, blocks, self.clip)
+        return [gradient.to(flat.dtype) for gradient, flat in zip(bounded, flats)]
+
+
+def clipped(gradients: Sequence[Tensor], blocks: Sequence[Block], clip: Clip) -> List[Tensor]:
+    """The gradients of all blocks, bounded.
+
+    Norms as in torch.nn.utils.clip_grad_norm_, values as in clip_grad_value_.
+
+    Args:
+        gradients: flat, one for each block.
+        blocks: which part of a flat tensor belongs to which parameter.
+        clip: the bound.
+    """
+    if clip.value is not None:
+        return [gradient.clamp(-clip.value, clip.value) for gradient in gradients]
+    if clip.global_norm is not None:
+        norms = [_norm(gradient) for gradient in gradients]
+        widest = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
+        together = torch.stack([norm.to(widest) for norm in norms])
+        factor = _factor(torch.linalg.vector_norm(together), clip.global_norm)
+        return [gradient * factor.to(gradient.dtype) for gradient in gradients]
+    if clip.norm is not None:
+        result = []
+        for gradient, block in zip(gradients, blocks):
+            parts = [gradient[slot.start : slot.stop] for slot in block.slots]
+            factors = [_factor(_norm(part), clip.norm).to(part.dtype) for part in parts]
+            result.append(torch.cat([part * factor for part, factor in zip(parts, factors)]))
+        return result
+    return list(gradients)
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    # The square of a half-precision number overflows at 256.
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return torch.linalg.vector_norm(gradient, dtype=wide)
+
+
+def _factor(norm: Tensor, largest: float) -> Tensor:
+    return torch.div(torch.full_like(norm, largest), norm + 1e-6).clamp(max=1.0)

@@ -1,0 +1,95 @@
+"""What the micro-batches of an execution have produced, and its one way to the host."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Dict, List, Mapping, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from ipufit.logged import LogRule
+from ipufit.program import Anchors
+
+if TYPE_CHECKING:
+    from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
+
+__all__ = ["Collected"]
+
+
+class Collected:
+    """Results of an execution, still on the device.
+
+    Args:
+        replicas: outputs are added up for each of so many; 0 keeps them apart.
+
+    Attributes:
+        numbers: what each micro-batch reports.
+        outputs: what comes back of them.
+        places: the micro-batches they belong to.
+        finite: for each update, whether its gradient was; empty where nobody asks.
+        skipped: updates left out.
+    """
+
+    def __init__(self, replicas: int = 0) -> None:
+        self.numbers: List[Tuple[Recorded, Tensor]] = []
+        self.outputs: List[Tuple[Recorded, List[Tensor]]] = []
+        self.places: List[int] = []
+        self.finite: List[Tensor] = []
+        self.skipped = 0
+        self._replicas = replicas
+
+    def add_outputs(self, recorded: Recorded, tensors: List[Tensor], place: int) -> None:
+        """Keep the outputs of a micro-batch of this execution, or add them to its replica's sum."""
+        if not self._replicas:
+            self.outputs.append((recorded, tensors))
+            self.places.append(place)
+        elif place < self._replicas:
+            wide = [t.to(torch.int64) if t.dtype == torch.bool else t.clone() for t in tensors]
+            self.outputs.append((recorded, wide))
+        else:
+            for total, tensor in zip(self.outputs[place % self._replicas][1], tensors):
+                # A smaller last micro-batch adds to the rows that it has.
+                rows = total[: tensor.shape[0]] if tensor.dim() else total
+                rows.add_(tensor)
+
+    def to_anchors(
+        self, engine: EmbeddedEngine, settings: Optional[Mapping[str, float]] = None
+    ) -> Tuple[Anchors, List[bool]]:
+        """Everything an execution hands back, in one copy, and which gradients were finite."""
+        flat = [torch.cat([n.reshape(-1) for _, n in self.numbers])] if self.numbers else []
+        flat += [torch.stack(self.finite)] if self.finite else []
+        for _, tensors in self.outputs:
+            flat += tensors
+        host = iter(engine.transfer.to_host(flat))
+        values = next(host).to(torch.float64) if self.numbers else torch.empty(0)
+        finite = next(host).tolist() if self.finite else []
+        outputs = [
+            recorded.outputs.rebuild([next(host) for _ in tensors])
+            for recorded, tensors in self.outputs
+        ]
+        losses, counts, logged, rules = self._unpack(values)
+        return (
+            Anchors(
+                losses, outputs, self.places, counts, logged, rules, settings or {}, self.skipped
+            ),
+            finite,
+        )
+
+    def _unpack(
+        self, values: Tensor
+    ) -> Tuple[Tensor, Optional[Tensor], Sequence[Dict[str, float]], Dict[str, LogRule]]:
+        """Losses, counts, logged values and how these are reduced."""
+        kinds = [recorded.reported for recorded, _ in self.numbers]
+        if all(kind is None or kind.size == 1 for kind in kinds):
+            return values.to(torch.float64), None, (), {}
+        losses, counts, logged = [], [], []
+        rules: Dict[str, LogRule] = {}
+        numbers = iter(values.tolist())
+        for kind in kinds:
+            assert kind is not None
+            losses.append(next(numbers))
+            counts += [next(numbers)] if kind.counted else []
+            logged.append({name: next(numbers) for name in kind.rules})
+            rules.update(kind.rules)
+        as_tensor = torch.tensor(counts, dtype=torch.float64) if counts else None
+        return torch.tensor(losses, dtype=torch.float64), as_tensor, logged, rules

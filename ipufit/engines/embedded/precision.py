@@ -1,0 +1,128 @@
+"""In which floating-point types a program computes: autocast, half-precision modules."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import Any, Callable, Iterator, List, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from ipufit import tree
+from ipufit.errors import ConfigurationError
+from ipufit.recipe import Precision
+
+__all__ = [
+    "autocast_state",
+    "check_precision",
+    "computing_in",
+    "refuse_missing_half",
+    "with_inputs_in",
+    "without_autocast",
+]
+
+
+def autocast_state(device: torch.device) -> Tuple[Any, ...]:
+    """Whether autocast is on for a device, and in which dtype."""
+    if hasattr(torch, "get_autocast_dtype"):
+        kind = device.type
+        return (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+    if device.type == "cpu":
+        return (torch.is_autocast_cpu_enabled(), torch.get_autocast_cpu_dtype())
+    return (torch.is_autocast_enabled(), torch.get_autocast_gpu_dtype())
+
+
+def without_autocast(
+    graph: Callable[..., List[Tensor]], arguments: Sequence[Tensor]
+) -> Callable[..., List[Tensor]]:
+    """The recorded graph as it is: the casts of its own autocast are operators in it."""
+    device = arguments[-1].device
+
+    def run(*tensors: Tensor) -> List[Tensor]:
+        if not autocast_state(device)[0]:
+            return graph(*tensors)
+        with torch.autocast(device.type, enabled=False):
+            return graph(*tensors)
+
+    return run
+
+
+@contextlib.contextmanager
+def computing_in(precision: Precision, device: torch.device) -> Iterator[None]:
+    """Autocast as the precision asks; None leaves an autocast of the user's as it is."""
+    if precision.autocast is None:
+        yield
+        return
+    # The cache would keep casts of weights from one recording to the next.
+    with torch.autocast(device.type, dtype=precision.autocast, cache_enabled=False):
+        yield
+
+
+def with_inputs_in(precision: Precision, batch: Any) -> Any:
+    """The batch (args, kwargs, target, sample_weight), floating-point inputs in the module's."""
+    if precision.inputs is None:
+        return batch
+
+    def cast(leaf: Any) -> Any:
+        floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.to(precision.inputs) if floating else leaf
+
+    args, kwargs, *rest = batch
+    return (tree.map_leaves(cast, args), tree.map_leaves(cast, kwargs), *rest)
+
+
+def check_precision(precision: Precision, module: nn.Module) -> None:
+    """Make sure that this torch and this module can compute like that.
+
+    Raises:
+        ConfigurationError: autocast to this type is missing, or parameters are of another type.
+    """
+    devices = {p.device.type for p in module.parameters()} or {"cpu"}
+    for device in devices if precision.autocast is not None else ():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                with torch.autocast(device, dtype=precision.autocast):
+                    state = autocast_state(torch.device(device))
+            except RuntimeError:
+                state = (False, None)
+        if state != (True, precision.autocast):
+            raise ConfigurationError(
+                f"precision={precision.name!r} needs autocast to {_short(precision.autocast)} on "
+                f"{device}, which torch {torch.__version__} does not have. Use 'mixed_bfloat16', "
+                "a newer torch, or None."
+            )
+    if precision.inputs is None:
+        return
+    for name, parameter in module.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype != precision.inputs:
+            raise ConfigurationError(
+                f"precision={precision.name!r} needs a module of {_short(precision.inputs)}, but "
+                f"{name!r} is {_short(parameter.dtype)}. Convert it first: module.to(torch."
+                f"{_short(precision.inputs)}), or use a mixed precision, which keeps the weights."
+            )
+
+
+@contextlib.contextmanager
+def refuse_missing_half() -> Iterator[None]:
+    """Say what to do where the CPU has no kernel for a half-precision type.
+
+    Raises:
+        ConfigurationError: naming the operator.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if "not implemented for 'Half'" not in text and "'BFloat16'" not in text:
+            raise
+        raise ConfigurationError(
+            "every operator of the program must exist in the chosen precision, but torch "
+            f"{torch.__version__} says on the CPU: {text.partition(chr(10))[0]}. Use float32, "
+            "'mixed_bfloat16', or a GPU."
+        ) from error
+
+
+def _short(dtype: Any) -> str:
+    return str(dtype).replace("torch.", "")

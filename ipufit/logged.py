@@ -1,0 +1,182 @@
+"""Values that a module or a loss reports from inside the program.
+
+While a micro-batch is recorded, :func:`log` puts tensors into a list that becomes part of the
+program's results; there is no call of it when the program runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+from typing import Any, Dict, Iterator, List, Optional
+
+import torch
+from torch import Tensor
+
+from ipufit.errors import ConfigurationError
+
+__all__ = ["Entry", "LogRule", "Running", "collecting", "log"]
+
+_REDUCTIONS = ("mean", "sum", "max", "min", "last")
+
+
+@dataclasses.dataclass(frozen=True)
+class LogRule:
+    """How the values of micro-batches become one.
+
+    Attributes:
+        reduce: "mean" (weighted with the samples), "sum", "max", "min" or "last".
+        on_update: whether History keeps a value for every update as well.
+        counted: whether a mean is weighted like the loss itself, which may be a mean over tokens.
+    """
+
+    reduce: str = "mean"
+    on_update: bool = False
+    counted: bool = False
+
+
+@dataclasses.dataclass
+class Entry:
+    """What one micro-batch has reported under one name."""
+
+    rule: LogRule
+    values: List[Tensor]
+
+    def joined(self) -> Tensor:
+        """One value of the micro-batch, shape (), float64."""
+        values = torch.stack(self.values) if len(self.values) > 1 else self.values[0].reshape(1)
+        if self.rule.reduce == "last":
+            return values[-1]
+        reduction: Any = {
+            "mean": torch.mean,
+            "sum": torch.sum,
+            "max": torch.amax,
+            "min": torch.amin,
+        }[self.rule.reduce]
+        result: Tensor = reduction(values)
+        return result
+
+
+Entries = Dict[str, Entry]
+_open: contextvars.ContextVar[Optional[Entries]] = contextvars.ContextVar("ipufit", default=None)
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[Entries]:
+    """What is logged inside the block, by name in the order of first use."""
+    entries: Entries = {}
+    token = _open.set(entries)
+    try:
+        yield entries
+    finally:
+        _open.reset(token)
+
+
+def log(name: str, value: Any, reduce: str = "mean", *, on_update: bool = False) -> None:
+    """Report a value from ``forward`` or from a loss; it becomes part of the program.
+
+    It appears in History, in the progress bar and in the logs of callbacks, with "val_" before the
+    name when validating. ``predict``, and a call of the module outside of ipufit, leave it aside.
+    Logged twice in one ``forward``, the values are reduced like those of micro-batches.
+
+    Args:
+        name: key in History. Not "loss", nor the name of a metric.
+        value: a tensor of one element, shape (), or a number. No gradient flows through it. A
+            number is what it was when the program was recorded.
+        reduce: over all micro-batches, replicas and updates of an epoch: "mean", in which every
+            sample counts the same, "sum", "max", "min" or "last".
+        on_update: keep the value of every update too, in ``History.updates``.
+
+    Raises:
+        ConfigurationError: a name, value or reduction that can't be logged, or one name with two
+            reductions.
+
+    >>> log("norm", torch.ones(3).norm())  # outside of a program: nothing to report to
+    """
+    _check(name, value, reduce, on_update)
+    entries = _open.get()
+    if entries is None:
+        return
+    value = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+    rule = LogRule(reduce, on_update)
+    entry = entries.setdefault(name, Entry(rule, []))
+    if entry.rule != rule:
+        raise ConfigurationError(
+            f"log must reduce {name!r} in one way, got {_words(entry.rule)} and {_words(rule)}. "
+            "Give the second value another name."
+        )
+    # In float64, in which every number of the narrower types is exact.
+    entry.values.append(value.reshape(()).to(torch.float64))
+
+
+def _words(rule: LogRule) -> str:
+    return f"reduce={rule.reduce!r}, on_update={rule.on_update}"
+
+
+def _check(name: object, value: object, reduce: object, on_update: object) -> None:
+    if not isinstance(name, str) or not name:
+        raise ConfigurationError(f"log needs a name, a string that is not empty, got {name!r}.")
+    if reduce not in _REDUCTIONS:
+        raise ConfigurationError(
+            f"log({name!r}): reduce must be one of {', '.join(map(repr, _REDUCTIONS))}, got "
+            f"{reduce!r}."
+        )
+    if type(on_update) is not bool:
+        raise ConfigurationError(
+            f"log({name!r}): on_update must be True or False, got {on_update!r}."
+        )
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and not value.is_complex():
+            return
+        came = f"a tensor of shape {tuple(value.shape)}, dtype {value.dtype}"
+    elif isinstance(value, (bool, int, float)):
+        return
+    else:
+        came = type(value).__name__
+    raise ConfigurationError(
+        f"log({name!r}) takes one real number, a tensor of one element, got {came}. Reduce it, for "
+        "example with .mean()."
+    )
+
+
+class Running:
+    """The value of one name over the micro-batches so far.
+
+    Args:
+        rule: how they become one.
+    """
+
+    def __init__(self, rule: LogRule) -> None:
+        self.rule = rule
+        self._total = 0.0
+        self._weight = 0.0
+        self._value = math.nan
+
+    def add(self, value: float, weight: float) -> None:
+        """One micro-batch, in stream order.
+
+        Args:
+            value: what it reported.
+            weight: how much it counts in a mean.
+        """
+        how = self.rule.reduce
+        if how == "mean":
+            self._total += value * weight
+            self._weight += weight
+        elif how == "sum":
+            self._total += value
+            self._weight = 1.0
+        elif how == "last" or not self._weight or math.isnan(value):
+            self._value, self._weight = value, 1.0
+        elif not math.isnan(self._value):
+            # A NaN stays: hidden, it would look as if all had been well.
+            self._value = (max if how == "max" else min)(self._value, value)
+
+    @property
+    def value(self) -> float:
+        """The value so far."""
+        if self.rule.reduce in ("mean", "sum"):
+            return self._total / self._weight if self._weight else math.nan
+        return self._value
