@@ -2,9 +2,11 @@
 
 from ipufit import callbacks, errors, optim
 from ipufit.history import History
+from ipufit.logged import log
 from ipufit.model import Model
 from ipufit.plan import Plan
+from ipufit.recipe import LossScale
 
-__all__ = ["History", "Model", "Plan", "callbacks", "errors", "optim"]
+__all__ = ["History", "LossScale", "Model", "Plan", "callbacks", "errors", "log", "optim"]
 
 __version__ = "0.1.0"

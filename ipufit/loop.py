@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any, Callable, Dict, List, Optional
 
 import torch
@@ -73,6 +74,7 @@ class Fit:
                 self.callbacks.call("on_epoch_end", epoch, logs)
                 if self.stopped():
                     break
+            self.job.program.adopt_averages()
         finally:
             self.callbacks.call("on_train_end", logs)
 
@@ -83,10 +85,22 @@ class Fit:
             if self.stopped():
                 break
         logs = dict(self.job.meter.values())
+        self._warn_of_skipped(epoch)
         if self.validate is not None:
             validation = self.validate(epoch, self.callbacks)
             logs.update({f"val_{name}": value for name, value in validation.items()})
         return logs
+
+    def _warn_of_skipped(self, epoch: int) -> None:
+        meter = self.job.meter
+        if meter.skipped and meter.skipped == meter.updates:
+            warnings.warn(
+                f"all {meter.updates} updates of epoch {epoch} were skipped, because their "
+                "gradients were not finite at the loss scale: nothing was learned. Choose a "
+                "smaller loss_scale, or 'dynamic'.",
+                UserWarning,
+                stacklevel=5,
+            )
 
     def _execution(self, batch: CombinedBatch, epoch: int) -> None:
         self.callbacks.call("on_train_batch_begin", self.job.meter.updates, {})
@@ -97,6 +111,7 @@ class Fit:
             error.epoch = epoch
             raise
         self.job.meter.add(batch, anchors)
+        self.callbacks.show_outputs(anchors.outputs)
         self.callbacks.call(
             "on_train_batch_end", self.job.meter.updates - 1, RunningLogs(self.job.meter)
         )

@@ -58,6 +58,8 @@ class Model:
         module: the user's module.
         history: of the last ``fit``, also one that was interrupted or failed.
         stop_training: set it to True in a callback to end ``fit`` with the present execution.
+        outputs: what the module returned in the last training execution, for each micro-batch that
+            ``output_mode`` chooses; filled for callbacks with ``wants_outputs``.
 
     Raises:
         ConfigurationError: the module or the engine is none.
@@ -78,6 +80,7 @@ class Model:
         self.module = module if device is None else module.to(device)
         self.history = History()
         self.stop_training = False
+        self.outputs: List[Any] = []
         self._make_engine = _engine_maker(engine)
         self._session: Optional[Session] = None
         self._plan: Optional[Plan] = None
@@ -218,6 +221,17 @@ class Model:
         """The torch optimizer that ``compile`` made or was given, its state up to date, or None."""
         return self._compiled("optimizer").optimizer
 
+    def swap_ema_weights(self) -> None:
+        """Exchange the trained weights and their moving averages; called again, back.
+
+        For callbacks during ``fit``, such as
+        :class:`ipufit.callbacks.SwapEMAWeights`. Training goes on with the weights only.
+
+        Raises:
+            ConfigurationError: not inside ``fit``, or ``compile`` was not told ``use_ema=True``.
+        """
+        self._compiled("swap_ema_weights").swap_averages()
+
     @property
     def capture_seconds(self) -> float:
         """Seconds spent on recording programs since ``compile``."""
@@ -303,7 +317,13 @@ class Model:
             validation = Validation(session, *given.held_out, given.seed)
         with training(self.module, session.loss.module):
             job = session.start(
-                given.source, given.plan, Mode.TRAIN, given.seed, "train", given.first_epoch
+                given.source,
+                given.plan,
+                Mode.TRAIN,
+                given.seed,
+                "train",
+                given.first_epoch,
+                wants_outputs=any(callback.wants_outputs for callback in given.callbacks),
             )
             with session.running(job):
                 if validation is not None:
@@ -312,7 +332,7 @@ class Model:
                 told = self._callbacks(given, job, given.last_epoch)
                 self.history.params = {
                     **told.params,
-                    **describe(job.plan, session.engine, given.source, given.seed),
+                    **describe(job.plan, session, given.source, given.seed),
                 }
                 try:
                     loop.Fit(

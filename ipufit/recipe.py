@@ -111,6 +111,19 @@ class OutputMode:
     kind: str = "all"
     every: int = 1
 
+    def check(self, device_iterations: int) -> None:
+        """Refuse an interval that does not fit into an execution.
+
+        Raises:
+            ConfigurationError: it does not divide the device iterations.
+        """
+        if device_iterations % self.every:
+            fitting = [n for n in range(1, device_iterations + 1) if device_iterations % n == 0]
+            raise ConfigurationError(
+                f"output_every must divide device_iterations ({device_iterations}), got "
+                f"{self.every}. Choose one of {', '.join(map(str, fitting))}."
+            )
+
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:

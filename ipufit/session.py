@@ -83,6 +83,21 @@ class Session:
         """Whether a training program has the weights."""
         return self._training is not None
 
+    def swap_averages(self) -> None:
+        """Exchange weights and their moving averages.
+
+        Raises:
+            ConfigurationError: there are none, or no program that keeps them.
+        """
+        if self.recipe.averaging is None or self._training is None:
+            has_none = self.recipe.averaging is None
+            missing = "use_ema=True in compile" if has_none else "a running fit"
+            raise ConfigurationError(
+                f"swap_ema_weights exchanges weights and their moving averages, which needs "
+                f"{missing}. Call it from a callback of a model compiled with use_ema=True."
+            )
+        self._training.swap_averages()
+
     def plan(
         self,
         source: Source,
@@ -104,7 +119,14 @@ class Session:
         )
 
     def start(
-        self, source: Source, plan: Plan, mode: Mode, seed: int, domain: str, epoch: int = 0
+        self,
+        source: Source,
+        plan: Plan,
+        mode: Mode,
+        seed: int,
+        domain: str,
+        epoch: int = 0,
+        wants_outputs: bool = False,
     ) -> Job:
         """Build and prepare a program for a loader; every fault shows before any work.
 
@@ -114,12 +136,15 @@ class Session:
             LossError: the loss can't be trained on.
             MetricError: the metrics don't fit the outputs and targets.
         """
+        if mode is Mode.TRAIN:
+            self.recipe.output_mode.check(plan.device_iterations)
         feed = Feed(source, mode, self.loss.in_module, seed, domain)
         first = feed.peek(epoch)
         _check_call(self.module, first, self.loss, source)
         plan = dataclasses.replace(plan, micro_batch_size=feed.micro_batch_size or first.size)
         metrics = MetricSet() if mode is Mode.PREDICT else self.metrics.fresh()
-        program = self.engine.build(self._spec(plan, mode, seed, domain, bool(metrics)))
+        spec = self._spec(plan, mode, seed, domain, bool(metrics) or wants_outputs)
+        program = self.engine.build(spec)
         if mode is Mode.TRAIN:
             self._training = program
         try:
@@ -347,10 +372,13 @@ def _shapes(batch: MicroBatch) -> str:
     return " and ".join(f"{tuple(leaf.shape)} {leaf.dtype}" for leaf in batch.leaves)
 
 
-def describe(job_plan: Plan, engine: Engine, source: Source, seed: Optional[int]) -> Dict[str, Any]:
+def describe(
+    job_plan: Plan, session: Session, source: Source, seed: Optional[int]
+) -> Dict[str, Any]:
     """How a run was made, for History."""
     return {
-        "engine": engine.name,
+        **session.recipe.describe(),
+        "engine": session.engine.name,
         "seed": seed,
         "micro_batch_size": job_plan.micro_batch_size,
         "gradient_accumulation": job_plan.gradient_accumulation,

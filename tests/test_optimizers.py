@@ -122,8 +122,12 @@ def test_the_state_left_behind_is_torchs(kind, options):
         for name, value in wanted.items():
             assert type(own[name]) is type(value)
             own_value, wanted_value = torch.as_tensor(own[name]), torch.as_tensor(value)
+            # RMSprop's momentum grows to 13 here; 1e-12 is meant for numbers around one.
+            scale = max(1.0, float(wanted_value.double().abs().max()))
             # Compares dtypes too.
-            torch.testing.assert_close(own_value, wanted_value, rtol=0, atol=1e-12, msg=name)
+            torch.testing.assert_close(
+                own_value, wanted_value, rtol=0, atol=1e-12 * scale, msg=name
+            )
     optimizer.load_state_dict(expected.state_dict())
 
 

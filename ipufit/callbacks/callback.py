@@ -22,9 +22,12 @@ class Callback:
     the execution.
 
     Attributes:
+        wants_outputs: of the class; whether ``model.outputs`` is filled during ``fit``.
         model: the :class:`ipufit.Model`.
         params: ``epochs``, ``updates`` (per epoch, None if unknown), ``samples`` and ``verbose``.
     """
+
+    wants_outputs = False
 
     def __init__(self) -> None:
         self.model: Any = None

@@ -27,9 +27,20 @@ class CallbackList:
     def __init__(self, callbacks: Sequence[Callback], model: Model, params: Dict[str, Any]) -> None:
         self.params = params
         self.callbacks = checked(callbacks)
+        self._model = model
         for callback in self.callbacks:
             callback.set_model(model)
             callback.set_params(params)
+
+    @property
+    def wants_outputs(self) -> bool:
+        """Whether a callback looks at the outputs of training executions."""
+        return any(callback.wants_outputs for callback in self.callbacks)
+
+    def show_outputs(self, outputs: List[Any]) -> None:
+        """Let the callbacks that want them find the outputs of an execution in the model."""
+        if self.wants_outputs:
+            self._model.outputs = outputs
 
     def call(self, hook: str, *args: Any) -> None:
         """Call one hook, such as "on_epoch_end", of every callback."""

@@ -69,8 +69,10 @@ def clipped(gradients: Sequence[Tensor], blocks: Sequence[Block], clip: Clip) ->
 def _norm(gradient: Tensor) -> Tensor:
     # The square of a half-precision number overflows at 256.
     wide = torch.promote_types(gradient.dtype, torch.float32)
-    return torch.linalg.vector_norm(gradient, dtype=wide)
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=wide)
+    return norm
 
 
 def _factor(norm: Tensor, largest: float) -> Tensor:
-    return torch.div(torch.full_like(norm, largest), norm + 1e-6).clamp(max=1.0)
+    factor: Tensor = torch.div(torch.full_like(norm, largest), norm + 1e-6).clamp(max=1.0)
+    return factor

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import List, Optional, Sequence
 
+import torch
+from torch import Tensor
+
+from ipufit.errors import NonFiniteLossError
 from ipufit.recipe import LossScale
 
-__all__ = ["ScaleState"]
+__all__ = ["ScaleState", "Scaler"]
+
+# Halved from 2**15 so far, the scale has nothing to do with the trouble any more.
+_SMALLEST = 2.0**-24
+# Doubled beyond this, the scaled loss itself leaves the range of float32.
+_LARGEST = 2.0**100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,5 +40,65 @@ class ScaleState:
             return ScaleState(self.value / 2)
         if self.good + 1 < rule.growth_interval:
             return ScaleState(self.value, self.good + 1)
-        # Beyond this the scaled loss itself leaves the range of float32.
-        return ScaleState(min(self.value * 2, 2.0**100))
+        return ScaleState(min(self.value * 2, _LARGEST))
+
+
+class Scaler:
+    """Decides which updates are skipped.
+
+    Args:
+        rule: how the factor changes.
+        state: where an earlier program left it; None starts anew.
+
+    Attributes:
+        state: the present factor.
+    """
+
+    def __init__(self, rule: LossScale, state: Optional[ScaleState]) -> None:
+        self._rule = rule
+        self.state = state or ScaleState(rule.initial)
+
+    @property
+    def value(self) -> float:
+        """The present factor."""
+        return self.state.value
+
+    def tensor(self, device: torch.device) -> Tensor:
+        """The present factor, shape ()."""
+        return torch.full((), self.state.value, device=device)
+
+    def judge(
+        self,
+        gradients: Sequence[Tensor],
+        left_out: Optional[bool],
+        seen: List[Tensor],
+        update: int,
+    ) -> bool:
+        """Whether an update is skipped; the factor follows.
+
+        Args:
+            gradients: of the update, reduced.
+            left_out: whether it is known to be skipped; None to look at its gradients at once.
+            seen: takes whether they are finite, for whoever looks later.
+            update: its index.
+
+        Raises:
+            NonFiniteLossError: no factor, however small, makes the gradients finite.
+        """
+        finite = torch.stack([gradient.isfinite().all() for gradient in gradients]).all()
+        if left_out is None:
+            left_out = not bool(finite)
+        else:
+            seen.append(finite)
+        state = self.state.after(not left_out, self._rule)
+        if left_out and self._rule.dynamic and state.value < _SMALLEST:
+            raise NonFiniteLossError(
+                "the gradient must be finite at some loss scale, but it was not down to "
+                f"{self.state.value:g} in update {update}. The weights, buffers and optimizer "
+                "state are those from before that update. Look for a division by zero or a root at "
+                "zero in the backward pass.",
+                update,
+                math.nan,
+            )
+        self.state = state
+        return left_out

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Set, Tuple, Union
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor
@@ -13,8 +14,10 @@ from ipufit.engines.embedded.averages import Averages
 from ipufit.engines.embedded.base import BaseProgram, on_host
 from ipufit.engines.embedded.clipping import Finish
 from ipufit.engines.embedded.collected import Collected
+from ipufit.engines.embedded.following import follow_the_module
+from ipufit.engines.embedded.reduction import Reduction
 from ipufit.engines.embedded.replicas import copy_of, put_back
-from ipufit.engines.embedded.scaling import ScaleState
+from ipufit.engines.embedded.scaling import Scaler, ScaleState
 from ipufit.engines.embedded.sharing import refuse_shared_memory
 from ipufit.engines.embedded.step import public_name
 from ipufit.engines.embedded.storage import Block, FlatStorage
@@ -27,7 +30,6 @@ from ipufit.program import (
     Prepared,
     ProgramSpec,
     TrainState,
-    loss_counts,
 )
 from ipufit.recipe import outputs_wanted
 
@@ -38,9 +40,6 @@ __all__ = ["TrainingProgram"]
 
 # The micro-batches of an update, each with what is recorded for it.
 Update = Sequence[Tuple[MicroBatch, "Recorded"]]
-
-# Halved from 2**15 so far, a scale has nothing to do with the trouble any more.
-_SMALLEST_SCALE = 2.0**-24
 
 
 class TrainingProgram(BaseProgram):
@@ -55,7 +54,6 @@ class TrainingProgram(BaseProgram):
         assert spec.optimizer is not None
         assert spec.loss is not None
         self._optimizer = spec.optimizer
-        self._summed = spec.loss.reduction == "sum"
         owned = {id(p) for group in spec.optimizer.param_groups for p in group["params"]}
         self._trained = [
             name for name, p in self._parameters.items() if p.requires_grad and id(p) in owned
@@ -64,16 +62,12 @@ class TrainingProgram(BaseProgram):
         self._frozen = [name for name in self._parameters if name not in trained]
         refuse_shared_memory(self._trained, self._parameters, self._buffers)
         recipe = spec.recipe
-        self._accumulation = recipe.accumulation_dtype
-        self._gradient_sum = recipe.gradient_reduction == "sum"
-        self._normalize = spec.loss.normalize
+        self._reduction = Reduction(spec)
         finish = Finish(recipe.clip, recipe.accumulation_dtype)
         scheduled = recipe.schedule is not None
         self._updater = updater_for(spec.optimizer, engine.optimizer_graphs, finish, scheduled)
         self._averages: Optional[Averages] = None
-        self._scale: Optional[ScaleState] = None
-        if recipe.loss_scale is not None:
-            self._scale = engine.scale or ScaleState(recipe.loss_scale.initial)
+        self._scaler = Scaler(recipe.loss_scale, engine.scale) if recipe.loss_scale else None
         self._replicas = engine.replicas.recall(spec.plan.replicas, self._buffers)
         self._storage = FlatStorage([])
         self._reached: Tuple[str, ...] = ()
@@ -153,7 +147,7 @@ class TrainingProgram(BaseProgram):
         micro_batches = [micro_batch.to(self._device) for micro_batch in batch.micro_batches]
         self._follow_the_optimizer()
         work = [(micro_batch, self._recorded(micro_batch)) for micro_batch in micro_batches]
-        self._follow_the_module()
+        follow_the_module(self._step, self._parameters, self._buffers, self._storage)
         group = self._spec.plan.micro_batches_per_update
         updates = [work[i : i + group] for i in range(0, len(work), group)]
         start, schedule = self.updates, self._spec.recipe.schedule
@@ -236,8 +230,8 @@ class TrainingProgram(BaseProgram):
         settings = {}
         if self._spec.recipe.schedule is not None:
             settings["learning_rate"] = float(rows[-1][0]["lr"])
-        if self._scale is not None:
-            settings["loss_scale"] = self._scale.value
+        if self._scaler is not None:
+            settings["loss_scale"] = self._scaler.value
         return settings
 
     def _follow_the_optimizer(self) -> None:
@@ -255,34 +249,6 @@ class TrainingProgram(BaseProgram):
                 "brings it up to date, or change it at the end of an epoch."
             )
         self._let_go()
-
-    def _follow_the_module(self) -> None:
-        """Take over what a callback has put into parameters by other means than in place.
-
-        Raises:
-            ConfigurationError: a parameter or buffer is another object now.
-        """
-        now: Dict[str, Tensor] = {**dict(self._step.named_parameters())}
-        now.update(self._step.named_buffers())
-        for name, tensor in {**self._parameters, **self._buffers}.items():
-            if now.get(name) is not tensor:
-                raise ConfigurationError(
-                    f"{public_name(name)!r} was replaced or removed during fit, but the program "
-                    "works on the one that was there at its start. Change values in place, or call "
-                    "fit again after changing the module."
-                )
-        for flat, block in zip(self._storage.flats, self._storage.blocks):
-            for slot in block.slots:
-                view, data = slot.view(flat), slot.parameter.data
-                if data.data_ptr() == view.data_ptr():
-                    continue
-                if (data.shape, data.dtype, data.device) != (view.shape, view.dtype, view.device):
-                    raise ConfigurationError(
-                        f"{public_name(slot.name)!r} changed its shape, dtype or device during "
-                        "fit. Change the module between two calls of fit."
-                    )
-                view.copy_(data)
-                slot.parameter.data = view
 
     def _update(
         self,
@@ -304,7 +270,9 @@ class TrainingProgram(BaseProgram):
         saved = [copy_of(buffers) for buffers in self._replicas]
         try:
             gradients = self._gradients(update, first, wanted, collected)
-            skip = self._is_skipped(gradients, collected, left_out)
+            skip = False
+            if self._scaler is not None:
+                skip = self._scaler.judge(gradients, left_out, collected.finite, self.updates)
         except BaseException:
             for buffers, values in zip(self._replicas, saved):
                 put_back(buffers, values)
@@ -318,79 +286,26 @@ class TrainingProgram(BaseProgram):
         if self._averages is not None and not skip:
             self._averages.move(self._storage.flats, self.updates)
 
-    def _is_skipped(
-        self, gradients: Sequence[Tensor], collected: Collected, left_out: Optional[bool]
-    ) -> bool:
-        """Whether a scaled gradient has left the range of its type; the scale follows."""
-        rule = self._spec.recipe.loss_scale
-        if rule is None or self._scale is None:
-            return False
-        finite = torch.stack([gradient.isfinite().all() for gradient in gradients]).all()
-        if left_out is None:
-            left_out = not bool(finite)
-        else:
-            collected.finite.append(finite)
-        scale = self._scale.after(not left_out, rule)
-        if left_out and rule.dynamic and scale.value < _SMALLEST_SCALE:
-            raise NonFiniteLossError(
-                "the gradient must be finite at some loss scale, but it was not down to "
-                f"{self._scale.value:g} in update {self.updates}. The weights and optimizer state "
-                "are those from before that update. Look for a division by zero or a root at zero "
-                "in the backward pass.",
-                self.updates,
-                math.nan,
-            )
-        self._scale = scale
-        return left_out
-
     def _gradients(
         self, update: Update, first: int, wanted: Set[int], collected: Collected
     ) -> List[Tensor]:
         """Reduced over the micro-batches of one update, one flat tensor per block."""
         blocks = len(self._storage.blocks)
-        factors, factor = self._factors([batch.size for batch, _ in update])
-        extra = [] if self._scale is None else [self._scale_tensor(self._scale.value)]
-        total: List[Tensor] = []
-        whole: Optional[Tensor] = None
+        total = self._reduction.start([batch.size for batch, _ in update])
+        scale = [] if self._scaler is None else [self._scaler.tensor(self._device)]
         for place, (batch, recorded) in enumerate(update):
             self._seed(recorded, self.updates, place)
             state = self._states[place % len(self._states)]
-            numbers, *rest = recorded.run(*state, *batch.leaves, *extra)
-            own = rest[len(rest) - blocks :]
+            numbers, *rest = recorded.run(*state, *batch.leaves, *scale)
+            outputs, own = rest[: len(rest) - blocks], rest[len(rest) - blocks :]
             if self._check_at_once:
                 self._refuse_non_finite((numbers[0] if numbers.dim() else numbers).item())
             collected.numbers.append((recorded, numbers))
             if first + place in wanted:
-                collected.add_outputs(recorded, rest[: len(rest) - blocks], first + place)
-            own = [gradient.to(self._accumulation or gradient.dtype) for gradient in own]
-            if recorded.reported is not None and recorded.reported.counted:
-                count = numbers[1]
-                whole = count if whole is None else whole + count
-                total = _add(total, own, count)
-            else:
-                total = _add(total, own, factors[place])
-        if whole is not None:
-            # Where nothing counted, nothing is learned: the gradients are zero, and stay so.
-            shares = torch.where(whole > 0, whole.reciprocal(), torch.zeros_like(whole))
-            total = [gradient.mul_(shares) for gradient in total]
-            factor = 1.0
-        if self._scale is not None:
-            factor /= self._scale.value
-        return [gradient.mul_(factor) for gradient in total] if factor != 1 else total
-
-    def _scale_tensor(self, value: float) -> Tensor:
-        return torch.full((), value, device=self._device)
-
-    def _factors(self, sizes: List[int]) -> Tuple[List[float], float]:
-        """What each micro-batch's gradient is multiplied with, and then their sum."""
-        full, summed = self._spec.plan.micro_batch_size, self._gradient_sum
-        if self._normalize == "micro_batches":
-            return [1.0] * len(sizes), 1.0 if summed else 1 / len(sizes)
-        whole = full if summed else sum(sizes)
-        weights = [count / whole for count in loss_counts(sizes, full, self._summed)]
-        if len(set(sizes)) == 1:
-            return [1.0] * len(sizes), weights[0]
-        return weights, 1.0
+                collected.add_outputs(recorded, outputs, first + place)
+            is_counted = recorded.reported is not None and recorded.reported.counted
+            total.add(own, numbers[1] if is_counted else None)
+        return total.reduced(1.0 if self._scaler is None else self._scaler.value)
 
     def _refuse_non_finite(self, value: float) -> None:
         if not math.isfinite(value):
@@ -414,10 +329,13 @@ class TrainingProgram(BaseProgram):
         flats = [flat.clone() for flat in self._storage.flats]
         buffers = [copy_of(own) for own in self._replicas]
         averages = self._averages.snapshot() if self._averages is not None else None
-        return flats, buffers, self._updater.snapshot(), averages, self._scale, self.updates
+        scale = self._scaler.state if self._scaler is not None else None
+        return flats, buffers, self._updater.snapshot(), averages, scale, self.updates
 
     def _restore(self, snapshot: Any) -> None:
-        flats, buffers, state, averages, self._scale, self.updates = snapshot
+        flats, buffers, state, averages, scale, self.updates = snapshot
+        if self._scaler is not None:
+            self._scaler.state = scale
         for flat, value in zip(self._storage.flats, flats):
             flat.copy_(value)
         for own, values in zip(self._replicas, buffers):
@@ -441,7 +359,7 @@ class TrainingProgram(BaseProgram):
             self._spec.seed,
             self.updates,
             on_host(averages),
-            (self._scale.value, self._scale.good) if self._scale is not None else None,
+            dataclasses.astuple(self._scaler.state) if self._scaler is not None else None,
             schedule.state_dict() if schedule is not None else None,
         )
 
@@ -459,8 +377,8 @@ class TrainingProgram(BaseProgram):
         self._engine.averages = {
             names[name]: tensor.to(self._device) for name, tensor in state.averages.items()
         }
-        if state.loss_scale is not None:
-            self._scale = ScaleState(*state.loss_scale)
+        if self._scaler is not None and state.loss_scale is not None:
+            self._scaler.state = ScaleState(*state.loss_scale)
         if self._spec.recipe.schedule is not None and state.schedule is not None:
             self._spec.recipe.schedule.load_state_dict(state.schedule)
         self.updates = state.updates
@@ -506,7 +424,8 @@ class TrainingProgram(BaseProgram):
         if self._reached:
             self.publish()
             self._engine.replicas.keep(self._replicas)
-            self._engine.scale = self._scale
+            if self._scaler is not None:
+                self._engine.scale = self._scaler.state
             if self._averages is not None and self._averages.swapped:
                 self._averages.swap(self._storage.flats)
         self._keep_averages()
@@ -523,19 +442,6 @@ def _signature(optimizer: torch.optim.Optimizer) -> object:
         for parameter, state in optimizer.state.items()
         for name, value in state.items()
     }
-
-
-def _add(
-    total: List[Tensor], gradients: Sequence[Tensor], factor: Union[float, Tensor]
-) -> List[Tensor]:
-    """Add gradients, times a factor, to the sum; the first ones become the sum."""
-    if isinstance(factor, Tensor):
-        gradients, factor = [g.mul_(factor) for g in gradients], 1.0
-    if not total:
-        return [g.mul_(factor) if factor != 1 else g for g in gradients]
-    for t, g in zip(total, gradients):
-        t.add_(g, alpha=factor)
-    return total
 
 
 def _first_lost(updates: Sequence[Update], losses: Tensor) -> Optional[int]:

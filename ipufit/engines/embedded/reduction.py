@@ -1,0 +1,88 @@
+"""From the gradients of micro-batches to that of an update."""
+
+from __future__ import annotations
+
+from typing import List, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from ipufit.program import ProgramSpec, loss_counts
+
+__all__ = ["GradientSum", "Reduction"]
+
+
+class Reduction:
+    """How the micro-batches of an update share in its gradient.
+
+    Args:
+        spec: says what a loss is a mean over, and whether means are averaged or added up.
+    """
+
+    def __init__(self, spec: ProgramSpec) -> None:
+        assert spec.loss is not None
+        self._micro_batch_size = spec.plan.micro_batch_size
+        self._is_sum = spec.recipe.gradient_reduction == "sum"
+        self._loss_is_sum = spec.loss.reduction == "sum"
+        self._equally = spec.loss.normalize == "micro_batches"
+        self._dtype = spec.recipe.accumulation_dtype
+
+    def start(self, sizes: Sequence[int]) -> GradientSum:
+        """A sum over micro-batches of these sizes."""
+        if self._equally:
+            share = 1.0 if self._is_sum else 1 / len(sizes)
+            return GradientSum([1.0] * len(sizes), share, self._dtype)
+        full = self._micro_batch_size
+        whole = full if self._is_sum else sum(sizes)
+        weights = [count / whole for count in loss_counts(sizes, full, self._loss_is_sum)]
+        if len(set(sizes)) == 1:
+            return GradientSum([1.0] * len(sizes), weights[0], self._dtype)
+        return GradientSum(weights, 1.0, self._dtype)
+
+
+class GradientSum:
+    """Adds up flat gradients, one tensor per block.
+
+    Args:
+        factors: of each micro-batch whose loss stands for its samples.
+        share: of the sum.
+        dtype: of the sum; None for that of the gradients.
+    """
+
+    def __init__(
+        self, factors: Sequence[float], share: float, dtype: Optional[torch.dtype]
+    ) -> None:
+        self._factors = iter(factors)
+        self._share = share
+        self._dtype = dtype
+        self._total: List[Tensor] = []
+        self._counted: Optional[Tensor] = None
+
+    def add(self, gradients: Sequence[Tensor], count: Optional[Tensor]) -> None:
+        """The gradients of the next micro-batch, which may be changed in place.
+
+        Args:
+            gradients: one flat tensor per block.
+            count: what the loss is a mean over, shape (); None where it is the samples.
+        """
+        factor = next(self._factors)
+        gradients = [gradient.to(self._dtype or gradient.dtype) for gradient in gradients]
+        if count is not None:
+            self._counted = count if self._counted is None else self._counted + count
+            gradients, factor = [gradient.mul_(count) for gradient in gradients], 1.0
+        if not self._total:
+            self._total = [g.mul_(factor) if factor != 1 else g for g in gradients]
+            return
+        for total, gradient in zip(self._total, gradients):
+            total.add_(gradient, alpha=factor)
+
+    def reduced(self, loss_scale: float) -> List[Tensor]:
+        """The gradient of the update, of a loss that was not scaled."""
+        share: float = self._share / loss_scale
+        if self._counted is not None:
+            whole = self._counted
+            # Where nothing counted the gradients are zero, and stay so.
+            shares = torch.where(whole > 0, whole.reciprocal(), torch.zeros_like(whole))
+            self._total = [total.mul_(shares) for total in self._total]
+            share = 1 / loss_scale
+        return [total.mul_(share) for total in self._total] if share != 1 else self._total
