@@ -74,5 +74,5 @@ def _norm(gradient: Tensor) -> Tensor:
 
 
 def _factor(norm: Tensor, largest: float) -> Tensor:
-    factor: Tensor = torch.div(torch.full_like(norm, largest), norm + 1e-6).clamp(max=1.0)
-    return factor
+    factor: Tensor = largest / (norm + 1e-6)
+    return factor.clamp(max=1.0)
