@@ -25,6 +25,7 @@ class Meter:
         samples: seen so far in this epoch.
         updates: done so far in this epoch, skipped ones included.
         skipped: updates left out because their gradient was not finite.
+        last_loss: mean over the last execution.
         by_update: of names logged with ``on_update``, the value of every update.
     """
 
@@ -39,6 +40,7 @@ class Meter:
         self.samples = self.updates = self.skipped = 0
         self.by_update: Dict[str, List[float]] = {}
         self._total = self._weight = 0.0
+        self.last_loss = float("nan")
         self._logged: Dict[str, Running] = {}
         self._settings: Dict[str, float] = {}
         self._values: Optional[Dict[str, float]] = None
@@ -52,10 +54,14 @@ class Meter:
         counts = counted or loss_counts(sizes, self._plan.micro_batch_size, summed)
         # One after another, so that the sum has the same bits however an epoch is cut into
         # executions.
+        total = 0.0
         for count, loss in zip(counts, anchors.losses.tolist()):
             self._total += count * loss
+            total += count * loss
         for weight in counted or sizes:
             self._weight += weight
+        weight = sum(counted or sizes)
+        self.last_loss = total / weight if weight else float("nan")
         self._add_logged(anchors, sizes, counted or sizes)
         self.samples += sum(sizes)
         self.updates += -(-len(sizes) // self._plan.micro_batches_per_update)

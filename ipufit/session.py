@@ -66,8 +66,8 @@ class Session:
         self.updates = 0
         self._optimizer = optimizer
         self.recipe = recipe
-        self._auto_round_ipus = auto_round_ipus
-        self._run_eagerly = run_eagerly
+        self.auto_round_ipus = auto_round_ipus
+        self.run_eagerly = run_eagerly
         self._training: Optional[Program] = None
         self._left_out = self._outside_optimizer()
 
@@ -115,7 +115,7 @@ class Session:
             samples=source.samples,
             dropped=source.dropped,
             training=training,
-            auto_round_ipus=self._auto_round_ipus,
+            auto_round_ipus=self.auto_round_ipus,
         )
 
     def start(
@@ -175,7 +175,7 @@ class Session:
             domain=domain,
             first_update=self.updates,
             recipe=self.recipe,
-            run_eagerly=self._run_eagerly,
+            run_eagerly=self.run_eagerly,
         )
 
     def _probe(self, metrics: MetricSet, outputs: Any, first: MicroBatch) -> None:
@@ -200,7 +200,7 @@ class Session:
         """How the program of this session runs, in one or two lines."""
         names = [p.device for p in self.module.parameters()]
         device = str(names[0]) if names else "cpu"
-        how = "the module itself, eagerly" if self._run_eagerly else "one recorded program"
+        how = "the module itself, eagerly" if self.run_eagerly else "one recorded program"
         optimizer = type(self._optimizer).__name__ if self._optimizer else "no optimizer"
         text = (
             f"Runs {how} on the {self.engine.name} engine, device {device}, with "

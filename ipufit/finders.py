@@ -1,0 +1,199 @@
+"""Short trainings that look for a setting, on the user's own module, and leave no trace in it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator as IteratorType
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+
+import torch
+
+from ipufit import loop
+from ipufit.callbacks import CallbackList
+from ipufit.data.source import Source
+from ipufit.errors import ConfigurationError, DataError, NonFiniteLossError
+from ipufit.history import History
+from ipufit.keeping import everything_kept
+from ipufit.loop import Job
+from ipufit.lr_finder import LearningRates, RangeTest
+from ipufit.metrics import MetricSet
+from ipufit.modes import training
+from ipufit.plan import Plan
+from ipufit.program import CombinedBatch, Engine, Mode
+from ipufit.schedules import resolve_schedule
+from ipufit.session import Session
+
+__all__ = ["BatchSize", "Trial", "find_batch_size", "find_lr"]
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSize:
+    """What a search for a batch size found.
+
+    Attributes:
+        batch_size: the largest micro-batch that ran.
+        gradient_accumulation: with it, an update has the wished number of samples.
+        tried: (batch_size, samples per second or None where memory ran out), in order. The rates
+            are those of one update and only a hint.
+    """
+
+    batch_size: int
+    gradient_accumulation: int
+    tried: Tuple[Tuple[int, Optional[float]], ...]
+
+
+class Trial:
+    """Trains for a while, and puts everything back.
+
+    Args:
+        session: what ``compile`` fixed.
+        make_engine: an engine of the trial's own, so that no recording of it stays either.
+    """
+
+    def __init__(self, session: Session, make_engine: Callable[[], Engine]) -> None:
+        if session.is_training:
+            raise ConfigurationError(
+                "a search trains the model, so it can't be started inside fit, from a callback or "
+                "the data. Start it when fit has returned."
+            )
+        if session.optimizer is None:
+            raise ConfigurationError(
+                "a search needs an optimizer, but compile(optimizer=None) made a model that can "
+                "only evaluate and predict. Call compile with one, such as optimizer='adam'."
+            )
+        self._session = session
+        self._make_engine = make_engine
+
+    @contextlib.contextmanager
+    def running(self, source: Source, plan: Plan, seed: int, **recipe: Any) -> Iterator[Job]:
+        """A job on the user's module; afterwards all is as it was."""
+        session = self._session
+        if isinstance(source.loader, IteratorType):
+            raise DataError(
+                f"{source.role} must be readable again after a search, got a "
+                f"{type(source.loader).__name__}, which can be read only once. Pass a DataLoader "
+                "or another object whose __iter__ starts anew."
+            )
+        optimizer = session.optimizer
+        trial = Session(
+            session.module,
+            optimizer,
+            session.loss,
+            MetricSet(),
+            self._make_engine(),
+            dataclasses.replace(session.recipe, averaging=None, **recipe),
+            session.auto_round_ipus,
+            session.run_eagerly,
+        )
+        modules = [session.module, session.loss.module]
+        with everything_kept(modules, optimizer), training(*modules):
+            job = trial.start(source, plan, Mode.TRAIN, seed, "train")
+            with trial.running(job):
+                yield job
+
+
+def find_lr(
+    trial: Trial,
+    source: Source,
+    plan: Plan,
+    optimizer: torch.optim.Optimizer,
+    rates: List[float],
+    seed: int,
+    model: Any,
+) -> LearningRates:
+    """Train with a learning rate that grows with every update.
+
+    Args:
+        trial: where.
+        source: data; read as often as needed.
+        plan: batch algebra with one device iteration.
+        optimizer: whose groups keep the ratios of their rates.
+        rates: of the first group, by update.
+        seed: of all random numbers.
+        model: for the callback.
+    """
+    first = float(optimizer.param_groups[0]["lr"]) or 1.0
+    ratios = [float(group["lr"]) / first or 1.0 for group in optimizer.param_groups]
+    tables: List[Dict[str, Callable[[int], float]]] = [
+        {"lr": lambda update, ratio=ratio: ratio * rates[min(update, len(rates) - 1)]}  # type: ignore[misc]
+        for ratio in ratios
+    ]
+    with trial.running(
+        source, plan, seed, schedule=resolve_schedule(tables, optimizer, "update")
+    ) as job:
+        watch = RangeTest(rates, job.meter)
+        callbacks = CallbackList([watch], model, {})
+        blew_up = False
+        try:
+            fit = loop.Fit(job, callbacks, History(), None, lambda: watch.done)
+            fit.run(0, len(rates))
+        except NonFiniteLossError:
+            blew_up = True
+        result = watch.result(blew_up)
+    if not result.losses:
+        raise ConfigurationError(
+            f"a range test needs a finite loss at its lowest rate, but it was not at {rates[0]:g}. "
+            "Look for non-finite data, or lower min_lr."
+        )
+    return result
+
+
+def find_batch_size(
+    trial: Trial,
+    source_of: Callable[[int], Source],
+    plan_of: Callable[[Source, int], Plan],
+    candidates: List[Tuple[int, int]],
+    seed: int,
+) -> BatchSize:
+    """Run one update with larger and larger micro-batches until memory runs out.
+
+    Args:
+        trial: where.
+        source_of: the data, in micro-batches of a size.
+        plan_of: batch algebra for them and a gradient accumulation.
+        candidates: (batch size, gradient accumulation), growing.
+        seed: of all random numbers.
+    """
+    tried: List[Tuple[int, Optional[float]]] = []
+    best: Optional[Tuple[int, int]] = None
+    for size, accumulation in candidates:
+        try:
+            rate = _one_update(trial, source_of(size), plan_of, accumulation, seed)
+        except Exception as error:
+            if not _is_out_of_memory(error):
+                raise
+            tried.append((size, None))
+            break
+        tried.append((size, rate))
+        best = (size, accumulation)
+    if best is None:
+        raise ConfigurationError(
+            f"the smallest micro-batch must fit into memory, but {candidates[0][0]} samples do "
+            "not. Pass a smaller `start`, or make the module smaller."
+        )
+    return BatchSize(*best, tuple(tried))
+
+
+def _one_update(
+    trial: Trial,
+    source: Source,
+    plan_of: Callable[[Source, int], Plan],
+    accumulation: int,
+    seed: int,
+) -> float:
+    with trial.running(source, plan_of(source, accumulation), seed) as job:
+        # More than one: from the second on, the sum of gradients is there beside the next one.
+        count = min(2, job.plan.micro_batches_per_update)
+        start = time.perf_counter()
+        job.program.run(CombinedBatch([job.first] * count))
+        return count * job.first.size / (time.perf_counter() - start)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    texts = ("out of memory", "not enough memory", "can't allocate memory")
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error).lower() for text in texts)
+    )
+

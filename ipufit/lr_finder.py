@@ -1,0 +1,163 @@
+"""Which learning rate to start from: one short training with a rate that grows.
+
+The range test of Smith, "Cyclical learning rates for training neural networks" (2017), section 3.3,
+with an exponential range and a smoothed loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from typing import Any, List, Mapping, Optional, Tuple, Union
+
+from ipufit.callbacks import Callback
+from ipufit.errors import ConfigurationError
+from ipufit.meter import Meter
+
+__all__ = ["LearningRates", "RangeTest", "check_range"]
+
+# Share of the old value in the smoothed loss.
+_SMOOTHING = 0.9
+# A smoothed loss of so many times its best one has left the road.
+_DIVERGED = 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LearningRates:
+    """What a range test saw.
+
+    Attributes:
+        learning_rates: of the first parameter group, by update.
+        losses: of each update, before it.
+        smoothed: the same, exponentially averaged without bias.
+        diverged: whether the test ended because the loss had grown to four times its best.
+    """
+
+    learning_rates: Tuple[float, ...]
+    losses: Tuple[float, ...]
+    smoothed: Tuple[float, ...]
+    diverged: bool
+
+    @property
+    def suggestion(self) -> Optional[float]:
+        """The rate at which the smoothed loss fell fastest; None where it never fell."""
+        slopes = [
+            (after - before, rate)
+            for before, after, rate in zip(
+                self.smoothed, self.smoothed[2:], self.learning_rates[1:]
+            )
+        ]
+        falling = [slope for slope in slopes if slope[0] < 0]
+        return min(falling)[1] if falling else None
+
+    def plot(self, path: Optional[Union[str, os.PathLike[str]]] = None) -> Any:
+        """Draw the loss over the learning rate.
+
+        Args:
+            path: where to save the picture (the suffix chooses the format); None to only return it.
+
+        Returns:
+            The matplotlib ``Figure``.
+
+        Raises:
+            ConfigurationError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ConfigurationError(
+                "LearningRates.plot needs matplotlib, which is not installed. Run: "
+                "pip install ipufit[plot]"
+            ) from error
+        figure = Figure(figsize=(6.0, 3.8), layout="constrained")
+        FigureCanvasAgg(figure)
+        panel = figure.subplots()
+        panel.plot(self.learning_rates, self.losses, color="0.75", linewidth=1, label="each update")
+        panel.plot(self.learning_rates, self.smoothed, color="C0", linewidth=2, label="smoothed")
+        suggestion = self.suggestion
+        if suggestion is not None:
+            panel.axvline(suggestion, color="C1", linestyle="--", label=f"steepest, {suggestion:.2g}")
+        panel.set_xscale("log")
+        # The last points of a test that diverged would flatten all others.
+        low, high = min(self.smoothed), max(self.smoothed[0], min(self.smoothed)) * 1.5
+        panel.set_ylim(low - 0.1 * (high - low), high)
+        panel.set_xlabel("learning rate")
+        panel.set_ylabel("loss")
+        panel.grid(alpha=0.3)
+        panel.legend(frameon=False)
+        if path is not None:
+            figure.savefig(path, dpi=120)
+        return figure
+
+    def __repr__(self) -> str:
+        suggestion = self.suggestion
+        found = "no suggestion" if suggestion is None else f"suggestion {suggestion:.3g}"
+        first, last = self.learning_rates[0], self.learning_rates[-1]
+        return f"LearningRates({len(self.losses)} updates from {first:.3g} to {last:.3g}, {found})"
+
+
+def check_range(min_lr: Any, max_lr: Any, updates: Any) -> None:
+    """Refuse a range that can't be tested.
+
+    Raises:
+        ConfigurationError: rates that are not positive and growing, or too few updates.
+    """
+    for name, value in (("min_lr", min_lr), ("max_lr", max_lr)):
+        usable = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not usable or not math.isfinite(value) or value <= 0:
+            raise ConfigurationError(f"{name} must be a positive number, got {value!r}.")
+    if min_lr >= max_lr:
+        raise ConfigurationError(
+            f"max_lr must be more than min_lr, got {max_lr!r} and {min_lr!r}. Try min_lr=1e-7, "
+            "max_lr=10."
+        )
+    if isinstance(updates, bool) or not isinstance(updates, int) or updates < 3:
+        raise ConfigurationError(
+            f"updates must be an integer of at least 3, got {updates!r}. 100 gives a clear curve."
+        )
+
+
+class RangeTest(Callback):
+    """Watches the losses, and ends the test when they diverge.
+
+    Args:
+        rates: learning rate of every update.
+        meter: measures the training.
+
+    Attributes:
+        done: whether the test has ended.
+    """
+
+    def __init__(self, rates: List[float], meter: Meter) -> None:
+        super().__init__()
+        self.done = False
+        self._rates = rates
+        self._meter = meter
+        self._losses: List[float] = []
+        self._smoothed: List[float] = []
+        self._average = 0.0
+        self._diverged = False
+
+    def on_train_batch_end(self, batch: int, logs: Optional[Mapping[str, float]] = None) -> None:
+        """Take the loss of the update."""
+        self._losses.append(self._meter.last_loss)
+        self._average = _SMOOTHING * self._average + (1 - _SMOOTHING) * self._losses[-1]
+        self._smoothed.append(self._average / (1 - _SMOOTHING ** len(self._losses)))
+        best = min(self._smoothed)
+        self._diverged = self._smoothed[-1] > best + (_DIVERGED - 1) * abs(best)
+        self.done = self._diverged or len(self._losses) >= len(self._rates)
+
+    def result(self, blew_up: bool) -> LearningRates:
+        """What was seen.
+
+        Args:
+            blew_up: whether the loss became infinite or NaN.
+        """
+        return LearningRates(
+            tuple(self._rates[: len(self._losses)]),
+            tuple(self._losses),
+            tuple(self._smoothed),
+            self._diverged or blew_up,
+        )
