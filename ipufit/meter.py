@@ -51,7 +51,8 @@ class Meter:
         self._values = None
         for micro_batch, outputs in zip(batch.micro_batches, anchors.outputs):
             target = metric_target(micro_batch, self._loss)
-            self._metrics.update(outputs, target, micro_batch.size)
+            sample_weight = micro_batch.unpack()[3]
+            self._metrics.update(outputs, target, micro_batch.size, sample_weight)
 
     @property
     def loss(self) -> float:

@@ -16,7 +16,7 @@ from ipufit.errors import ConfigurationError, NotCompiledError
 from ipufit.faults import Faults
 from ipufit.history import History
 from ipufit.loop import Job
-from ipufit.losses import resolve_loss
+from ipufit.losses import Loss, resolve_loss
 from ipufit.metrics import resolve_metrics
 from ipufit.modes import evaluating, training
 from ipufit.optimizers import resolve_optimizer
@@ -76,6 +76,10 @@ class Model:
         loss: Any = None,
         metrics: Any = None,
         *,
+        loss_weights: Any = None,
+        weighted_metrics: Any = None,
+        normalize: str = "samples",
+        sample_weight_reduction: str = "sum_over_batch_size",
         gradient_reduction: str = "mean",
         auto_round_ipus: bool = False,
         run_eagerly: bool = False,
@@ -88,9 +92,19 @@ class Model:
                 parameters (its state is taken over), or a factory that is called with the trainable
                 parameters. None makes a model that can only evaluate and predict.
             loss: a name, a module or callable ``(prediction, target)`` that returns the mean over a
-                micro-batch, or None when the module returns ``(outputs, loss)`` itself.
+                micro-batch or one value per sample, or None when the module returns
+                ``(outputs, loss)`` itself. Several losses are a dict by name of the module's
+                outputs, or a list by position.
             metrics: names, callables ``(prediction, target)`` or torchmetrics objects; one, a list,
-                or a dict by name.
+                or a dict by name; with several losses a dict or list by output.
+            loss_weights: what each of several losses is multiplied with, in the form of the losses;
+                1 by default.
+            weighted_metrics: metrics that are weighted with the sample weights.
+            normalize: what the micro-batches of an update are weighted with: "samples", "tokens"
+                (the elements that count in the loss), or "micro_batches" (all the same).
+            sample_weight_reduction: what a loss with sample weights is divided by: the number of
+                elements ("sum_over_batch_size"), or the sum of their weights
+                ("mean_with_sample_weight").
             gradient_reduction: over the micro-batches of an update: "mean", or "sum" of their
                 means.
             auto_round_ipus: reserve the next power of two where ``ipus`` is none, and leave the
@@ -110,14 +124,18 @@ class Model:
             )
         faults = Faults()
         named = list(self.module.named_parameters())
+        resolved: Optional[Loss] = None
         with faults.collected():
-            resolved = resolve_loss(loss)
+            resolved = resolve_loss(loss, loss_weights, normalize, sample_weight_reduction)
             if resolved.module is not None:
                 named += [(f"loss.{name}", p) for name, p in resolved.module.named_parameters()]
         with faults.collected():
             torch_optimizer = None if optimizer is None else resolve_optimizer(optimizer, named)
         with faults.collected():
-            metric_set = resolve_metrics(metrics)
+            # What metrics of several outputs go by is not known without their losses.
+            if resolved is not None or not isinstance(loss, (list, tuple, dict)):
+                outputs = resolved.outputs if resolved is not None else None
+                metric_set = resolve_metrics(metrics, weighted_metrics, outputs)
         with faults.collected():
             one_of("gradient_reduction", gradient_reduction, ("mean", "sum"))
         with faults.collected():
@@ -125,6 +143,7 @@ class Model:
         with faults.collected():
             one_of("run_eagerly", run_eagerly, (True, False))
         faults.raise_all()
+        assert resolved is not None
         engine = self._make_engine()
         if not callable(getattr(engine, "build", None)):
             raise ConfigurationError(

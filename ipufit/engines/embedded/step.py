@@ -14,7 +14,7 @@ from torch.func import functional_call
 from ipufit import tree
 from ipufit.engines.embedded.storage import Block, storage_id
 from ipufit.errors import CaptureError, LossError
-from ipufit.losses import Loss, check_loss_value, find_loss
+from ipufit.losses import Loss, LossTerm, check_loss_value, find_loss
 from ipufit.program import MicroBatch
 
 __all__ = ["MicroStep", "OutputShape", "StepModule", "attributes_kept", "public_name"]
@@ -30,19 +30,26 @@ class StepModule(nn.Module):
         self._loss = loss
 
     def forward(
-        self, args: Any, kwargs: Any, target: Any, tensors: Mapping[str, Tensor], with_loss: bool
+        self,
+        args: Any,
+        kwargs: Any,
+        target: Any,
+        sample_weight: Any,
+        tensors: Mapping[str, Tensor],
+        with_loss: bool,
     ) -> Tuple[Any, Optional[Tensor]]:
         """Outputs and, if asked for, the loss; ``tensors`` are those put in place for this call."""
         storages = {name: storage_id(tensor) for name, tensor in tensors.items()}
         result = self.net(*args, **kwargs)
-        outputs, loss = result, None
+        outputs: Any = result
+        term: Optional[LossTerm] = None
         if self._loss is not None and self._loss.in_module:
             if with_loss or _carries_loss(result):
-                outputs, loss = self._loss.split(result)
+                outputs, term = self._loss.split(result)
         elif with_loss and self._loss is not None:
-            loss = self._loss(result, target)
+            term = self._loss(result, target, sample_weight)
         self._refuse_rebinding(tensors, storages)
-        return outputs, loss if with_loss else None
+        return outputs, term.value if with_loss and term is not None else None
 
     def _refuse_rebinding(self, tensors: Mapping[str, Tensor], storages: Mapping[str, int]) -> None:
         now: Dict[str, Tensor] = dict(self.named_parameters())
@@ -233,10 +240,10 @@ class MicroStep:
             self._keep_hooks(weights)
         state = dict(zip(self._trained, weights))
         state.update(zip(self._fixed, tensors[count:end]))
-        args, kwargs, target, _ = tree.unflatten(tensors[end:], self._structure)
+        args, kwargs, target, sample_weight = tree.unflatten(tensors[end:], self._structure)
         with torch.set_grad_enabled(self._layout is not None):
             outputs, loss = functional_call(
-                self._step, state, (args, kwargs, target, state, self._with_loss)
+                self._step, state, (args, kwargs, target, sample_weight, state, self._with_loss)
             )
             result: List[Tensor] = []
             gradients: List[Tensor] = []
