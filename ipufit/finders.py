@@ -196,4 +196,3 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(text in str(error).lower() for text in texts)
     )
-

@@ -20,7 +20,7 @@ def generators_kept() -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     host, python_state = torch.get_rng_state(), random.getstate()
     numpy_state = numpy.random.get_state() if numpy is not None else None
-    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    on_cuda = torch.cuda.is_available()
     accelerators = torch.cuda.get_rng_state_all() if on_cuda else []
     try:
         yield

@@ -78,7 +78,8 @@ class LearningRates:
         panel.plot(self.learning_rates, self.smoothed, color="C0", linewidth=2, label="smoothed")
         suggestion = self.suggestion
         if suggestion is not None:
-            panel.axvline(suggestion, color="C1", linestyle="--", label=f"steepest, {suggestion:.2g}")
+            label = f"steepest, {suggestion:.2g}"
+            panel.axvline(suggestion, color="C1", linestyle="--", label=label)
         panel.set_xscale("log")
         # The last points of a test that diverged would flatten all others.
         low, high = min(self.smoothed), max(self.smoothed[0], min(self.smoothed)) * 1.5

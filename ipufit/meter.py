@@ -71,7 +71,8 @@ class Meter:
         for place, outputs in zip(anchors.places, anchors.outputs):
             micro_batch = batch.micro_batches[place]
             target = metric_target(micro_batch, self._loss)
-            self._metrics.update(outputs, target, micro_batch.size)
+            sample_weight = micro_batch.unpack()[3]
+            self._metrics.update(outputs, target, micro_batch.size, sample_weight)
 
     def _add_logged(
         self, anchors: Anchors, sizes: Sequence[float], counts: Sequence[float]

@@ -16,7 +16,7 @@ from ipufit.errors import ConfigurationError, NotCompiledError
 from ipufit.faults import Faults
 from ipufit.history import History
 from ipufit.loop import Job
-from ipufit.losses import resolve_loss
+from ipufit.losses import Loss, resolve_loss
 from ipufit.metrics import resolve_metrics
 from ipufit.modes import evaluating, training
 from ipufit.optimizers import resolve_optimizer
@@ -26,6 +26,7 @@ from ipufit.recipe import (
     LossScale,
     Recipe,
     refuse_metrics_of_sums,
+    refuse_sums_of_shares,
     resolve_averaging,
     resolve_clip,
     resolve_dtype,
@@ -91,6 +92,10 @@ class Model:
         loss: Any = None,
         metrics: Any = None,
         *,
+        loss_weights: Any = None,
+        weighted_metrics: Any = None,
+        normalize: str = "samples",
+        sample_weight_reduction: str = "sum_over_batch_size",
         lr_scheduler: Any = None,
         lr_scheduler_interval: str = "update",
         clipnorm: Optional[float] = None,
@@ -116,9 +121,19 @@ class Model:
                 parameters (its state is taken over), or a factory that is called with the trainable
                 parameters. None makes a model that can only evaluate and predict.
             loss: a name, a module or callable ``(prediction, target)`` that returns the mean over a
-                micro-batch, or None when the module returns ``(outputs, loss)`` itself.
+                micro-batch or one value per sample, or None when the module returns
+                ``(outputs, loss)`` itself. Several losses are a dict by name of the module's
+                outputs, or a list by position.
             metrics: names, callables ``(prediction, target)`` or torchmetrics objects; one, a list,
-                or a dict by name.
+                or a dict by name; with several losses a dict or list by output.
+            loss_weights: what each of several losses is multiplied with, in the form of the losses;
+                1 by default.
+            weighted_metrics: metrics that are weighted with the sample weights.
+            normalize: what the micro-batches of an update are weighted with: "samples", "tokens"
+                (the elements that count in the loss), or "micro_batches" (all the same).
+            sample_weight_reduction: what a loss with sample weights is divided by: the number of
+                elements ("sum_over_batch_size"), or the sum of their weights
+                ("mean_with_sample_weight").
             lr_scheduler: hyper-parameters that change from update to update; see
                 :func:`ipufit.schedules.resolve_schedule`.
             lr_scheduler_interval: "update" or "epoch": after what the schedule moves on.
@@ -164,16 +179,22 @@ class Model:
             )
         faults = Faults()
         named = list(self.module.named_parameters())
+        resolved: Optional[Loss] = None
         with faults.collected():
-            resolved = resolve_loss(loss)
+            resolved = resolve_loss(loss, loss_weights, normalize, sample_weight_reduction)
             if resolved.module is not None:
                 named += [(f"loss.{name}", p) for name, p in resolved.module.named_parameters()]
         with faults.collected():
             torch_optimizer = None if optimizer is None else resolve_optimizer(optimizer, named)
         with faults.collected():
-            metric_set = resolve_metrics(metrics)
+            # What metrics of several outputs go by is not known without their losses.
+            if resolved is not None or not isinstance(loss, (list, tuple, dict)):
+                outputs = resolved.outputs if resolved is not None else None
+                metric_set = resolve_metrics(metrics, weighted_metrics, outputs)
         with faults.collected():
             one_of("gradient_reduction", gradient_reduction, ("mean", "sum"))
+            if gradient_reduction == "sum":
+                refuse_sums_of_shares(normalize, sample_weight_reduction)
         settings: Dict[str, Any] = {"gradient_reduction": gradient_reduction}
         with faults.collected():
             settings["clip"] = resolve_clip(clipnorm, global_clipnorm, clipvalue)
@@ -188,7 +209,7 @@ class Model:
         with faults.collected():
             settings["output_mode"] = resolve_output_mode(output_mode, output_every)
             if output_mode == "sum":
-                refuse_metrics_of_sums(metrics)
+                refuse_metrics_of_sums(metrics or weighted_metrics)
         with faults.collected():
             one_of("lr_scheduler_interval", lr_scheduler_interval, ("update", "epoch"))
         with faults.collected():
@@ -196,6 +217,7 @@ class Model:
         with faults.collected():
             one_of("run_eagerly", run_eagerly, (True, False))
         faults.raise_all()
+        assert resolved is not None
         settings["schedule"] = resolve_schedule(
             lr_scheduler, torch_optimizer, lr_scheduler_interval
         )

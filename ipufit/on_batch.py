@@ -58,4 +58,3 @@ def as_keras_returns(
     if return_dict:
         return values
     return list(values.values()) if len(values) > 1 else values["loss"]
-

@@ -22,6 +22,7 @@ __all__ = [
     "Recipe",
     "outputs_wanted",
     "refuse_metrics_of_sums",
+    "refuse_sums_of_shares",
     "resolve_averaging",
     "resolve_clip",
     "resolve_dtype",
@@ -350,6 +351,23 @@ def refuse_metrics_of_sums(metrics: object) -> None:
             "outputs back. Leave the metrics out, or log what is to be summed: "
             "ipufit.log('correct', (prediction.argmax(1) == target).sum(), reduce='sum')."
         )
+
+
+def refuse_sums_of_shares(normalize: object, sample_weight_reduction: object) -> None:
+    """Micro-batches can't share in a sum that nobody divides.
+
+    Raises:
+        ConfigurationError: their shares would depend on their tokens or weights.
+    """
+    for name, value, by in (
+        ("normalize", normalize, "tokens"),
+        ("sample_weight_reduction", sample_weight_reduction, "mean_with_sample_weight"),
+    ):
+        if value == by:
+            raise ConfigurationError(
+                f"{name}={by!r} divides the gradient of an update by all that counts in it, but "
+                "gradient_reduction='sum' adds up means. Use gradient_reduction='mean'."
+            )
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -194,7 +194,8 @@ class Session:
                 "it. Leave the metrics out, or compute the loss outside the module."
             )
         with isolated(torch.device("cpu")):
-            metrics.probe(tree.map_leaves(fill, outputs), target, first.size)
+            sample_weight = first.clone().unpack()[3]
+            metrics.probe(tree.map_leaves(fill, outputs), target, first.size, sample_weight)
 
     def explain(self) -> str:
         """How the program of this session runs, in one or two lines."""

@@ -27,8 +27,8 @@ from tests.faulty import (
     ("loss", "text"),
     [
         (
-            lambda p, t: (p - t).square().mean(1),
-            "loss '<lambda>' must be a scalar, got shape (4,). Reduce it to one number, for "
+            lambda p, t: (p - t).square().mean(0),
+            "loss '<lambda>' must be a scalar, got shape (3,). Reduce it to one number, for "
             "example with .mean().",
         ),
         (

@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from ipufit.errors import ConfigurationError, LossError, UnknownNameError
+from ipufit.errors import LossError, UnknownNameError
 from ipufit.losses import check_loss_value, resolve_loss
 
 KNOWN = (
@@ -68,8 +68,9 @@ def test_a_name_is_the_function_of_torch(name, prediction, target, function):
     loss = resolve_loss(name)
     assert (loss.name, loss.reduction, loss.module, loss.in_module) == (name, "mean", None, False)
     prediction = prediction.clone().requires_grad_()
-    ours, theirs = loss(prediction, target), function(prediction, target)
-    assert ours.shape == ()
+    term = loss(prediction, target)
+    ours, theirs = term.value, function(prediction, target)
+    assert (ours.shape, term.count, term.parts) == ((), None, {})
     assert torch.equal(ours, theirs)
     for mine, plain in zip(
         torch.autograd.grad(ours, prediction), torch.autograd.grad(theirs, prediction)
@@ -100,7 +101,8 @@ def test_named_losses_are_recorded_under_fake_tensors(name, prediction, target, 
 
     def step(prediction, target):
         prediction = prediction.detach().requires_grad_()
-        return torch.autograd.grad(resolve_loss(name)(prediction, target), prediction)[0]
+        value = resolve_loss(name)(prediction, target).value
+        return torch.autograd.grad(value, prediction)[0]
 
     graph = make_fx(step, tracing_mode="fake")(prediction, target)
     torch.testing.assert_close(graph(prediction, target), step(prediction, target))
@@ -109,9 +111,8 @@ def test_named_losses_are_recorded_under_fake_tensors(name, prediction, target, 
 def test_named_losses_can_be_pickled():
     """A compiled model is saved with its loss."""
     loss = pickle.loads(pickle.dumps(resolve_loss("kl_div")))
-    assert loss(REALS.log_softmax(1), SHARES) == resolve_loss("kl_div")(
-        REALS.log_softmax(1), SHARES
-    )
+    expected = resolve_loss("kl_div")(REALS.log_softmax(1), SHARES).value
+    assert loss(REALS.log_softmax(1), SHARES).value == expected
 
 
 def test_an_unknown_name_gets_the_nearest():
@@ -230,12 +231,12 @@ def test_float64_targets_of_a_float32_prediction_are_refused(name):
         f"loss {name!r} needs a target of the prediction's dtype, got prediction float32 and "
         "target float64. Make the target float32, for example with .to(torch.float32)."
     )
-    assert resolve_loss(name)(REALS.double(), SHARES.double()).dtype == torch.float64
+    assert resolve_loss(name)(REALS.double(), SHARES.double()).value.dtype == torch.float64
 
 
 def test_a_float32_target_of_a_lower_precision_prediction_is_left_to_torch():
     """Under autocast that is the usual pair."""
-    assert resolve_loss("mse")(REALS.bfloat16(), SHARES).dtype == torch.float32
+    assert resolve_loss("mse")(REALS.bfloat16(), SHARES).value.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -271,7 +272,7 @@ def test_class_indices_of_dense_prediction_have_all_other_dimensions():
     """Segmentation has its classes in dimension 1 as well."""
     prediction, target = torch.randn(2, 5, 3, 3), torch.zeros(2, 3, 3, dtype=torch.int64)
     expected = functional.cross_entropy(prediction, target)
-    assert torch.equal(resolve_loss("cross_entropy")(prediction, target), expected)
+    assert torch.equal(resolve_loss("cross_entropy")(prediction, target).value, expected)
     assert message(resolve_loss("cross_entropy"), prediction, target[:, None]).endswith(
         "got a target of shape (2, 1, 3, 3), dtype int64. Give target.squeeze(1)."
     )
@@ -310,7 +311,7 @@ def test_a_module_is_kept_for_it_may_own_parameters():
     assert (loss.name, loss.reduction) == ("CrossEntropyLoss", "mean")
     assert loss.module is module
     assert loss.function is None
-    assert torch.equal(loss(REALS, INDICES), module(REALS, INDICES))
+    assert torch.equal(loss(REALS, INDICES).value, module(REALS, INDICES))
 
 
 def test_a_class_without_arguments_is_instantiated():
@@ -395,22 +396,43 @@ def test_a_callable_gets_prediction_and_target_as_they_are():
     loss = resolve_loss(both)
     assert (loss.name, loss.reduction, loss.module) == ("both", "mean", None)
     assert loss.function is both
-    assert loss({"a": torch.ones(2)}, [torch.zeros(2)]).item() == 1.0
+    assert loss({"a": torch.ones(2)}, [torch.zeros(2)]).value.item() == 1.0
     assert resolve_loss(lambda p, t: p.mean()).name == "<lambda>"
     assert resolve_loss(functools.partial(both)).name == "both"
 
 
-def test_several_losses_are_not_yet_supported():
-    """Taking the first of a list would train on a part of what was asked."""
+def test_one_value_per_sample_is_averaged():
+    """Keras' custom losses return one; a loop by hand would say .mean() to it."""
+
+    def per_sample(prediction, target):
+        return (prediction - target).square().mean(1)
+
+    def per_element(prediction, target):
+        return (prediction - target).square()
+
+    expected = functional.mse_loss(REALS, SHARES)
+    for function in (per_sample, per_element):
+        value = resolve_loss(function)(REALS, SHARES).value
+        torch.testing.assert_close(value, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_numbers_are_refused_by_name(dtype):
+    """Torch's own texts name a kernel, and which of two parts is to be learned nobody said."""
+    came = str(dtype).replace("torch.", "")
     advice = (
-        "Several losses are not yet supported: pass one callable loss(prediction, target) that "
-        "adds them up."
+        "Give real and imaginary parts with torch.view_as_real, or pass a callable "
+        "loss(prediction, target) that returns a real number."
     )
-    assert message(resolve_loss, ["mse", "mae"], kind=ConfigurationError) == (
-        f"loss must be one loss, got list of 2. {advice}"
+    assert message(resolve_loss("mse"), REALS.to(dtype), REALS) == (
+        f"loss 'mse' needs real numbers, got a prediction of dtype {came}. {advice}"
     )
-    assert message(resolve_loss, {"a": "mse"}, kind=ConfigurationError) == (
-        f"loss must be one loss, got dict of 1. {advice}"
+    assert message(resolve_loss("soft_margin"), REALS, REALS.to(dtype)) == (
+        f"loss 'soft_margin' needs real numbers, got a target of dtype {came}. {advice}"
+    )
+    assert message(resolve_loss(lambda p, t: (p - t).mean()), REALS.to(dtype), REALS) == (
+        f"loss '<lambda>' must be a real number, got dtype {came}. Take what is to become small, "
+        "for example with .abs()."
     )
 
 
@@ -444,9 +466,9 @@ def test_a_value_that_is_no_scalar_is_refused():
     assert message(check_loss_value, REALS, "loss 'unreduced'") == text
 
     def unreduced(prediction, target):
-        return prediction - target
+        return (prediction - target).T
 
-    assert message(resolve_loss(unreduced), REALS, REALS) == text
+    assert message(resolve_loss(unreduced), REALS, REALS) == text.replace("(6, 4)", "(4, 6)")
 
 
 def test_a_value_that_is_no_tensor_is_refused():
@@ -502,11 +524,11 @@ def test_a_module_with_its_own_loss_returns_outputs_and_loss(result, outputs):
     """PopTorch models and Hugging Face models have their loss inside and must run unchanged."""
     loss = resolve_loss(None)
     assert (loss.in_module, loss.module, loss.function) == (True, None, None)
-    came, value = loss.split(result)
+    came, term = loss.split(result)
     assert came == outputs
     assert type(came) is type(outputs)
-    assert value.shape == ()
-    assert value.item() == 2.5
+    assert (term.value.shape, term.count, term.parts) == ((), None, {})
+    assert term.value.item() == 2.5
 
 
 @pytest.mark.parametrize(

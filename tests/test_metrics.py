@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from ipufit.errors import ConfigurationError, MetricError, UnknownNameError
 from ipufit.metrics import MetricSet, resolve_metrics
+from ipufit.names import RESERVED, check_log_name
 
 KNOWN = (
     "acc, accuracy, binary_accuracy, binary_accuracy_with_logits, categorical_accuracy, mae, "
@@ -645,8 +646,8 @@ def test_callables_are_called_by_their_names():
 def test_a_name_that_comes_twice_is_refused(metrics, name):
     """The second would overwrite the first in the History."""
     assert message(resolve_metrics, metrics, kind=ConfigurationError) == (
-        f"metrics must have different names, got {name!r} twice. Give names: metrics={{{name!r}: "
-        f"..., '{name}_2': ...}}."
+        f"logged values must have different names, got {name!r} twice. Choose another name; that "
+        f"of a metric with metrics={{'{name}_2': metric}}."
     )
 
 
@@ -663,16 +664,30 @@ def test_a_name_that_comes_twice_among_results_is_refused_by_the_probe():
     text = message(
         resolve_metrics([_Spread(), low]).probe, LOGITS, REALS, SAMPLES, kind=ConfigurationError
     )
-    assert text.startswith("metrics must have different names, got 'low' twice.")
+    assert text.startswith("logged values must have different names, got 'low' twice.")
 
 
-@pytest.mark.parametrize("name", ["loss", "val_mse"])
-def test_names_of_the_loss_and_of_validation_are_reserved(name):
+@pytest.mark.parametrize("name", [*RESERVED, "val_mse"])
+def test_names_of_what_ipufit_logs_itself_are_reserved(name):
     """A metric called loss would take the place of the loss in the History."""
     assert message(resolve_metrics, {name: "mse"}, kind=ConfigurationError) == (
-        "a metric must have a name of its own, 'loss' and 'val_...' are taken by the loss and by "
-        f"validation, got {name!r}. Name it: metrics={{'name': metric}}."
+        "a logged value must have a name of its own, and ipufit itself logs epoch, learning_rate, "
+        "loss, loss_scale, samples, skipped_updates, updates and val_..., got "
+        f"{name!r}. Choose another name; that of a metric with metrics={{'name': metric}}."
     )
+
+
+@pytest.mark.parametrize(("name", "came"), [(3, "3"), ("", "''"), (None, "None")])
+def test_what_is_logged_needs_a_text_as_its_name(name, came):
+    """It becomes the key of a History and the heading of a CSV file."""
+    assert message(check_log_name, name, kind=ConfigurationError) == (
+        f"a logged value must have a text as its name, got {came}. Write for example 'error'."
+    )
+
+
+def test_a_good_name_comes_back():
+    """The check can stand where the name is used."""
+    assert check_log_name("error", {"other"}) == "error"
 
 
 @pytest.mark.parametrize(("key", "came"), [(3, "3"), ("", "''")])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from typing import Callable, Dict, Tuple
+from typing import Callable, Dict, Optional, Tuple
 
 from torch import Tensor
 from torch.nn import functional
@@ -18,8 +18,10 @@ __all__ = ["Values", "lookup"]
 # The target that cross_entropy leaves out by default; a metric beside it must leave out the same.
 IGNORED_CLASS = -100
 
+# One value for each element, and which of them count; None: all.
+Found = Tuple[Tensor, Optional[Tensor]]
 # From the metric's name (for messages), prediction and target.
-Values = Callable[[str, Tensor, Tensor], Tensor]
+Values = Callable[[str, Tensor, Tensor], Found]
 
 
 def _same_shape(name: str, prediction: Tensor, target: Tensor) -> None:
@@ -31,14 +33,14 @@ def _same_shape(name: str, prediction: Tensor, target: Tensor) -> None:
         )
 
 
-def _squared_error(name: str, prediction: Tensor, target: Tensor) -> Tensor:
+def _squared_error(name: str, prediction: Tensor, target: Tensor) -> Found:
     _same_shape(name, prediction, target)
-    return (prediction.double() - target.double()).square()
+    return (prediction.double() - target.double()).square(), None
 
 
-def _absolute_error(name: str, prediction: Tensor, target: Tensor) -> Tensor:
+def _absolute_error(name: str, prediction: Tensor, target: Tensor) -> Found:
     _same_shape(name, prediction, target)
-    return (prediction.double() - target.double()).abs()
+    return (prediction.double() - target.double()).abs(), None
 
 
 def _takes_indices(prediction: Tensor, target: Tensor) -> bool:
@@ -73,26 +75,26 @@ def _index_advice(prediction: Tensor, target: Tensor) -> str:
     return "Pass a callable metric(prediction, target) for other shapes."
 
 
-def _kept(hits: Tensor, target: Tensor) -> Tensor:
-    return hits[target != IGNORED_CLASS]
+def _kept(values: Tensor, target: Tensor) -> Found:
+    return values, target != IGNORED_CLASS
 
 
-def _sparse_accuracy(name: str, prediction: Tensor, target: Tensor) -> Tensor:
+def _sparse_accuracy(name: str, prediction: Tensor, target: Tensor) -> Found:
     _check_indices(name, prediction, target)
     return _kept(prediction.argmax(1) == target, target)
 
 
-def _categorical_accuracy(name: str, prediction: Tensor, target: Tensor) -> Tensor:
+def _categorical_accuracy(name: str, prediction: Tensor, target: Tensor) -> Found:
     _same_shape(name, prediction, target)
     if prediction.dim() < 2 or prediction.shape[1] < 2:
         raise MetricError(
             f"metric {name!r} needs at least two classes in dimension 1, got shape "
             f"{tuple(prediction.shape)}. Use 'binary_accuracy'."
         )
-    return prediction.argmax(1) == target.argmax(1)
+    return prediction.argmax(1) == target.argmax(1), None
 
 
-def _top_k_accuracy(k: int, name: str, prediction: Tensor, target: Tensor) -> Tensor:
+def _top_k_accuracy(k: int, name: str, prediction: Tensor, target: Tensor) -> Found:
     if prediction.dim() > 1 and prediction.shape == target.shape:
         target = target.argmax(1)
     _check_indices(name, prediction, target)
@@ -105,7 +107,7 @@ def _top_k_accuracy(k: int, name: str, prediction: Tensor, target: Tensor) -> Te
     return _kept((best == target.unsqueeze(1)).any(1), target)
 
 
-def _binary_accuracy(name: str, prediction: Tensor, target: Tensor) -> Tensor:
+def _binary_accuracy(name: str, prediction: Tensor, target: Tensor) -> Found:
     _same_shape(name, prediction, target)
     if ((prediction < 0) | (prediction > 1)).any():
         raise MetricError(
@@ -113,15 +115,15 @@ def _binary_accuracy(name: str, prediction: Tensor, target: Tensor) -> Tensor:
             f"{float(prediction.min()):.3g} to {float(prediction.max()):.3g}. Of logits, use "
             "'binary_accuracy_with_logits'."
         )
-    return (prediction > 0.5) == (target > 0.5)
+    return (prediction > 0.5) == (target > 0.5), None
 
 
-def _binary_accuracy_with_logits(name: str, prediction: Tensor, target: Tensor) -> Tensor:
+def _binary_accuracy_with_logits(name: str, prediction: Tensor, target: Tensor) -> Found:
     _same_shape(name, prediction, target)
-    return (prediction > 0) == (target > 0.5)
+    return (prediction > 0) == (target > 0.5), None
 
 
-def _accuracy(name: str, prediction: Tensor, target: Tensor) -> Tensor:
+def _accuracy(name: str, prediction: Tensor, target: Tensor) -> Found:
     if prediction.shape == target.shape:
         if prediction.dim() == 1 or (prediction.dim() > 1 and prediction.shape[1] == 1):
             return _binary_accuracy(name, prediction, target)
@@ -133,7 +135,7 @@ def _accuracy(name: str, prediction: Tensor, target: Tensor) -> Tensor:
     return _sparse_accuracy(name, prediction, target)
 
 
-def _token_loss(name: str, prediction: Tensor, target: Tensor) -> Tensor:
+def _token_loss(name: str, prediction: Tensor, target: Tensor) -> Found:
     _check_indices(name, prediction, target)
     losses = functional.cross_entropy(
         prediction.double(), target.long(), reduction="none", ignore_index=IGNORED_CLASS

@@ -1,0 +1,242 @@
+"""The normal form of a loss, and how one micro-batch becomes one number."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from typing import Any, Callable, Literal, Mapping, Optional, Tuple, Union
+
+from torch import Tensor, nn
+
+from ipufit import tree
+from ipufit.errors import LossError
+from ipufit.losses.checks import check_loss_value, describe
+from ipufit.losses.elements import Elements, LossTerm, constant, nothing_counts
+from ipufit.losses.named import Named
+from ipufit.losses.own import find_loss
+from ipufit.losses.rules import torch_rule, unreduced
+from ipufit.sample_weights import as_weights, total
+
+__all__ = ["Loss", "Normalize", "SampleWeightReduction"]
+
+Normalize = Literal["samples", "micro_batches", "tokens"]
+SampleWeightReduction = Literal["sum_over_batch_size", "mean_with_sample_weight"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loss:
+    """A loss in normal form: a module, a function, or the user's own module itself.
+
+    Attributes:
+        name: for messages and logs; of an alias, the name it stands for.
+        module: the user's loss module, which may own parameters and buffers, or None.
+        function: a function of (prediction, target), or None.
+        reduction: "mean" or "sum", how the loss joins the samples of a micro-batch.
+        in_module: True for ``loss=None``: the user's module returns ``(outputs, loss)``; use
+            :meth:`split`.
+        normalize: what micro-batches are weighted with: their "samples", their "tokens" (the
+            elements that count in the loss), or nothing ("micro_batches").
+        sample_weight_reduction: what a sum weighted with sample weights is divided by: the number
+            of elements, or the sum of their weights.
+        takes_weight: whether it has a parameter called ``sample_weight``.
+    """
+
+    name: str
+    module: Optional[nn.Module] = None
+    function: Optional[Callable[..., Any]] = None
+    reduction: Literal["mean", "sum"] = "mean"
+    in_module: bool = False
+    normalize: Normalize = "samples"
+    sample_weight_reduction: SampleWeightReduction = "sum_over_batch_size"
+    takes_weight: bool = False
+
+    @property
+    def part_names(self) -> Tuple[str, ...]:
+        """The keys of ``LossTerm.parts``; () of one loss."""
+        return ()
+
+    @property
+    def outputs(self) -> Union[Tuple[str, ...], int, None]:
+        """What several losses go by: names of outputs, or their number; None of one loss."""
+        return None
+
+    def __call__(self, prediction: Any, target: Any, sample_weight: Any = None) -> LossTerm:
+        """The loss of one micro-batch.
+
+        Args:
+            prediction: what the user's module returned; a named loss takes one tensor.
+            target: the micro-batch's target; a named loss takes one tensor.
+            sample_weight: how much each sample counts, shape (batch,), (batch, 1) or more leading
+                dimensions of the loss before its reduction; None when all count the same.
+
+        Raises:
+            LossError: a named loss can't take these shapes or dtypes, the value is no scalar and
+                not one per sample, or the weights or the tokens can't be told apart.
+        """
+        call = self._callable()
+        if isinstance(call, Named):
+            call.accept(prediction, target)
+            call = call.function
+        weight = None if sample_weight is None else as_weights(sample_weight, LossError)
+        if self.takes_weight:
+            return self._own_weighting(call, prediction, target, weight)
+        if weight is not None or self.normalize == "tokens":
+            elements = self._elements(call, prediction, target, weight)
+            if elements is not None:
+                return self._join(elements, weight)
+        result = call(prediction, target)
+        elements = self._per_sample(result, target, prediction)
+        if elements is not None:
+            return self._join(elements, weight)
+        return self._scalar(result, weight)
+
+    def _callable(self) -> Callable[..., Any]:
+        call = self.module if self.module is not None else self.function
+        assert call is not None, "with loss=None the module computes the loss; use split"
+        return call
+
+    @property
+    def _where(self) -> str:
+        return f"loss {self.name!r}"
+
+    @property
+    def _by_weight(self) -> bool:
+        return self.sample_weight_reduction == "mean_with_sample_weight"
+
+    def _elements(
+        self, call: Any, prediction: Any, target: Any, weight: Optional[Tensor]
+    ) -> Optional[Elements]:
+        """The loss of each element, of one that can be asked for it without its reduction."""
+        rule = torch_rule(call)
+        if rule is not None:
+            if isinstance(prediction, Tensor) and isinstance(target, Tensor):
+                return rule.elements(prediction, target, weight)
+            return None
+        # Which elements a mean with an ignore_index of one's own leaves out, nobody else can know.
+        if not isinstance(getattr(call, "reduction", None), str) or hasattr(call, "ignore_index"):
+            return None
+        if not isinstance(call, nn.Module):
+            return None
+        values = unreduced(call, prediction, target)
+        elements = self._per_sample(values, target, prediction)
+        if elements is None:
+            raise LossError(
+                f"{self._where} must give one value per sample with reduction='none', which "
+                f"sample weights and normalize='tokens' need, got {describe(values)}. Let forward "
+                "follow self.reduction, or take sample_weight as a third argument."
+            )
+        if call.reduction == "batchmean":
+            return Elements(values, values.shape[0] / max(values.numel(), 1))
+        return elements
+
+    def _per_sample(self, result: Any, target: Any, prediction: Any) -> Optional[Elements]:
+        """What a callable returned, if it is a tensor with one row for each sample."""
+        if not isinstance(result, Tensor) or not result.dim() or not result.is_floating_point():
+            return None
+        leaves = tree.flatten((target, prediction))[0]
+        rows = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+        return Elements(result) if rows and result.shape[0] == rows[0] else None
+
+    def _join(self, elements: Elements, weight: Optional[Tensor]) -> LossTerm:
+        """One number of many, and its count."""
+        if self.reduction == "sum":
+            value = elements.weighted_sum(weight, self._where)
+            return LossTerm(value.to(elements.values.dtype))
+        if weight is None and self.normalize != "tokens":
+            # Only a callable's own values come here without any need of a count.
+            return LossTerm(elements.values.mean())
+        by_weight = weight is not None and self._by_weight
+        counted = self.normalize == "tokens" or by_weight
+        value, size = elements.mean(weight, by_weight, counted, self._where)
+        with_count = counted and self.normalize != "micro_batches"
+        return LossTerm(value, size if with_count else None)
+
+    def _own_weighting(
+        self, call: Callable[..., Any], prediction: Any, target: Any, weight: Optional[Tensor]
+    ) -> LossTerm:
+        """Of a loss that gets the weights itself, and returns one number."""
+        result = call(prediction, target, sample_weight=weight)
+        if self.normalize == "tokens":
+            return self._counted(result)
+        value = check_loss_value(result, self._where)
+        if weight is None or not self._by_weight:
+            return LossTerm(value)
+        count = total(weight)
+        value = nothing_counts(value, count)
+        return LossTerm(value, None if self.normalize == "micro_batches" else count)
+
+    def _scalar(self, result: Any, weight: Optional[Tensor]) -> LossTerm:
+        if weight is not None:
+            raise LossError(
+                f"{self._where} must give one value per sample to be weighted with sample_weight, "
+                f"got {describe(result)}. Return the values before their mean, shape (batch,), or "
+                "take sample_weight as a third argument."
+            )
+        if self.normalize == "tokens":
+            return self._counted(result)
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):
+            raise LossError(
+                f"{self._where} must return one number, or with normalize='tokens' (mean, count), "
+                f"got {describe(result)}. Return the mean alone, or compile with "
+                "normalize='tokens'."
+            )
+        return LossTerm(check_loss_value(result, self._where))
+
+    def _counted(self, result: Any) -> LossTerm:
+        """Of a callable's (mean, count)."""
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            raise LossError(
+                f"{self._where} must tell how many tokens its mean is over with "
+                f"normalize='tokens', got {describe(result)}. Return (mean, count), or one value "
+                "for each token, shape (batch, ...)."
+            )
+        return self._with_count(result[0], result[1], self._where)
+
+    def _with_count(self, loss: Any, count: Any, where: str) -> LossTerm:
+        value = check_loss_value(loss, where)
+        if isinstance(count, numbers.Real) and not isinstance(count, bool):
+            found = constant(float(count), value)
+        elif isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():
+            found = count.detach().reshape(()).double()
+        else:
+            raise LossError(
+                f"{where} must give its count as one number, got {describe(count)}. Return how "
+                "many tokens the mean is over, such as (target != -100).sum()."
+            )
+        return LossTerm(nothing_counts(value, found), found)
+
+    def split(self, result: Any) -> Tuple[Any, LossTerm]:
+        """Take apart what a module that computes its own loss returned.
+
+        Args:
+            result: a tuple or list whose last element is the loss; a named tuple or dataclass with
+                a field, or a mapping with a key, called ``loss``, wherever it stands. With
+                ``normalize="tokens"``, a mapping or dataclass with ``loss_count`` as well.
+
+        Returns:
+            The outputs and the loss. ``(a, loss)`` gives ``a``, ``(a, b, loss)`` gives the tuple
+            ``(a, b)``; a mapping or a dataclass gives a plain dict without ``loss``.
+
+        Raises:
+            LossError: there is no loss in the result, or no count where one is needed.
+        """
+        assert self.in_module, "only a module that computes its own loss returns one"
+        found = find_loss(result)
+        if found is None:
+            raise LossError(
+                "with loss=None the module must return (outputs, loss), the loss a tensor of one "
+                f"number, got {describe(result)}. Return (outputs, loss) from forward, or pass "
+                "loss= to compile."
+            )
+        outputs, loss = found
+        where = "the module's own loss"
+        if self.normalize != "tokens":
+            return outputs, LossTerm(check_loss_value(loss, where))
+        if not isinstance(outputs, Mapping) or "loss_count" not in outputs:
+            raise LossError(
+                "with loss=None and normalize='tokens' the module must return a mapping or "
+                f"dataclass with loss and loss_count, got {describe(result)}. Add loss_count, how "
+                "many tokens the loss is the mean over, or pass loss= to compile."
+            )
+        rest = {key: value for key, value in outputs.items() if key != "loss_count"}
+        return rest, self._with_count(loss, outputs["loss_count"], where)

@@ -1,0 +1,36 @@
+"""A module that computes its own loss: where in its result the loss stands."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Mapping, Optional, Tuple
+
+from torch import Tensor
+
+__all__ = ["find_loss"]
+
+
+def find_loss(result: Any) -> Optional[Tuple[Any, Any]]:
+    """Outputs and loss of a module that computes its own; None when the result holds no loss."""
+    fields = getattr(result, "_fields", ()) if isinstance(result, tuple) else ()
+    if isinstance(result, (tuple, list)):
+        # A named tuple says which one is the loss: taking the last of (loss, accuracy) would train
+        # on the accuracy.
+        place = fields.index("loss") if "loss" in fields else len(result) - 1
+        if len(result) < 2:
+            return None
+        loss = result[place]
+        rest = tuple(result[:place]) + tuple(result[place + 1 :])
+        outputs: Any = rest[0] if len(rest) == 1 else rest
+    elif isinstance(result, Mapping):
+        loss = result.get("loss")
+        outputs = {key: value for key, value in result.items() if key != "loss"}
+    elif dataclasses.is_dataclass(result) and not isinstance(result, type):
+        names = [field.name for field in dataclasses.fields(result)]
+        loss = getattr(result, "loss", None)
+        outputs = {name: getattr(result, name) for name in names if name != "loss"}
+    else:
+        return None
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        return None
+    return outputs, loss

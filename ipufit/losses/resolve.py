@@ -1,0 +1,270 @@
+"""From what the user may pass as loss to its normal form."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+import numbers
+from typing import Any, Callable, Dict, List, Literal, Mapping, Sequence, Tuple
+
+from torch import nn
+
+from ipufit.errors import ConfigurationError, LossError
+from ipufit.losses.loss import Loss
+from ipufit.losses.named import by_name
+from ipufit.losses.several import Part, SeveralLosses, joined_module
+from ipufit.names import check_log_name
+from ipufit.outputs import Key, label
+
+__all__ = ["resolve_loss"]
+
+_REDUCTIONS: Dict[str, Literal["mean", "sum"]] = {
+    "mean": "mean",
+    "batchmean": "mean",
+    "sum": "sum",
+}
+_NORMALIZE = ("samples", "micro_batches", "tokens")
+_WEIGHTING = ("sum_over_batch_size", "mean_with_sample_weight")
+
+
+def resolve_loss(
+    loss: object,
+    loss_weights: object = None,
+    normalize: Any = "samples",
+    sample_weight_reduction: Any = "sum_over_batch_size",
+) -> Loss:
+    """Bring a loss into normal form.
+
+    Args:
+        loss: a name; an ``nn.Module``, kept as it is, or such a class that takes no arguments; a
+            callable ``(prediction, target)`` that returns a number, or one value per sample, which
+            are averaged; or None, when the module returns ``(outputs, loss)``. A named loss is the
+            function of ``torch.nn.functional`` that bears its name, averaged ("kl_div": over the
+            samples, "batchmean"). Several losses are a dict by name of the module's outputs or a
+            list by position, None for an output that is not trained.
+        loss_weights: of several losses, a dict or list of numbers; 1 by default.
+        normalize: what the micro-batches of an update are weighted with: "samples",
+            "micro_batches" (all count the same) or "tokens" (the elements that count in the loss).
+        sample_weight_reduction: "sum_over_batch_size" divides the weighted sum by the number of
+            elements, "mean_with_sample_weight" by the sum of their weights.
+
+    Raises:
+        UnknownNameError: no loss has that name; of Keras' losses on probabilities, it tells which
+            to use instead.
+        LossError: a reduction that leaves more than one number, or something that is no loss.
+        ConfigurationError: options that don't go together.
+    """
+    _choice("normalize", normalize, _NORMALIZE)
+    _choice("sample_weight_reduction", sample_weight_reduction, _WEIGHTING)
+    options = {"normalize": normalize, "sample_weight_reduction": sample_weight_reduction}
+    if isinstance(loss, (list, tuple, Mapping)) and not isinstance(loss, str):
+        return _several(loss, loss_weights, options)
+    if loss_weights is not None:
+        raise ConfigurationError(
+            f"loss_weights must go with a dict or list of losses, got {loss_weights!r} with one "
+            "loss. Leave it out, or multiply in a callable loss."
+        )
+    resolved = dataclasses.replace(_one(loss), **options)
+    _check_options(resolved)
+    return resolved
+
+
+def _choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices or not isinstance(value, str):
+        raise ConfigurationError(
+            f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}."
+        )
+
+
+def _check_options(loss: Loss) -> None:
+    by_weight = loss.sample_weight_reduction == "mean_with_sample_weight"
+    if loss.in_module and by_weight:
+        raise ConfigurationError(
+            "sample_weight_reduction='mean_with_sample_weight' needs a loss that is passed to "
+            "compile, got loss=None. Leave it out: the module weighs its samples itself."
+        )
+    if loss.reduction == "sum" and (by_weight or loss.normalize == "tokens"):
+        option = (
+            "normalize='tokens'"
+            if loss.normalize == "tokens"
+            else "sample_weight_reduction='mean_with_sample_weight'"
+        )
+        raise LossError(
+            f"loss {loss.name!r} must be a mean for {option}, got reduction='sum'. Use "
+            "reduction='mean', or leave the option out."
+        )
+
+
+def _one(loss: object) -> Loss:
+    """One loss, options aside."""
+    if loss is None:
+        return Loss("the module's own loss", in_module=True)
+    if isinstance(loss, str):
+        named = by_name(loss)
+        return Loss(named.name, function=named)
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        loss = _instantiate(loss)
+    if isinstance(loss, nn.Module):
+        name = type(loss).__name__
+        reduction = _reduction(name, getattr(loss, "reduction", None))
+        return Loss(name, module=loss, reduction=reduction, takes_weight=_takes(loss.forward))
+    if callable(loss) and not isinstance(loss, type):
+        keywords = loss.keywords if isinstance(loss, functools.partial) else {}
+        inner = loss.func if isinstance(loss, functools.partial) else loss
+        name = getattr(inner, "__name__", type(inner).__name__)
+        reduction = _reduction(name, keywords.get("reduction"))
+        takes = "sample_weight" not in keywords and _takes(loss)
+        return Loss(name, function=loss, reduction=reduction, takes_weight=takes)
+    came = f"the class {loss.__name__}" if isinstance(loss, type) else type(loss).__name__
+    raise LossError(
+        "loss must be a name, an nn.Module, a callable (prediction, target) -> scalar, or None, "
+        f"got {came}. Pass for example loss='mse'."
+    )
+
+
+def _takes(call: Callable[..., Any]) -> bool:
+    """Whether it has a parameter called sample_weight that can be given by name."""
+    try:
+        parameter = inspect.signature(call).parameters.get("sample_weight")
+    except (TypeError, ValueError):
+        return False
+    return parameter is not None and parameter.kind in (
+        parameter.POSITIONAL_OR_KEYWORD,
+        parameter.KEYWORD_ONLY,
+    )
+
+
+# ---- several losses -----------------------------------------------------------------------------
+
+
+def _several(loss: Any, loss_weights: object, options: Mapping[str, Any]) -> Loss:
+    by_key = isinstance(loss, Mapping)
+    items: List[Tuple[Any, object]] = list(loss.items() if by_key else enumerate(loss))
+    if options["normalize"] == "tokens":
+        raise LossError(
+            f"normalize='tokens' needs one loss, got {len(items)}: each would count tokens of its "
+            "own. Pass one callable loss(prediction, target) that returns (mean, count)."
+        )
+    weights = _loss_weights(loss_weights, items, by_key)
+    parts: List[Part] = []
+    taken: List[str] = []
+    for key, entry in items:
+        if by_key and (not isinstance(key, str) or not key):
+            raise ConfigurationError(
+                f"losses as a dict must have names of outputs as keys, got {key!r}. Write "
+                "{'output': loss}; for losses by position, a list."
+            )
+        if isinstance(entry, (list, tuple, Mapping)):
+            raise ConfigurationError(
+                f"each output must have one loss, got {type(entry).__name__} of {len(entry)} for "
+                f"{label(key)!r}. Pass a callable loss(prediction, target) that adds them up."
+            )
+        taken.append(check_log_name(f"{label(key)}_loss", taken))
+        if entry is not None:
+            one = dataclasses.replace(_one(entry), **options)
+            _check_options(one)
+            parts.append(Part(key, one, weights[key]))
+    if not parts:
+        raise LossError(
+            f"at least one output must have a loss, got {loss!r}. Pass for example "
+            "loss={'output': 'mse'}, or loss=None when the module returns (outputs, loss)."
+        )
+    return SeveralLosses(
+        name="several losses",
+        module=joined_module(parts),
+        reduction=_shared_reduction(parts),
+        parts=tuple(parts),
+        positions=None if by_key else len(items),
+        **options,
+    )
+
+
+def _shared_reduction(parts: Sequence[Part]) -> Literal["mean", "sum"]:
+    kinds = {part.loss.reduction for part in parts}
+    if len(kinds) > 1:
+        each = ", ".join(f"{label(part.key)} {part.loss.reduction!r}" for part in parts)
+        raise LossError(
+            f"several losses must all be means or all be sums, got {each}. A micro-batch of "
+            "another size would change how they compare; use one reduction."
+        )
+    return parts[0].loss.reduction
+
+
+def _loss_weights(
+    loss_weights: object, items: Sequence[Tuple[Key, object]], by_key: bool
+) -> Dict[Key, float]:
+    """The weight of each output by its key."""
+    keys = [key for key, _ in items]
+    trained = [key for key, loss in items if loss is not None]
+    if loss_weights is None:
+        return dict.fromkeys(keys, 1.0)
+    given: Dict[Any, Any]
+    if by_key and isinstance(loss_weights, Mapping):
+        unknown = [key for key in loss_weights if key not in trained]
+        if unknown:
+            raise ConfigurationError(
+                f"loss_weights must go by the outputs that have a loss, {trained}, got "
+                f"{unknown[0]!r}. Use these names."
+            )
+        given = dict(loss_weights)
+    elif not by_key and isinstance(loss_weights, (list, tuple)):
+        if len(loss_weights) != len(items):
+            raise ConfigurationError(
+                f"loss_weights must have one number for each of the {len(items)} losses, got "
+                f"{len(loss_weights)}. Give 1 where nothing is to change."
+            )
+        given = dict(enumerate(loss_weights))
+        idle = [key for key, loss in items if loss is None and given[key] != 1]
+        if idle:
+            raise ConfigurationError(
+                f"loss_weights must be 1 for outputs without a loss, got {given[idle[0]]!r} "
+                f"for {label(idle[0])!r}. Give it a loss, or 1 as its weight."
+            )
+    else:
+        form = "a dict by output" if by_key else "a list"
+        raise ConfigurationError(
+            f"loss_weights must be {form}, like the losses, got {type(loss_weights).__name__}. "
+            "Give one number for each loss."
+        )
+    for key, weight in given.items():
+        number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
+        if not number or not math.isfinite(weight):
+            raise ConfigurationError(
+                f"loss_weights must be finite numbers, got {weight!r} for {label(key)!r}. Give for "
+                "example 0.5."
+            )
+    return {key: float(given.get(key, 1.0)) for key in keys}
+
+
+# ---- modules and reductions ---------------------------------------------------------------------
+
+
+def _instantiate(loss: Callable[..., nn.Module]) -> nn.Module:
+    name = getattr(loss, "__name__", "loss")
+    try:
+        inspect.signature(loss).bind()
+    except TypeError as error:
+        raise LossError(
+            f"a loss class must need no arguments, got {name} ({error}). Pass an instance: "
+            f"loss={name}(...)."
+        ) from error
+    return loss()
+
+
+def _reduction(name: str, reduction: object) -> Literal["mean", "sum"]:
+    # torch spells reductions as strings; another kind of attribute of this name is the user's own.
+    if not isinstance(reduction, str):
+        return "mean"
+    if reduction == "none":
+        raise LossError(
+            f"loss {name!r} must give one number for a micro-batch, got reduction='none'. Use "
+            "reduction='mean', or wrap it in a callable that reduces."
+        )
+    if reduction not in _REDUCTIONS:
+        raise LossError(
+            f"loss {name!r} must have reduction 'mean', 'batchmean' or 'sum', got {reduction!r}. "
+            "Use one of these; it tells how the loss joins the samples."
+        )
+    return _REDUCTIONS[reduction]

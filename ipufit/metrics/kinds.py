@@ -1,0 +1,234 @@
+"""The kinds of metrics: a mean, an object of torchmetrics, and one of several outputs."""
+
+from __future__ import annotations
+
+import copy
+import math
+import numbers
+from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Protocol, Tuple
+
+import torch
+from torch import Tensor
+
+from ipufit.errors import MetricError
+from ipufit.metrics.sums import Part, shapes
+from ipufit.outputs import Key, pick
+from ipufit.sample_weights import as_weights
+
+__all__ = ["Mean", "Metric", "Object", "Prefixed", "shapes"]
+
+
+class Metric(Protocol):
+    """What a set asks of a metric."""
+
+    # For messages.
+    name: str
+    # Whether it changes its arguments in place.
+    writes: bool
+
+    @property
+    def names(self) -> Tuple[str, ...]:
+        """Keys of :meth:`compute`; exact after a trial."""
+        ...
+
+    @names.setter
+    def names(self, names: Tuple[str, ...]) -> None: ...
+
+    def fresh(self) -> Metric:
+        """The same without state, sharing nothing."""
+        ...
+
+    def reset(self) -> None:
+        """Forget everything seen."""
+        ...
+
+    def update(self, prediction: Any, target: Any, size: int, weight: Any) -> None:
+        """Add one micro-batch."""
+        ...
+
+    def compute(self) -> Dict[str, float]:
+        """The values so far; nan before the first micro-batch."""
+        ...
+
+
+class Mean:
+    """A sum and a count in float64, and what is made of their quotient.
+
+    Args:
+        name: key of the result.
+        part: sum and count of one micro-batch.
+        finish: applied once to the mean.
+        weighted: whether it gets the sample weights.
+    """
+
+    def __init__(
+        self, name: str, part: Part, finish: Callable[[float], float], weighted: bool = False
+    ) -> None:
+        self.name = name
+        self.names: Tuple[str, ...] = (name,)
+        self.writes = False
+        self._part = part
+        self._finish = finish
+        self._weighted = weighted
+        self.reset()
+
+    def fresh(self) -> Mean:
+        """The same without state, sharing nothing."""
+        return Mean(self.name, self._part, self._finish, self._weighted)
+
+    def reset(self) -> None:
+        """Forget everything seen."""
+        self._total = 0.0
+        self._count = 0.0
+
+    @torch.no_grad()
+    def update(self, prediction: Any, target: Any, size: int, weight: Any) -> None:
+        """Add one micro-batch."""
+        total, count = self._part(prediction, target, size, weight if self._weighted else None)
+        self._total += total
+        self._count += count
+
+    def compute(self) -> Dict[str, float]:
+        """The values so far; nan before the first micro-batch."""
+        mean = self._total / self._count if self._count else math.nan
+        return {self.name: self._finish(mean)}
+
+
+class Object:
+    """A metric or a collection of torchmetrics, or anything with the same three methods.
+
+    Args:
+        key: the user's name for it, before those of a collection's members.
+        metric: the user's object, which is copied.
+        shown: its name in messages.
+        weight_name: under which its update takes the sample weights, or None.
+        names: keys of the result if they are known.
+    """
+
+    def __init__(
+        self,
+        key: Optional[str],
+        metric: Any,
+        shown: str,
+        weight_name: Optional[str] = None,
+        names: Tuple[str, ...] = (),
+    ) -> None:
+        self._key = key
+        # One object in training and validation would mix both, and the user's is the user's.
+        self._metric = copy.deepcopy(metric)
+        self._metric.reset()
+        self._seen = False
+        self._weight_name = weight_name
+        self._own = key or type(metric).__name__
+        self.name = shown
+        self.names = names or self._declared()
+        self.writes = False
+
+    def _declared(self) -> Tuple[str, ...]:
+        """The names known before anything is computed; a collection lists its members."""
+        keys = getattr(self._metric, "keys", None)
+        if not callable(keys):
+            return (self._own,)
+        return tuple(f"{self._key}_{key}" if self._key else str(key) for key in keys())
+
+    def fresh(self) -> Object:
+        """The same without state, sharing nothing."""
+        return Object(self._key, self._metric, self.name, self._weight_name, self.names)
+
+    def reset(self) -> None:
+        """Forget everything seen."""
+        self._metric.reset()
+        self._seen = False
+
+    @torch.no_grad()
+    def update(self, prediction: Any, target: Any, size: int, weight: Any) -> None:
+        """Add one micro-batch."""
+        if self._weight_name is None:
+            self._metric.update(prediction, target)
+        else:
+            weight = torch.ones(size) if weight is None else as_weights(weight, MetricError)
+            self._metric.update(prediction, target, **{self._weight_name: weight})
+        self._seen = True
+
+    def compute(self) -> Dict[str, float]:
+        """The values so far; nan before the first micro-batch."""
+        if not self._seen:
+            return dict.fromkeys(self.names, math.nan)
+        result = self._metric.compute()
+        if isinstance(result, Mapping):
+            return dict(_flattened(self._key, result))
+        return {self._own: _number(self.name, result)}
+
+
+class Prefixed:
+    """Another metric under longer names, on one of several outputs if it has a key.
+
+    Args:
+        prefix: before all its names, such as ``"a_"``.
+        inner: the metric.
+        key: of the output and target that it gets, or None for all that there is.
+    """
+
+    def __init__(self, prefix: str, inner: Metric, key: Optional[Key] = None) -> None:
+        self._prefix = prefix
+        self._inner = inner
+        self._key = key
+        self.name = inner.name
+        self.writes = False
+
+    @property
+    def names(self) -> Tuple[str, ...]:
+        """Keys of :meth:`compute`; exact after a trial."""
+        return tuple(f"{self._prefix}{name}" for name in self._inner.names)
+
+    @names.setter
+    def names(self, names: Tuple[str, ...]) -> None:
+        """Keys of :meth:`compute`; exact after a trial."""
+        self._inner.names = tuple(name[len(self._prefix) :] for name in names)
+
+    def fresh(self) -> Prefixed:
+        """The same without state, sharing nothing."""
+        return Prefixed(self._prefix, self._inner.fresh(), self._key)
+
+    def reset(self) -> None:
+        """Forget everything seen."""
+        self._inner.reset()
+
+    def update(self, prediction: Any, target: Any, size: int, weight: Any) -> None:
+        """Add one micro-batch."""
+        if self._key is not None:
+            where = f"metric {self.name!r}"
+            prediction = pick(prediction, self._key, f"{where}: the module's outputs", MetricError)
+            target = pick(target, self._key, f"{where}: the target", MetricError)
+            if weight is not None and not isinstance(weight, Tensor):
+                absent = isinstance(weight, Mapping) and self._key not in weight
+                weight = (
+                    None
+                    if absent
+                    else pick(weight, self._key, f"{where}: sample_weight", MetricError)
+                )
+        self._inner.update(prediction, target, size, weight)
+
+    def compute(self) -> Dict[str, float]:
+        """The values so far; nan before the first micro-batch."""
+        return {f"{self._prefix}{name}": value for name, value in self._inner.compute().items()}
+
+
+def _flattened(prefix: Optional[str], result: Mapping[Any, Any]) -> Iterator[Tuple[str, float]]:
+    for key, value in result.items():
+        name = f"{prefix}_{key}" if prefix else str(key)
+        if isinstance(value, Mapping):
+            yield from _flattened(name, value)
+        else:
+            yield name, _number(name, value)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return float(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    raise MetricError(
+        f"metric {name!r} must give a scalar, got {shapes(value)}. Average it, for example with "
+        "average='macro', or wrap it in a metric that does."
+    )

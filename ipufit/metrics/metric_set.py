@@ -1,0 +1,158 @@
+"""All metrics of a model: tried before the first epoch, fed with micro-batches, read at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import warnings
+from typing import Any, Dict, Iterator, List, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from ipufit.errors import ConfigurationError, MetricError
+from ipufit.metrics.kinds import Metric, shapes
+from ipufit.names import check_log_name
+from ipufit.randomness import isolated
+from ipufit.tree import flatten, map_leaves
+
+__all__ = ["MetricSet"]
+
+
+class MetricSet:
+    """The metrics of one epoch of one kind; training and validation have one each.
+
+    Made by :func:`resolve_metrics`; without arguments it is empty.
+    """
+
+    def __init__(self, metrics: Sequence[Metric] = ()) -> None:
+        """Hold metrics that nobody else holds."""
+        self._metrics = list(metrics)
+
+    def __bool__(self) -> bool:
+        """Whether there is any metric."""
+        return bool(self._metrics)
+
+    @property
+    def names(self) -> Tuple[str, ...]:
+        """Keys of :meth:`compute`; of a metric that returns several values, exact after a probe."""
+        return tuple(name for metric in self._metrics for name in metric.names)
+
+    def fresh(self) -> MetricSet:
+        """The same metrics without any state, sharing nothing with this set."""
+        return MetricSet([metric.fresh() for metric in self._metrics])
+
+    def reset(self) -> None:
+        """Forget everything seen, at the start of an epoch."""
+        for metric in self._metrics:
+            metric.reset()
+
+    def update(self, prediction: Any, target: Any, size: int, sample_weight: Any = None) -> None:
+        """Add one micro-batch.
+
+        Args:
+            prediction: the module's outputs, on the host, without padding.
+            target: the targets, on the host.
+            size: number of samples in both; of none, nothing happens.
+            sample_weight: for the weighted metrics, on the host: one tensor, or one for each output
+                in the structure of the outputs; None counts as weights of 1.
+
+        Raises:
+            MetricError: a metric can't take them, chained from the metric's own error.
+        """
+        if not size:
+            return
+        for metric in self._metrics:
+            given = (prediction, target, sample_weight)
+            if metric.writes:
+                given = map_leaves(_copy, given)
+            before = _versions(given)
+            with _named_failure(metric.name, prediction, target):
+                metric.update(given[0], given[1], size, given[2])
+            # One metric's scratch work must not be what the next one, or the loss, sees.
+            metric.writes = metric.writes or _versions(given) != before
+
+    def compute(self) -> Dict[str, float]:
+        """The values over everything since the last reset; nan before the first micro-batch.
+
+        Raises:
+            MetricError: a metric's value is not a number.
+            ConfigurationError: two values have one name.
+        """
+        values: Dict[str, float] = {}
+        for metric in self._metrics:
+            for name, value in metric.compute().items():
+                check_log_name(name, values)
+                values[name] = value
+        return values
+
+    def probe(self, prediction: Any, target: Any, size: int, sample_weight: Any = None) -> None:
+        """Find out, before any training, whether the metrics can take such tensors.
+
+        It works on copies and leaves no state, no warning, and random number generators as they
+        were; only :attr:`names` learns the keys that a metric really returns. A callable is called
+        once.
+
+        Args:
+            prediction: tensors of the right shapes and dtypes, values anywhere in (0, 1).
+            target: tensors of the right shapes and dtypes.
+            size: number of samples in both.
+            sample_weight: as in :meth:`update`.
+
+        Raises:
+            MetricError: a metric can't take them, or its value is not a number.
+            ConfigurationError: two values have one name.
+        """
+        trial = self.fresh()
+        given = map_leaves(_copy, (prediction, target, sample_weight))
+        prediction, target, sample_weight = given
+        with warnings.catch_warnings(), _generators_kept():
+            warnings.simplefilter("ignore")
+            trial.update(prediction, target, size, sample_weight)
+            for metric in trial._metrics:
+                with _named_failure(metric.name, prediction, target):
+                    metric.names = tuple(metric.compute())
+            trial.compute()
+        for metric, tried in zip(self._metrics, trial._metrics):
+            metric.names, metric.writes = tried.names, tried.writes
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _versions(value: Any) -> List[int]:
+    """Counters of in-place changes of all tensors."""
+    return [leaf._version for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
+@contextlib.contextmanager
+def _named_failure(name: str, prediction: Any, target: Any) -> Iterator[None]:
+    """Turn whatever a metric raises into an error that names it and both shapes."""
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise MetricError(
+            f"metric {name!r} must take the module's outputs and the targets, got prediction of "
+            f"{shapes(prediction)} and target of {shapes(target)}, and failed with "
+            f"{type(error).__name__}: {str(error).rstrip('.')}. Pass a metric made for these, or a "
+            "callable metric(prediction, target) that brings them into form."
+        ) from error
+
+
+@contextlib.contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Leave torch's host generator, Python's, and NumPy's if it is loaded, as they are found."""
+    numpy = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    try:
+        with isolated(torch.device("cpu")):
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)

@@ -1,0 +1,246 @@
+"""From what the user may pass as metrics to a set of them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import (
+    Any,
+    Callable,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+    Union,
+)
+
+from ipufit.errors import ConfigurationError
+from ipufit.metrics.kinds import Mean, Metric, Object, Prefixed
+from ipufit.metrics.metric_set import MetricSet
+from ipufit.metrics.sums import sum_of_elements, sum_of_samples, sum_of_weighted_samples
+from ipufit.metrics.values import lookup
+from ipufit.names import check_log_name
+from ipufit.outputs import Key, label
+
+__all__ = ["resolve_metrics"]
+
+# Under which an object's update may take the sample weights.
+_WEIGHT_NAMES = ("sample_weight", "weight", "weights")
+
+
+def resolve_metrics(
+    metrics: object,
+    weighted_metrics: object = None,
+    outputs: Union[Sequence[str], int, None] = None,
+) -> MetricSet:
+    """Bring metrics into normal form.
+
+    Args:
+        metrics: None, one metric, a list or tuple, or a dict from name to metric. A metric is a
+            name; a callable ``(prediction, target)`` that gives a number for the micro-batch,
+            weighted with its samples, or a tensor with one value per sample in dimension 0; or an
+            object of torchmetrics, which is copied and never touched. A list, tuple or dict as a
+            value of the dict goes to the output that is its key, and its metrics are logged as
+            ``<output>_<metric>``.
+        weighted_metrics: the same, but every value is multiplied with its sample's weight, and the
+            sum is divided by the sum of the weights; nan if that is zero. A callable gives one
+            value per sample, or takes ``sample_weight`` and gives the weighted mean of the
+            micro-batch; an object's ``update`` takes ``sample_weight``, ``weight`` or ``weights``.
+            Whose name is taken by one of ``metrics`` is logged as ``weighted_<metric>``.
+        outputs: what several losses go by, ``Loss.outputs``: names, then both arguments are dicts
+            by output; or a number, then they are lists by position. None for one loss.
+
+    The names:
+
+    - ``accuracy`` (``acc``): with targets of class indices, shape (batch, ...) for a prediction of
+      shape (batch, classes, ...), the share of predictions whose largest class is the target; -100
+      is left out as in ``cross_entropy``. With a prediction of one value per sample and a target of
+      the same shape, ``binary_accuracy``. A prediction and target of one shape and several classes
+      is refused: it may be one-hot (``categorical_accuracy``, as Keras takes it) or multi-label
+      (``binary_accuracy``), and these differ.
+    - ``sparse_categorical_accuracy``: only the first of these.
+    - ``binary_accuracy``: probabilities against 0.5; values outside [0, 1] are logits and refused.
+      ``binary_accuracy_with_logits``: logits against 0.
+    - ``categorical_accuracy``: one-hot targets of the prediction's shape (batch, classes, ...).
+    - ``top_5_accuracy``, or any ``top_<k>_accuracy``: class indices or one-hot targets.
+    - ``mse``, ``mean_squared_error``; ``mae``, ``mean_absolute_error``; ``rmse``,
+      ``root_mean_squared_error`` (the root is taken once, of the mean over the epoch).
+    - ``perplexity``: exp of the mean of ``cross_entropy`` from logits and class indices.
+
+    Raises:
+        UnknownNameError: no metric has that name.
+        ConfigurationError: a name that comes twice or is reserved, something that is no metric, or
+            one that can't be weighted.
+    """
+    resolved: List[Metric] = []
+    taken: Set[str] = set(_part_names(outputs))
+    for argument, given, weighted in (
+        ("metrics", metrics, False),
+        ("weighted_metrics", weighted_metrics, True),
+    ):
+        plain = frozenset(taken)
+        for item in _items(given, argument, outputs):
+            metric = _resolve(item, weighted, taken, plain)
+            for name in metric.names:
+                taken.add(check_log_name(name, taken))
+            resolved.append(metric)
+    return MetricSet(resolved)
+
+
+def _part_names(outputs: Union[Sequence[str], int, None]) -> List[str]:
+    keys: Sequence[Key] = range(outputs) if isinstance(outputs, int) else outputs or ()
+    return [f"{label(key)}_loss" for key in keys]
+
+
+# ---- forms --------------------------------------------------------------------------------------
+
+
+class _Item(NamedTuple):
+    """One metric as the user gave it: for which output, under which name."""
+
+    output: Optional[Key]
+    name: Optional[str]
+    metric: object
+
+
+def _items(
+    metrics: object, argument: str, outputs: Union[Sequence[str], int, None]
+) -> Iterator[_Item]:
+    if metrics is None:
+        return
+    if isinstance(outputs, int):
+        if not isinstance(metrics, (list, tuple)) or len(metrics) != outputs:
+            came = f"{type(metrics).__name__}"
+            came += f" of {len(metrics)}" if isinstance(metrics, (list, tuple)) else ""
+            raise ConfigurationError(
+                f"{argument} must be a list with one element for each of the {outputs} losses, got "
+                f"{came}. Give a metric, a list of metrics or None for each output."
+            )
+        for position, given in enumerate(metrics):
+            yield from _of_output(position, given)
+    elif outputs is not None:
+        if not isinstance(metrics, Mapping) or _is_object(metrics):
+            raise ConfigurationError(
+                f"{argument} must be a dict by output, like the losses, got "
+                f"{type(metrics).__name__}. Write {{{next(iter(outputs))!r}: ['accuracy']}}."
+            )
+        for key, given in metrics.items():
+            yield from _of_output(_check_key(key, argument), given)
+    elif isinstance(metrics, Mapping) and not _is_object(metrics):
+        for key, given in metrics.items():
+            if isinstance(given, (list, tuple, Mapping)) and not _is_object(given):
+                position = isinstance(key, int) and not isinstance(key, bool) and key >= 0
+                yield from _of_output(key if position else _check_key(key, argument), given)
+            else:
+                yield _Item(None, _check_key(key, argument), given)
+    elif isinstance(metrics, (list, tuple)):
+        yield from (_Item(None, None, metric) for metric in metrics)
+    else:
+        yield _Item(None, None, metrics)
+
+
+def _of_output(output: Key, given: object) -> Iterator[_Item]:
+    """The metrics of one output: none, one, a list, or a dict by name."""
+    if given is None:
+        return
+    if isinstance(given, Mapping) and not _is_object(given):
+        for name, metric in given.items():
+            yield _Item(output, _check_key(name, "metrics"), metric)
+    elif isinstance(given, (list, tuple)):
+        for metric in given:
+            yield _Item(output, None, metric)
+    else:
+        yield _Item(output, None, given)
+
+
+def _check_key(key: object, argument: str) -> str:
+    if not isinstance(key, str) or not key:
+        raise ConfigurationError(
+            f"{argument} as a dict must have names as keys, got {key!r}. Write {{'name': metric}}."
+        )
+    return key
+
+
+# ---- one metric ---------------------------------------------------------------------------------
+
+
+def _resolve(item: _Item, weighted: bool, taken: Set[str], plain: Any) -> Metric:
+    """One metric in normal form; a weighted one gives way to a plain one of its name."""
+    prefix = "" if item.output is None else f"{label(item.output)}_"
+    metric = _build(item, weighted, prefix, taken)
+    if weighted and any(prefix + name in plain for name in metric.names):
+        metric = Prefixed("weighted_", metric)
+    return metric if item.output is None else Prefixed(prefix, metric, item.output)
+
+
+def _build(item: _Item, weighted: bool, prefix: str, taken: Set[str]) -> Metric:
+    metric = item.metric
+    if isinstance(metric, str):
+        values, finish = lookup(metric)
+        name = item.name or metric
+        part = functools.partial(sum_of_elements, values, prefix + name)
+        return Mean(name, part, finish, weighted)
+    if _is_object(metric):
+        name = item.name or type(metric).__name__
+        weight_name = _weight_name(metric, prefix + name) if weighted else None
+        return Object(item.name, metric, prefix + name, weight_name)
+    if callable(metric) and not isinstance(metric, type):
+        name = item.name or _callable_name(metric, prefix, taken)
+        if not weighted:
+            return Mean(name, functools.partial(sum_of_samples, metric, prefix + name), float)
+        takes = "sample_weight" in _parameters(metric)
+        part = functools.partial(sum_of_weighted_samples, metric, takes, prefix + name)
+        return Mean(name, part, float, weighted)
+    if isinstance(metric, type):
+        came = f"the class {metric.__name__}. Pass an instance, {metric.__name__}(...)"
+    else:
+        came = f"{type(metric).__name__}. Pass for example metrics=['accuracy']"
+    raise ConfigurationError(
+        "a metric must be a name, a callable (prediction, target), or an object of torchmetrics, "
+        f"got {came}."
+    )
+
+
+def _is_object(metric: object) -> bool:
+    methods = ("update", "compute", "reset")
+    return not isinstance(metric, type) and all(
+        callable(getattr(metric, method, None)) for method in methods
+    )
+
+
+def _parameters(call: Callable[..., Any]) -> Tuple[str, ...]:
+    """Names of the parameters that can be given by name."""
+    inner = getattr(call, "forward", call)
+    try:
+        parameters = inspect.signature(inner).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return tuple(p.name for p in parameters if p.kind in named)
+
+
+def _weight_name(metric: Any, shown: str) -> str:
+    for name in _parameters(metric.update):
+        if name in _WEIGHT_NAMES:
+            return name
+    raise ConfigurationError(
+        f"weighted metric {shown!r} must take sample_weight, weight or weights in its update, got "
+        f"update{inspect.signature(metric.update)}. Pass it under metrics, or a callable that "
+        "gives one value per sample."
+    )
+
+
+def _callable_name(metric: Callable[..., Any], prefix: str, taken: Set[str]) -> str:
+    inner = metric.func if isinstance(metric, functools.partial) else metric
+    name = str(getattr(inner, "__name__", type(inner).__name__))
+    if name != "<lambda>":
+        return name
+    name, index = "metric", 0
+    while prefix + name in taken:
+        index += 1
+        name = f"metric_{index}"
+    return name
