@@ -1,10 +1,10 @@
 """A Keras-like fit library for PyTorch whose whole training step is one traced program."""
 
-from ipufit import callbacks, errors, optim
+from ipufit import callbacks, errors, optim, schedules
 from ipufit.history import History
 from ipufit.model import Model
 from ipufit.plan import Plan
 
-__all__ = ["History", "Model", "Plan", "callbacks", "errors", "optim"]
+__all__ = ["History", "Model", "Plan", "callbacks", "errors", "optim", "schedules"]
 
 __version__ = "0.1.0"
