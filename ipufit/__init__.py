@@ -4,7 +4,17 @@ from ipufit import callbacks, errors, optim, schedules
 from ipufit.history import History
 from ipufit.model import Model
 from ipufit.plan import Plan
+from ipufit.seeding import seed_everything
 
-__all__ = ["History", "Model", "Plan", "callbacks", "errors", "optim", "schedules"]
+__all__ = [
+    "History",
+    "Model",
+    "Plan",
+    "callbacks",
+    "errors",
+    "optim",
+    "schedules",
+    "seed_everything",
+]
 
 __version__ = "0.1.0"
