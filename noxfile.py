@@ -31,7 +31,7 @@ def group(*names: str) -> tuple[str, ...]:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the tests on this Python with the pinned torch."""
-    session.install("-e", ".[plot]", *group("test", "torch"))
+    session.install("-e", ".[plot,pandas]", *group("test", "torch"))
     session.run("python", "-m", "pytest", *session.posargs)
 
 
@@ -39,10 +39,11 @@ def tests(session: nox.Session) -> None:
 @nox.session(python=OLDEST_PYTHON, venv_backend="venv")
 def minimums(session: nox.Session) -> None:
     """Run the tests on the oldest Python with the oldest dependencies we promise."""
-    promised = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["plot"]
+    extras = PROJECT["optional-dependencies"]
+    promised = PROJECT["dependencies"] + extras["plot"] + extras["pandas"]
     floors = [requirement.replace(">=", "==") for requirement in promised]
     # torch 2.0 was built against NumPy 1 and can't hand arrays over to NumPy 2.
-    session.install("-e", ".[plot]", *floors, "numpy<2", *group("test"))
+    session.install("-e", ".[plot,pandas]", *floors, "numpy<2", *group("test"))
     session.run("python", "-m", "pytest", *session.posargs)
 
 

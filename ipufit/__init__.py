@@ -1,12 +1,24 @@
 """A Keras-like fit library for PyTorch whose whole training step is one traced program."""
 
-from ipufit import callbacks, errors, optim
+from ipufit import callbacks, errors, optim, schedules
 from ipufit.history import History
 from ipufit.logged import log
 from ipufit.model import Model
 from ipufit.plan import Plan
 from ipufit.recipe import LossScale
+from ipufit.seeding import seed_everything
 
-__all__ = ["History", "LossScale", "Model", "Plan", "callbacks", "errors", "log", "optim"]
+__all__ = [
+    "History",
+    "LossScale",
+    "Model",
+    "Plan",
+    "callbacks",
+    "errors",
+    "log",
+    "optim",
+    "schedules",
+    "seed_everything",
+]
 
 __version__ = "0.1.0"

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
-from typing import Any, Dict, List, Mapping, Optional, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
+from ipufit import curves, history_files
+from ipufit.direction import direction_of
 from ipufit.errors import ConfigurationError
 
 __all__ = ["History"]
+
+Path = Union[str, "os.PathLike[str]"]
 
 
 class History:
@@ -16,64 +21,190 @@ class History:
     Attributes:
         history: one list per name ("loss", metrics, and the same with "val_"), one value per epoch.
             "loss" is the mean over all samples of the epoch. Values that an epoch has not
-            (validation that did not run) are absent from the list.
+            (validation that did not run) are absent from the list; :meth:`aligned` shows where.
         epoch: indices of the finished epochs.
+        updates: values that were logged per update: by name, pairs of the update's index since
+            ``compile`` and the value.
         params: how the run was made: epochs, plan, seed, engine, seconds spent on recording.
     """
 
     def __init__(self, params: Optional[Mapping[str, Any]] = None) -> None:
         self.history: Dict[str, List[float]] = {}
         self.epoch: List[int] = []
+        self.updates: Dict[str, List[Tuple[int, float]]] = {}
         self.params: Dict[str, Any] = dict(params or {})
+        # For each list in history, the places in epoch that its values belong to.
+        self._places: Dict[str, List[int]] = {}
 
     def append(self, epoch: int, logs: Mapping[str, float]) -> None:
         """Add the values of a finished epoch."""
         self.epoch.append(epoch)
         for name, value in logs.items():
+            self._places.setdefault(name, []).append(len(self.epoch) - 1)
             self.history.setdefault(name, []).append(float(value))
 
-    def __repr__(self) -> str:
-        last = ", ".join(f"{name}={values[-1]:.4g}" for name, values in self.history.items())
-        return f"History({len(self.epoch)} epochs{': ' + last if last else ''})"
+    def append_update(self, name: str, update: int, value: float) -> None:
+        """Add a value that belongs to one update.
 
-    def plot(self, path: Optional[Union[str, os.PathLike[str]]] = None) -> Any:
+        Args:
+            name: what it is.
+            update: its index since ``compile``; larger than that of the name's value before.
+            value: a number.
+        """
+        self.updates.setdefault(name, []).append((int(update), float(value)))
+
+    def places(self, name: str) -> List[int]:
+        """For each value in ``history[name]``, the place in ``epoch`` that it belongs to.
+
+        Raises:
+            ConfigurationError: nothing has that name; with the names there are.
+        """
+        self._known(name)
+        count, kept = len(self.history[name]), self._places.get(name, [])
+        if len(kept) == count:
+            return list(kept)
+        # A list that somebody put there by hand: its end is the last epoch.
+        return list(range(len(self.epoch) - count, len(self.epoch)))
+
+    def aligned(self, name: str) -> List[float]:
+        """One value per epoch in ``epoch``, NaN where the epoch has none.
+
+        Raises:
+            ConfigurationError: nothing has that name; with the names there are.
+        """
+        found = dict(zip(self.places(name), self.history[name]))
+        return [found.get(place, math.nan) for place in range(len(self.epoch))]
+
+    def best_epoch(self, monitor: str = "val_loss", mode: str = "auto") -> int:
+        """The epoch with the best value; the first of them if several are as good.
+
+        Args:
+            monitor: name of the value.
+            mode: "min", "max", or "auto" to go by the name: losses and errors are to be small,
+                accuracies and scores large.
+
+        Returns:
+            Its index, an element of ``epoch``. A value of NaN is never the best.
+
+        Raises:
+            ConfigurationError: nothing has that name, it has no value but NaN, or "auto" does not
+                know which way is better.
+        """
+        if mode not in ("auto", "min", "max"):
+            raise ConfigurationError(
+                f"mode must be 'auto', 'min' or 'max', got {mode!r}. Use 'min' where a smaller "
+                "value is better."
+            )
+        self._known(monitor)
+        direction = direction_of(monitor) if mode == "auto" else mode
+        if direction is None:
+            raise ConfigurationError(
+                "mode='auto' needs a name that says whether smaller is better, such as 'val_loss' "
+                f"or 'val_accuracy', got {monitor!r}. Pass mode='min' or mode='max'."
+            )
+        place = curves.best_place(self.aligned(monitor), direction)
+        if place is None:
+            raise ConfigurationError(
+                f"best_epoch needs an epoch with a value of {monitor!r}, but all are NaN. Monitor "
+                "something else."
+            )
+        return self.epoch[place]
+
+    def to_csv(self, path: Path) -> None:
+        """Write one line per epoch, with a header; a cell is empty where an epoch has no value.
+
+        Args:
+            path: of the file; what it held is replaced. Values have all their digits.
+        """
+        history_files.write_csv(self, path)
+
+    def to_json(self, path: Optional[Path] = None) -> str:
+        """Everything as JSON: values, ``updates`` and ``params``.
+
+        Args:
+            path: where to write it too; None to only return it.
+
+        Returns:
+            The text, which :meth:`from_json` reads. NaN and infinities are strings in it.
+
+        Raises:
+            ConfigurationError: ``params`` holds something that JSON can't.
+        """
+        return history_files.write_json(self, path)
+
+    @classmethod
+    def from_json(cls, source: Path) -> History:
+        """A history that :meth:`to_json` wrote, the same in every value.
+
+        Args:
+            source: path of the file, or the text itself, which begins with a brace.
+
+        Raises:
+            ConfigurationError: it is no such file.
+        """
+        history = cls()
+        history_files.read_json(source, history, history._places)
+        return history
+
+    def to_dataframe(self) -> Any:
+        """A pandas ``DataFrame``: one row per epoch, one column per name, NaN where there is none.
+
+        Raises:
+            ConfigurationError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ConfigurationError(
+                "History.to_dataframe needs pandas, which is not installed. Run: "
+                "pip install ipufit[pandas]"
+            ) from error
+        index = pandas.Index(self.epoch, name="epoch", dtype="int64")
+        columns = {name: self.aligned(name) for name in self.history}
+        return pandas.DataFrame(columns, index=index, dtype="float64")
+
+    def plot(
+        self,
+        path: Optional[Path] = None,
+        metrics: Union[str, Sequence[str], None] = None,
+        *,
+        columns: Optional[int] = None,
+        mark_best: bool = True,
+    ) -> Any:
         """Draw each value over the epochs, training and validation in one panel.
 
         Args:
             path: where to save the picture (the suffix chooses the format); None to only return it.
+            metrics: which values, by the names without "val_", in this order; None for all, those
+                logged per update included.
+            columns: panels in a row; None chooses.
+            mark_best: whether to mark the best epoch of every value of which the name says which
+                way is better: by the validation where there is one.
 
         Returns:
-            The matplotlib ``Figure``.
+            The matplotlib ``Figure``. Values over several orders of magnitude have a logarithmic
+            axis, and epochs whose value is not finite a cross.
 
         Raises:
-            ConfigurationError: matplotlib is not installed, or no epoch has finished.
+            ConfigurationError: matplotlib is not installed, no epoch has finished, or nothing has
+                one of the names.
         """
         if not self.epoch:
             raise ConfigurationError("plot needs at least one finished epoch, there is none yet.")
-        try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-        except ImportError as error:
+        return curves.draw(self, path, metrics, columns, mark_best)
+
+    def __repr__(self) -> str:
+        last = ", ".join(
+            f"{name}={values[-1]:.4g}" for name, values in self.history.items() if values
+        )
+        return f"History({len(self.epoch)} epochs{': ' + last if last else ''})"
+
+    def _repr_html_(self) -> str:
+        return history_files.as_html(self)
+
+    def _known(self, name: str) -> None:
+        if name not in self.history:
             raise ConfigurationError(
-                "History.plot needs matplotlib, which is not installed. Run: "
-                "pip install ipufit[plot]"
-            ) from error
-        names = [name for name in self.history if not name.startswith("val_")]
-        names += [n for n in self.history if n.startswith("val_") and n[4:] not in names]
-        figure = Figure(figsize=(4.8 * len(names), 3.6), layout="constrained")
-        FigureCanvasAgg(figure)
-        panels = figure.subplots(1, len(names), squeeze=False)[0]
-        for panel, name in zip(panels, names):
-            for key, label, style in ((name, "training", "-"), (f"val_{name}", "validation", "--")):
-                values = self.history.get(key)
-                if values:
-                    epochs = [epoch + 1 for epoch in self.epoch[-len(values) :]]
-                    panel.plot(epochs, values, style, marker="o", markersize=3, label=label)
-            panel.set_title(name)
-            panel.set_xlabel("epoch")
-            panel.grid(alpha=0.3)
-            panel.legend(frameon=False)
-            panel.xaxis.get_major_locator().set_params(integer=True)
-        if path is not None:
-            figure.savefig(path, dpi=120)
-        return figure
+                f"the history must have a value of that name, got {name!r}. It has "
+                f"{', '.join(self.history) or 'none yet'}."
+            )

@@ -146,7 +146,7 @@ def test_history_plots(tmp_path):
     history = model.fit(loader, epochs=3, validation_data=loader, verbose=0)
     figure = history.plot(tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert [axes.get_title() for axes in figure.axes] == ["loss", "accuracy"]
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["loss", "accuracy"]
     for axes, name in zip(figure.axes, ("loss", "accuracy")):
         drawn = {line.get_label(): line.get_ydata().tolist() for line in axes.get_lines()}
         assert drawn == {

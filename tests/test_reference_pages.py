@@ -19,6 +19,7 @@ PUBLIC = [
     "ipufit.callbacks",
     "ipufit.errors",
     "ipufit.optim",
+    "ipufit.schedules",
     "ipufit.testing",
 ]
 
@@ -132,12 +133,15 @@ def test_every_entry_of_the_reference_exists():
         assert resolve(name) is not None
 
 
-@pytest.mark.parametrize("name", ["Model", "Plan", "History", "callbacks.Callback"])
+@pytest.mark.parametrize(
+    "name", ["Model", "Plan", "History", "callbacks.Callback", "schedules.Schedule"]
+)
 def test_every_public_member_is_in_the_reference(name):
     """A method or attribute that is not listed is found by chance only."""
     full = f"ipufit.{name}"
     section = sections()[full]
     listed = {row for row, _ in rows(section, "attribute")}
+    listed = {row.partition("(")[0] for row in listed}
     listed |= {row.partition("(")[0] for row, _ in rows(section, "hook")}
     listed |= {entry[len(full) + 1 :] for entry in sections() if entry.startswith(full + ".")}
     owner = resolve(full)

@@ -1,0 +1,267 @@
+"""What users pass as ``lr_scheduler`` -> one normal form."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from typing import Any, Callable, List, Mapping, Optional
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from ipufit.errors import ConfigurationError
+from ipufit.schedules import settings
+from ipufit.schedules.callables import CallableSchedule, Part
+from ipufit.schedules.schedule import Schedule, silenced
+from ipufit.schedules.torch_schedulers import Scheduler, TorchSchedule, parts
+
+__all__ = ["AtEpochEnd", "resolve_schedule"]
+
+_SPELLINGS = (
+    "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=10) or "
+    "lambda update: 0.1 * 0.99 ** update"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class AtEpochEnd:
+    """A scheduler that steps at epoch ends instead of after every update.
+
+    Attributes:
+        scheduler: a torch scheduler, a factory, a callable or a dict, as ``lr_scheduler`` takes
+            them; callables get the epoch, counted from 0 since ``compile``.
+        monitor: the value that ReduceLROnPlateau watches; None is "val_loss" if there is a
+            validation, else "loss".
+    """
+
+    scheduler: Any
+    monitor: Optional[str] = None
+
+
+def resolve_schedule(
+    lr_scheduler: Any, optimizer: Optional[torch.optim.Optimizer], interval: str = "update"
+) -> Optional[Schedule]:
+    """Bring a schedule into normal form.
+
+    Args:
+        lr_scheduler: one of
+
+            - None;
+            - a torch scheduler over this optimizer, kept as it is; ReduceLROnPlateau steps at epoch
+              ends, whatever ``interval`` says;
+            - a factory, called with the optimizer: ``lambda opt: OneCycleLR(opt, ...)``, or a
+              ``functools.partial`` of a scheduler class;
+            - a callable ``(update) -> learning rate``, with updates counted from 0;
+            - a dict of such callables by hyper-parameter ("lr", "momentum", "beta1", ...) for all
+              parameter groups, or a list with one dict for each group;
+            - :class:`AtEpochEnd` around one of these.
+
+            A partial or an annotation (``Optimizer``, ``int``, a scheduler class or ``float`` as
+            result) says which of the two kinds a callable is. Otherwise it is called with 0, and
+            what returns a number is a schedule; if it does not, it is called with the optimizer.
+        optimizer: whose settings change.
+        interval: "update", or "epoch" for steps at epoch ends.
+
+    Raises:
+        ConfigurationError: anything else, another optimizer, a hyper-parameter that the optimizer
+            lacks, a first value that is no number. The optimizer is as before the call.
+    """
+    if interval not in ("update", "epoch"):
+        raise ConfigurationError(
+            f"the interval of lr_scheduler must be 'update' or 'epoch', got {interval!r}. Take "
+            "'update', which steps it after every weight update."
+        )
+    if lr_scheduler is None:
+        return None
+    if optimizer is None:
+        raise ConfigurationError(
+            "lr_scheduler needs an optimizer to schedule, got optimizer=None. Leave it out of a "
+            "model that only evaluates and predicts."
+        )
+    restore = settings.keep(optimizer)
+    try:
+        with silenced():
+            schedule = _schedule(lr_scheduler, optimizer, interval == "update")
+        schedule.check_present()
+    except BaseException:
+        restore()
+        raise
+    return schedule
+
+
+def _schedule(given: Any, optimizer: torch.optim.Optimizer, per_update: bool) -> Schedule:
+    monitor = None
+    if isinstance(given, AtEpochEnd):
+        given, monitor, per_update = given.scheduler, given.monitor, False
+    if callable(given) and not isinstance(given, (type, Scheduler)):
+        given = _called(given, optimizer)
+    if isinstance(given, ReduceLROnPlateau):
+        per_update = False
+    elif monitor is not None:
+        raise ConfigurationError(
+            f"only ReduceLROnPlateau watches a value, got monitor={monitor!r} for "
+            f"{type(given).__name__}. Leave monitor out."
+        )
+    if isinstance(given, Scheduler):
+        _check_scheduler(given, optimizer)
+        return TorchSchedule(optimizer, given, per_update, monitor)
+    return CallableSchedule(optimizer, _parts(given, len(optimizer.param_groups)), per_update)
+
+
+def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    for part in parts(scheduler):
+        kind = type(part).__name__
+        if part.optimizer is not optimizer:
+            raise ConfigurationError(
+                f"lr_scheduler must be made for the optimizer that is compiled, got {kind} over "
+                f"another {type(part.optimizer).__name__}. Pass that optimizer too, or a factory: "
+                f"lambda optimizer: {kind}(optimizer, ...)."
+            )
+        if part is not scheduler and isinstance(part, ReduceLROnPlateau):
+            raise ConfigurationError(
+                f"ReduceLROnPlateau must stand alone, got one inside {type(scheduler).__name__}: "
+                "it needs a value that there is at epoch ends only. Pass it as lr_scheduler itself."
+            )
+
+
+def _parts(given: Any, groups: int) -> List[Part]:
+    if isinstance(given, Mapping):
+        _check_functions(given)
+        return [Part(range(groups), dict(given))]
+    if isinstance(given, list) and given and all(isinstance(one, Mapping) for one in given):
+        if len(given) != groups:
+            raise ConfigurationError(
+                f"lr_scheduler must be one dict, or a list with one for each of the {groups} "
+                f"parameter groups, got {len(given)}. Write {{}} for a group without a schedule."
+            )
+        for one in given:
+            _check_functions(one, empty=any(given))
+        return [Part([index], dict(one)) for index, one in enumerate(given)]
+    if isinstance(given, type):
+        raise ConfigurationError(
+            f"lr_scheduler must be an object, a factory, a callable or a dict, got the class "
+            f"{given.__name__}. Pass for example functools.partial({given.__name__}, ...), which "
+            "is called with the optimizer."
+        )
+    came = f"{type(given).__name__} of {len(given)}" if isinstance(given, (list, tuple)) else ""
+    raise ConfigurationError(
+        "lr_scheduler must be an object of torch.optim.lr_scheduler, a factory, a callable or a "
+        f"dict of callables, got {came or repr(given)}. Pass for example {_SPELLINGS}; torch's "
+        "SequentialLR and ChainedScheduler make one of several."
+    )
+
+
+def _check_functions(functions: Mapping[Any, Any], empty: bool = False) -> None:
+    if not functions and not empty:
+        raise ConfigurationError(
+            "lr_scheduler must name a hyper-parameter, got an empty dict. Pass for example "
+            "{'lr': lambda update: 0.1 * 0.99 ** update}."
+        )
+    if "lr" in functions and "learning_rate" in functions:
+        raise ConfigurationError(
+            "lr_scheduler must name each hyper-parameter once, got 'lr' and 'learning_rate', which "
+            "are the same. Leave one out."
+        )
+    for name, function in functions.items():
+        if not callable(function) or isinstance(function, type):
+            raise ConfigurationError(
+                f"lr_scheduler must have a callable for {name!r}, got {function!r}. Pass for "
+                f"example {{{name!r}: lambda update: 0.1 * 0.99 ** update}}, or set what stays "
+                "the same in the optimizer."
+            )
+
+
+def _called(given: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Any:
+    """The scheduler that a factory makes, or a dict with the callable for the learning rate."""
+    _check_signature(given)
+    says = _is_factory(given)
+    if says is None:
+        return _probed(given, optimizer)
+    if not says:
+        return {"lr": given}
+    try:
+        made = given(optimizer)
+    except Exception as error:
+        raise ConfigurationError(
+            "lr_scheduler is a factory, which must make a torch scheduler from the optimizer, but "
+            f"it failed with {_text(error)}. Correct it: {_SPELLINGS.partition(' or ')[0]}."
+        ) from error
+    if not isinstance(made, Scheduler):
+        raise ConfigurationError(
+            "lr_scheduler is a factory, which must make a torch scheduler from the optimizer, got "
+            f"{type(made).__name__}. Write for example {_SPELLINGS.partition(' or ')[0]}."
+        )
+    return made
+
+
+def _probed(given: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Any:
+    # With 0 first: a factory fails at once on a number, and a schedule may do anything with an
+    # optimizer.
+    tried: List[str] = []
+    cause: Optional[Exception] = None
+    try:
+        value = given(0)
+        if settings.number(value) is not None:
+            return {"lr": given}
+        tried.append(f"0 gives {type(value).__name__}")
+    except Exception as error:
+        tried.append(f"0 fails with {_text(error)}")
+        cause = error
+    try:
+        made = given(optimizer)
+        if isinstance(made, Scheduler):
+            return made
+        tried.append(f"the optimizer gives {type(made).__name__}")
+    except Exception as error:
+        tried.append(f"the optimizer fails with {_text(error)}")
+        cause = cause or error
+    raise ConfigurationError(
+        "lr_scheduler must make a torch scheduler from the optimizer or a learning rate from the "
+        f"update, but calling it with {', and with '.join(tried)}. Write {_SPELLINGS}."
+    ) from cause
+
+
+def _check_signature(given: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(given).bind(0)
+    except TypeError as error:
+        raise ConfigurationError(
+            "lr_scheduler must be callable with one argument, the optimizer or the update, got "
+            f"one that is not: {error}. Write {_SPELLINGS}."
+        ) from error
+    except ValueError:
+        pass  # a builtin without a signature
+
+
+def _is_factory(given: Callable[..., Any]) -> Optional[bool]:
+    """What the callable says of itself; None where it says nothing."""
+    if isinstance(given, functools.partial) and isinstance(given.func, type):
+        return issubclass(given.func, Scheduler)
+    try:
+        signature = inspect.signature(given)
+    except ValueError:
+        return None
+    takes = [_annotated(p.annotation) for p in list(signature.parameters.values())[:1]]
+    for kind in [*takes, _annotated(signature.return_annotation)]:
+        if kind is not None:
+            return kind
+    return None
+
+
+def _annotated(annotation: Any) -> Optional[bool]:
+    """Whether an annotation belongs to a factory or to a schedule; None: to neither."""
+    if isinstance(annotation, str):
+        last = annotation.rpartition(".")[2]
+        if last in ("Optimizer", "LRScheduler", "ReduceLROnPlateau") or last.endswith("LR"):
+            return True
+        return False if last in ("int", "float") else None
+    if not isinstance(annotation, type) or annotation is inspect.Parameter.empty:
+        return None
+    if issubclass(annotation, (*Scheduler, torch.optim.Optimizer)):
+        return True
+    return False if annotation in (int, float) else None
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).rstrip('.')}"
