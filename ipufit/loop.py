@@ -18,6 +18,7 @@ from ipufit.interrupts import deferred
 from ipufit.meter import Meter, RunningLogs
 from ipufit.plan import Plan
 from ipufit.program import CombinedBatch, MicroBatch, Program
+from ipufit.schedules import Schedule
 
 __all__ = ["Fit", "Job", "check_rows", "evaluate", "predict"]
 
@@ -51,6 +52,7 @@ class Fit:
         history: filled epoch by epoch.
         validate: evaluates after an epoch, or None.
         stopped: whether a callback has asked to stop.
+        schedule: told of epoch ends, or None.
     """
 
     job: Job
@@ -58,6 +60,7 @@ class Fit:
     history: History
     validate: Optional[Callable[[int, CallbackList], Dict[str, float]]]
     stopped: Callable[[], bool]
+    schedule: Optional[Schedule] = None
 
     def run(self, first_epoch: int, epochs: int) -> None:
         """Epochs from ``first_epoch`` up to, not including, ``epochs``."""
@@ -89,7 +92,17 @@ class Fit:
         if self.validate is not None:
             validation = self.validate(epoch, self.callbacks)
             logs.update({f"val_{name}": value for name, value in validation.items()})
+        if self.schedule is not None:
+            self.schedule.end_epoch(logs)
+        self._note_updates()
         return logs
+
+    def _note_updates(self) -> None:
+        """Keep what was logged for every update; updates are counted from ``compile``."""
+        first = self.job.program.updates - self.job.meter.updates
+        for name, values in self.job.meter.by_update.items():
+            for index, value in enumerate(values):
+                self.history.append_update(name, first + index, value)
 
     def _warn_of_skipped(self, epoch: int) -> None:
         meter = self.job.meter

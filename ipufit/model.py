@@ -363,6 +363,7 @@ class Model:
                         self.history,
                         validation.run if validation is not None else None,
                         lambda: self.stop_training,
+                        session.recipe.schedule,
                     ).run(given.first_epoch, given.last_epoch)
                 finally:
                     self.history.params["capture_seconds"] = self.capture_seconds

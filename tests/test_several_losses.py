@@ -19,6 +19,7 @@ from ipufit.engines.embedded.step import MicroStep, StepModule
 from ipufit.errors import ConfigurationError, LossError
 from ipufit.losses import resolve_loss
 from ipufit.program import MicroBatch
+from ipufit.recipe import Precision
 
 CLOSE = {"rtol": 1e-14, "atol": 1e-15}
 _GENERATOR = torch.Generator().manual_seed(4)
@@ -261,7 +262,7 @@ def test_sample_weights_reach_the_recorded_losses():
 
     example = batch({"a": WEIGHTS, "b": OTHER})
     state = dict(step.named_parameters())
-    micro = MicroStep(step, [], list(state), example, True, False, None)
+    micro = MicroStep(step, [], list(state), example, True, False, None, Precision(), False)
     program = capture(micro, [*state.values(), *example.leaves])
     outputs = net(x)
     for of_a, of_b in ((WEIGHTS, OTHER), (OTHER, WEIGHTS)):

@@ -114,11 +114,11 @@ class RuleUpdater:
         self._counts: List[float] = []
         self._rows: Rows = ()
         self._coming: List[Tuple[Tensor, ...]] = []
-        self._switches = self._read_switches()
+        self._switches = self._switches_of(optimizer.param_groups)
         self._run: Callable[..., Any] = self._update
 
-    def _read_switches(self) -> Tuple[Tuple[object, ...], ...]:
-        return tuple(self._kind.switches(group) for group in self._optimizer.param_groups)
+    def _switches_of(self, groups: Sequence[Mapping[str, Any]]) -> Tuple[Tuple[object, ...], ...]:
+        return tuple(self._kind.switches(group) for group in groups)
 
     def _steps(self, parameter: nn.Parameter) -> float:
         state = self._optimizer.state.get(parameter, {})
@@ -157,7 +157,7 @@ class RuleUpdater:
 
     def refresh(self, rows: Rows) -> None:
         """Work out the coefficients of the coming updates from their hyper-parameters."""
-        if self._read_switches() != self._switches:
+        if any(self._switches_of(row) != self._switches for row in _different(rows)):
             raise OptimizerError(
                 f"a setting of {type(self._optimizer).__name__} that shapes the program changed "
                 "during fit: one that is on or off, such as nesterov, or a momentum, dampening or "
@@ -230,6 +230,11 @@ class RuleUpdater:
                 if self._kind.counted:
                     device = slot.parameter.device if on_device else torch.device("cpu")
                     own["step"] = _like_torchs_step(type(self._optimizer), updates, device)
+
+
+def _different(rows: Rows) -> Rows:
+    """One of each run of rows that are one object, as they are without a schedule."""
+    return [row for i, row in enumerate(rows) if i == 0 or row is not rows[i - 1]]
 
 
 def _numbers(group: Mapping[str, Any]) -> Dict[str, Any]:
