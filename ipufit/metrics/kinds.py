@@ -56,15 +56,22 @@ class Mean:
 
     Args:
         name: key of the result.
+        shown: its name in messages.
         part: sum and count of one micro-batch.
         finish: applied once to the mean.
         weighted: whether it gets the sample weights.
     """
 
     def __init__(
-        self, name: str, part: Part, finish: Callable[[float], float], weighted: bool = False
+        self,
+        name: str,
+        shown: str,
+        part: Part,
+        finish: Callable[[float], float],
+        weighted: bool = False,
     ) -> None:
-        self.name = name
+        self._own = name
+        self.name = shown
         self.names: Tuple[str, ...] = (name,)
         self.writes = False
         self._part = part
@@ -74,7 +81,7 @@ class Mean:
 
     def fresh(self) -> Mean:
         """The same without state, sharing nothing."""
-        return Mean(self.name, self._part, self._finish, self._weighted)
+        return Mean(self._own, self.name, self._part, self._finish, self._weighted)
 
     def reset(self) -> None:
         """Forget everything seen."""
@@ -91,7 +98,7 @@ class Mean:
     def compute(self) -> Dict[str, float]:
         """The values so far; nan before the first micro-batch."""
         mean = self._total / self._count if self._count else math.nan
-        return {self.name: self._finish(mean)}
+        return {self._own: self._finish(mean)}
 
 
 class Object:

@@ -183,7 +183,7 @@ def _build(item: _Item, weighted: bool, prefix: str, taken: Set[str]) -> Metric:
         values, finish = lookup(metric)
         name = item.name or metric
         part = functools.partial(sum_of_elements, values, prefix + name)
-        return Mean(name, part, finish, weighted)
+        return Mean(name, prefix + name, part, finish, weighted)
     if _is_object(metric):
         name = item.name or type(metric).__name__
         weight_name = _weight_name(metric, prefix + name) if weighted else None
@@ -191,10 +191,11 @@ def _build(item: _Item, weighted: bool, prefix: str, taken: Set[str]) -> Metric:
     if callable(metric) and not isinstance(metric, type):
         name = item.name or _callable_name(metric, prefix, taken)
         if not weighted:
-            return Mean(name, functools.partial(sum_of_samples, metric, prefix + name), float)
+            plain = functools.partial(sum_of_samples, metric, prefix + name)
+            return Mean(name, prefix + name, plain, float)
         takes = "sample_weight" in _parameters(metric)
         part = functools.partial(sum_of_weighted_samples, metric, takes, prefix + name)
-        return Mean(name, part, float, weighted)
+        return Mean(name, prefix + name, part, float, weighted)
     if isinstance(metric, type):
         came = f"the class {metric.__name__}. Pass an instance, {metric.__name__}(...)"
     else:
@@ -227,9 +228,10 @@ def _weight_name(metric: Any, shown: str) -> str:
     for name in _parameters(metric.update):
         if name in _WEIGHT_NAMES:
             return name
+    came = ", ".join(_parameters(metric.update)) or "none of these"
     raise ConfigurationError(
         f"weighted metric {shown!r} must take sample_weight, weight or weights in its update, got "
-        f"update{inspect.signature(metric.update)}. Pass it under metrics, or a callable that "
+        f"{came}. Pass it under metrics, or a callable that "
         "gives one value per sample."
     )
 
