@@ -21,7 +21,7 @@ from ipufit.metrics import resolve_metrics
 from ipufit.modes import evaluating, training
 from ipufit.optimizers import resolve_optimizer
 from ipufit.plan import Plan
-from ipufit.program import Engine, Mode
+from ipufit.program import Engine, MicroBatch, Mode
 from ipufit.recipe import (
     LossScale,
     Recipe,
@@ -37,6 +37,7 @@ from ipufit.recipe import (
 from ipufit.recordable import refuse_unrecordable
 from ipufit.schedules import resolve_schedule
 from ipufit.session import Session, Validation, describe, updates_per_epoch
+from ipufit.summary import check_options, sample_of, stripped, summarize
 
 __all__ = ["Model"]
 
@@ -85,6 +86,7 @@ class Model:
         self._make_engine = _engine_maker(engine)
         self._session: Optional[Session] = None
         self._plan: Optional[Plan] = None
+        self._sample: Optional[MicroBatch] = None
 
     def compile(
         self,
@@ -351,6 +353,7 @@ class Model:
                 if validation is not None:
                     validation.check(job.first)
                 self._plan = job.plan
+                self._sample = stripped(job.first)
                 told = self._callbacks(given, job, given.last_epoch)
                 self.history.params = {
                     **told.params,
@@ -494,6 +497,44 @@ class Model:
             )
         print(plan.explain())
         print(session.explain())
+
+    def summary(
+        self,
+        x: Any = None,
+        *,
+        line_length: Optional[int] = None,
+        depth: Optional[int] = None,
+        expand_nested: bool = True,
+        print_fn: Optional[Callable[[str], Any]] = None,
+    ) -> None:
+        """Print the layers with output shapes and parameters, the totals, and the plan.
+
+        Works before ``compile`` too; after ``fit``, the plan and how it ran are part of it.
+
+        Args:
+            x: a batch of inputs as ``predict`` takes it, a tuple ``(inputs, target)``, or a loader,
+                whose first batch is read. Only its shapes and dtypes matter: no value is computed,
+                no buffer changes and no random number is drawn. None takes those of the last
+                ``fit``; without one, output shapes are unknown.
+            line_length: longest line, at least 60; wider cells are broken into lines. None has no
+                limit.
+            depth: levels of layers to show; parameters of deeper ones count in the last level
+                shown. None shows all.
+            expand_nested: False shows one level, like ``depth=1``.
+            print_fn: called once with the whole text, as in Keras; None prints it.
+
+        Raises:
+            ConfigurationError: an option that can't be honoured.
+            DataError: the batch can't be fed.
+        """
+        check_options(line_length, depth, expand_nested, print_fn)
+        session = self._session
+        own_loss = session is not None and session.loss.in_module
+        sample = self._sample if x is None else sample_of(x, own_loss)
+        more = [self._plan.explain()] if session is not None and self._plan is not None else []
+        more += [session.explain()] if session is not None else []
+        levels = depth if expand_nested else 1
+        (print_fn or print)(summarize(self.module, sample, line_length, levels, more))
 
     def close(self) -> None:
         """Let go of recorded programs and of the device; ``compile`` starts anew. Safe twice."""

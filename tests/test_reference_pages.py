@@ -174,7 +174,7 @@ def test_signatures_in_the_reference_are_the_real_ones():
             ]
             names = [parameter for parameter, _ in table]
             assert list(zip(names, defaults)) == [(own, default) for own, _, default in signature]
-    methods = ("compile", "fit", "evaluate", "predict", "explain")
+    methods = ("compile", "fit", "evaluate", "predict", "explain", "summary")
     assert {f"ipufit.Model.{method}" for method in methods} <= checked
     assert {"ipufit.Model", "ipufit.Plan.make", "ipufit.History.plot"} <= checked
 
