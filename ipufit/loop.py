@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any, Callable, Dict, List, Optional
 
@@ -50,6 +51,7 @@ class Fit:
         history: filled epoch by epoch.
         validate: evaluates after an epoch, or None.
         stopped: whether a callback has asked to stop.
+        validates: whether there is a validation after this epoch.
     """
 
     job: Job
@@ -57,6 +59,7 @@ class Fit:
     history: History
     validate: Optional[Callable[[int, CallbackList], Dict[str, float]]]
     stopped: Callable[[], bool]
+    validates: Callable[[int], bool] = lambda epoch: True
 
     def run(self, first_epoch: int, epochs: int) -> None:
         """Epochs from ``first_epoch`` up to, not including, ``epochs``."""
@@ -78,12 +81,13 @@ class Fit:
 
     def _epoch(self, epoch: int) -> Dict[str, float]:
         self.job.meter.reset()
-        for batch in self.job.feed.executions(epoch, self.job.plan):
-            self._execution(batch, epoch)
-            if self.stopped():
-                break
+        with contextlib.closing(self.job.feed.executions(epoch, self.job.plan)) as batches:
+            for batch in batches:
+                self._execution(batch, epoch)
+                if self.stopped():
+                    break
         logs = dict(self.job.meter.values())
-        if self.validate is not None:
+        if self.validate is not None and self.validates(epoch):
             validation = self.validate(epoch, self.callbacks)
             logs.update({f"val_{name}": value for name, value in validation.items()})
         return logs
@@ -107,10 +111,11 @@ def evaluate(job: Job, callbacks: CallbackList, epoch: int = 0) -> Dict[str, flo
     meter = job.meter
     meter.reset()
     callbacks.call("on_test_begin", {})
-    for batch in job.feed.executions(epoch, job.plan):
-        callbacks.call("on_test_batch_begin", meter.updates, {})
-        meter.add(batch, job.program.run(batch))
-        callbacks.call("on_test_batch_end", meter.updates - 1, RunningLogs(meter))
+    with contextlib.closing(job.feed.executions(epoch, job.plan)) as batches:
+        for batch in batches:
+            callbacks.call("on_test_batch_begin", meter.updates, {})
+            meter.add(batch, job.program.run(batch))
+            callbacks.call("on_test_batch_end", meter.updates - 1, RunningLogs(meter))
     values = dict(meter.values())
     callbacks.call("on_test_end", values)
     return values
@@ -126,15 +131,16 @@ def predict(job: Job, callbacks: CallbackList) -> Any:
     rows: List[List[Any]] = []
     structure = None
     passes = 0
-    for batch in job.feed.executions(0, job.plan):
-        callbacks.call("on_predict_batch_begin", passes, {})
-        anchors = job.program.run(batch)
-        for micro_batch, outputs in zip(batch.micro_batches, anchors.outputs):
-            check_rows(outputs, micro_batch.size)
-            leaves, structure = tree.flatten(outputs)
-            rows.append(leaves)
-        passes += -(-len(batch.micro_batches) // job.plan.micro_batches_per_update)
-        callbacks.call("on_predict_batch_end", passes - 1, {})
+    with contextlib.closing(job.feed.executions(0, job.plan)) as batches:
+        for batch in batches:
+            callbacks.call("on_predict_batch_begin", passes, {})
+            anchors = job.program.run(batch)
+            for micro_batch, outputs in zip(batch.micro_batches, anchors.outputs):
+                check_rows(outputs, micro_batch.size)
+                leaves, structure = tree.flatten(outputs)
+                rows.append(leaves)
+            passes += -(-len(batch.micro_batches) // job.plan.micro_batches_per_update)
+            callbacks.call("on_predict_batch_end", passes - 1, {})
     assert structure is not None
     joined = [_join(list(column)) for column in zip(*rows)]
     callbacks.call("on_predict_end", {})
