@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Dict, Iterator, List, Sequence
+import operator
+from typing import Any, Dict, Iterator, List, Sequence
 
 from ipufit.errors import ConfigurationError, PlanError
 
-__all__ = ["Faults"]
+__all__ = ["Faults", "at_least"]
 
 
 class Faults:
@@ -51,6 +52,25 @@ class Faults:
             raise PlanError(list(texts), suggestion)
         if self._found:
             raise ConfigurationError("\n".join(texts))
+
+
+def at_least(name: str, value: Any, least: int, also: str = "") -> int:
+    """The value as an int.
+
+    Args:
+        name: of the argument.
+        value: what came.
+        least: the smallest good one.
+        also: what else would have been good, for the message.
+
+    Raises:
+        ConfigurationError: it is no integer, or a smaller one.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
+        raise ConfigurationError(
+            f"{name} must be an integer of at least {least}{also}, got {value!r}."
+        )
+    return operator.index(value)
 
 
 def _renamed(error: PlanError, inference: Sequence[str]) -> PlanError:

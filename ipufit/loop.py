@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
 from typing import Any, Callable, Dict, List, Optional
@@ -53,6 +54,7 @@ class Fit:
         validate: evaluates after an epoch, or None.
         stopped: whether a callback has asked to stop.
         schedule: told of epoch ends, or None.
+        validates: whether there is a validation after this epoch.
     """
 
     job: Job
@@ -61,6 +63,7 @@ class Fit:
     validate: Optional[Callable[[int, CallbackList], Dict[str, float]]]
     stopped: Callable[[], bool]
     schedule: Optional[Schedule] = None
+    validates: Callable[[int], bool] = lambda epoch: True
 
     def run(self, first_epoch: int, epochs: int) -> None:
         """Epochs from ``first_epoch`` up to, not including, ``epochs``."""
@@ -83,13 +86,14 @@ class Fit:
 
     def _epoch(self, epoch: int) -> Dict[str, float]:
         self.job.meter.reset()
-        for batch in self.job.feed.executions(epoch, self.job.plan):
-            self._execution(batch, epoch)
-            if self.stopped():
-                break
+        with contextlib.closing(self.job.feed.executions(epoch, self.job.plan)) as batches:
+            for batch in batches:
+                self._execution(batch, epoch)
+                if self.stopped():
+                    break
         logs = dict(self.job.meter.values())
         self._warn_of_skipped(epoch)
-        if self.validate is not None:
+        if self.validate is not None and self.validates(epoch):
             validation = self.validate(epoch, self.callbacks)
             logs.update({f"val_{name}": value for name, value in validation.items()})
         if self.schedule is not None:
@@ -135,10 +139,11 @@ def evaluate(job: Job, callbacks: CallbackList, epoch: int = 0) -> Dict[str, flo
     meter = job.meter
     meter.reset()
     callbacks.call("on_test_begin", {})
-    for batch in job.feed.executions(epoch, job.plan):
-        callbacks.call("on_test_batch_begin", meter.updates, {})
-        meter.add(batch, job.program.run(batch))
-        callbacks.call("on_test_batch_end", meter.updates - 1, RunningLogs(meter))
+    with contextlib.closing(job.feed.executions(epoch, job.plan)) as batches:
+        for batch in batches:
+            callbacks.call("on_test_batch_begin", meter.updates, {})
+            meter.add(batch, job.program.run(batch))
+            callbacks.call("on_test_batch_end", meter.updates - 1, RunningLogs(meter))
     values = dict(meter.values())
     callbacks.call("on_test_end", values)
     return values
@@ -154,15 +159,16 @@ def predict(job: Job, callbacks: CallbackList) -> Any:
     rows: List[List[Any]] = []
     structure = None
     passes = 0
-    for batch in job.feed.executions(0, job.plan):
-        callbacks.call("on_predict_batch_begin", passes, {})
-        anchors = job.program.run(batch)
-        for micro_batch, outputs in zip(batch.micro_batches, anchors.outputs):
-            check_rows(outputs, micro_batch.size)
-            leaves, structure = tree.flatten(outputs)
-            rows.append(leaves)
-        passes += -(-len(batch.micro_batches) // job.plan.micro_batches_per_update)
-        callbacks.call("on_predict_batch_end", passes - 1, {})
+    with contextlib.closing(job.feed.executions(0, job.plan)) as batches:
+        for batch in batches:
+            callbacks.call("on_predict_batch_begin", passes, {})
+            anchors = job.program.run(batch)
+            for micro_batch, outputs in zip(batch.micro_batches, anchors.outputs):
+                check_rows(outputs, micro_batch.size)
+                leaves, structure = tree.flatten(outputs)
+                rows.append(leaves)
+            passes += -(-len(batch.micro_batches) // job.plan.micro_batches_per_update)
+            callbacks.call("on_predict_batch_end", passes - 1, {})
     assert structure is not None
     joined = [_join(list(column)) for column in zip(*rows)]
     callbacks.call("on_predict_end", {})

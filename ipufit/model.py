@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Union
+from typing import Any, Callable, Collection, Dict, List, Mapping, Optional, Sequence, Union
 
 import torch
 from torch import nn
 
 from ipufit import loop
-from ipufit.arguments import FitArguments, InferenceArguments, one_of
+from ipufit.arguments import FitArguments, FitRequest, InferenceArguments, limited_plan, one_of
 from ipufit.callbacks import Callback, CallbackList, ProgbarLogger
-from ipufit.data.source import Source
+from ipufit.data.forms import Given, open_data
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.errors import ConfigurationError, NotCompiledError
 from ipufit.faults import Faults
@@ -38,10 +38,9 @@ from ipufit.recordable import refuse_unrecordable
 from ipufit.schedules import resolve_schedule
 from ipufit.session import Session, Validation, describe, updates_per_epoch
 from ipufit.summary import check_options, sample_of, stripped, summarize
+from ipufit.verbosity import say_dev_run
 
 __all__ = ["Model"]
-
-Loader = Iterable[Any]
 
 
 class Model:
@@ -263,37 +262,86 @@ class Model:
 
     def fit(
         self,
-        x: Loader,
+        x: Any,
+        y: Any = None,
         *,
+        batch_size: Optional[int] = None,
         epochs: int = 1,
         ipus: Optional[int] = None,
         device_iterations: int = 1,
         gradient_accumulation: int = 1,
-        validation_data: Optional[Loader] = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: Optional[bool] = None,
+        class_weight: Optional[Mapping[int, float]] = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: Optional[int] = None,
+        validation_steps: Optional[int] = None,
+        validation_batch_size: Optional[int] = None,
+        validation_freq: Union[int, Collection[int]] = 1,
+        limit_train_batches: Union[int, float, None] = None,
+        limit_val_batches: Union[int, float, None] = None,
+        overfit_batches: Union[int, float, None] = None,
+        fast_dev_run: Union[bool, int] = False,
+        prefetch: Optional[int] = None,
         inference_ipus: Optional[int] = None,
         inference_device_iterations: Optional[int] = None,
         callbacks: Union[Callback, Sequence[Callback], None] = (),
-        initial_epoch: int = 0,
         seed: Optional[int] = None,
         verbose: Union[int, str] = "auto",
     ) -> History:
         """Train.
 
         Args:
-            x: a DataLoader, or any iterable of batches ``(inputs, target)``. Its batch size is the
-                micro-batch; its sampler, collate_fn, workers and generator are used as they are.
+            x: a tensor, a NumPy array (memory-mapped ones are read a batch at a time) or a dict,
+                tuple or list of such, with one row per sample; a map-style or iterable Dataset; a
+                DataLoader; or any iterable of batches ``(inputs, target)`` or ``(inputs, target,
+                sample_weight)``. A loader's batch size is the micro-batch; its sampler, collate_fn,
+                workers and generator are used as they are.
+            y: targets beside tensors and arrays, in any structure, one row per sample.
+            batch_size: of tensors, arrays and datasets: the micro-batch. None is 32.
             epochs: index of the epoch to stop before: a count when initial_epoch is 0, as in Keras.
             ipus: total number of IPUs; without stages, the number of replicas. None is one replica.
             device_iterations: weight updates per execution.
             gradient_accumulation: micro-batches that a replica sums before an update.
-            validation_data: evaluated after every epoch; it never disturbs training.
+            validation_split: the last fraction of tensors, arrays or a map-style dataset is held
+                out, before shuffling.
+            validation_data: evaluated after every epoch; it never disturbs training. ``(x, y)`` or
+                ``(x, y, sample_weight)`` of tensors and arrays, or any other form of ``x``.
+            shuffle: tensors, arrays and map-style datasets, anew in every epoch, in an order that
+                depends on seed and epoch alone. None is True for these; a loader has its own order.
+            class_weight: weight of the samples by class index; other classes weigh 1. The target
+                holds class indices, or rows of probabilities.
+            sample_weight: how much each sample counts, beside tensors and arrays; shape (samples,)
+                or more dimensions. Integers and bools become floating point.
+            initial_epoch: index of the first epoch.
+            steps_per_epoch: weight updates of an epoch. The next epoch goes on with the data where
+                this one ends; data that runs out is read anew.
+            validation_steps: device iterations of a validation; each one starts anew.
+            validation_batch_size: of validation data without batches of its own; None is
+                ``batch_size``.
+            validation_freq: validate every so many epochs, or after the epochs of this collection,
+                counted from 1.
+            limit_train_batches: batches of an epoch to read at most, or a fraction of them as a
+                float; every epoch starts anew.
+            limit_val_batches: the same for validation; 0 for no validation.
+            overfit_batches: train on the first batches alone (a count, or a fraction as a float),
+                the same in every epoch and unshuffled, kept in memory; validate on them too if
+                there is a validation.
+            fast_dev_run: try everything: so many executions (True for one) of training and of
+                validation, one epoch, without callbacks that write files.
+            prefetch: executions that a thread prepares ahead; 0 for none. None is 1 where no code
+                of yours reads the data in this process (tensors, arrays, a DataLoader with workers
+                or over a TensorDataset), else 0. What a callback changes in the data is seen by so
+                many executions later.
             inference_ipus: total number of IPUs for validation; None is ``ipus``.
             inference_device_iterations: forward passes per execution of the validation; None is
                 ``device_iterations``.
             callbacks: told what happens; see :class:`ipufit.callbacks.Callback`.
-            initial_epoch: index of the first epoch.
-            seed: of all random numbers: dropout and the like, and what the loader draws from
-                torch's generator in this process. None draws one from that generator.
+            seed: of all random numbers: dropout and the like, the order of samples, and what a
+                loader draws from torch's generator in this process. None draws one from that
+                generator.
             verbose: 0 silent, 1 a progress bar, 2 a line per epoch; "auto" is 1 in a terminal, else
                 2.
 
@@ -303,7 +351,8 @@ class Model:
         Raises:
             NotCompiledError: before ``compile``.
             PlanError: the batch algebra does not fit; with all faults.
-            DataError: a batch that can't be fed.
+            ConfigurationError: arguments that can't work, or not together; all of them.
+            DataError: data that can't be read or fed; with batch and sample where known.
             CaptureError: the module can't be recorded; with file and line.
             NonFiniteLossError: NaN or infinity; the state is that before the update it names.
         """
@@ -320,25 +369,43 @@ class Model:
             )
         given = FitArguments.check(
             session,
-            x,
-            epochs,
-            ipus,
-            device_iterations,
-            gradient_accumulation,
-            validation_data,
-            inference_ipus,
-            inference_device_iterations,
-            callbacks,
-            initial_epoch,
-            seed,
-            verbose,
+            FitRequest(
+                x=x,
+                y=y,
+                batch_size=batch_size,
+                epochs=epochs,
+                ipus=ipus,
+                device_iterations=device_iterations,
+                gradient_accumulation=gradient_accumulation,
+                validation_split=validation_split,
+                validation_data=validation_data,
+                shuffle=shuffle,
+                class_weight=class_weight,
+                sample_weight=sample_weight,
+                initial_epoch=initial_epoch,
+                steps_per_epoch=steps_per_epoch,
+                validation_steps=validation_steps,
+                validation_batch_size=validation_batch_size,
+                validation_freq=validation_freq,
+                limit_train_batches=limit_train_batches,
+                limit_val_batches=limit_val_batches,
+                overfit_batches=overfit_batches,
+                fast_dev_run=fast_dev_run,
+                prefetch=prefetch,
+                inference_ipus=inference_ipus,
+                inference_device_iterations=inference_device_iterations,
+                callbacks=callbacks,
+                seed=seed,
+                verbose=verbose,
+            ),
         )
         session.warn_of_changes()
         self.stop_training = False
         self.history = History()
         validation = None
         if given.held_out is not None:
-            validation = Validation(session, *given.held_out, given.seed)
+            held_out, inference, held_prefetch = given.held_out
+            validation = Validation(session, held_out, inference, given.seed, held_prefetch)
         with training(self.module, session.loss.module):
             job = session.start(
                 given.source,
@@ -348,6 +415,7 @@ class Model:
                 "train",
                 given.first_epoch,
                 wants_outputs=any(callback.wants_outputs for callback in given.callbacks),
+                prefetch=given.prefetch,
             )
             with session.running(job):
                 if validation is not None:
@@ -358,7 +426,11 @@ class Model:
                 self.history.params = {
                     **told.params,
                     **describe(job.plan, session, given.source, given.seed),
+                    "prefetch": given.prefetch,
+                    **given.notes,
                 }
+                if given.level:
+                    say_dev_run(given.notes, validation is not None)
                 try:
                     loop.Fit(
                         job,
@@ -367,6 +439,7 @@ class Model:
                         validation.run if validation is not None else None,
                         lambda: self.stop_training,
                         session.recipe.schedule,
+                        given.validation_epochs.__contains__,
                     ).run(given.first_epoch, given.last_epoch)
                 finally:
                     self.history.params["capture_seconds"] = self.capture_seconds
@@ -374,8 +447,13 @@ class Model:
 
     def evaluate(
         self,
-        x: Loader,
+        x: Any,
+        y: Any = None,
         *,
+        batch_size: Optional[int] = None,
+        sample_weight: Any = None,
+        steps: Optional[int] = None,
+        prefetch: Optional[int] = None,
         ipus: Optional[int] = None,
         device_iterations: int = 1,
         callbacks: Union[Callback, Sequence[Callback], None] = (),
@@ -385,7 +463,12 @@ class Model:
         """Loss and metrics, exact means over all samples.
 
         Args:
-            x: as for ``fit``.
+            x: as for ``fit``; never shuffled by ipufit.
+            y: as for ``fit``.
+            batch_size: as for ``fit``.
+            sample_weight: as for ``fit``.
+            steps: device iterations to read at most, from the start; None for all.
+            prefetch: as for ``fit``.
             ipus: total number of IPUs. None is one replica.
             device_iterations: forward passes per execution.
             callbacks: get the ``on_test_`` hooks.
@@ -398,12 +481,16 @@ class Model:
         Raises:
             NotCompiledError: before ``compile``.
             PlanError: the batch algebra does not fit; with all faults.
-            DataError: a batch that can't be fed.
+            ConfigurationError: arguments that can't work, or not together; all of them.
+            DataError: data that can't be read or fed.
         """
         session = self._compiled("evaluate")
         given = InferenceArguments.check(
             session,
-            Source(x, "evaluation data"),
+            Mode.EVALUATE,
+            Given("evaluation data", x, y, sample_weight, batch_size=batch_size),
+            steps,
+            prefetch,
             ipus,
             device_iterations,
             callbacks,
@@ -415,18 +502,26 @@ class Model:
 
     def predict(
         self,
-        x: Loader,
+        x: Any,
         *,
+        batch_size: Optional[int] = None,
+        steps: Optional[int] = None,
+        prefetch: Optional[int] = None,
         ipus: Optional[int] = None,
         device_iterations: int = 1,
         callbacks: Union[Callback, Sequence[Callback], None] = (),
         seed: int = 0,
         verbose: Union[int, str] = "auto",
     ) -> Any:
-        """The module's outputs for all samples, in the loader's order.
+        """The module's outputs for all samples, in the data's order.
 
         Args:
-            x: batches of inputs, or of ``(inputs, target)``, whose target is left aside.
+            x: as for ``fit``: inputs as a tensor, an array or a dict of such; or batches of inputs,
+                of ``(inputs, target)`` or of ``(inputs, target, sample_weight)``, of which all but
+                the inputs is left aside.
+            batch_size: as for ``fit``.
+            steps: device iterations to read at most, from the start; None for all.
+            prefetch: as for ``fit``.
             ipus: total number of IPUs. None is one replica.
             device_iterations: forward passes per execution.
             callbacks: get the ``on_predict_`` hooks.
@@ -439,12 +534,16 @@ class Model:
         Raises:
             NotCompiledError: before ``compile``.
             PlanError: the batch algebra does not fit; with all faults.
-            DataError: a batch that can't be fed, or an output without a row per sample.
+            ConfigurationError: arguments that can't work, or not together; all of them.
+            DataError: data that can't be read or fed, or an output without a row per sample.
         """
         session = self._compiled("predict")
         given = InferenceArguments.check(
             session,
-            Source(x, "prediction data"),
+            Mode.PREDICT,
+            Given("prediction data", x, batch_size=batch_size),
+            steps,
+            prefetch,
             ipus,
             device_iterations,
             callbacks,
@@ -461,14 +560,19 @@ class Model:
         run: Callable[[Job, CallbackList], Any],
     ) -> Any:
         with evaluating(self.module, session.loss.module):
-            job = session.start(given.source, given.plan, mode, given.seed, mode.value)
+            job = session.start(
+                given.source, given.plan, mode, given.seed, mode.value, prefetch=given.prefetch
+            )
             with session.running(job):
                 return run(job, self._callbacks(given, job))
 
     def explain(
         self,
-        x: Optional[Loader] = None,
+        x: Any = None,
         *,
+        batch_size: Optional[int] = None,
+        steps_per_epoch: Optional[int] = None,
+        limit_train_batches: Union[int, float, None] = None,
         ipus: Optional[int] = None,
         device_iterations: int = 1,
         gradient_accumulation: int = 1,
@@ -476,7 +580,10 @@ class Model:
         """Print what ``fit`` would do with these arguments, in plain words; nothing is run.
 
         Args:
-            x: the loader; None explains the last ``fit``.
+            x: as for ``fit``; None explains the last ``fit``.
+            batch_size: as for ``fit``.
+            steps_per_epoch: as for ``fit``.
+            limit_train_batches: as for ``fit``.
             ipus: as for ``fit``.
             device_iterations: as for ``fit``.
             gradient_accumulation: as for ``fit``.
@@ -489,8 +596,18 @@ class Model:
         session = self._compiled("explain")
         plan = self._plan
         if x is not None:
-            source = Source(x, "training data")
-            plan = session.plan(source, ipus, device_iterations, gradient_accumulation, True)
+            source = open_data(
+                Given("training data", x, batch_size=batch_size),
+                Mode.PREDICT,
+                session.loss.in_module,
+            )
+            plan = limited_plan(
+                session,
+                source,
+                limit_train_batches,
+                steps_per_epoch,
+                (ipus, device_iterations, gradient_accumulation),
+            )
         if plan is None:
             raise ConfigurationError(
                 "explain needs a loader, explain(loader, ipus=...), or an earlier fit; got neither."
@@ -561,7 +678,7 @@ class Model:
             "epochs": epochs,
             "verbose": given.level,
             "updates": updates_per_epoch(job.plan, given.source),
-            "samples": given.source.samples,
+            "samples": job.plan.samples,
         }
         bars: List[Callback] = [ProgbarLogger(given.level)] if given.level else []
         return CallbackList([*given.callbacks, *bars], self, params)

@@ -54,6 +54,8 @@ class Plan:
         samples: samples that the loader delivers per epoch; None if nobody knows (a stream).
         dropped: samples that a loader with ``drop_last=True`` leaves out; not part of `samples`.
         training: False for evaluate and predict.
+        fixed_updates: updates of every epoch where ``steps_per_epoch`` (or ``steps``) fixes them;
+            None if the data does.
     """
 
     micro_batch_size: int
@@ -65,6 +67,7 @@ class Plan:
     samples: Optional[int] = None
     dropped: int = 0
     training: bool = True
+    fixed_updates: Optional[int] = None
 
     @classmethod
     def make(
@@ -79,6 +82,7 @@ class Plan:
         dropped: SupportsIndex = 0,
         training: bool = True,
         auto_round_ipus: bool = False,
+        fixed_updates: Optional[SupportsIndex] = None,
     ) -> Plan:
         """Check the arguments and build the plan.
 
@@ -105,6 +109,8 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
         accumulation = check.accumulation(gradient_accumulation, training)
         if samples is not None:
             samples = check.count("samples", samples, least=0)
+        if fixed_updates is not None:
+            fixed_updates = check.count("fixed_updates", fixed_updates)
         plan = cls(
             micro_batch_size=check.count("micro_batch_size", micro_batch_size),
             gradient_accumulation=accumulation,
@@ -115,6 +121,7 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
             samples=samples,
             dropped=check.count("dropped", dropped, least=0),
             training=training,
+            fixed_updates=fixed_updates,
         )
         check.raise_faults()
         return plan
@@ -152,21 +159,29 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
     @property
     def micro_batches_per_epoch(self) -> Optional[int]:
         """Micro-batches of an epoch, a smaller last one included; None for a stream."""
+        if self.samples is None and self.fixed_updates is not None:
+            return self.fixed_updates * self.micro_batches_per_update
         return _parts_if_known(self.samples, self.micro_batch_size)
 
     @property
     def updates_per_epoch(self) -> Optional[int]:
         """Updates of an epoch, a smaller last one included; None for a stream."""
+        if self.fixed_updates is not None:
+            return self.fixed_updates
         return _parts_if_known(self.samples, self.update_size)
 
     @property
     def executions_per_epoch(self) -> Optional[int]:
         """Executions of an epoch, the tail included; None for a stream."""
+        if self.fixed_updates is not None:
+            return _parts(self.fixed_updates, self.device_iterations)
         return _parts_if_known(self.samples, self.combined_batch_size)
 
     @property
     def full_executions_per_epoch(self) -> Optional[int]:
         """Executions of an epoch that have all their samples; None for a stream."""
+        if self.samples is None and self.fixed_updates is not None:
+            return self.fixed_updates // self.device_iterations
         return None if self.samples is None else self.samples // self.combined_batch_size
 
     @property
@@ -278,7 +293,10 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
 
     def _explain_epoch(self) -> Iterator[str]:
         word = self._update_word
-        if self.samples is None:
+        if self.samples is None and self.fixed_updates is not None:
+            executions = _n(_parts(self.fixed_updates, self.device_iterations), "execution")
+            yield f"One epoch = {_n(self.fixed_updates, word)} in {executions}."
+        elif self.samples is None:
             yield "One epoch = a stream of unknown length; what is left at its end runs as well."
         else:
             updates = _n(_parts(self.samples, self.update_size), word)
@@ -294,6 +312,8 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
                 yield f"Its last {word} has {size} {tail.last_micro_batch_size}."
         elif self.samples:
             yield "Every execution is full."
+        if self.training and self.fixed_updates is not None:
+            yield "steps_per_epoch ends the epoch; the next one goes on with the data after it."
         if self.dropped:
             left_out = _n(self.dropped, "more sample")
             yield f"drop_last=True leaves out {left_out} per epoch; drop_last=False keeps all."

@@ -22,6 +22,7 @@ _WORDS = {
     "stages": "`stages`",
     "samples": "`samples`",
     "dropped": "`dropped`",
+    "fixed_updates": "`fixed_updates`",
     "auto_round_ipus": "`auto_round_ipus`",
 }
 

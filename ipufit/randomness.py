@@ -13,6 +13,7 @@ keyed by (seed, epoch), which is put in place only while batches are fetched.
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import threading
 from typing import Iterator, Optional
@@ -73,6 +74,12 @@ class DataStream:
     def __init__(self, seed: int, *parts: object) -> None:
         self._key = stream_key(seed, *parts)
         self._state: Optional[torch.Tensor] = None
+
+    def again(self) -> DataStream:
+        """The same stream, from its start."""
+        stream = copy.copy(self)
+        stream._state = None
+        return stream
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

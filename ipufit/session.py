@@ -105,18 +105,25 @@ class Session:
         device_iterations: int,
         gradient_accumulation: int,
         training: bool,
+        fixed_updates: Optional[int] = None,
     ) -> Plan:
         """Check the batch algebra; a batch size that only the first batch tells counts as 1."""
-        return Plan.make(
+        passes = training and fixed_updates is not None
+        plan = Plan.make(
             micro_batch_size=source.micro_batch_size or 1,
             ipus=ipus,
             device_iterations=device_iterations,
             gradient_accumulation=gradient_accumulation,
-            samples=source.samples,
+            samples=None if passes else source.samples,
             dropped=source.dropped,
             training=training,
             auto_round_ipus=self.auto_round_ipus,
+            fixed_updates=fixed_updates,
         )
+        if passes and fixed_updates is not None and source.samples and not source.smallest:
+            # No batch is smaller than others, so all epochs have the same number of samples.
+            plan = dataclasses.replace(plan, samples=fixed_updates * plan.update_size)
+        return plan
 
     def start(
         self,
@@ -127,8 +134,21 @@ class Session:
         domain: str,
         epoch: int = 0,
         wants_outputs: bool = False,
+        cut_every: Sequence[int] = (),
+        prefetch: int = 0,
     ) -> Job:
         """Build and prepare a program for a loader; every fault shows before any work.
+
+        Args:
+            source: the data.
+            plan: its batch algebra.
+            mode: train, evaluate or predict.
+            seed: of all random numbers.
+            domain: keeps them apart from those of other jobs.
+            epoch: the first one.
+            cut_every: an execution ends wherever the count of this job's updates is a multiple of
+                one of these.
+            prefetch: executions to prepare ahead.
 
         Raises:
             DataError: the loader's first batch can't be fed, or ``predict`` can't join the outputs.
@@ -138,8 +158,25 @@ class Session:
         """
         if mode is Mode.TRAIN:
             self.recipe.output_mode.check(plan.device_iterations)
-        feed = Feed(source, mode, self.loss.in_module, seed, domain)
-        first = feed.peek(epoch)
+        feed = Feed(source, mode, self.loss.in_module, seed, domain, cut_every, prefetch)
+        try:
+            first = feed.peek(epoch, plan)
+            return self._prepared(feed, first, source, plan, mode, seed, domain, wants_outputs)
+        except BaseException:
+            feed.close()
+            raise
+
+    def _prepared(
+        self,
+        feed: Feed,
+        first: MicroBatch,
+        source: Source,
+        plan: Plan,
+        mode: Mode,
+        seed: int,
+        domain: str,
+        wants_outputs: bool,
+    ) -> Job:
         _check_call(self.module, first, self.loss, source)
         plan = dataclasses.replace(plan, micro_batch_size=feed.micro_batch_size or first.size)
         metrics = MetricSet() if mode is Mode.PREDICT else self.metrics.fresh()
@@ -231,7 +268,10 @@ class Session:
         try:
             yield job
         finally:
-            self.finish(job.program)
+            try:
+                job.feed.close()
+            finally:
+                self.finish(job.program)
 
     def _outside_optimizer(self) -> List[str]:
         """Names of the trainable parameters that the optimizer has not."""
@@ -256,11 +296,14 @@ class Session:
 class Validation:
     """Evaluates held-out data after each epoch of a fit, with random numbers of its own."""
 
-    def __init__(self, session: Session, source: Source, plan: Plan, seed: int) -> None:
+    def __init__(
+        self, session: Session, source: Source, plan: Plan, seed: int, prefetch: int = 0
+    ) -> None:
         self._session = session
         self._source = source
         self._plan = plan
         self._seed = seed
+        self._prefetch = prefetch
 
     def check(self, trained_on: MicroBatch) -> None:
         """Find out before training whether this data can be evaluated, without reading the loader.
@@ -281,7 +324,8 @@ class Validation:
         source = Source(preview, self._source.role)
         try:
             with evaluating(self._session.module, self._session.loss.module):
-                job = self._session.start(source, self._plan, Mode.EVALUATE, self._seed, "check")
+                plan = dataclasses.replace(self._plan, fixed_updates=None)
+                job = self._session.start(source, plan, Mode.EVALUATE, self._seed, "check")
                 self._session.finish(job.program)
         except IpufitError:
             raise
@@ -301,7 +345,13 @@ class Validation:
         kept = [(buffer, buffer.clone()) for buffer in session.buffers()]
         with evaluating(session.module, session.loss.module):
             job = session.start(
-                self._source, self._plan, Mode.EVALUATE, self._seed, "validation", epoch
+                self._source,
+                self._plan,
+                Mode.EVALUATE,
+                self._seed,
+                "validation",
+                epoch,
+                prefetch=self._prefetch,
             )
             try:
                 with session.running(job):
@@ -348,6 +398,8 @@ def _check_call(module: nn.Module, first: MicroBatch, loss: Loss, source: Source
 def _prepare_tail(program: Program, plan: Plan, first: MicroBatch, source: Source) -> None:
     """Build for a smaller last micro-batch too, so that a module that can't take it fails now."""
     size = plan.tail.last_micro_batch_size if plan.tail else first.size
+    if plan.training and plan.fixed_updates is not None:
+        size = source.smallest or first.size
     if size >= first.size:
         return
     try:
@@ -391,8 +443,8 @@ def describe(
 
 
 def updates_per_epoch(plan: Plan, source: Source) -> Optional[int]:
-    """From the samples, else from the number of batches, else unknown."""
-    if plan.samples is not None:
+    """From the plan, else from the number of batches, else unknown."""
+    if plan.updates_per_epoch is not None:
         return plan.updates_per_epoch
     if source.micro_batches is None:
         return None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Union
+from typing import Any, Mapping, Union
+
+from tqdm.auto import tqdm
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["resolve_verbose"]
+__all__ = ["resolve_verbose", "say_dev_run"]
 
 
 def resolve_verbose(verbose: Union[int, str]) -> int:
@@ -24,4 +26,23 @@ def resolve_verbose(verbose: Union[int, str]) -> int:
         return verbose
     raise ConfigurationError(
         f"verbose must be 0 (silent), 1 (bar), 2 (one line an epoch) or 'auto', got {verbose!r}."
+    )
+
+
+def say_dev_run(notes: Mapping[str, Any], validates: bool) -> None:
+    """Tell that this is a dry run, and what it leaves out.
+
+    Args:
+        notes: of the run, for History.
+        validates: whether there is a validation.
+    """
+    count = notes.get("fast_dev_run")
+    if not count:
+        return
+    executions = f"{count} execution{'s' if count > 1 else ''}"
+    left_out = notes["left_out_callbacks"]
+    tqdm.write(
+        f"fast_dev_run: 1 epoch of {executions}{', validation likewise' if validates else ''}; "
+        + (f"left out: {', '.join(left_out)}" if left_out else "no callback left out"),
+        file=sys.stderr,
     )

@@ -30,6 +30,7 @@ from tests.faulty import (
 )
 
 X, Y = batches(1, 8)[0]
+FORM = "a batch must be (inputs, target) or (inputs, target, sample_weight)"
 CONVERT = "Convert it in the dataset or in collate_fn, or leave it out of the batch."
 PAD = "Pad or crop to one shape in the dataset or collate_fn."
 
@@ -43,17 +44,16 @@ def place(function):
 # ---- one batch ----------------------------------------------------------------------------------
 
 BAD_BATCHES = {
-    "bare": (X, f"a batch must be (inputs, target), got Tensor. {SEVERAL}"),
+    "bare": (X, f"{FORM}, got Tensor. {SEVERAL}"),
     "none": (
         (X, None),
         "the target is missing (None), but the loss needs one. Yield (inputs, target), or use "
         "compile(loss=None) if the module computes its own loss.",
     ),
-    "one": ((X,), f"a batch must be (inputs, target), got tuple of 1. {SEVERAL}"),
-    "three": ([X, Y, Y], f"a batch must be (inputs, target), got list of 3. {SEVERAL}"),
-    "dict": ({"x": X, "y": Y}, f"a batch must be (inputs, target), got dict. {SEVERAL}"),
-    "nothing": (None, f"a batch must be (inputs, target), got NoneType. {SEVERAL}"),
-    "number": (3, f"a batch must be (inputs, target), got int. {SEVERAL}"),
+    "one": ((X,), f"{FORM}, got tuple of 1. {SEVERAL}"),
+    "four": ([X, Y, Y, Y], f"{FORM}, got list of 4. {SEVERAL}"),
+    "dict": ({"x": X, "y": Y}, f"{FORM}, got dict. {SEVERAL}"),
+    "nothing": (None, f"{FORM}, got NoneType. {SEVERAL}"),
     "lengths": (
         (X, Y[:5]),
         "all parts must have the same number of samples, but input [0] has 8 and target has 5. "
@@ -95,7 +95,7 @@ def test_a_batch_that_cannot_be_fed_is_named(name, role):
     error = f"{role} data, batch 0: {text}"
     if role == "evaluation":
         with refused(model, DataError, error):
-            model.evaluate([batch], callbacks=[told], verbose=0)
+            model.evaluate(Batches([batch]), callbacks=[told], verbose=0)
     else:
         data = {"x": Batches([batch])} if role == "training" else {"validation_data": [batch]}
         with refused(model, DataError, error):
@@ -117,23 +117,24 @@ def test_a_batch_of_numpy_strings_is_named():
 
 
 def test_predict_takes_inputs_alone_and_refuses_what_is_neither():
-    """Three parts may mean two inputs or a sample weight: a guess could be the wrong one."""
+    """A batch means the same for predict as for fit, where a third part is the weights."""
     model = compiled()
     text = (
-        "prediction data, batch 0: a batch must be inputs or (inputs, target), got tuple of 3. For "
-        "several inputs yield ((first, second), target) or {'name': first, ...}."
+        "prediction data, batch 0: a batch must be inputs, (inputs, target) or (inputs, target, "
+        "sample_weight), got tuple of 4. For several inputs yield ((first, second), target) or "
+        "{'name': first, ...}."
     )
     with refused(model, DataError, text):
-        model.predict([(X, X, Y)], verbose=0)
+        model.predict([(X, X, X, Y)], verbose=0)
     expected = model.predict([(X, Y)], verbose=0)
-    for batch in (X, (X,), [X], (X, None), {"x": X}, X.numpy()):
+    for batch in (X, (X,), [X], (X, None), (X, Y, Y[:, 0]), {"x": X}, X.numpy()):
         assert torch.equal(model.predict([batch], verbose=0), expected)
 
 
 def test_a_dataset_without_targets_is_refused():
     """A DataLoader makes a list of one tensor from it."""
     model = compiled()
-    text = f"training data, batch 0: a batch must be (inputs, target), got list of 1. {SEVERAL}"
+    text = f"training data, batch 0: {FORM}, got list of 1. {SEVERAL}"
     with refused(model, DataError, text):
         fit(model, DataLoader(TensorDataset(X), batch_size=4))
 
@@ -290,8 +291,8 @@ class MineError(Exception):
 
 
 @pytest.mark.parametrize("di", [1, 2])
-def test_an_error_of_the_dataset_surfaces_as_it_is(di):
-    """Its type and traceback are the user's best information; what was learned stays."""
+def test_an_error_of_the_dataset_names_its_sample(di):
+    """Type and traceback of the user's error stay with it, and what was learned stays."""
     mine = MineError("disk full")
 
     class Breaks(Samples):
@@ -305,9 +306,13 @@ def test_an_error_of_the_dataset_surfaces_as_it_is(di):
     engine = Watched()
     model, twin = compiled(engine=lambda: engine), compiled()
     twin.module.load_state_dict(model.module.state_dict())
-    with pytest.raises(MineError) as caught:
+    with pytest.raises(DataError) as caught:
         fit(model, DataLoader(Breaks(pairs), batch_size=4), device_iterations=di, callbacks=[told])
-    assert caught.value is mine
+    assert str(caught.value) == (
+        "training data, batch 3: sample 13 of Breaks could not be read: MineError: disk full. Mend "
+        "that sample, or leave it out; its traceback is above."
+    )
+    assert caught.value.__cause__ is mine
     fit(twin, batches(5)[: 3 // di * di])
     assert_same_bits(state(model), state(twin))
     assert told.hooks[-1] == "on_train_end"

@@ -22,7 +22,9 @@ from tests.faulty import (
 
 X, Y = batches(1, 8)[0]
 AGAIN = "Pass an object whose __iter__ starts anew, such as a DataLoader or a list of batches."
-LOADER = "training data must be a DataLoader or an iterable of batches, got "
+LOADER = (
+    "training data must be tensors, arrays, a dataset, a DataLoader or an iterable of batches, got "
+)
 
 
 # ---- what is no loader --------------------------------------------------------------------------
@@ -31,39 +33,32 @@ LOADER = "training data must be a DataLoader or an iterable of batches, got "
 @pytest.mark.parametrize(
     ("x", "text"),
     [
-        (
-            X,
-            "training data must be a loader of batches, got Tensor. Wrap it: "
-            "DataLoader(TensorDataset(x, y), batch_size=...).",
-        ),
-        (
-            X.numpy(),
-            "training data must be a loader of batches, got ndarray. Wrap it: "
-            "DataLoader(TensorDataset(x, y), batch_size=...).",
-        ),
         *(
             (
                 pair,
-                "training data must be a loader of batches, got a tuple of tensors or arrays. Wrap "
-                "them: DataLoader(TensorDataset(x, y), batch_size=...).",
+                "training data must say what each part is, got a tuple of 2 tensors or arrays. "
+                "Pass inputs and target apart, fit(x, y); several inputs as fit((first, second), "
+                "y), or by name, {'first': first, 'second': second}.",
             )
             for pair in ((X, Y), (X.numpy(), Y.numpy()))
         ),
-        (
-            TensorDataset(X, Y),
-            "training data must be a loader of batches, got the dataset TensorDataset. Wrap it: "
-            "DataLoader(dataset, batch_size=...).",
-        ),
-        (
-            Stream([]),
-            "training data must be a loader of batches, got the dataset Stream. Wrap it: "
-            "DataLoader(dataset, batch_size=...).",
+        *(
+            (
+                numbers,
+                f"training data must be tensors, arrays or batches of them, got a {kind} of "
+                f"{of} values. Make one tensor of it: torch.tensor(x).",
+            )
+            for numbers, kind, of in (
+                ([1, 2, 3], "list", "int"),
+                ([[0.5, 1.0], [2.0, 3.0]], "list", "float"),
+                ((True, False), "tuple", "bool"),
+                (["a.png", "b.png"], "list", "str"),
+            )
         ),
         *(
             (value, f"{LOADER}{came}. Pass for example DataLoader(dataset, batch_size=...).")
             for value, came in (
                 ("data.csv", "str"),
-                ({"x": X}, "dict"),
                 (None, "NoneType"),
                 (3, "int"),
                 (DataLoader, "the class DataLoader"),
@@ -83,7 +78,7 @@ def test_what_has_no_batches_is_refused(x, text):
         model.evaluate(x, verbose=0)
     with refused(model, DataError, text.replace("training", "prediction")):
         model.predict(x, verbose=0)
-    if x is not None:
+    if x is not None and not isinstance(x, tuple):
         with refused(model, DataError, text.replace("training", "validation")):
             fit(model, validation_data=x)
     assert engine.built == 0

@@ -361,8 +361,10 @@ def test_whole_numbers_of_any_kind_become_ints() -> None:
         ipus=Whole(4),
         gradient_accumulation=np.uint8(2),
         samples=Length.NINE,
+        fixed_updates=np.int32(3),
     )
-    assert plan == Plan.make(micro_batch_size=8, ipus=4, gradient_accumulation=2, samples=9)
+    work = {"micro_batch_size": 8, "ipus": 4, "gradient_accumulation": 2}
+    assert plan == Plan.make(**work, samples=9, fixed_updates=3)
     for field in dataclasses.fields(plan):
         assert type(getattr(plan, field.name)) in (int, bool)
 

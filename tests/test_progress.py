@@ -135,6 +135,7 @@ def test_history_is_keras():
         "device_iterations": 1,
         "ipus": 2,
         "dropped_samples": 0,
+        "prefetch": 1,
     }
     assert re.fullmatch(r"History\(3 epochs: loss=.*, val_accuracy=\S+\)", repr(history))
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterable, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 from ipufit import tree
 from ipufit.data.source import Source
+from ipufit.data.weights import checked_weight
 from ipufit.errors import DataError
 from ipufit.plan import Plan
 from ipufit.program import CombinedBatch, MicroBatch, Mode
 
 __all__ = ["Unpacker", "executions"]
+
+# What forward is called with (positional, by name), the target, and the samples' weights.
+_Call = Tuple[Tuple[Any, ...], Mapping[str, Any], Any, Any]
 
 
 class Unpacker:
@@ -41,7 +45,7 @@ class Unpacker:
             DataError: it is not what the module and loss take, or differs from the first one in
                 more than being smaller.
         """
-        call = (*self._split(raw, index), None)
+        call = self._weighted(self._split(raw, index), index)
         leaves, structure = tree.flatten(call)
         if self._is_like_the_last(leaves, structure):
             return MicroBatch(tuple(leaves), structure, leaves[0].shape[0])
@@ -69,34 +73,52 @@ class Unpacker:
             )
         )
 
-    def _split(self, raw: Any, index: int) -> Tuple[Tuple[Any, ...], Mapping[str, Any], Any]:
+    def _weighted(self, call: _Call, index: int) -> _Call:
+        """With weights that are known to be good: the batch's own, or those of its classes."""
+        args, kwargs, target, weight = call
+        by_class = self._source.class_weights
+        where = f"{self._source.role}, batch {index}: "
+        if weight is None and by_class is None:
+            return call
+        if by_class is None:
+            return args, kwargs, target, checked_weight(weight, f"{where}sample_weight")
+        if weight is not None:
+            raise DataError(
+                f"{where}a batch with a sample_weight of its own needs no class_weight, but both "
+                "are there. Leave one out, or multiply them in the dataset."
+            )
+        return args, kwargs, target, by_class.of(target, f"{where}target")
+
+    def _split(self, raw: Any, index: int) -> _Call:
         where = f"{self._source.role}, batch {index}"
         if self._own_loss:
-            return (*_arguments(raw), None)
+            return (*_arguments(raw), None, None)
         is_sequence = isinstance(raw, (tuple, list)) and not hasattr(raw, "_fields")
         if self._mode is Mode.PREDICT:
             if not is_sequence:
-                return (*_arguments(raw), None)
-            if len(raw) in (1, 2):
-                return (*_arguments(raw[0]), None)
+                return (*_arguments(raw), None, None)
+            if len(raw) in (1, 2, 3):
+                return (*_arguments(raw[0]), None, None)
         came = f"{type(raw).__name__} of {len(raw)}" if is_sequence else type(raw).__name__
         if self._mode is Mode.PREDICT:
             raise DataError(
-                f"{where}: a batch must be inputs or (inputs, target), got {came}. For several "
-                "inputs yield ((first, second), target) or {'name': first, ...}."
+                f"{where}: a batch must be inputs, (inputs, target) or (inputs, target, "
+                f"sample_weight), got {came}. For several inputs yield ((first, second), target) "
+                "or {'name': first, ...}."
             )
-        if not is_sequence or len(raw) != 2:
+        if not is_sequence or len(raw) not in (2, 3):
             raise DataError(
-                f"{where}: a batch must be (inputs, target), got {came}. For several inputs yield "
-                "((first, second), target) or ({'name': first, ...}, target); if the module "
-                "computes its own loss, use compile(loss=None)."
+                f"{where}: a batch must be (inputs, target) or (inputs, target, sample_weight), "
+                f"got {came}. For several inputs yield ((first, second), target) or ({{'name': "
+                "first, ...}, target); if the module computes its own loss, use "
+                "compile(loss=None)."
             )
         if raw[1] is None:
             raise DataError(
                 f"{where}: the target is missing (None), but the loss needs one. Yield (inputs, "
                 "target), or use compile(loss=None) if the module computes its own loss."
             )
-        return (*_arguments(raw[0]), raw[1])
+        return (*_arguments(raw[0]), raw[1], raw[2] if len(raw) == 3 else None)
 
     def _compare(self, batch: MicroBatch, names: List[str], index: int) -> None:
         if self.micro_batch_size is None:
@@ -132,21 +154,24 @@ class Unpacker:
 
 
 def _in_words(path: str) -> str:
-    """A path inside (args, kwargs, target) as the user knows it."""
+    """A path inside (args, kwargs, target, sample_weight) as the user knows it."""
     head, _, inside = path.rpartition(": ")
-    for prefix, word in (("[0]", "input "), ("[1]", "input "), ("[2]", "target")):
+    words = ("input ", "input ", "target", "sample_weight")
+    for prefix, word in zip(("[0]", "[1]", "[2]", "[3]"), words):
         if inside.startswith(prefix):
             return f"{head}: {word}{inside[len(prefix) :]}"
     return path
 
 
 def _describe(structure: tree.Structure) -> str:
-    """The structure of (args, kwargs, target) as the user knows it."""
-    args, kwargs, target, _ = structure.children
+    """The structure of (args, kwargs, target, sample_weight) as the user knows it."""
+    args, kwargs, target, weight = structure.children
     inputs = args.children[0] if len(args.children) == 1 else args
     words = f"inputs {kwargs if kwargs.children else inputs}"
     if target.kind is not type(None):
         words += f" and target {target}"
+    if weight.kind is not type(None):
+        words += f" and sample_weight {weight}"
     return words.replace("*", "tensor")
 
 
@@ -208,6 +233,8 @@ def executions(
     unpack: Callable[[Any, int], MicroBatch],
     plan: Plan,
     reuses_memory: bool = False,
+    check_update: Optional[Callable[[Sequence[MicroBatch], int], None]] = None,
+    updates: Optional[Callable[[], int]] = None,
 ) -> Iterator[CombinedBatch]:
     """Micro-batches in the loader's order, as many to an execution as the plan says.
 
@@ -216,13 +243,30 @@ def executions(
         unpack: makes a micro-batch of a raw batch and its index.
         plan: says how many belong together. The last execution may hold fewer.
         reuses_memory: whether a batch may be overwritten when the next one is fetched.
+        check_update: told the weighted micro-batches of an update, and the index of their last.
+        updates: how many make the next execution, asked before each; None for the plan's.
     """
+    per_update = plan.micro_batches_per_update
     group: List[MicroBatch] = []
+    wanted = 0
     for index, raw in enumerate(batches):
+        if not group:
+            wanted = per_update * (updates() if updates else plan.device_iterations)
         batch = unpack(raw, index)
         group.append(batch.clone() if reuses_memory else batch)
-        if len(group) == plan.micro_batches_per_execution:
+        if check_update and is_weighted(batch) and len(group) % per_update == 0:
+            check_update(group[-per_update:], index)
+        if len(group) == wanted:
             yield CombinedBatch(group)
             group = []
-    if group:
-        yield CombinedBatch(group)
+    if not group:
+        return
+    rest = len(group) % per_update
+    if check_update and rest and is_weighted(group[-1]):
+        check_update(group[-rest:], index)
+    yield CombinedBatch(group)
+
+
+def is_weighted(batch: MicroBatch) -> bool:
+    """Whether its samples count by a weight each."""
+    return batch.structure.children[3].kind is not type(None)

@@ -1,15 +1,19 @@
-"""One loader as the executions of each epoch."""
+"""One source as the executions of each epoch."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
-from typing import Any, Iterator, Optional
+from typing import Any, Generator, Iterator, Optional, Sequence
 
 from ipufit.data.batches import Unpacker, executions
+from ipufit.data.prefetch import prefetched
 from ipufit.data.source import Source
+from ipufit.data.weights import refuse_zero_update
 from ipufit.plan import Plan
 from ipufit.program import CombinedBatch, MicroBatch, Mode
-from ipufit.randomness import DataStream
+from ipufit.randomness import DataStream, stream_key
 
 __all__ = ["Feed"]
 
@@ -17,34 +21,79 @@ _NO_BATCH = object()
 
 
 class Feed:
-    """One loader, cut into the executions of a plan.
+    """One source, cut into the executions of a plan.
 
     Args:
-        source: the loader.
+        source: the data.
         mode: train, evaluate or predict.
         own_loss: whether the module computes its own loss.
-        seed: of the random numbers that the loader draws from torch in this process.
-        domain: keeps them apart from those of other loaders.
+        seed: of the order of samples, and of the random numbers that the loader draws from torch
+            in this process.
+        domain: keeps them apart from those of other sources.
+        cut_every: an execution ends wherever the number of updates fed so far is a multiple of one
+            of these.
+        prefetch: executions that a thread prepares ahead; 0 for none.
     """
 
-    def __init__(self, source: Source, mode: Mode, own_loss: bool, seed: int, domain: str) -> None:
+    def __init__(
+        self,
+        source: Source,
+        mode: Mode,
+        own_loss: bool,
+        seed: int,
+        domain: str,
+        cut_every: Sequence[int] = (),
+        prefetch: int = 0,
+    ) -> None:
         self._source = source
         self._unpack = Unpacker(source, mode, own_loss)
+        self._mode = mode
         self._seed = seed
         self._domain = domain
+        self._cut_every = tuple(cut_every)
+        self._prefetch = prefetch
+        self._updates = 0
+        self._open: Optional[Generator[Any, None, None]] = None
         self._ahead: Optional[Iterator[Any]] = None
         self._ahead_epoch = -1
 
-    def _open(self, epoch: int) -> Iterator[Any]:
-        return self._source.epoch(DataStream(self._seed, self._domain, epoch))
+    def _start(self, epoch: int, plan: Plan) -> Iterator[Any]:
+        """The raw batches of an epoch: a pass over the source, or the next part of many passes."""
+        if self._mode is Mode.TRAIN and plan.fixed_updates is not None:
+            count = plan.fixed_updates * plan.micro_batches_per_update
+            if self._open is None:
+                self._open = self._passes(epoch, epoch * count)
+            return itertools.islice(self._open, count)
+        self._close_open()
+        self._open = self._pass(epoch)
+        return self._open
 
-    def peek(self, epoch: int) -> MicroBatch:
+    def _pass(self, number: int) -> Generator[Any, None, None]:
+        stream = DataStream(self._seed, self._domain, number)
+        key = stream_key(self._seed, self._domain, "order", number)
+        yield from self._source.epoch(stream, key)
+
+    def _passes(self, epoch: int, position: int) -> Generator[Any, None, None]:
+        """Pass after pass, from the batch that earlier epochs would have ended before."""
+        number, skip = epoch, 0
+        if self._source.micro_batches:
+            number, skip = divmod(position, self._source.micro_batches)
+        while True:
+            count = -1
+            for count, raw in enumerate(self._pass(number)):
+                if count >= skip:
+                    yield raw
+            if count < 0:
+                return
+            number, skip = number + 1, 0
+
+    def peek(self, epoch: int, plan: Plan) -> MicroBatch:
         """The first micro-batch of an epoch, which starts here and goes on where it is read next.
 
         Raises:
             DataError: there is none, or the program can't take it.
         """
-        batches = self._open(epoch)
+        batches = self._start(epoch, plan)
         first = next(batches, _NO_BATCH)
         if first is _NO_BATCH:
             raise self._source.no_batches(epoch)
@@ -58,18 +107,58 @@ class Feed:
         """The loader's, or that of the first batch seen."""
         return self._unpack.micro_batch_size
 
-    def executions(self, epoch: int, plan: Plan) -> Iterator[CombinedBatch]:
-        """All of an epoch's executions, the smaller last one included.
+    def executions(self, epoch: int, plan: Plan) -> Generator[CombinedBatch, None, None]:
+        """All of an epoch's executions, the smaller last one included. Close it when done.
 
         Raises:
-            DataError: the epoch has no batch, or one that the program can't take.
+            DataError: the epoch has no batch, fewer than were asked for, or one that the program
+                can't take.
         """
+        groups = prefetched(self._prepared(epoch, plan), self._prefetch)
+        with contextlib.closing(groups):
+            yield from groups
+
+    def _prepared(self, epoch: int, plan: Plan) -> Generator[CombinedBatch, None, None]:
         batches, self._ahead = self._ahead, None
         if batches is None or self._ahead_epoch != epoch:
-            batches = self._open(epoch)
-        empty = True
-        for batch in executions(batches, self._unpack, plan, self._source.reuses_memory):
-            empty = False
-            yield batch
-        if empty:
+            batches = self._start(epoch, plan)
+        check = None
+        if self._mode is Mode.TRAIN:
+            check = functools.partial(refuse_zero_update, role=self._source.role)
+        done = 0
+        try:
+            for batch in executions(
+                batches,
+                self._unpack,
+                plan,
+                self._source.reuses_memory,
+                check,
+                functools.partial(self._until_cut, plan),
+            ):
+                updates = -(-len(batch.micro_batches) // plan.micro_batches_per_update)
+                done += updates
+                self._updates += updates
+                yield batch
+        finally:
+            if self._mode is not Mode.TRAIN or plan.fixed_updates is None:
+                self._close_open()
+        if not done:
             raise self._source.no_batches(epoch)
+        if plan.fixed_updates is not None and done < plan.fixed_updates:
+            raise self._source.too_few(done, plan.fixed_updates, epoch, plan.training)
+
+    def _until_cut(self, plan: Plan) -> int:
+        """Updates of the next execution."""
+        return min(
+            [plan.device_iterations, *(every - self._updates % every for every in self._cut_every)]
+        )
+
+    def close(self) -> None:
+        """Stop reading; safe twice."""
+        self._ahead = None
+        self._close_open()
+
+    def _close_open(self) -> None:
+        if self._open is not None:
+            opened, self._open = self._open, None
+            opened.close()

@@ -1,22 +1,30 @@
-"""Where batches come from: a DataLoader, or any iterable of batches."""
+"""Where batches come from: arrays, a DataLoader, or any iterable of batches."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import inspect
+import itertools
 import weakref
-from typing import Any, Iterable, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Iterable, Iterator, List, Optional, Tuple
 
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     IterableDataset,
+    RandomSampler,
     Subset,
+    TensorDataset,
     default_collate,
 )
 
+from ipufit import tree
+from ipufit.data.arrays import ArrayLoader
+from ipufit.data.reading import unreadable
+from ipufit.data.weights import ClassWeights
 from ipufit.errors import DataError
 from ipufit.randomness import DataStream
 
@@ -27,12 +35,21 @@ _READ_AGAIN = (
 )
 
 
+_END = object()
+
 # Loaders of which only one reader at a time gets every batch.
 _BEING_READ: Any = weakref.WeakSet()
 
 
 class Source:
-    """The user's loader, and what can be known of it before it runs.
+    """The user's data as batches, and what can be known of it before it runs.
+
+    Args:
+        loader: an iterable of batches.
+        role: what it is for, such as "training data".
+        shuffled: the batches of an epoch in the order of a key; None where the loader has an order
+            of its own.
+        class_weights: by class, or None.
 
     Attributes:
         loader: the iterable of batches, untouched.
@@ -40,20 +57,32 @@ class Source:
         samples: samples in an epoch that reach the program, or None when unknown.
         dropped: samples in an epoch that a loader with ``drop_last=True`` leaves out.
         micro_batches: batches in an epoch, or None when unknown.
+        most: batches of an epoch to read at most; None for all.
         reuses_memory: whether a batch may be overwritten when the next one is fetched.
     """
 
-    def __init__(self, loader: Any, role: str) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        role: str,
+        shuffled: Optional[Callable[[int], Iterable[Any]]] = None,
+        class_weights: Optional[ClassWeights] = None,
+    ) -> None:
         _refuse_what_has_no_batches(loader, role)
         self.loader: Iterable[Any] = loader
         self.role = role
+        self.class_weights = class_weights
         self.micro_batch_size: Optional[int] = None
         self.samples: Optional[int] = None
         self.dropped = 0
-        self.micro_batches = _length(loader)
+        self.micro_batches = _batches(loader)
+        self.most: Optional[int] = None
         self.reuses_memory = _may_reuse_memory(loader)
+        self._shuffled = shuffled
         self._has_yielded = False
-        if isinstance(loader, DataLoader):
+        if isinstance(loader, ArrayLoader):
+            self.micro_batch_size, self.samples = loader.batch_size, loader.samples
+        elif isinstance(loader, DataLoader):
             self._look_into(loader)
 
     def _look_into(self, loader: Any) -> None:
@@ -70,9 +99,72 @@ class Source:
         self.dropped = total % size if batch_sampler.drop_last else 0
         self.samples = total - self.dropped
 
-    def epoch(self, stream: DataStream) -> Iterator[Any]:
-        """The batches of one epoch, fetched with ``stream`` as torch's random numbers."""
+    @property
+    def smallest(self) -> Optional[int]:
+        """Samples of a smaller last micro-batch that any epoch may end with, if that is known."""
+        if self.samples is None or not self.micro_batch_size:
+            return None
+        return self.samples % self.micro_batch_size or None
+
+    def limit(self, batches: int) -> None:
+        """Read so many batches of an epoch at most; every epoch starts anew."""
+        self.most = batches if self.most is None else min(batches, self.most)
+        if self.micro_batches is not None and self.micro_batches > batches:
+            self.micro_batches = batches
+            self.dropped = 0
+        if self.samples is not None and self.micro_batch_size:
+            self.samples = min(self.samples, batches * self.micro_batch_size)
+
+    def again(self, role: str) -> Source:
+        """The same data for another role."""
+        source = copy.copy(self)
+        source.role = role
+        source.class_weights = None
+        return source
+
+    @property
+    def reads_alone(self) -> bool:
+        """Whether no code of the user's runs in this process while batches are read.
+
+        Only then may another thread read them unasked: code of the user's may belong to the thread
+        that opened a database, say, or look at what training has done.
+        """
+        loader: Any = self.loader
+        if isinstance(loader, ArrayLoader):
+            return True
+        if not isinstance(loader, DataLoader):
+            return False
+        return _is_torchs(loader.sampler) and (
+            loader.num_workers > 0
+            or (loader.collate_fn is default_collate and _is_plain(loader.dataset))
+        )
+
+    def in_order(self) -> Iterable[Any]:
+        """The same batches unshuffled, where the shuffling is ours or torch's."""
         loader = self.loader
+        if not isinstance(loader, DataLoader) or type(loader.sampler) is not RandomSampler:
+            return loader
+        if type(loader.batch_sampler) is not BatchSampler or not loader.batch_size:
+            return loader
+        names = [
+            *("num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "generator"),
+            *("worker_init_fn", "multiprocessing_context", "batch_size"),
+            *(["prefetch_factor"] if loader.num_workers else []),
+        ]
+        options = {name: getattr(loader, name) for name in names}
+        return DataLoader(loader.dataset, shuffle=False, **options)
+
+    def epoch(self, stream: DataStream, key: int = 0) -> Iterator[Any]:
+        """The batches of one epoch.
+
+        Args:
+            stream: torch's random numbers while they are fetched.
+            key: fixes the order of what has none of its own.
+
+        Raises:
+            DataError: the user's code failed; chained from its error.
+        """
+        loader = self.loader if self._shuffled is None else self._shuffled(key)
         # torch has one iterator for all readers of such a loader: a second would end the first.
         exclusive = isinstance(loader, DataLoader) and loader.persistent_workers
         if exclusive and loader in _BEING_READ:
@@ -84,19 +176,54 @@ class Source:
         if exclusive:
             _BEING_READ.add(loader)
         try:
-            with stream.active():
-                iterator = iter(loader)
-            while True:
-                with stream.active():
-                    try:
-                        batch = next(iterator)
-                    except StopIteration:
-                        return
-                self._has_yielded = True
-                yield batch
+            yield from self._read(loader, stream)
         finally:
             if exclusive:
                 _BEING_READ.discard(loader)
+
+    def _read(self, loader: Iterable[Any], stream: DataStream) -> Iterator[Any]:
+        iterator: Any = None
+        index = seen = 0
+        limit = _stream_length(loader)
+        try:
+            with self._told(loader, index, stream), stream.active():
+                iterator = iter(loader)
+            while self.most is None or index < self.most:
+                with self._told(loader, index, stream), stream.active():
+                    batch = next(iterator, _END)
+                if batch is _END:
+                    return
+                self._has_yielded = True
+                if limit is not None:
+                    seen += _rows(batch, loader)
+                    if seen > limit:
+                        raise self._repeated(loader, limit)
+                yield batch
+                index += 1
+        finally:
+            # An iterator that was handed in is the user's, who may go on with it.
+            if iterator is not loader and inspect.isgenerator(iterator):
+                iterator.close()
+
+    def _repeated(self, loader: Any, length: int) -> DataError:
+        kind = type(loader.dataset).__name__
+        return DataError(
+            f"{self.role}: every sample must come once in an epoch, but the {loader.num_workers} "
+            f"workers of the DataLoader yield more than the {length} samples that {kind}.__len__ "
+            "promises. Each has a copy of the dataset: let its __iter__ yield a part of the samples "
+            "by torch.utils.data.get_worker_info(), or use one worker."
+        )
+
+    @contextlib.contextmanager
+    def _told(self, loader: Any, batch: int, stream: DataStream) -> Iterator[None]:
+        """Errors of the user's code leave with the place where they happened."""
+        try:
+            yield
+        except Exception as error:
+            told = unreadable(error, loader, self.role, batch, lambda: stream.again().active())
+            if told is error:
+                raise
+            raise told from error
 
     def check_epochs(self, epochs: int) -> None:
         """Refuse several epochs of what can be read only once.
@@ -136,6 +263,18 @@ class Source:
             "length and the sampler."
         )
 
+    def too_few(self, updates: int, wanted: int, epoch: int, training: bool) -> DataError:
+        """The error for an epoch that ended before it had all that it was to have."""
+        name, unit = ("steps_per_epoch", "updates") if training else ("steps", "device iterations")
+        if self.role == "validation data":
+            name = "validation_steps"
+        kept = " What was trained so far is kept." if training else ""
+        return DataError(
+            f"{self.role} must last for {name}={wanted} {unit}, but ended after {updates} of epoch "
+            f"{epoch}, and could not be read anew.{kept} Pass data that yields more, or a smaller "
+            f"{name}."
+        )
+
     def origin(self) -> str:
         """Where in the user's code samples or batches are made, for error messages."""
         loader = self.loader
@@ -154,6 +293,8 @@ class Source:
         loader = self.loader
         if isinstance(loader, (list, tuple)):
             return list(loader[:1])
+        if isinstance(loader, ArrayLoader):
+            return list(itertools.islice(loader, 1))
         if not isinstance(loader, DataLoader) or self.samples is None:
             return []
         # A sampler of the user's may pick by something else than numbers from 0.
@@ -166,39 +307,56 @@ class Source:
 
 
 def _refuse_what_has_no_batches(loader: Any, role: str) -> None:
-    if _is_array(loader):
-        raise DataError(
-            f"{role} must be a loader of batches, got {type(loader).__name__}. Wrap it: "
-            "DataLoader(TensorDataset(x, y), batch_size=...)."
-        )
-    if isinstance(loader, tuple) and any(_is_array(part) for part in loader):
-        raise DataError(
-            f"{role} must be a loader of batches, got a tuple of tensors or arrays. Wrap them: "
-            "DataLoader(TensorDataset(x, y), batch_size=...)."
-        )
-    if isinstance(loader, Dataset) and not isinstance(loader, DataLoader):
-        raise DataError(
-            f"{role} must be a loader of batches, got the dataset {type(loader).__name__}. Wrap "
-            "it: DataLoader(dataset, batch_size=...)."
-        )
     if isinstance(loader, (str, bytes, dict)) or not hasattr(type(loader), "__iter__"):
         came = f"the class {loader.__name__}" if isinstance(loader, type) else type(loader).__name__
         raise DataError(
-            f"{role} must be a DataLoader or an iterable of batches, got {came}. Pass for example "
-            "DataLoader(dataset, batch_size=...)."
+            f"{role} must be tensors, arrays, a dataset, a DataLoader or an iterable of batches, "
+            f"got {came}. Pass for example DataLoader(dataset, batch_size=...)."
         )
 
 
-def _is_array(value: Any) -> bool:
-    return isinstance(value, Tensor) or type(value).__module__ == "numpy"
+def _is_torchs(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] in ("torch", "ipufit")
+
+
+def _is_plain(dataset: Any) -> bool:
+    """Tensors, or a part of such."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return type(dataset) is TensorDataset
 
 
 def _may_reuse_memory(loader: Any) -> bool:
     """Torch's collate makes new tensors, workers send new ones, and a list holds its own."""
+    if isinstance(loader, ArrayLoader):
+        return False
     if isinstance(loader, DataLoader):
         makes_new = loader.batch_sampler is not None and loader.collate_fn is default_collate
         return not makes_new and loader.num_workers == 0
     return not isinstance(loader, (list, tuple))
+
+
+def _batches(loader: Any) -> Optional[int]:
+    """Batches of an epoch; of a stream only where torch's count of them can be relied on."""
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        return _length(loader) if loader.num_workers <= 1 else None
+    return _length(loader)
+
+
+def _stream_length(loader: Any) -> Optional[int]:
+    """Samples that a stream read by several workers says it has; None for anything else."""
+    if not isinstance(loader, DataLoader) or loader.num_workers < 2:
+        return None
+    return _length(loader.dataset) if isinstance(loader.dataset, IterableDataset) else None
+
+
+def _rows(batch: Any, loader: Any) -> int:
+    """Samples of a raw batch; 0 where it has nothing to count."""
+    if loader.batch_size is None:
+        return 1
+    tensors = (leaf for leaf in tree.flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.dim())
+    first = next(tensors, None)
+    return 0 if first is None else int(first.shape[0])
 
 
 def _length(sized: Any) -> Optional[int]:

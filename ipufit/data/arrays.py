@@ -1,0 +1,134 @@
+"""Tensors and arrays held whole: batches are cut from them, a few rows at a time."""
+
+from __future__ import annotations
+
+from typing import Any, Iterator, List, Optional
+
+import torch
+from torch import Tensor
+
+from ipufit import tree
+from ipufit.errors import DataError
+
+__all__ = ["ArrayLoader", "EpochOrder", "is_array"]
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is a tensor or an array of NumPy's, memory-mapped ones included."""
+    return isinstance(value, Tensor) or (
+        type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "shape")
+    )
+
+
+class EpochOrder:
+    """The indices of one epoch in an order that depends on ``key`` alone.
+
+    Args:
+        samples: how many there are.
+        key: seed of a generator that nothing else uses.
+    """
+
+    def __init__(self, samples: int, key: int) -> None:
+        self._samples = samples
+        self._key = key
+
+    def permutation(self) -> Tensor:
+        """Shape (samples,), int64."""
+        generator = torch.Generator(device="cpu").manual_seed(self._key)
+        return torch.randperm(self._samples, generator=generator, device="cpu")
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.permutation().tolist())
+
+    def __len__(self) -> int:
+        return self._samples
+
+
+class ArrayLoader:
+    """Batches of rows. Every batch is a copy, so that it never changes once it is read.
+
+    Args:
+        parts: nested tensors and arrays with the samples along the first dimension; None where a
+            part is absent.
+        names: how the user knows the parts, for messages; one per leaf.
+        batch_size: rows of a batch; the last one may have fewer.
+        role: what the data is for, for messages.
+
+    Attributes:
+        samples: number of rows.
+
+    Raises:
+        DataError: a part that torch can't take, without rows, or of another length.
+    """
+
+    def __init__(self, parts: Any, names: List[str], batch_size: int, role: str) -> None:
+        self._leaves, self._structure = tree.flatten(parts)
+        self.batch_size = batch_size
+        self.samples = _samples(self._leaves, names, role)
+
+    def __len__(self) -> int:
+        return -(-self.samples // self.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.shuffled(None)
+
+    def shuffled(self, key: Optional[int]) -> Iterator[Any]:
+        """All batches, in the order of ``key``; None for the order of the rows."""
+        order = None if key is None else EpochOrder(self.samples, key).permutation()
+        for begin in range(0, self.samples, self.batch_size):
+            end = min(begin + self.batch_size, self.samples)
+            rows = slice(begin, end) if order is None else order[begin:end]
+            copies = [_copy(leaf, rows) for leaf in self._leaves]
+            yield tree.unflatten(copies, self._structure)
+
+
+def _copy(leaf: Any, rows: Any) -> Tensor:
+    """Only these rows are read: of a memory-mapped array nothing else enters memory."""
+    if isinstance(leaf, Tensor):
+        if isinstance(rows, slice):
+            return leaf[rows].detach().clone()
+        return leaf.detach().index_select(0, rows.to(leaf.device))
+    picked = leaf[rows] if isinstance(rows, slice) else leaf[rows.numpy()]
+    # A base-class array in memory of its own: no memory map, and writable, as torch wants it.
+    return torch.from_numpy(picked.__array__().copy())
+
+
+def _samples(leaves: List[Any], names: List[str], role: str) -> int:
+    """The common length; every leaf is looked at before any is used."""
+    sizes = []
+    for name, leaf in zip(names, leaves):
+        if leaf.ndim == 0:
+            raise DataError(
+                f"{role}: {name} must have the samples along its first dimension, got a scalar. "
+                "Give one row per sample."
+            )
+        if not isinstance(leaf, Tensor):
+            _refuse_dtype(leaf, f"{role}: {name}")
+        elif leaf.requires_grad:
+            raise DataError(
+                f"{role}: {name} must not require grad, but it does: gradients stop at the "
+                f"program's inputs. Pass {name}.detach()."
+            )
+        sizes.append(int(leaf.shape[0]))
+    for name, size in zip(names, sizes):
+        if size != sizes[0]:
+            raise DataError(
+                f"{role}: all parts must have the same number of samples, but {names[0]} has "
+                f"{sizes[0]} and {name} has {size}. Pass one row for each sample in every part."
+            )
+    if sizes[0] == 0:
+        raise DataError(f"{role}: {names[0]} has no samples. Pass at least one.")
+    return sizes[0]
+
+
+def _refuse_dtype(array: Any, name: str) -> None:
+    try:
+        torch.from_numpy(array[:0].__array__().copy())
+    except (TypeError, ValueError) as error:
+        cure = "Turn it into numbers of one dtype, such as array.astype('float32')."
+        if array.dtype.kind in "USOMm":
+            cure = "Turn it into numbers first, such as class indices."
+        raise DataError(
+            f"{name} must have a dtype that torch knows, got {array.dtype}: "
+            f"{str(error).partition(chr(10))[0].rstrip('.')}. {cure}"
+        ) from error

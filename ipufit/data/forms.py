@@ -1,0 +1,295 @@
+"""Every form in which data may come, brought to a source of batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Iterable, List, Mapping, Optional, Tuple
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+from ipufit import tree
+from ipufit.data.arrays import ArrayLoader, EpochOrder, is_array
+from ipufit.data.source import Source
+from ipufit.data.weights import ClassWeights, refuse_bad_weights
+from ipufit.errors import ConfigurationError, DataError
+from ipufit.faults import Faults, at_least
+from ipufit.program import Mode
+
+__all__ = ["DEFAULT_BATCH_SIZE", "Given", "comes_in_samples", "open_data", "split_data"]
+
+DEFAULT_BATCH_SIZE = 32  # Keras'
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What a user passed as data, as it came.
+
+    Attributes:
+        role: what it is for, such as "training data".
+        x: in any form.
+        y, sample_weight: beside tensors and arrays.
+        class_weight: by class index.
+        batch_size: of tensors, arrays and datasets.
+        shuffle: of tensors, arrays and map-style datasets.
+        shuffles: the default of ``shuffle``.
+        batch_size_name: the argument that the user knows.
+    """
+
+    role: str
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+    class_weight: Any = None
+    batch_size: Any = None
+    shuffle: Any = None
+    shuffles: bool = False
+    batch_size_name: str = "batch_size"
+
+
+def open_data(given: Given, mode: Mode, own_loss: bool) -> Source:
+    """A source of batches for data in any form.
+
+    Args:
+        given: what came.
+        mode: what the batches are for.
+        own_loss: whether the module computes its own loss.
+
+    Raises:
+        DataError: it is not data.
+        ConfigurationError: arguments that don't go with this form; all of them.
+    """
+    faults = Faults()
+    kind = _kind(given)
+    size = DEFAULT_BATCH_SIZE
+    with faults.collected():
+        if given.batch_size is not None:
+            size = at_least(given.batch_size_name, given.batch_size, 1, " or None")
+    with faults.collected():
+        _refuse_no_flag(given.shuffle)
+    for check in (_refuse_batch_size, _refuse_shuffle, _refuse_parts):
+        with faults.collected():
+            check(given, kind)
+    with faults.collected():
+        class_weights = _class_weights(given, own_loss)
+    if kind == "arrays":
+        with faults.collected():
+            _refuse_missing_or_weights(given, mode, own_loss)
+    faults.raise_all()
+    shuffles = given.shuffles if given.shuffle is None else given.shuffle
+    if kind == "arrays":
+        return _of_arrays(given, mode, size, shuffles, class_weights)
+    if kind == "dataset":
+        return _of_dataset(given, size, shuffles, class_weights)
+    loader = DataLoader(given.x, batch_size=size) if kind == "stream" else given.x
+    return Source(loader, given.role, class_weights=class_weights)
+
+
+def comes_in_samples(given: Given) -> bool:
+    """Whether batches are made here, so that there is a batch size to choose."""
+    return _kind(given) != "loader"
+
+
+def _kind(given: Given) -> str:
+    """One of "arrays", "dataset", "stream" (an IterableDataset), or "loader" (anything else)."""
+    x = given.x
+    if isinstance(x, DataLoader):
+        return "loader"
+    if isinstance(x, Dataset):
+        return "stream" if isinstance(x, IterableDataset) else "dataset"
+    if is_array(x) or isinstance(x, Mapping):
+        return "arrays"
+    if isinstance(x, (tuple, list)) and not hasattr(x, "_fields"):
+        if given.y is not None:
+            return "arrays"
+        _refuse_bare_sequence(x, given.role)
+    return "loader"
+
+
+def _refuse_bare_sequence(x: Any, role: str) -> None:
+    """A list is a list of batches; numbers are none, and of a tuple nobody knows what it means."""
+    if isinstance(x, tuple) and x and all(is_array(part) for part in x):
+        raise DataError(
+            f"{role} must say what each part is, got a tuple of {len(x)} tensors or arrays. Pass "
+            "inputs and target apart, fit(x, y); several inputs as fit((first, second), y), or by "
+            "name, {'first': first, 'second': second}."
+        )
+    leaves = tree.flatten(x[0])[0] if x else []
+    if leaves and all(isinstance(leaf, (bool, int, float, complex, str)) for leaf in leaves):
+        raise DataError(
+            f"{role} must be tensors, arrays or batches of them, got a {type(x).__name__} of "
+            f"{type(leaves[0]).__name__} values. Make one tensor of it: torch.tensor(x)."
+        )
+
+
+def _refuse_no_flag(shuffle: Any) -> None:
+    if shuffle is not None and not isinstance(shuffle, bool):
+        raise ConfigurationError(f"shuffle must be True, False or None, got {shuffle!r}.")
+
+
+def _refuse_batch_size(given: Given, kind: str) -> None:
+    if given.batch_size is not None and kind == "loader":
+        raise ConfigurationError(
+            f"{given.batch_size_name} goes with tensors, arrays and datasets, but the "
+            f"{given.role} comes in batches already, from a {type(given.x).__name__}. Set it there."
+        )
+
+
+def _refuse_shuffle(given: Given, kind: str) -> None:
+    if given.shuffle is not None and kind in ("loader", "stream"):
+        raise ConfigurationError(
+            f"shuffle goes with tensors, arrays and map-style datasets, but the {given.role} has "
+            f"an order of its own, from a {type(given.x).__name__}. Set it there."
+        )
+
+
+def _refuse_parts(given: Given, kind: str) -> None:
+    parts = {"y": given.y, "sample_weight": given.sample_weight}
+    names = [name for name, value in parts.items() if value is not None]
+    if names and kind != "arrays":
+        raise ConfigurationError(
+            f"{' and '.join(names)} {'goes' if len(names) == 1 else 'go'} with tensors and arrays, "
+            f"but the {given.role} comes from a {type(given.x).__name__}, which yields all parts "
+            "of a sample. Let it yield (inputs, target) or (inputs, target, sample_weight)."
+        )
+
+
+def _class_weights(given: Given, own_loss: bool) -> Optional[ClassWeights]:
+    if given.class_weight is None:
+        return None
+    if own_loss:
+        raise _no_weights("class_weight")
+    if given.sample_weight is not None:
+        raise ConfigurationError(
+            "class_weight and sample_weight both say how much a sample counts. Pass one of them; "
+            "for both, multiply them into sample_weight."
+        )
+    return ClassWeights(given.class_weight)
+
+
+def _no_weights(name: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{name} needs a loss that compile was given, but the module computes its own "
+        "(loss=None). Let forward take the weights, or pass loss= to compile."
+    )
+
+
+def _refuse_missing_or_weights(given: Given, mode: Mode, own_loss: bool) -> None:
+    if given.sample_weight is not None and own_loss:
+        raise _no_weights("sample_weight")
+    if given.y is None and given.sample_weight is not None:
+        raise ConfigurationError(
+            "sample_weight goes with a target, but y is None. Pass y= beside x."
+        )
+    if given.y is None and mode is not Mode.PREDICT and not own_loss:
+        raise ConfigurationError(
+            f"the {given.role} needs a target for the loss, but y is None. Pass y= beside x, or "
+            "use compile(loss=None) if the module computes its own loss."
+        )
+
+
+def _of_arrays(
+    given: Given,
+    mode: Mode,
+    batch_size: int,
+    shuffle: bool,
+    class_weights: Optional[ClassWeights],
+) -> Source:
+    parts = [given.x, given.y, given.sample_weight]
+    roots = ("x", "y", "sample_weight")
+    names: List[str] = []
+    weight_names: List[str] = []
+    for part, root in zip(parts, roots):
+        weight_names = []
+        for path, leaf in tree.flatten_with_paths(part, root)[0]:
+            _refuse_no_array(path, leaf, root, given.role)
+            weight_names.append(path)
+        names += weight_names
+    if not names or not tree.flatten(given.x)[0]:
+        raise DataError(f"{given.role}: x holds no tensor or array. Pass at least one.")
+    raw = given.x
+    if given.y is not None:
+        raw = (given.x, given.y)
+    if given.sample_weight is not None:
+        raw = (given.x, given.y, given.sample_weight)
+    loader = ArrayLoader(raw, names, batch_size, given.role)
+    if given.sample_weight is not None:
+        refuse_bad_weights(given.sample_weight, weight_names, given.role, mode is Mode.TRAIN)
+    return Source(
+        loader, given.role, loader.shuffled if shuffle else None, class_weights=class_weights
+    )
+
+
+def _refuse_no_array(path: str, leaf: Any, root: str, role: str) -> None:
+    if is_array(leaf):
+        return
+    if isinstance(leaf, (bool, int, float, complex)):
+        raise DataError(
+            f"{role}: {path} must be a tensor or an array with one row per sample, got the number "
+            f"{leaf!r}. Make one tensor of the list: torch.tensor({root})."
+        )
+    cure = "Pass its numbers, such as .to_numpy(), or torch.tensor(...) of them."
+    raise DataError(
+        f"{role}: {path} must be a tensor or a NumPy array, got {type(leaf).__name__}. {cure}"
+    )
+
+
+def _of_dataset(
+    given: Given, batch_size: int, shuffle: bool, class_weights: Optional[ClassWeights]
+) -> Source:
+    dataset = given.x
+    try:
+        samples = len(dataset)
+    except (TypeError, NotImplementedError) as error:
+        raise DataError(
+            f"{given.role}: the dataset {type(dataset).__name__} must have __len__, so that its "
+            "samples can be picked by index. Add it, or derive from "
+            "torch.utils.data.IterableDataset."
+        ) from error
+
+    def shuffled(key: int) -> Iterable[Any]:
+        return DataLoader(dataset, batch_size=batch_size, sampler=EpochOrder(samples, key))
+
+    loader: Any = DataLoader(dataset, batch_size=batch_size)
+    return Source(loader, given.role, shuffled if shuffle else None, class_weights=class_weights)
+
+
+def split_data(given: Given, fraction: Any, held_out: Given) -> Tuple[Given, Given]:
+    """What to train on, and the last ``fraction`` of the samples to hold out.
+
+    Args:
+        given: known to be good.
+        fraction: between 0 and 1.
+        held_out: what the second part is for, and its batch size.
+
+    Raises:
+        ConfigurationError: it can't be split, or a part would be empty.
+    """
+    kind = _kind(given)
+    if kind not in ("arrays", "dataset"):
+        raise ConfigurationError(
+            "validation_split goes with tensors, arrays and map-style datasets, but the "
+            f"{given.role} comes from a {type(given.x).__name__}. Pass validation_data."
+        )
+    leaves = tree.flatten(given.x)[0]
+    samples = len(given.x) if kind == "dataset" else int(leaves[0].shape[0])
+    # Keras' own expression: another one may round to another size.
+    first = math.floor(samples * (1.0 - fraction))
+    if first in (0, samples):
+        raise ConfigurationError(
+            f"validation_split={fraction} must leave samples for both parts, but of {samples} it "
+            f"leaves {first} to train on and {samples - first} to hold out. Choose another "
+            "fraction, or pass validation_data."
+        )
+    parts = []
+    for template, rows in ((given, range(first)), (held_out, range(first, samples))):
+        if kind == "dataset":
+            parts.append(dataclasses.replace(template, x=Subset(given.x, rows)))
+            continue
+        cut = slice(rows.start, rows.stop)
+        x, y, weight = (
+            tree.map_leaves(lambda leaf, cut=cut: leaf[cut], part)  # type: ignore[misc]
+            for part in (given.x, given.y, given.sample_weight)
+        )
+        parts.append(dataclasses.replace(template, x=x, y=y, sample_weight=weight))
+    return parts[0], parts[1]

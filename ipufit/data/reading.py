@@ -1,0 +1,156 @@
+"""Errors of the user's data code, told with the batch and the sample that they happened in."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from types import FrameType
+from typing import Any, Callable, Iterable, Iterator, List, Tuple
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from ipufit.errors import DataError, IpufitError
+
+__all__ = ["unreadable"]
+
+
+def unreadable(
+    error: Exception, loader: Any, role: str, batch: int, replay: Callable[[], Any]
+) -> Exception:
+    """The error to raise for one that came while batch number ``batch`` was read.
+
+    Args:
+        error: what the user's code, or torch's, raised.
+        loader: what was read.
+        role: what it is for.
+        batch: index in the epoch.
+        replay: a context in which torch's random numbers start as they did in this epoch.
+
+    Returns:
+        A DataError to be chained from ``error``; one of our own as it is.
+    """
+    if isinstance(error, IpufitError):
+        return error
+    what, cure = _what(error, loader, batch, replay)
+    text = str(error)
+    came = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if _is_from_worker(error):
+        came = _original(text, type(error).__name__)
+    came = came.rstrip().rstrip(".")
+    return DataError(f"{role}, batch {batch}: {what}: {came}. {cure}")
+
+
+def _what(error: Exception, loader: Any, batch: int, replay: Callable[[], Any]) -> Tuple[str, str]:
+    """What failed, and what to do."""
+    plain = "the batch could not be read", "Its traceback above shows the line that failed."
+    if not isinstance(loader, DataLoader):
+        return plain
+    if str(error).startswith("DataLoader worker (pid"):
+        return (
+            "a worker process of the DataLoader ended",
+            "Run with num_workers=0 to see why; a lack of (shared) memory is the usual reason.",
+        )
+    if _is_from_worker(error):
+        index = _sought(error, loader.dataset, _indices(loader, batch, replay), replay)
+    else:
+        fetch = next((f for f in _frames(error) if _is_fetch(f)), None)
+        if fetch is not None and _has_been_read(fetch.f_locals):
+            return "collate_fn failed", plain[1]
+        index = _index(error, fetch, replay)
+    if index is None:
+        return plain
+    return (
+        f"sample {index!r} of {type(loader.dataset).__name__} could not be read",
+        "Mend that sample, or leave it out; its traceback is above.",
+    )
+
+
+def _is_from_worker(error: Exception) -> bool:
+    return str(error).startswith("Caught ") and " in DataLoader worker process " in str(error)
+
+
+def _original(text: str, kind: str) -> str:
+    """The last line of the worker's traceback: the error as it was there."""
+    lines = [line for line in text.splitlines() if line and not line[0].isspace()]
+    found = [line for line in lines if line.partition(":")[0].rpartition(".")[2] == kind]
+    return found[-1] if found else lines[-1]
+
+
+def _frames(error: Exception) -> Iterator[FrameType]:
+    traceback = error.__traceback__
+    while traceback is not None:
+        yield traceback.tb_frame
+        traceback = traceback.tb_next
+
+
+def _is_fetch(frame: FrameType) -> bool:
+    code = frame.f_code
+    return code.co_name == "fetch" and PurePath(code.co_filename).parts[-5:] == (
+        *("torch", "utils", "data", "_utils"),
+        "fetch.py",
+    )
+
+
+def _has_been_read(local: Any) -> bool:
+    """Whether all samples of the batch were there already when ``fetch`` failed."""
+    if "data" not in local:
+        return False
+    fetcher = local["self"]
+    if not hasattr(fetcher, "dataset_iter") or not fetcher.auto_collation:
+        return True
+    # Of a stream the list is there while it is being filled.
+    return fetcher.ended or len(local["data"]) == len(local["possibly_batched_index"])
+
+
+def _index(error: Exception, fetch: Any, replay: Callable[[], Any]) -> Any:
+    """The index of the sample that could not be read; None if nobody knows it."""
+    if fetch is None or hasattr(fetch.f_locals["self"], "dataset_iter"):
+        return None
+    fetcher, wanted = fetch.f_locals["self"], fetch.f_locals["possibly_batched_index"]
+    if not fetcher.auto_collation:
+        return wanted
+    for frame in _frames(error):
+        if "torch" in PurePath(frame.f_code.co_filename).parts and "idx" in frame.f_locals:
+            return frame.f_locals["idx"]
+    # From Python 3.12 on a comprehension forgets its variable when it fails.
+    return _sought(error, fetcher.dataset, wanted, replay)
+
+
+def _sought(
+    error: Exception, dataset: Any, indices: Iterable[Any], replay: Callable[[], Any]
+) -> Any:
+    """Which sample of a batch made it fail: the first that fails again in the same way."""
+    for index in indices:
+        try:
+            with replay():
+                dataset[index]
+        except Exception as again:
+            same = isinstance(error, type(again)) or f"{type(again).__name__}: " in str(error)
+            return index if same else None
+    return None
+
+
+def _indices(loader: Any, batch: int, replay: Callable[[], Any]) -> List[Any]:
+    """The indices of a batch, where torch's own samplers make the order reproducible."""
+    samplers = (RandomSampler, SequentialSampler)
+    if (
+        isinstance(loader.dataset, IterableDataset)
+        or type(loader.batch_sampler) is not BatchSampler
+        or type(loader.sampler) not in samplers
+        or loader.persistent_workers
+        or loader.generator is not None
+    ):
+        return []
+    with replay():
+        # As torch's iterator does: a seed for the workers first, then the order.
+        torch.empty((), dtype=torch.int64).random_()
+        for number, indices in enumerate(loader.batch_sampler):
+            if number == batch:
+                return list(indices)
+    return []

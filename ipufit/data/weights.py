@@ -1,0 +1,186 @@
+"""How much each sample counts: weights in a batch, beside the arrays, or by class."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from typing import Any, Dict, Mapping, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from ipufit import tree
+from ipufit.errors import ConfigurationError, DataError
+from ipufit.program import MicroBatch
+
+__all__ = ["ClassWeights", "checked_weight", "refuse_bad_weights", "refuse_zero_update"]
+
+_CHUNK = 1 << 20
+
+
+def checked_weight(weight: Any, name: str) -> Any:
+    """Weights as floating-point tensors, every value known to be finite and not negative.
+
+    Integers and bools become torch's default dtype; a floating dtype stays. Nested weights keep
+    their structure.
+
+    Args:
+        weight: a tensor, an array, or such by output; the samples along the first dimension.
+        name: with role and batch, for messages.
+
+    Raises:
+        DataError: naming the first bad one.
+    """
+    pairs, structure = tree.flatten_with_paths(weight, name)
+    return tree.unflatten([_checked(leaf, path) for path, leaf in pairs], structure)
+
+
+def _checked(leaf: Any, name: str, first: int = 0) -> Any:
+    if not isinstance(leaf, Tensor):
+        if type(leaf).__module__ != "numpy" or leaf.dtype.kind not in "biuf":
+            return leaf  # named as what can't be fed with everything else of its kind
+        leaf = torch.as_tensor(leaf.__array__().copy())
+    if leaf.dim() == 0:
+        raise DataError(
+            f"{name} must have one weight per sample, got a single number. Leave it out, or repeat "
+            "it for each sample."
+        )
+    if leaf.is_complex():
+        raise DataError(
+            f"{name} must be real, got {leaf.dtype}. Pass floating-point weights, one per sample."
+        )
+    if not leaf.is_floating_point():
+        leaf = leaf.to(torch.get_default_dtype())
+    good = leaf.isfinite() & (leaf >= 0)
+    if not good.all():
+        place = (~good).nonzero()[0].tolist()
+        value = leaf[tuple(place)].item()
+        place[0] += first
+        where = place[0] if len(place) == 1 else tuple(place)
+        raise DataError(
+            f"{name} must be finite and not negative, but is {value:g} at position {where}. Use "
+            "0 to leave a sample out."
+        )
+    return leaf
+
+
+def refuse_bad_weights(weight: Any, names: Sequence[str], role: str, training: bool) -> None:
+    """Look at the weights of a whole data set, a part at a time.
+
+    Raises:
+        DataError: a bad value, with its position, or, in training, not a single one above zero.
+    """
+    positive = False
+    for name, leaf in zip(names, tree.flatten(weight)[0]):
+        for begin in range(0, leaf.shape[0], _CHUNK):
+            part = _checked(leaf[begin : begin + _CHUNK], f"{role}: {name}", begin)
+            positive = positive or bool((part > 0).any())
+    if training and not positive:
+        raise DataError(
+            f"{role}: sample_weight must have a weight above zero, but all are zero, so nothing "
+            "would be learned. Leave it out, or give samples that count a weight."
+        )
+
+
+def refuse_zero_update(update: Sequence[MicroBatch], last_batch: int, role: str) -> None:
+    """Raise where the weights of a whole update are zero.
+
+    Args:
+        update: its micro-batches, all with weights.
+        last_batch: index of the last of them in the epoch.
+        role: what the data is for.
+
+    Raises:
+        DataError: they are.
+    """
+    for micro_batch in update:
+        weight = micro_batch.unpack()[3]
+        if any(bool((leaf > 0).any()) for leaf in tree.flatten(weight)[0]):
+            return
+    first = last_batch - len(update) + 1
+    batches = f"batch {first}" if first == last_batch else f"batches {first} to {last_batch}"
+    raise DataError(
+        f"{role}, {batches}: an update needs a sample_weight above zero, but all of its weights "
+        "are zero, so nothing would be learned. Leave such samples out, or use larger or shuffled "
+        "batches."
+    )
+
+
+class ClassWeights:
+    """A weight for each class; classes that are not named weigh 1, as in Keras.
+
+    Args:
+        weights: by class index.
+
+    Raises:
+        ConfigurationError: it is no such mapping.
+    """
+
+    def __init__(self, weights: Any) -> None:
+        if not isinstance(weights, Mapping) or not weights:
+            came = "an empty one" if isinstance(weights, Mapping) else repr(weights)
+            raise ConfigurationError(
+                "class_weight must be a dict of weights by class index, such as {0: 1.0, 1: 5.0}, "
+                f"got {came}."
+            )
+        self._weights: Dict[int, float] = {}
+        for key, value in weights.items():
+            if isinstance(key, bool) or not hasattr(key, "__index__") or key < 0:
+                raise ConfigurationError(
+                    f"class_weight must have class indices from 0 as keys, got {key!r}. Count the "
+                    "classes from 0, as in the target."
+                )
+            if isinstance(value, bool) or not isinstance(value, numbers.Real):
+                raise ConfigurationError(
+                    f"class_weight[{key}] must be a number, got {value!r}. Write a float."
+                )
+            if not 0 <= float(value) < math.inf:
+                raise ConfigurationError(
+                    f"class_weight[{key}] must be finite and not negative, got {value!r}. Use 0 to "
+                    "leave a class out."
+                )
+            self._weights[operator.index(key)] = float(value)
+
+    def of(self, target: Any, name: str) -> Tensor:
+        """One weight per sample, in torch's default dtype.
+
+        Args:
+            target: class indices of shape (batch,) or (batch, 1), whole numbers of any dtype, or
+                shape (batch, classes) with rows that sum to one.
+            name: of the target, for messages.
+
+        Raises:
+            DataError: it is neither.
+        """
+        if target is not None and type(target).__module__ == "numpy":
+            target = torch.as_tensor(target)
+        classes = _classes(target)
+        if classes is None:
+            came = f"shape {tuple(target.shape)}" if isinstance(target, Tensor) else "several parts"
+            raise DataError(
+                f"{name} must hold one class per sample for class_weight: whole numbers of shape "
+                f"(batch,), or one-hot rows or probabilities of shape (batch, classes), got {came}"
+                f"{_dtype(target)}. Pass sample_weight instead."
+            )
+        result = torch.ones(classes.shape, device=classes.device)
+        for index, weight in self._weights.items():
+            result = torch.where(classes == index, torch.full_like(result, weight), result)
+        return result
+
+
+def _dtype(target: Any) -> str:
+    return f" {target.dtype} with other values" if isinstance(target, Tensor) else ""
+
+
+def _classes(target: Any) -> Optional[Tensor]:
+    if not isinstance(target, Tensor) or target.is_complex() or target.dim() not in (1, 2):
+        return None
+    if target.dim() == 2 and target.shape[1] > 1:
+        sums = target.sum(1)
+        close = (sums - 1).abs() <= 1e-3 if target.is_floating_point() else sums == 1
+        return target.argmax(1) if bool((close & (target >= 0).all(1)).all()) else None
+    flat = target.reshape(-1)
+    if flat.is_floating_point() and not bool((flat == flat.round()).all()):
+        return None
+    return flat.long()
