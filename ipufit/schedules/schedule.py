@@ -77,7 +77,7 @@ class Schedule(abc.ABC):
         kept = self.snapshot()
         try:
             with silenced():
-                return [self._row(last=i == updates - 1) for i in range(updates)]
+                return [self._row(updates - 1 - i, kept) for i in range(updates)]
         except BaseException:
             self.restore(kept)
             raise
@@ -92,7 +92,7 @@ class Schedule(abc.ABC):
         try:
             with silenced():
                 for i in range(updates):
-                    self._row(last=i == updates - 1)
+                    self._row(updates - 1 - i, kept)
         finally:
             self.restore(kept)
 
@@ -195,14 +195,17 @@ class Schedule(abc.ABC):
         """
         self._check(settings.read(self._optimizer))
 
-    def _row(self, last: bool) -> List[Dict[str, Any]]:
+    def _row(self, left: int, start: Any) -> List[Dict[str, Any]]:
+        """The next row; ``left`` more follow, and ``start`` is a snapshot from before them."""
         if self._fault is not None:
             raise ConfigurationError(self._fault) from self._cause
         self._before_row()
         row = settings.read(self._optimizer)
         self._check(row)
         # Only the step after the last row may fail without harm, so only there a way back is kept.
-        before = self.snapshot() if last and self._per_update else None
+        before = None
+        if self._per_update and not left:
+            before = start if start[0][0] == self.updates else self.snapshot()
         self.updates += 1
         if self._per_update:
             self._move(self._advance, before)
