@@ -71,7 +71,7 @@ class InferenceArguments:
         with faults.collected():
             callbacks = checked(callbacks)
         with faults.collected():
-            seed = _seed(seed, "an integer")
+            seed = checked_seed(seed, "an integer")
         with faults.collected():
             level = resolve_verbose(verbose)
         with faults.collected():
@@ -211,7 +211,7 @@ def _common(faults: Faults, asked: FitRequest) -> Tuple[List[Callback], Optional
     with faults.collected():
         callbacks = checked(asked.callbacks)
     with faults.collected():
-        seed = None if asked.seed is None else _seed(asked.seed, "an integer or None")
+        seed = None if asked.seed is None else checked_seed(asked.seed)
     with faults.collected():
         level = resolve_verbose(asked.verbose)
     return callbacks, seed, level
@@ -512,7 +512,12 @@ def _epochs(initial_epoch: Any, epochs: Any) -> Tuple[int, int]:
     return operator.index(initial_epoch), operator.index(epochs)
 
 
-def _seed(seed: Any, allowed: str) -> int:
+def checked_seed(seed: Any, allowed: str = "an integer or None") -> int:
+    """A seed as an integer.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
         raise ConfigurationError(f"seed must be {allowed}, got {seed!r}.")
     return operator.index(seed)

@@ -22,10 +22,10 @@ from ipufit.metrics import MetricSet
 from ipufit.modes import training
 from ipufit.plan import Plan
 from ipufit.program import CombinedBatch, Engine, Mode
-from ipufit.schedules import resolve_schedule
+from ipufit.schedules import Schedule, resolve_schedule
 from ipufit.session import Session
 
-__all__ = ["BatchSize", "Trial", "find_batch_size", "find_lr"]
+__all__ = ["BatchSize", "Trial", "candidates", "find_batch_size", "find_lr"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,22 +53,25 @@ class Trial:
     """
 
     def __init__(self, session: Session, make_engine: Callable[[], Engine]) -> None:
-        if session.is_training:
-            raise ConfigurationError(
-                "a search trains the model, so it can't be started inside fit, from a callback or "
-                "the data. Start it when fit has returned."
-            )
-        if session.optimizer is None:
-            raise ConfigurationError(
-                "a search needs an optimizer, but compile(optimizer=None) made a model that can "
-                "only evaluate and predict. Call compile with one, such as optimizer='adam'."
-            )
         self._session = session
         self._make_engine = make_engine
 
     @contextlib.contextmanager
-    def running(self, source: Source, plan: Plan, seed: int, **recipe: Any) -> Iterator[Job]:
-        """A job on the user's module; afterwards all is as it was."""
+    def running(
+        self,
+        source: Source,
+        plan: Plan,
+        seed: int,
+        schedule: Callable[[torch.optim.Optimizer], Optional[Schedule]],
+    ) -> Iterator[Job]:
+        """A job on the user's module; afterwards all is as it was.
+
+        Args:
+            source: data.
+            plan: batch algebra.
+            seed: of all random numbers.
+            schedule: makes the schedule in place of the user's, which must not move on.
+        """
         session = self._session
         if isinstance(source.loader, IteratorType):
             raise DataError(
@@ -77,18 +80,22 @@ class Trial:
                 "or another object whose __iter__ starts anew."
             )
         optimizer = session.optimizer
-        trial = Session(
-            session.module,
-            optimizer,
-            session.loss,
-            MetricSet(),
-            self._make_engine(),
-            dataclasses.replace(session.recipe, averaging=None, **recipe),
-            session.auto_round_ipus,
-            session.run_eagerly,
-        )
+        assert optimizer is not None
         modules = [session.module, session.loss.module]
         with everything_kept(modules, optimizer), training(*modules):
+            recipe = dataclasses.replace(
+                session.recipe, averaging=None, schedule=schedule(optimizer)
+            )
+            trial = Session(
+                session.module,
+                optimizer,
+                session.loss,
+                MetricSet(),
+                self._make_engine(),
+                recipe,
+                session.auto_round_ipus,
+                session.run_eagerly,
+            )
             job = trial.start(source, plan, Mode.TRAIN, seed, "train")
             with trial.running(job):
                 yield job
@@ -120,9 +127,7 @@ def find_lr(
         {"lr": lambda update, ratio=ratio: ratio * rates[min(update, len(rates) - 1)]}  # type: ignore[misc]
         for ratio in ratios
     ]
-    with trial.running(
-        source, plan, seed, schedule=resolve_schedule(tables, optimizer, "update")
-    ) as job:
+    with trial.running(source, plan, seed, lambda own: resolve_schedule(tables, own)) as job:
         watch = RangeTest(rates, job.meter)
         callbacks = CallbackList([watch], model, {})
         blew_up = False
@@ -164,6 +169,8 @@ def find_batch_size(
         except Exception as error:
             if not _is_out_of_memory(error):
                 raise
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
             tried.append((size, None))
             break
         tried.append((size, rate))
@@ -176,6 +183,28 @@ def find_batch_size(
     return BatchSize(*best, tuple(tried))
 
 
+def candidates(effective: Any, start: Any, replicas: int) -> List[Tuple[int, int]]:
+    """(batch size, gradient accumulation), all of one product, growing.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    for name, value in (("effective_batch_size", effective), ("start", start)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigurationError(f"{name} must be an integer of at least 1, got {value!r}.")
+    if effective % (start * replicas):
+        raise ConfigurationError(
+            f"effective_batch_size must be a multiple of start × replicas ({start} × {replicas} = "
+            f"{start * replicas}), got {effective}. Try "
+            f"{max(1, effective // (start * replicas)) * start * replicas}."
+        )
+    found, size = [], start
+    while size * replicas <= effective and effective % (size * replicas) == 0:
+        found.append((size, effective // (size * replicas)))
+        size *= 2
+    return found
+
+
 def _one_update(
     trial: Trial,
     source: Source,
@@ -183,7 +212,7 @@ def _one_update(
     accumulation: int,
     seed: int,
 ) -> float:
-    with trial.running(source, plan_of(source, accumulation), seed) as job:
+    with trial.running(source, plan_of(source, accumulation), seed, lambda own: None) as job:
         # More than one: from the second on, the sum of gradients is there beside the next one.
         count = min(2, job.plan.micro_batches_per_update)
         start = time.perf_counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from ipufit.plan import Plan
 from ipufit.program import CombinedBatch, MicroBatch, Program
 from ipufit.schedules import Schedule
 
-__all__ = ["Fit", "Job", "check_rows", "evaluate", "predict"]
+__all__ = ["Fit", "Job", "check_rows", "evaluate", "predict", "predictions"]
 
 
 @dataclasses.dataclass
@@ -155,9 +155,16 @@ def predict(job: Job, callbacks: CallbackList) -> Any:
     Raises:
         DataError: an output has no row for each sample.
     """
+    return _joined(list(predictions(job, callbacks)))
+
+
+def predictions(job: Job, callbacks: CallbackList) -> Iterator[Any]:
+    """The same, one execution at a time.
+
+    Raises:
+        DataError: an output has no row for each sample.
+    """
     callbacks.call("on_predict_begin", {})
-    rows: List[List[Any]] = []
-    structure = None
     passes = 0
     with contextlib.closing(job.feed.executions(0, job.plan)) as batches:
         for batch in batches:
@@ -165,14 +172,17 @@ def predict(job: Job, callbacks: CallbackList) -> Any:
             anchors = job.program.run(batch)
             for micro_batch, outputs in zip(batch.micro_batches, anchors.outputs):
                 check_rows(outputs, micro_batch.size)
-                leaves, structure = tree.flatten(outputs)
-                rows.append(leaves)
             passes += -(-len(batch.micro_batches) // job.plan.micro_batches_per_update)
             callbacks.call("on_predict_batch_end", passes - 1, {})
-    assert structure is not None
-    joined = [_join(list(column)) for column in zip(*rows)]
+            yield _joined(anchors.outputs)
     callbacks.call("on_predict_end", {})
-    return tree.unflatten(joined, structure)
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    """Outputs of several micro-batches as those of one."""
+    structure = tree.flatten(outputs[-1])[1]
+    columns = zip(*(tree.flatten(each)[0] for each in outputs))
+    return tree.unflatten([_join(list(column)) for column in columns], structure)
 
 
 def check_rows(outputs: Any, size: int) -> None:

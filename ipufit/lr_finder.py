@@ -15,7 +15,7 @@ from ipufit.callbacks import Callback
 from ipufit.errors import ConfigurationError
 from ipufit.meter import Meter
 
-__all__ = ["LearningRates", "RangeTest", "check_range"]
+__all__ = ["LearningRates", "RangeTest", "check_range", "exponential_range"]
 
 # Share of the old value in the smoothed loss.
 _SMOOTHING = 0.9
@@ -41,15 +41,18 @@ class LearningRates:
 
     @property
     def suggestion(self) -> Optional[float]:
-        """The rate at which the smoothed loss fell fastest; None where it never fell."""
-        slopes = [
-            (after - before, rate)
-            for before, after, rate in zip(
-                self.smoothed, self.smoothed[2:], self.learning_rates[1:]
-            )
+        """The rate around which the smoothed loss fell fastest; None where it never fell.
+
+        Differences are taken over a fifth of the test, so that the noise of single updates does not
+        decide.
+        """
+        reach = max(1, len(self.smoothed) // 10)
+        falls = [
+            (self.smoothed[i + reach] - self.smoothed[i - reach], self.learning_rates[i])
+            for i in range(reach, len(self.smoothed) - reach)
         ]
-        falling = [slope for slope in slopes if slope[0] < 0]
-        return min(falling)[1] if falling else None
+        best = min(falls, default=(0.0, 0.0))
+        return best[1] if best[0] < 0 else None
 
     def plot(self, path: Optional[Union[str, os.PathLike[str]]] = None) -> Any:
         """Draw the loss over the learning rate.
@@ -118,6 +121,11 @@ def check_range(min_lr: Any, max_lr: Any, updates: Any) -> None:
         raise ConfigurationError(
             f"updates must be an integer of at least 3, got {updates!r}. 100 gives a clear curve."
         )
+
+
+def exponential_range(first: float, last: float, count: int) -> List[float]:
+    """Numbers of which each is the one before times the same factor."""
+    return [first * (last / first) ** (i / (count - 1)) for i in range(count)]
 
 
 class RangeTest(Callback):

@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Collection, Dict, List, Mapping, Optional, Sequence, Union
+from typing import (
+    Any,
+    Callable,
+    Collection,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Union,
+)
 
 import torch
 from torch import nn
 
-from ipufit import loop
-from ipufit.arguments import FitArguments, FitRequest, InferenceArguments, limited_plan, one_of
+from ipufit import finders, loop, on_batch
+from ipufit.arguments import (
+    FitArguments,
+    FitRequest,
+    InferenceArguments,
+    checked_seed,
+    limited_plan,
+    one_of,
+)
 from ipufit.callbacks import Callback, CallbackList, ProgbarLogger
 from ipufit.data.forms import Given, open_data
+from ipufit.data.source import Source
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.errors import ConfigurationError, NotCompiledError
 from ipufit.faults import Faults
+from ipufit.finders import BatchSize
 from ipufit.history import History
 from ipufit.loop import Job
 from ipufit.losses import Loss, resolve_loss
+from ipufit.lr_finder import LearningRates, check_range, exponential_range
 from ipufit.metrics import resolve_metrics
 from ipufit.modes import evaluating, training
 from ipufit.optimizers import resolve_optimizer
 from ipufit.plan import Plan
 from ipufit.program import Engine, MicroBatch, Mode
+from ipufit.randomness import draw_seed
 from ipufit.recipe import (
     LossScale,
     Recipe,
@@ -41,6 +63,8 @@ from ipufit.summary import check_options, sample_of, stripped, summarize
 from ipufit.verbosity import say_dev_run
 
 __all__ = ["Model"]
+
+_END = object()
 
 
 class Model:
@@ -459,7 +483,8 @@ class Model:
         callbacks: Union[Callback, Sequence[Callback], None] = (),
         seed: int = 0,
         verbose: Union[int, str] = "auto",
-    ) -> Dict[str, float]:
+        return_dict: bool = True,
+    ) -> Union[float, List[float], Dict[str, float]]:
         """Loss and metrics, exact means over all samples.
 
         Args:
@@ -474,9 +499,10 @@ class Model:
             callbacks: get the ``on_test_`` hooks.
             seed: of random numbers drawn in eval mode, if the module draws any.
             verbose: 0 silent, 1 a progress bar, 2 one line; "auto" is 1 in a terminal, else 2.
+            return_dict: False for Keras' other form: the loss, or a list that begins with it.
 
         Returns:
-            "loss" and one value per metric.
+            "loss" and one value per metric and logged name.
 
         Raises:
             NotCompiledError: before ``compile``.
@@ -497,8 +523,9 @@ class Model:
             seed,
             verbose,
         )
+        one_of("return_dict", return_dict, (True, False))
         values: Dict[str, float] = self._infer(session, given, Mode.EVALUATE, loop.evaluate)
-        return values
+        return on_batch.as_keras_returns(values, return_dict)
 
     def predict(
         self,
@@ -551,6 +578,259 @@ class Model:
             verbose,
         )
         return self._infer(session, given, Mode.PREDICT, loop.predict)
+
+    def predict_iter(
+        self,
+        x: Any,
+        *,
+        batch_size: Optional[int] = None,
+        steps: Optional[int] = None,
+        prefetch: Optional[int] = None,
+        ipus: Optional[int] = None,
+        device_iterations: int = 1,
+        callbacks: Union[Callback, Sequence[Callback], None] = (),
+        seed: int = 0,
+        verbose: Union[int, str] = 0,
+    ) -> Iterator[Any]:
+        """What ``predict`` returns, piece by piece: memory holds the outputs of one execution.
+
+        Args:
+            x: as for ``predict``.
+            batch_size: as for ``fit``.
+            steps: device iterations to read at most, from the start; None for all.
+            prefetch: as for ``fit``.
+            ipus: total number of IPUs. None is one replica.
+            device_iterations: forward passes per execution.
+            callbacks: get the ``on_predict_`` hooks.
+            seed: of random numbers drawn in eval mode, if the module draws any.
+            verbose: as for ``evaluate``.
+
+        Returns:
+            An iterator over the outputs of each execution, in order; together they have one row per
+            sample. Arguments are checked now, batches as they come.
+
+        Raises:
+            NotCompiledError: before ``compile``.
+            PlanError: the batch algebra does not fit; with all faults.
+            ConfigurationError: as for ``predict``, and while reading, if the model has been trained
+                or compiled in between.
+            DataError: data that can't be read or fed, or an output without a row per sample.
+        """
+        session = self._compiled("predict_iter")
+        given = InferenceArguments.check(
+            session,
+            Mode.PREDICT,
+            Given("prediction data", x, batch_size=batch_size),
+            steps,
+            prefetch,
+            ipus,
+            device_iterations,
+            callbacks,
+            seed,
+            verbose,
+        )
+        return self._stream(session, given)
+
+    def _stream(self, session: Session, given: InferenceArguments) -> Iterator[Any]:
+        """Between two pieces the module is in the mode in which its owner left it."""
+        modules = (self.module, session.loss.module)
+        with evaluating(*modules):
+            job = session.start(
+                given.source,
+                given.plan,
+                Mode.PREDICT,
+                given.seed,
+                Mode.PREDICT.value,
+                prefetch=given.prefetch,
+            )
+        weights = session.weights_version()
+        with session.running(job):
+            pieces = loop.predictions(job, self._callbacks(given, job))
+            while True:
+                if self._session is not session or session.weights_version() != weights:
+                    raise ConfigurationError(
+                        "predict_iter must be read to its end before the model is trained or "
+                        "compiled again, but that happened in between. Start another one."
+                    )
+                with evaluating(*modules):
+                    piece = next(pieces, _END)
+                if piece is _END:
+                    return
+                yield piece
+
+    def train_on_batch(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: Optional[Mapping[int, float]] = None,
+        return_dict: bool = False,
+    ) -> Union[float, List[float], Dict[str, float]]:
+        """One weight update on one batch, on one replica.
+
+        The count of updates, the schedule, moving averages and the loss scale go on from call to
+        call; dropout draws other numbers each time. ``fit`` is faster: it takes the weights over
+        once.
+
+        Args:
+            x: inputs of one batch: tensors, arrays, or a structure of them.
+            y: targets.
+            sample_weight: how much each sample counts.
+            class_weight: how much samples count, by class index.
+            return_dict: False as in Keras: the loss, or a list that begins with it.
+
+        Returns:
+            Loss, logged values and metrics of the batch, before the update.
+
+        Raises:
+            NotCompiledError: before ``compile``.
+            ConfigurationError: inside ``fit``, or no optimizer.
+            DataError: a batch that can't be fed.
+            NonFiniteLossError: NaN or infinity; the state is that before the update.
+        """
+        one_of("return_dict", return_dict, (True, False))
+        session = self._trainable("train_on_batch")
+        batch = _batch(x, y, sample_weight)
+        values = on_batch.train_on_batch(session, batch, class_weight, session.seed())
+        return on_batch.as_keras_returns(values, return_dict)
+
+    def test_on_batch(
+        self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
+    ) -> Union[float, List[float], Dict[str, float]]:
+        """Loss and metrics of one batch.
+
+        Args:
+            x: inputs of one batch: tensors, arrays, or a structure of them.
+            y: targets.
+            sample_weight: how much each sample counts.
+            return_dict: False as in Keras: the loss, or a list that begins with it.
+
+        Raises:
+            NotCompiledError: before ``compile``.
+            DataError: a batch that can't be fed.
+        """
+        one_of("return_dict", return_dict, (True, False))
+        session = self._compiled("test_on_batch")
+        values = on_batch.test_on_batch(session, _batch(x, y, sample_weight), 0)
+        return on_batch.as_keras_returns(values, return_dict)
+
+    def predict_on_batch(self, x: Any) -> Any:
+        """The module's outputs for one batch.
+
+        Args:
+            x: inputs of one batch: tensors, arrays, or a structure of them.
+
+        Raises:
+            NotCompiledError: before ``compile``.
+            DataError: a batch that can't be fed.
+        """
+        session = self._compiled("predict_on_batch")
+        return on_batch.predict_on_batch(session, x if session.loss.in_module else (x,), 0)
+
+    def find_lr(
+        self,
+        x: Any,
+        y: Any = None,
+        *,
+        batch_size: Optional[int] = None,
+        min_lr: float = 1e-7,
+        max_lr: float = 10.0,
+        updates: int = 100,
+        ipus: Optional[int] = None,
+        gradient_accumulation: int = 1,
+        seed: Optional[int] = None,
+    ) -> LearningRates:
+        """Train for a moment with a learning rate that grows from update to update.
+
+        Weights, buffers, optimizer state, counters and random number generators are put back bit
+        for bit. Rates of several parameter groups keep their ratios. The optimizer must be one of
+        those whose rate can change: sgd, adam, adamw, rmsprop, lamb.
+
+        Args:
+            x: data, as for ``fit``; read anew as often as needed.
+            y: as for ``fit``.
+            batch_size: as for ``fit``.
+            min_lr: rate of the first update.
+            max_lr: rate of the last one.
+            updates: how many; fewer happen when the loss diverges, to four times its best.
+            ipus: as for ``fit``.
+            gradient_accumulation: as for ``fit``.
+            seed: as for ``fit``.
+
+        Returns:
+            Rates and losses, a suggestion and a plot.
+
+        Raises:
+            NotCompiledError: before ``compile``.
+            ConfigurationError: arguments that can't work, or inside ``fit``.
+            DataError: data that can't be read or fed, or that can be read only once.
+        """
+        session = self._trainable("find_lr")
+        assert session.optimizer is not None
+        check_range(min_lr, max_lr, updates)
+        given = Given("training data", x, y, batch_size=batch_size, shuffles=True)
+        source = open_data(given, Mode.TRAIN, session.loss.in_module)
+        plan = session.plan(source, ipus, 1, gradient_accumulation, training=True)
+        return finders.find_lr(
+            finders.Trial(session, self._make_engine),
+            source,
+            plan,
+            session.optimizer,
+            exponential_range(min_lr, max_lr, updates),
+            draw_seed() if seed is None else checked_seed(seed),
+            self,
+        )
+
+    def find_batch_size(
+        self,
+        x: Any,
+        y: Any = None,
+        *,
+        effective_batch_size: int,
+        start: int = 2,
+        ipus: Optional[int] = None,
+        seed: Optional[int] = None,
+    ) -> BatchSize:
+        """Look for the largest micro-batch that fits into memory, at constant samples per update.
+
+        One update is run with each size that divides the effective batch, from ``start`` on, twice
+        as large each time; ``gradient_accumulation`` makes up for the rest. All is put back as it
+        was. On a CPU memory seldom runs out, so look at the rates in ``tried`` too.
+
+        Args:
+            x: tensors, arrays or a dataset; not a loader, which has its own batch size.
+            y: as for ``fit``.
+            effective_batch_size: samples of an update, on all replicas together.
+            start: the smallest micro-batch to try.
+            ipus: as for ``fit``.
+            seed: as for ``fit``.
+
+        Returns:
+            ``batch_size`` and ``gradient_accumulation`` for ``fit``.
+
+        Raises:
+            NotCompiledError: before ``compile``.
+            ConfigurationError: arguments that can't work, inside ``fit``, or not even the smallest
+                one fits.
+            DataError: data that can't be read or fed.
+        """
+        session = self._trainable("find_batch_size")
+
+        def open_with(size: int) -> Source:
+            given = Given("training data", x, y, batch_size=size, shuffles=True)
+            return open_data(given, Mode.TRAIN, session.loss.in_module)
+
+        def plan_of(source: Source, accumulation: int) -> Plan:
+            return session.plan(source, ipus, 1, accumulation, training=True)
+
+        replicas = plan_of(open_with(1), 1).replicas
+        return finders.find_batch_size(
+            finders.Trial(session, self._make_engine),
+            open_with,
+            plan_of,
+            finders.candidates(effective_batch_size, start, replicas),
+            draw_seed() if seed is None else checked_seed(seed),
+        )
 
     def _infer(
         self,
@@ -663,6 +943,20 @@ class Model:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _trainable(self, name: str) -> Session:
+        session = self._compiled(name)
+        if session.is_training:
+            raise ConfigurationError(
+                f"{name} was called inside fit, from a callback or the data. Call it when fit has "
+                "returned."
+            )
+        if session.optimizer is None:
+            raise ConfigurationError(
+                f"{name} needs an optimizer, but compile(optimizer=None) made a model that can "
+                "only evaluate and predict. Call compile with one, such as optimizer='adam'."
+            )
+        return session
+
     def _compiled(self, name: str) -> Session:
         if self._session is None:
             raise NotCompiledError(
@@ -682,6 +976,13 @@ class Model:
         }
         bars: List[Callback] = [ProgbarLogger(given.level)] if given.level else []
         return CallbackList([*given.callbacks, *bars], self, params)
+
+
+def _batch(x: Any, y: Any, sample_weight: Any) -> Any:
+    """A batch as a loader would yield it."""
+    if sample_weight is not None:
+        return (x, y, sample_weight)
+    return x if y is None else (x, y)
 
 
 def _engine_maker(engine: Union[str, Callable[[], Engine]]) -> Callable[[], Engine]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Union
 
+from ipufit.data.forms import Given, open_data
 from ipufit.data.source import Source
 from ipufit.interrupts import deferred
 from ipufit.modes import evaluating, training
@@ -13,12 +14,17 @@ from ipufit.session import Session
 __all__ = ["as_keras_returns", "predict_on_batch", "test_on_batch", "train_on_batch"]
 
 
-def train_on_batch(session: Session, batch: Any, seed: int) -> Dict[str, float]:
+def _source(session: Session, batch: Any, mode: Mode, class_weight: Any = None) -> Source:
+    given = Given("batch", [batch], class_weight=class_weight)
+    return open_data(given, mode, session.loss.in_module)
+
+
+def train_on_batch(session: Session, batch: Any, class_weight: Any, seed: int) -> Dict[str, float]:
     """One weight update on one replica; its loss and metrics, before the update.
 
     Random numbers depend on the count of updates, so each call draws others.
     """
-    source = Source([batch], "batch")
+    source = _source(session, batch, Mode.TRAIN, class_weight)
     plan = session.plan(source, None, 1, 1, training=True)
     with training(session.module, session.loss.module):
         job = session.start(source, plan, Mode.TRAIN, seed, "train")
@@ -30,7 +36,7 @@ def train_on_batch(session: Session, batch: Any, seed: int) -> Dict[str, float]:
 
 def test_on_batch(session: Session, batch: Any, seed: int) -> Dict[str, float]:
     """Loss and metrics of one batch."""
-    source = Source([batch], "batch")
+    source = _source(session, batch, Mode.EVALUATE)
     plan = session.plan(source, None, 1, 1, training=False)
     with evaluating(session.module, session.loss.module):
         job = session.start(source, plan, Mode.EVALUATE, seed, "evaluate")
@@ -42,7 +48,7 @@ def test_on_batch(session: Session, batch: Any, seed: int) -> Dict[str, float]:
 
 def predict_on_batch(session: Session, batch: Any, seed: int) -> Any:
     """The module's outputs for one batch."""
-    source = Source([batch], "batch")
+    source = _source(session, batch, Mode.PREDICT)
     plan = session.plan(source, None, 1, 1, training=False)
     with evaluating(session.module, session.loss.module):
         job = session.start(source, plan, Mode.PREDICT, seed, "predict")

@@ -25,7 +25,7 @@ from ipufit.metrics import MetricSet
 from ipufit.modes import evaluating
 from ipufit.plan import Plan
 from ipufit.program import Engine, MicroBatch, Mode, Program, ProgramSpec
-from ipufit.randomness import isolated
+from ipufit.randomness import draw_seed, isolated
 from ipufit.recipe import Recipe
 
 __all__ = ["Session", "Validation"]
@@ -64,6 +64,8 @@ class Session:
         self.loss = loss
         self.metrics = metrics
         self.updates = 0
+        self._runs = 0
+        self._seed: Optional[int] = None
         self._optimizer = optimizer
         self.recipe = recipe
         self.auto_round_ipus = auto_round_ipus
@@ -82,6 +84,16 @@ class Session:
     def is_training(self) -> bool:
         """Whether a training program has the weights."""
         return self._training is not None
+
+    def seed(self) -> int:
+        """One seed for all single updates until the next ``compile``."""
+        if self._seed is None:
+            self._seed = draw_seed()
+        return self._seed
+
+    def weights_version(self) -> object:
+        """Another value after any training."""
+        return self.updates, self._training, self._runs
 
     def swap_averages(self) -> None:
         """Exchange weights and their moving averages.
@@ -260,6 +272,7 @@ class Session:
             finally:
                 if program is self._training:
                     self.updates = program.updates
+                    self._runs += 1
                     self._training = None
 
     @contextlib.contextmanager
