@@ -15,6 +15,7 @@ from ipufit import loop, tree
 from ipufit.callbacks import CallbackList
 from ipufit.data.batches import Unpacker
 from ipufit.data.feed import Feed
+from ipufit.data.reading import dead_worker
 from ipufit.data.source import Source
 from ipufit.errors import DataError, IpufitError, MetricError
 from ipufit.interrupts import deferred
@@ -242,6 +243,11 @@ class Session:
         """The job, finished afterwards whatever happens."""
         try:
             yield job
+        except RuntimeError as error:
+            # torch tells of a dead worker by a signal, wherever the main thread is just then.
+            if dead_worker(error):
+                raise job.feed.dead_worker(error) from error
+            raise
         finally:
             try:
                 job.feed.close()

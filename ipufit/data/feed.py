@@ -9,8 +9,10 @@ from typing import Any, Generator, Iterator, Optional, Sequence
 
 from ipufit.data.batches import Unpacker, executions
 from ipufit.data.prefetch import prefetched
+from ipufit.data.reading import told_dead_worker
 from ipufit.data.source import Source
 from ipufit.data.weights import refuse_zero_update
+from ipufit.errors import DataError
 from ipufit.plan import Plan
 from ipufit.program import CombinedBatch, MicroBatch, Mode
 from ipufit.randomness import DataStream, stream_key
@@ -152,6 +154,10 @@ class Feed:
         return min(
             [plan.device_iterations, *(every - self._updates % every for every in self._cut_every)]
         )
+
+    def dead_worker(self, error: Exception) -> DataError:
+        """The error for a worker process that ended while something else was going on."""
+        return DataError(f"{self._source.role}: {told_dead_worker(error)}")
 
     def close(self) -> None:
         """Stop reading; safe twice."""
