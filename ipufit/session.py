@@ -15,7 +15,6 @@ from ipufit import loop, tree
 from ipufit.callbacks import CallbackList
 from ipufit.data.batches import Unpacker
 from ipufit.data.feed import Feed
-from ipufit.data.reading import dead_worker
 from ipufit.data.source import Source
 from ipufit.errors import DataError, IpufitError, MetricError
 from ipufit.interrupts import deferred
@@ -142,8 +141,9 @@ class Session:
         """
         feed = Feed(source, mode, self.loss.in_module, seed, domain, cut_every, prefetch)
         try:
-            first = feed.peek(epoch, plan)
-            return self._prepared(feed, first, source, plan, mode, seed, domain)
+            with feed.watched():
+                first = feed.peek(epoch, plan)
+                return self._prepared(feed, first, source, plan, mode, seed, domain)
         except BaseException:
             feed.close()
             raise
@@ -242,12 +242,8 @@ class Session:
     def running(self, job: Job) -> Iterator[Job]:
         """The job, finished afterwards whatever happens."""
         try:
-            yield job
-        except RuntimeError as error:
-            # torch tells of a dead worker by a signal, wherever the main thread is just then.
-            if dead_worker(error):
-                raise job.feed.dead_worker(error) from error
-            raise
+            with job.feed.watched():
+                yield job
         finally:
             try:
                 job.feed.close()

@@ -17,7 +17,7 @@ from torch.utils.data import (
 
 from ipufit.errors import DataError, IpufitError
 
-__all__ = ["dead_worker", "told_dead_worker", "unreadable"]
+__all__ = ["is_dead_worker", "told_dead_worker", "unreadable"]
 
 
 def unreadable(
@@ -37,7 +37,7 @@ def unreadable(
     """
     if isinstance(error, IpufitError):
         return error
-    if dead_worker(error):
+    if is_dead_worker(error):
         return DataError(f"{role}, batch {batch}: {told_dead_worker(error)}")
     what, cure = _what(error, loader, batch, replay)
     text = str(error)
@@ -48,7 +48,7 @@ def unreadable(
     return DataError(f"{role}, batch {batch}: {what}: {came}. {cure}")
 
 
-def dead_worker(error: Exception) -> bool:
+def is_dead_worker(error: Exception) -> bool:
     """Whether torch says that a worker process is gone."""
     return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid")
 
