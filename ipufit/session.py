@@ -172,8 +172,9 @@ class Session:
             self.recipe.output_mode.check(plan.device_iterations)
         feed = Feed(source, mode, self.loss.in_module, seed, domain, cut_every, prefetch)
         try:
-            first = feed.peek(epoch, plan)
-            return self._prepared(feed, first, source, plan, mode, seed, domain, wants_outputs)
+            with feed.watched():
+                first = feed.peek(epoch, plan)
+                return self._prepared(feed, first, source, plan, mode, seed, domain, wants_outputs)
         except BaseException:
             feed.close()
             raise
@@ -279,7 +280,8 @@ class Session:
     def running(self, job: Job) -> Iterator[Job]:
         """The job, finished afterwards whatever happens."""
         try:
-            yield job
+            with job.feed.watched():
+                yield job
         finally:
             try:
                 job.feed.close()

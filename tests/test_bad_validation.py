@@ -43,8 +43,8 @@ def wide():
         ),
         (
             lambda: DataLoader(TensorDataset(X), batch_size=4),
-            "validation data, batch 0: a batch must be (inputs, target) or (inputs, target, sample_weight), got list of 1. "
-            + SEVERAL,
+            "validation data, batch 0: a batch must be (inputs, target) or (inputs, target, "
+            f"sample_weight), got list of 1. {SEVERAL}",
         ),
     ],
     ids=["list", "dataset", "drop_last", "target"],

@@ -9,8 +9,10 @@ from typing import Any, Generator, Iterator, Optional, Sequence
 
 from ipufit.data.batches import Unpacker, executions
 from ipufit.data.prefetch import prefetched
+from ipufit.data.reading import is_dead_worker, told_dead_worker
 from ipufit.data.source import Source
 from ipufit.data.weights import refuse_zero_update
+from ipufit.errors import DataError
 from ipufit.plan import Plan
 from ipufit.program import CombinedBatch, MicroBatch, Mode
 from ipufit.randomness import DataStream, stream_key
@@ -152,6 +154,22 @@ class Feed:
         return min(
             [plan.device_iterations, *(every - self._updates % every for every in self._cut_every)]
         )
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Tell of a worker process that ends during the block as of one that ends while read.
+
+        torch raises that from a signal, wherever the main thread is just then.
+
+        Raises:
+            DataError: one did.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_dead_worker(error):
+                raise
+            raise DataError(f"{self._source.role}: {told_dead_worker(error)}") from error
 
     def close(self) -> None:
         """Stop reading; safe twice."""

@@ -17,7 +17,7 @@ from torch.utils.data import (
 
 from ipufit.errors import DataError, IpufitError
 
-__all__ = ["unreadable"]
+__all__ = ["is_dead_worker", "told_dead_worker", "unreadable"]
 
 
 def unreadable(
@@ -37,6 +37,8 @@ def unreadable(
     """
     if isinstance(error, IpufitError):
         return error
+    if is_dead_worker(error):
+        return DataError(f"{role}, batch {batch}: {told_dead_worker(error)}")
     what, cure = _what(error, loader, batch, replay)
     text = str(error)
     came = f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -46,16 +48,25 @@ def unreadable(
     return DataError(f"{role}, batch {batch}: {what}: {came}. {cure}")
 
 
+def is_dead_worker(error: Exception) -> bool:
+    """Whether torch says that a worker process is gone."""
+    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid")
+
+
+def told_dead_worker(error: Exception) -> str:
+    """The same in our words and torch's."""
+    came = f"{type(error).__name__}: {error}".rstrip().rstrip(".")
+    return (
+        f"a worker process of the DataLoader ended: {came}. Run with num_workers=0 to see why; a "
+        "lack of (shared) memory is the usual reason."
+    )
+
+
 def _what(error: Exception, loader: Any, batch: int, replay: Callable[[], Any]) -> Tuple[str, str]:
     """What failed, and what to do."""
     plain = "the batch could not be read", "Its traceback above shows the line that failed."
     if not isinstance(loader, DataLoader):
         return plain
-    if str(error).startswith("DataLoader worker (pid"):
-        return (
-            "a worker process of the DataLoader ended",
-            "Run with num_workers=0 to see why; a lack of (shared) memory is the usual reason.",
-        )
     if _is_from_worker(error):
         index = _sought(error, loader.dataset, _indices(loader, batch, replay), replay)
     else:

@@ -201,16 +201,15 @@ class Source:
                 yield batch
                 index += 1
         finally:
-            # An iterator that was handed in is the user's, who may go on with it.
-            if iterator is not loader and inspect.isgenerator(iterator):
-                iterator.close()
+            # Let go of, not closed: one that the user holds as well may be gone on with.
+            iterator = None
 
     def _repeated(self, loader: Any, length: int) -> DataError:
         kind = type(loader.dataset).__name__
         return DataError(
             f"{self.role}: every sample must come once in an epoch, but the {loader.num_workers} "
             f"workers of the DataLoader yield more than the {length} samples that {kind}.__len__ "
-            "promises. Each has a copy of the dataset: let its __iter__ yield a part of the samples "
+            "promises. Each has a copy of the dataset: let __iter__ yield a part of the samples, "
             "by torch.utils.data.get_worker_info(), or use one worker."
         )
 

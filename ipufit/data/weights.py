@@ -37,6 +37,8 @@ def checked_weight(weight: Any, name: str) -> Any:
 
 
 def _checked(leaf: Any, name: str, first: int = 0) -> Any:
+    if isinstance(leaf, (bool, int, float)):
+        leaf = torch.tensor(leaf)
     if not isinstance(leaf, Tensor):
         if type(leaf).__module__ != "numpy" or leaf.dtype.kind not in "biuf":
             return leaf  # named as what can't be fed with everything else of its kind

@@ -1,0 +1,404 @@
+"""A thread prepares executions ahead: the same bits, no thread left behind, errors as they are."""
+
+import gc
+import sqlite3
+import threading
+import traceback
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import ipufit
+from ipufit.callbacks import Callback
+from ipufit.data.prefetch import prefetched
+from ipufit.data.source import Source
+from ipufit.errors import DataError
+from ipufit.randomness import LOCK, DataStream
+from tests.faulty import (
+    Batches,
+    Samples,
+    Stream,
+    Told,
+    Watched,
+    assert_clean,
+    assert_same_bits,
+    batches,
+    compiled,
+    fit,
+    state,
+)
+from tests.nets import CNN, data
+
+X, Y = data(45)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    """Whatever happens, the thread ends with its epoch."""
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+class Augmented(Dataset):
+    """Adds noise, and knows the epoch that a callback tells it."""
+
+    def __init__(self):
+        self.epoch = 0
+        self.threads = set()
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, index):
+        self.threads.add(threading.current_thread())
+        return X[index] + 0.1 * torch.rand(X[index].shape).double() + self.epoch, Y[index]
+
+
+class SetEpoch(Callback):
+    """Tells a dataset the epoch, as samplers of distributed training want it."""
+
+    def __init__(self, dataset):
+        super().__init__()
+        self.dataset = dataset
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.dataset.epoch = epoch
+
+
+def trained(prefetch, dataset, **options):
+    """All that a fit of a net with dropout changes."""
+    torch.manual_seed(0)
+    model = ipufit.Model(CNN().double())
+    model.compile("adam", "cross_entropy", ["accuracy"])
+    history = model.fit(
+        DataLoader(dataset, 4, shuffle=True),
+        epochs=3,
+        seed=7,
+        prefetch=prefetch,
+        validation_data=(X, Y),
+        callbacks=SetEpoch(dataset),
+        verbose=0,
+        **options,
+    )
+    return {**state(model), **history.history}
+
+
+@pytest.mark.parametrize("work", [{}, {"device_iterations": 3, "ipus": 2}, {"steps_per_epoch": 7}])
+def test_results_have_the_same_bits_with_and_without(work):
+    """Order of reads, augmentation, dropout and set_epoch are those of a run without a thread."""
+    expected = trained(0, Augmented(), **work)
+    for depth in (1, 3):
+        dataset = Augmented()
+        assert_same_bits(trained(depth, dataset, **work), expected)
+        assert len(dataset.threads) > 1
+
+
+def test_inference_has_the_same_results_with_and_without():
+    """evaluate and predict prepare ahead as well."""
+    model = ipufit.Model(CNN().double())
+    model.compile("adam", "cross_entropy", ["accuracy"])
+    for method in (model.evaluate, model.predict):
+        results = []
+        for prefetch in (0, 2):
+            dataset = Augmented()
+            results.append(method(DataLoader(dataset, 4), prefetch=prefetch, verbose=0))
+            assert len(dataset.threads) == 1 + bool(prefetch)
+        if isinstance(results[0], dict):
+            assert results[0] == results[1]
+        else:
+            assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_so_many_executions_are_prepared_and_no_more(depth):
+    """The queue is bounded: a fast reader must not fill the memory."""
+    begun = threading.Semaphore(0)
+    count = [0]
+
+    def items():
+        for number in range(10):
+            count[0] += 1
+            begun.release()
+            yield number
+
+    ahead = prefetched(items(), depth)
+    assert next(ahead) == 0
+    for _ in range(depth + 1):
+        assert begun.acquire(timeout=30)
+    assert not begun.acquire(timeout=0.1)
+    assert count[0] == depth + 1
+    assert list(ahead) == list(range(1, 10))
+
+
+def test_no_thread_is_used_where_it_would_wait_for_its_reader():
+    """Data code that predicts with another model holds the lock of the random numbers."""
+    threads = []
+
+    def items():
+        threads.append(threading.current_thread())
+        yield 1
+
+    with LOCK:
+        assert list(prefetched(items(), 1)) == [1]
+    assert threads == [threading.current_thread()]
+    other = ipufit.Model(nn.Linear(4, 4))
+    other.compile(None, "mse")
+
+    def collate(samples):
+        x = torch.stack([x for x, _ in samples])
+        features = other.predict(x, prefetch=1, verbose=0)
+        return features, torch.stack([y for _, y in samples])
+
+    x, y = batches(1, 12)[0]
+    assert fit(
+        compiled(), DataLoader(TensorDataset(x, y), 4, collate_fn=collate), prefetch=1
+    ).epoch == [0]
+
+
+DEFAULTS = {
+    "tensors": (lambda pairs: pairs.tensors, 1),
+    "plain": (lambda pairs: (DataLoader(pairs, 4),), 1),
+    "part": (lambda pairs: (DataLoader(torch.utils.data.Subset(pairs, range(8)), 4),), 1),
+    "workers": (lambda pairs: (DataLoader(Samples(list(pairs)), 4, num_workers=1),), 1),
+    "own dataset": (lambda pairs: (DataLoader(Samples(list(pairs)), 4),), 0),
+    "own collate": (lambda pairs: (DataLoader(pairs, 4, collate_fn=lambda s: s[0]),), 0),
+    "own sampler": (lambda pairs: (DataLoader(pairs, 4, sampler=[0, 1]),), 0),
+    "stream": (lambda pairs: (DataLoader(Stream(list(pairs)), 4),), 0),
+    "list": (lambda pairs: ([pairs[:4]],), 0),
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_the_default_leaves_code_of_the_user_in_its_thread(name):
+    """A connection to a database belongs to the thread that made it."""
+    make, expected = DEFAULTS[name]
+    model = compiled()
+    arguments = make(TensorDataset(*batches(1, 12)[0]))
+    try:
+        history = fit(model, *arguments[:1], **({"y": arguments[1]} if arguments[1:] else {}))
+    except DataError:
+        assert name == "own collate"  # makes single samples; only the default matters
+        assert not Source(arguments[0], "data").reads_alone
+        return
+    assert history.params["prefetch"] == expected
+
+
+def test_a_dataset_may_belong_to_the_main_thread():
+    """sqlite3 refuses every other thread."""
+    connection = sqlite3.connect(":memory:")
+    connection.execute("create table t (x real)")
+    connection.executemany("insert into t values (?)", [(float(n),) for n in range(12)])
+
+    class Rows(Dataset):
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, index):
+            (value,) = connection.execute(f"select x from t where rowid = {index + 1}").fetchone()
+            return torch.full((4,), value), torch.zeros(3)
+
+    loader = DataLoader(Rows(), 4)
+    assert fit(compiled(), loader).epoch == [0]
+    with pytest.raises(DataError, match=r"sample 4 of Rows could not be read: ProgrammingError"):
+        fit(compiled(), loader, prefetch=1)
+
+
+class MineError(Exception):
+    """An error that ipufit has never heard of."""
+
+
+class Breaks(Samples):
+    """Fails at one sample."""
+
+    def __init__(self, samples, error):
+        super().__init__(samples)
+        self.error = error
+
+    def __getitem__(self, index):
+        if index == 13:
+            raise self.error
+        return super().__getitem__(index)
+
+
+SAMPLES = [(x, y) for batch in batches(5) for x, y in zip(*batch)]
+
+
+@pytest.mark.parametrize("di", [1, 2])
+def test_an_error_surfaces_in_its_place_with_its_own_traceback(di):
+    """What came before it is trained on, and its line is shown."""
+    told = Told()
+    engine = Watched()
+    model, twin = compiled(engine=lambda: engine), compiled()
+    twin.module.load_state_dict(model.module.state_dict())
+    loader = DataLoader(Breaks(SAMPLES, MineError("disk full")), batch_size=4)
+    with pytest.raises(DataError) as caught:
+        fit(model, loader, device_iterations=di, callbacks=[told], prefetch=2)
+    assert str(caught.value).startswith("training data, batch 3: sample 13 of Breaks could not be ")
+    cause = caught.value.__cause__
+    assert type(cause) is MineError
+    assert traceback.extract_tb(cause.__traceback__)[-1].line == "raise self.error"
+    fit(twin, batches(5)[: 3 // di * di])
+    assert_same_bits(state(model), state(twin))
+    assert told.hooks[-1] == "on_train_end"
+    assert engine.built == engine.closed == 1
+    assert_clean(model)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_what_is_no_exception_passes_untouched(error):
+    """Ctrl-C in a dataset is no fault of the dataset."""
+    for prefetch in (0, 1):
+        mine = error()
+        loader = DataLoader(Breaks(SAMPLES, mine), batch_size=4)
+        with pytest.raises(error) as caught:
+            fit(compiled(), loader, prefetch=prefetch)
+        assert caught.value is mine
+
+
+class StopAt(Callback):
+    """Ends training early, one way or another."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.how == "stop":
+            self.model.stop_training = True
+        else:
+            raise self.how
+
+
+@pytest.mark.parametrize("how", ["stop", MineError("mine"), KeyboardInterrupt()])
+def test_an_early_end_closes_what_was_being_read(how):
+    """A generator's finally runs before fit returns, not at some later time."""
+    closed = []
+
+    class Closing:
+        def __iter__(self):
+            try:
+                yield from batches(50)
+            finally:
+                closed.append(threading.current_thread())
+
+    model = compiled()
+    if how == "stop":
+        fit(model, Closing(), callbacks=StopAt(how), prefetch=2)
+    else:
+        with pytest.raises(type(how)):
+            fit(model, Closing(), callbacks=StopAt(how), prefetch=2)
+    assert len(closed) == 1
+    assert model._session.updates == 1
+    assert_clean(model)
+
+
+def test_a_change_of_the_data_in_a_callback_is_seen_late():
+    """The documented price: so many executions are prepared already."""
+
+    class Late(Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 0:
+                # The next execution is begun as soon as this one was taken.
+                ready.acquire(timeout=30)
+                dataset.value = 5.0
+
+    class Constant(Samples):
+        value = 0.0
+
+        def __getitem__(self, index):
+            if index == 1:
+                ready.release()
+            return torch.full((4,), self.value), torch.zeros(3)
+
+    for prefetch, expected in ((0, [0.0, 5.0, 5.0]), (1, [0.0, 0.0, 5.0])):
+        ready = threading.Semaphore(0 if prefetch else 1)
+        dataset = Constant(range(3))
+        engine = ipufit.testing.RecordingEngine()
+        model = ipufit.Model(nn.Linear(4, 3), engine=lambda engine=engine: engine)
+        model.compile("sgd", "mse")
+        model.fit(DataLoader(dataset, 1), callbacks=Late(), prefetch=prefetch, verbose=0)
+        executions = engine.programs[0].executions
+        assert [e.micro_batches[0].leaves[0][0, 0].item() for e in executions] == expected
+
+
+@pytest.mark.parametrize("reuses", [True, False])
+def test_buffers_that_the_user_still_has_are_not_read_late(reuses):
+    """A loader that writes every batch into one buffer gives the same as one that does not."""
+
+    def items():
+        x, y = torch.empty(4, 4), torch.empty(4, 3)
+        for a, b in batches(9):
+            if reuses:
+                yield x.copy_(a), y.copy_(b)
+            else:
+                yield a, b
+
+    model, twin = compiled(), compiled()
+    twin.module.load_state_dict(model.module.state_dict())
+    fit(model, items(), prefetch=3, device_iterations=2)
+    fit(twin, batches(9), prefetch=0)
+    assert_same_bits(state(model), state(twin))
+
+
+def test_the_thread_sees_torch_as_the_caller_does():
+    """Grad mode and inference mode belong to a thread."""
+    seen = []
+
+    class Looks(Samples):
+        def __getitem__(self, index):
+            seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+            return super().__getitem__(index)
+
+    model = compiled()
+    loader = DataLoader(Looks(SAMPLES), 4)
+    with torch.no_grad():
+        model.evaluate(loader, prefetch=1, verbose=0)
+    assert set(seen) == {(False, False)}
+    seen.clear()
+    with torch.inference_mode():
+        model.evaluate(loader, prefetch=1, verbose=0)
+    assert set(seen) == {(False, True)}
+
+
+def test_nothing_of_the_executions_is_kept():
+    """Memory does not grow with the epoch."""
+    alive = []
+
+    class Counts(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch < 18:
+                return
+            held = [o for o in gc.get_objects() if type(o) is ipufit.program.CombinedBatch]
+            alive.append(len(held))
+
+    x, y = batches(1, 80)[0]
+    fit(compiled(), x, y=y, batch_size=4, prefetch=2, callbacks=Counts())
+    # Of 20 executions: the running one, two ahead, and what the loop still names.
+    assert len(alive) == 2
+    assert max(alive) <= 6
+
+
+def test_workers_read_ahead_give_the_same():
+    """Processes and a thread together."""
+    expected = None
+    for prefetch in (0, 2):
+        torch.manual_seed(0)
+        model = compiled()
+        loader = DataLoader(Samples(SAMPLES), 4, shuffle=True, num_workers=2)
+        fit(model, loader, epochs=2, prefetch=prefetch)
+        expected = expected or state(model)
+        assert_same_bits(state(model), expected)
+
+
+def test_a_stream_starts_again_from_its_beginning():
+    """To find the samples of a batch that failed elsewhere."""
+    stream = DataStream(3, "train", 0)
+    drawn = []
+    for part in (stream, stream, stream.again()):
+        with part.active():
+            drawn.append(torch.rand(()).item())
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert list(Batches([1])) == [1]

@@ -1,0 +1,201 @@
+"""Errors of the user's data code: with batch and sample, chained from the original."""
+
+import os
+import signal
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Subset
+
+from ipufit.errors import DataError
+from tests.faulty import Batches, Samples, Stream, batches, compiled, fit, refused
+
+SAMPLES = [(x, y) for batch in batches(5) for x, y in zip(*batch)]
+MEND = "Mend that sample, or leave it out; its traceback is above."
+LINE = "Its traceback above shows the line that failed."
+
+
+class Breaks(Samples):
+    """Fails at some samples."""
+
+    def __init__(self, bad=(13,), error=ValueError, samples=SAMPLES):
+        super().__init__(samples)
+        self.bad = bad
+        self.error = error
+
+    def __getitem__(self, index):
+        if index in self.bad:
+            raise self.error(f"file {index} is broken")
+        return super().__getitem__(index)
+
+
+class Listed(Breaks):
+    """Reads a whole batch at once."""
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+def bad_collate(samples):
+    """Fails in the second batch."""
+    if samples[0][0] is SAMPLES[4][0]:
+        raise ValueError("can't be put together")
+    return torch.utils.data.default_collate(samples)
+
+
+def generator():
+    """Fails in the third batch."""
+    yield from batches(2)
+    raise ValueError("no line 3")
+
+
+def stream():
+    """Fails within the second batch."""
+    yield from SAMPLES[:6]
+    raise ValueError("no line 6")
+
+
+class Ends(Stream):
+    """A stream that is made anew."""
+
+    def __iter__(self):
+        return self.samples()
+
+
+CASES = {
+    "sample": (
+        lambda: DataLoader(Breaks(), 4),
+        f"batch 3: sample 13 of Breaks could not be read: ValueError: file 13 is broken. {MEND}",
+    ),
+    "bare dataset": (
+        lambda: Breaks((2,)),
+        f"batch 0: sample 2 of Breaks could not be read: ValueError: file 2 is broken. {MEND}",
+    ),
+    "subset": (
+        lambda: DataLoader(Subset(Breaks(), [0, 1, 2, 3, 12, 13]), 4),
+        f"batch 1: sample 5 of Subset could not be read: ValueError: file 13 is broken. {MEND}",
+    ),
+    "whole batches": (
+        lambda: DataLoader(Listed(), 4),
+        f"batch 3: sample 13 of Listed could not be read: ValueError: file 13 is broken. {MEND}",
+    ),
+    "batched dataset": (
+        lambda: DataLoader(Breaks((1,), samples=batches(3)), batch_size=None),
+        f"batch 1: sample 1 of Breaks could not be read: ValueError: file 1 is broken. {MEND}",
+    ),
+    "no text": (
+        lambda: DataLoader(Breaks(error=lambda text: KeyError()), 4),
+        f"batch 3: sample 13 of Breaks could not be read: KeyError. {MEND}",
+    ),
+    "worker": (
+        lambda: DataLoader(Breaks(), 4, num_workers=2),
+        f"batch 3: sample 13 of Breaks could not be read: ValueError: file 13 is broken. {MEND}",
+    ),
+    "worker with a sampler": (
+        lambda: DataLoader(Breaks(), 4, num_workers=1, sampler=list(range(20))),
+        f"batch 3: the batch could not be read: ValueError: file 13 is broken. {LINE}",
+    ),
+    "collate": (
+        lambda: DataLoader(Samples(SAMPLES), 4, collate_fn=bad_collate),
+        f"batch 1: collate_fn failed: ValueError: can't be put together. {LINE}",
+    ),
+    "collate of a stream": (
+        lambda: DataLoader(Stream(SAMPLES), 4, collate_fn=bad_collate),
+        f"batch 1: collate_fn failed: ValueError: can't be put together. {LINE}",
+    ),
+    "stream": (
+        lambda: DataLoader(Ends(stream), 4),
+        f"batch 1: the batch could not be read: ValueError: no line 6. {LINE}",
+    ),
+    "generator": (
+        generator,
+        f"batch 2: the batch could not be read: ValueError: no line 3. {LINE}",
+    ),
+    "iterable": (
+        lambda: Batches(generator()),
+        f"batch 2: the batch could not be read: ValueError: no line 3. {LINE}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_an_error_of_data_code_names_batch_and_sample(name, prefetch):
+    """Hours into a run, nobody wants to search a million files for the broken one."""
+    make, text = CASES[name]
+    model = compiled()
+    with pytest.raises(DataError) as caught:
+        fit(model, make(), prefetch=prefetch)
+    assert str(caught.value) == f"training data, {text}"
+    assert type(caught.value.__cause__) in (ValueError, KeyError)
+    before = state_of(model)
+    for method, role in ((model.evaluate, "evaluation"), (model.predict, "prediction")):
+        with refused(model, DataError, f"{role} data, {text}"):
+            method(make(), prefetch=prefetch, verbose=0)
+    assert state_of(model) == before
+
+
+def state_of(model):
+    """How far it is trained."""
+    return model._session.updates
+
+
+def test_a_shuffled_worker_is_followed_to_its_sample():
+    """torch's own shuffling is drawn from a stream that is known, so it can be drawn again."""
+    plain = DataLoader(Breaks(), 4, shuffle=True)
+    workers = DataLoader(Breaks(), 4, shuffle=True, num_workers=2)
+    texts = []
+    for loader in (plain, workers):
+        with pytest.raises(DataError) as caught:
+            fit(compiled(), loader, epochs=2, initial_epoch=1)
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+    assert "sample 13 of Breaks could not be read: ValueError: file 13 is broken" in texts[0]
+
+
+def test_an_error_in_a_later_pass_is_told_alike():
+    """steps_per_epoch goes on over the end of the data."""
+
+    class Later(Samples):
+        reads = 0
+
+        def __getitem__(self, index):
+            self.reads += 1
+            if self.reads > 10:
+                raise ValueError("worn out")
+            return super().__getitem__(index)
+
+    with pytest.raises(DataError, match=r"sample 2 of Later could not be read: ValueError: worn o"):
+        fit(compiled(), DataLoader(Later(SAMPLES[:8]), 4), steps_per_epoch=4)
+
+
+class Dies(Samples):
+    """Ends its process."""
+
+    def __getitem__(self, index):
+        if index == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_worker_that_dies_keeps_torchs_text(prefetch):
+    """What torch knows of it is in the text, wherever training was when it heard of it."""
+    with pytest.raises(DataError) as caught:
+        fit(compiled(), DataLoader(Dies(SAMPLES), 4, num_workers=1), prefetch=prefetch)
+    text = str(caught.value)
+    assert text.startswith("training data")
+    assert "a worker process of the DataLoader ended: RuntimeError: DataLoader worker (pid" in text
+    assert text.endswith(
+        "Run with num_workers=0 to see why; a lack of (shared) memory is the usual reason."
+    )
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_ragged_samples_are_a_matter_of_collate_fn():
+    """torch's own collate can't stack them."""
+    ragged = [(torch.zeros(n), torch.zeros(3)) for n in (4, 5, 4, 4)]
+    with pytest.raises(DataError) as caught:
+        fit(compiled(), DataLoader(Samples(ragged), 4))
+    text = str(caught.value)
+    assert text.startswith("training data, batch 0: collate_fn failed: RuntimeError: stack expects")
