@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Dict, List, Mapping, Optional, Union
+from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Union
 
+from ipufit.callbacks.callback import Callback, Logs
 from ipufit.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from ipufit.model import Model
 
 __all__ = ["History"]
 
 
-class History:
+class History(Callback):
     """The values of every epoch.
+
+    As a callback it stands after those of the user, so that it has what they add to ``logs``. It
+    keeps no reference to the model.
 
     Attributes:
         history: one list per name ("loss", metrics, and the same with "val_"), one value per epoch.
@@ -21,10 +28,25 @@ class History:
         params: how the run was made: epochs, plan, seed, engine, seconds spent on recording.
     """
 
+    adds = ()
+
     def __init__(self, params: Optional[Mapping[str, Any]] = None) -> None:
+        super().__init__()
         self.history: Dict[str, List[float]] = {}
         self.epoch: List[int] = []
         self.params: Dict[str, Any] = dict(params or {})
+
+    def set_model(self, model: Model) -> None:
+        """Without the model, a history can be copied and stored."""
+
+    def on_train_begin(self, logs: Optional[Logs] = None) -> None:
+        """Forget an earlier fit."""
+        self.history = {}
+        self.epoch = []
+
+    def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
+        """Add the epoch's values."""
+        self.append(epoch, logs or {})
 
     def append(self, epoch: int, logs: Mapping[str, float]) -> None:
         """Add the values of a finished epoch."""

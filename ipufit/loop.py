@@ -50,6 +50,9 @@ class Fit:
         history: filled epoch by epoch.
         validate: evaluates after an epoch, or None.
         stopped: whether a callback has asked to stop.
+
+    Raises:
+        ConfigurationError: a callback waits for a value that nobody gives; before any hook.
     """
 
     job: Job
@@ -57,32 +60,49 @@ class Fit:
     history: History
     validate: Optional[Callable[[int, CallbackList], Dict[str, float]]]
     stopped: Callable[[], bool]
+    _non_finite: Optional[NonFiniteLossError] = dataclasses.field(default=None, init=False)
 
     def run(self, first_epoch: int, epochs: int) -> None:
         """Epochs from ``first_epoch`` up to, not including, ``epochs``."""
-        self.callbacks.call("on_train_begin", {})
+        self.callbacks.check_monitors()
         logs: Dict[str, float] = {}
         try:
+            self.callbacks.call("on_train_begin", {})
             for epoch in range(first_epoch, epochs):
                 self.callbacks.call("on_epoch_begin", epoch, {})
                 # Callbacks may have changed the module or the optimizer.
                 self.job.program.prepare(self.job.first)
                 logs = self._epoch(epoch)
-                self.history.append(epoch, logs)
                 self.job.program.publish()
-                self.callbacks.call("on_epoch_end", epoch, logs)
-                if self.stopped():
+                self._end_epoch(epoch, logs)
+                if self._ending():
                     break
         finally:
-            self.callbacks.call("on_train_end", logs)
+            try:
+                self.callbacks.call("on_train_end", logs)
+            finally:
+                self.callbacks.call("close")
+
+    def _ending(self) -> bool:
+        return self._non_finite is not None or self.stopped()
+
+    def _end_epoch(self, epoch: int, logs: Dict[str, float]) -> None:
+        try:
+            self.callbacks.call("on_epoch_end", epoch, logs)
+        finally:
+            # A callback before it has failed; the epoch has been trained all the same.
+            if epoch not in self.history.epoch:
+                self.history.append(epoch, logs)
 
     def _epoch(self, epoch: int) -> Dict[str, float]:
         self.job.meter.reset()
         for batch in self.job.feed.executions(epoch, self.job.plan):
             self._execution(batch, epoch)
-            if self.stopped():
+            if self._ending():
                 break
         logs = dict(self.job.meter.values())
+        if self._non_finite is not None:
+            logs["loss"] = self._non_finite.value
         if self.validate is not None:
             validation = self.validate(epoch, self.callbacks)
             logs.update({f"val_{name}": value for name, value in validation.items()})
@@ -95,7 +115,10 @@ class Fit:
                 anchors = self.job.program.run(batch)
         except NonFiniteLossError as error:
             error.epoch = epoch
-            raise
+            if not self.callbacks.ask("on_non_finite", error):
+                raise
+            self._non_finite = error
+            return
         self.job.meter.add(batch, anchors)
         self.callbacks.call(
             "on_train_batch_end", self.job.meter.updates - 1, RunningLogs(self.job.meter)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, Mapping, Optional
+from typing import Any, Dict, Iterator, List, Mapping, Optional
 
 from ipufit.losses import Loss
 from ipufit.metrics import MetricSet
@@ -29,6 +29,17 @@ class Meter:
         self.updates = 0
         self._total = 0.0
         self._values: Optional[Dict[str, float]] = None
+
+    @property
+    def names(self) -> List[str]:
+        """Keys of :meth:`values`."""
+        return ["loss", *self._metrics.names]
+
+    @property
+    def directions(self) -> Dict[str, str]:
+        """Whether "min" or "max" of a value is the best, for those where that is known."""
+        better = self._metrics.higher_is_better
+        return {"loss": "min", **{n: "max" if up else "min" for n, up in better.items()}}
 
     def reset(self) -> None:
         """A new epoch."""

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from ipufit.errors import ConfigurationError, MetricError
 from ipufit.losses import describe_tensor
-from ipufit.metric_values import Values, lookup
+from ipufit.metric_values import Values, is_error, lookup
 from ipufit.randomness import isolated
 from ipufit.tree import flatten, flatten_with_paths, map_leaves
 
@@ -59,6 +59,12 @@ class MetricSet:
     def names(self) -> Tuple[str, ...]:
         """Keys of :meth:`compute`; of a metric that returns several values, exact after a probe."""
         return tuple(name for metric in self._metrics for name in metric.names)
+
+    @property
+    def higher_is_better(self) -> Dict[str, bool]:
+        """By name, for the metrics that are named ones or have this attribute, as torchmetrics'."""
+        found = [item for metric in self._metrics for item in metric.higher_is_better().items()]
+        return {name: bool(better) for name, better in found if better is not None}
 
     def fresh(self) -> MetricSet:
         """The same metrics without any state, sharing nothing with this set."""
@@ -217,12 +223,14 @@ def _resolve(key: Optional[str], metric: object, taken: Set[str]) -> _Metric:
     if isinstance(metric, str):
         values, finish = lookup(metric)
         name = key or metric
-        return _Mean(name, functools.partial(_sum_of_elements, values, name), finish)
+        part = functools.partial(_sum_of_elements, values, name)
+        return _Mean(name, part, finish, not is_error(metric))
     if _is_object(metric):
         return _Object(key, metric)
     if callable(metric) and not isinstance(metric, type):
         name = key or _callable_name(metric, taken)
-        return _Mean(name, functools.partial(_sum_of_samples, metric, name), float)
+        better = getattr(metric, "higher_is_better", None)
+        return _Mean(name, functools.partial(_sum_of_samples, metric, name), float, better)
     if isinstance(metric, type):
         came = f"the class {metric.__name__}. Pass an instance, {metric.__name__}(...)"
     else:
@@ -260,6 +268,7 @@ class _Metric(Protocol):
     def reset(self) -> None: ...
     def update(self, prediction: Any, target: Any, size: int) -> None: ...
     def compute(self) -> Dict[str, float]: ...
+    def higher_is_better(self) -> Dict[str, Optional[bool]]: ...
 
 
 class _Mean:
@@ -269,6 +278,7 @@ class _Mean:
         name: key of the result.
         part: sum and count of one micro-batch, from (prediction, target, size).
         finish: applied once to the mean.
+        better: whether higher is better; None if nobody knows.
     """
 
     def __init__(
@@ -276,16 +286,21 @@ class _Mean:
         name: str,
         part: Callable[[Any, Any, int], Tuple[float, int]],
         finish: Callable[[float], float],
+        better: Optional[bool] = None,
     ) -> None:
         self.name = name
         self.names: Tuple[str, ...] = (name,)
         self.writes = False
         self._part = part
         self._finish = finish
+        self._better = better
         self.reset()
 
     def fresh(self) -> _Mean:
-        return _Mean(self.name, self._part, self._finish)
+        return _Mean(self.name, self._part, self._finish, self._better)
+
+    def higher_is_better(self) -> Dict[str, Optional[bool]]:
+        return {self.name: self._better}
 
     def reset(self) -> None:
         self._total = 0.0
@@ -324,6 +339,13 @@ class _Object:
 
     def fresh(self) -> _Object:
         return _Object(self._key, self._metric, self.names)
+
+    def higher_is_better(self) -> Dict[str, Optional[bool]]:
+        declared = self._declared()
+        if declared == (self.name,):
+            return dict.fromkeys(self.names, getattr(self._metric, "higher_is_better", None))
+        members = self._metric.values()
+        return {n: getattr(m, "higher_is_better", None) for n, m in zip(declared, members)}
 
     def reset(self) -> None:
         self._metric.reset()

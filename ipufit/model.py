@@ -226,7 +226,8 @@ class Model:
         )
         session.warn_of_changes()
         self.stop_training = False
-        self.history = History()
+        own = [callback for callback in given.callbacks if isinstance(callback, History)]
+        self.history = own[0] if own else History()
         validation = None
         if given.held_out is not None:
             validation = Validation(session, *given.held_out, given.seed)
@@ -238,7 +239,7 @@ class Model:
                 if validation is not None:
                     validation.check(job.first)
                 self._plan = job.plan
-                told = self._callbacks(given, job, given.last_epoch)
+                told = self._callbacks(given, job, Mode.TRAIN, given.last_epoch)
                 self.history.params = {
                     **told.params,
                     **describe(job.plan, session.engine, given.source, given.seed),
@@ -346,7 +347,11 @@ class Model:
         with evaluating(self.module, session.loss.module):
             job = session.start(given.source, given.plan, mode, given.seed, mode.value)
             with session.running(job):
-                return run(job, self._callbacks(given, job))
+                told = self._callbacks(given, job, mode)
+                try:
+                    return run(job, told)
+                finally:
+                    told.call("close")
 
     def explain(
         self,
@@ -400,16 +405,32 @@ class Model:
         return self._session
 
     def _callbacks(
-        self, given: Union[FitArguments, InferenceArguments], job: Job, epochs: int = 1
+        self,
+        given: Union[FitArguments, InferenceArguments],
+        job: Job,
+        mode: Mode,
+        epochs: int = 1,
     ) -> CallbackList:
+        metrics = [] if mode is Mode.PREDICT else job.meter.names
+        directions = {name: way for name, way in job.meter.directions.items() if name in metrics}
+        added: List[Callback] = []
+        if isinstance(given, FitArguments):
+            if given.held_out is not None:
+                metrics = [*metrics, *(f"val_{name}" for name in metrics)]
+                directions.update({f"val_{name}": way for name, way in directions.items()})
+            if self.history not in given.callbacks:
+                added.append(self.history)
+        if given.level:
+            added.append(ProgbarLogger(given.level))
         params = {
             "epochs": epochs,
             "verbose": given.level,
             "updates": updates_per_epoch(job.plan, given.source),
             "samples": given.source.samples,
+            "metrics": metrics,
+            "directions": directions,
         }
-        bars: List[Callback] = [ProgbarLogger(given.level)] if given.level else []
-        return CallbackList([*given.callbacks, *bars], self, params)
+        return CallbackList([*given.callbacks, *added], self, params)
 
 
 def _engine_maker(engine: Union[str, Callable[[], Engine]]) -> Callable[[], Engine]:

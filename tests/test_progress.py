@@ -127,6 +127,13 @@ def test_history_is_keras():
         "verbose": 0,
         "updates": 6,
         "samples": 23,
+        "metrics": ["loss", "accuracy", "val_loss", "val_accuracy"],
+        "directions": {
+            "loss": "min",
+            "accuracy": "max",
+            "val_loss": "min",
+            "val_accuracy": "max",
+        },
         "engine": "embedded",
         "seed": 4,
         "micro_batch_size": 2,

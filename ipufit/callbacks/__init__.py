@@ -3,5 +3,6 @@
 from ipufit.callbacks.callback import Callback
 from ipufit.callbacks.callback_list import CallbackList
 from ipufit.callbacks.progbar_logger import ProgbarLogger
+from ipufit.history import History
 
-__all__ = ["Callback", "CallbackList", "ProgbarLogger"]
+__all__ = ["Callback", "CallbackList", "History", "ProgbarLogger"]
