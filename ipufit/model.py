@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Union
 
 import torch
@@ -24,6 +25,7 @@ from ipufit.plan import Plan
 from ipufit.program import Engine, Mode
 from ipufit.recordable import refuse_unrecordable
 from ipufit.session import Session, Validation, describe, updates_per_epoch
+from ipufit.weights import load_weights, save_weights
 
 __all__ = ["Model"]
 
@@ -385,6 +387,35 @@ class Model:
             )
         print(plan.explain())
         print(session.explain())
+
+    def save_weights(self, path: Union[str, os.PathLike[str]]) -> None:
+        """Write the module's weights to one file; from a callback too.
+
+        ``module.load_state_dict(safetensors.torch.load_file(path))`` reads it, without ipufit. The
+        file appears under its name only when it is complete.
+
+        Args:
+            path: ends with ".safetensors"; its folder exists.
+
+        Raises:
+            ConfigurationError: the path can't be written, or the state is not all tensors.
+        """
+        save_weights(self.module, path)
+
+    def load_weights(self, path: Union[str, os.PathLike[str]], strict: bool = True) -> None:
+        """Read a file of weights into the module's tensors, in place; from a callback too.
+
+        Everything is compared before anything is changed.
+
+        Args:
+            path: of a safetensors file.
+            strict: every name and every dtype must agree; a floating-point dtype may become a wider
+                one. False leaves out what only one side has, and converts dtypes.
+
+        Raises:
+            ConfigurationError: the file can't be read, or does not fit; with all differences.
+        """
+        load_weights(self.module, path, strict)
 
     def close(self) -> None:
         """Let go of recorded programs and of the device; ``compile`` starts anew. Safe twice."""
