@@ -99,6 +99,10 @@ class RunningLogs(Mapping[str, float]):
     def _all(self) -> Dict[str, float]:
         return {**self._meter.values(), **self._cheap()}
 
+    def __bool__(self) -> bool:
+        # Counting the values would work the metrics out.
+        return True
+
     def __getitem__(self, name: str) -> float:
         cheap = self._cheap()
         return cheap[name] if name in cheap else self._meter.values()[name]
