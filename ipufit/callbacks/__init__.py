@@ -1,5 +1,6 @@
 """Hooks into training, under Keras' names and with its timing."""
 
+from ipufit.callbacks.asynchronous import Asynchronous
 from ipufit.callbacks.callback import Callback
 from ipufit.callbacks.callback_list import CallbackList
 from ipufit.callbacks.csv_logger import CSVLogger
@@ -18,6 +19,7 @@ from ipufit.callbacks.timer import Timer
 from ipufit.history import History
 
 __all__ = [
+    "Asynchronous",
     "CSVLogger",
     "Callback",
     "CallbackList",
