@@ -54,7 +54,6 @@ class JSONLinesLogger(Callback):
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
         """Open the file."""
-        self.close()
         path = log_file(self, self.filename)
         self._file = open(path, "a" if self.append else "w", encoding="utf-8")  # noqa: SIM115
         self._epoch = self._updates = self._updates_before = 0
