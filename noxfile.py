@@ -31,7 +31,7 @@ def group(*names: str) -> tuple[str, ...]:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the tests on this Python with the pinned torch."""
-    session.install("-e", ".[plot,pandas]", *group("test", "torch"))
+    session.install("-e", ".[plot,pandas,tensorboard]", *group("test", "torch"))
     session.run("python", "-m", "pytest", *session.posargs)
 
 
@@ -40,10 +40,11 @@ def tests(session: nox.Session) -> None:
 def minimums(session: nox.Session) -> None:
     """Run the tests on the oldest Python with the oldest dependencies we promise."""
     extras = PROJECT["optional-dependencies"]
-    promised = PROJECT["dependencies"] + extras["plot"] + extras["pandas"]
+    promised = PROJECT["dependencies"]
+    promised += extras["plot"] + extras["pandas"] + extras["tensorboard"]
     floors = [requirement.replace(">=", "==") for requirement in promised]
     # torch 2.0 was built against NumPy 1 and can't hand arrays over to NumPy 2.
-    session.install("-e", ".[plot,pandas]", *floors, "numpy<2", *group("test"))
+    session.install("-e", ".[plot,pandas,tensorboard]", *floors, "numpy<2", *group("test"))
     session.run("python", "-m", "pytest", *session.posargs)
 
 
@@ -58,14 +59,14 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typing(session: nox.Session) -> None:
     """Check types with mypy."""
-    session.install("-e", ".[plot]", *group("typing", "torch"))
+    session.install("-e", ".[plot,tensorboard]", *group("typing", "torch"))
     session.run("mypy")
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
     """Run every Python snippet of README.md and docs/, and the doctests of ipufit."""
-    session.install("-e", ".[examples]", *group("docs", "torch"))
+    session.install("-e", ".[examples,tensorboard]", *group("docs", "torch"))
     plugin = ("-p", "tests.docs_snippets")
     pages = ("README.md", "docs", "ipufit")
     session.run("python", "-m", "pytest", "--doctest-modules", *plugin, *pages, *session.posargs)

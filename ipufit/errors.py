@@ -128,12 +128,13 @@ class NonFiniteLossError(IpufitError, ArithmeticError):
     The weights, buffers and optimizer state are those from before the update named here.
 
     Attributes:
-        update: index of the weight update, counted from 0 over the life of the compiled model.
+        update: index of the weight update, counted from 0 over the life of the compiled model; None
+            when it is another value than the loss of an update.
         value: the loss that came.
         epoch: index of the epoch, set by the training loop.
     """
 
-    def __init__(self, message: str, update: int, value: float) -> None:
+    def __init__(self, message: str, update: Optional[int], value: float) -> None:
         self.update = update
         self.value = value
         self.epoch: Optional[int] = None

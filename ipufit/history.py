@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from ipufit import curves, history_files
+from ipufit.callbacks.callback import Callback, Logs
 from ipufit.direction import direction_of
 from ipufit.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from ipufit.model import Model
 
 __all__ = ["History"]
 
 Path = Union[str, "os.PathLike[str]"]
 
 
-class History:
+class History(Callback):
     """The values of every epoch.
+
+    As a callback it stands after those of the user, so that it has what they add to ``logs``. It
+    keeps no reference to the model.
 
     Attributes:
         history: one list per name ("loss", metrics, and the same with "val_"), one value per epoch.
@@ -28,13 +35,30 @@ class History:
         params: how the run was made: epochs, plan, seed, engine, seconds spent on recording.
     """
 
+    adds = ()
+
     def __init__(self, params: Optional[Mapping[str, Any]] = None) -> None:
+        super().__init__()
         self.history: Dict[str, List[float]] = {}
         self.epoch: List[int] = []
         self.updates: Dict[str, List[Tuple[int, float]]] = {}
         self.params: Dict[str, Any] = dict(params or {})
         # For each list in history, the places in epoch that its values belong to.
         self._places: Dict[str, List[int]] = {}
+
+    def set_model(self, model: Model) -> None:
+        """Without the model, a history can be copied and stored."""
+
+    def on_train_begin(self, logs: Optional[Logs] = None) -> None:
+        """Forget an earlier fit."""
+        self.history = {}
+        self.epoch = []
+        self.updates = {}
+        self._places = {}
+
+    def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
+        """Add the epoch's values."""
+        self.append(epoch, logs or {})
 
     def append(self, epoch: int, logs: Mapping[str, float]) -> None:
         """Add the values of a finished epoch."""

@@ -55,6 +55,9 @@ class Fit:
         stopped: whether a callback has asked to stop.
         schedule: told of epoch ends, or None.
         validates: whether there is a validation after this epoch.
+
+    Raises:
+        ConfigurationError: a callback waits for a value that nobody gives; before any hook.
     """
 
     job: Job
@@ -64,34 +67,51 @@ class Fit:
     stopped: Callable[[], bool]
     schedule: Optional[Schedule] = None
     validates: Callable[[int], bool] = lambda epoch: True
+    _non_finite: Optional[NonFiniteLossError] = dataclasses.field(default=None, init=False)
 
     def run(self, first_epoch: int, epochs: int) -> None:
         """Epochs from ``first_epoch`` up to, not including, ``epochs``."""
-        self.callbacks.call("on_train_begin", {})
+        self.callbacks.check_monitors()
         logs: Dict[str, float] = {}
         try:
+            self.callbacks.call("on_train_begin", {})
             for epoch in range(first_epoch, epochs):
                 self.callbacks.call("on_epoch_begin", epoch, {})
                 # Callbacks may have changed the module or the optimizer.
                 self.job.program.prepare(self.job.first)
                 logs = self._epoch(epoch)
-                self.history.append(epoch, logs)
                 self.job.program.publish()
-                self.callbacks.call("on_epoch_end", epoch, logs)
-                if self.stopped():
+                self._end_epoch(epoch, logs)
+                if self._ending():
                     break
             self.job.program.adopt_averages()
         finally:
-            self.callbacks.call("on_train_end", logs)
+            try:
+                self.callbacks.call("on_train_end", logs)
+            finally:
+                self.callbacks.call("close")
+
+    def _ending(self) -> bool:
+        return self._non_finite is not None or self.stopped()
+
+    def _end_epoch(self, epoch: int, logs: Dict[str, float]) -> None:
+        try:
+            self.callbacks.call("on_epoch_end", epoch, logs)
+        finally:
+            # A callback before it has failed; the epoch has been trained all the same.
+            if epoch not in self.history.epoch:
+                self.history.append(epoch, logs)
 
     def _epoch(self, epoch: int) -> Dict[str, float]:
         self.job.meter.reset()
         with contextlib.closing(self.job.feed.executions(epoch, self.job.plan)) as batches:
             for batch in batches:
                 self._execution(batch, epoch)
-                if self.stopped():
+                if self._ending():
                     break
         logs = dict(self.job.meter.values())
+        if self._non_finite is not None:
+            logs["loss"] = self._non_finite.value
         self._warn_of_skipped(epoch)
         if self.validate is not None and self.validates(epoch):
             validation = self.validate(epoch, self.callbacks)
@@ -126,7 +146,10 @@ class Fit:
                 anchors = self.job.program.run(batch)
         except NonFiniteLossError as error:
             error.epoch = epoch
-            raise
+            if not self.callbacks.ask("on_non_finite", error):
+                raise
+            self._non_finite = error
+            return
         self.job.meter.add(batch, anchors)
         self.callbacks.show_outputs(anchors.outputs)
         self.callbacks.call(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence
 
 from ipufit.logged import Running
 from ipufit.losses import Loss
@@ -20,8 +20,11 @@ class Meter:
         metrics: a set of their own.
         plan: of the program that is measured.
         loss: normal form; None when predicting.
+        logged: names that module and loss log, as far as they are known.
+        settings: names under which the program speaks of itself.
 
     Attributes:
+        settings: as given.
         samples: seen so far in this epoch.
         updates: done so far in this epoch, skipped ones included.
         skipped: updates left out because their gradient was not finite.
@@ -29,11 +32,32 @@ class Meter:
         by_update: of names logged with ``on_update``, the value of every update.
     """
 
-    def __init__(self, metrics: MetricSet, plan: Plan, loss: Loss) -> None:
+    def __init__(
+        self,
+        metrics: MetricSet,
+        plan: Plan,
+        loss: Loss,
+        logged: Iterable[str] = (),
+        settings: Sequence[str] = (),
+    ) -> None:
+        self.settings = settings
+        self._names = list(logged)
         self._metrics = metrics
         self._plan = plan
         self._loss = loss
         self.reset()
+
+    @property
+    def names(self) -> List[str]:
+        """Keys of :meth:`values`, but for the settings."""
+        return ["loss", *self._names, *self._metrics.names]
+
+    @property
+    def directions(self) -> Dict[str, str]:
+        """Whether "min" or "max" of a value is the best, for those where that is known."""
+        better = self._metrics.higher_is_better
+        losses = dict.fromkeys(["loss", *self._loss.part_names], "min")
+        return {**losses, **{n: "max" if up else "min" for n, up in better.items()}}
 
     def reset(self) -> None:
         """A new epoch."""
@@ -136,6 +160,10 @@ class RunningLogs(Mapping[str, float]):
 
     def _all(self) -> Dict[str, float]:
         return {**self._meter.values(), **self._cheap()}
+
+    def __bool__(self) -> bool:
+        # Counting the values would work the metrics out.
+        return True
 
     def __getitem__(self, name: str) -> float:
         cheap = self._cheap()

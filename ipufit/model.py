@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import (
     Any,
     Callable,
@@ -61,6 +62,7 @@ from ipufit.schedules import resolve_schedule
 from ipufit.session import Session, Validation, describe, updates_per_epoch
 from ipufit.summary import check_options, sample_of, stripped, summarize
 from ipufit.verbosity import say_dev_run
+from ipufit.weights import load_weights, save_weights
 
 __all__ = ["Model"]
 
@@ -425,7 +427,8 @@ class Model:
         )
         session.warn_of_changes()
         self.stop_training = False
-        self.history = History()
+        own = [callback for callback in given.callbacks if isinstance(callback, History)]
+        self.history = own[0] if own else History()
         validation = None
         if given.held_out is not None:
             held_out, inference, held_prefetch = given.held_out
@@ -439,6 +442,7 @@ class Model:
                 "train",
                 given.first_epoch,
                 wants_outputs=any(callback.wants_outputs for callback in given.callbacks),
+                cut_every=[c.every_updates for c in given.callbacks if c.every_updates],
                 prefetch=given.prefetch,
             )
             with session.running(job):
@@ -446,7 +450,7 @@ class Model:
                     validation.check(job.first)
                 self._plan = job.plan
                 self._sample = stripped(job.first)
-                told = self._callbacks(given, job, given.last_epoch)
+                told = self._callbacks(given, job, Mode.TRAIN, given.last_epoch)
                 self.history.params = {
                     **told.params,
                     **describe(job.plan, session, given.source, given.seed),
@@ -645,7 +649,7 @@ class Model:
             )
         weights = session.weights_version()
         with session.running(job):
-            pieces = loop.predictions(job, self._callbacks(given, job))
+            pieces = loop.predictions(job, self._callbacks(given, job, Mode.PREDICT))
             while True:
                 if self._session is not session or session.weights_version() != weights:
                     raise ConfigurationError(
@@ -844,7 +848,11 @@ class Model:
                 given.source, given.plan, mode, given.seed, mode.value, prefetch=given.prefetch
             )
             with session.running(job):
-                return run(job, self._callbacks(given, job))
+                told = self._callbacks(given, job, mode)
+                try:
+                    return run(job, told)
+                finally:
+                    told.call("close")
 
     def explain(
         self,
@@ -933,6 +941,35 @@ class Model:
         levels = depth if expand_nested else 1
         (print_fn or print)(summarize(self.module, sample, line_length, levels, more))
 
+    def save_weights(self, path: Union[str, os.PathLike[str]]) -> None:
+        """Write the module's weights to one file; from a callback too.
+
+        ``module.load_state_dict(safetensors.torch.load_file(path))`` reads it, without ipufit. The
+        file appears under its name only when it is complete.
+
+        Args:
+            path: ends with ".safetensors"; its folder exists.
+
+        Raises:
+            ConfigurationError: the path can't be written, or the state is not all tensors.
+        """
+        save_weights(self.module, path)
+
+    def load_weights(self, path: Union[str, os.PathLike[str]], strict: bool = True) -> None:
+        """Read a file of weights into the module's tensors, in place; from a callback too.
+
+        Everything is compared before anything is changed.
+
+        Args:
+            path: of a safetensors file.
+            strict: every name and every dtype must agree; a floating-point dtype may become a wider
+                one. False leaves out what only one side has, and converts dtypes.
+
+        Raises:
+            ConfigurationError: the file can't be read, or does not fit; with all differences.
+        """
+        load_weights(self.module, path, strict)
+
     def close(self) -> None:
         """Let go of recorded programs and of the device; ``compile`` starts anew. Safe twice."""
         self._session = None
@@ -966,16 +1003,32 @@ class Model:
         return self._session
 
     def _callbacks(
-        self, given: Union[FitArguments, InferenceArguments], job: Job, epochs: int = 1
+        self,
+        given: Union[FitArguments, InferenceArguments],
+        job: Job,
+        mode: Mode,
+        epochs: int = 1,
     ) -> CallbackList:
+        metrics = [] if mode is Mode.PREDICT else [*job.meter.names, *job.meter.settings]
+        directions = {name: way for name, way in job.meter.directions.items() if name in metrics}
+        added: List[Callback] = []
+        if isinstance(given, FitArguments):
+            if given.held_out is not None:
+                metrics += [f"val_{name}" for name in job.meter.names]
+                directions.update({f"val_{name}": way for name, way in directions.items()})
+            if self.history not in given.callbacks:
+                added.append(self.history)
+        if given.level:
+            added.append(ProgbarLogger(given.level))
         params = {
             "epochs": epochs,
             "verbose": given.level,
             "updates": updates_per_epoch(job.plan, given.source),
             "samples": job.plan.samples,
+            "metrics": metrics,
+            "directions": directions,
         }
-        bars: List[Callback] = [ProgbarLogger(given.level)] if given.level else []
-        return CallbackList([*given.callbacks, *bars], self, params)
+        return CallbackList([*given.callbacks, *added], self, params)
 
 
 def _batch(x: Any, y: Any, sample_weight: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, Dict, List, Optional
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
 
 import torch
 
@@ -149,6 +149,12 @@ class Recipe:
     averaging: Optional[Averaging] = None
     schedule: Optional[Schedule] = None
     output_mode: OutputMode = dataclasses.field(default_factory=OutputMode)
+
+    @property
+    def settings(self) -> Tuple[str, ...]:
+        """Names under which a training program speaks of itself."""
+        scaled = ("loss_scale", "skipped_updates") if self.loss_scale is not None else ()
+        return (*(("learning_rate",) if self.schedule is not None else ()), *scaled)
 
     def describe(self) -> Dict[str, Any]:
         """What differs from a plain update, for History and ``explain``."""

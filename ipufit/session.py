@@ -208,7 +208,9 @@ class Session:
         except BaseException:
             self.finish(program)
             raise
-        return Job(program, feed, plan, Meter(metrics, plan, self.loss), first)
+        settings = self.recipe.settings if mode is Mode.TRAIN else ()
+        meter = Meter(metrics, plan, self.loss, prepared.rules, settings)
+        return Job(program, feed, plan, meter, first)
 
     def _spec(
         self, plan: Plan, mode: Mode, seed: int, domain: str, has_metrics: bool

@@ -1,6 +1,7 @@
 """What a user sees while it runs, and what is left afterwards."""
 
 import re
+import subprocess
 import sys
 
 import pytest
@@ -69,6 +70,36 @@ def test_one_line_an_epoch(capsys):
     assert len(lines) == 3
 
 
+PIPED = """
+import torch
+import ipufit
+from ipufit.callbacks import LearningRateScheduler
+
+model = ipufit.Model(torch.nn.Linear(3, 2))
+model.compile("sgd", "cross_entropy")
+data = [(torch.randn(2, 3), torch.tensor([0, 1]))] * 3
+rate = LearningRateScheduler(lambda epoch: 0.25)
+model.fit(data, epochs=2, validation_data=data, callbacks=[rate], **OPTIONS)
+"""
+
+
+@pytest.mark.parametrize(("options", "count"), [("{}", 3), ("{'verbose': 0}", 0)])
+def test_in_a_pipe(options, count):
+    """One line an epoch without being asked, with what callbacks add; or nothing at all."""
+    script = PIPED.replace("OPTIONS", options)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300
+    )
+    lines = done.stderr.splitlines()
+    assert (done.stdout, len(lines)) == ("", count)
+    for epoch, line in enumerate(lines[1:]):
+        assert re.fullmatch(
+            rf"epoch {epoch + 1}/2: 3 updates, loss=\S+, val_loss=\S+, learning_rate=0.25, "
+            r"samples/s=\d+",
+            line,
+        )
+
+
 def test_silence(capsys):
     """verbose=0 prints nothing at all."""
     model, loader = model_and_loader()
@@ -127,6 +158,13 @@ def test_history_is_keras():
         "verbose": 0,
         "updates": 6,
         "samples": 23,
+        "metrics": ["loss", "accuracy", "val_loss", "val_accuracy"],
+        "directions": {
+            "loss": "min",
+            "accuracy": "max",
+            "val_loss": "min",
+            "val_accuracy": "max",
+        },
         "engine": "embedded",
         "seed": 4,
         "micro_batch_size": 2,

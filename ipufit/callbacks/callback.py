@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Dict, Mapping, Optional
+from typing import TYPE_CHECKING, Any, Dict, Mapping, Optional, Tuple
 
 if TYPE_CHECKING:
+    from ipufit.errors import NonFiniteLossError
     from ipufit.model import Model
 
 __all__ = ["Callback", "Logs"]
@@ -24,10 +25,24 @@ class Callback:
     Attributes:
         wants_outputs: of the class; whether ``model.outputs`` is filled during ``fit``.
         model: the :class:`ipufit.Model`.
-        params: ``epochs``, ``updates`` (per epoch, None if unknown), ``samples`` and ``verbose``.
+        params: ``epochs``, ``updates`` (per epoch, None if unknown), ``samples``, ``verbose``,
+            ``metrics`` (the names that ``logs`` of an epoch will have, as far as they are known
+            before it) and ``directions`` ("min" or "max" for each of them where that is known).
+        every_updates: asks that an execution ends, and so ``on_train_batch_end`` fires, after every
+            that many updates, counted from the start of ``fit``. None asks for nothing.
+        writes_files: whether it writes files, which a trial run leaves alone.
+        wants_outputs: whether it reads the outputs of an execution.
+        monitors: names in ``logs`` that ``on_epoch_end`` can't do without. Where it is certain
+            before training that one of them will be missing, ``fit`` says so.
+        adds: names that ``on_epoch_end`` puts into ``logs``. None, they are not known, and the
+            check of ``monitors`` is left to the first epoch.
     """
 
-    wants_outputs = False
+    every_updates: Optional[int] = None
+    writes_files: bool = False
+    wants_outputs: bool = False
+    monitors: Tuple[str, ...] = ()
+    adds: Optional[Tuple[str, ...]] = None
 
     def __init__(self) -> None:
         self.model: Any = None
@@ -51,13 +66,29 @@ class Callback:
         """Before an epoch."""
 
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
-        """After an epoch and its validation; ``logs`` is what goes into History."""
+        """After an epoch and its validation.
+
+        ``logs`` is one dict for all callbacks, in their order; what one of them adds to it is in
+        the history too.
+        """
 
     def on_train_batch_begin(self, batch: int, logs: Optional[Logs] = None) -> None:
         """Before an execution."""
 
     def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
         """After an execution; ``logs`` holds the running means of the epoch."""
+
+    def on_non_finite(self, error: NonFiniteLossError) -> bool:
+        """When the loss of an update is not finite, with the state from before that update.
+
+        Returns:
+            True to end training here as if ``stop_training`` had been set; the epoch's "loss" is
+            then the value that came. If no callback says so, ``fit`` raises the error.
+        """
+        return False
+
+    def close(self) -> None:
+        """Let go of files and threads: last of all, also after an error in any hook; safe twice."""
 
     def on_test_begin(self, logs: Optional[Logs] = None) -> None:
         """Before an evaluation, validation included."""

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CallbackList", "checked"]
 
+_ENDS = ("on_train_end", "on_test_end", "on_predict_end", "close")
+
 
 class CallbackList:
     """Calls every callback's hook, in order.
@@ -28,6 +30,7 @@ class CallbackList:
         self.params = params
         self.callbacks = checked(callbacks)
         self._model = model
+        self._begun: List[Callback] = []
         for callback in self.callbacks:
             callback.set_model(model)
             callback.set_params(params)
@@ -43,19 +46,78 @@ class CallbackList:
             self._model.outputs = outputs
 
     def call(self, hook: str, *args: Any) -> None:
-        """Call one hook, such as "on_epoch_end", of every callback."""
+        """Call one hook, such as "on_epoch_end", of every callback.
+
+        An error of one callback is raised at once, except from a hook that ends something: there
+        the others get their turn first. ``on_train_end`` is for those whose ``on_train_begin``
+        has returned.
+        """
+        if hook in _ENDS:
+            callbacks = self.callbacks
+            if hook == "on_train_end":
+                callbacks, self._begun = self._begun, []
+            _call_all(callbacks, hook, args)
+            return
         for callback in self.callbacks:
             getattr(callback, hook)(*args)
+            if hook == "on_train_begin":
+                self._begun.append(callback)
+
+    def ask(self, hook: str, *args: Any) -> bool:
+        """Call one hook of every callback; whether any has answered True."""
+        answers = [bool(getattr(callback, hook)(*args)) for callback in self.callbacks]
+        return any(answers)
+
+    def check_monitors(self) -> None:
+        """Find out before training which callback waits for a value that nobody will give.
+
+        Raises:
+            ConfigurationError: naming the callback, the value and the values that there are.
+        """
+        known = self.params.get("metrics")
+        if known is None:
+            return
+        for callback in self.callbacks:
+            for name in callback.monitors:
+                if name not in known and not any(_may_add(c, name) for c in self.callbacks):
+                    raise missing(callback, name, known)
+
+
+def _call_all(callbacks: Sequence[Callback], hook: str, args: Sequence[Any]) -> None:
+    """Every one in order, whatever the others raise; several errors are chained."""
+    if callbacks:
+        try:
+            getattr(callbacks[0], hook)(*args)
+        finally:
+            _call_all(callbacks[1:], hook, args)
+
+
+def missing(callback: Callback, name: str, known: Iterable[str]) -> ConfigurationError:
+    """The error for a callback that needs a value which is not there."""
+    cure = "Ask for one of these, or add it to metrics."
+    if name.startswith("val_") and not any(other.startswith("val_") for other in known):
+        cure = "Pass validation_data to fit, or ask for one of these."
+    return ConfigurationError(
+        f"{type(callback).__name__} needs the value {name!r} at the end of an epoch, but there is "
+        f"only {', '.join(known) or 'none'}. {cure}"
+    )
+
+
+def _may_add(callback: Callback, name: str) -> bool:
+    own = "on_epoch_end" in vars(callback) or type(callback).on_epoch_end is not (
+        Callback.on_epoch_end
+    )
+    return own and (callback.adds is None or name in callback.adds)
 
 
 def checked(callbacks: Any) -> List[Callback]:
     """The callbacks as a list: of None, of a single one, or of several.
 
     Raises:
-        ConfigurationError: an element is not a callback.
+        ConfigurationError: an element is not a callback, or asks for what can't be.
     """
     if callbacks is None or isinstance(callbacks, Callback):
-        return [] if callbacks is None else [callbacks]
+        callbacks = [] if callbacks is None else [callbacks]
     if isinstance(callbacks, (str, bytes)) or not isinstance(callbacks, Iterable):
         raise _refusal(callbacks, "Pass a list of objects: callbacks=[...]; [] for none.")
     found = list(callbacks)
@@ -64,7 +126,18 @@ def checked(callbacks: Any) -> List[Callback]:
             raise _refusal(callback, f"Pass an object of it: {callback.__name__}(...).")
         if not isinstance(callback, Callback):
             raise _refusal(callback, "Subclass ipufit.callbacks.Callback and override its hooks.")
+        _check_every_updates(callback)
     return found
+
+
+def _check_every_updates(callback: Callback) -> None:
+    every = callback.every_updates
+    if every is None or (isinstance(every, int) and not isinstance(every, bool) and every >= 1):
+        return
+    raise ConfigurationError(
+        f"every_updates of {type(callback).__name__} must be None or an integer of at least 1, got "
+        f"{every!r}. It counts weight updates from the start of fit."
+    )
 
 
 def _refusal(came: Any, instead: str) -> ConfigurationError:

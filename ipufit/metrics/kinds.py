@@ -50,6 +50,10 @@ class Metric(Protocol):
         """The values so far; nan before the first micro-batch."""
         ...
 
+    def higher_is_better(self) -> Dict[str, Optional[bool]]:
+        """By name; None where nobody knows."""
+        ...
+
 
 class Mean:
     """A sum and a count in float64, and what is made of their quotient.
@@ -60,6 +64,7 @@ class Mean:
         part: sum and count of one micro-batch.
         finish: applied once to the mean.
         weighted: whether it gets the sample weights.
+        better: whether higher is better; None if nobody knows.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class Mean:
         part: Part,
         finish: Callable[[float], float],
         weighted: bool = False,
+        better: Optional[bool] = None,
     ) -> None:
         self._own = name
         self.name = shown
@@ -77,11 +83,16 @@ class Mean:
         self._part = part
         self._finish = finish
         self._weighted = weighted
+        self._better = better
         self.reset()
 
     def fresh(self) -> Mean:
         """The same without state, sharing nothing."""
-        return Mean(self._own, self.name, self._part, self._finish, self._weighted)
+        return Mean(self._own, self.name, self._part, self._finish, self._weighted, self._better)
+
+    def higher_is_better(self) -> Dict[str, Optional[bool]]:
+        """By name; None where nobody knows."""
+        return {self._own: self._better}
 
     def reset(self) -> None:
         """Forget everything seen."""
@@ -142,6 +153,14 @@ class Object:
         """The same without state, sharing nothing."""
         return Object(self._key, self._metric, self.name, self._weight_name, self.names)
 
+    def higher_is_better(self) -> Dict[str, Optional[bool]]:
+        """By name, as the object says in an attribute of this name, like torchmetrics'."""
+        declared = self._declared()
+        if declared == (self._own,):
+            return dict.fromkeys(self.names, getattr(self._metric, "higher_is_better", None))
+        members = self._metric.values()
+        return {n: getattr(m, "higher_is_better", None) for n, m in zip(declared, members)}
+
     def reset(self) -> None:
         """Forget everything seen."""
         self._metric.reset()
@@ -196,6 +215,10 @@ class Prefixed:
     def fresh(self) -> Prefixed:
         """The same without state, sharing nothing."""
         return Prefixed(self._prefix, self._inner.fresh(), self._key)
+
+    def higher_is_better(self) -> Dict[str, Optional[bool]]:
+        """By name; None where nobody knows."""
+        return {f"{self._prefix}{n}": up for n, up in self._inner.higher_is_better().items()}
 
     def reset(self) -> None:
         """Forget everything seen."""

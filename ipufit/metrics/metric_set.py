@@ -39,6 +39,12 @@ class MetricSet:
         """Keys of :meth:`compute`; of a metric that returns several values, exact after a probe."""
         return tuple(name for metric in self._metrics for name in metric.names)
 
+    @property
+    def higher_is_better(self) -> Dict[str, bool]:
+        """By name, for the metrics that are named ones or have this attribute, as torchmetrics'."""
+        found = [item for metric in self._metrics for item in metric.higher_is_better().items()]
+        return {name: bool(better) for name, better in found if better is not None}
+
     def fresh(self) -> MetricSet:
         """The same metrics without any state, sharing nothing with this set."""
         return MetricSet([metric.fresh() for metric in self._metrics])

@@ -22,7 +22,7 @@ from ipufit.errors import ConfigurationError
 from ipufit.metrics.kinds import Mean, Metric, Object, Prefixed
 from ipufit.metrics.metric_set import MetricSet
 from ipufit.metrics.sums import sum_of_elements, sum_of_samples, sum_of_weighted_samples
-from ipufit.metrics.values import lookup
+from ipufit.metrics.values import is_error, lookup
 from ipufit.names import check_log_name
 from ipufit.outputs import Key, label
 
@@ -183,19 +183,20 @@ def _build(item: _Item, weighted: bool, prefix: str, taken: Set[str]) -> Metric:
         values, finish = lookup(metric)
         name = item.name or metric
         part = functools.partial(sum_of_elements, values, prefix + name)
-        return Mean(name, prefix + name, part, finish, weighted)
+        return Mean(name, prefix + name, part, finish, weighted, not is_error(metric))
     if _is_object(metric):
         name = item.name or type(metric).__name__
         weight_name = _weight_name(metric, prefix + name) if weighted else None
         return Object(item.name, metric, prefix + name, weight_name)
     if callable(metric) and not isinstance(metric, type):
         name = item.name or _callable_name(metric, prefix, taken)
+        better = getattr(metric, "higher_is_better", None)
         if not weighted:
             plain = functools.partial(sum_of_samples, metric, prefix + name)
-            return Mean(name, prefix + name, plain, float)
+            return Mean(name, prefix + name, plain, float, False, better)
         takes = "sample_weight" in _parameters(metric)
         part = functools.partial(sum_of_weighted_samples, metric, takes, prefix + name)
-        return Mean(name, prefix + name, part, float, weighted)
+        return Mean(name, prefix + name, part, float, weighted, better)
     if isinstance(metric, type):
         came = f"the class {metric.__name__}. Pass an instance, {metric.__name__}(...)"
     else:

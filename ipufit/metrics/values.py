@@ -13,7 +13,7 @@ from torch.nn import functional
 from ipufit.errors import MetricError, UnknownNameError
 from ipufit.losses import describe_tensor, shape_advice
 
-__all__ = ["Values", "lookup"]
+__all__ = ["Values", "is_error", "lookup"]
 
 # The target that cross_entropy leaves out by default; a metric beside it must leave out the same.
 IGNORED_CLASS = -100
@@ -166,7 +166,21 @@ _NAMED: Dict[str, Tuple[Values, Callable[[float], float]]] = {
     "sparse_categorical_accuracy": (_sparse_accuracy, float),
     "top_5_accuracy": (functools.partial(_top_k_accuracy, 5), float),
 }
+_ERRORS = (
+    "mae",
+    "mean_absolute_error",
+    "mean_squared_error",
+    "mse",
+    "perplexity",
+    "rmse",
+    "root_mean_squared_error",
+)
 _NO_MEANS = ("auc", "f1", "f1_score", "precision", "r2", "r2_score", "recall")
+
+
+def is_error(name: str) -> bool:
+    """Whether a named metric is the better the smaller it is."""
+    return name.lower() in _ERRORS
 
 
 def lookup(name: str) -> Tuple[Values, Callable[[float], float]]:

@@ -1,0 +1,206 @@
+"""Batch hooks beside the training instead of before its next execution."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import TYPE_CHECKING, Any, Dict, Optional, Tuple
+
+from ipufit.callbacks.callback import Callback, Logs
+from ipufit.callbacks.callback_list import checked
+from ipufit.callbacks.checks import whole
+from ipufit.callbacks.model_checkpoint import ModelCheckpoint
+from ipufit.errors import ConfigurationError, NonFiniteLossError
+
+if TYPE_CHECKING:
+    from ipufit.model import Model
+
+__all__ = ["Asynchronous"]
+
+
+class Asynchronous(Callback):
+    """Runs the batch hooks of a callback in a thread, while the next execution is in flight.
+
+    They run in order, each once, with a copy of the logs of the very moment that they name. Every
+    other hook waits for them and then runs in the calling thread, so that nothing is late at the
+    end of an epoch. ``stop_training`` set in a batch hook takes effect with a later execution, at
+    the latest at the end of the epoch. An error in one ends training: it is raised, with its own
+    traceback, when the next hook is due, and hooks that are still waiting are not run.
+
+    The callback must not read or change weights or the optimizer in a batch hook, where they
+    change under its hands.
+
+    Args:
+        callback: whose batch hooks are slow.
+        max_pending: so many hooks may wait; training waits for the callback when there are more.
+
+    Attributes:
+        callback: the one that is wrapped.
+
+    Raises:
+        ConfigurationError: it is no callback, or needs the state of the execution that it names.
+    """
+
+    def __init__(self, callback: Callback, max_pending: int = 64) -> None:
+        super().__init__()
+        self.callback = _checked(callback)
+        self.every_updates = callback.every_updates
+        self.writes_files = callback.writes_files
+        self.monitors = callback.monitors
+        self.adds = callback.adds if self._has("on_epoch_end") else ()
+        self._waiting: queue.Queue[Optional[Tuple[str, int, Dict[str, float]]]] = queue.Queue(
+            whole(self, "max_pending", max_pending, 1)
+        )
+        self._thread: Optional[threading.Thread] = None
+        self._error: Optional[BaseException] = None
+        self._failed = False
+
+    def _has(self, hook: str) -> bool:
+        """Whether the callback has a hook of its own."""
+        own = getattr(self.callback, hook)
+        return getattr(own, "__func__", None) is not getattr(Callback, hook)
+
+    def _later(self, hook: str, batch: int, logs: Optional[Logs]) -> None:
+        self._raise_error()
+        if not self._has(hook):
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="ipufit-callback", daemon=True)
+            self._thread.start()
+        # The values go on changing with the training: they are worked out here.
+        self._waiting.put((hook, batch, dict(logs or {})))
+
+    def _work(self) -> None:
+        while True:
+            item = self._waiting.get()
+            try:
+                if item is None:
+                    return
+                if not self._failed:
+                    hook, *args = item
+                    getattr(self.callback, hook)(*args)
+            except BaseException as error:
+                self._failed, self._error = True, error
+            finally:
+                self._waiting.task_done()
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _now(self, hook: str, *args: Any) -> Any:
+        self._waiting.join()
+        self._raise_error()
+        return getattr(self.callback, hook)(*args)
+
+    def _at_last(self, hook: str, *args: Any) -> None:
+        """Of an end, which the callback is told of even if it has failed before."""
+        self._waiting.join()
+        try:
+            getattr(self.callback, hook)(*args)
+        finally:
+            self._raise_error()
+
+    def set_model(self, model: Model) -> None:
+        """For the callback as well."""
+        super().set_model(model)
+        self.callback.set_model(model)
+
+    def set_params(self, params: Dict[str, Any]) -> None:
+        """For the callback as well."""
+        super().set_params(params)
+        self.callback.set_params(params)
+
+    def on_train_batch_begin(self, batch: int, logs: Optional[Logs] = None) -> None:
+        """In the thread."""
+        self._later("on_train_batch_begin", batch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
+        """In the thread."""
+        self._later("on_train_batch_end", batch, logs)
+
+    def on_test_batch_begin(self, batch: int, logs: Optional[Logs] = None) -> None:
+        """In the thread."""
+        self._later("on_test_batch_begin", batch, logs)
+
+    def on_test_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
+        """In the thread."""
+        self._later("on_test_batch_end", batch, logs)
+
+    def on_predict_batch_begin(self, batch: int, logs: Optional[Logs] = None) -> None:
+        """In the thread."""
+        self._later("on_predict_batch_begin", batch, logs)
+
+    def on_predict_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
+        """In the thread."""
+        self._later("on_predict_batch_end", batch, logs)
+
+    def on_train_begin(self, logs: Optional[Logs] = None) -> None:
+        """At once."""
+        self._now("on_train_begin", logs)
+
+    def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:
+        """When nothing waits any more."""
+        self._now("on_epoch_begin", epoch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
+        """When nothing waits any more."""
+        self._now("on_epoch_end", epoch, logs)
+
+    def on_non_finite(self, error: NonFiniteLossError) -> bool:
+        """When nothing waits any more."""
+        return bool(self._now("on_non_finite", error))
+
+    def on_test_begin(self, logs: Optional[Logs] = None) -> None:
+        """When nothing waits any more."""
+        self._now("on_test_begin", logs)
+
+    def on_test_end(self, logs: Optional[Logs] = None) -> None:
+        """When nothing waits any more."""
+        self._now("on_test_end", logs)
+
+    def on_predict_begin(self, logs: Optional[Logs] = None) -> None:
+        """When nothing waits any more."""
+        self._now("on_predict_begin", logs)
+
+    def on_predict_end(self, logs: Optional[Logs] = None) -> None:
+        """When nothing waits any more."""
+        self._now("on_predict_end", logs)
+
+    def on_train_end(self, logs: Optional[Logs] = None) -> None:
+        """When nothing waits any more, also after an error."""
+        self._at_last("on_train_end", logs)
+
+    def close(self) -> None:
+        """End the thread."""
+        try:
+            self._at_last("close")
+        finally:
+            self._failed = False
+            if self._thread is not None:
+                self._waiting.put(None)
+                self._thread.join()
+                self._thread = None
+
+
+def _checked(callback: Any) -> Callback:
+    if isinstance(callback, type) or not isinstance(callback, Callback):
+        raise ConfigurationError(
+            "Asynchronous takes one object of a subclass of ipufit.callbacks.Callback, got "
+            f"{callback!r}. Wrap each callback on its own."
+        )
+    if isinstance(callback, Asynchronous):
+        raise ConfigurationError(
+            "Asynchronous takes a callback that runs in the calling thread, got one that is "
+            "Asynchronous already. Leave one of the two out."
+        )
+    in_batches = isinstance(callback, ModelCheckpoint) and callback.every_updates is not None
+    if in_batches or callback.wants_outputs:
+        raise ConfigurationError(
+            "Asynchronous takes a callback whose batch hooks need nothing but their logs, but "
+            f"{type(callback).__name__} reads the {'weights' if in_batches else 'outputs'} of the "
+            "execution, which the next one replaces meanwhile. Pass it to fit as it is."
+        )
+    checked([callback])
+    return callback

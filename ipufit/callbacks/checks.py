@@ -1,0 +1,59 @@
+"""What the arguments of callbacks are held against, and how callbacks speak."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any, Optional, Tuple
+
+from tqdm.auto import tqdm
+
+from ipufit.errors import ConfigurationError
+
+__all__ = ["finite", "one_of", "say", "whole"]
+
+
+def say(text: str) -> None:
+    """Print a line where the progress bar is, without breaking it."""
+    tqdm.write(text, file=sys.stderr)
+
+
+def whole(owner: object, name: str, value: Any, least: int = 0) -> int:
+    """The value, an integer of at least ``least``.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise _refusal(owner, name, f"an integer of at least {least}", value)
+    return value
+
+
+def finite(owner: object, name: str, value: Any, least: Optional[float] = None) -> float:
+    """The value as a finite float of at least ``least``.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    number = math.nan
+    if not isinstance(value, (bool, str, bytes)) and hasattr(value, "__float__"):
+        number = float(value)
+    if not math.isfinite(number) or (least is not None and number < least):
+        wanted = "a finite number" + ("" if least is None else f" of at least {least}")
+        raise _refusal(owner, name, wanted, value)
+    return number
+
+
+def one_of(owner: object, name: str, value: Any, choices: Tuple[Any, ...]) -> Any:
+    """The value, one of the choices.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        raise _refusal(owner, name, " or ".join(map(repr, choices)), value)
+    return value
+
+
+def _refusal(owner: object, name: str, wanted: str, value: Any) -> ConfigurationError:
+    return ConfigurationError(f"{name} of {type(owner).__name__} must be {wanted}, got {value!r}.")

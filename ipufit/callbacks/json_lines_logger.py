@@ -1,0 +1,80 @@
+"""The values of epochs and updates as lines of JSON."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Mapping, Optional, Union
+
+from ipufit.callbacks.callback import Callback, Logs
+from ipufit.callbacks.checks import one_of, whole
+from ipufit.callbacks.records import as_json, log_file
+
+__all__ = ["JSONLinesLogger"]
+
+
+class JSONLinesLogger(Callback):
+    """Writes one line of JSON an epoch, and one every so many updates if asked to.
+
+    A line has "event" ("epoch" or "update"), "epoch" (its index), "update" (how many were done
+    since ``fit`` began) and the values: those of the epoch, or their means so far. Values that are
+    not finite are the strings "NaN", "Infinity" and "-Infinity".
+
+    Args:
+        filename: of the file; its folder is made.
+        append: go on with a file that is there; False replaces it.
+        every_updates: write a line after every that many updates, counted from the start of
+            ``fit``; None writes epochs only.
+
+    Raises:
+        ConfigurationError: an argument can't work; or, in training, the file can't be written.
+    """
+
+    adds = ()
+    writes_files = True
+
+    def __init__(
+        self,
+        filename: Union[str, os.PathLike[str]],
+        append: bool = False,
+        every_updates: Optional[int] = None,
+    ) -> None:
+        super().__init__()
+        self.filename = os.fspath(filename)
+        self.append = one_of(self, "append", append, (True, False))
+        if every_updates is not None:
+            self.every_updates = whole(self, "every_updates", every_updates, 1)
+        self._file: Any = None
+        self._epoch = self._updates = self._updates_before = 0
+
+    def _write(self, event: str, values: Mapping[str, Any]) -> None:
+        record = {"event": event, "epoch": self._epoch, "update": self._updates, **values}
+        self._file.write(as_json(record) + "\n")
+        # Whoever reads along, or finds the file after a crash, has every line.
+        self._file.flush()
+
+    def on_train_begin(self, logs: Optional[Logs] = None) -> None:
+        """Open the file."""
+        path = log_file(self, self.filename)
+        self._file = open(path, "a" if self.append else "w", encoding="utf-8")  # noqa: SIM115
+        self._epoch = self._updates = self._updates_before = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:
+        """Count the updates of finished epochs."""
+        self._epoch, self._updates_before = epoch, self._updates
+
+    def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
+        """Write the line of an update, if one is due."""
+        before, self._updates = self._updates, self._updates_before + batch + 1
+        every = self.every_updates
+        if every is not None and self._updates // every > before // every:
+            self._write("update", {} if logs is None else logs)
+
+    def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
+        """Write the epoch's line."""
+        self._write("epoch", {} if logs is None else logs)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -1,0 +1,186 @@
+"""Write the weights now and then, or when they are the best so far."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import string
+from typing import Any, Dict, List, Optional, Tuple, Union
+
+from ipufit.callbacks.callback import Logs
+from ipufit.callbacks.checks import finite, one_of, say, whole
+from ipufit.callbacks.monitor import Monitor
+from ipufit.errors import ConfigurationError
+from ipufit.weights import checked_path
+
+__all__ = ["ModelCheckpoint"]
+
+
+class ModelCheckpoint(Monitor):
+    """Writes the module's weights as a safetensors file, each complete or not at all.
+
+    Args:
+        filepath: ends with ".safetensors"; may have fields such as ``{epoch:02d}`` (counted from
+            1), ``{val_loss:.2f}``, and with a number as ``save_freq`` ``{batch}``, the number of
+            updates in the epoch. Folders are made. A file that has the name already is replaced.
+        monitor: name of the value for ``save_best_only``.
+        verbose: 1 to say what is done.
+        save_best_only: write only when the value is the best so far, over all fits.
+        save_weights_only: True; checkpoints of the whole training are not in this version.
+        mode: "min", "max", or "auto": as the metric says; an error if it does not.
+        save_freq: "epoch", or a number of weight updates: executions are cut so that the file
+            holds the weights after exactly that many, counted from the start of ``fit``. Values
+            are then the means of the epoch so far, and there is none of validation.
+        initial_value_threshold: the value to beat at first; None takes the first value that comes.
+        keep: how many of the files that this object has written are kept, the latest ones; None
+            keeps all.
+
+    Attributes:
+        best: the best value so far, or None.
+        files: paths of the files that it has written and kept, oldest first.
+
+    Raises:
+        ConfigurationError: an argument can't work; or, in training, there is no such value.
+    """
+
+    adds = ()
+    writes_files = True
+
+    def __init__(
+        self,
+        filepath: Union[str, os.PathLike[str]],
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_best_only: bool = False,
+        save_weights_only: bool = True,
+        mode: str = "auto",
+        save_freq: Union[str, int] = "epoch",
+        initial_value_threshold: Optional[float] = None,
+        keep: Optional[int] = None,
+    ) -> None:
+        super().__init__(monitor, mode)
+        self.filepath = os.fspath(filepath)
+        self.verbose = one_of(self, "verbose", verbose, (0, 1))
+        self.save_best_only = one_of(self, "save_best_only", save_best_only, (True, False))
+        if save_weights_only is not True:
+            raise ConfigurationError(
+                "save_weights_only of ModelCheckpoint must be True, as checkpoints of the whole "
+                f"training are not in this version, got {save_weights_only!r}. Leave it out to "
+                "write weights."
+            )
+        self.save_freq = save_freq
+        if save_freq != "epoch":
+            self.every_updates = whole(self, "save_freq", save_freq, 1)
+        if initial_value_threshold is not None:
+            initial_value_threshold = finite(
+                self, "initial_value_threshold", initial_value_threshold
+            )
+        self.best = initial_value_threshold
+        self.keep = None if keep is None else whole(self, "keep", keep, 1)
+        self.files: List[str] = []
+        self._epoch = self._updates = self._updates_before = 0
+        wanted = self._check_fields()
+        if self.save_best_only:
+            wanted = (*wanted, self.monitor)
+        self.monitors = tuple(name for name in wanted if name not in ("updates", "samples"))
+        self._check_running(wanted)
+
+    def _check_fields(self) -> Tuple[str, ...]:
+        """Names of values in the path, which is tried out."""
+        parts = list(string.Formatter().parse(self.filepath))
+        fields = {field for _, field, _, _ in parts if field is not None}
+        own = {"epoch": 1, **({"batch": 1} if self.every_updates is not None else {})}
+        try:
+            path = self.filepath.format(**{**dict.fromkeys(fields, 0.5), **own})
+        except (AttributeError, IndexError, KeyError, ValueError) as error:
+            raise ConfigurationError(
+                "filepath of ModelCheckpoint may have fields such as {epoch:02d} and "
+                f"{{val_loss:.2f}}, but {self.filepath!r} can't be filled in: {error}. Correct the "
+                "field, or double a brace that stands for itself."
+            ) from error
+        if "batch" in fields and self.every_updates is None:
+            raise ConfigurationError(
+                "filepath of ModelCheckpoint may have the field {batch} only if save_freq is a "
+                f"number of updates, got {self.filepath!r}. Use {{epoch}}."
+            )
+        if not path.endswith(".safetensors"):
+            checked_path(path)
+        return tuple(sorted(fields - set(own)))
+
+    def _check_running(self, wanted: Tuple[str, ...]) -> None:
+        late = [name for name in wanted if name.startswith("val_")]
+        if late and self.every_updates is not None:
+            raise ConfigurationError(
+                f"ModelCheckpoint with save_freq={self.save_freq} writes in the middle of an "
+                f"epoch, where there is no value {late[0]!r}. Use a value of training, such as "
+                "'loss', or save_freq='epoch'."
+            )
+
+    def _find_direction(self) -> str:
+        return super()._find_direction() if self.save_best_only else "min"
+
+    def on_train_begin(self, logs: Optional[Logs] = None) -> None:
+        """Make the folder, so that a path that can't be written is known before any work."""
+        super().on_train_begin(logs)
+        self._epoch = self._updates = self._updates_before = 0
+        folder = os.path.dirname(self.filepath)
+        if not any(field is not None for _, field, _, _ in string.Formatter().parse(folder)):
+            self._make_folder(folder.format())
+            if "{" not in self.filepath:
+                checked_path(self.filepath)
+
+    def _make_folder(self, folder: str) -> None:
+        try:
+            os.makedirs(folder or ".", exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(
+                f"ModelCheckpoint writes into the folder {folder!r}, but it can't be made: "
+                f"{error}. Choose another filepath."
+            ) from error
+
+    def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:
+        """Count the updates of finished epochs."""
+        self._epoch, self._updates_before = epoch, self._updates
+
+    def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
+        """Write when the updates of ``save_freq`` are done."""
+        before, self._updates = self._updates, self._updates_before + batch + 1
+        every = self.every_updates
+        if every is not None and self._updates // every > before // every:
+            self._consider(self._epoch, {"batch": batch + 1, **dict(logs or {})})
+
+    def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
+        """Write if an epoch is the unit."""
+        if self.every_updates is None:
+            self._consider(epoch, dict(logs or {}))
+
+    def _consider(self, epoch: int, logs: Dict[str, Any]) -> None:
+        if not self.save_best_only:
+            self._save(epoch, logs)
+            return
+        current = self._current(logs)
+        if current is None:
+            return
+        if self._improves(current, self.best):
+            self.best = current
+            self._save(epoch, logs)
+        elif self.verbose:
+            say(f"epoch {epoch + 1}: {self.monitor} {current:.5g} is no better than {self.best}")
+
+    def _save(self, epoch: int, logs: Dict[str, Any]) -> None:
+        try:
+            path = self.filepath.format(**{**logs, "epoch": epoch + 1})
+        except KeyError as error:
+            raise ConfigurationError(
+                f"filepath of ModelCheckpoint must have fields that are there, got "
+                f"{self.filepath!r} in an epoch that has epoch, {', '.join(logs)}, but not "
+                f"{error.args[0]}. Use one of these."
+            ) from error
+        self._make_folder(os.path.dirname(path))
+        self.model.save_weights(path)
+        if self.verbose:
+            say(f"epoch {epoch + 1}: wrote {path}")
+        self.files = [*(file for file in self.files if file != path), path]
+        while self.keep is not None and len(self.files) > self.keep:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self.files.pop(0))

@@ -1,0 +1,203 @@
+"""Weights in a safetensors file, which any program that knows safetensors and torch can load."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import stat
+import threading
+from typing import Any, Dict, List, Mapping, Union
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from ipufit.errors import ConfigurationError
+
+__all__ = ["Snapshot", "load_weights", "save_weights"]
+
+Path = Union[str, "os.PathLike[str]"]
+_SUFFIX = ".safetensors"
+
+
+def save_weights(module: nn.Module, path: Path) -> None:
+    """Write ``module.state_dict()`` to one file.
+
+    ``module.load_state_dict(safetensors.torch.load_file(path))`` reads it, without ipufit. A
+    tensor with several names is stored under each. The file appears under its name only when it is
+    complete; one that was there before is kept until then.
+
+    Args:
+        module: its parameters, persistent buffers and extra state of tensors are written.
+        path: ends with ".safetensors"; its folder exists.
+
+    Raises:
+        ConfigurationError: the path can't be written, or the state is not all tensors.
+    """
+    target = checked_path(path)
+    tensors = {}
+    for name, value in module.state_dict().items():
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            what = f"a tensor of layout {value.layout}" if isinstance(value, Tensor) else ""
+            raise ConfigurationError(
+                f"a file of weights holds dense tensors only, but {name!r} in the module's "
+                f"state_dict is {what or 'of type ' + type(value).__name__}. Return a tensor from "
+                "get_extra_state, or save this part on its own."
+            )
+        # A copy: names of one tensor, and views into a larger one, are stored as tensors apart.
+        tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+    _write(tensors, target)
+
+
+def checked_path(path: Path) -> str:
+    """The path of a file to write as a string.
+
+    Raises:
+        ConfigurationError: it has another suffix, is a folder, or its folder is missing.
+    """
+    target = os.fspath(path)
+    if not isinstance(target, str) or not target.endswith(_SUFFIX):
+        raise ConfigurationError(
+            f"weights are written in the format of safetensors, so their path must end with "
+            f"{_SUFFIX!r}, got {target!r}. Try 'weights{_SUFFIX}'."
+        )
+    folder = os.path.dirname(target) or "."
+    if os.path.isdir(target) or not os.path.isdir(folder):
+        found = f"{target!r} is a folder" if os.path.isdir(target) else f"{folder!r} is none"
+        raise ConfigurationError(
+            f"weights are written to a file in a folder that exists, but {found}. Make the folder, "
+            "or choose another path."
+        )
+    return target
+
+
+def _write(tensors: Dict[str, Tensor], target: str) -> None:
+    # Beside the target: only within one file system a file is put in place at once.
+    folder, name = os.path.split(target)
+    part = os.path.join(folder, f".{name}.{os.getpid()}.{threading.get_ident()}.part")
+    try:
+        with open(part, "xb") as file:
+            rights = os.fstat(file.fileno()).st_mode
+        try:
+            safetensors.torch.save_file(tensors, part, metadata={"format": "pt"})
+        except (KeyError, ValueError, safetensors.SafetensorError) as error:
+            dtypes = sorted({str(tensor.dtype) for tensor in tensors.values()})
+            raise ConfigurationError(
+                f"the installed safetensors can't store these weights ({', '.join(dtypes)}): "
+                f"{error}. Convert them with module.to(dtype)."
+            ) from error
+        with open(part, "rb+") as file:
+            os.fsync(file.fileno())
+        # Some versions of safetensors make a file that only its owner can read.
+        os.chmod(part, stat.S_IMODE(rights))
+        os.replace(part, target)
+        _sync_folder(folder or ".")
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(part)
+        raise
+
+
+def _sync_folder(folder: str) -> None:
+    """Make the new name outlast a power cut, where folders can be synchronised."""
+    if hasattr(os, "O_DIRECTORY"):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def load_weights(module: nn.Module, path: Path, strict: bool = True) -> None:
+    """Read a file of weights into the module's own tensors, in place.
+
+    Everything is compared before anything is changed.
+
+    Args:
+        module: has tensors of the same names and shapes.
+        path: of a safetensors file.
+        strict: every name and every dtype must agree; a floating-point dtype may become a wider
+            one. False leaves out what only one side has, and converts dtypes.
+
+    Raises:
+        ConfigurationError: the file can't be read, or does not fit; with all differences.
+    """
+    if not isinstance(strict, bool):
+        raise ConfigurationError(f"strict must be True or False, got {strict!r}.")
+    stored = _read(path)
+    own: Dict[str, Any] = module.state_dict()
+    faults = _differences(own, stored, strict)
+    if faults:
+        advice = "Load it into a module like the one it was saved from."
+        if strict and not any(": shape " in fault for fault in faults):
+            advice += " Pass strict=False to load what both have."
+        raise ConfigurationError(
+            f"the weights in {os.fspath(path)!r} must fit the module {type(module).__name__}, but "
+            f"they differ:\n" + "\n".join(f"  {fault}" for fault in faults) + f"\n{advice}"
+        )
+    fitting = {name: value for name, value in stored.items() if name in own}
+    with torch.no_grad():
+        module.load_state_dict(fitting, strict=False)
+
+
+def _read(path: Path) -> Dict[str, Tensor]:
+    try:
+        return safetensors.torch.load_file(os.fspath(path))
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ConfigurationError(
+            f"load_weights reads a file of safetensors, but {os.fspath(path)!r} can't be read as "
+            f"one: {error}. Files of torch.save are not read, as they may run code; load one with "
+            "torch.load(path, weights_only=True) and module.load_state_dict."
+        ) from error
+
+
+def _differences(own: Mapping[str, Any], stored: Mapping[str, Tensor], strict: bool) -> List[str]:
+    faults = []
+    if strict:
+        faults += [f"{name}: missing in the file" for name in own if name not in stored]
+        faults += [f"{name}: only in the file" for name in stored if name not in own]
+    for name, mine in own.items():
+        value = stored.get(name)
+        if value is None or not isinstance(mine, Tensor):
+            continue
+        if mine.shape != value.shape:
+            faults.append(
+                f"{name}: shape {tuple(value.shape)} in the file, {tuple(mine.shape)} in the module"
+            )
+        elif strict and not _widens(value.dtype, mine.dtype):
+            faults.append(f"{name}: {value.dtype} in the file, {mine.dtype} in the module")
+    return faults
+
+
+def _widens(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether every value of one dtype has its equal in the other."""
+    both_floating = source.is_floating_point and target.is_floating_point
+    return source == target or (both_floating and torch.promote_types(source, target) == target)
+
+
+class Snapshot:
+    """Copies of a module's parameters, buffers and extra state at one moment.
+
+    Args:
+        module: buffers that its state_dict leaves out are copied too.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        tensors = [*module.parameters(), *module.buffers()]
+        self._copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        self._extra = {
+            name: copy.deepcopy(value)
+            for name, value in module.state_dict().items()
+            if name.rpartition(".")[2] == "_extra_state"
+        }
+
+    def restore(self) -> None:
+        """Put the values back, in place: a running program works on these very tensors."""
+        with torch.no_grad():
+            for tensor, value in self._copies:
+                tensor.copy_(value)
+            if self._extra:
+                self._module.load_state_dict(copy.deepcopy(self._extra), strict=False)

@@ -1,0 +1,249 @@
+"""Files of weights: complete or absent, readable without ipufit, compared before they are used."""
+
+import os
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import ipufit
+from ipufit.errors import ConfigurationError
+from ipufit.weights import Snapshot, load_weights, save_weights
+from tests.faulty import Net, Told, assert_same_bits, batches, compiled, fit, flat
+
+
+class Tied(nn.Module):
+    """Two names of one parameter, a scalar, an integer and a buffer that is not stored."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+
+
+class Extra(nn.Module):
+    """Has a state of its own."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+        self.head = nn.Linear(1, 1)
+
+    def get_extra_state(self):
+        return self.value
+
+    def set_extra_state(self, state):
+        self.value = state
+
+
+def test_torch_and_safetensors_alone_read_the_file(tmp_path):
+    """A file of weights must outlive the library that wrote it."""
+    module, other = Tied(), Tied()
+    save_weights(module, tmp_path / "w.safetensors")
+    stored = safetensors.torch.load_file(tmp_path / "w.safetensors")
+    assert set(stored) == set(module.state_dict())
+    assert other.load_state_dict(stored).missing_keys == []
+    assert_same_bits(flat(module.state_dict()), flat(other.state_dict()))
+
+
+def test_weights_come_back_bit_by_bit(tmp_path):
+    """Through the model, with every dtype, and into the module's own tensors."""
+    net = Net().to(torch.bfloat16)
+    model, other = ipufit.Model(net), ipufit.Model(Net().to(torch.bfloat16))
+    before = [p.data_ptr() for p in other.module.parameters()]
+    model.save_weights(str(tmp_path / "w.safetensors"))
+    other.load_weights(str(tmp_path / "w.safetensors"))
+    assert_same_bits(flat(net.state_dict()), flat(other.module.state_dict()))
+    assert [p.data_ptr() for p in other.module.parameters()] == before
+
+
+def test_weights_are_saved_and_loaded_inside_fit(tmp_path):
+    """There parameters are views into the program's memory."""
+    path = tmp_path / "w.safetensors"
+    kept = {}
+
+    def act(told, last):
+        if last == 1:
+            told.model.save_weights(path)
+            kept.update(flat(told.model.module.state_dict()))
+        if last == 3:
+            told.model.load_weights(path)
+
+    model = compiled()
+    fit(model, batches(4), callbacks=[Told(on_train_batch_end=act)])
+    assert_same_bits(flat(model.module.state_dict()), kept)
+
+
+def test_a_failed_write_keeps_the_file_that_was_there(tmp_path, monkeypatch):
+    """A checkpoint is most needed after what interrupts its writing."""
+    path = tmp_path / "w.safetensors"
+    save_weights(nn.Linear(1, 1), path)
+    before = path.read_bytes()
+
+    def fail(*args):
+        raise OSError("full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="full"):
+        save_weights(nn.Linear(2, 2), path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["w.safetensors"]
+
+
+def refused(call, text):
+    with pytest.raises(ConfigurationError) as caught:
+        call()
+    assert str(caught.value) == text
+
+
+def test_paths_that_can_not_be_written_are_refused(tmp_path):
+    """Before an hour of training, where a callback asks early."""
+    net = nn.Linear(1, 1)
+    for path in ("w.pt", "w", "w.weights.h5"):
+        refused(
+            lambda path=path: save_weights(net, path),
+            "weights are written in the format of safetensors, so their path must end with "
+            f"'.safetensors', got {path!r}. Try 'weights.safetensors'.",
+        )
+    missing = str(tmp_path / "no" / "w.safetensors")
+    refused(
+        lambda: save_weights(net, missing),
+        f"weights are written to a file in a folder that exists, but {os.path.dirname(missing)!r} "
+        "is none. Make the folder, or choose another path.",
+    )
+    folder = tmp_path / "d.safetensors"
+    folder.mkdir()
+    refused(
+        lambda: save_weights(net, folder),
+        f"weights are written to a file in a folder that exists, but {str(folder)!r} is a folder. "
+        "Make the folder, or choose another path.",
+    )
+
+
+def test_a_state_that_is_no_tensor_is_refused_by_name(tmp_path):
+    """Left out silently, it would be missing when the file is loaded."""
+    path = tmp_path / "w.safetensors"
+    refused(
+        lambda: save_weights(nn.Sequential(Extra({"a": 1})), path),
+        "a file of weights holds dense tensors only, but '0._extra_state' in the module's "
+        "state_dict is of type dict. Return a tensor from get_extra_state, or save this part on "
+        "its own.",
+    )
+    sparse = nn.Module()
+    sparse.register_buffer("grid", torch.eye(2).to_sparse())
+    refused(
+        lambda: save_weights(sparse, path),
+        "a file of weights holds dense tensors only, but 'grid' in the module's state_dict is a "
+        "tensor of layout torch.sparse_coo. Return a tensor from get_extra_state, or save this "
+        "part on its own.",
+    )
+    assert not path.exists()
+    save_weights(Extra(torch.tensor(5.0)), path)
+    other = Extra(torch.tensor(0.0))
+    load_weights(other, path)
+    assert other.value == 5
+
+
+def test_a_dtype_that_safetensors_lacks_is_named(tmp_path, monkeypatch):
+    """The library's own message is a bare key."""
+
+    def fail(*args, **kwargs):
+        raise KeyError("torch.quint8")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", fail)
+    refused(
+        lambda: save_weights(nn.Linear(1, 1), tmp_path / "w.safetensors"),
+        "the installed safetensors can't store these weights (torch.float32): 'torch.quint8'. "
+        "Convert them with module.to(dtype).",
+    )
+    assert os.listdir(tmp_path) == []
+
+
+def test_all_differences_are_listed_and_nothing_is_loaded(tmp_path):
+    """One at a time, they would take as many attempts."""
+    path = str(tmp_path / "w.safetensors")
+    stored = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1), nn.Linear(1, 1))
+    stored[2].double()
+    save_weights(stored, path)
+    module = nn.Sequential(nn.Linear(2, 4), nn.Linear(3, 1, bias=False), nn.Linear(1, 1))
+    module.add_module("new", nn.Linear(1, 1, bias=False))
+    before = flat(module.state_dict())
+    head = f"the weights in {path!r} must fit the module Sequential, but they differ:\n"
+    shapes = (
+        "  0.weight: shape (3, 2) in the file, (4, 2) in the module\n"
+        "  0.bias: shape (3,) in the file, (4,) in the module\n"
+    )
+    tail = "Load it into a module like the one it was saved from."
+    refused(
+        lambda: load_weights(module, path),
+        f"{head}  new.weight: missing in the file\n  1.bias: only in the file\n{shapes}"
+        "  2.weight: torch.float64 in the file, torch.float32 in the module\n"
+        f"  2.bias: torch.float64 in the file, torch.float32 in the module\n{tail}",
+    )
+    refused(lambda: load_weights(module, path, strict=False), f"{head}{shapes}{tail}")
+    assert_same_bits(flat(module.state_dict()), before)
+    module[0] = nn.Linear(2, 3)
+    with pytest.raises(ConfigurationError, match=r"Pass strict=False to load what both have\.$"):
+        load_weights(module, path)
+    load_weights(module, path, strict=False)
+    assert torch.equal(module[1].weight, stored[1].weight)
+    assert torch.equal(module[2].bias, stored[2].bias.float())
+    assert torch.equal(module.new.weight, before["/new.weight"])
+    refused(lambda: load_weights(module, path, strict=1), "strict must be True or False, got 1.")
+
+
+def test_a_wider_dtype_takes_the_values_as_they_are(tmp_path):
+    """Nothing is lost by it."""
+    path = tmp_path / "w.safetensors"
+    stored, module = nn.Linear(2, 2).half(), nn.Linear(2, 2)
+    save_weights(stored, path)
+    load_weights(module, path)
+    assert torch.equal(module.weight, stored.weight.float())
+
+
+def test_what_is_no_file_of_weights_is_refused(tmp_path):
+    """Above all a pickle, which may run code when it is read."""
+    path = tmp_path / "w.pt"
+    torch.save(nn.Linear(1, 1).state_dict(), path)
+    for wrong in (path, tmp_path / "absent"):
+        with pytest.raises(ConfigurationError) as caught:
+            load_weights(nn.Linear(1, 1), wrong)
+        assert str(caught.value).startswith(
+            f"load_weights reads a file of safetensors, but {str(wrong)!r} can't be read as one: "
+        )
+        assert str(caught.value).endswith(
+            "Files of torch.save are not read, as they may run code; load one with "
+            "torch.load(path, weights_only=True) and module.load_state_dict."
+        )
+
+
+def test_a_snapshot_restores_everything_in_place():
+    """Buffers that are not stored, and states of a module's own, belong to that moment too."""
+    module = nn.Sequential(Tied(), Extra({"steps": 1}))
+    before = flat(module.state_dict())
+    place = module[0].first.weight.data_ptr()
+    snapshot = Snapshot(module)
+    module[1].value["steps"] = 5
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.add_(1)
+    for _ in range(2):
+        snapshot.restore()
+        assert_same_bits(flat(module.state_dict()), before)
+        assert torch.equal(module[0].scratch, torch.ones(2))
+        assert module[0].first.weight.data_ptr() == place
+        module[1].value["steps"] = 6
+
+
+def test_the_written_file_has_the_usual_rights(tmp_path):
+    """A private temporary file would end as a file that nobody else can read."""
+    save_weights(nn.Linear(1, 1), tmp_path / "w.safetensors")
+    Path(tmp_path / "plain").touch()
+    rights = [os.stat(tmp_path / name).st_mode for name in ("w.safetensors", "plain")]
+    assert rights[0] == rights[1]

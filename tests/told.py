@@ -1,0 +1,30 @@
+"""Callbacks for the tests of callbacks."""
+
+import pytest
+
+from ipufit.callbacks import Callback
+from ipufit.errors import ConfigurationError
+
+
+class Gives(Callback):
+    """Puts chosen values into the logs of epochs; an epoch whose value is None has none.
+
+    Args:
+        values: by name, one per epoch.
+    """
+
+    def __init__(self, **values):
+        super().__init__()
+        self.values = values
+
+    def on_epoch_end(self, epoch, logs=None):
+        for name, values in self.values.items():
+            if values[epoch] is not None:
+                logs[name] = values[epoch]
+
+
+def refused(call, text):
+    """The call raises a ConfigurationError with exactly this text."""
+    with pytest.raises(ConfigurationError) as caught:
+        call()
+    assert str(caught.value) == text
