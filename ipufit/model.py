@@ -896,6 +896,12 @@ class Model:
                 steps_per_epoch,
                 (ipus, device_iterations, gradient_accumulation),
             )
+        elif (batch_size, steps_per_epoch, limit_train_batches) != (None, None, None):
+            raise ConfigurationError(
+                "explain needs the data that batch_size, steps_per_epoch and limit_train_batches "
+                "are for, got none. Pass explain(x, ...), or leave them out to explain the last "
+                "fit."
+            )
         if plan is None:
             raise ConfigurationError(
                 "explain needs a loader, explain(loader, ipus=...), or an earlier fit; got neither."

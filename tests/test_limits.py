@@ -184,6 +184,19 @@ def test_explain_and_the_plan_know_the_steps(capsys):
     assert "One epoch = 8 samples = 2 updates in 2 executions." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["batch_size", "steps_per_epoch", "limit_train_batches"])
+def test_explain_of_the_last_fit_takes_no_limits(name):
+    """They would be ignored."""
+    model, _ = recording()
+    model.fit(TEN, TEN, verbose=0)
+    with pytest.raises(ConfigurationError) as caught:
+        model.explain(**{name: 2})
+    assert str(caught.value) == (
+        "explain needs the data that batch_size, steps_per_epoch and limit_train_batches are for, "
+        "got none. Pass explain(x, ...), or leave them out to explain the last fit."
+    )
+
+
 # ---- steps of inference -------------------------------------------------------------------------
 
 
