@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Dict, Generator, List, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -181,7 +181,7 @@ def predict(job: Job, callbacks: CallbackList) -> Any:
     return _joined(list(predictions(job, callbacks)))
 
 
-def predictions(job: Job, callbacks: CallbackList) -> Iterator[Any]:
+def predictions(job: Job, callbacks: CallbackList) -> Generator[Any, None, None]:
     """The same, one execution at a time.
 
     Raises:

@@ -19,7 +19,7 @@ from typing import (
 import torch
 from torch import nn
 
-from ipufit import finders, loop, on_batch
+from ipufit import finders, loop, on_batch, runs
 from ipufit.arguments import (
     FitArguments,
     FitRequest,
@@ -28,45 +28,27 @@ from ipufit.arguments import (
     limited_plan,
     one_of,
 )
-from ipufit.callbacks import Callback, CallbackList, ProgbarLogger
+from ipufit.callbacks import Callback
+from ipufit.compiling import CompileRequest, compiled
 from ipufit.data.forms import Given, open_data
 from ipufit.data.source import Source
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.errors import ConfigurationError, NotCompiledError
-from ipufit.faults import Faults
 from ipufit.finders import BatchSize
 from ipufit.history import History
-from ipufit.loop import Job
-from ipufit.losses import Loss, resolve_loss
 from ipufit.lr_finder import LearningRates, check_range, exponential_range
-from ipufit.metrics import resolve_metrics
-from ipufit.modes import evaluating, training
-from ipufit.optimizers import resolve_optimizer
 from ipufit.plan import Plan
-from ipufit.program import Engine, MicroBatch, Mode
+from ipufit.program import Engine, Mode
 from ipufit.randomness import draw_seed
 from ipufit.recipe import (
     LossScale,
-    Recipe,
-    refuse_metrics_of_sums,
-    refuse_sums_of_shares,
-    resolve_averaging,
-    resolve_clip,
-    resolve_dtype,
-    resolve_loss_scale,
-    resolve_output_mode,
-    resolve_precision,
 )
 from ipufit.recordable import refuse_unrecordable
-from ipufit.schedules import resolve_schedule
-from ipufit.session import Session, Validation, describe, updates_per_epoch
-from ipufit.summary import check_options, sample_of, stripped, summarize
-from ipufit.verbosity import say_dev_run
+from ipufit.session import Session
+from ipufit.summary import check_options, sample_of, summarize
 from ipufit.weights import load_weights, save_weights
 
 __all__ = ["Model"]
-
-_END = object()
 
 
 class Model:
@@ -110,8 +92,6 @@ class Model:
         self.outputs: List[Any] = []
         self._make_engine = _engine_maker(engine)
         self._session: Optional[Session] = None
-        self._plan: Optional[Plan] = None
-        self._sample: Optional[MicroBatch] = None
 
     def compile(
         self,
@@ -204,66 +184,36 @@ class Model:
                 "compile was called inside fit, from a callback or the data. Call it when fit has "
                 "returned."
             )
-        faults = Faults()
-        named = list(self.module.named_parameters())
-        resolved: Optional[Loss] = None
-        with faults.collected():
-            resolved = resolve_loss(loss, loss_weights, normalize, sample_weight_reduction)
-            if resolved.module is not None:
-                named += [(f"loss.{name}", p) for name, p in resolved.module.named_parameters()]
-        with faults.collected():
-            torch_optimizer = None if optimizer is None else resolve_optimizer(optimizer, named)
-        with faults.collected():
-            # What metrics of several outputs go by is not known without their losses.
-            if resolved is not None or not isinstance(loss, (list, tuple, dict)):
-                outputs = resolved.outputs if resolved is not None else None
-                metric_set = resolve_metrics(metrics, weighted_metrics, outputs)
-        with faults.collected():
-            one_of("gradient_reduction", gradient_reduction, ("mean", "sum"))
-            if gradient_reduction == "sum":
-                refuse_sums_of_shares(normalize, sample_weight_reduction)
-        settings: Dict[str, Any] = {"gradient_reduction": gradient_reduction}
-        with faults.collected():
-            settings["clip"] = resolve_clip(clipnorm, global_clipnorm, clipvalue)
-        with faults.collected():
-            averaging = resolve_averaging(use_ema, ema_momentum, ema_overwrite_frequency)
-            settings["averaging"] = averaging
-        with faults.collected():
-            settings["precision"] = resolve_precision(precision)
-            settings["loss_scale"] = resolve_loss_scale(loss_scale, settings["precision"])
-        with faults.collected():
-            settings["accumulation_dtype"] = resolve_dtype("accumulation_dtype", accumulation_dtype)
-        with faults.collected():
-            settings["output_mode"] = resolve_output_mode(output_mode, output_every)
-            if output_mode == "sum":
-                refuse_metrics_of_sums(metrics or weighted_metrics)
-        with faults.collected():
-            one_of("lr_scheduler_interval", lr_scheduler_interval, ("update", "epoch"))
-        with faults.collected():
-            one_of("auto_round_ipus", auto_round_ipus, (True, False))
-        with faults.collected():
-            one_of("run_eagerly", run_eagerly, (True, False))
-        faults.raise_all()
-        assert resolved is not None
-        settings["schedule"] = resolve_schedule(
-            lr_scheduler, torch_optimizer, lr_scheduler_interval
-        )
-        engine = self._make_engine()
-        if not callable(getattr(engine, "build", None)):
-            raise ConfigurationError(
-                f"engine must make an object with a method build(spec), got {engine!r}. Pass for "
-                "example engine='embedded'."
-            )
-        self._session = Session(
+        session = compiled(
             self.module,
-            torch_optimizer,
-            resolved,
-            metric_set,
-            engine,
-            Recipe(**settings),
-            auto_round_ipus,
-            run_eagerly,
+            self._make_engine,
+            CompileRequest(
+                optimizer=optimizer,
+                loss=loss,
+                metrics=metrics,
+                loss_weights=loss_weights,
+                weighted_metrics=weighted_metrics,
+                normalize=normalize,
+                sample_weight_reduction=sample_weight_reduction,
+                lr_scheduler=lr_scheduler,
+                lr_scheduler_interval=lr_scheduler_interval,
+                clipnorm=clipnorm,
+                global_clipnorm=global_clipnorm,
+                clipvalue=clipvalue,
+                use_ema=use_ema,
+                ema_momentum=ema_momentum,
+                ema_overwrite_frequency=ema_overwrite_frequency,
+                precision=precision,
+                loss_scale=loss_scale,
+                accumulation_dtype=accumulation_dtype,
+                output_mode=output_mode,
+                output_every=output_every,
+                gradient_reduction=gradient_reduction,
+                auto_round_ipus=auto_round_ipus,
+                run_eagerly=run_eagerly,
+            ),
         )
+        self._retire(session)
 
     @property
     def optimizer(self) -> Optional[torch.optim.Optimizer]:
@@ -425,53 +375,7 @@ class Model:
                 verbose=verbose,
             ),
         )
-        session.warn_of_changes()
-        self.stop_training = False
-        own = [callback for callback in given.callbacks if isinstance(callback, History)]
-        self.history = own[0] if own else History()
-        validation = None
-        if given.held_out is not None:
-            held_out, inference, held_prefetch = given.held_out
-            validation = Validation(session, held_out, inference, given.seed, held_prefetch)
-        with training(self.module, session.loss.module):
-            job = session.start(
-                given.source,
-                given.plan,
-                Mode.TRAIN,
-                given.seed,
-                "train",
-                given.first_epoch,
-                wants_outputs=any(callback.wants_outputs for callback in given.callbacks),
-                cut_every=[c.every_updates for c in given.callbacks if c.every_updates],
-                prefetch=given.prefetch,
-            )
-            with session.running(job):
-                if validation is not None:
-                    validation.check(job.first)
-                self._plan = job.plan
-                self._sample = stripped(job.first)
-                told = self._callbacks(given, job, Mode.TRAIN, given.last_epoch)
-                self.history.params = {
-                    **told.params,
-                    **describe(job.plan, session, given.source, given.seed),
-                    "prefetch": given.prefetch,
-                    **given.notes,
-                }
-                if given.level:
-                    say_dev_run(given.notes, validation is not None)
-                try:
-                    loop.Fit(
-                        job,
-                        told,
-                        self.history,
-                        validation.run if validation is not None else None,
-                        lambda: self.stop_training,
-                        session.recipe.schedule,
-                        given.validation_epochs.__contains__,
-                    ).run(given.first_epoch, given.last_epoch)
-                finally:
-                    self.history.params["capture_seconds"] = self.capture_seconds
-        return self.history
+        return runs.fit(self, session, given)
 
     def evaluate(
         self,
@@ -528,7 +432,7 @@ class Model:
             verbose,
         )
         one_of("return_dict", return_dict, (True, False))
-        values: Dict[str, float] = self._infer(session, given, Mode.EVALUATE, loop.evaluate)
+        values: Dict[str, float] = runs.infer(self, session, given, Mode.EVALUATE, loop.evaluate)
         return on_batch.as_keras_returns(values, return_dict)
 
     def predict(
@@ -581,7 +485,7 @@ class Model:
             seed,
             verbose,
         )
-        return self._infer(session, given, Mode.PREDICT, loop.predict)
+        return runs.infer(self, session, given, Mode.PREDICT, loop.predict)
 
     def predict_iter(
         self,
@@ -633,34 +537,7 @@ class Model:
             seed,
             verbose,
         )
-        return self._stream(session, given)
-
-    def _stream(self, session: Session, given: InferenceArguments) -> Iterator[Any]:
-        """Between two pieces the module is in the mode in which its owner left it."""
-        modules = (self.module, session.loss.module)
-        with evaluating(*modules):
-            job = session.start(
-                given.source,
-                given.plan,
-                Mode.PREDICT,
-                given.seed,
-                Mode.PREDICT.value,
-                prefetch=given.prefetch,
-            )
-        weights = session.weights_version()
-        with session.running(job):
-            pieces = loop.predictions(job, self._callbacks(given, job, Mode.PREDICT))
-            while True:
-                if self._session is not session or session.weights_version() != weights:
-                    raise ConfigurationError(
-                        "predict_iter must be read to its end before the model is trained or "
-                        "compiled again, but that happened in between. Start another one."
-                    )
-                with evaluating(*modules):
-                    piece = next(pieces, _END)
-                if piece is _END:
-                    return
-                yield piece
+        return runs.stream(self, session, given)
 
     def train_on_batch(
         self,
@@ -836,24 +713,6 @@ class Model:
             draw_seed() if seed is None else checked_seed(seed),
         )
 
-    def _infer(
-        self,
-        session: Session,
-        given: InferenceArguments,
-        mode: Mode,
-        run: Callable[[Job, CallbackList], Any],
-    ) -> Any:
-        with evaluating(self.module, session.loss.module):
-            job = session.start(
-                given.source, given.plan, mode, given.seed, mode.value, prefetch=given.prefetch
-            )
-            with session.running(job):
-                told = self._callbacks(given, job, mode)
-                try:
-                    return run(job, told)
-                finally:
-                    told.call("close")
-
     def explain(
         self,
         x: Any = None,
@@ -882,7 +741,7 @@ class Model:
             PlanError: the batch algebra does not fit; with all faults.
         """
         session = self._compiled("explain")
-        plan = self._plan
+        plan = session.last_plan
         if x is not None:
             source = open_data(
                 Given("training data", x, batch_size=batch_size),
@@ -941,9 +800,12 @@ class Model:
         check_options(line_length, depth, expand_nested, print_fn)
         session = self._session
         own_loss = session is not None and session.loss.in_module
-        sample = self._sample if x is None else sample_of(x, own_loss)
-        more = [self._plan.explain()] if session is not None and self._plan is not None else []
-        more += [session.explain()] if session is not None else []
+        sample = None if x is None else sample_of(x, own_loss)
+        more: List[str] = []
+        if session is not None:
+            sample = session.sample if x is None else sample
+            more += [session.last_plan.explain()] if session.last_plan is not None else []
+            more.append(session.explain())
         levels = depth if expand_nested else 1
         (print_fn or print)(summarize(self.module, sample, line_length, levels, more))
 
@@ -978,7 +840,13 @@ class Model:
 
     def close(self) -> None:
         """Let go of recorded programs and of the device; ``compile`` starts anew. Safe twice."""
-        self._session = None
+        self._retire(None)
+
+    def _retire(self, successor: Optional[Session]) -> None:
+        """Another session takes the place of the present one."""
+        if self._session is not None:
+            self._session.is_retired = True
+        self._session = successor
 
     def __enter__(self) -> Model:
         return self
@@ -1007,34 +875,6 @@ class Model:
                 "model.compile(optimizer='adam', loss='cross_entropy') first."
             )
         return self._session
-
-    def _callbacks(
-        self,
-        given: Union[FitArguments, InferenceArguments],
-        job: Job,
-        mode: Mode,
-        epochs: int = 1,
-    ) -> CallbackList:
-        metrics = [] if mode is Mode.PREDICT else [*job.meter.names, *job.meter.settings]
-        directions = {name: way for name, way in job.meter.directions.items() if name in metrics}
-        added: List[Callback] = []
-        if isinstance(given, FitArguments):
-            if given.held_out is not None:
-                metrics += [f"val_{name}" for name in job.meter.names]
-                directions.update({f"val_{name}": way for name, way in directions.items()})
-            if self.history not in given.callbacks:
-                added.append(self.history)
-        if given.level:
-            added.append(ProgbarLogger(given.level))
-        params = {
-            "epochs": epochs,
-            "verbose": given.level,
-            "updates": updates_per_epoch(job.plan, given.source),
-            "samples": job.plan.samples,
-            "metrics": metrics,
-            "directions": directions,
-        }
-        return CallbackList([*given.callbacks, *added], self, params)
 
 
 def _batch(x: Any, y: Any, sample_weight: Any) -> Any:

@@ -46,6 +46,8 @@ class Session:
 
     Attributes:
         updates: weight updates done so far.
+        last_plan, sample: batch algebra and shapes of the last ``fit``, or None.
+        is_retired: whether the model has been compiled anew or closed.
     """
 
     def __init__(
@@ -64,6 +66,9 @@ class Session:
         self.loss = loss
         self.metrics = metrics
         self.updates = 0
+        self.last_plan: Optional[Plan] = None
+        self.sample: Optional[MicroBatch] = None
+        self.is_retired = False
         self._runs = 0
         self._seed: Optional[int] = None
         self._optimizer = optimizer

@@ -1,0 +1,154 @@
+"""From the arguments of ``compile`` to a session; all that can't work is reported together."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+
+import torch
+from torch import nn
+
+from ipufit.arguments import one_of
+from ipufit.errors import ConfigurationError
+from ipufit.faults import Faults
+from ipufit.losses import Loss, resolve_loss
+from ipufit.metrics import MetricSet, resolve_metrics
+from ipufit.optimizers import resolve_optimizer
+from ipufit.program import Engine
+from ipufit.recipe import (
+    LossScale,
+    Recipe,
+    refuse_metrics_of_sums,
+    refuse_sums_of_shares,
+    resolve_averaging,
+    resolve_clip,
+    resolve_dtype,
+    resolve_loss_scale,
+    resolve_output_mode,
+    resolve_precision,
+)
+from ipufit.schedules import resolve_schedule
+from ipufit.session import Session
+
+__all__ = ["CompileRequest", "compiled"]
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileRequest:
+    """The arguments of ``Model.compile``, as they came; it documents them."""
+
+    optimizer: Any
+    loss: Any
+    metrics: Any
+    loss_weights: Any
+    weighted_metrics: Any
+    normalize: str
+    sample_weight_reduction: str
+    lr_scheduler: Any
+    lr_scheduler_interval: str
+    clipnorm: Optional[float]
+    global_clipnorm: Optional[float]
+    clipvalue: Optional[float]
+    use_ema: bool
+    ema_momentum: float
+    ema_overwrite_frequency: Optional[int]
+    precision: Optional[str]
+    loss_scale: Union[float, str, LossScale, None]
+    accumulation_dtype: Union[torch.dtype, str, None]
+    output_mode: str
+    output_every: Optional[int]
+    gradient_reduction: str
+    auto_round_ipus: bool
+    run_eagerly: bool
+
+
+def compiled(
+    module: nn.Module, make_engine: Callable[[], Engine], asked: CompileRequest
+) -> Session:
+    """Check all arguments, and only then make anything.
+
+    Raises:
+        ConfigurationError: something can't work; several faults as one error.
+    """
+    faults = Faults()
+    resolved, metrics, optimizer = _what(module, asked, faults)
+    settings = _how(asked, faults)
+    faults.raise_all()
+    assert resolved is not None
+    schedule = resolve_schedule(asked.lr_scheduler, optimizer, asked.lr_scheduler_interval)
+    engine = make_engine()
+    if not callable(getattr(engine, "build", None)):
+        raise ConfigurationError(
+            f"engine must make an object with a method build(spec), got {engine!r}. Pass for "
+            "example engine='embedded'."
+        )
+    return Session(
+        module,
+        optimizer,
+        resolved,
+        metrics,
+        engine,
+        Recipe(schedule=schedule, **settings),
+        asked.auto_round_ipus,
+        asked.run_eagerly,
+    )
+
+
+def _what(
+    module: nn.Module, asked: CompileRequest, faults: Faults
+) -> Tuple[Optional[Loss], MetricSet, Optional[torch.optim.Optimizer]]:
+    """Loss, metrics and optimizer in normal form."""
+    named: List[Tuple[str, nn.Parameter]] = list(module.named_parameters())
+    loss, optimizer, metrics = None, None, MetricSet()
+    with faults.collected():
+        loss = resolve_loss(
+            asked.loss, asked.loss_weights, asked.normalize, asked.sample_weight_reduction
+        )
+        if loss.module is not None:
+            named += [(f"loss.{name}", p) for name, p in loss.module.named_parameters()]
+    with faults.collected():
+        if asked.optimizer is not None:
+            optimizer = resolve_optimizer(asked.optimizer, named)
+    with faults.collected():
+        # What metrics of several outputs go by is not known without their losses.
+        if loss is not None or not isinstance(asked.loss, (list, tuple, dict)):
+            outputs = loss.outputs if loss is not None else None
+            metrics = resolve_metrics(asked.metrics, asked.weighted_metrics, outputs)
+    return loss, metrics, optimizer
+
+
+def _how(asked: CompileRequest, faults: Faults) -> Dict[str, Any]:
+    """The recipe, but for the schedule, which needs an optimizer that is known to be good."""
+    settings: Dict[str, Any] = {"gradient_reduction": asked.gradient_reduction}
+    with faults.collected():
+        one_of("gradient_reduction", asked.gradient_reduction, ("mean", "sum"))
+        if asked.gradient_reduction == "sum":
+            refuse_sums_of_shares(asked.normalize, asked.sample_weight_reduction)
+    with faults.collected():
+        settings["clip"] = resolve_clip(asked.clipnorm, asked.global_clipnorm, asked.clipvalue)
+    with faults.collected():
+        settings["averaging"] = resolve_averaging(
+            asked.use_ema, asked.ema_momentum, asked.ema_overwrite_frequency
+        )
+    with faults.collected():
+        settings["precision"] = resolve_precision(asked.precision)
+        settings["loss_scale"] = resolve_loss_scale(asked.loss_scale, settings["precision"])
+    with faults.collected():
+        settings["accumulation_dtype"] = resolve_dtype(
+            "accumulation_dtype", asked.accumulation_dtype
+        )
+    with faults.collected():
+        settings["output_mode"] = resolve_output_mode(asked.output_mode, asked.output_every)
+        if asked.output_mode == "sum":
+            refuse_metrics_of_sums(asked.metrics or asked.weighted_metrics)
+    for name, choices in _CHOICES.items():
+        with faults.collected():
+            one_of(name, getattr(asked, name), choices)
+    return settings
+
+
+_CHOICES: Dict[str, Tuple[object, ...]] = {
+    "lr_scheduler_interval": ("update", "epoch"),
+    "auto_round_ipus": (True, False),
+    "run_eagerly": (True, False),
+}

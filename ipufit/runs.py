@@ -1,0 +1,168 @@
+"""What ``Model`` does when its arguments are known to be right: one job, its callbacks, its end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Callable, Iterator, List, Union
+
+from ipufit import loop
+from ipufit.arguments import FitArguments, InferenceArguments
+from ipufit.callbacks import Callback, CallbackList, ProgbarLogger
+from ipufit.errors import ConfigurationError
+from ipufit.history import History
+from ipufit.loop import Job
+from ipufit.modes import evaluating, training
+from ipufit.program import Mode
+from ipufit.session import Session, Validation, describe, updates_per_epoch
+from ipufit.summary import stripped
+from ipufit.verbosity import say_dev_run
+
+if TYPE_CHECKING:
+    from ipufit.model import Model
+
+__all__ = ["fit", "infer", "stream"]
+
+_END = object()
+
+# Updates of a schedule that are tried before the first one; more would take noticeable time.
+_CHECKED_UPDATES = 10_000
+
+
+def fit(model: Model, session: Session, given: FitArguments) -> History:
+    """Train; the history is the model's too, also when this does not return."""
+    session.warn_of_changes()
+    model.stop_training = False
+    model.outputs = []
+    own = [callback for callback in given.callbacks if isinstance(callback, History)]
+    model.history = own[0] if own else History()
+    validation = None
+    if given.held_out is not None:
+        held_out, inference, held_prefetch = given.held_out
+        validation = Validation(session, held_out, inference, given.seed, held_prefetch)
+    with training(model.module, session.loss.module):
+        job = session.start(
+            given.source,
+            given.plan,
+            Mode.TRAIN,
+            given.seed,
+            "train",
+            given.first_epoch,
+            wants_outputs=any(callback.wants_outputs for callback in given.callbacks),
+            cut_every=[c.every_updates for c in given.callbacks if c.every_updates],
+            prefetch=given.prefetch,
+        )
+        with session.running(job):
+            if validation is not None:
+                validation.check(job.first)
+            _check_schedule(session, job, given)
+            session.last_plan, session.sample = job.plan, stripped(job.first)
+            told = _callbacks(model, given, job, Mode.TRAIN, given.last_epoch)
+            model.history.params = {
+                **told.params,
+                **describe(job.plan, session, given.source, given.seed),
+                "prefetch": given.prefetch,
+                **given.notes,
+            }
+            if given.level:
+                say_dev_run(given.notes, validation is not None)
+            try:
+                loop.Fit(
+                    job,
+                    told,
+                    model.history,
+                    validation.run if validation is not None else None,
+                    lambda: model.stop_training,
+                    session.recipe.schedule,
+                    given.validation_epochs.__contains__,
+                ).run(given.first_epoch, given.last_epoch)
+            finally:
+                model.history.params["capture_seconds"] = model.capture_seconds
+    return model.history
+
+
+def _check_schedule(session: Session, job: Job, given: FitArguments) -> None:
+    """Find out now whether the schedule has a value for every update to come."""
+    schedule = session.recipe.schedule
+    updates = updates_per_epoch(job.plan, given.source)
+    if schedule is not None and updates is not None:
+        coming = updates * (given.last_epoch - given.first_epoch)
+        schedule.check(min(coming, _CHECKED_UPDATES))
+
+
+def infer(
+    model: Model,
+    session: Session,
+    given: InferenceArguments,
+    mode: Mode,
+    run: Callable[[Job, CallbackList], Any],
+) -> Any:
+    """Evaluate or predict."""
+    with evaluating(model.module, session.loss.module):
+        job = _inference_job(session, given, mode)
+        with session.running(job):
+            told = _callbacks(model, given, job, mode)
+            try:
+                return run(job, told)
+            finally:
+                told.call("close")
+
+
+def stream(model: Model, session: Session, given: InferenceArguments) -> Iterator[Any]:
+    """Predict piece by piece; between two pieces the module is in the mode of its owner."""
+    modules = (model.module, session.loss.module)
+    with evaluating(*modules):
+        job = _inference_job(session, given, Mode.PREDICT)
+    weights = session.weights_version()
+    with session.running(job):
+        told = _callbacks(model, given, job, Mode.PREDICT)
+        pieces = loop.predictions(job, told)
+        try:
+            while True:
+                if session.is_retired or session.weights_version() != weights:
+                    raise ConfigurationError(
+                        "predict_iter must be read to its end before the model is trained or "
+                        "compiled again, but that happened in between. Start another one."
+                    )
+                with evaluating(*modules):
+                    piece = next(pieces, _END)
+                if piece is _END:
+                    return
+                yield piece
+        finally:
+            pieces.close()
+            told.call("close")
+
+
+def _inference_job(session: Session, given: InferenceArguments, mode: Mode) -> Job:
+    return session.start(
+        given.source, given.plan, mode, given.seed, mode.value, prefetch=given.prefetch
+    )
+
+
+def _callbacks(
+    model: Model,
+    given: Union[FitArguments, InferenceArguments],
+    job: Job,
+    mode: Mode,
+    epochs: int = 1,
+) -> CallbackList:
+    """The user's, then History, then the progress bar, as in Keras."""
+    metrics = [] if mode is Mode.PREDICT else [*job.meter.names, *job.meter.settings]
+    directions = {name: way for name, way in job.meter.directions.items() if name in metrics}
+    added: List[Callback] = []
+    if isinstance(given, FitArguments):
+        if given.held_out is not None:
+            metrics += [f"val_{name}" for name in job.meter.names]
+            directions.update({f"val_{name}": way for name, way in directions.items()})
+        if model.history not in given.callbacks:
+            added.append(model.history)
+    if given.level:
+        added.append(ProgbarLogger(given.level))
+    params = {
+        "epochs": epochs,
+        "verbose": given.level,
+        "updates": updates_per_epoch(job.plan, given.source),
+        "samples": job.plan.samples,
+        "metrics": metrics,
+        "directions": directions,
+    }
+    return CallbackList([*given.callbacks, *added], model, params)
