@@ -18,6 +18,7 @@ from ipufit.engines.embedded.inference import InferenceProgram
 from ipufit.engines.embedded.precision import (
     autocast_state,
     refuse_missing_half,
+    refuse_mixed_double,
     without_autocast,
 )
 from ipufit.engines.embedded.replicas import ReplicaMemory
@@ -183,14 +184,16 @@ class EmbeddedEngine:
                 stacklevel=2,
             )
         run = without_autocast(graph, arguments)
-        if arguments[-1].device.type == "cpu" and _computes_in_half(graph):
-            # A recording knows nothing of missing kernels: find out now rather than in training.
+        on_cpu = arguments[-1].device.type == "cpu"
+        if (on_cpu and _computes_in_half(graph)) or _mixes_double(arguments):
+            # A recording knows nothing of missing kernels, nor that some operators want one dtype:
+            # find out now rather than in training.
             self._try_out(run, arguments)
         return run, uses_random_numbers(graph)
 
     def _try_out(self, run: Callable[..., List[Tensor]], arguments: Sequence[Tensor]) -> None:
         """Run once on copies."""
-        with isolated(arguments[-1].device), refuse_missing_half():
+        with isolated(arguments[-1].device), refuse_missing_half(), refuse_mixed_double():
             run(*(argument.clone() for argument in arguments))
 
     @contextlib.contextmanager
@@ -206,6 +209,11 @@ class EmbeddedEngine:
 def _computes_in_half(graph: fx.GraphModule) -> bool:
     values = (node.meta.get("val") for node in graph.graph.nodes)
     return any(isinstance(v, Tensor) and v.dtype in _HALF for v in values)
+
+
+def _mixes_double(tensors: Sequence[Tensor]) -> bool:
+    kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    return torch.float64 in kinds and len(kinds) > 1
 
 
 def _partition(blocks: Sequence[Block]) -> Tuple[Tuple[str, ...], ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ipufit import tree
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, DataError
 from ipufit.recipe import Precision
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "check_precision",
     "computing_in",
     "refuse_missing_half",
+    "refuse_mixed_double",
     "with_inputs_in",
     "without_autocast",
 ]
@@ -121,6 +122,26 @@ def refuse_missing_half() -> Iterator[None]:
             "every operator of the program must exist in the chosen precision, but torch "
             f"{torch.__version__} says on the CPU: {text.partition(chr(10))[0]}. Use float32, "
             "'mixed_bfloat16', or a GPU."
+        ) from error
+
+
+@contextlib.contextmanager
+def refuse_mixed_double() -> Iterator[None]:
+    """Say what to do where float64 data meets a narrower module.
+
+    Raises:
+        DataError: with torch's text.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error).partition("\n")[0].rstrip(".")
+        if "dtype" not in text and "scalar type" not in text:
+            raise
+        raise DataError(
+            f"data and module must fit together, but float64 meets a narrower type: {text}. NumPy "
+            "makes float64 where nothing is said: convert the data with array.astype('float32') or "
+            "tensor.float(), or the module with module.double()."
         ) from error
 
 
