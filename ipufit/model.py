@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from ipufit import loop
-from ipufit.arguments import FitArguments, FitRequest, InferenceArguments, limited_plan, one_of
+from ipufit.arguments import FitArguments, InferenceArguments, one_of
 from ipufit.callbacks import Callback, CallbackList, ProgbarLogger
 from ipufit.data.forms import Given, open_data
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.errors import ConfigurationError, NotCompiledError
 from ipufit.faults import Faults
+from ipufit.fit_data import FitRequest, limited_plan
 from ipufit.history import History
 from ipufit.loop import Job
 from ipufit.losses import resolve_loss
