@@ -20,14 +20,7 @@ import torch
 from torch import nn
 
 from ipufit import finders, loop, on_batch, runs
-from ipufit.arguments import (
-    FitArguments,
-    FitRequest,
-    InferenceArguments,
-    checked_seed,
-    limited_plan,
-    one_of,
-)
+from ipufit.arguments import FitArguments, InferenceArguments, checked_seed, one_of
 from ipufit.callbacks import Callback
 from ipufit.compiling import CompileRequest, compiled
 from ipufit.data.forms import Given, open_data
@@ -35,14 +28,13 @@ from ipufit.data.source import Source
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.errors import ConfigurationError, NotCompiledError
 from ipufit.finders import BatchSize
+from ipufit.fit_data import FitRequest, limited_plan
 from ipufit.history import History
 from ipufit.lr_finder import LearningRates, check_range, exponential_range
 from ipufit.plan import Plan
 from ipufit.program import Engine, Mode
 from ipufit.randomness import draw_seed
-from ipufit.recipe import (
-    LossScale,
-)
+from ipufit.recipe import LossScale
 from ipufit.recordable import refuse_unrecordable
 from ipufit.session import Session
 from ipufit.summary import check_options, sample_of, summarize

@@ -393,6 +393,32 @@ def test_workers_read_ahead_give_the_same():
         assert_same_bits(state(model), expected)
 
 
+@pytest.mark.parametrize("form", ["tensors", "loader", "workers"])
+def test_a_callback_may_draw_while_batches_are_read(form):
+    """By default nothing but the first batch of an epoch is read with another generator state."""
+
+    class Draws(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            drawn.append(torch.rand(()).item())
+
+    x, y = batches(1, 200)[0]
+    loader = DataLoader(TensorDataset(x, y), 2, shuffle=True, num_workers=form == "workers")
+    arguments = {"y": y, "batch_size": 2} if form == "tensors" else {}
+    results = []
+    for prefetch in (0, None):
+        torch.manual_seed(0)
+        drawn = []
+        model = compiled()
+        data = x if form == "tensors" else loader
+        history = fit(model, data, epochs=2, prefetch=prefetch, callbacks=Draws(), **arguments)
+        assert history.params["prefetch"] == (prefetch is None)
+        results.append({**state(model), "drawn": drawn})
+    assert_same_bits(*results)
+    # A new pass within an epoch draws; then the default is to read without a thread.
+    history = fit(compiled(), x if form == "tensors" else loader, steps_per_epoch=3, **arguments)
+    assert history.params["prefetch"] == (form == "tensors")
+
+
 def test_a_stream_starts_again_from_its_beginning():
     """To find the samples of a batch that failed elsewhere."""
     stream = DataStream(3, "train", 0)

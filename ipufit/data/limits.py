@@ -8,6 +8,7 @@ from typing import Any, Collection, Iterable, Iterator, List, Optional
 from torch import Tensor
 
 from ipufit import tree
+from ipufit.data.loaders import unshuffled
 from ipufit.data.source import Source
 from ipufit.errors import ConfigurationError
 from ipufit.faults import at_least
@@ -124,7 +125,7 @@ def _copy(leaf: Any) -> Any:
 
 def first_batches(source: Source, count: int, role: str) -> Source:
     """A source of the first batches alone, which are kept in memory."""
-    kept = FirstBatches(source.in_order(), count)
+    kept = FirstBatches(unshuffled(source.loader), count)
     few = Source(kept, role, class_weights=source.class_weights)
     few.micro_batch_size, few.samples = source.micro_batch_size, source.samples
     few.micro_batches = source.micro_batches

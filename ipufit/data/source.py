@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import inspect
 import itertools
 import weakref
-from typing import Any, Callable, Iterable, Iterator, List, Optional, Tuple
+from typing import Any, Callable, ContextManager, Iterable, Iterator, List, Optional
 
-from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
-    RandomSampler,
-    Subset,
-    TensorDataset,
     default_collate,
 )
 
-from ipufit import tree
 from ipufit.data.arrays import ArrayLoader
+from ipufit.data.loaders import (
+    batch_total,
+    is_plain,
+    is_torchs,
+    length_of,
+    may_reuse_memory,
+    place_of,
+    row_count,
+    sample_makers,
+    stream_length,
+)
 from ipufit.data.reading import unreadable
 from ipufit.data.weights import ClassWeights
 from ipufit.errors import DataError
@@ -75,9 +79,9 @@ class Source:
         self.micro_batch_size: Optional[int] = None
         self.samples: Optional[int] = None
         self.dropped = 0
-        self.micro_batches = _batches(loader)
+        self.micro_batches = batch_total(loader)
         self.most: Optional[int] = None
-        self.reuses_memory = _may_reuse_memory(loader)
+        self.reuses_memory = may_reuse_memory(loader)
         self._shuffled = shuffled
         self._has_yielded = False
         if isinstance(loader, ArrayLoader):
@@ -93,7 +97,7 @@ class Source:
         size = self.micro_batch_size = int(batch_sampler.batch_size)
         if isinstance(loader.dataset, IterableDataset):
             return
-        total = _length(batch_sampler.sampler)
+        total = length_of(batch_sampler.sampler)
         if total is None:
             return
         self.dropped = total % size if batch_sampler.drop_last else 0
@@ -126,6 +130,8 @@ class Source:
     def reads_alone(self) -> bool:
         """Whether no code of the user's runs in this process while batches are read.
 
+        Then random numbers are drawn for the first batch of a pass at most.
+
         Only then may another thread read them unasked: code of the user's may belong to the thread
         that opened a database, say, or look at what training has done.
         """
@@ -134,25 +140,14 @@ class Source:
             return True
         if not isinstance(loader, DataLoader):
             return False
-        return _is_torchs(loader.sampler) and (
-            loader.num_workers > 0
-            or (loader.collate_fn is default_collate and _is_plain(loader.dataset))
+        return (
+            is_torchs(loader.sampler)
+            and is_torchs(loader.batch_sampler)
+            and (
+                loader.num_workers > 0
+                or (loader.collate_fn is default_collate and is_plain(loader.dataset))
+            )
         )
-
-    def in_order(self) -> Iterable[Any]:
-        """The same batches unshuffled, where the shuffling is ours or torch's."""
-        loader = self.loader
-        if not isinstance(loader, DataLoader) or type(loader.sampler) is not RandomSampler:
-            return loader
-        if type(loader.batch_sampler) is not BatchSampler or not loader.batch_size:
-            return loader
-        names = [
-            *("num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "generator"),
-            *("worker_init_fn", "multiprocessing_context", "batch_size"),
-            *(["prefetch_factor"] if loader.num_workers else []),
-        ]
-        options = {name: getattr(loader, name) for name in names}
-        return DataLoader(loader.dataset, shuffle=False, **options)
 
     def epoch(self, stream: DataStream, key: int = 0) -> Iterator[Any]:
         """The batches of one epoch.
@@ -184,18 +179,22 @@ class Source:
     def _read(self, loader: Iterable[Any], stream: DataStream) -> Iterator[Any]:
         iterator: Any = None
         index = seen = 0
-        limit = _stream_length(loader)
+        limit = stream_length(loader)
+        alone = self.reads_alone
         try:
-            with self._told(loader, index, stream), stream.active():
+            with self._told(loader, index, stream), self._drawing(stream):
                 iterator = iter(loader)
             while self.most is None or index < self.most:
-                with self._told(loader, index, stream), stream.active():
+                # torch's samplers draw the whole order at once. What draws nothing must leave the
+                # generator alone: a callback may draw from it while another thread reads.
+                drawing = contextlib.nullcontext() if alone and index else self._drawing(stream)
+                with self._told(loader, index, stream), drawing:
                     batch = next(iterator, _END)
                 if batch is _END:
                     return
                 self._has_yielded = True
                 if limit is not None:
-                    seen += _rows(batch, loader)
+                    seen += row_count(batch, loader)
                     if seen > limit:
                         raise self._repeated(loader, limit)
                 yield batch
@@ -203,6 +202,11 @@ class Source:
         finally:
             # Let go of, not closed: one that the user holds as well may be gone on with.
             iterator = None
+
+    def _drawing(self, stream: DataStream) -> ContextManager[None]:
+        if isinstance(self.loader, ArrayLoader):
+            return contextlib.nullcontext()
+        return stream.active()
 
     def _repeated(self, loader: Any, length: int) -> DataError:
         kind = type(loader.dataset).__name__
@@ -278,11 +282,11 @@ class Source:
         """Where in the user's code samples or batches are made, for error messages."""
         loader = self.loader
         if isinstance(loader, DataLoader):
-            candidates = [loader.collate_fn, *_methods(loader.dataset)]
+            candidates = [loader.collate_fn, *sample_makers(loader.dataset)]
         else:
-            candidates = [*_methods(loader), getattr(loader, "gi_code", None)]
+            candidates = [*sample_makers(loader), getattr(loader, "gi_code", None)]
         for candidate in candidates:
-            place = _place(candidate)
+            place = place_of(candidate)
             if place:
                 return f" Batches are made at {place[0]}:{place[1]}."
         return ""
@@ -312,75 +316,3 @@ def _refuse_what_has_no_batches(loader: Any, role: str) -> None:
             f"{role} must be tensors, arrays, a dataset, a DataLoader or an iterable of batches, "
             f"got {came}. Pass for example DataLoader(dataset, batch_size=...)."
         )
-
-
-def _is_torchs(value: Any) -> bool:
-    return type(value).__module__.partition(".")[0] in ("torch", "ipufit")
-
-
-def _is_plain(dataset: Any) -> bool:
-    """Tensors, or a part of such."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return type(dataset) is TensorDataset
-
-
-def _may_reuse_memory(loader: Any) -> bool:
-    """Torch's collate makes new tensors, workers send new ones, and a list holds its own."""
-    if isinstance(loader, ArrayLoader):
-        return False
-    if isinstance(loader, DataLoader):
-        makes_new = loader.batch_sampler is not None and loader.collate_fn is default_collate
-        return not makes_new and loader.num_workers == 0
-    return not isinstance(loader, (list, tuple))
-
-
-def _batches(loader: Any) -> Optional[int]:
-    """Batches of an epoch; of a stream only where torch's count of them can be relied on."""
-    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
-        return _length(loader) if loader.num_workers <= 1 else None
-    return _length(loader)
-
-
-def _stream_length(loader: Any) -> Optional[int]:
-    """Samples that a stream read by several workers says it has; None for anything else."""
-    if not isinstance(loader, DataLoader) or loader.num_workers < 2:
-        return None
-    return _length(loader.dataset) if isinstance(loader.dataset, IterableDataset) else None
-
-
-def _rows(batch: Any, loader: Any) -> int:
-    """Samples of a raw batch; 0 where it has nothing to count."""
-    if loader.batch_size is None:
-        return 1
-    tensors = (leaf for leaf in tree.flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.dim())
-    first = next(tensors, None)
-    return 0 if first is None else int(first.shape[0])
-
-
-def _length(sized: Any) -> Optional[int]:
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def _methods(owner: Any) -> Tuple[Any, Any]:
-    while isinstance(owner, Subset):
-        owner = owner.dataset
-    kind = type(owner)
-    return getattr(kind, "__getitem__", None), getattr(kind, "__iter__", None)
-
-
-def _place(candidate: Any) -> Optional[Tuple[str, int]]:
-    if isinstance(candidate, functools.partial):
-        candidate = candidate.func
-    if callable(candidate) and not inspect.isroutine(candidate):
-        candidate = type(candidate).__call__
-    module = getattr(candidate, "__module__", "") or ""
-    if candidate is None or module.split(".")[0] in ("torch", "builtins"):
-        return None
-    try:
-        return str(inspect.getsourcefile(candidate)), inspect.getsourcelines(candidate)[1]
-    except (TypeError, OSError):
-        return None

@@ -1,0 +1,125 @@
+"""What can be known of a loader without running it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, Optional, Tuple
+
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+from ipufit import tree
+from ipufit.data.arrays import ArrayLoader
+
+__all__ = [
+    "batch_total",
+    "is_plain",
+    "is_torchs",
+    "length_of",
+    "may_reuse_memory",
+    "place_of",
+    "row_count",
+    "sample_makers",
+    "stream_length",
+    "unshuffled",
+]
+
+
+def is_torchs(value: Any) -> bool:
+    """Whether torch, or ipufit, wrote its class."""
+    return type(value).__module__.partition(".")[0] in ("torch", "ipufit")
+
+
+def is_plain(dataset: Any) -> bool:
+    """Tensors, or a part of such."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return type(dataset) is TensorDataset
+
+
+def may_reuse_memory(loader: Any) -> bool:
+    """Torch's collate makes new tensors, workers send new ones, and a list holds its own."""
+    if isinstance(loader, ArrayLoader):
+        return False
+    if isinstance(loader, DataLoader):
+        makes_new = loader.batch_sampler is not None and loader.collate_fn is default_collate
+        return not makes_new and loader.num_workers == 0
+    return not isinstance(loader, (list, tuple))
+
+
+def batch_total(loader: Any) -> Optional[int]:
+    """Batches of an epoch; of a stream only where torch's count of them can be relied on."""
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        return length_of(loader) if loader.num_workers <= 1 else None
+    return length_of(loader)
+
+
+def stream_length(loader: Any) -> Optional[int]:
+    """Samples that a stream read by several workers says it has; None for anything else."""
+    if not isinstance(loader, DataLoader) or loader.num_workers < 2:
+        return None
+    return length_of(loader.dataset) if isinstance(loader.dataset, IterableDataset) else None
+
+
+def row_count(batch: Any, loader: Any) -> int:
+    """Samples of a raw batch; 0 where it has nothing to count."""
+    if loader.batch_size is None:
+        return 1
+    tensors = (leaf for leaf in tree.flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.dim())
+    first = next(tensors, None)
+    return 0 if first is None else int(first.shape[0])
+
+
+def length_of(sized: Any) -> Optional[int]:
+    """Its length, or None where it has none."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def sample_makers(owner: Any) -> Tuple[Any, Any]:
+    """The methods of a dataset or iterable that make its samples or batches."""
+    while isinstance(owner, Subset):
+        owner = owner.dataset
+    kind = type(owner)
+    return getattr(kind, "__getitem__", None), getattr(kind, "__iter__", None)
+
+
+def place_of(candidate: Any) -> Optional[Tuple[str, int]]:
+    """File and line of a function or callable object of the user's, if there is one."""
+    if isinstance(candidate, functools.partial):
+        candidate = candidate.func
+    if callable(candidate) and not inspect.isroutine(candidate):
+        candidate = type(candidate).__call__
+    module = getattr(candidate, "__module__", "") or ""
+    if candidate is None or module.split(".")[0] in ("torch", "builtins"):
+        return None
+    try:
+        return str(inspect.getsourcefile(candidate)), inspect.getsourcelines(candidate)[1]
+    except (TypeError, OSError):
+        return None
+
+
+def unshuffled(loader: Any) -> Any:
+    """The same batches in the order of the dataset, where the shuffling is torch's."""
+    if not isinstance(loader, DataLoader) or type(loader.sampler) is not RandomSampler:
+        return loader
+    if type(loader.batch_sampler) is not BatchSampler or not loader.batch_size:
+        return loader
+    names = [
+        *("num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "generator"),
+        *("worker_init_fn", "multiprocessing_context", "batch_size"),
+        *(["prefetch_factor"] if loader.num_workers else []),
+    ]
+    options = {name: getattr(loader, name) for name in names}
+    return DataLoader(loader.dataset, shuffle=False, **options)
