@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from typing import Any, Callable, Iterator, List, Sequence, Tuple
+from typing import Any, Callable, Iterable, Iterator, List, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from ipufit import tree
 from ipufit.errors import ConfigurationError
+from ipufit.randomness import isolated
 from ipufit.recipe import Precision
 
 __all__ = [
     "autocast_state",
     "check_precision",
+    "computes_in_half",
     "computing_in",
     "refuse_missing_half",
+    "try_out",
     "with_inputs_in",
     "without_autocast",
 ]
@@ -50,17 +53,23 @@ def without_autocast(
 
 @contextlib.contextmanager
 def computing_in(precision: Precision, device: torch.device) -> Iterator[None]:
-    """Autocast as the precision asks; None leaves an autocast of the user's as it is."""
-    if precision.autocast is None:
+    """Autocast as the precision asks; without one, that of the user stays as it is."""
+    enabled, dtype = autocast_state(device)
+    if precision.autocast is not None:
+        enabled, dtype = True, precision.autocast
+    if not enabled:
         yield
         return
-    # The cache would keep casts of weights from one recording to the next.
-    with torch.autocast(device.type, dtype=precision.autocast, cache_enabled=False):
+    # The cache would keep casts of weights from one micro-batch to the next.
+    with torch.autocast(device.type, dtype=dtype, cache_enabled=False):
         yield
 
 
 def with_inputs_in(precision: Precision, batch: Any) -> Any:
-    """The batch (args, kwargs, target, sample_weight), floating-point inputs in the module's."""
+    """The batch (args, kwargs, target, sample_weight), floating point as the precision asks.
+
+    Weights of samples stay as they are: they are no part of what the module computes.
+    """
     if precision.inputs is None:
         return batch
 
@@ -68,8 +77,8 @@ def with_inputs_in(precision: Precision, batch: Any) -> Any:
         floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
         return leaf.to(precision.inputs) if floating else leaf
 
-    args, kwargs, *rest = batch
-    return (tree.map_leaves(cast, args), tree.map_leaves(cast, kwargs), *rest)
+    args, kwargs, target, sample_weight = batch
+    return (*(tree.map_leaves(cast, part) for part in (args, kwargs, target)), sample_weight)
 
 
 def check_precision(precision: Precision, module: nn.Module) -> None:
@@ -122,6 +131,22 @@ def refuse_missing_half() -> Iterator[None]:
             f"{torch.__version__} says on the CPU: {text.partition(chr(10))[0]}. Use float32, "
             "'mixed_bfloat16', or a GPU."
         ) from error
+
+
+def computes_in_half(tensors: Iterable[object]) -> bool:
+    """Whether one of these is a tensor of half precision."""
+    half = (torch.float16, torch.bfloat16)
+    return any(isinstance(t, Tensor) and t.dtype in half for t in tensors)
+
+
+def try_out(run: Callable[..., Any], arguments: Sequence[Tensor]) -> None:
+    """Run once on copies: a recording knows nothing of missing kernels.
+
+    Raises:
+        ConfigurationError: naming the operator.
+    """
+    with isolated(arguments[-1].device), refuse_missing_half():
+        run(*(argument.clone() for argument in arguments))
 
 
 def _short(dtype: Any) -> str:
