@@ -8,6 +8,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 from ipufit.logged import LogRule, Running, joined_rules
 from ipufit.losses import Loss
 from ipufit.metrics import MetricSet
+from ipufit.names import check_log_name
 from ipufit.plan import Plan
 from ipufit.program import Anchors, CombinedBatch, MicroBatch, loss_counts
 
@@ -76,6 +77,7 @@ class Meter:
         self._rules = joined_rules(self._rules, anchors.rules)
         for name, rule in self._rules.items():
             if name not in self._logged:
+                check_log_name(name, self._metrics.names)
                 self._logged[name] = Running(rule)
             weights = counts if rule.counted else sizes
             values = [(values.get(name), weight) for values, weight in zip(anchors.logged, weights)]

@@ -21,6 +21,7 @@ __all__ = [
     "computing_in",
     "refuse_missing_half",
     "try_out",
+    "warn_of_vanishing_eps",
     "with_inputs_in",
     "without_autocast",
 ]
@@ -147,6 +148,24 @@ def try_out(run: Callable[..., Any], arguments: Sequence[Tensor]) -> None:
     """
     with isolated(arguments[-1].device), refuse_missing_half():
         run(*(argument.clone() for argument in arguments))
+
+
+def warn_of_vanishing_eps(optimizer: torch.optim.Optimizer) -> None:
+    """Say so where the eps that keeps a division from being one by zero is zero itself."""
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        is_number = isinstance(eps, float) and eps > 0
+        if not is_number or not any(p.dtype == torch.float16 for p in group["params"]):
+            continue
+        if torch.tensor(eps, dtype=torch.float16) == 0:
+            warnings.warn(
+                f"eps={eps:g} of {type(optimizer).__name__} is zero in float16, so that a weight "
+                "whose gradient vanishes becomes nan. Pass a larger one, such as 1e-4, or keep "
+                "weights in float32 with precision='mixed_float16'.",
+                UserWarning,
+                stacklevel=2,
+            )
+            return
 
 
 def _short(dtype: Any) -> str:

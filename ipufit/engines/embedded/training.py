@@ -15,6 +15,7 @@ from ipufit.engines.embedded.clipping import Finish
 from ipufit.engines.embedded.execution import Execution
 from ipufit.engines.embedded.following import follow_the_module
 from ipufit.engines.embedded.live import LiveState
+from ipufit.engines.embedded.precision import warn_of_vanishing_eps
 from ipufit.engines.embedded.replicas import put_back
 from ipufit.engines.embedded.scaling import Scaler, ScaleState
 from ipufit.engines.embedded.sharing import refuse_shared_memory
@@ -57,6 +58,7 @@ class TrainingProgram(BaseProgram):
         trained = set(self._trained)
         self._frozen = [name for name in self._parameters if name not in trained]
         refuse_shared_memory(self._trained, self._parameters, self._buffers)
+        warn_of_vanishing_eps(spec.optimizer)
         self._live = self._make_live()
         self._maker = UpdateMaker(
             spec,
