@@ -10,14 +10,15 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Union
 
 import torch
 from torch import Tensor
 
 from ipufit.errors import ConfigurationError
+from ipufit.names import check_log_name
 
-__all__ = ["Entry", "LogRule", "Running", "collecting", "log"]
+__all__ = ["Entries", "Entry", "LogRule", "Running", "collecting", "joined_rules", "log"]
 
 _REDUCTIONS = ("mean", "sum", "max", "min", "last")
 
@@ -42,11 +43,11 @@ class Entry:
     """What one micro-batch has reported under one name."""
 
     rule: LogRule
-    values: List[Tensor]
+    values: List[Union[Tensor, float]]
 
-    def joined(self) -> Tensor:
+    def joined(self, device: torch.device) -> Tensor:
         """One value of the micro-batch, shape (), float64."""
-        values = torch.stack(self.values) if len(self.values) > 1 else self.values[0].reshape(1)
+        values = torch.stack([_as_tensor(value, device) for value in self.values])
         if self.rule.reduce == "last":
             return values[-1]
         reduction: Any = {
@@ -57,6 +58,14 @@ class Entry:
         }[self.rule.reduce]
         result: Tensor = reduction(values)
         return result
+
+
+def _as_tensor(value: Union[Tensor, float], device: torch.device) -> Tensor:
+    """In float64, in which every number of the narrower types is exact."""
+    if isinstance(value, Tensor):
+        return value.reshape(()).to(device, torch.float64)
+    # Made on the device: a copy from the host would be one more in every micro-batch.
+    return torch.full((), value, dtype=torch.float64, device=device)
 
 
 Entries = Dict[str, Entry]
@@ -82,7 +91,7 @@ def log(name: str, value: Any, reduce: str = "mean", *, on_update: bool = False)
     Logged twice in one ``forward``, the values are reduced like those of micro-batches.
 
     Args:
-        name: key in History. Not "loss", nor the name of a metric.
+        name: key in History. Not one that ipufit logs itself, such as "loss", nor that of a metric.
         value: a tensor of one element, shape (), or a number. No gradient flows through it. A
             number is what it was when the program was recorded.
         reduce: over all micro-batches, replicas and updates of an epoch: "mean", in which every
@@ -99,16 +108,27 @@ def log(name: str, value: Any, reduce: str = "mean", *, on_update: bool = False)
     entries = _open.get()
     if entries is None:
         return
-    value = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
     rule = LogRule(reduce, on_update)
     entry = entries.setdefault(name, Entry(rule, []))
-    if entry.rule != rule:
-        raise ConfigurationError(
-            f"log must reduce {name!r} in one way, got {_words(entry.rule)} and {_words(rule)}. "
-            "Give the second value another name."
-        )
-    # In float64, in which every number of the narrower types is exact.
-    entry.values.append(value.reshape(()).to(torch.float64))
+    joined_rules({name: entry.rule}, {name: rule})
+    # A copy: what forward does to a tensor in place later on is not what was logged.
+    entry.values.append(value.detach().clone() if isinstance(value, Tensor) else float(value))
+
+
+def joined_rules(known: Mapping[str, LogRule], more: Mapping[str, LogRule]) -> Dict[str, LogRule]:
+    """The rules of both.
+
+    Raises:
+        ConfigurationError: they have a name in common, and another rule for it.
+    """
+    for name, rule in more.items():
+        before = known.get(name, rule)
+        if before != rule:
+            raise ConfigurationError(
+                f"log must reduce {name!r} in one way, got {_words(before)} and {_words(rule)}. "
+                "Give the second value another name."
+            )
+    return {**known, **more}
 
 
 def _words(rule: LogRule) -> str:
@@ -116,8 +136,7 @@ def _words(rule: LogRule) -> str:
 
 
 def _check(name: object, value: object, reduce: object, on_update: object) -> None:
-    if not isinstance(name, str) or not name:
-        raise ConfigurationError(f"log needs a name, a string that is not empty, got {name!r}.")
+    check_log_name(name)
     if reduce not in _REDUCTIONS:
         raise ConfigurationError(
             f"log({name!r}): reduce must be one of {', '.join(map(repr, _REDUCTIONS))}, got "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence
+import math
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
-from ipufit.logged import Running
+from ipufit.logged import LogRule, Running, joined_rules
 from ipufit.losses import Loss
 from ipufit.metrics import MetricSet
+from ipufit.names import check_log_name
 from ipufit.plan import Plan
 from ipufit.program import Anchors, CombinedBatch, MicroBatch, loss_counts
 
@@ -29,7 +31,8 @@ class Meter:
         updates: done so far in this epoch, skipped ones included.
         skipped: updates left out because their gradient was not finite.
         last_loss: mean over the last execution.
-        by_update: of names logged with ``on_update``, the value of every update.
+        by_update: of names logged with ``on_update``, the value of every update, nan for one that
+            logged none.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Meter:
         self._total = self._weight = 0.0
         self.last_loss = float("nan")
         self._logged: Dict[str, Running] = {}
+        self._rules: Dict[str, LogRule] = {}
         self._settings: Dict[str, float] = {}
         self._values: Optional[Dict[str, float]] = None
         self._metrics.reset()
@@ -101,20 +105,31 @@ class Meter:
     def _add_logged(
         self, anchors: Anchors, sizes: Sequence[float], counts: Sequence[float]
     ) -> None:
-        for name, rule in anchors.rules.items():
-            running = self._logged.setdefault(name, Running(rule))
+        self._rules = joined_rules(self._rules, anchors.rules)
+        for name, rule in self._rules.items():
+            if name not in self._logged:
+                check_log_name(name, self._metrics.names)
+                self._logged[name] = Running(rule)
             weights = counts if rule.counted else sizes
-            per_update = self._plan.micro_batches_per_update
-            one = Running(rule)
-            for place, (values, weight) in enumerate(zip(anchors.logged, weights)):
-                if rule.on_update and place and place % per_update == 0:
-                    self.by_update.setdefault(name, []).append(one.value)
-                    one = Running(rule)
-                if name in values:
-                    running.add(values[name], weight)
-                    one.add(values[name], weight)
+            values = [(values.get(name), weight) for values, weight in zip(anchors.logged, weights)]
+            _add_all(self._logged[name], values)
             if rule.on_update:
-                self.by_update.setdefault(name, []).append(one.value)
+                self._add_by_update(name, rule, values, len(sizes))
+
+    def _add_by_update(
+        self,
+        name: str,
+        rule: LogRule,
+        values: Sequence[Tuple[Optional[float], float]],
+        micro_batches: int,
+    ) -> None:
+        """One value for every update, nan where nothing was logged."""
+        by_update = self.by_update.setdefault(name, [math.nan] * self.updates)
+        per_update = self._plan.micro_batches_per_update
+        for first in range(0, micro_batches, per_update):
+            one = Running(rule)
+            _add_all(one, values[first : first + per_update])
+            by_update.append(one.value)
 
     @property
     def loss(self) -> float:
@@ -136,6 +151,12 @@ class Meter:
             last = {name: cheap[name] for name in settings}
             self._values = {**first, **self._metrics.compute(), **last}
         return self._values
+
+
+def _add_all(running: Running, values: Sequence[Tuple[Optional[float], float]]) -> None:
+    for value, weight in values:
+        if value is not None:
+            running.add(value, weight)
 
 
 def metric_target(micro_batch: MicroBatch, loss: Loss) -> Any:

@@ -148,7 +148,7 @@ class Model:
             precision: "mixed_float16" or "mixed_bfloat16" ("16-mixed", "bf16-mixed"): autocast
                 around forward and loss, weights as they are. "float16", "bfloat16", "float32",
                 "float64" ("16-true", ...): a module of that dtype, to which floating-point inputs
-                are brought. None leaves all as it is.
+                and targets are brought. None leaves all as it is.
             loss_scale: a number, or "dynamic" or a :class:`LossScale`: the loss is multiplied with
                 it before the backward pass and the gradient divided by it; an update whose
                 gradient is not finite is skipped and counted. None is "dynamic" under

@@ -135,7 +135,7 @@ class Anchors:
         rules: how the logged values are reduced, by name.
         settings: what the program says of itself after the execution: "learning_rate",
             "loss_scale".
-        skipped: updates left out because their gradient was not finite.
+        skipped: number of updates left out because their gradient was not finite.
     """
 
     losses: Tensor
@@ -207,13 +207,12 @@ class ProgramSpec:
 
 
 class Program(Protocol):
-    """A whole training, evaluation or prediction step, ready to run.
+    """A whole training, evaluation or prediction step, ready to run."""
 
-    Attributes:
-        updates: weight updates done since ``compile``.
-    """
-
-    updates: int
+    @property
+    def updates(self) -> int:
+        """Weight updates done since ``compile``, skipped ones included."""
+        ...
 
     def prepare(self, example: MicroBatch) -> Prepared:
         """Build for micro-batches like ``example`` without computing anything on its values.

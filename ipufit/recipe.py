@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple, Union
 
 import torch
 
@@ -83,6 +83,12 @@ class LossScale:
         """Whether the factor follows the gradients."""
         return self.growth_interval is not None
 
+    def describe(self) -> Union[float, str]:
+        """As short as ``compile`` takes it: a number, "dynamic", or what was changed in that."""
+        if not self.dynamic:
+            return self.initial
+        return "dynamic" if self == LossScale() else str(self)
+
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
@@ -92,7 +98,7 @@ class Precision:
         name: as given to ``compile``; None leaves everything as the module has it.
         autocast: the type that ``torch.autocast`` chooses where it is safe; weights stay as they
             are.
-        inputs: the type to which floating-point inputs are brought.
+        inputs: the type to which floating-point inputs and targets are brought.
     """
 
     name: Optional[str] = None
@@ -157,22 +163,27 @@ class Recipe:
         return (*(("learning_rate",) if self.schedule is not None else ()), *scaled)
 
     def describe(self) -> Dict[str, Any]:
-        """What differs from a plain update, for History and ``explain``."""
-        clip = {f"clip {n}": v for n, v in dataclasses.asdict(self.clip).items() if v is not None}
-        found: Dict[str, Any] = {name.replace("_", " "): value for name, value in clip.items()}
-        if self.accumulation_dtype is not None:
-            found["accumulation"] = _short(self.accumulation_dtype)
-        if self.precision.name is not None:
-            found["precision"] = self.precision.name
-        if self.loss_scale is not None:
-            found["loss scale"] = "dynamic" if self.loss_scale.dynamic else self.loss_scale.initial
-        if self.averaging is not None:
-            found["ema momentum"] = self.averaging.momentum
-        if self.schedule is not None:
-            found["schedule"] = str(self.schedule)
-        if self.output_mode.kind != "all":
-            found["output mode"] = self.output_mode.kind
-        return found
+        """The arguments of ``compile`` that make more of an update, for History and ``explain``.
+
+        Only what differs from a plain one; the values are numbers and strings.
+        """
+        averaging, scale, every = self.averaging, self.loss_scale, self.output_mode.every
+        dtype, mode = self.accumulation_dtype, self.output_mode.kind
+        found = {
+            "clipnorm": self.clip.norm,
+            "global_clipnorm": self.clip.global_norm,
+            "clipvalue": self.clip.value,
+            "use_ema": None if averaging is None else True,
+            "ema_momentum": None if averaging is None else averaging.momentum,
+            "ema_overwrite_frequency": None if averaging is None else averaging.overwrite_every,
+            "precision": self.precision.name,
+            "loss_scale": None if scale is None else scale.describe(),
+            "accumulation_dtype": None if dtype is None else _short(dtype),
+            "lr_scheduler": None if self.schedule is None else self.schedule.name,
+            "output_mode": None if mode == "all" else mode,
+            "output_every": every if mode == "every_n" else None,
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def _is_number(value: object) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import warnings
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -18,13 +18,15 @@ from ipufit.data.feed import Feed
 from ipufit.data.source import Source
 from ipufit.errors import ConfigurationError, DataError, IpufitError, MetricError
 from ipufit.interrupts import deferred
+from ipufit.logged import joined_rules
 from ipufit.loop import Job
 from ipufit.losses import Loss
 from ipufit.meter import Meter, metric_target
 from ipufit.metrics import MetricSet
 from ipufit.modes import evaluating
+from ipufit.names import check_log_name
 from ipufit.plan import Plan
-from ipufit.program import Engine, MicroBatch, Mode, Program, ProgramSpec
+from ipufit.program import Engine, MicroBatch, Mode, Prepared, Program, ProgramSpec
 from ipufit.randomness import draw_seed, isolated
 from ipufit.recipe import Recipe
 
@@ -206,10 +208,11 @@ class Session:
             prepared = program.prepare(first)
             if metrics:
                 self._probe(metrics, prepared.outputs, first)
-            _refuse_taken(prepared.rules, metrics.names)
             if mode is Mode.PREDICT:
                 loop.check_rows(prepared.outputs, first.size)
-            _prepare_tail(program, plan, first, source)
+            tail = _prepare_tail(program, plan, first, source)
+            for name in joined_rules(prepared.rules, tail.rules if tail is not None else {}):
+                check_log_name(name, metrics.names)
         except BaseException:
             self.finish(program)
             raise
@@ -264,8 +267,8 @@ class Session:
             f"Runs {how} on the {self.engine.name} engine, device {device}, with "
             f"{optimizer}; gradients reduced by {self.recipe.gradient_reduction}."
         )
-        more = [f"{name} {value}" for name, value in self.recipe.describe().items()]
-        return text + (f"\nAlso: {', '.join(more)}." if more else "")
+        more = [f"{name}={value!r}" for name, value in self.recipe.describe().items()]
+        return text + (f"\nCompiled with {', '.join(more)}." if more else "")
 
     def buffers(self) -> List[torch.Tensor]:
         """All buffers of the module and the loss."""
@@ -384,15 +387,6 @@ class Validation:
                     buffer.copy_(value)
 
 
-def _refuse_taken(rules: Iterable[str], metrics: Sequence[str]) -> None:
-    for name in rules:
-        if name in metrics:
-            raise ConfigurationError(
-                f"log must use names that nothing else has, got {name!r}, the name of a metric. "
-                "Give it another name."
-            )
-
-
 def _check_call(module: nn.Module, first: MicroBatch, loss: Loss, source: Source) -> None:
     """Hold the batch against the signature of forward, before torch's own error for it."""
     args, kwargs, _, _ = first.unpack()
@@ -417,15 +411,17 @@ def _check_call(module: nn.Module, first: MicroBatch, loss: Loss, source: Source
         ) from error
 
 
-def _prepare_tail(program: Program, plan: Plan, first: MicroBatch, source: Source) -> None:
+def _prepare_tail(
+    program: Program, plan: Plan, first: MicroBatch, source: Source
+) -> Optional[Prepared]:
     """Build for a smaller last micro-batch too, so that a module that can't take it fails now."""
     size = plan.tail.last_micro_batch_size if plan.tail else first.size
     if plan.training and plan.fixed_updates is not None:
         size = source.smallest or first.size
     if size >= first.size:
-        return
+        return None
     try:
-        program.prepare(first.cut(size))
+        return program.prepare(first.cut(size))
     except Exception as error:
         raise DataError(
             f"the module must take every micro-batch of the {source.role}, but fails with the last "
@@ -452,6 +448,7 @@ def describe(
 ) -> Dict[str, Any]:
     """How a run was made, for History."""
     return {
+        "gradient_reduction": session.recipe.gradient_reduction,
         **session.recipe.describe(),
         "engine": session.engine.name,
         "seed": seed,

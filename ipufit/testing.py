@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, List
+from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
 
@@ -16,6 +16,7 @@ from ipufit.program import (
     ProgramSpec,
     TrainState,
 )
+from ipufit.recipe import outputs_wanted
 
 __all__ = ["RecordingEngine", "RecordingProgram"]
 
@@ -47,16 +48,27 @@ class RecordingEngine:
 class RecordingProgram:
     """Takes every batch, returns losses of zero, and echoes the first input as output.
 
+    It gives back what the recipe asks for: outputs as ``output_mode`` chooses them, the schedule's
+    learning rate, the loss scale at its start. No update is skipped, and nothing is averaged.
+
     Attributes:
         spec: what it was built from.
+        examples: the micro-batches of :meth:`prepare`, in order.
         executions: the batches of :meth:`run`, in order.
+        rows: of a schedule, the settings of every parameter group, for each update.
         updates: weight updates that a real program would have made.
+        written: the states of :meth:`write_state`, in order.
+        calls: the names of all methods called, in order.
         closed: number of calls of :meth:`close`.
     """
 
     spec: ProgramSpec
+    examples: List[MicroBatch] = dataclasses.field(default_factory=list)
     executions: List[CombinedBatch] = dataclasses.field(default_factory=list)
+    rows: List[Any] = dataclasses.field(default_factory=list)
     updates: int = 0
+    written: List[TrainState] = dataclasses.field(default_factory=list)
+    calls: List[str] = dataclasses.field(default_factory=list)
     closed: int = 0
 
     def __post_init__(self) -> None:
@@ -67,37 +79,76 @@ class RecordingProgram:
 
     def prepare(self, example: MicroBatch) -> Prepared:
         """Nothing to build."""
+        self.calls.append("prepare")
+        self.examples.append(example)
         return Prepared(self._echo(example).to("meta"))
 
     def run(self, batch: CombinedBatch) -> Anchors:
         """Remember the batch."""
+        self.calls.append("run")
         self.executions.append(batch)
         count = len(batch.micro_batches)
-        if self.spec.mode is Mode.TRAIN:
-            self.updates += -(-count // self.spec.plan.micro_batches_per_update)
-        outputs = [self._echo(b) for b in batch.micro_batches] if self.spec.want_outputs else []
-        places = range(len(outputs))
+        settings = self._train(count) if self.spec.mode is Mode.TRAIN else {}
+        places, outputs = self._outputs(batch)
         losses = 0 if self.spec.mode is Mode.PREDICT else count
-        return Anchors(torch.zeros(losses, dtype=torch.float64), outputs, places)
+        zeros = torch.zeros(losses, dtype=torch.float64)
+        return Anchors(zeros, outputs, places, settings=settings)
+
+    def _train(self, micro_batches: int) -> Dict[str, float]:
+        updates = -(-micro_batches // self.spec.plan.micro_batches_per_update)
+        self.updates += updates
+        recipe = self.spec.recipe
+        settings = {}
+        if recipe.schedule is not None:
+            rows = recipe.schedule.rows(updates)
+            self.rows += rows
+            settings["learning_rate"] = float(rows[-1][0]["lr"])
+        if recipe.loss_scale is not None:
+            settings["loss_scale"] = recipe.loss_scale.initial
+        return settings
+
+    def _outputs(self, batch: CombinedBatch) -> Tuple[Sequence[int], List[Any]]:
+        """Which micro-batches' outputs come back, and those."""
+        echoes = [self._echo(micro_batch) for micro_batch in batch.micro_batches]
+        if not self.spec.want_outputs:
+            return (), []
+        if self.spec.mode is not Mode.TRAIN:
+            return range(len(echoes)), echoes
+        plan, mode = self.spec.plan, self.spec.recipe.output_mode
+        if mode.kind == "sum":
+            sums = [echo.clone() for echo in echoes[: plan.replicas]]
+            for place, echo in enumerate(echoes[plan.replicas :], plan.replicas):
+                sums[place % plan.replicas][: len(echo)] += echo
+            return (), sums
+        per_update = plan.micro_batches_per_update
+        places = outputs_wanted(mode, len(echoes), per_update, plan.replicas)
+        return places, [echoes[place] for place in places]
 
     def read_state(self) -> TrainState:
         """The module's weights, which nothing has changed."""
+        self.calls.append("read_state")
         weights = {n: p.detach().clone() for n, p in self.spec.module.named_parameters()}
         return TrainState(weights, [], {}, self.spec.seed, self.updates)
 
     def write_state(self, state: TrainState) -> None:
-        """Only the counter is state here."""
+        """Remember the state; of it, only the counter is used here."""
+        self.calls.append("write_state")
+        self.written.append(state)
         self.updates = state.updates
 
     def publish(self) -> None:
         """The optimizer has no state here."""
+        self.calls.append("publish")
 
     def swap_averages(self) -> None:
         """Nothing is averaged."""
+        self.calls.append("swap_averages")
 
     def adopt_averages(self) -> None:
         """Nothing is averaged."""
+        self.calls.append("adopt_averages")
 
     def close(self) -> None:
         """Count the calls."""
+        self.calls.append("close")
         self.closed += 1

@@ -17,13 +17,32 @@ def cut(n, micro_batch):
     return [range(i, min(n, i + micro_batch)) for i in range(0, n, micro_batch)]
 
 
-def train(net, optimizer, loss, x, y, epochs, mb, ga=1, replicas=1, seed=None, first_update=0):
+def train(
+    net,
+    optimizer,
+    loss,
+    x,
+    y,
+    epochs,
+    mb,
+    ga=1,
+    replicas=1,
+    seed=None,
+    first_update=0,
+    equally=False,
+    finish=lambda parameters, update: True,
+    after=lambda net, update: None,
+):
     """Train ``net`` in place; returns per epoch (mean loss, predictions made while training).
 
     Args:
         seed: for networks with dropout: the generator starts anew at every micro-batch, at a place
             that ipufit documents.
         first_update: of that place.
+        equally: every micro-batch of an update counts the same, whatever its size.
+        finish: called with the parameters, their .grad reduced, and the update's index; changes
+            .grad, and says whether the optimizer makes its step.
+        after: called with the network and the number of updates after each of them.
     """
     names = [name for name, _ in net.named_parameters()]
     parameters = dict(net.named_parameters())
@@ -44,7 +63,7 @@ def train(net, optimizer, loss, x, y, epochs, mb, ga=1, replicas=1, seed=None, f
                 inputs, target = x[rows.start : rows.stop], y[rows.start : rows.stop]
                 prediction = functional_call(net, {**parameters, **buffers[replica]}, (inputs,))
                 value = loss(prediction, target)
-                weight = len(rows) / samples
+                weight = 1 / len(group) if equally else len(rows) / samples
                 for name, gradient in zip(
                     names, torch.autograd.grad(value, [parameters[name] for name in names])
                 ):
@@ -53,8 +72,10 @@ def train(net, optimizer, loss, x, y, epochs, mb, ga=1, replicas=1, seed=None, f
                 predictions.append(prediction.detach())
             for name in names:
                 parameters[name].grad = gradients[name]
-            optimizer.step()
+            if finish(list(parameters.values()), update):
+                optimizer.step()
             optimizer.zero_grad()
             update += 1
+            after(net, update)
         report.append((sum(losses) / len(x), torch.cat(predictions)))
     return report

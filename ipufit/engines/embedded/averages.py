@@ -40,9 +40,10 @@ class Averages:
             flat.to(torch.promote_types(flat.dtype, torch.float32), copy=True) for flat in flats
         ]
         slots = [(slot, t) for block, t in zip(blocks, self._tensors) for slot in block.slots]
-        self._fresh = not all(slot.name in known for slot, _ in slots)
+        # A parameter that was frozen so far starts at its weight.
+        self._fresh = not any(slot.name in known for slot, _ in slots)
         for slot, tensor in slots:
-            if not self._fresh:
+            if slot.name in known:
                 slot.view(tensor).copy_(known[slot.name])
 
     @property
@@ -50,13 +51,21 @@ class Averages:
         """Whether weights and averages have changed places."""
         return bool(self._weights)
 
-    def move(self, flats: Sequence[Tensor], updates: int) -> None:
-        """Follow the weights.
+    def after_update(self, flats: Sequence[Tensor], updates: int, skipped: bool) -> None:
+        """Follow the weights, and become them if it is time.
 
         Args:
             flats: the weights, after an update.
             updates: how many there have been, this one included.
+            skipped: whether it was left out: nothing to follow then.
         """
+        if not skipped:
+            self._follow(flats)
+        every = self._rule.overwrite_every
+        if every is not None and updates % every == 0:
+            self._overwrite(flats)
+
+    def _follow(self, flats: Sequence[Tensor]) -> None:
         for tensor, flat in zip(self._tensors, flats):
             weight = flat.to(tensor.dtype)
             if self._fresh:
@@ -64,9 +73,6 @@ class Averages:
             else:
                 tensor.lerp_(weight, 1 - self._rule.momentum)
         self._fresh = False
-        every = self._rule.overwrite_every
-        if every is not None and updates % every == 0:
-            self._overwrite(flats)
 
     def _overwrite(self, flats: Sequence[Tensor]) -> None:
         for tensor, flat in zip(self._tensors, flats):
@@ -83,9 +89,10 @@ class Averages:
             self._overwrite(flats)
 
     def adopt(self, flats: Sequence[Tensor]) -> None:
-        """The averages as weights, for good."""
+        """The averages as weights, for good; before the first update, nothing."""
         self._weights = []
-        self._overwrite(flats)
+        if not self._fresh:
+            self._overwrite(flats)
 
     def by_name(self) -> Dict[str, Tensor]:
         """Copies by parameter name; none before the first update."""

@@ -47,7 +47,7 @@ class BaseProgram:
         """Record the program for micro-batches like this one."""
         recorded = self._recorded(example.to(self._device))
         outputs = recorded.outputs.rebuild(recorded.outputs.tensors)
-        return Prepared(outputs, recorded.reported.rules if recorded.reported else {})
+        return Prepared(outputs, recorded.reported().rules)
 
     @contextlib.contextmanager
     def _computing(self, recorded: Sequence[Recorded]) -> Iterator[None]:

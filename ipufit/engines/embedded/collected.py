@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Dict, List, Mapping, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ipufit.logged import LogRule
+from ipufit.logged import LogRule, joined_rules
 from ipufit.program import Anchors
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
+    from ipufit.engines.embedded.results import Reported
 
 __all__ = ["Collected"]
 
@@ -31,7 +32,7 @@ class Collected:
     """
 
     def __init__(self, replicas: int = 0) -> None:
-        self.numbers: List[Tuple[Recorded, Tensor]] = []
+        self.numbers: List[Tuple[Reported, Tensor]] = []
         self.outputs: List[Tuple[Recorded, List[Tensor]]] = []
         self.places: List[int] = []
         self.finite: List[Tensor] = []
@@ -44,8 +45,7 @@ class Collected:
             self.outputs.append((recorded, tensors))
             self.places.append(place)
         elif place < self._replicas:
-            wide = [t.to(torch.int64) if t.dtype == torch.bool else t.clone() for t in tensors]
-            self.outputs.append((recorded, wide))
+            self.outputs.append((recorded, [_to_add_to(tensor) for tensor in tensors]))
         else:
             for total, tensor in zip(self.outputs[place % self._replicas][1], tensors):
                 # A smaller last micro-batch adds to the rows that it has.
@@ -79,17 +79,22 @@ class Collected:
         self, values: Tensor
     ) -> Tuple[Tensor, Optional[Tensor], Sequence[Dict[str, float]], Dict[str, LogRule]]:
         """Losses, counts, logged values and how these are reduced."""
-        kinds = [recorded.reported for recorded, _ in self.numbers]
-        if all(kind is None or kind.size == 1 for kind in kinds):
-            return values.to(torch.float64), None, (), {}
+        kinds = [kind for kind, _ in self.numbers]
+        if all(kind.size == 1 for kind in kinds):
+            return values, None, (), {}
         losses, counts, logged = [], [], []
         rules: Dict[str, LogRule] = {}
         numbers = iter(values.tolist())
         for kind in kinds:
-            assert kind is not None
             losses.append(next(numbers))
             counts += [next(numbers)] if kind.counted else []
             logged.append({name: next(numbers) for name in kind.rules})
-            rules.update(kind.rules)
+            rules = joined_rules(rules, kind.rules)
         as_tensor = torch.tensor(counts, dtype=torch.float64) if counts else None
         return torch.tensor(losses, dtype=torch.float64), as_tensor, logged, rules
+
+
+def _to_add_to(tensor: Tensor) -> Tensor:
+    """A copy; of integers, in which a sum of them does not overflow, as torch.sum has it."""
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.clone() if is_number else tensor.to(torch.int64, copy=True)

@@ -10,40 +10,33 @@ from collections import OrderedDict
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ipufit.engines.embedded.capture import capture, uses_random_numbers
 from ipufit.engines.embedded.fingerprint import fingerprint
 from ipufit.engines.embedded.inference import InferenceProgram
 from ipufit.engines.embedded.precision import (
     autocast_state,
-    refuse_missing_half,
-    refuse_mixed_double,
+    computes_in_half,
+    mixes_double,
+    try_out,
     without_autocast,
 )
 from ipufit.engines.embedded.replicas import ReplicaMemory
+from ipufit.engines.embedded.results import OutputShape, Reported
 from ipufit.engines.embedded.scaling import ScaleState
-from ipufit.engines.embedded.step import (
-    MicroStep,
-    OutputShape,
-    Reported,
-    StepModule,
-    attributes_kept,
-)
+from ipufit.engines.embedded.step import MicroStep, StepModule, attributes_kept
 from ipufit.engines.embedded.storage import Block
 from ipufit.engines.embedded.training import TrainingProgram
 from ipufit.engines.embedded.transfer import Transfer
 from ipufit.engines.embedded.updater import Graphs
 from ipufit.losses import Loss
 from ipufit.program import MicroBatch, Mode, Program, ProgramSpec
-from ipufit.randomness import isolated
 
 __all__ = ["EmbeddedEngine", "Recorded"]
 
 # Recordings that are kept for later programs; the least recently used go first.
 _KEPT = 64
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,19 +46,26 @@ class Recorded:
     Attributes:
         run: takes weights, other state, batch leaves and a loss scale if there is one; returns the
             reported numbers, outputs and flat gradients.
+        micro: what was recorded.
         outputs: how the output tensors become the module's outputs.
         reached: names of the parameters that a gradient reaches.
         random: whether it may draw random numbers.
-        reported: what the numbers are that are the first result; None when there is no loss.
         held: objects whose identity the recording depends on.
     """
 
     run: Callable[..., List[Tensor]]
+    micro: MicroStep
     outputs: OutputShape
     reached: Tuple[str, ...]
     random: bool
-    reported: Optional[Reported]
     held: Tuple[object, ...]
+
+    def reported(self) -> Reported:
+        """What the numbers of the last run are.
+
+        The module itself, run without a recording, may report something else every time.
+        """
+        return self.micro.reported
 
 
 class EmbeddedEngine:
@@ -151,12 +151,9 @@ class EmbeddedEngine:
             )
             arguments = [*state, *example.leaves]
             if scaled:
-                arguments.append(torch.ones((), device=arguments[-1].device))
+                arguments.append(torch.ones((), dtype=torch.float64, device=arguments[-1].device))
             run, random = self._make(micro, step, arguments, spec.run_eagerly)
-            reported = micro.reported if with_loss else None
-            self._recorded[key] = Recorded(
-                run, micro.outputs, micro.reached, random, reported, held
-            )
+            self._recorded[key] = Recorded(run, micro, micro.outputs, micro.reached, random, held)
             if len(self._recorded) > _KEPT:
                 self._recorded.popitem(last=False)
         self._recorded.move_to_end(key)
@@ -169,7 +166,7 @@ class EmbeddedEngine:
         if eagerly:
             # Once on copies, to see the outputs and which parameters a gradient reaches.
             with attributes_kept(step):
-                self._try_out(micro, arguments)
+                try_out(micro, arguments)
             return micro, True
         with self.timed(), attributes_kept(step) as changed:
             graph = capture(micro, arguments)
@@ -184,17 +181,11 @@ class EmbeddedEngine:
                 stacklevel=2,
             )
         run = without_autocast(graph, arguments)
+        values = [node.meta.get("val") for node in graph.graph.nodes]
         on_cpu = arguments[-1].device.type == "cpu"
-        if (on_cpu and _computes_in_half(graph)) or _mixes_double(arguments):
-            # A recording knows nothing of missing kernels, nor that some operators want one dtype:
-            # find out now rather than in training.
-            self._try_out(run, arguments)
+        if (on_cpu and computes_in_half(values)) or mixes_double(arguments):
+            try_out(run, arguments)
         return run, uses_random_numbers(graph)
-
-    def _try_out(self, run: Callable[..., List[Tensor]], arguments: Sequence[Tensor]) -> None:
-        """Run once on copies."""
-        with isolated(arguments[-1].device), refuse_missing_half(), refuse_mixed_double():
-            run(*(argument.clone() for argument in arguments))
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
@@ -204,16 +195,6 @@ class EmbeddedEngine:
             yield
         finally:
             self.seconds += time.perf_counter() - start
-
-
-def _computes_in_half(graph: fx.GraphModule) -> bool:
-    values = (node.meta.get("val") for node in graph.graph.nodes)
-    return any(isinstance(v, Tensor) and v.dtype in _HALF for v in values)
-
-
-def _mixes_double(tensors: Sequence[Tensor]) -> bool:
-    kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-    return torch.float64 in kinds and len(kinds) > 1
 
 
 def _partition(blocks: Sequence[Block]) -> Tuple[Tuple[str, ...], ...]:

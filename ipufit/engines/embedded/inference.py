@@ -9,7 +9,7 @@ import torch
 from ipufit.engines.embedded.base import BaseProgram, on_host
 from ipufit.engines.embedded.collected import Collected
 from ipufit.engines.embedded.step import public_name
-from ipufit.program import Anchors, CombinedBatch, MicroBatch, ProgramSpec, TrainState
+from ipufit.program import Anchors, CombinedBatch, MicroBatch, Mode, ProgramSpec, TrainState
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
@@ -40,8 +40,8 @@ class InferenceProgram(BaseProgram):
             for place, (micro_batch, recorded) in enumerate(zip(micro_batches, programs)):
                 self._seed(recorded, self._passes)
                 result = list(recorded.run(*self._state, *micro_batch.leaves))
-                if recorded.reported is not None:
-                    collected.numbers.append((recorded, result.pop(0)))
+                if self._spec.mode is Mode.EVALUATE:
+                    collected.numbers.append((recorded.reported(), result.pop(0)))
                 if self._spec.want_outputs:
                     collected.add_outputs(recorded, result, place)
                 self._passes += 1

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import collections
-from typing import Any, Dict, List, Mapping, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
 
 import torch
 from torch import Tensor, fx, nn
 
 from ipufit.engines.embedded.capture import capture
 from ipufit.engines.embedded.clipping import Finish
+from ipufit.engines.embedded.precision import (
+    computes_in_half,
+    refuse_missing_half,
+    try_out,
+)
 from ipufit.engines.embedded.storage import Block, FlatStorage, group_alike, storage_id
 from ipufit.errors import CaptureError, OptimizerError
 
@@ -46,6 +51,13 @@ def _outside_state(optimizer: torch.optim.Optimizer) -> Any:
         k: repr(v) if isinstance(v, (int, float, str, bool)) else id(v) for k, v in own.items()
     }
     return _settings(optimizer), plain
+
+
+def _captured(step: Callable[..., List[Tensor]], arguments: Sequence[Tensor]) -> fx.GraphModule:
+    graph = capture(step, arguments, guard=False)
+    if arguments[0].device.type == "cpu" and computes_in_half(arguments):
+        try_out(graph, arguments)
+    return graph
 
 
 class OwnStepUpdater:
@@ -85,7 +97,8 @@ class OwnStepUpdater:
                 # Once on copies: what can't be followed must show before any weight changes.
                 flats = [flat.clone() for flat in storage.flats]
                 gradients = [torch.zeros_like(like) for like in self._finish.examples(flats)]
-                self._step(flats, gradients, self.snapshot())
+                with refuse_missing_half():
+                    self._step(flats, gradients, self.snapshot())
             elif not self._state:
                 self._record_first()
             else:
@@ -178,7 +191,7 @@ class OwnStepUpdater:
 
         flats = self._storage.flats
         examples = self._finish.examples(flats)
-        self._graphs[True] = capture(first, [*flats, *examples], guard=False)
+        self._graphs[True] = _captured(first, [*flats, *examples])
         self._keys = [key for key, value in made.items() if isinstance(value, Tensor)]
         numbers = {key: value for key, value in made.items() if not isinstance(value, Tensor)}
         # The state that the later graph starts from: same shapes, values of no meaning.
@@ -221,7 +234,7 @@ class OwnStepUpdater:
         flats = self._storage.flats
         examples = self._finish.examples(flats)
         arguments = [*flats, *examples, *(self._state[key] for key in self._keys)]
-        graph = capture(later, arguments, guard=False)
+        graph = _captured(later, arguments)
         return graph, {key: after[key] for key in numbers}
 
     def apply(self, gradients: Sequence[Tensor]) -> None:
@@ -247,7 +260,8 @@ class OwnStepUpdater:
 
     def restore(self, snapshot: Dict[_Key, Any]) -> None:
         """Go back to a copy of the state."""
-        self._state = dict(snapshot)
+        # The graphs change it in place, and a snapshot may be needed again.
+        self._state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in snapshot.items()}
 
     def export(self) -> None:
         """Write the state into the torch optimizer."""

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from typing import Any, Callable, Iterator, List, Sequence, Tuple
+from typing import Any, Callable, Iterable, Iterator, List, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from ipufit import tree
 from ipufit.errors import ConfigurationError, DataError
+from ipufit.randomness import isolated
 from ipufit.recipe import Precision
 
 __all__ = [
     "autocast_state",
     "check_precision",
+    "computes_in_half",
     "computing_in",
+    "mixes_double",
     "refuse_missing_half",
-    "refuse_mixed_double",
+    "try_out",
+    "warn_of_vanishing_eps",
     "with_inputs_in",
     "without_autocast",
 ]
@@ -51,17 +55,23 @@ def without_autocast(
 
 @contextlib.contextmanager
 def computing_in(precision: Precision, device: torch.device) -> Iterator[None]:
-    """Autocast as the precision asks; None leaves an autocast of the user's as it is."""
-    if precision.autocast is None:
+    """Autocast as the precision asks; without one, that of the user stays as it is."""
+    enabled, dtype = autocast_state(device)
+    if precision.autocast is not None:
+        enabled, dtype = True, precision.autocast
+    if not enabled:
         yield
         return
-    # The cache would keep casts of weights from one recording to the next.
-    with torch.autocast(device.type, dtype=precision.autocast, cache_enabled=False):
+    # The cache would keep casts of weights from one micro-batch to the next.
+    with torch.autocast(device.type, dtype=dtype, cache_enabled=False):
         yield
 
 
 def with_inputs_in(precision: Precision, batch: Any) -> Any:
-    """The batch (args, kwargs, target, sample_weight), floating-point inputs in the module's."""
+    """The batch (args, kwargs, target, sample_weight), floating point as the precision asks.
+
+    Weights of samples stay as they are: they are no part of what the module computes.
+    """
     if precision.inputs is None:
         return batch
 
@@ -69,8 +79,8 @@ def with_inputs_in(precision: Precision, batch: Any) -> Any:
         floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
         return leaf.to(precision.inputs) if floating else leaf
 
-    args, kwargs, *rest = batch
-    return (tree.map_leaves(cast, args), tree.map_leaves(cast, kwargs), *rest)
+    args, kwargs, target, sample_weight = batch
+    return (*(tree.map_leaves(cast, part) for part in (args, kwargs, target)), sample_weight)
 
 
 def check_precision(precision: Precision, module: nn.Module) -> None:
@@ -125,8 +135,14 @@ def refuse_missing_half() -> Iterator[None]:
         ) from error
 
 
+def computes_in_half(tensors: Iterable[object]) -> bool:
+    """Whether one of these is a tensor of half precision."""
+    half = (torch.float16, torch.bfloat16)
+    return any(isinstance(t, Tensor) and t.dtype in half for t in tensors)
+
+
 @contextlib.contextmanager
-def refuse_mixed_double() -> Iterator[None]:
+def _refuse_mixed_double() -> Iterator[None]:
     """Say what to do where float64 data meets a narrower module.
 
     Raises:
@@ -143,6 +159,41 @@ def refuse_mixed_double() -> Iterator[None]:
             "makes float64 where nothing is said: convert the data with array.astype('float32') or "
             "tensor.float(), or the module with module.double()."
         ) from error
+
+
+def mixes_double(tensors: Sequence[Tensor]) -> bool:
+    """Whether float64 stands beside a narrower floating-point type."""
+    kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    return torch.float64 in kinds and len(kinds) > 1
+
+
+def try_out(run: Callable[..., Any], arguments: Sequence[Tensor]) -> None:
+    """Run once on copies: a recording knows of no missing kernels and few mixed types.
+
+    Raises:
+        ConfigurationError: naming the operator that is missing.
+        DataError: float64 data and a narrower module.
+    """
+    with isolated(arguments[-1].device), refuse_missing_half(), _refuse_mixed_double():
+        run(*(argument.clone() for argument in arguments))
+
+
+def warn_of_vanishing_eps(optimizer: torch.optim.Optimizer) -> None:
+    """Say so where the eps that keeps a division from being one by zero is zero itself."""
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        is_number = isinstance(eps, float) and eps > 0
+        if not is_number or not any(p.dtype == torch.float16 for p in group["params"]):
+            continue
+        if torch.tensor(eps, dtype=torch.float16) == 0:
+            warnings.warn(
+                f"eps={eps:g} of {type(optimizer).__name__} is zero in float16, so that a weight "
+                "whose gradient vanishes becomes nan. Pass a larger one, such as 1e-4, or keep "
+                "weights in float32 with precision='mixed_float16'.",
+                UserWarning,
+                stacklevel=2,
+            )
+            return
 
 
 def _short(dtype: Any) -> str:

@@ -40,7 +40,7 @@ class ScaleState:
             return ScaleState(self.value / 2)
         if self.good + 1 < rule.growth_interval:
             return ScaleState(self.value, self.good + 1)
-        return ScaleState(min(self.value * 2, _LARGEST))
+        return ScaleState(self.value * 2 if self.value < _LARGEST else self.value)
 
 
 class Scaler:
@@ -64,8 +64,8 @@ class Scaler:
         return self.state.value
 
     def tensor(self, device: torch.device) -> Tensor:
-        """The present factor, shape ()."""
-        return torch.full((), self.state.value, device=device)
+        """The present factor, shape (), float64: exact whatever the loss's dtype."""
+        return torch.full((), self.state.value, dtype=torch.float64, device=device)
 
     def judge(
         self,

@@ -13,14 +13,15 @@ from torch.func import functional_call
 
 from ipufit import tree
 from ipufit.engines.embedded.precision import computing_in, with_inputs_in
+from ipufit.engines.embedded.results import OutputShape, Reported
 from ipufit.engines.embedded.storage import Block, storage_id
-from ipufit.errors import CaptureError, ConfigurationError, LossError
-from ipufit.logged import Entries, LogRule, collecting
+from ipufit.errors import CaptureError, LossError
+from ipufit.logged import collecting
 from ipufit.losses import Loss, LossTerm, find_loss
 from ipufit.program import MicroBatch
 from ipufit.recipe import Precision
 
-__all__ = ["MicroStep", "OutputShape", "StepModule", "attributes_kept", "public_name"]
+__all__ = ["MicroStep", "StepModule", "attributes_kept", "public_name"]
 
 
 class StepModule(nn.Module):
@@ -167,72 +168,6 @@ def _carries_loss(result: Any) -> bool:
     return found is not None and found[1].dim() == 0 and found[1].is_floating_point()
 
 
-class OutputShape:
-    """How the tensors that a step returns become the module's outputs again.
-
-    Leaves that are not tensors (None, numbers, strings) are what they were when the step was
-    recorded.
-    """
-
-    def __init__(self, outputs: Any) -> None:
-        leaves, self._structure = tree.flatten(outputs)
-        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self.tensors: List[Tensor] = [leaves[i] for i in self._places]
-
-    def forget(self) -> None:
-        """Let go of the tensors of the recording."""
-        self.tensors = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in self.tensors]
-
-    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
-        """The module's outputs around these tensors."""
-        leaves = list(self._leaves)
-        for place, tensor in zip(self._places, tensors):
-            leaves[place] = tensor
-        return tree.unflatten(leaves, self._structure)
-
-
-class Reported:
-    """The numbers that a micro-batch reports, in one tensor: the loss, its count, what it logged.
-
-    Attributes:
-        counted: whether the loss comes with a count.
-        rules: of the logged values, by name, in the order of the tensor.
-    """
-
-    def __init__(self) -> None:
-        self.counted = False
-        self.rules: Dict[str, LogRule] = {}
-
-    @property
-    def size(self) -> int:
-        """How many numbers there are."""
-        return 1 + int(self.counted) + len(self.rules)
-
-    def pack(self, term: LossTerm, entries: Entries) -> Tensor:
-        """One tensor of all numbers: shape (), or (size,) in float64 if they are several."""
-        self.counted = term.count is not None
-        self.rules = {name: entry.rule for name, entry in entries.items()}
-        values = [entry.joined() for entry in entries.values()]
-        for name, part in term.parts.items():
-            self._refuse_taken(name)
-            self.rules[name] = LogRule(counted=True)
-            values.append(part.detach())
-        if term.count is not None:
-            values.insert(0, term.count)
-        loss = term.value.detach()
-        if not values:
-            return loss
-        return torch.stack([v.reshape(()).to(torch.float64) for v in (loss, *values)])
-
-    def _refuse_taken(self, name: str) -> None:
-        if name in self.rules:
-            raise ConfigurationError(
-                f"log must use names that nothing else has, got {name!r}, under which a part of "
-                "the loss is reported. Give it another name."
-            )
-
-
 class MicroStep:
     """The function that is recorded for micro-batches of one shape.
 
@@ -255,7 +190,7 @@ class MicroStep:
     Attributes:
         outputs: how the output tensors become the module's outputs.
         reached: names of the parameters that a gradient reached.
-        reported: what the numbers are that come with the loss.
+        reported: what the numbers are that came with the loss of the last call.
     """
 
     def __init__(
@@ -303,7 +238,8 @@ class MicroStep:
                 batch = with_inputs_in(self._precision, batch)
                 outputs, term = functional_call(self._step, state, (batch, state, self._with_loss))
             if term is not None:
-                result.append(self.reported.pack(term, entries))
+                self.reported, numbers = Reported.of(term, entries)
+                result.append(numbers)
             if self._layout is not None:
                 gradients = self._gradients(term.value, state, scale)
         if self._want_outputs:

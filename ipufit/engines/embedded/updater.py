@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from ipufit.engines.embedded.capture import capture
 from ipufit.engines.embedded.clipping import Finish
 from ipufit.engines.embedded.own_step import OwnStepUpdater
+from ipufit.engines.embedded.precision import computes_in_half, try_out
 from ipufit.engines.embedded.rules import Rule, rule_for
 from ipufit.engines.embedded.storage import Block, FlatStorage, group_alike
 from ipufit.errors import OptimizerError
@@ -137,14 +138,15 @@ class RuleUpdater:
         self._rules = [self._kind(groups[block.group]) for block in blocks]
         self._states = [self._load(*each) for each in zip(blocks, storage.flats, self._rules)]
         self._counts = [block.updates for block in blocks]
-        if run_eagerly:
-            return
+        self.refresh([groups])
+        arguments = self._arguments(self._finish.examples(storage.flats))
         key = (self._kind, self._switches, storage.form, self._finish)
-        if key not in self._graphs:
-            self.refresh([groups])
-            gradients = self._finish.examples(storage.flats)
-            self._graphs[key] = capture(self._update, self._arguments(gradients))
-        self._run = self._graphs[key]
+        if not run_eagerly:
+            if key not in self._graphs:
+                self._graphs[key] = capture(self._update, arguments)
+            self._run = self._graphs[key]
+        if arguments[-1].device.type == "cpu" and computes_in_half(arguments):
+            try_out(self._run, arguments)
 
     def _load(self, block: Block, flat: Tensor, rule: Rule) -> Dict[str, Tensor]:
         state = {name: torch.zeros_like(flat) for name in rule.tensors}

@@ -1,0 +1,143 @@
+"""The updates of one execution, with results looked at as they come or all at its end."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Dict, Optional, Sequence, Set
+
+from torch import Tensor
+
+from ipufit.engines.embedded.collected import Collected
+from ipufit.engines.embedded.live import LiveState, Snapshot
+from ipufit.engines.embedded.update import Update, UpdateMaker
+from ipufit.engines.embedded.updater import Rows
+from ipufit.errors import NonFiniteLossError
+from ipufit.program import Anchors, ProgramSpec
+from ipufit.recipe import outputs_wanted
+
+if TYPE_CHECKING:
+    from ipufit.engines.embedded.engine import EmbeddedEngine
+
+__all__ = ["Execution"]
+
+
+class Execution:
+    """Runs all updates, and sees to it that none is made of what is not finite.
+
+    Where the host can look at a number without waiting for the device, it does so before each
+    update. Elsewhere it looks after the last one, when everything has come over in one copy; if an
+    update turns out to have been bad, the execution is taken back and repeated without it. Data and
+    random numbers are functions of the update, so both ways give the same bits.
+
+    Args:
+        engine: brings results to the host.
+        spec: what is built.
+        live: what the updates change.
+        maker: makes one update.
+        updates: micro-batches, with what is recorded for them, by update.
+        rows: the settings of the optimizer for each update.
+    """
+
+    def __init__(
+        self,
+        engine: EmbeddedEngine,
+        spec: ProgramSpec,
+        live: LiveState,
+        maker: UpdateMaker,
+        updates: Sequence[Update],
+        rows: Rows,
+    ) -> None:
+        self._engine = engine
+        self._spec = spec
+        self._live = live
+        self._maker = maker
+        self._updates = updates
+        self._rows = rows
+        self._wanted = self._wanted_outputs()
+
+    def _wanted_outputs(self) -> Set[int]:
+        if not self._spec.want_outputs:
+            return set()
+        plan = self._spec.plan
+        count = sum(len(update) for update in self._updates)
+        mode, per_update = self._spec.recipe.output_mode, plan.micro_batches_per_update
+        return set(outputs_wanted(mode, count, per_update, plan.replicas))
+
+    def run(self) -> Anchors:
+        """All updates.
+
+        Raises:
+            NonFiniteLossError: the state is that before the update named in it.
+        """
+        if self._maker.at_once:
+            anchors, _ = self._attempt(self._updates, None).to_anchors(
+                self._engine, self._settings()
+            )
+            return anchors
+        return self._run_late()
+
+    def _run_late(self) -> Anchors:
+        snapshot = self._live.snapshot()
+        left_out: Set[int] = set()
+        while True:
+            try:
+                collected = self._attempt(self._updates, left_out)
+            except NonFiniteLossError:
+                raise  # this is the update it names: all before it are known to be good
+            except BaseException:
+                # An update before this one may have been spoilt already: no loss was looked at.
+                self._live.restore(snapshot)
+                raise
+            anchors, finite = collected.to_anchors(self._engine, self._settings())
+            lost = self._first_lost(anchors.losses)
+            bad = next((i for i, ok in enumerate(finite) if not ok and i not in left_out), None)
+            if lost is not None and (bad is None or lost <= bad):
+                self._go_back(snapshot)
+                self._attempt(self._updates[:lost], left_out)
+                self._refuse(lost, anchors.losses)
+            if bad is None:
+                return anchors
+            left_out.add(bad)
+            self._go_back(snapshot)
+
+    def _go_back(self, snapshot: Snapshot) -> None:
+        self._live.restore(snapshot)
+        self._live.updater.refresh(self._rows)
+
+    def _attempt(self, updates: Sequence[Update], left_out: Optional[Set[int]]) -> Collected:
+        """Every update in turn.
+
+        Args:
+            updates: all of the execution, or the first ones.
+            left_out: updates known to have a gradient that is not finite; None to look at once.
+        """
+        plan = self._spec.plan
+        is_sum = self._spec.recipe.output_mode.kind == "sum"
+        collected = Collected(plan.replicas if is_sum else 0)
+        for index, update in enumerate(updates):
+            left = None if left_out is None else index in left_out
+            first = index * plan.micro_batches_per_update
+            self._maker.make(update, first, self._wanted, collected, left)
+        return collected
+
+    def _settings(self) -> Dict[str, float]:
+        """What the program says of itself after the execution."""
+        settings = {}
+        if self._spec.recipe.schedule is not None:
+            settings["learning_rate"] = float(self._rows[-1][0]["lr"])
+        if self._live.scaler is not None:
+            settings["loss_scale"] = self._live.scaler.value
+        return settings
+
+    def _first_lost(self, losses: Tensor) -> Optional[int]:
+        """The first update with a loss that is not finite."""
+        values = iter(losses.tolist())
+        for index, update in enumerate(self._updates):
+            if not all(math.isfinite(value) for value in [next(values) for _ in update]):
+                return index
+        return None
+
+    def _refuse(self, lost: int, losses: Tensor) -> None:
+        first = sum(len(update) for update in self._updates[:lost])
+        for value in losses[first : first + len(self._updates[lost])].tolist():
+            self._maker.refuse_non_finite(value)

@@ -1,0 +1,148 @@
+"""One weight update: the gradients of its micro-batches, reduced and applied, or left out."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Callable, List, Optional, Sequence, Set, Tuple
+
+import torch
+from torch import Tensor
+
+from ipufit.engines.embedded.collected import Collected
+from ipufit.engines.embedded.live import LiveState
+from ipufit.engines.embedded.reduction import Reduction
+from ipufit.engines.embedded.replicas import copy_of, put_back
+from ipufit.errors import NonFiniteLossError
+from ipufit.program import MicroBatch, ProgramSpec
+
+if TYPE_CHECKING:
+    from ipufit.engines.embedded.engine import Recorded
+
+__all__ = ["Update", "UpdateMaker"]
+
+# The micro-batches of an update, each with what is recorded for it.
+Update = Sequence[Tuple[MicroBatch, "Recorded"]]
+
+# Starts the random numbers of a micro-batch, given its update and its place in it.
+Seeding = Callable[["Recorded", int, int], None]
+
+
+class UpdateMaker:
+    """Makes one update after another.
+
+    Args:
+        spec: what is built.
+        live: what the updates change.
+        device: where.
+        seed: starts the random numbers of a micro-batch.
+        at_once: whether losses are looked at as they come, where the host need not wait for them.
+    """
+
+    def __init__(
+        self,
+        spec: ProgramSpec,
+        live: LiveState,
+        device: torch.device,
+        seed: Seeding,
+        at_once: bool,
+    ) -> None:
+        self._live = live
+        self._device = device
+        self._seed = seed
+        self._reduction = Reduction(spec)
+        self._clips = bool(spec.recipe.clip)
+        self.at_once = at_once
+
+    def make(
+        self,
+        update: Update,
+        first: int,
+        wanted: Set[int],
+        collected: Collected,
+        left_out: Optional[bool],
+    ) -> None:
+        """One update.
+
+        Args:
+            update: its micro-batches.
+            first: place of the first one in the execution.
+            wanted: places whose outputs come back.
+            collected: where results go.
+            left_out: whether it is known to have a gradient that is not finite; None to look.
+
+        Raises:
+            NonFiniteLossError: a loss, or at every loss scale the gradient, is not finite; buffers
+                are back to what they were before the update.
+        """
+        live = self._live
+        saved = [copy_of(buffers) for buffers in live.replicas]
+        try:
+            gradients = self._gradients(update, first, wanted, collected)
+            skip = False
+            if live.scaler is not None:
+                seen = self._as_used(gradients)
+                skip = live.scaler.judge(seen, left_out, collected.finite, live.updates)
+        except BaseException:
+            for buffers, values in zip(live.replicas, saved):
+                put_back(buffers, values)
+            raise
+        if skip:
+            collected.skipped += 1
+            live.updater.skip()
+        else:
+            live.updater.apply(gradients)
+        live.updates += 1
+        if live.averages is not None:
+            live.averages.after_update(live.storage.flats, live.updates, skipped=skip)
+
+    def _gradients(
+        self, update: Update, first: int, wanted: Set[int], collected: Collected
+    ) -> List[Tensor]:
+        """Reduced over the micro-batches of one update, one flat tensor per block."""
+        live = self._live
+        blocks = len(live.storage.blocks)
+        total = self._reduction.start([batch.size for batch, _ in update])
+        scale = [] if live.scaler is None else [live.scaler.tensor(self._device)]
+        for place, (batch, recorded) in enumerate(update):
+            self._seed(recorded, live.updates, place)
+            state = live.states[place % len(live.states)]
+            numbers, *rest = recorded.run(*state, *batch.leaves, *scale)
+            outputs, own = rest[: len(rest) - blocks], rest[len(rest) - blocks :]
+            kind = recorded.reported()
+            if self.at_once:
+                self.refuse_non_finite((numbers[0] if numbers.dim() else numbers).item())
+            collected.numbers.append((kind, numbers))
+            if first + place in wanted:
+                collected.add_outputs(recorded, outputs, first + place)
+            total.add(own, numbers[1] if kind.counted else None)
+        return total.reduced(1.0 if live.scaler is None else live.scaler.value)
+
+    def _as_used(self, gradients: Sequence[Tensor]) -> List[Tensor]:
+        """In the dtype of the weights, which may hold less than the sum; bounded ones fit."""
+        if self._clips:
+            return list(gradients)
+        return [g.to(flat.dtype) for g, flat in zip(gradients, self._live.storage.flats)]
+
+    def refuse_non_finite(self, value: float) -> None:
+        """Make sure that a loss of the coming update is a number.
+
+        Raises:
+            NonFiniteLossError: it is not.
+        """
+        if math.isfinite(value):
+            return
+        cause = (
+            "Look for a learning rate that is too high, a log or division of zero, or "
+            "non-finite data."
+        )
+        if not all(bool(flat.isfinite().all()) for flat in self._live.storage.flats):
+            cause = (
+                "Weights were not finite before it: the gradient of an earlier update was "
+                "not, though its loss was. Look for a square root or a power at zero."
+            )
+        raise NonFiniteLossError(
+            f"the loss must be finite, but it became {value} in update {self._live.updates}. The "
+            "weights, buffers and optimizer state are those from before that update. " + cause,
+            self._live.updates,
+            value,
+        )

@@ -1,0 +1,73 @@
+"""One call of fit for tests of how an update is made, in every way the engine can run it."""
+
+import copy
+import dataclasses
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import ipufit
+from ipufit.engines.embedded.engine import EmbeddedEngine
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Micro-batch size, device iterations, gradient accumulation, replicas."""
+
+    mb: int = 4
+    di: int = 1
+    ga: int = 1
+    replicas: int = 1
+
+    @property
+    def by_hand(self):
+        """For tests.reference.train."""
+        return {"mb": self.mb, "ga": self.ga, "replicas": self.replicas}
+
+
+# Each leaves a tail of 23 samples: in a micro-batch, an update, an execution.
+PLANS = [Plan(), Plan(4, 3), Plan(5, 2, 2), Plan(3, 2, 3, 2), Plan(2, 4, 1, 4)]
+# Recorded; through the module itself; with results looked at after an execution, as on a GPU.
+WAYS = ["recorded", "eager", "late"]
+
+
+def compiled(net, optimizer, loss="cross_entropy", way="recorded", metrics=None, **options):
+    """A compiled model and its engine; the optimizer is made of a copy of the network."""
+    engine = EmbeddedEngine()
+    engine.check_late = way == "late"
+    net = copy.deepcopy(net)
+    model = ipufit.Model(net, engine=lambda: engine)
+    made = optimizer(net.parameters()) if callable(optimizer) else optimizer
+    model.compile(made, loss, metrics, run_eagerly=way == "eager", **options)
+    return model, engine
+
+
+def fit(model, x, y, plan=None, epochs=2, seed=5, **options):
+    """Fit without a word; the history."""
+    plan = plan or Plan()
+    return model.fit(
+        DataLoader(TensorDataset(x, y), batch_size=plan.mb),
+        epochs=epochs,
+        ipus=plan.replicas,
+        device_iterations=plan.di,
+        gradient_accumulation=plan.ga,
+        seed=seed,
+        verbose=0,
+        **options,
+    )
+
+
+def assert_close(net, other, atol=1e-11):
+    """Parameters and buffers of two networks agree."""
+    expected = other.state_dict()
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(
+            value, expected[name], rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def assert_equal(net, other):
+    """Every bit of parameters and buffers of two networks agrees."""
+    expected = other.state_dict()
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, expected[name]), name

@@ -1,0 +1,550 @@
+"""From gradients to weights: clipping, averaging, normalisation, accumulation, by hand."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+import ipufit
+from ipufit.errors import ConfigurationError
+from tests.fitting import PLANS, WAYS, Plan, assert_close, assert_equal, compiled, fit
+from tests.nets import CNN, MLP, data
+from tests.reference import train
+
+X, Y = data(23)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.05)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+
+
+def adagrad(parameters):
+    """Goes through its own step."""
+    return torch.optim.Adagrad(parameters, lr=0.05)
+
+
+def two_groups(parameters):
+    first, *others = parameters
+    return torch.optim.SGD([{"params": [first]}, {"params": others, "lr": 0.1}], lr=0.5)
+
+
+def by_hand(net, optimizer, plan, epochs=2, loss=nn.functional.cross_entropy, **options):
+    net = copy.deepcopy(net)
+    report = train(net, optimizer(net.parameters()), loss, X, Y, epochs, **plan.by_hand, **options)
+    return net, report
+
+
+# ---- clipping -----------------------------------------------------------------------------------
+
+
+def norm_of_each(parameters, update):
+    for p in parameters:
+        clip_grad_norm_([p], 0.05)
+    return True
+
+
+def norm_of_all(parameters, update):
+    clip_grad_norm_(parameters, 0.1)
+    return True
+
+
+def values(parameters, update):
+    clip_grad_value_(parameters, 0.01)
+    return True
+
+
+CLIPS = {
+    "clipnorm": (0.05, norm_of_each),
+    "global_clipnorm": (0.1, norm_of_all),
+    "clipvalue": (0.01, values),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("name", CLIPS)
+def test_clipping_is_that_of_torch_once_after_the_reduction(name, plan, way):
+    """Clipped in every micro-batch, accumulation would change the gradient's direction."""
+    net = MLP().double()
+    bound, finish = CLIPS[name]
+    expected, report = by_hand(net, sgd, plan, finish=finish)
+    model, _ = compiled(net, sgd, way=way, **{name: bound})
+    history = fit(model, X, Y, plan).history
+    assert_close(model.module, expected)
+    assert history["loss"] == pytest.approx([loss for loss, _ in report], abs=1e-11)
+    free, _ = compiled(net, sgd, way=way)
+    fit(free, X, Y, plan)
+    assert not torch.allclose(free.module.layers[0].weight, model.module.layers[0].weight)
+
+
+@pytest.mark.parametrize("optimizer", [adagrad, two_groups, adam])
+@pytest.mark.parametrize("name", CLIPS)
+def test_clipping_works_for_every_kind_of_optimizer(name, optimizer):
+    """Parameters of several groups have one norm together; another optimizer has its own step."""
+    net, plan = MLP().double(), Plan(4, 2, 2)
+    bound, finish = CLIPS[name]
+    expected, _ = by_hand(net, optimizer, plan, finish=finish)
+    model, _ = compiled(net, optimizer, **{name: bound})
+    fit(model, X, Y, plan)
+    assert_close(model.module, expected)
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_a_bound_that_is_never_reached_changes_no_bit(name):
+    net = MLP().double()
+    free, _ = compiled(net, sgd)
+    fit(free, X, Y)
+    wide, _ = compiled(net, sgd, **{name: 1e6})
+    fit(wide, X, Y)
+    assert_equal(wide.module, free.module)
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_the_global_norm_counts_parameters_of_two_dtypes(name):
+    """Blocks of different dtypes have norms of different dtypes."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(12, 6)
+            self.second = nn.Linear(6, 5).double()
+
+        def forward(self, x):
+            return self.second(self.first(x.flatten(1).float()).double())
+
+    net = Two()
+    bound, finish = CLIPS[name]
+    expected, _ = by_hand(net, sgd, Plan(), finish=finish)
+    model, _ = compiled(net, sgd, **{name: bound})
+    fit(model, X, Y)
+    assert_close(model.module, expected, atol=2e-5)  # half of it in float32
+
+
+# ---- moving averages ----------------------------------------------------------------------------
+
+
+class Averaged:
+    """Keras' moving average, by hand: the first update sets it."""
+
+    def __init__(self, momentum, every=None):
+        self.momentum, self.every, self.values = momentum, every, None
+
+    def __call__(self, net, update):
+        weights = [p.detach().clone() for p in net.parameters()]
+        if self.values is None:
+            self.values = weights
+        else:
+            self.values = [
+                self.momentum * old + (1 - self.momentum) * new
+                for old, new in zip(self.values, weights)
+            ]
+        if self.every is not None and update % self.every == 0:
+            self.write(net)
+
+    def write(self, net):
+        with torch.no_grad():
+            for p, value in zip(net.parameters(), self.values):
+                p.copy_(value)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("every", [None, 2, 100])
+def test_averages_are_those_of_keras(every, plan, way):
+    """At the end of fit the weights are the averages; before, only every so many updates."""
+    net = CNN().double()
+    average = Averaged(0.8, every)
+    expected, report = by_hand(net, sgd, plan, seed=5, after=average)
+    average.write(expected)
+    model, _ = compiled(
+        net, sgd, way=way, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=every
+    )
+    history = fit(model, X, Y, plan).history
+    assert_close(model.module, expected)
+    assert history["loss"] == pytest.approx([loss for loss, _ in report], abs=1e-11)
+
+
+def test_averages_go_on_in_a_second_fit():
+    """As in Keras, whose optimizer keeps them."""
+    net = MLP().double()
+    average = Averaged(0.5)
+    expected = copy.deepcopy(net)
+    optimizer = sgd(expected.parameters())
+    model, _ = compiled(net, sgd, use_ema=True, ema_momentum=0.5)
+    for _ in range(2):
+        train(expected, optimizer, nn.functional.cross_entropy, X, Y, 1, mb=4, after=average)
+        average.write(expected)
+        fit(model, X, Y, epochs=1)
+    assert_close(model.module, expected)
+
+
+@pytest.mark.parametrize(("momentum", "is_last"), [(0.0, True), (1.0, False)])
+def test_momentum_zero_is_the_last_weight_and_one_the_first(momentum, is_last):
+    net, seen = MLP().double(), []
+    expected, _ = by_hand(
+        net, sgd, Plan(), after=lambda net, update: seen.append(copy.deepcopy(net))
+    )
+    model, _ = compiled(net, sgd, use_ema=True, ema_momentum=momentum)
+    fit(model, X, Y)
+    assert_close(model.module, expected if is_last else seen[0])
+
+
+class Swapping(ipufit.callbacks.Callback):
+    """Looks at the averages at the end of each epoch."""
+
+    def __init__(self, back=True):
+        super().__init__()
+        self.back, self.seen, self.between = back, [], []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.swap_ema_weights()
+        self.seen.append(copy.deepcopy(self.model.module))
+        if self.back:
+            self.model.swap_ema_weights()
+            self.between.append(copy.deepcopy(self.model.module))
+
+
+def test_swapping_shows_the_averages_and_leaves_training_alone():
+    net, callback = MLP().double(), Swapping()
+    plain, _ = compiled(net, sgd)
+    fit(plain, X, Y)
+    model, _ = compiled(net, sgd, use_ema=True, ema_momentum=0.8)
+    fit(model, X, Y, callbacks=callback)
+    assert_equal(model.module, callback.seen[-1])
+    assert_equal(callback.between[-1], plain.module)
+    once, _ = compiled(net, sgd, use_ema=True, ema_momentum=0.8)
+    fit(once, X, Y, epochs=1)
+    assert_equal(once.module, callback.seen[0])
+
+
+def test_training_on_the_averages_is_refused_and_the_weights_come_back():
+    net = MLP().double()
+    model, _ = compiled(net, sgd, use_ema=True)
+    text = (
+        "training works on the weights, but their moving averages stand in their place. Call "
+        "model.swap_ema_weights() again before training goes on."
+    )
+    with pytest.raises(ConfigurationError) as caught:
+        fit(model, X, Y, callbacks=Swapping(back=False))
+    assert str(caught.value) == text
+    plain, _ = compiled(net, sgd)
+    fit(plain, X, Y, epochs=1)
+    assert_equal(model.module, plain.module)
+
+
+def test_averages_left_in_place_at_the_end_are_the_weights():
+    """A swap in the last epoch and the end of fit ask for the same."""
+    net = MLP().double()
+    model, _ = compiled(net, sgd, use_ema=True, ema_momentum=0.8)
+    fit(model, X, Y, epochs=1, callbacks=Swapping(back=False))
+    other, _ = compiled(net, sgd, use_ema=True, ema_momentum=0.8)
+    fit(other, X, Y, epochs=1)
+    assert_equal(model.module, other.module)
+
+
+def test_an_error_in_training_leaves_the_weights_not_the_averages():
+    """Averages become the weights when fit has done what it was asked for."""
+
+    class Failing(ipufit.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            raise KeyError(epoch)
+
+    net = MLP().double()
+    model, _ = compiled(net, sgd, use_ema=True)
+    with pytest.raises(KeyError):
+        fit(model, X, Y, callbacks=Failing())
+    plain, _ = compiled(net, sgd)
+    fit(plain, X, Y, epochs=1)
+    assert_equal(model.module, plain.module)
+
+
+def test_half_precision_weights_are_averaged_in_float32():
+    """In bfloat16 an average would stop at a difference of one in 256."""
+    net = MLP().bfloat16()
+    average = Averaged(0.99)
+
+    def after(net, update):
+        wide = copy.deepcopy(net).float()
+        average(wide, update)
+
+    expected = copy.deepcopy(net)
+    train(
+        expected,
+        torch.optim.SGD(expected.parameters(), lr=0.5),
+        nn.functional.cross_entropy,
+        X.bfloat16(),
+        Y,
+        epochs=2,
+        mb=4,
+        after=after,
+    )
+    model, _ = compiled(net, lambda p: torch.optim.SGD(p, lr=0.5), use_ema=True)
+    fit(model, X.bfloat16(), Y)
+    average.write(expected)
+    assert_close(model.module, expected, atol=4e-3)  # one bit of bfloat16
+
+
+def test_a_parameter_unfrozen_between_two_fits_joins_the_averages():
+    """The averages of the others must not start anew."""
+    net = MLP().double()
+    model, engine = compiled(net, sgd, use_ema=True, ema_momentum=0.9)
+    last = model.module.layers[2]
+    for p in last.parameters():
+        p.requires_grad_(False)
+    fit(model, X, Y, epochs=1)
+    known = engine.averages["net.layers.0.weight"].clone()
+    for p in last.parameters():
+        p.requires_grad_(True)
+    begun = last.weight.detach().clone()
+    seen = []
+
+    class After(ipufit.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(copy.deepcopy(self.model.module))
+
+    fit(model, X[:4], Y[:4], epochs=1, callbacks=After())
+    first = 0.9 * known + 0.1 * seen[0].layers[0].weight
+    torch.testing.assert_close(model.module.layers[0].weight, first, rtol=0, atol=1e-12)
+    joined = 0.9 * begun + 0.1 * seen[0].layers[2].weight
+    torch.testing.assert_close(last.weight, joined, rtol=0, atol=1e-12)
+
+
+def test_swapping_needs_averages_and_a_running_fit():
+    model, _ = compiled(MLP().double(), sgd)
+    text = (
+        "swap_ema_weights exchanges weights and their moving averages, which needs {}. Call it "
+        "from a callback of a model compiled with use_ema=True."
+    )
+    with pytest.raises(ConfigurationError) as caught:
+        model.swap_ema_weights()
+    assert str(caught.value) == text.format("use_ema=True in compile")
+    model, _ = compiled(MLP().double(), sgd, use_ema=True)
+    with pytest.raises(ConfigurationError) as caught:
+        model.swap_ema_weights()
+    assert str(caught.value) == text.format("a running fit")
+    with pytest.raises(ipufit.errors.NotCompiledError):
+        ipufit.Model(MLP()).swap_ema_weights()
+
+
+# ---- reduction and accumulation -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_micro_batches_may_count_the_same_whatever_their_size(plan, way):
+    """The mean of means, which Keras and Lightning have; a tail then counts more."""
+    net = CNN().double()
+    expected, _ = by_hand(net, sgd, plan, seed=5, equally=True)
+    model, _ = compiled(net, sgd, way=way, normalize="micro_batches")
+    fit(model, X, Y, plan)
+    assert_close(model.module, expected)
+
+
+def fit_plainly(net, plan):
+    """The losses of an epoch of one update do not depend on what the update makes of them."""
+    model, _ = compiled(net, sgd)
+    return fit(model, X, Y, plan, epochs=1).history["loss"]
+
+
+def test_normalisation_and_reduction_are_options_that_differ():
+    """Of an update with a smaller micro-batch, four ways make four results."""
+    net, plan = MLP().double(), Plan(5, 1, 5)
+    found = []
+    for how in ("samples", "micro_batches"):
+        for reduction in ("mean", "sum"):
+            model, _ = compiled(net, sgd, gradient_reduction=reduction, normalize=how)
+            history = fit(model, X, Y, plan, epochs=1).history
+            found.append(model.module.layers[0].weight.detach())
+            assert history["loss"] == fit_plainly(net, plan)
+    for i, one in enumerate(found):
+        assert not any(torch.allclose(one, other) for other in found[:i])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    # A bit of the sum: kernels for long and for short tensors round half precision differently.
+    ("dtype", "atol"),
+    [("float64", 1e-7), (torch.float16, 5e-5), (torch.bfloat16, 4e-4)],
+)
+def test_gradients_are_added_up_in_the_dtype_that_is_asked_for(dtype, atol, way):
+    """By hand: cast, add, share, cast back."""
+    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    net, plan = MLP(), Plan(4, 1, 3)
+    x = X.float()
+    expected = copy.deepcopy(net)
+    groups = [range(0, 12), range(12, 23)]
+    parameters = list(expected.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.5)
+    for rows in groups:
+        total = None
+        for first in range(rows.start, rows.stop, 4):
+            stop = min(first + 4, rows.stop)
+            value = nn.functional.cross_entropy(expected(x[first:stop]), Y[first:stop])
+            own = [g.to(wanted) for g in torch.autograd.grad(value, parameters)]
+            factor = 1.0 if len(rows) == 12 else (stop - first) / len(rows)
+            total = (
+                [g * factor for g in own]
+                if total is None
+                else [t.add(g, alpha=factor) for t, g in zip(total, own)]
+            )
+        share = 1 / 3 if len(rows) == 12 else 1.0
+        for p, t in zip(parameters, total):
+            p.grad = (t * share).float()
+        optimizer.step()
+    model, _ = compiled(
+        net, lambda p: torch.optim.SGD(p, lr=0.5), way=way, accumulation_dtype=dtype
+    )
+    fit(model, x, Y, plan, epochs=1)
+    assert_close(model.module, expected, atol=atol)
+    plain, _ = compiled(net, lambda p: torch.optim.SGD(p, lr=0.5), way=way)
+    fit(plain, x, Y, plan, epochs=1)
+    assert not torch.equal(plain.module.layers[0].weight, model.module.layers[0].weight)
+
+
+def test_a_wide_accumulation_keeps_what_half_precision_loses():
+    """512 gradients of one: in bfloat16 the sum stops at 256, and the mean with it."""
+
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+
+        def forward(self, x):
+            return x * self.weight
+
+    def loss(prediction, target):
+        return prediction.sum()
+
+    x, y, plan = torch.ones(512, 1), torch.zeros(512), Plan(1, 1, 512)
+    made = {}
+    for dtype in (None, "float32"):
+        model, _ = compiled(
+            Sum(),
+            lambda p: torch.optim.SGD(p, lr=1.0),
+            loss,
+            accumulation_dtype=dtype,
+            precision="bfloat16",
+        )
+        fit(model, x, y, plan, epochs=1)
+        made[dtype] = model.module.weight.item()
+    assert made == {None: -0.5, "float32": -1.0}
+
+
+# ---- all together -------------------------------------------------------------------------------
+
+EVERYTHING = {
+    "global_clipnorm": 0.2,
+    "use_ema": True,
+    "ema_momentum": 0.7,
+    "ema_overwrite_frequency": 3,
+    "loss_scale": 512.0,
+    "accumulation_dtype": "float64",
+}
+
+
+@pytest.mark.parametrize("optimizer", [adam, adagrad])
+@pytest.mark.parametrize("way", WAYS)
+def test_everything_at_once_has_the_same_bits_for_every_number_of_device_iterations(way, optimizer):
+    net, found = CNN(), []
+    for di in (1, 2, 5, 10):
+        model, _ = compiled(net, optimizer, way=way, metrics=["accuracy"], **EVERYTHING)
+        history = fit(model, X.float(), Y, Plan(2, di, 2), epochs=3)
+        found.append((model.module, history.history))
+    for module, history in found[1:]:
+        assert_equal(module, found[0][0])
+        assert history == found[0][1]
+
+
+@pytest.mark.parametrize("optimizer", [adam, adagrad])
+def test_every_way_to_run_has_the_same_bits(optimizer):
+    net, found = CNN(), []
+    for way in WAYS:
+        model, _ = compiled(net, optimizer, way=way, **EVERYTHING)
+        history = fit(model, X.float(), Y, Plan(2, 3, 2, 2))
+        found.append((model.module, history.history))
+    for module, history in found[1:]:
+        assert_equal(module, found[0][0])
+        assert history == found[0][1]
+
+
+# ---- bad input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"clipnorm": 0},
+            "clipnorm must be a positive number, got 0. Leave it out for no clipping.",
+        ),
+        (
+            {"clipvalue": float("nan")},
+            "clipvalue must be a positive number, got nan. Leave it out for no clipping.",
+        ),
+        (
+            {"global_clipnorm": True},
+            "global_clipnorm must be a positive number, got True. Leave it out for no clipping.",
+        ),
+        (
+            {"clipnorm": 1.0, "clipvalue": 2},
+            "at most one bound on gradients can hold, got clipnorm and clipvalue. Choose one: "
+            "clipnorm for each parameter, global_clipnorm for all together, clipvalue for each "
+            "element.",
+        ),
+        ({"use_ema": 1}, "use_ema must be True or False, got 1."),
+        (
+            {"use_ema": True, "ema_momentum": 1.5},
+            "ema_momentum must be between 0 and 1, got 1.5. It is the share of the old average, "
+            "such as 0.99.",
+        ),
+        (
+            {"use_ema": True, "ema_overwrite_frequency": 0},
+            "ema_overwrite_frequency must be a number of updates, at least 1, or None, got 0.",
+        ),
+        (
+            {"ema_momentum": 0.9},
+            "ema_momentum and ema_overwrite_frequency say how weights are averaged, but use_ema is "
+            "False. Pass use_ema=True, or leave them out.",
+        ),
+        (
+            {"accumulation_dtype": "int32"},
+            "accumulation_dtype must be None or a floating-point dtype such as torch.float32, got "
+            "'int32'.",
+        ),
+        (
+            {"accumulation_dtype": "double-double"},
+            "accumulation_dtype must be None or a floating-point dtype such as torch.float32, got "
+            "'double-double'.",
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_settings_that_cannot_work_are_refused(options, text):
+    with pytest.raises(ConfigurationError) as caught:
+        compiled(MLP(), sgd, **options)
+    assert str(caught.value) == text
+
+
+def test_what_compile_was_told_is_in_the_history_and_in_explain(capsys):
+    """A run that can't be told from its neighbour is no experiment."""
+    model, _ = compiled(MLP().double(), sgd, gradient_reduction="sum", **EVERYTHING)
+    params = fit(model, X, Y, Plan(4, 3)).params
+    told = {**EVERYTHING, "gradient_reduction": "sum"}
+    assert {name: params[name] for name in told} == told
+    model.explain()
+    text = capsys.readouterr().out
+    assert "gradients reduced by sum" in text
+    for name, value in EVERYTHING.items():
+        assert f"{name}={value!r}" in text
+    plain, _ = compiled(MLP().double(), sgd)
+    params = fit(plain, X, Y).params
+    assert params["gradient_reduction"] == "mean"
+    assert not set(EVERYTHING).intersection(params)
+    plain.explain()
+    assert "Compiled with" not in capsys.readouterr().out
