@@ -174,7 +174,8 @@ def try_out(run: Callable[..., Any], arguments: Sequence[Tensor]) -> None:
         ConfigurationError: naming the operator that is missing.
         DataError: float64 data and a narrower module.
     """
-    with isolated(arguments[-1].device), refuse_missing_half(), _refuse_mixed_double():
+    explained = _refuse_mixed_double if mixes_double(arguments) else contextlib.nullcontext
+    with isolated(arguments[-1].device), refuse_missing_half(), explained():
         run(*(argument.clone() for argument in arguments))
 
 
