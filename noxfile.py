@@ -20,6 +20,8 @@ nox.options.error_on_missing_interpreters = True
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 PROJECT = PYPROJECT["project"]
+# Each test trains on one thread, so the cores share the tests.
+PARALLEL = ("--numprocesses=auto", "--maxprocesses=4")
 OLDEST_PYTHON = PROJECT["requires-python"].replace(">=", "")
 
 
@@ -32,7 +34,7 @@ def group(*names: str) -> tuple[str, ...]:
 def tests(session: nox.Session) -> None:
     """Run the tests on this Python with the pinned torch."""
     session.install("-e", ".[plot,pandas,tensorboard]", *group("test", "torch"))
-    session.run("python", "-m", "pytest", *session.posargs)
+    session.run("python", "-m", "pytest", *PARALLEL, *session.posargs)
 
 
 # Today's virtualenv can't make an environment of Python 3.8, that Python's own venv can.
@@ -45,7 +47,7 @@ def minimums(session: nox.Session) -> None:
     floors = [requirement.replace(">=", "==") for requirement in promised]
     # torch 2.0 was built against NumPy 1 and can't hand arrays over to NumPy 2.
     session.install("-e", ".[plot,pandas,tensorboard]", *floors, "numpy<2", *group("test"))
-    session.run("python", "-m", "pytest", *session.posargs)
+    session.run("python", "-m", "pytest", *PARALLEL, *session.posargs)
 
 
 @nox.session
