@@ -173,11 +173,13 @@ class Dies(Samples):
     """Ends its process."""
 
     def __getitem__(self, index):
-        if index == 9:
+        if index == 17:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(index)
 
 
+# torch raises from a signal, which may arrive in a destructor; then it is told at the next read.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_worker_that_dies_keeps_torchs_text(prefetch):
     """What torch knows of it is in the text, wherever training was when it heard of it."""
