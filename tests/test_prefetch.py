@@ -1,9 +1,9 @@
 """A thread prepares executions ahead: the same bits, no thread left behind, errors as they are."""
 
-import gc
 import sqlite3
 import threading
 import traceback
+import weakref
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from ipufit.callbacks import Callback
 from ipufit.data.prefetch import prefetched
 from ipufit.data.source import Source
 from ipufit.errors import DataError
+from ipufit.program import CombinedBatch
 from ipufit.randomness import LOCK, DataStream
 from tests.faulty import (
     Batches,
@@ -363,22 +364,25 @@ def test_the_thread_sees_torch_as_the_caller_does():
     assert set(seen) == {(False, True)}
 
 
-def test_nothing_of_the_executions_is_kept():
+def test_nothing_of_the_executions_is_kept(monkeypatch):
     """Memory does not grow with the epoch."""
-    alive = []
+    made, alive = [], []
+
+    def remembered(micro_batches):
+        batch = CombinedBatch(micro_batches)
+        made.append(weakref.ref(batch))
+        return batch
 
     class Counts(Callback):
         def on_train_batch_end(self, batch, logs=None):
-            if batch < 18:
-                return
-            held = [o for o in gc.get_objects() if type(o) is ipufit.program.CombinedBatch]
-            alive.append(len(held))
+            alive.append(sum(reference() is not None for reference in made))
 
+    monkeypatch.setattr("ipufit.data.batches.CombinedBatch", remembered)
     x, y = batches(1, 80)[0]
     fit(compiled(), x, y=y, batch_size=4, prefetch=2, callbacks=Counts())
-    # Of 20 executions: the running one, two ahead, and what the loop still names.
-    assert len(alive) == 2
-    assert max(alive) <= 6
+    assert len(made) == len(alive) == 20
+    # The running one, two ahead, and what the loop still names.
+    assert max(alive) <= 5
 
 
 def test_workers_read_ahead_give_the_same():

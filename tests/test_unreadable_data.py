@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
 
+from ipufit.callbacks import Callback
 from ipufit.errors import DataError
 from tests.faulty import Batches, Samples, Stream, batches, compiled, fit, refused
 
@@ -173,23 +174,44 @@ class Dies(Samples):
     """Ends its process."""
 
     def __getitem__(self, index):
-        if index == 9:
+        if index == 17:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(index)
 
 
+TOLD = "a worker process of the DataLoader ended: RuntimeError: DataLoader worker (pid"
+TRY = "Run with num_workers=0 to see why; a lack of (shared) memory is the usual reason."
+
+
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_worker_that_dies_keeps_torchs_text(prefetch):
-    """What torch knows of it is in the text, wherever training was when it heard of it."""
+def test_a_worker_that_dies_keeps_torchs_text(prefetch, monkeypatch):
+    """What torch knows of it is in the text, and training does not hang."""
+    # torch's other way of telling, a signal at any time, would hit the test as well.
+    handling = torch.utils.data._utils.signal_handling
+    monkeypatch.setattr(handling, "_error_if_any_worker_fails", lambda: None)
     with pytest.raises(DataError) as caught:
         fit(compiled(), DataLoader(Dies(SAMPLES), 4, num_workers=1), prefetch=prefetch)
-    text = str(caught.value)
-    assert text.startswith("training data")
-    assert "a worker process of the DataLoader ended: RuntimeError: DataLoader worker (pid" in text
-    assert text.endswith(
-        "Run with num_workers=0 to see why; a lack of (shared) memory is the usual reason."
-    )
+    assert str(caught.value).startswith(f"training data, batch 4: {TOLD}")
+    assert str(caught.value).endswith(TRY)
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_worker_that_dies_meanwhile_is_told_alike():
+    """torch raises from a signal, wherever the main thread is just then."""
+    error = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+
+    class Signal(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise error
+
+    with pytest.raises(DataError) as caught:
+        fit(compiled(), batches(3), callbacks=Signal())
+    text = f"training data: {TOLD} 7) is killed by signal: Killed. {TRY}"
+    assert str(caught.value) == text
+    assert caught.value.__cause__ is error
+    error = RuntimeError("mine")
+    with pytest.raises(RuntimeError, match="mine"):
+        fit(compiled(), batches(3), callbacks=Signal())
 
 
 def test_ragged_samples_are_a_matter_of_collate_fn():
