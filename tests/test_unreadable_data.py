@@ -1,6 +1,7 @@
 """Errors of the user's data code: with batch and sample, chained from the original."""
 
 import os
+import re
 import signal
 
 import pytest
@@ -191,9 +192,12 @@ def test_a_worker_that_dies_keeps_torchs_text(prefetch, monkeypatch):
     monkeypatch.setattr(handling, "_error_if_any_worker_fails", lambda: None)
     with pytest.raises(DataError) as caught:
         fit(compiled(), DataLoader(Dies(SAMPLES), 4, num_workers=1), prefetch=prefetch)
-    assert str(caught.value).startswith(f"training data, batch 4: {TOLD}")
+    # Or that the connection to it is lost, if it was to hand over what it had made.
+    told = r"RuntimeError: DataLoader worker \(pid|ConnectionResetError|EOFError|ConnectionRefused"
+    where = r"training data, batch [34]: a worker process of the DataLoader ended: "
+    assert re.match(f"{where}({told})", str(caught.value))
     assert str(caught.value).endswith(TRY)
-    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert isinstance(caught.value.__cause__, (RuntimeError, ConnectionError, EOFError))
 
 
 def test_a_worker_that_dies_meanwhile_is_told_alike():

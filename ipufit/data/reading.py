@@ -37,7 +37,11 @@ def unreadable(
     """
     if isinstance(error, IpufitError):
         return error
-    if is_dead_worker(error):
+    # What a worker has sent is fetched from it: if it is gone by then, the connection is.
+    lost = isinstance(error, (ConnectionError, EOFError)) and bool(
+        getattr(loader, "num_workers", 0)
+    )
+    if is_dead_worker(error) or (lost and not _is_from_worker(error)):
         return DataError(f"{role}, batch {batch}: {told_dead_worker(error)}")
     what, cure = _what(error, loader, batch, replay)
     text = str(error)
