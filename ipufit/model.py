@@ -704,12 +704,12 @@ class Model:
         def plan_of(source: Source, accumulation: int) -> Plan:
             return session.plan(source, ipus, 1, accumulation, training=True)
 
-        replicas = plan_of(open_with(1), 1).replicas
+        whole = plan_of(open_with(1), 1)
         return finders.find_batch_size(
             finders.Trial(session, self._make_engine),
             open_with,
             plan_of,
-            finders.candidates(effective_batch_size, start, replicas),
+            finders.candidates(effective_batch_size, start, whole.replicas, whole.samples),
             draw_seed() if seed is None else checked_seed(seed),
         )
 
