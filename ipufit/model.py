@@ -30,12 +30,13 @@ from ipufit.arguments import (
 )
 from ipufit.callbacks import Callback
 from ipufit.compiling import CompileRequest, compiled
-from ipufit.data.forms import Given, open_data
+from ipufit.data.forms import Given, comes_in_samples, open_data
 from ipufit.data.source import Source
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.errors import ConfigurationError, NotCompiledError
 from ipufit.finders import BatchSize
 from ipufit.history import History
+from ipufit.keeping import generators_kept
 from ipufit.lr_finder import LearningRates, check_range, exponential_range
 from ipufit.plan import Plan
 from ipufit.program import Engine, Mode
@@ -658,7 +659,7 @@ class Model:
             plan,
             session.optimizer,
             exponential_range(min_lr, max_lr, updates),
-            draw_seed() if seed is None else checked_seed(seed),
+            _seed_of_trial(seed),
             self,
         )
 
@@ -696,6 +697,11 @@ class Model:
             DataError: data that can't be read or fed.
         """
         session = self._trainable("find_batch_size")
+        if not comes_in_samples(Given("training data", x, y)):
+            raise ConfigurationError(
+                "find_batch_size needs samples to make batches of, but the training data comes in "
+                f"batches already, from a {type(x).__name__}. Pass tensors, arrays or the dataset."
+            )
 
         def open_with(size: int) -> Source:
             given = Given("training data", x, y, batch_size=size, shuffles=True)
@@ -710,7 +716,7 @@ class Model:
             open_with,
             plan_of,
             finders.candidates(effective_batch_size, start, whole.replicas, whole.samples),
-            draw_seed() if seed is None else checked_seed(seed),
+            _seed_of_trial(seed),
         )
 
     def explain(
@@ -875,6 +881,14 @@ class Model:
                 "model.compile(optimizer='adam', loss='cross_entropy') first."
             )
         return self._session
+
+
+def _seed_of_trial(seed: Optional[int]) -> int:
+    """The seed that the next ``fit`` would draw, which it still does."""
+    if seed is not None:
+        return checked_seed(seed)
+    with generators_kept():
+        return draw_seed()
 
 
 def _batch(x: Any, y: Any, sample_weight: Any) -> Any:
