@@ -40,9 +40,9 @@ def _refuse_unseen_outputs(session: Session) -> None:
     every = session.recipe.output_mode.every
     if every > 1:
         raise ConfigurationError(
-            f"train_on_batch runs one update, but output_every={every} brings the outputs of every "
-            f"{every}th back, so that metrics would see none. Compile with output_mode='all', or "
-            "call fit."
+            f"train_on_batch runs one update, but output_every={every} brings back the outputs of "
+            f"one update in {every}, so that metrics would see none. Compile with "
+            "output_mode='all', or call fit."
         )
 
 

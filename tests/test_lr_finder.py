@@ -50,7 +50,7 @@ def test_there_is_no_suggestion_where_nothing_fell(smoothed):
 def test_the_text_says_what_was_found():
     """In a notebook it is the last line of a cell."""
     found = curve([1.0, 0.9, 0.1, 0.05, 0.04])
-    assert repr(found) == "LearningRates(5 updates from 1e-06 to 1, suggestion 0.0316)"
+    assert repr(found) == "LearningRates(5 updates from 1e-06 to 1, suggestion 3.16e-05)"
     assert repr(curve([1.0] * 5)) == "LearningRates(5 updates from 1e-06 to 1, no suggestion)"
 
 
@@ -85,8 +85,7 @@ def test_the_plot_asks_for_matplotlib(monkeypatch):
     with pytest.raises(ConfigurationError) as caught:
         curve([1.0, 0.5, 0.2]).plot()
     assert str(caught.value) == (
-        "LearningRates.plot needs matplotlib, which is not installed. Run: "
-        "pip install ipufit[plot]"
+        "LearningRates.plot needs matplotlib, which is not installed. Run: pip install ipufit[plot]"
     )
 
 

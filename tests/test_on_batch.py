@@ -102,7 +102,9 @@ def test_what_comes_back_has_keras_forms():
     net = nn.Linear(4, 3)
     expected = nn.functional.cross_entropy(net(x), y).item()
     accuracy = (net(x).argmax(1) == y).double().mean().item()
-    model = compiled(net, "cross_entropy", ["accuracy"], optimizer=lambda p: torch.optim.SGD(p, 0.0))
+    model = compiled(
+        net, "cross_entropy", ["accuracy"], optimizer=lambda p: torch.optim.SGD(p, 0.0)
+    )
     plain = compiled(net, "cross_entropy", optimizer=lambda p: torch.optim.SGD(p, 0.0))
     calls = [
         (model.train_on_batch, plain.train_on_batch, {}),
@@ -172,8 +174,8 @@ REFUSED = {
     "returned.": "inside",
     "train_on_batch needs an optimizer, but compile(optimizer=None) made a model that can only "
     "evaluate and predict. Call compile with one, such as optimizer='adam'.": "no optimizer",
-    "train_on_batch runs one update, but output_every=2 brings the outputs of every 2th back, so "
-    "that metrics would see none. Compile with output_mode='all', or call fit.": "every n",
+    "train_on_batch runs one update, but output_every=2 brings back the outputs of one update in "
+    "2, so that metrics would see none. Compile with output_mode='all', or call fit.": "every n",
 }
 
 
