@@ -160,11 +160,14 @@ def test_an_interrupted_search_leaves_no_trace(searches):
     model = compiled(Drawing())
     fit(model)
     dataset.armed = True
+    calls = {
+        "find_lr": lambda: model.find_lr(dataset, batch_size=8, updates=20),
+        "find_batch_size": lambda: model.find_batch_size(
+            dataset, effective_batch_size=32, start=16
+        ),
+    }
     with untouched(model), pytest.raises(KeyboardInterrupt):
-        if searches == "find_lr":
-            model.find_lr(dataset, batch_size=8, updates=20)
-        else:
-            model.find_batch_size(dataset, effective_batch_size=32, start=16)
+        calls[searches]()
     assert dataset.read > 30
 
 

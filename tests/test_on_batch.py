@@ -188,14 +188,12 @@ def test_a_single_update_that_cannot_be_is_refused(text):
         "every n": {"output_mode": "every_n", "output_every": 2},
     }.get(REFUSED[text], {})
     model = compiled(**options)
+    inside = ipufit.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: model.train_on_batch(x, y)
+    )
+    is_inside = REFUSED[text] == "inside"
     with pytest.raises(ConfigurationError) as caught:
-        if REFUSED[text] == "inside":
-            inside = ipufit.callbacks.LambdaCallback(
-                on_epoch_end=lambda epoch, logs: model.train_on_batch(x, y)
-            )
-            fit(model, callbacks=[inside])
-        else:
-            model.train_on_batch(x, y)
+        fit(model, callbacks=[inside]) if is_inside else model.train_on_batch(x, y)
     assert str(caught.value) == text
 
 
