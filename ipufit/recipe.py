@@ -169,7 +169,7 @@ class Recipe:
         if self.averaging is not None:
             found["ema momentum"] = self.averaging.momentum
         if self.schedule is not None:
-            found["schedule"] = str(self.schedule)
+            found["schedule"] = self.schedule.name
         if self.output_mode.kind != "all":
             found["output mode"] = self.output_mode.kind
         return found

@@ -55,9 +55,9 @@ class RecordingProgram:
     """
 
     spec: ProgramSpec
-    executions: List[CombinedBatch] = dataclasses.field(default_factory=list)
-    updates: int = 0
-    closed: int = 0
+    executions: List[CombinedBatch] = dataclasses.field(default_factory=list, init=False)
+    updates: int = dataclasses.field(init=False)
+    closed: int = dataclasses.field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.updates = self.spec.first_update
