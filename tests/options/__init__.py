@@ -59,9 +59,8 @@ class Made:
         self.make = make
 
 
-def observed(observe, option, value, also):
-    """What is seen with a value, an exception included, in plain values."""
-    given = {option: value, **also}
+def observed(observe, given):
+    """What is seen with these options, an exception included, in plain values."""
     given = {n: v.make() if isinstance(v, Made) else v for n, v in given.items()}
     torch.manual_seed(0)
     printed = io.StringIO()

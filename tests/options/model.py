@@ -152,7 +152,7 @@ of(
     x=(X, X + 1),
     y=(Y, 2 - Y),
     batch_size=(3, 4),
-    epochs=(1, 2),
+    epochs=(1, 3),
     ipus=(None, 2),
     device_iterations=(1, 2),
     gradient_accumulation=(1, 2),
