@@ -1,15 +1,19 @@
 """A Keras-like fit library for PyTorch whose whole training step is one traced program."""
 
 from ipufit import callbacks, errors, optim, schedules
+from ipufit.finders import BatchSize
 from ipufit.history import History
 from ipufit.logged import log
+from ipufit.lr_finder import LearningRates
 from ipufit.model import Model
 from ipufit.plan import Plan
 from ipufit.recipe import LossScale
 from ipufit.seeding import seed_everything
 
 __all__ = [
+    "BatchSize",
     "History",
+    "LearningRates",
     "LossScale",
     "Model",
     "Plan",

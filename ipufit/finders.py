@@ -22,6 +22,7 @@ from ipufit.metrics import MetricSet
 from ipufit.modes import training
 from ipufit.plan import Plan
 from ipufit.program import CombinedBatch, Engine, Mode
+from ipufit.recipe import OutputMode
 from ipufit.schedules import Schedule, resolve_schedule
 from ipufit.session import Session
 
@@ -82,9 +83,12 @@ class Trial:
         optimizer = session.optimizer
         assert optimizer is not None
         modules = [session.module, session.loss.module]
-        with everything_kept(modules, optimizer), training(*modules):
+        with everything_kept(modules, optimizer, source.loader), training(*modules):
             recipe = dataclasses.replace(
-                session.recipe, averaging=None, schedule=schedule(optimizer)
+                session.recipe,
+                averaging=None,
+                schedule=schedule(optimizer),
+                output_mode=OutputMode(),
             )
             trial = Session(
                 session.module,
@@ -117,12 +121,11 @@ def find_lr(
         source: data; read as often as needed.
         plan: batch algebra with one device iteration.
         optimizer: whose groups keep the ratios of their rates.
-        rates: of the first group, by update.
+        rates: of the first group that learns, by update.
         seed: of all random numbers.
         model: for the callback.
     """
-    first = float(optimizer.param_groups[0]["lr"]) or 1.0
-    ratios = [float(group["lr"]) / first or 1.0 for group in optimizer.param_groups]
+    ratios = _ratios(optimizer)
     tables: List[Dict[str, Callable[[int], float]]] = [
         {"lr": lambda update, ratio=ratio: ratio * rates[min(update, len(rates) - 1)]}  # type: ignore[misc]
         for ratio in ratios
@@ -145,6 +148,16 @@ def find_lr(
     return result
 
 
+def _ratios(optimizer: torch.optim.Optimizer) -> List[float]:
+    """Rates of the groups by that of the first one that learns; a group at rest stays so.
+
+    A scheduler may stand at 0 just now, so its base rates count.
+    """
+    rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+    first = next((rate for rate in rates if rate), None)
+    return [1.0 if first is None else rate / first for rate in rates]
+
+
 def find_batch_size(
     trial: Trial,
     source_of: Callable[[int], Source],
@@ -164,16 +177,18 @@ def find_batch_size(
     tried: List[Tuple[int, Optional[float]]] = []
     best: Optional[Tuple[int, int]] = None
     for size, accumulation in candidates:
+        rate = None
         try:
             rate = _one_update(trial, source_of(size), plan_of, accumulation, seed)
         except Exception as error:
             if not _is_out_of_memory(error):
                 raise
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            tried.append((size, None))
-            break
         tried.append((size, rate))
+        if rate is None:
+            # Only now has the error let go of the tensors of its frames.
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            break
         best = (size, accumulation)
     if best is None:
         raise ConfigurationError(
@@ -183,8 +198,16 @@ def find_batch_size(
     return BatchSize(*best, tuple(tried))
 
 
-def candidates(effective: Any, start: Any, replicas: int) -> List[Tuple[int, int]]:
+def candidates(
+    effective: Any, start: Any, replicas: int, samples: Optional[int] = None
+) -> List[Tuple[int, int]]:
     """(batch size, gradient accumulation), all of one product, growing.
+
+    Args:
+        effective: samples of an update.
+        start: the smallest batch size.
+        replicas: that share an update.
+        samples: of the data; None if nobody knows.
 
     Raises:
         ConfigurationError: there is none.
@@ -197,6 +220,11 @@ def candidates(effective: Any, start: Any, replicas: int) -> List[Tuple[int, int
             f"effective_batch_size must be a multiple of start × replicas ({start} × {replicas} = "
             f"{start * replicas}), got {effective}. Try "
             f"{max(1, effective // (start * replicas)) * start * replicas}."
+        )
+    if samples is not None and effective > samples:
+        raise ConfigurationError(
+            f"effective_batch_size must be at most the number of samples, {samples}, got "
+            f"{effective}. A larger batch could not be filled to try it."
         )
     found, size = [], start
     while size * replicas <= effective and effective % (size * replicas) == 0:

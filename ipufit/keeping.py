@@ -6,10 +6,12 @@ import contextlib
 import copy
 import random
 import sys
-from typing import Iterator, Optional, Sequence
+from typing import Any, Iterator, List, Optional, Sequence
 
 import torch
 from torch import nn
+
+from ipufit.interrupts import deferred
 
 __all__ = ["everything_kept", "generators_kept"]
 
@@ -20,7 +22,8 @@ def generators_kept() -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     host, python_state = torch.get_rng_state(), random.getstate()
     numpy_state = numpy.random.get_state() if numpy is not None else None
-    on_cuda = torch.cuda.is_available()
+    # Asking an accelerator that nothing has used yet would start it.
+    on_cuda = torch.cuda.is_initialized()
     accelerators = torch.cuda.get_rng_state_all() if on_cuda else []
     try:
         yield
@@ -35,13 +38,16 @@ def generators_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def everything_kept(
-    modules: Sequence[Optional[nn.Module]], optimizer: Optional[torch.optim.Optimizer]
+    modules: Sequence[Optional[nn.Module]],
+    optimizer: Optional[torch.optim.Optimizer],
+    loader: Any = None,
 ) -> Iterator[None]:
     """Put back, bit for bit, weights, buffers, optimizer state and random number generators.
 
     Args:
         modules: the module, and the loss where it is one; None is passed over.
         optimizer: torch's, or None.
+        loader: generators that it and its samplers have for themselves are put back too.
     """
     tensors = [
         tensor
@@ -50,13 +56,25 @@ def everything_kept(
         for tensor in (*module.parameters(), *module.buffers())
     ]
     values = [tensor.detach().clone() for tensor in tensors]
+    drawing = [(generator, generator.get_state()) for generator in _generators_of(loader)]
     state = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
     with generators_kept():
         try:
             yield
         finally:
-            with torch.no_grad():
+            with deferred(), torch.no_grad():
                 for tensor, value in zip(tensors, values):
                     tensor.copy_(value)
-            if optimizer is not None and state is not None:
-                optimizer.load_state_dict(state)
+                for generator, value in drawing:
+                    generator.set_state(value)
+                if optimizer is not None and state is not None:
+                    optimizer.load_state_dict(state)
+
+
+def _generators_of(loader: Any) -> List[torch.Generator]:
+    """Those of a DataLoader and of its samplers, each once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = [loader, getattr(loader, "sampler", None), batch_sampler]
+    owners.append(getattr(batch_sampler, "sampler", None))
+    found = {id(g): g for g in (getattr(owner, "generator", None) for owner in owners)}
+    return [g for g in found.values() if isinstance(g, torch.Generator)]

@@ -192,13 +192,19 @@ def predictions(job: Job, callbacks: CallbackList) -> Generator[Any, None, None]
     with contextlib.closing(job.feed.executions(0, job.plan)) as batches:
         for batch in batches:
             callbacks.call("on_predict_batch_begin", passes, {})
-            anchors = job.program.run(batch)
-            for micro_batch, outputs in zip(batch.micro_batches, anchors.outputs):
-                check_rows(outputs, micro_batch.size)
+            piece = [_predicted(job, batch)]
             passes += -(-len(batch.micro_batches) // job.plan.micro_batches_per_update)
             callbacks.call("on_predict_batch_end", passes - 1, {})
-            yield _joined(anchors.outputs)
+            # Not kept here while the next one is computed.
+            yield piece.pop()
     callbacks.call("on_predict_end", {})
+
+
+def _predicted(job: Job, batch: CombinedBatch) -> Any:
+    anchors = job.program.run(batch)
+    for micro_batch, outputs in zip(batch.micro_batches, anchors.outputs):
+        check_rows(outputs, micro_batch.size)
+    return _joined(anchors.outputs)
 
 
 def _joined(outputs: Sequence[Any]) -> Any:

@@ -28,7 +28,7 @@ class LearningRates:
     """What a range test saw.
 
     Attributes:
-        learning_rates: of the first parameter group, by update.
+        learning_rates: of the first parameter group that learns, by update.
         losses: of each update, before it.
         smoothed: the same, exponentially averaged without bias.
         diverged: whether the test ended because the loss had grown to four times its best.
@@ -85,8 +85,9 @@ class LearningRates:
             panel.axvline(suggestion, color="C1", linestyle="--", label=label)
         panel.set_xscale("log")
         # The last points of a test that diverged would flatten all others.
-        low, high = min(self.smoothed), max(self.smoothed[0], min(self.smoothed)) * 1.5
-        panel.set_ylim(low - 0.1 * (high - low), high)
+        low, first = min(self.smoothed), self.smoothed[0]
+        if self.diverged and low < first:
+            panel.set_ylim(low - 0.1 * (first - low), first + 0.3 * (first - low))
         panel.set_xlabel("learning rate")
         panel.set_ylabel("loss")
         panel.grid(alpha=0.3)

@@ -23,13 +23,14 @@ from ipufit import finders, loop, on_batch, runs
 from ipufit.arguments import FitArguments, InferenceArguments, checked_seed, one_of
 from ipufit.callbacks import Callback
 from ipufit.compiling import CompileRequest, compiled
-from ipufit.data.forms import Given, open_data
+from ipufit.data.forms import Given, comes_in_samples, open_data
 from ipufit.data.source import Source
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.errors import ConfigurationError, NotCompiledError
 from ipufit.finders import BatchSize
 from ipufit.fit_data import FitRequest, limited_plan
 from ipufit.history import History
+from ipufit.keeping import generators_kept
 from ipufit.lr_finder import LearningRates, check_range, exponential_range
 from ipufit.plan import Plan
 from ipufit.program import Engine, Mode
@@ -650,7 +651,7 @@ class Model:
             plan,
             session.optimizer,
             exponential_range(min_lr, max_lr, updates),
-            draw_seed() if seed is None else checked_seed(seed),
+            _seed_of_trial(seed),
             self,
         )
 
@@ -688,6 +689,11 @@ class Model:
             DataError: data that can't be read or fed.
         """
         session = self._trainable("find_batch_size")
+        if not comes_in_samples(Given("training data", x, y)):
+            raise ConfigurationError(
+                "find_batch_size needs samples to make batches of, but the training data comes in "
+                f"batches already, from a {type(x).__name__}. Pass tensors, arrays or the dataset."
+            )
 
         def open_with(size: int) -> Source:
             given = Given("training data", x, y, batch_size=size, shuffles=True)
@@ -696,13 +702,13 @@ class Model:
         def plan_of(source: Source, accumulation: int) -> Plan:
             return session.plan(source, ipus, 1, accumulation, training=True)
 
-        replicas = plan_of(open_with(1), 1).replicas
+        whole = plan_of(open_with(1), 1)
         return finders.find_batch_size(
             finders.Trial(session, self._make_engine),
             open_with,
             plan_of,
-            finders.candidates(effective_batch_size, start, replicas),
-            draw_seed() if seed is None else checked_seed(seed),
+            finders.candidates(effective_batch_size, start, whole.replicas, whole.samples),
+            _seed_of_trial(seed),
         )
 
     def explain(
@@ -867,6 +873,14 @@ class Model:
                 "model.compile(optimizer='adam', loss='cross_entropy') first."
             )
         return self._session
+
+
+def _seed_of_trial(seed: Optional[int]) -> int:
+    """The seed that the next ``fit`` would draw, which it still does."""
+    if seed is not None:
+        return checked_seed(seed)
+    with generators_kept():
+        return draw_seed()
 
 
 def _batch(x: Any, y: Any, sample_weight: Any) -> Any:

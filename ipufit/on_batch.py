@@ -6,6 +6,7 @@ from typing import Any, Dict, List, Union
 
 from ipufit.data.forms import Given, open_data
 from ipufit.data.source import Source
+from ipufit.errors import ConfigurationError
 from ipufit.interrupts import deferred
 from ipufit.modes import evaluating, training
 from ipufit.program import CombinedBatch, Mode
@@ -24,6 +25,7 @@ def train_on_batch(session: Session, batch: Any, class_weight: Any, seed: int) -
 
     Random numbers depend on the count of updates, so each call draws others.
     """
+    _refuse_unseen_outputs(session)
     source = _source(session, batch, Mode.TRAIN, class_weight)
     plan = session.plan(source, None, 1, 1, training=True)
     with training(session.module, session.loss.module):
@@ -32,6 +34,16 @@ def train_on_batch(session: Session, batch: Any, class_weight: Any, seed: int) -
             only = CombinedBatch([job.first])
             job.meter.add(only, job.program.run(only))
             return dict(job.meter.values())
+
+
+def _refuse_unseen_outputs(session: Session) -> None:
+    every = session.recipe.output_mode.every
+    if every > 1:
+        raise ConfigurationError(
+            f"train_on_batch runs one update, but output_every={every} brings back the outputs of "
+            f"one update in {every}, so that metrics would see none. Compile with "
+            "output_mode='all', or call fit."
+        )
 
 
 def test_on_batch(session: Session, batch: Any, seed: int) -> Dict[str, float]:

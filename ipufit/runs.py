@@ -119,14 +119,16 @@ def stream(model: Model, session: Session, given: InferenceArguments) -> Iterato
             while True:
                 if session.is_retired or session.weights_version() != weights:
                     raise ConfigurationError(
-                        "predict_iter must be read to its end before the model is trained or "
-                        "compiled again, but that happened in between. Start another one."
+                        "predict_iter must be read to its end before the model gets other weights "
+                        "or is compiled again or closed, but that happened in between. Start "
+                        "another one."
                     )
                 with evaluating(*modules):
-                    piece = next(pieces, _END)
-                if piece is _END:
+                    piece = [next(pieces, _END)]
+                if piece[0] is _END:
                     return
-                yield piece
+                # Not kept here while the next one is computed.
+                yield piece.pop()
         finally:
             pieces.close()
             told.call("close")

@@ -71,7 +71,7 @@ class Session:
         self.last_plan: Optional[Plan] = None
         self.sample: Optional[MicroBatch] = None
         self.is_retired = False
-        self._runs = 0
+        self._runs = self._swaps = 0
         self._seed: Optional[int] = None
         self._optimizer = optimizer
         self.recipe = recipe
@@ -99,8 +99,11 @@ class Session:
         return self._seed
 
     def weights_version(self) -> object:
-        """Another value after any training."""
-        return self.updates, self._training, self._runs
+        """Another value after any change of the parameters, by whomever."""
+        program = self._training
+        updates = self.updates if program is None else program.updates
+        in_place = [p._version for p in self.module.parameters() if not p.is_inference()]
+        return updates, program, self._runs, self._swaps, in_place
 
     def swap_averages(self) -> None:
         """Exchange weights and their moving averages.
@@ -116,6 +119,7 @@ class Session:
                 f"{missing}. Call it from a callback of a model compiled with use_ema=True."
             )
         self._training.swap_averages()
+        self._swaps += 1
 
     def plan(
         self,

@@ -63,13 +63,13 @@ class RecordingProgram:
     """
 
     spec: ProgramSpec
-    examples: List[MicroBatch] = dataclasses.field(default_factory=list)
-    executions: List[CombinedBatch] = dataclasses.field(default_factory=list)
-    rows: List[Any] = dataclasses.field(default_factory=list)
-    updates: int = 0
-    written: List[TrainState] = dataclasses.field(default_factory=list)
-    calls: List[str] = dataclasses.field(default_factory=list)
-    closed: int = 0
+    examples: List[MicroBatch] = dataclasses.field(default_factory=list, init=False)
+    executions: List[CombinedBatch] = dataclasses.field(default_factory=list, init=False)
+    rows: List[Any] = dataclasses.field(default_factory=list, init=False)
+    updates: int = dataclasses.field(init=False)
+    written: List[TrainState] = dataclasses.field(default_factory=list, init=False)
+    calls: List[str] = dataclasses.field(default_factory=list, init=False)
+    closed: int = dataclasses.field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.updates = self.spec.first_update

@@ -134,7 +134,16 @@ def test_every_entry_of_the_reference_exists():
 
 
 @pytest.mark.parametrize(
-    "name", ["Model", "Plan", "History", "callbacks.Callback", "schedules.Schedule"]
+    "name",
+    [
+        "BatchSize",
+        "History",
+        "LearningRates",
+        "Model",
+        "Plan",
+        "callbacks.Callback",
+        "schedules.Schedule",
+    ],
 )
 def test_every_public_member_is_in_the_reference(name):
     """A method or attribute that is not listed is found by chance only."""

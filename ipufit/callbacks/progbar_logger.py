@@ -132,3 +132,7 @@ class ProgbarLogger(Callback):
         """Finish the bar, or print the line."""
         self._close()
         self._line("predict", None)
+
+    def close(self) -> None:
+        """Leave no bar open after an evaluation or a prediction that did not end."""
+        self._close()

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 import warnings
 from typing import Any, Dict, Iterator, List, Sequence, Tuple
 
-import torch
 from torch import Tensor
 
 from ipufit.errors import ConfigurationError, MetricError
+from ipufit.keeping import generators_kept
 from ipufit.metrics.kinds import Metric, shapes
 from ipufit.names import check_log_name
-from ipufit.randomness import isolated
+from ipufit.randomness import LOCK
 from ipufit.tree import flatten, map_leaves
 
 __all__ = ["MetricSet"]
@@ -113,7 +111,8 @@ class MetricSet:
         trial = self.fresh()
         given = map_leaves(_copy, (prediction, target, sample_weight))
         prediction, target, sample_weight = given
-        with warnings.catch_warnings(), _generators_kept():
+        # Another thread may be reading data with torch's generator.
+        with warnings.catch_warnings(), LOCK, generators_kept():
             warnings.simplefilter("ignore")
             trial.update(prediction, target, size, sample_weight)
             for metric in trial._metrics:
@@ -147,18 +146,3 @@ def _named_failure(name: str, prediction: Any, target: Any) -> Iterator[None]:
             f"{type(error).__name__}: {str(error).rstrip('.')}. Pass a metric made for these, or a "
             "callable metric(prediction, target) that brings them into form."
         ) from error
-
-
-@contextlib.contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Leave torch's host generator, Python's, and NumPy's if it is loaded, as they are found."""
-    numpy = sys.modules.get("numpy")
-    python_state = random.getstate()
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    try:
-        with isolated(torch.device("cpu")):
-            yield
-    finally:
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)

@@ -1,0 +1,382 @@
+"""Options of Model's methods."""
+
+import threading
+from collections import OrderedDict
+
+import torch
+from torch import nn
+
+import ipufit
+from ipufit.callbacks import Callback
+
+from . import FLIPS, Ledger, Made, Noisy, With, X, Y, files, folder, linear, of, told
+
+__all__ = ["FLIPS"]
+
+WEIGHTS = torch.tensor([1.0, 0.0, 3.0] * 4)
+HELD = (X[:6], Y[:6])
+
+
+class Reads:
+    """Batches, and whether the main thread reads them."""
+
+    def __init__(self):
+        self.in_main = set()
+
+    def __iter__(self):
+        for i in range(0, 12, 3):
+            self.in_main.add(threading.current_thread() is threading.main_thread())
+            yield X[i : i + 3], Y[i : i + 3]
+
+
+class Stop(Callback):
+    """Ends whatever it can."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training = True
+
+    def on_test_begin(self, logs=None):
+        print("evaluates")
+
+    def on_predict_begin(self, logs=None):
+        print("predicts")
+
+
+class Two(nn.Module):
+    """Two outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = linear(), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return {"first": self.first(x), "second": self.second(x)}
+
+
+class Counted(nn.Module):
+    """Says how often Python ran its forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = linear()
+
+    def forward(self, x):
+        CALLS.append(1)
+        return self.head(x)
+
+
+CALLS = []
+
+
+# Model, compile, fit
+
+
+def made(**options):
+    model = ipufit.Model(**{"module": linear(), **options})
+    return [str(p.device) for p in model.module.parameters()], type(model.module).__name__
+
+
+of(
+    "Model",
+    made,
+    module=(Made(linear), Made(Noisy)),
+    engine=("auto", "ipu"),
+    device=(None, "meta"),
+)
+
+
+def trained(work=None, net=Counted, **options):
+    """Weights and reports of a fit after ``compile`` with these options."""
+    del CALLS[:]
+    model = ipufit.Model(net())
+    model.compile(**{"optimizer": "sgd", "loss": "cross_entropy", **options})
+    given = {"y": Y, "batch_size": 3, "epochs": 2, "seed": 1, "verbose": 0, **(work or {})}
+    history = model.fit(X, **given)
+    model.explain()
+    return told(history), [p.detach() for p in model.module.parameters()], len(CALLS)
+
+
+SEVERAL = {"net": Two, "loss": {"first": "cross_entropy", "second": "cross_entropy"}}
+SEVERAL["work"] = {"y": {"first": Y, "second": Y}}
+MEASURED = {"metrics": ["accuracy"], "work": {"device_iterations": 2, "batch_size": 2}}
+
+
+of(
+    "Model.compile",
+    trained,
+    optimizer=("sgd", "adam"),
+    loss=("cross_entropy", nn.MultiMarginLoss()),
+    metrics=(None, ["accuracy"]),
+    loss_weights=With(None, {"first": 2.0, "second": 1.0}, **SEVERAL),
+    weighted_metrics=With(None, ["accuracy"], work={"sample_weight": WEIGHTS}),
+    normalize=With("samples", "micro_batches", work={"batch_size": 5, "gradient_accumulation": 3}),
+    sample_weight_reduction=With(
+        "sum_over_batch_size", "mean_with_sample_weight", work={"sample_weight": WEIGHTS}
+    ),
+    lr_scheduler=(None, lambda update: 0.1 * 0.5**update),
+    lr_scheduler_interval=With("update", "epoch", lr_scheduler=lambda i: 0.1 * 0.5**i),
+    clipnorm=(None, 1e-3),
+    global_clipnorm=(None, 1e-3),
+    clipvalue=(None, 1e-3),
+    use_ema=(False, True),
+    ema_momentum=With(0.9, 0.5, use_ema=True),
+    ema_overwrite_frequency=With(None, 1, use_ema=True),
+    precision=(None, "mixed_bfloat16"),
+    loss_scale=(None, 8.0),
+    accumulation_dtype=With(None, "bfloat16", work={"gradient_accumulation": 2}),
+    output_mode=With("all", "final", **MEASURED),
+    output_every=With(1, 2, output_mode="every_n", **MEASURED),
+    gradient_reduction=With("mean", "sum", work={"gradient_accumulation": 2}),
+    auto_round_ipus=With(False, True, work={"ipus": 3}),
+    run_eagerly=(False, True),
+)
+
+
+def fitted(callbacks=None, **options):
+    """Weights, reports and hooks of a fit with these options."""
+    ledger = Ledger()
+    model = ipufit.Model(linear())
+    model.compile("sgd", "cross_entropy")
+    given = {"y": Y, "batch_size": 3, "epochs": 2, "seed": 1, "verbose": 0, "x": X, **options}
+    given = {name: value for name, value in given.items() if value is not ...}
+    history = model.fit(callbacks=callbacks or [ledger], **given)
+    reads = getattr(given["x"], "in_main", None)
+    return told(history)[:3], [p.detach() for p in model.module.parameters()], ledger.calls, reads
+
+
+LOADED = {"x": Made(Reads), "y": ..., "batch_size": ...}
+
+of(
+    "Model.fit",
+    fitted,
+    x=(X, X + 1),
+    y=(Y, 2 - Y),
+    batch_size=(3, 4),
+    epochs=(1, 3),
+    ipus=(None, 2),
+    device_iterations=(1, 2),
+    gradient_accumulation=(1, 2),
+    validation_split=(0.0, 0.25),
+    validation_data=(None, HELD),
+    shuffle=(True, False),
+    class_weight=(None, {0: 5.0}),
+    sample_weight=(None, WEIGHTS),
+    initial_epoch=(0, 1),
+    steps_per_epoch=(None, 3),
+    validation_steps=With(None, 1, validation_data=HELD),
+    validation_batch_size=With(None, 6, validation_data=HELD),
+    validation_freq=With(1, 2, validation_data=HELD),
+    limit_train_batches=(None, 2),
+    limit_val_batches=With(None, 1, validation_data=HELD),
+    overfit_batches=(None, 1),
+    fast_dev_run=(False, True),
+    prefetch=With(0, 2, **LOADED),
+    inference_ipus=With(None, 2, validation_data=HELD),
+    inference_device_iterations=With(None, 2, validation_data=HELD),
+    callbacks=(None, Made(Stop)),
+    seed=(1, 2),
+    verbose=(0, 2),
+)
+
+
+# Inference
+
+
+def inferring(method):
+    """What a method of a model with random numbers of its own returns, and the hooks."""
+
+    def observe(callbacks=None, **options):
+        ledger = Ledger()
+        model = ipufit.Model(Noisy())
+        model.compile("sgd", "cross_entropy")
+        given = {"x": X, "batch_size": 3, "verbose": 0, **options}
+        if method == "evaluate":
+            given.setdefault("y", Y)
+        given = {name: value for name, value in given.items() if value is not ...}
+        found = getattr(model, method)(callbacks=callbacks or [ledger], **given)
+        found = list(found) if method == "predict_iter" else found
+        return found, ledger.calls, getattr(given["x"], "in_main", None)
+
+    return observe
+
+
+for method in ("evaluate", "predict", "predict_iter"):
+    of(
+        f"Model.{method}",
+        inferring(method),
+        x=(X, X + 1),
+        batch_size=(3, 4),
+        steps=(None, 1),
+        prefetch=With(0, 2, **LOADED),
+        ipus=(None, 2),
+        device_iterations=(1, 2),
+        callbacks=(None, Made(Stop)),
+        seed=(0, 1),
+        verbose=(0, 2),
+    )
+of(
+    "Model.evaluate",
+    inferring("evaluate"),
+    y=(Y, 2 - Y),
+    sample_weight=(None, WEIGHTS),
+    return_dict=(True, False),
+)
+
+
+def on_batch(method):
+    """What a method for one batch returns."""
+
+    def observe(**options):
+        model = ipufit.Model(linear())
+        model.compile("sgd", "cross_entropy")
+        given = {"x": X} if method == "predict_on_batch" else {"x": X, "y": Y}
+        return getattr(model, method)(**{**given, **options})
+
+    return observe
+
+
+for method in ("train_on_batch", "test_on_batch"):
+    of(
+        f"Model.{method}",
+        on_batch(method),
+        x=(X, X + 1),
+        y=(Y, 2 - Y),
+        sample_weight=(None, WEIGHTS),
+        return_dict=(True, False),
+    )
+of("Model.train_on_batch", on_batch("train_on_batch"), class_weight=(None, {0: 5.0}))
+of("Model.predict_on_batch", on_batch("predict_on_batch"), x=(X, X + 1))
+
+
+# Searches
+
+
+def searched_rate(**options):
+    model = ipufit.Model(linear())
+    model.compile("sgd", "cross_entropy")
+    given = {"x": X, "y": Y, "batch_size": 3, "updates": 4, "max_lr": 0.1, "seed": 1, **options}
+    return model.find_lr(**given)
+
+
+of(
+    "Model.find_lr",
+    searched_rate,
+    x=(X, X + 1),
+    y=(Y, 2 - Y),
+    batch_size=(3, 6),
+    min_lr=(1e-7, 1e-3),
+    max_lr=(0.1, 0.2),
+    updates=(4, 5),
+    ipus=(None, 2),
+    gradient_accumulation=(1, 2),
+    seed=(1, 2),
+)
+
+
+class Looked(nn.Module):
+    """Remembers what it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = linear()
+
+    def forward(self, x):
+        LOOKED.append((x.detach().clone(), len(x)))
+        return self.head(x)
+
+
+LOOKED = []
+
+
+def searched_size(**options):
+    del LOOKED[:]
+    model = ipufit.Model(Looked())
+    model.compile("sgd", "cross_entropy", run_eagerly=True)
+    given = {"x": X, "y": Y, "effective_batch_size": 8, "seed": 1, **options}
+    found = model.find_batch_size(**given)
+    sizes = [size for size, _ in found.tried]
+    return found.batch_size, found.gradient_accumulation, sizes, LOOKED
+
+
+of(
+    "Model.find_batch_size",
+    searched_size,
+    x=(X, X + 1),
+    y=(Y, None),
+    effective_batch_size=(8, 4),
+    start=(2, 1),
+    ipus=(None, 2),
+    seed=(1, 2),
+)
+
+
+# Reports and files
+
+
+def explained(**options):
+    model = ipufit.Model(linear())
+    model.compile("sgd", "cross_entropy")
+    model.explain(**{"x": X, **options})
+
+
+of(
+    "Model.explain",
+    explained,
+    x=(X, X[:6]),
+    batch_size=(3, 4),
+    steps_per_epoch=(None, 2),
+    limit_train_batches=With(None, 2, batch_size=3),
+    ipus=(None, 2),
+    device_iterations=(1, 2),
+    gradient_accumulation=(1, 2),
+)
+
+
+def summarized(**options):
+    inside = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    printed = []
+    if options.get("print_fn") == "given":
+        options["print_fn"] = printed.append
+    net = nn.Sequential(OrderedDict({"a_layer_with_a_name_that_needs_room": inside}))
+    ipufit.Model(net).summary(**options)
+    return printed
+
+
+of(
+    "Model.summary",
+    summarized,
+    x=(None, X),
+    line_length=(None, 60),
+    depth=(None, 1),
+    expand_nested=(True, False),
+    print_fn=(None, "given"),
+)
+
+
+def saved(path):
+    with folder() as place:
+        ipufit.Model(linear()).save_weights(place / path)
+        return files(place)
+
+
+of("Model.save_weights", saved, path=("one.safetensors", "other.safetensors"))
+
+
+def loaded(path="one.safetensors", strict=True):
+    with folder() as place:
+        ipufit.Model(linear()).save_weights(place / "one.safetensors")
+        ipufit.Model(nn.Linear(4, 3, bias=False)).save_weights(place / "other.safetensors")
+        model = ipufit.Model(nn.Linear(4, 3))
+        try:
+            model.load_weights(place / path, strict)
+        except ipufit.errors.ConfigurationError:
+            return "refused"
+        return model.module.state_dict()
+
+
+of(
+    "Model.load_weights",
+    loaded,
+    path=With("one.safetensors", "other.safetensors", strict=False),
+    strict=With(True, False, path="other.safetensors"),
+)

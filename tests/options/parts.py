@@ -1,0 +1,435 @@
+"""Options of everything that is neither Model nor a callback of Keras."""
+
+import dataclasses
+
+import torch
+from torch import nn
+
+import ipufit
+from ipufit import BatchSize, History, LearningRates, LossScale, Plan, errors, schedules, testing
+from ipufit.optim import LAMB
+from ipufit.program import Mode, ProgramSpec
+
+from . import FLIPS, Made, With, X, Y, files, folder, linear, of, told
+
+__all__ = ["FLIPS"]
+
+
+# History
+
+LOGS = [
+    {"loss": 3.0, "val_loss": 3.0, "error": 1.0},
+    {"loss": 2.0, "error": 2.0},
+    {"loss": 1.0, "val_loss": 4.0, "error": 1.0},
+]
+
+
+def history():
+    found = History()
+    for epoch, logs in enumerate(LOGS):
+        found.append(epoch, logs)
+    return found
+
+
+def kept(method, **given):
+    def observe(**options):
+        found = history()
+        result = getattr(found, method)(**{**given, **options})
+        return result, told(found)
+
+    return observe
+
+
+def stored(method):
+    def observe(path):
+        with folder() as place:
+            text = getattr(history(), method)(None if path is None else place / path)
+            return files(place), text
+
+    return observe
+
+
+def drawn(path=None, **options):
+    with folder() as place:
+        figure = history().plot(None if path is None else place / path, **options)
+        shape = [
+            (panel.get_title(), panel.get_ylabel(), len(panel.lines), len(panel.collections))
+            for panel in figure.axes
+        ]
+        places = [panel.get_subplotspec().get_geometry() for panel in figure.axes]
+        return shape, places, sorted(files(place))
+
+
+of("History", lambda params: told(History(params)), params=(None, {"note": 1}))
+of(
+    "History.append",
+    kept("append", epoch=7, logs={"loss": 1.0}),
+    epoch=(7, 8),
+    logs=({"loss": 1.0}, {"loss": 2.0}),
+)
+of(
+    "History.append_update",
+    kept("append_update", name="scale", update=1, value=2.0),
+    name=("scale", "other"),
+    update=(1, 2),
+    value=(2.0, 3.0),
+)
+of("History.places", kept("places"), name=("loss", "val_loss"))
+of("History.aligned", kept("aligned"), name=("loss", "val_loss"))
+of(
+    "History.best_epoch",
+    kept("best_epoch"),
+    monitor=("val_loss", "loss"),
+    mode=("auto", "max"),
+)
+of("History.to_csv", stored("to_csv"), path=("one.csv", "other.csv"))
+of("History.to_json", stored("to_json"), path=(None, "one.json"))
+of(
+    "History.from_json",
+    lambda source: told(History.from_json(source)),
+    source=(Made(lambda: history().to_json()), Made(lambda: History().to_json())),
+)
+of(
+    "History.plot",
+    drawn,
+    path=(None, "curves.png"),
+    metrics=(None, "nothing"),
+    columns=(None, 1),
+    mark_best=(True, False),
+)
+
+
+# What searches found
+
+
+def fields(kind, **values):
+    """Flips of a dataclass that only holds its values."""
+    base = {name: pair[0] for name, pair in values.items()}
+    of(kind.__name__, lambda **one: dataclasses.asdict(kind(**{**base, **one})), **values)
+
+
+fields(
+    BatchSize,
+    batch_size=(1, 2),
+    gradient_accumulation=(1, 2),
+    tried=(((1, 2.0),), ((1, None),)),
+)
+fields(
+    LearningRates,
+    learning_rates=((1.0, 2.0), (1.0, 3.0)),
+    losses=((1.0, 2.0), (1.0, 3.0)),
+    smoothed=((1.0, 2.0), (1.0, 3.0)),
+    diverged=(False, True),
+)
+
+
+def rates_drawn(path):
+    with folder() as place:
+        found = LearningRates((0.1, 0.2, 0.3), (3.0, 2.0, 1.0), (3.0, 2.0, 1.0), False)
+        found.plot(None if path is None else place / path)
+        return sorted(files(place))
+
+
+of("LearningRates.plot", rates_drawn, path=(None, "curve.png"))
+
+
+# Plan
+
+SIZES = {"micro_batch_size": 2, "gradient_accumulation": 1, "replicas": 2, "device_iterations": 1}
+SIZES.update(stages=1, reserved_ipus=2)
+of(
+    "Plan",
+    lambda **options: Plan(**{**SIZES, **options}).explain(),
+    micro_batch_size=(2, 3),
+    gradient_accumulation=(1, 2),
+    replicas=(2, 1),
+    device_iterations=(1, 2),
+    stages=(1, 2),
+    reserved_ipus=(2, 4),
+    samples=(None, 12),
+    dropped=(0, 1),
+    training=(True, False),
+    fixed_updates=(None, 3),
+)
+of(
+    "Plan.make",
+    lambda **options: Plan.make(**{"micro_batch_size": 2, **options}).explain(),
+    micro_batch_size=(2, 3),
+    ipus=(None, 2),
+    device_iterations=(1, 2),
+    gradient_accumulation=(1, 2),
+    stages=With(1, 2, ipus=4),
+    samples=(None, 12),
+    dropped=(0, 1),
+    training=(True, False),
+    auto_round_ipus=With(False, True, ipus=3),
+    fixed_updates=(None, 3),
+)
+of("Plan.place", lambda index: Plan(**SIZES).place(index), index=(1, 2))
+WIDE = {**SIZES, "device_iterations": 2, "gradient_accumulation": 2}
+of(
+    "Plan.index",
+    lambda **one: Plan(**WIDE).index(
+        **{"iteration": 0, "accumulation": 0, "replica": 0, "position": 0, **one}
+    ),
+    iteration=(0, 1),
+    accumulation=(0, 1),
+    replica=(0, 1),
+    position=(0, 1),
+)
+of("Plan.updates", lambda samples: list(Plan(**SIZES).updates(samples)), samples=(7, 8))
+
+
+# Logged values, seeds, loss scale
+
+
+def trained(net=None, **options):
+    model = ipufit.Model(net or linear())
+    model.compile("sgd", "cross_entropy", **options)
+    found = model.fit(X, Y, batch_size=4, epochs=2, seed=1, verbose=0)
+    return found.history, found.updates
+
+
+def logged(**options):
+    class Logs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = linear()
+
+        def forward(self, x):
+            ipufit.log(**{"name": "size", "value": x[0].sum(), **options})
+            return self.head(x)
+
+    return trained(Logs())
+
+
+of(
+    "log",
+    logged,
+    name=("size", "other"),
+    value=(1.0, 2.0),
+    reduce=("mean", "sum"),
+    on_update=(False, True),
+)
+of(
+    "seed_everything",
+    lambda seed: (ipufit.seed_everything(seed), torch.rand(2)),
+    seed=(1, 2),
+)
+of(
+    "LossScale",
+    lambda **options: trained(loss_scale=LossScale(**options)),
+    initial=(8.0, 16.0),
+    growth_interval=With(None, 1, initial=8.0),
+)
+
+
+# optim
+
+
+def optimized(closure=None, group=None, params=None, **options):
+    net = linear()
+    chosen = net.parameters() if params is None else getattr(net, params).data.requires_grad_()
+    chosen = [chosen] if isinstance(chosen, torch.Tensor) else list(chosen)
+    optimizer = LAMB(chosen, **{"lr": 0.1, **options})
+    if group is not None:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], **group})
+    result = None
+    for _ in range(2):
+        for parameter in chosen:
+            parameter.grad = parameter.detach().cos()
+        result = optimizer.step(closure)
+    return [p.detach() for p in chosen], len(optimizer.param_groups), result
+
+
+of(
+    "optim.LAMB",
+    optimized,
+    params=("weight", "bias"),
+    lr=(0.1, 0.2),
+    betas=((0.9, 0.999), (0.5, 0.9)),
+    eps=(1e-6, 1e-1),
+    weight_decay=(0.0, 0.1),
+    bias_correction=With(True, False, eps=0.1),
+    max_weight_norm=(None, 0.1),
+)
+of(
+    "optim.LAMB.add_param_group",
+    lambda param_group: optimized(group=param_group),
+    param_group=({}, {"lr": -1.0}),
+)
+of("optim.LAMB.step", optimized, closure=(None, lambda: 3.0))
+
+
+# schedules
+
+
+def sgd(rate=0.1):
+    return torch.optim.SGD(linear().parameters(), rate)
+
+
+def plateau(optimizer):
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+
+
+def halving(update):
+    return 0.1 * 0.5**update
+
+
+def scheduled(lr_scheduler=halving, optimizer=None, interval="update", after=None):
+    """Rates of three updates, an epoch's end in between."""
+    found = schedules.resolve_schedule(lr_scheduler, optimizer or sgd(), interval)
+    if found is None:
+        return None
+    rates = []
+    for logs in (
+        {"loss": 1.0, "score": 3.0},
+        {"loss": 1.0, "score": 2.0},
+        {"loss": 1.0, "score": 1.0},
+    ):
+        rates.append(found.rows(1)[0][0]["lr"])
+        found.end_epoch(logs)
+    return rates
+
+
+of(
+    "schedules.resolve_schedule",
+    scheduled,
+    lr_scheduler=(None, halving),
+    optimizer=With(
+        Made(sgd),
+        Made(lambda: sgd(0.2)),
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1),
+    ),
+    interval=With("update", "other", lr_scheduler=halving),
+)
+of(
+    "schedules.AtEpochEnd",
+    lambda scheduler=plateau, monitor=None: scheduled(schedules.AtEpochEnd(scheduler, monitor)),
+    scheduler=(plateau, halving),
+    monitor=With(None, "score", scheduler=plateau),
+)
+
+
+class Doubling(schedules.Schedule):
+    """A schedule of a user's own."""
+
+    name = "doubling"
+
+    def _advance(self):
+        self._optimizer.param_groups[0]["lr"] *= 2
+
+    def _keep(self):
+        return lambda: None
+
+    def _own_state(self):
+        return None
+
+    def _load_own(self, state):
+        pass
+
+
+def doubled(optimizer=None, per_update=True):
+    found = Doubling(optimizer or sgd(), per_update)
+    return [row[0]["lr"] for row in found.rows(3)]
+
+
+of(
+    "schedules.Schedule",
+    doubled,
+    optimizer=(Made(sgd), Made(lambda: sgd(0.2))),
+    per_update=(True, False),
+)
+
+
+def half():
+    return schedules.resolve_schedule(halving, sgd())
+
+
+def watching():
+    return schedules.resolve_schedule(plateau, sgd())
+
+
+def ended(logs):
+    found = watching()
+    for _ in range(3):
+        found.end_epoch(logs)
+    return found.state_dict()
+
+
+def restored(snapshot):
+    found = half()
+    places = {"first": found.snapshot()}
+    found.rows(2)
+    places["later"] = found.snapshot()
+    found.rows(2)
+    found.restore(places[snapshot])
+    return found.state_dict()
+
+
+def continued(state):
+    found, other = half(), half()
+    found.rows(state)
+    other.load_state_dict(found.state_dict())
+    return other.state_dict()
+
+
+def checked(updates):
+    fails = schedules.resolve_schedule(lambda update: 0.1 if update < 3 else float("nan"), sgd())
+    return fails.check(updates)
+
+
+of("schedules.Schedule.rows", lambda updates: len(half().rows(updates)), updates=(1, 2))
+of("schedules.Schedule.check", checked, updates=(2, 5))
+of("schedules.Schedule.end_epoch", ended, logs=({"loss": 1.0}, {"other": 1.0}))
+of("schedules.Schedule.restore", restored, snapshot=("first", "later"))
+of("schedules.Schedule.load_state_dict", continued, state=(1, 2))
+
+
+# errors
+
+
+def of_error(kind, /, **values):
+    """Text and attributes of an error."""
+    base = {name: pair[0] for name, pair in values.items()}
+
+    def observe(**one):
+        error = kind(**{**base, **one})
+        return str(error), {
+            name: value for name, value in vars(error).items() if name != "__notes__"
+        }
+
+    of(f"errors.{kind.__name__}", observe, **values)
+
+
+of_error(errors.CaptureError, message=("a", "b"), file=(None, "net.py"), line=(None, 3))
+of_error(errors.NonFiniteLossError, message=("a", "b"), update=(1, 2), value=(1.0, 2.0))
+of_error(errors.PlanError, faults=(["a"], ["b"]), suggestion=(None, {"ipus": 2}))
+of_error(
+    errors.UnknownNameError,
+    kind=("loss", "metric"),
+    name=("adm", "sg"),
+    known=(["adam", "sgd"], ["adam"]),
+    hint=("", "Look. "),
+    is_typo=(True, False),
+)
+
+
+# testing
+
+
+def spec(first_update=0):
+    plan = Plan.make(micro_batch_size=2)
+    return ProgramSpec(linear(), None, None, plan, Mode.TRAIN, False, 0, first_update=first_update)
+
+
+def program(**options):
+    found = testing.RecordingProgram(**{"spec": spec(), **options})
+    return found.updates, found.spec.first_update, len(found.executions), found.closed
+
+
+of(
+    "testing.RecordingProgram",
+    program,
+    spec=(Made(spec), Made(lambda: spec(3))),
+)
