@@ -125,6 +125,10 @@ def test_predict(options):
     expected = both.theirs.predict(**arguments, callbacks=[theirs])
     came = both.ours.predict(**arguments, callbacks=[ours])
     assert names(ours.calls) == names(theirs.calls)
+    for (_, _, mine), (_, _, logs) in zip(ours.calls, theirs.calls):
+        assert mine.keys() == logs.keys()
+        for key, values in logs.items():
+            numpy.testing.assert_allclose(mine[key], values, atol=1e-6)
     numpy.testing.assert_allclose(came.numpy(), expected, atol=1e-6)
 
 
