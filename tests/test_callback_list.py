@@ -342,8 +342,6 @@ def test_the_outputs_of_a_prediction_are_in_logs():
     look = ipufit.callbacks.LambdaCallback(
         on_predict_batch_end=lambda batch, logs: seen.append(logs["outputs"])
     )
-    outputs = compiled().predict(
-        [(b[0],) for b in batches(4)], device_iterations=3, callbacks=[look], verbose=0
-    )
-    assert [len(piece) for piece in seen] == [6, 2]
+    outputs = compiled().predict(batches(4), device_iterations=3, callbacks=[look], verbose=0)
+    assert [len(piece) for piece in seen] == [12, 4]
     assert torch.equal(torch.cat(seen), outputs)

@@ -93,7 +93,9 @@ def some_of(grid, name):
 
 
 STOPS = list(
-    itertools.product((0, 1, 2, 3), (0, 0.125, 1), (None, 2.5), (True, False), (0, 3), ("min", "max"))
+    itertools.product(
+        (0, 1, 2, 3), (0, 0.125, 1), (None, 2.5), (True, False), (0, 3), ("min", "max")
+    )
 )
 
 

@@ -95,7 +95,9 @@ def test_moving_averages_after_stop_training():
 
     both = pair(use_ema=True, ema_momentum=0.8)
     both.fit(
-        [ledger(keras.callbacks.Callback, stop)], [ledger(ipufit.callbacks.Callback, stop)], epochs=1
+        [ledger(keras.callbacks.Callback, stop)],
+        [ledger(ipufit.callbacks.Callback, stop)],
+        epochs=1,
     )
     both.same_weights()
 
@@ -155,6 +157,17 @@ def test_stopped_early_with_swap_on_epoch_ipufit_alone_ends_with_the_averages():
     trained = pair()
     trained.fit(epochs=1)
     numpy.testing.assert_allclose(flat(both, "theirs"), flat(trained, "ours"), atol=2e-6)
+
+
+def test_swap_ema_weights_is_for_fit():
+    """Keras' averages live on in the optimizer; in ipufit they are the weights when fit is over."""
+    both = pair(use_ema=True, ema_momentum=0.8)
+    both.fit(epochs=1)
+    given = {"batch_size": 10, "verbose": 0}
+    expected = both.theirs.evaluate(XV, YV, callbacks=[swap(keras)], return_dict=True, **given)
+    same_values(both.ours.evaluate(XV, YV, **given), expected)
+    with pytest.raises(ipufit.errors.ConfigurationError, match="needs a running fit"):
+        both.ours.evaluate(XV, YV, callbacks=[swap(ipufit)], **given)
 
 
 # ---- a non-finite loss --------------------------------------------------------------------------
