@@ -186,7 +186,7 @@ def find_batch_size(
         tried.append((size, rate))
         if rate is None:
             # Only now has the error let go of the tensors of its frames.
-            if torch.cuda.is_initialized():
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 torch.cuda.empty_cache()
             break
         best = (size, accumulation)

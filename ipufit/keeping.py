@@ -23,7 +23,7 @@ def generators_kept() -> Iterator[None]:
     host, python_state = torch.get_rng_state(), random.getstate()
     numpy_state = numpy.random.get_state() if numpy is not None else None
     # Asking an accelerator that nothing has used yet would start it.
-    on_cuda = torch.cuda.is_initialized()
+    on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     accelerators = torch.cuda.get_rng_state_all() if on_cuda else []
     try:
         yield

@@ -194,7 +194,7 @@ def predictions(job: Job, callbacks: CallbackList) -> Generator[Any, None, None]
             callbacks.call("on_predict_batch_begin", passes, {})
             piece = [_predicted(job, batch)]
             passes += -(-len(batch.micro_batches) // job.plan.micro_batches_per_update)
-            callbacks.call("on_predict_batch_end", passes - 1, {})
+            callbacks.call("on_predict_batch_end", passes - 1, {"outputs": piece[0]})
             # Not kept here while the next one is computed.
             yield piece.pop()
     callbacks.call("on_predict_end", {})
