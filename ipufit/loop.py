@@ -196,8 +196,9 @@ def predictions(job: Job, callbacks: CallbackList) -> Generator[Any, None, None]
             for micro_batch, outputs in zip(batch.micro_batches, anchors.outputs):
                 check_rows(outputs, micro_batch.size)
             passes += -(-len(batch.micro_batches) // job.plan.micro_batches_per_update)
-            callbacks.call("on_predict_batch_end", passes - 1, {})
-            yield _joined(anchors.outputs)
+            outputs = _joined(anchors.outputs)
+            callbacks.call("on_predict_batch_end", passes - 1, {"outputs": outputs})
+            yield outputs
     callbacks.call("on_predict_end", {})
 
 

@@ -164,5 +164,6 @@ def _callbacks(
         "samples": job.plan.samples,
         "metrics": metrics,
         "directions": directions,
+        "adds": sorted({name for callback in given.callbacks for name in callback.adds or ()}),
     }
     return CallbackList([*given.callbacks, *added], model, params)

@@ -169,9 +169,9 @@ def test_the_ledger_of_evaluate_and_predict(make, name):
         ("set_params",),
         ("on_predict_begin",),
         ("on_predict_batch_begin", 0),
-        ("on_predict_batch_end", 2),
+        ("on_predict_batch_end", 2, "outputs"),
         ("on_predict_batch_begin", 3),
-        ("on_predict_batch_end", 3),
+        ("on_predict_batch_end", 3, "outputs"),
         ("on_predict_end",),
         ("close",),
     ]

@@ -302,3 +302,46 @@ def test_a_list_of_ones_own():
     error = NonFiniteLossError("", 0, float("nan"))
     assert callbacks.ask("on_non_finite", error) is True
     assert CallbackList([told], None, {}).ask("on_non_finite", error) is False
+
+
+@pytest.mark.parametrize("hook", ["on_batch_begin", "on_batch_end"])
+def test_hooks_that_are_never_called_are_refused(hook):
+    """Keras calls these old names too; a callback brought along would do nothing here."""
+    told = type("Old", (Callback,), {hook: lambda self, batch, logs=None: None})()
+    with pytest.raises(ConfigurationError) as caught:
+        fit(compiled(), callbacks=[told])
+    assert str(caught.value) == (
+        f"Old must name the hooks of batches after what they are of, but has {hook}, which is "
+        f"never called. Rename it to on_train_{hook[3:]}."
+    )
+
+
+class Seldom(Callback):
+    """Gives a value after every second epoch, the first one not among them."""
+
+    adds = ("val_bleu",)
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch % 2:
+            logs["val_bleu"] = -float(epoch)
+
+
+def test_a_value_that_a_callback_promises_may_come_later():
+    """Epochs without it are none to EarlyStopping, also before the first one that has it."""
+    stop = ipufit.callbacks.EarlyStopping("val_bleu", patience=1, mode="max")
+    told = Told()
+    history = fit(compiled(), epochs=9, callbacks=[Seldom(), stop, told])
+    assert told.params["adds"] == ["val_bleu"]
+    assert history.history["val_bleu"] == [-1.0, -3.0]
+    assert (len(history.epoch), stop.best) == (4, -1.0)
+
+
+def test_the_outputs_of_a_prediction_are_in_logs():
+    """In the structure that predict returns, one execution at a time."""
+    seen = []
+    look = ipufit.callbacks.LambdaCallback(
+        on_predict_batch_end=lambda batch, logs: seen.append(logs["outputs"])
+    )
+    outputs = compiled().predict(batches(4), device_iterations=3, callbacks=[look], verbose=0)
+    assert [len(piece) for piece in seen] == [12, 4]
+    assert torch.equal(torch.cat(seen), outputs)

@@ -165,6 +165,7 @@ def test_history_is_keras():
             "val_loss": "min",
             "val_accuracy": "max",
         },
+        "adds": [],
         "engine": "embedded",
         "seed": 4,
         "micro_batch_size": 2,

@@ -27,7 +27,8 @@ class Callback:
         model: the :class:`ipufit.Model`.
         params: ``epochs``, ``updates`` (per epoch, None if unknown), ``samples``, ``verbose``,
             ``metrics`` (the names that ``logs`` of an epoch will have, as far as they are known
-            before it) and ``directions`` ("min" or "max" for each of them where that is known).
+            before it), ``directions`` ("min" or "max" for each of them where that is known) and
+            ``adds`` (the names that callbacks say they add).
         every_updates: asks that an execution ends, and so ``on_train_batch_end`` fires, after every
             that many updates, counted from the start of ``fit``. None asks for nothing.
         writes_files: whether it writes files, which a trial run leaves alone.
@@ -112,4 +113,4 @@ class Callback:
         """Before an execution of a prediction."""
 
     def on_predict_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
-        """After an execution of a prediction."""
+        """After an execution of a prediction; ``logs["outputs"]`` is what the module returned."""

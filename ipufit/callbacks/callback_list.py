@@ -127,7 +127,18 @@ def checked(callbacks: Any) -> List[Callback]:
         if not isinstance(callback, Callback):
             raise _refusal(callback, "Subclass ipufit.callbacks.Callback and override its hooks.")
         _check_every_updates(callback)
+        _check_hooks(callback)
     return found
+
+
+def _check_hooks(callback: Callback) -> None:
+    """Keras still calls these, so whoever brings one along expects it to be called."""
+    for name in ("on_batch_begin", "on_batch_end"):
+        if callable(getattr(type(callback), name, None)):
+            raise ConfigurationError(
+                f"{type(callback).__name__} must name the hooks of batches after what they are of, "
+                f"but has {name}, which is never called. Rename it to {name[:3]}train_{name[3:]}."
+            )
 
 
 def _check_every_updates(callback: Callback) -> None:

@@ -64,7 +64,8 @@ class Monitor(Callback):
         """
         value: Any = logs.get(self.monitor)
         if value is None:
-            if not self._was_there and self.monitor not in self.params.get("metrics", ()):
+            coming = [*self.params.get("metrics", ()), *self.params.get("adds", ())]
+            if not self._was_there and self.monitor not in coming:
                 raise missing(self, self.monitor, logs)
             return None
         self._was_there = True

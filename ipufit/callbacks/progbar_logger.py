@@ -126,7 +126,7 @@ class ProgbarLogger(Callback):
 
     def on_predict_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
         """Advance by the device iterations of the execution."""
-        self._advance(batch, logs)
+        self._advance(batch, None)
 
     def on_predict_end(self, logs: Optional[Logs] = None) -> None:
         """Finish the bar, or print the line."""
