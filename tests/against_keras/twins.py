@@ -1,89 +1,128 @@
 """One small network, its data and its training, in Keras and in ipufit."""
 
+import dataclasses
+import functools
+from typing import Any
+
 import numpy
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
 
 keras = pytest.importorskip("keras", reason="needs Keras: nox -s keras")
 
+# Keras hands torch tensors to NumPy in a way that NumPy 2 warns of.
+from_keras = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
 GENERATOR = torch.Generator().manual_seed(0)
-X = torch.randn(60, 6, generator=GENERATOR)
-Y = (X @ torch.randn(6, 3, generator=GENERATOR)).argmax(1)
-XV = torch.randn(30, 6, generator=GENERATOR)
-YV = torch.randint(0, 3, (30,), generator=GENERATOR)
-MICRO_BATCH = 10
+X = torch.randn(60, 6, generator=GENERATOR).numpy()
+Y = (X @ torch.randn(6, 3, generator=GENERATOR).numpy()).argmax(1)
+XV = torch.randn(30, 6, generator=GENERATOR).numpy()
+YV = torch.randint(0, 3, (30,), generator=GENERATOR).numpy()
+WEIGHTS = torch.rand(60, generator=GENERATOR).numpy() + 0.5
+BATCH_SIZE = 10
 
 
-def loader(x, y):
-    """Batches in order."""
-    return DataLoader(TensorDataset(x, y), MICRO_BATCH)
+@dataclasses.dataclass
+class Pair:
+    """The same network with the same weights, and what either side calls its linear layers."""
+
+    theirs: Any
+    ours: ipufit.Model
+    layers: Any
+
+    def same_weights(self):
+        """Whether both have been trained alike, to the rounding of float32."""
+        for dense, linear in self.layers:
+            kernel, bias = dense.get_weights()
+            numpy.testing.assert_allclose(kernel.T, linear.weight.detach().numpy(), atol=2e-6)
+            numpy.testing.assert_allclose(bias, linear.bias.detach().numpy(), atol=2e-6)
+
+    def fit(self, theirs=(), ours=(), **options):
+        """Call ``fit`` of both with the same arguments and these callbacks; both histories.
+
+        ``validated=True`` stands for the held-out data.
+        """
+        arguments = {
+            "x": X,
+            "y": Y,
+            "batch_size": BATCH_SIZE,
+            "epochs": 3,
+            "shuffle": False,
+            "verbose": 0,
+            **options,
+        }
+        if arguments.pop("validated", False):
+            arguments["validation_data"] = (XV, YV)
+        return [
+            model.fit(**arguments, callbacks=list(callbacks))
+            for model, callbacks in ((self.theirs, theirs), (self.ours, ours))
+        ]
 
 
-def networks():
-    """The same weights twice: a Keras model, and a torch module."""
+def copy_weights(layers):
+    """Give the layers of Keras the weights of the layers of torch."""
+    for dense, linear in layers:
+        dense.set_weights([linear.weight.detach().T.numpy(), linear.bias.detach().numpy()])
+
+
+def pair(metrics=("accuracy",), weighted_metrics=(), lr=0.5, **optimizer):
+    """A classifier, compiled on both sides with the same options, with the same first weights.
+
+    Without options of the optimizer, it is the pair that an earlier call with the same metrics has
+    returned: most of the time goes into recording programs, and SGD has no state to be forgotten.
+    """
+    if optimizer:
+        return _pair(tuple(metrics), tuple(weighted_metrics), lr, **optimizer)
+    found = _kept(tuple(metrics), tuple(weighted_metrics))
+    for name, values in first_weights().items():
+        found.ours.module.state_dict()[name].copy_(values)
+    copy_weights(found.layers)
+    found.theirs.optimizer.learning_rate = found.ours.optimizer.param_groups[0]["lr"] = lr
+    return found
+
+
+@functools.lru_cache(maxsize=None)
+def _kept(metrics, weighted_metrics):
+    return _pair(metrics, weighted_metrics, 0.5)
+
+
+@functools.lru_cache(maxsize=None)
+def first_weights():
     torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).state_dict()
+
+
+def _pair(metrics, weighted_metrics, lr, **optimizer):
     module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    model = keras.Sequential(
+    module.load_state_dict(first_weights())
+    theirs = keras.Sequential(
         [keras.Input((6,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3)]
     )
-    for dense, linear in zip(model.layers, (module[0], module[2])):
-        dense.set_weights([linear.weight.detach().T.numpy(), linear.bias.detach().numpy()])
-    return model, module
-
-
-def fit_keras(model, callbacks=(), epochs=4, lr=0.5, validation=True, **options):
-    """Train the Keras model; returns its History."""
-    model.compile(
-        keras.optimizers.SGD(lr, **options.pop("optimizer", {})),
+    layers = list(zip(theirs.layers, (module[0], module[2])))
+    copy_weights(layers)
+    measured = {
+        "metrics": list(metrics) or None,
+        "weighted_metrics": list(weighted_metrics) or None,
+    }
+    theirs.compile(
+        keras.optimizers.SGD(lr, **optimizer),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
+        **measured,
     )
-    history = model.fit(
-        X.numpy(),
-        Y.numpy(),
-        batch_size=MICRO_BATCH,
-        epochs=epochs,
-        shuffle=False,
-        validation_data=(XV.numpy(), YV.numpy()) if validation else None,
-        callbacks=list(callbacks),
-        verbose=0,
-        **options,
-    )
-    history.history = {k: [float(v) for v in values] for k, values in history.history.items()}
-    return history
+    ours = ipufit.Model(module)
+    ours.compile(torch.optim.SGD(module.parameters(), lr), "cross_entropy", **measured, **optimizer)
+    return Pair(theirs, ours, layers)
 
 
-def fit_ipufit(module, callbacks=(), epochs=4, lr=0.5, validation=True, **options):
-    """Train the torch module; returns the model and its History."""
-    model = ipufit.Model(module)
-    compile_options = options.pop("compile", {})
-    model.compile(
-        torch.optim.SGD(module.parameters(), lr),
-        "cross_entropy",
-        metrics=["accuracy"],
-        **compile_options,
-    )
-    history = model.fit(
-        loader(X, Y),
-        epochs=epochs,
-        validation_data=loader(XV, YV) if validation else None,
-        callbacks=list(callbacks),
-        verbose=0,
-        **options,
-    )
-    return model, history
-
-
-def same_weights(keras_model, module):
-    """Whether both have been trained alike, to the rounding of float32."""
-    for dense, linear in zip(keras_model.layers, (module[0], module[2])):
-        kernel, bias = dense.get_weights()
-        numpy.testing.assert_allclose(kernel.T, linear.weight.detach().numpy(), atol=2e-6)
-        numpy.testing.assert_allclose(bias, linear.bias.detach().numpy(), atol=2e-6)
+def same_values(ours, theirs):
+    """Whether two dicts of numbers, or of lists of them, are the same to the sixth digit."""
+    assert set(ours) == set(theirs)
+    for name, values in theirs.items():
+        values = [float(value) for value in values] if isinstance(values, list) else float(values)
+        assert ours[name] == pytest.approx(values, abs=1e-5, nan_ok=True), name
 
 
 HOOKS = [
@@ -94,8 +133,12 @@ HOOKS = [
 ]
 
 
-def ledger(base):
-    """A callback class of either library that writes down every call."""
+def ledger(base, act=None):
+    """A callback of either library that writes down every call, then calls ``act`` with it.
+
+    Args:
+        act: ``(callback, hook, index)``.
+    """
 
     class Ledger(base):
         def __init__(self):
@@ -106,12 +149,31 @@ def ledger(base):
         def call(self, *args, **kwargs):
             logs = kwargs.get("logs", args[-1] if args else None)
             index = args[0] if args and isinstance(args[0], int) else None
-            # Keras sorts the names, we begin with the loss; "updates" and "samples" are ours.
-            keys = sorted(set(logs or {}) - {"updates", "samples"})
-            self.calls.append((name, index, keys))
+            # "updates" and "samples" are what ipufit adds to the logs of a batch.
+            values = {k: v for k, v in (logs or {}).items() if k not in ("updates", "samples")}
+            self.calls.append((name, index, values))
+            if act is not None:
+                act(self, name, index)
 
         return call
 
     for name in HOOKS:
         setattr(Ledger, name, hook(name))
     return Ledger()
+
+
+def ledgers(act=None):
+    """One of Keras, one of ours."""
+    return ledger(keras.callbacks.Callback, act), ledger(ipufit.callbacks.Callback, act)
+
+
+def names(calls):
+    """A ledger without the values."""
+    return [(name, index) for name, index, _ in calls]
+
+
+def same_calls(ours, theirs):
+    """Whether two ledgers agree: hooks, indices, names and values in logs."""
+    assert names(ours.calls) == names(theirs.calls)
+    for (_, _, mine), (_, _, values) in zip(ours.calls, theirs.calls):
+        same_values(mine, values)
