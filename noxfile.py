@@ -58,6 +58,13 @@ def keras(session: nox.Session) -> None:
 
 
 @nox.session
+def keras(session: nox.Session) -> None:
+    """Compare with Keras itself."""
+    session.install("-e", ".", *group("keras", "torch"))
+    session.run("python", "-m", "pytest", "tests/against_keras", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check style and formatting with ruff."""
     session.install(*group("lint"))

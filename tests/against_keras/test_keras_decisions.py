@@ -88,14 +88,13 @@ def turned(values, mode):
 
 
 def some_of(grid, name):
-    """Every eleventh, others for each script; 11 divides no option's number of values."""
-    return grid[list(SCRIPTS).index(name) :: 11]
+    """Every 19th, others for each script; 19 divides no option's number of values."""
+    return grid[3 * list(SCRIPTS).index(name) :: 19]
 
 
+PATIENCE, DELTA, BASELINE = (0, 1, 2, 3), (0, 0.125, 1), (None, 2.5)
 STOPS = list(
-    itertools.product(
-        (0, 1, 2, 3), (0, 0.125, 1), (None, 2.5), (True, False), (0, 3), ("min", "max")
-    )
+    itertools.product(PATIENCE, DELTA, BASELINE, (True, False), (0, 3), ("min", "max")),
 )
 
 

@@ -68,10 +68,10 @@ def test_validation_split_holds_out_the_same_samples(samples, split):
 @pytest.mark.parametrize(
     ("metrics", "weighted", "names"),
     [
-        ((), None, {"loss"}),
+        ((), (), {"loss"}),
         ((), ["accuracy"], {"loss", "accuracy"}),
         (("accuracy",), ["accuracy"], {"loss", "accuracy", "weighted_accuracy"}),
-        (("acc",), None, {"loss", "acc"}),
+        (("acc",), (), {"loss", "acc"}),
     ],
 )
 def test_weighted_metrics(metrics, weighted, names):
@@ -186,9 +186,7 @@ def fit_two_heads(named, loss_weights, metrics):
     given = {"epochs": 3, "batch_size": 16, "shuffle": False, "verbose": 0}
     given["validation_split"] = 0.3
     expected = theirs.fit(X, form(Y, SIZES), **given).history
-    # In ipufit a tuple holds the outputs of a module, a list would be batches.
-    targets = form(Y, SIZES)
-    return ours.fit(X, targets if named else tuple(targets), **given).history, expected
+    return ours.fit(X, form(Y, SIZES), **given).history, expected
 
 
 @pytest.mark.parametrize("loss_weights", [None, (0.3, 2.0)])
