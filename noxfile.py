@@ -54,14 +54,7 @@ def minimums(session: nox.Session) -> None:
 def keras(session: nox.Session) -> None:
     """Compare with Keras itself."""
     session.install("-e", ".", *group("keras", "torch"))
-    session.run("python", "-m", "pytest", "tests/against_keras", *session.posargs)
-
-
-@nox.session
-def keras(session: nox.Session) -> None:
-    """Compare with Keras itself."""
-    session.install("-e", ".", *group("keras", "torch"))
-    session.run("python", "-m", "pytest", "tests/against_keras", *session.posargs)
+    session.run("python", "-m", "pytest", "tests/against_keras", *PARALLEL, *session.posargs)
 
 
 @nox.session

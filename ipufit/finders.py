@@ -15,7 +15,7 @@ from ipufit.callbacks import CallbackList
 from ipufit.data.source import Source
 from ipufit.errors import ConfigurationError, DataError, NonFiniteLossError
 from ipufit.history import History
-from ipufit.keeping import everything_kept
+from ipufit.keeping import cuda_in_use, everything_kept
 from ipufit.loop import Job
 from ipufit.lr_finder import LearningRates, RangeTest
 from ipufit.metrics import MetricSet
@@ -186,7 +186,7 @@ def find_batch_size(
         tried.append((size, rate))
         if rate is None:
             # Only now has the error let go of the tensors of its frames.
-            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            if cuda_in_use():
                 torch.cuda.empty_cache()
             break
         best = (size, accumulation)

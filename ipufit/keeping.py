@@ -13,7 +13,13 @@ from torch import nn
 
 from ipufit.interrupts import deferred
 
-__all__ = ["everything_kept", "generators_kept"]
+__all__ = ["cuda_in_use", "everything_kept", "generators_kept"]
+
+
+def cuda_in_use() -> bool:
+    """Whether anything has used CUDA yet; asking for more would start it."""
+    cuda: Any = torch.cuda
+    return bool(cuda.is_initialized())
 
 
 @contextlib.contextmanager
@@ -22,8 +28,7 @@ def generators_kept() -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     host, python_state = torch.get_rng_state(), random.getstate()
     numpy_state = numpy.random.get_state() if numpy is not None else None
-    # Asking an accelerator that nothing has used yet would start it.
-    on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    on_cuda = cuda_in_use()
     accelerators = torch.cuda.get_rng_state_all() if on_cuda else []
     try:
         yield
