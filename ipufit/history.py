@@ -32,7 +32,8 @@ class History(Callback):
         epoch: indices of the finished epochs.
         updates: values that were logged per update: by name, pairs of the update's index since
             ``compile`` and the value.
-        params: how the run was made: epochs, plan, seed, engine, seconds spent on recording.
+        params: how the run was made: epochs, plan, seed, engine, seconds spent on recording, and
+            how many weight updates it made ("updates_done"), also when it was stopped.
     """
 
     adds = ()

@@ -51,6 +51,7 @@ def fit(model: Model, session: Session, given: FitArguments) -> History:
             prefetch=given.prefetch,
         )
         with session.running(job):
+            first_update = job.program.updates
             if validation is not None:
                 validation.check(job.first)
             _check_schedule(session, job, given)
@@ -75,6 +76,7 @@ def fit(model: Model, session: Session, given: FitArguments) -> History:
                     given.validation_epochs.__contains__,
                 ).run(given.first_epoch, given.last_epoch)
             finally:
+                model.history.params["updates_done"] = job.program.updates - first_update
                 model.history.params["capture_seconds"] = model.capture_seconds
     return model.history
 

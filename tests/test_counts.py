@@ -191,6 +191,7 @@ def test_stop_training_takes_effect_with_the_execution():
         numbered(20, 2), device_iterations=2, epochs=5, callbacks=[Stop()], verbose=0
     )
     assert engine.programs[0].updates == 4
+    assert history.params["updates_done"] == 4
     assert history.epoch == [0]
     assert model.fit(numbered(20, 2), epochs=2, verbose=0).epoch == [0, 1]
 
