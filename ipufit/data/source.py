@@ -27,7 +27,7 @@ from ipufit.data.loaders import (
     sample_makers,
     stream_length,
 )
-from ipufit.data.reading import unreadable
+from ipufit.data.reading import ends_in_a_sample, unreadable
 from ipufit.data.weights import ClassWeights
 from ipufit.errors import DataError
 from ipufit.randomness import DataStream
@@ -37,9 +37,6 @@ __all__ = ["Source"]
 _READ_AGAIN = (
     "Pass an object whose __iter__ starts anew, such as a DataLoader or a list of batches."
 )
-
-
-_END = object()
 
 # Loaders of which only one reader at a time gets every batch.
 _BEING_READ: Any = weakref.WeakSet()
@@ -189,9 +186,12 @@ class Source:
                 # generator alone: a callback may draw from it while another thread reads.
                 drawing = contextlib.nullcontext() if alone and index else self._drawing(stream)
                 with self._told(loader, index, stream), drawing:
-                    batch = next(iterator, _END)
-                if batch is _END:
-                    return
+                    try:
+                        batch = next(iterator)
+                    except StopIteration as error:
+                        if ends_in_a_sample(error, loader):
+                            raise
+                        return
                 self._has_yielded = True
                 if limit is not None:
                     seen += row_count(batch, loader)
