@@ -16,7 +16,7 @@ from ipufit.data.feed import Feed
 from ipufit.errors import DataError, NonFiniteLossError
 from ipufit.history import History
 from ipufit.interrupts import deferred
-from ipufit.meter import Meter, RunningLogs
+from ipufit.meter import Meter
 from ipufit.plan import Plan
 from ipufit.program import CombinedBatch, MicroBatch, Program
 from ipufit.schedules import Schedule
@@ -152,9 +152,8 @@ class Fit:
             return
         self.job.meter.add(batch, anchors)
         self.callbacks.show_outputs(anchors.outputs)
-        self.callbacks.call(
-            "on_train_batch_end", self.job.meter.updates - 1, RunningLogs(self.job.meter)
-        )
+        meter = self.job.meter
+        self.callbacks.call("on_train_batch_end", meter.updates - 1, meter.running())
 
 
 def evaluate(job: Job, callbacks: CallbackList, epoch: int = 0) -> Dict[str, float]:
@@ -166,7 +165,7 @@ def evaluate(job: Job, callbacks: CallbackList, epoch: int = 0) -> Dict[str, flo
         for batch in batches:
             callbacks.call("on_test_batch_begin", meter.updates, {})
             meter.add(batch, job.program.run(batch))
-            callbacks.call("on_test_batch_end", meter.updates - 1, RunningLogs(meter))
+            callbacks.call("on_test_batch_end", meter.updates - 1, meter.running())
     values = dict(meter.values())
     callbacks.call("on_test_end", values)
     return values
