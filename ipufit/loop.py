@@ -78,7 +78,8 @@ class Fit:
             for epoch in range(first_epoch, epochs):
                 self.callbacks.call("on_epoch_begin", epoch, {})
                 # Callbacks may have changed the module or the optimizer.
-                self.job.program.prepare(self.job.first)
+                with deferred():
+                    self.job.program.prepare(self.job.first)
                 logs = self._epoch(epoch)
                 self.job.program.publish()
                 self._end_epoch(epoch, logs)
@@ -164,7 +165,9 @@ def evaluate(job: Job, callbacks: CallbackList, epoch: int = 0) -> Dict[str, flo
     with contextlib.closing(job.feed.executions(epoch, job.plan)) as batches:
         for batch in batches:
             callbacks.call("on_test_batch_begin", meter.updates, {})
-            meter.add(batch, job.program.run(batch))
+            with deferred():
+                anchors = job.program.run(batch)
+            meter.add(batch, anchors)
             callbacks.call("on_test_batch_end", meter.updates - 1, meter.running())
     values = dict(meter.values())
     callbacks.call("on_test_end", values)
@@ -191,7 +194,8 @@ def predictions(job: Job, callbacks: CallbackList) -> Generator[Any, None, None]
     with contextlib.closing(job.feed.executions(0, job.plan)) as batches:
         for batch in batches:
             callbacks.call("on_predict_batch_begin", passes, {})
-            anchors = job.program.run(batch)
+            with deferred():
+                anchors = job.program.run(batch)
             for micro_batch, outputs in zip(batch.micro_batches, anchors.outputs):
                 check_rows(outputs, micro_batch.size)
             passes += -(-len(batch.micro_batches) // job.plan.micro_batches_per_update)
