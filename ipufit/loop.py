@@ -16,7 +16,7 @@ from ipufit.data.feed import Feed
 from ipufit.errors import DataError, NonFiniteLossError
 from ipufit.history import History
 from ipufit.interrupts import deferred
-from ipufit.meter import Meter, RunningLogs
+from ipufit.meter import Meter
 from ipufit.plan import Plan
 from ipufit.program import CombinedBatch, MicroBatch, Program
 from ipufit.schedules import Schedule
@@ -78,7 +78,8 @@ class Fit:
             for epoch in range(first_epoch, epochs):
                 self.callbacks.call("on_epoch_begin", epoch, {})
                 # Callbacks may have changed the module or the optimizer.
-                self.job.program.prepare(self.job.first)
+                with deferred():
+                    self.job.program.prepare(self.job.first)
                 logs = self._epoch(epoch)
                 self.job.program.publish()
                 self._end_epoch(epoch, logs)
@@ -152,9 +153,8 @@ class Fit:
             return
         self.job.meter.add(batch, anchors)
         self.callbacks.show_outputs(anchors.outputs)
-        self.callbacks.call(
-            "on_train_batch_end", self.job.meter.updates - 1, RunningLogs(self.job.meter)
-        )
+        meter = self.job.meter
+        self.callbacks.call("on_train_batch_end", meter.updates - 1, meter.running())
 
 
 def evaluate(job: Job, callbacks: CallbackList, epoch: int = 0) -> Dict[str, float]:
@@ -165,8 +165,10 @@ def evaluate(job: Job, callbacks: CallbackList, epoch: int = 0) -> Dict[str, flo
     with contextlib.closing(job.feed.executions(epoch, job.plan)) as batches:
         for batch in batches:
             callbacks.call("on_test_batch_begin", meter.updates, {})
-            meter.add(batch, job.program.run(batch))
-            callbacks.call("on_test_batch_end", meter.updates - 1, RunningLogs(meter))
+            with deferred():
+                anchors = job.program.run(batch)
+            meter.add(batch, anchors)
+            callbacks.call("on_test_batch_end", meter.updates - 1, meter.running())
     values = dict(meter.values())
     callbacks.call("on_test_end", values)
     return values
@@ -201,7 +203,8 @@ def predictions(job: Job, callbacks: CallbackList) -> Generator[Any, None, None]
 
 
 def _predicted(job: Job, batch: CombinedBatch) -> Any:
-    anchors = job.program.run(batch)
+    with deferred():
+        anchors = job.program.run(batch)
     for micro_batch, outputs in zip(batch.micro_batches, anchors.outputs):
         check_rows(outputs, micro_batch.size)
     return _joined(anchors.outputs)

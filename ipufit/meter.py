@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from ipufit.logged import LogRule, Running, joined_rules
@@ -44,6 +45,7 @@ class Meter:
         settings: Sequence[str] = (),
     ) -> None:
         self.settings = settings
+        self._given: Optional[weakref.ReferenceType[RunningLogs]] = None
         self._names = list(logged)
         self._metrics = metrics
         self._plan = plan
@@ -64,6 +66,7 @@ class Meter:
 
     def reset(self) -> None:
         """A new epoch."""
+        self._settle()
         self.samples = self.updates = self.skipped = 0
         self.by_update: Dict[str, List[float]] = {}
         self._total = self._weight = 0.0
@@ -76,6 +79,7 @@ class Meter:
 
     def add(self, batch: CombinedBatch, anchors: Anchors) -> None:
         """What an execution gave."""
+        self._settle()
         sizes = [micro_batch.size for micro_batch in batch.micro_batches]
         counted = anchors.counts.tolist() if anchors.counts is not None else None
         summed = self._loss.reduction == "sum"
@@ -142,6 +146,19 @@ class Meter:
         skipped = {"skipped_updates": self.skipped} if "loss_scale" in self._settings else {}
         return {"loss": self.loss, **logged, **self._settings, **skipped}
 
+    def running(self) -> RunningLogs:
+        """The values so far, for callbacks; somebody who keeps them has those of this moment."""
+        logs = RunningLogs(self)
+        self._given = weakref.ref(logs)
+        return logs
+
+    def _settle(self) -> None:
+        """Before the values change: work out those that somebody has kept."""
+        kept = self._given() if self._given is not None else None
+        self._given = None
+        if kept is not None:
+            kept.settle()
+
     def values(self) -> Dict[str, float]:
         """Loss, logged values and metrics over the samples so far."""
         if self._values is None:
@@ -170,16 +187,32 @@ def metric_target(micro_batch: MicroBatch, loss: Loss) -> Any:
 
 
 class RunningLogs(Mapping[str, float]):
-    """Values so far; metrics are worked out when somebody looks."""
+    """Values so far; metrics are worked out when somebody looks, at the latest when they change."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
+        self._settled: Optional[Dict[str, float]] = None
+
+    def settle(self) -> None:
+        """Work everything out, and look at the meter no more."""
+        self._settled = self._all()
+
+    def copy(self) -> Dict[str, float]:
+        """A dict of the same values."""
+        return dict(self._all())
+
+    def __repr__(self) -> str:
+        return repr(self._all())
 
     def _cheap(self) -> Dict[str, float]:
+        if self._settled is not None:
+            return self._settled
         meter = self._meter
         return {**meter.cheap(), "updates": meter.updates, "samples": meter.samples}
 
     def _all(self) -> Dict[str, float]:
+        if self._settled is not None:
+            return self._settled
         return {**self._meter.values(), **self._cheap()}
 
     def __bool__(self) -> bool:
@@ -188,7 +221,7 @@ class RunningLogs(Mapping[str, float]):
 
     def __getitem__(self, name: str) -> float:
         cheap = self._cheap()
-        return cheap[name] if name in cheap else self._meter.values()[name]
+        return cheap[name] if name in cheap else self._all()[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._all())

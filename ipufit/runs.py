@@ -149,7 +149,7 @@ def _callbacks(
     mode: Mode,
     epochs: int = 1,
 ) -> CallbackList:
-    """The user's, then History, then the progress bar, as in Keras."""
+    """The user's, then History, then the progress bar, as in Keras; one of the user's is enough."""
     metrics = [] if mode is Mode.PREDICT else [*job.meter.names, *job.meter.settings]
     directions = {name: way for name, way in job.meter.directions.items() if name in metrics}
     added: List[Callback] = []
@@ -159,7 +159,7 @@ def _callbacks(
             directions.update({f"val_{name}": way for name, way in directions.items()})
         if model.history not in given.callbacks:
             added.append(model.history)
-    if given.level:
+    if given.level and not any(isinstance(c, ProgbarLogger) for c in given.callbacks):
         added.append(ProgbarLogger(given.level))
     params = {
         "epochs": epochs,

@@ -209,12 +209,15 @@ class Session:
         if mode is Mode.TRAIN:
             self._training = program
         try:
-            prepared = program.prepare(first)
+            # An interrupt in the middle of a recording could leave torch recording for good.
+            with deferred():
+                prepared = program.prepare(first)
             if metrics:
                 self._probe(metrics, prepared.outputs, first)
             if mode is Mode.PREDICT:
                 loop.check_rows(prepared.outputs, first.size)
-            tail = _prepare_tail(program, plan, first, source)
+            with deferred():
+                tail = _prepare_tail(program, plan, first, source)
             for name in joined_rules(prepared.rules, tail.rules if tail is not None else {}):
                 check_log_name(name, metrics.names)
         except BaseException:

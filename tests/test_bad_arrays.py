@@ -15,6 +15,26 @@ class Frame:
     """Neither a tensor nor an array."""
 
 
+class Table:
+    """As those of pandas: an iterable of column names."""
+
+    def __iter__(self):
+        return iter(["a", "b"])
+
+    def to_numpy(self):
+        return X.numpy()
+
+
+class Sparse:
+    """As those of SciPy: an iterable of rows."""
+
+    def __iter__(self):
+        return iter(X)
+
+    def toarray(self):
+        return X.numpy()
+
+
 KNOWN = "Turn it into numbers first, such as class indices."
 CASES = {
     "lengths": (
@@ -56,6 +76,30 @@ CASES = {
         ({"x": Frame()}, Y),
         "x['x'] must be a tensor or a NumPy array, got Frame. Pass its numbers, such as "
         ".to_numpy(), or torch.tensor(...) of them.",
+    ),
+    "masked": (
+        (np.ma.masked_array(X.numpy(), X.numpy() > 0), Y),
+        "x must have a value everywhere, got a masked array, whose hidden values would be trained "
+        "on. Pass x.filled(value), or leave such rows out.",
+    ),
+    "sparse": (
+        ({"a": X.to_sparse()}, Y),
+        "x['a'] must be dense, got a tensor of layout torch.sparse_coo. Pass x['a'].to_dense(), or "
+        "a DataLoader that makes dense batches of it.",
+    ),
+    "table": (
+        (Table(), Y),
+        "x must be a tensor or a NumPy array, got Table. Pass its numbers, such as .to_numpy(), or "
+        "torch.tensor(...) of them.",
+    ),
+    "table of targets": (
+        (X, Table()),
+        "y must be a tensor or a NumPy array, got Table. Pass its numbers, such as .to_numpy(), or "
+        "torch.tensor(...) of them.",
+    ),
+    "sparse matrix": (
+        (Sparse(), Y),
+        "x must be a tensor or a NumPy array, got Sparse. Pass its numbers, such as .toarray().",
     ),
     "nothing": (((), Y), "x holds no tensor or array. Pass at least one."),
 }

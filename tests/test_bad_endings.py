@@ -172,6 +172,31 @@ def interrupt(*_):
     raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_an_interrupt_waits_for_the_recording_to_end(method):
+    """One that tears a recording can leave torch recording, and nothing works any more."""
+    told = []
+
+    class Interrupted(Net):
+        def forward(self, x):
+            if not told:
+                told.append("begins")
+                ctrl_c()
+            out = super().forward(x)
+            told.append("ends")
+            return out
+
+    model = compiled(Interrupted())
+    before = state(model)
+    data = [x for x, _ in batches(3)] if method == "predict" else batches(3)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(model, method)(data, verbose=0, seed=7)
+    assert told[:2] == ["begins", "ends"]
+    assert_clean(model)
+    assert_same_bits(state(model), before)
+    fit(model)
+
+
 class Interrupting(Dataset):
     """Raises at one fetch, counted over all epochs."""
 

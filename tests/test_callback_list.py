@@ -13,7 +13,7 @@ from torchmetrics.regression import MeanSquaredError
 import ipufit
 from ipufit.callbacks import Callback, CallbackList, History
 from ipufit.errors import ConfigurationError, NonFiniteLossError
-from tests.faulty import Told, assert_same_bits, batches, compiled, fit, state
+from tests.faulty import Told, assert_same_bits, batches, compiled, fit, loader, state
 
 
 class Adds(Callback):
@@ -345,3 +345,56 @@ def test_the_outputs_of_a_prediction_are_in_logs():
     outputs = compiled().predict(batches(4), device_iterations=3, callbacks=[look], verbose=0)
     assert [len(piece) for piece in seen] == [12, 4]
     assert torch.equal(torch.cat(seen), outputs)
+
+
+class Keeps(Callback):
+    """Keeps the logs themselves, as is good practice nowhere and done everywhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+        self.copies = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.kept.append(logs)
+        self.copies.append({name: logs[name] for name in logs})
+        assert logs.copy() == self.copies[-1]
+        assert repr(logs) == repr(self.copies[-1])
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.on_train_batch_end(batch, logs)
+
+
+def test_logs_that_are_kept_stay_those_of_their_moment():
+    """Keras gives a dict; here values are worked out late, but never those of a later time."""
+    model, keeps = compiled(metrics=["mae"]), Keeps()
+    fit(model, epochs=2, callbacks=keeps, validation_data=loader())
+    assert [dict(logs) for logs in keeps.kept] == keeps.copies
+    assert [logs["updates"] for logs in keeps.kept] == [1, 2, 3] * 4
+    assert len({logs["mae"] for logs in keeps.kept}) > 4
+
+
+def test_logs_that_nobody_looks_at_cost_no_metric():
+    """Metrics are worked out where somebody reads or keeps them."""
+    calls = []
+
+    class Counted(torch.nn.Module):
+        higher_is_better = False
+
+        def update(self, prediction, target):
+            pass
+
+        def compute(self):
+            calls.append(1)
+            return 1.0
+
+        def reset(self):
+            pass
+
+    model = compiled(metrics=[Counted()])
+    calls.clear()
+    fit(model, epochs=2, callbacks=Told())
+    quiet = len(calls)
+    calls.clear()
+    fit(model, epochs=2, callbacks=Keeps())
+    assert quiet < len(calls)

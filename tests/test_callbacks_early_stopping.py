@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -206,3 +207,10 @@ def test_an_unknown_value_is_an_error_that_lists_what_is_there():
 def test_a_wrong_argument_is_named(options, text):
     """When it is made, not at the end of an epoch."""
     refused(lambda: EarlyStopping(**options), text)
+
+
+def test_counts_may_be_numbers_of_numpys():
+    """They come out of searches and tables; fit takes them too."""
+    stopping = EarlyStopping("loss", patience=np.int64(2), start_from_epoch=np.int32(1))
+    assert type(stopping.patience) is type(stopping.start_from_epoch) is int
+    assert (stopping.patience, stopping.start_from_epoch) == (2, 1)

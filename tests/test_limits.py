@@ -312,6 +312,27 @@ def test_overfit_batches_has_the_same_batches_in_every_epoch_and_in_validation(m
     assert fed(programs(engine)[-1]) == [[0, 1], [2, 3], [4, 5]] * 2
 
 
+class Doubled(DataLoader):
+    """Its batches are not those of the dataset, in value and size."""
+
+    def __iter__(self):
+        for x, y in super().__iter__():
+            yield torch.cat([x, x + 100]), torch.cat([y, y])
+
+
+@pytest.mark.parametrize("options", [{}, {"overfit_batches": 5}])
+def test_a_loader_that_makes_its_own_batches_is_read_through_them(options):
+    """Sizes, order and the look at validation data must not go past a subclass's __iter__."""
+    model, engine = recording()
+    loader = Doubled(PAIRS, 2, shuffle=True)
+    history = model.fit(loader, validation_data=loader, seed=1, verbose=0, **options)
+    for program in programs(engine):
+        rows = [row for batch in fed(program) for row in batch]
+        assert sorted(rows) == [*range(10), *range(100, 110)]
+        assert [len(batch) for batch in fed(program)] == [4] * 5
+    assert history.params["micro_batch_size"] == 4
+
+
 class Writer(Callback):
     """Says that it writes files."""
 

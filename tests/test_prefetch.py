@@ -8,7 +8,14 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+)
 
 import ipufit
 from ipufit.callbacks import Callback
@@ -159,6 +166,47 @@ def test_no_thread_is_used_where_it_would_wait_for_its_reader():
     ).epoch == [0]
 
 
+class Noisy(DataLoader):
+    """Changes its batches in the process that reads it."""
+
+    def __iter__(self):
+        for x, y in super().__iter__():
+            yield x + torch.rand(x.shape), y
+
+
+class Drawing(Sampler):
+    """Draws the samples one by one."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        return (int(torch.randint(self.count, ())) for _ in range(self.count))
+
+    def __len__(self):
+        return self.count
+
+
+@pytest.mark.parametrize("prefetch", [0, None, 2])
+@pytest.mark.parametrize("kind", ["sampler in a batch_sampler", "loader"])
+def test_what_the_users_code_draws_depends_on_seed_and_epoch_alone(kind, prefetch):
+    """Code in a subclass or a nested sampler draws too; a callback's draws must not matter."""
+    pairs = TensorDataset(*batches(1, 12)[0])
+
+    def final(noise, prefetch):
+        if kind == "loader":
+            data = Noisy(pairs, 4)
+        else:
+            data = DataLoader(pairs, batch_sampler=BatchSampler(Drawing(12), 4, False))
+        torch.manual_seed(0)
+        model = compiled()
+        torch.manual_seed(noise)
+        fit(model, data, epochs=2, prefetch=prefetch)
+        return state(model)
+
+    assert_same_bits(final(1, prefetch), final(2, 0))
+
+
 DEFAULTS = {
     "tensors": (lambda pairs: pairs.tensors, 1),
     "plain": (lambda pairs: (DataLoader(pairs, 4),), 1),
@@ -167,6 +215,17 @@ DEFAULTS = {
     "own dataset": (lambda pairs: (DataLoader(Samples(list(pairs)), 4),), 0),
     "own collate": (lambda pairs: (DataLoader(pairs, 4, collate_fn=lambda s: s[0]),), 0),
     "own sampler": (lambda pairs: (DataLoader(pairs, 4, sampler=[0, 1]),), 0),
+    "own sampler in a batch_sampler": (
+        lambda pairs: (DataLoader(pairs, batch_sampler=BatchSampler([0, 1], 4, False)),),
+        0,
+    ),
+    "torch's sampler in a batch_sampler": (
+        lambda pairs: (
+            DataLoader(pairs, batch_sampler=BatchSampler(RandomSampler(pairs), 4, False)),
+        ),
+        1,
+    ),
+    "own loader": (lambda pairs: (Noisy(pairs, 4),), 0),
     "stream": (lambda pairs: (DataLoader(Stream(list(pairs)), 4),), 0),
     "list": (lambda pairs: ([pairs[:4]],), 0),
 }
@@ -395,6 +454,24 @@ def test_workers_read_ahead_give_the_same():
         fit(model, loader, epochs=2, prefetch=prefetch)
         expected = expected or state(model)
         assert_same_bits(state(model), expected)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_workers_that_stay_give_the_order_of_those_that_do_not(prefetch):
+    """torch draws their seed only once, which must not move the order of the later epochs."""
+    pairs = TensorDataset(*batches(1, 24)[0])
+
+    def final(cuts=(0, 3), **options):
+        model, data = compiled(), DataLoader(pairs, 4, shuffle=True, **options)
+        for first, last in zip(cuts, cuts[1:]):
+            fit(model, data, initial_epoch=first, epochs=last, prefetch=prefetch)
+        return state(model)
+
+    torch.manual_seed(0)
+    expected = final()
+    for cuts in ((0, 3), (0, 1, 3)):
+        torch.manual_seed(0)
+        assert_same_bits(final(cuts, num_workers=2, persistent_workers=True), expected)
 
 
 @pytest.mark.parametrize("form", ["tensors", "loader", "workers"])

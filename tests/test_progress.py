@@ -1,5 +1,6 @@
 """What a user sees while it runs, and what is left afterwards."""
 
+import os
 import re
 import subprocess
 import sys
@@ -107,6 +108,30 @@ def test_silence(capsys):
     model.evaluate(loader, verbose=0)
     model.predict(loader, verbose=0)
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_progress_bar_of_the_user_is_the_only_one(capsys):
+    """As in Keras; two bars would write over each other."""
+    model, loader = model_and_loader()
+    model.fit(loader, callbacks=[ProgbarLogger(2)], verbose=2)
+    assert capsys.readouterr().err.count("epoch 1/1: 12 updates") == 1
+
+
+def test_bars_that_are_switched_off_for_the_whole_process():
+    """tqdm's own switch: training goes on without a bar."""
+    code = (
+        "import torch, ipufit; m = ipufit.Model(torch.nn.Linear(1, 1)); m.compile('sgd', 'mse');"
+        "x = torch.rand(4, 1); m.fit(x, x, epochs=2, verbose=1); m.evaluate(x, x, verbose=1);"
+        "m.predict(x, verbose=1)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TQDM_DISABLE": "1"},
+    )
+    assert "|" not in ran.stderr
 
 
 def test_bars_of_evaluate_and_predict(capsys):

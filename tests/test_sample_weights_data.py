@@ -101,10 +101,11 @@ def test_weights_may_have_more_dimensions_and_structure():
         CLASSES.double(),
         CLASSES.to(torch.uint8),
         nn.functional.one_hot(CLASSES),
+        nn.functional.one_hot(CLASSES).bool(),
         nn.functional.one_hot(CLASSES).float() * 0.7 + 0.075,
         CLASSES.numpy(),
     ],
-    ids=["indices", "column", "floats", "bytes", "one-hot", "probabilities", "array"],
+    ids=["indices", "column", "floats", "bytes", "one-hot", "bools", "probabilities", "array"],
 )
 def test_class_weights_are_those_of_keras(target):
     """By index, or by the largest of a row; classes that are not named weigh 1."""

@@ -97,6 +97,22 @@ CASES = {
         lambda: DataLoader(Breaks(), 4, num_workers=1, sampler=list(range(20))),
         f"batch 3: the batch could not be read: ValueError: file 13 is broken. {LINE}",
     ),
+    "stop": (
+        lambda: DataLoader(Breaks(error=StopIteration), 4),
+        f"batch 3: sample 13 of Breaks could not be read: StopIteration: file 13 is broken. {MEND}",
+    ),
+    "stop in a worker": (
+        lambda: DataLoader(Breaks(error=StopIteration), 4, num_workers=2),
+        f"batch 3: sample 13 of Breaks could not be read: StopIteration: file 13 is broken. {MEND}",
+    ),
+    "stop in collate": (
+        lambda: DataLoader(Samples(SAMPLES), 4, collate_fn=lambda samples: next(iter([]))),
+        f"batch 0: collate_fn failed: StopIteration. {LINE}",
+    ),
+    "stop of a batched dataset": (
+        lambda: DataLoader(Breaks((1,), StopIteration, batches(3)), batch_size=None),
+        "batch 1: sample 1 of Breaks could not be read: StopIteration: file 1 is broken. " + MEND,
+    ),
     "collate": (
         lambda: DataLoader(Samples(SAMPLES), 4, collate_fn=bad_collate),
         f"batch 1: collate_fn failed: ValueError: can't be put together. {LINE}",
@@ -129,7 +145,7 @@ def test_an_error_of_data_code_names_batch_and_sample(name, prefetch):
     with pytest.raises(DataError) as caught:
         fit(model, make(), prefetch=prefetch)
     assert str(caught.value) == f"training data, {text}"
-    assert type(caught.value.__cause__) in (ValueError, KeyError)
+    assert type(caught.value.__cause__) in (ValueError, KeyError, StopIteration)
     before = state_of(model)
     for method, role in ((model.evaluate, "evaluation"), (model.predict, "prediction")):
         with refused(model, DataError, f"{role} data, {text}"):

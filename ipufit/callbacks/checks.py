@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from typing import Any, Optional, Tuple
 
@@ -24,9 +25,9 @@ def whole(owner: object, name: str, value: Any, least: int = 0) -> int:
     Raises:
         ConfigurationError: it is none.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
         raise _refusal(owner, name, f"an integer of at least {least}", value)
-    return value
+    return operator.index(value)
 
 
 def finite(owner: object, name: str, value: Any, least: Optional[float] = None) -> float:

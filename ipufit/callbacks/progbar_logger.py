@@ -51,7 +51,8 @@ class ProgbarLogger(Callback):
         self._samples = logs["samples"] if logs else 0.0
         captured = float(self.model.capture_seconds) - self._captured
         self._elapsed = time.perf_counter() - self._start - captured
-        if self._bar is None:
+        # TQDM_DISABLE switches every bar of a process off.
+        if self._bar is None or self._bar.disable:
             return
         # Metrics are worked out only when the bar is about to be drawn.
         if time.perf_counter() - self._bar.last_print_t >= self._bar.mininterval:

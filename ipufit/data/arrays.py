@@ -102,6 +102,7 @@ def _samples(leaves: List[Any], names: List[str], role: str) -> int:
                 f"{role}: {name} must have the samples along its first dimension, got a scalar. "
                 "Give one row per sample."
             )
+        _refuse_gaps(leaf, f"{role}: {name}", name)
         if not isinstance(leaf, Tensor):
             _refuse_dtype(leaf, f"{role}: {name}")
         elif leaf.requires_grad:
@@ -119,6 +120,25 @@ def _samples(leaves: List[Any], names: List[str], role: str) -> int:
     if sizes[0] == 0:
         raise DataError(f"{role}: {names[0]} has no samples. Pass at least one.")
     return sizes[0]
+
+
+def _refuse_gaps(leaf: Any, where: str, name: str) -> None:
+    """Refuse what does not hold every value: it could not be cut, or the gaps would be trained on.
+
+    Raises:
+        DataError: a masked array, or a sparse tensor.
+    """
+    if isinstance(leaf, Tensor):
+        if leaf.layout is not torch.strided:
+            raise DataError(
+                f"{where} must be dense, got a tensor of layout {leaf.layout}. Pass "
+                f"{name}.to_dense(), or a DataLoader that makes dense batches of it."
+            )
+    elif type(leaf).__module__.startswith("numpy.ma"):
+        raise DataError(
+            f"{where} must have a value everywhere, got a masked array, whose hidden values would "
+            f"be trained on. Pass {name}.filled(value), or leave such rows out."
+        )
 
 
 def _refuse_dtype(array: Any, name: str) -> None:

@@ -60,6 +60,7 @@ def open_data(given: Given, mode: Mode, own_loss: bool) -> Source:
         ConfigurationError: arguments that don't go with this form; all of them.
     """
     faults = Faults()
+    _refuse_table(given)
     kind = _kind(given)
     size = DEFAULT_BATCH_SIZE
     with faults.collected():
@@ -220,6 +221,13 @@ def _of_arrays(
     )
 
 
+def _refuse_table(given: Given) -> None:
+    """A table would be read as an iterable, of the names of its columns or of its rows."""
+    kind = type(given.x)
+    if hasattr(kind, "to_numpy") or hasattr(kind, "toarray"):
+        _refuse_no_array("x", given.x, "x", given.role)
+
+
 def _refuse_no_array(path: str, leaf: Any, root: str, role: str) -> None:
     if is_array(leaf):
         return
@@ -229,6 +237,8 @@ def _refuse_no_array(path: str, leaf: Any, root: str, role: str) -> None:
             f"{leaf!r}. Make one tensor of the list: torch.tensor({root})."
         )
     cure = "Pass its numbers, such as .to_numpy(), or torch.tensor(...) of them."
+    if hasattr(leaf, "toarray"):
+        cure = "Pass its numbers, such as .toarray()."
     raise DataError(
         f"{role}: {path} must be a tensor or a NumPy array, got {type(leaf).__name__}. {cure}"
     )

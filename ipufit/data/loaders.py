@@ -27,6 +27,7 @@ __all__ = [
     "length_of",
     "may_reuse_memory",
     "place_of",
+    "reads_as_torch",
     "row_count",
     "sample_makers",
     "stream_length",
@@ -37,6 +38,11 @@ __all__ = [
 def is_torchs(value: Any) -> bool:
     """Whether torch, or ipufit, wrote its class."""
     return type(value).__module__.partition(".")[0] in ("torch", "ipufit")
+
+
+def reads_as_torch(loader: Any) -> bool:
+    """Whether it is a DataLoader whose batches no ``__iter__`` of a subclass makes or changes."""
+    return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
 
 
 def is_plain(dataset: Any) -> bool:
@@ -50,7 +56,7 @@ def may_reuse_memory(loader: Any) -> bool:
     """Torch's collate makes new tensors, workers send new ones, and a list holds its own."""
     if isinstance(loader, ArrayLoader):
         return False
-    if isinstance(loader, DataLoader):
+    if reads_as_torch(loader):
         makes_new = loader.batch_sampler is not None and loader.collate_fn is default_collate
         return not makes_new and loader.num_workers == 0
     return not isinstance(loader, (list, tuple))
@@ -112,7 +118,7 @@ def place_of(candidate: Any) -> Optional[Tuple[str, int]]:
 
 def unshuffled(loader: Any) -> Any:
     """The same batches in the order of the dataset, where the shuffling is torch's."""
-    if not isinstance(loader, DataLoader) or type(loader.sampler) is not RandomSampler:
+    if not reads_as_torch(loader) or type(loader.sampler) is not RandomSampler:
         return loader
     if type(loader.batch_sampler) is not BatchSampler or not loader.batch_size:
         return loader

@@ -17,7 +17,7 @@ from torch.utils.data import (
 
 from ipufit.errors import DataError, IpufitError
 
-__all__ = ["is_dead_worker", "told_dead_worker", "unreadable"]
+__all__ = ["ends_in_a_sample", "is_dead_worker", "told_dead_worker", "unreadable"]
 
 
 def unreadable(
@@ -50,6 +50,16 @@ def unreadable(
         came = _original(text, type(error).__name__)
     came = came.rstrip().rstrip(".")
     return DataError(f"{role}, batch {batch}: {what}: {came}. {cure}")
+
+
+def ends_in_a_sample(error: StopIteration, loader: Any) -> bool:
+    """Whether the user's code raised it for a sample, rather than torch after the last batch.
+
+    To a loop over the loader both look alike, and the rest of the epoch would be lost.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    return any(_is_fetch(frame) or _is_reraise(frame) for frame in _frames(error))
 
 
 def is_dead_worker(error: Exception) -> bool:
@@ -110,6 +120,13 @@ def _is_fetch(frame: FrameType) -> bool:
         *("torch", "utils", "data", "_utils"),
         "fetch.py",
     )
+
+
+def _is_reraise(frame: FrameType) -> bool:
+    """Whether it is where torch raises a worker's error again."""
+    code = frame.f_code
+    place = PurePath(code.co_filename).parts[-2:]
+    return code.co_name == "reraise" and place == ("torch", "_utils.py")
 
 
 def _has_been_read(local: Any) -> bool:

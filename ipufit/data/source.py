@@ -8,6 +8,7 @@ import itertools
 import weakref
 from typing import Any, Callable, ContextManager, Iterable, Iterator, List, Optional
 
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -23,11 +24,12 @@ from ipufit.data.loaders import (
     length_of,
     may_reuse_memory,
     place_of,
+    reads_as_torch,
     row_count,
     sample_makers,
     stream_length,
 )
-from ipufit.data.reading import unreadable
+from ipufit.data.reading import ends_in_a_sample, unreadable
 from ipufit.data.weights import ClassWeights
 from ipufit.errors import DataError
 from ipufit.randomness import DataStream
@@ -38,8 +40,6 @@ _READ_AGAIN = (
     "Pass an object whose __iter__ starts anew, such as a DataLoader or a list of batches."
 )
 
-
-_END = object()
 
 # Loaders of which only one reader at a time gets every batch.
 _BEING_READ: Any = weakref.WeakSet()
@@ -86,7 +86,7 @@ class Source:
         self._has_yielded = False
         if isinstance(loader, ArrayLoader):
             self.micro_batch_size, self.samples = loader.batch_size, loader.samples
-        elif isinstance(loader, DataLoader):
+        elif reads_as_torch(loader):
             self._look_into(loader)
 
     def _look_into(self, loader: Any) -> None:
@@ -138,15 +138,13 @@ class Source:
         loader: Any = self.loader
         if isinstance(loader, ArrayLoader):
             return True
-        if not isinstance(loader, DataLoader):
+        if not reads_as_torch(loader):
             return False
-        return (
-            is_torchs(loader.sampler)
-            and is_torchs(loader.batch_sampler)
-            and (
-                loader.num_workers > 0
-                or (loader.collate_fn is default_collate and is_plain(loader.dataset))
-            )
+        # A batch_sampler has its own sampler, of which loader.sampler knows nothing.
+        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+        return all(map(is_torchs, (loader.sampler, loader.batch_sampler, sampler))) and (
+            loader.num_workers > 0
+            or (loader.collate_fn is default_collate and is_plain(loader.dataset))
         )
 
     def epoch(self, stream: DataStream, key: int = 0) -> Iterator[Any]:
@@ -183,15 +181,19 @@ class Source:
         alone = self.reads_alone
         try:
             with self._told(loader, index, stream), self._drawing(stream):
+                _draw_as_for_new_workers(loader)
                 iterator = iter(loader)
             while self.most is None or index < self.most:
                 # torch's samplers draw the whole order at once. What draws nothing must leave the
                 # generator alone: a callback may draw from it while another thread reads.
                 drawing = contextlib.nullcontext() if alone and index else self._drawing(stream)
                 with self._told(loader, index, stream), drawing:
-                    batch = next(iterator, _END)
-                if batch is _END:
-                    return
+                    try:
+                        batch = next(iterator)
+                    except StopIteration as error:
+                        if ends_in_a_sample(error, loader):
+                            raise
+                        return
                 self._has_yielded = True
                 if limit is not None:
                     seen += row_count(batch, loader)
@@ -293,20 +295,31 @@ class Source:
 
     def preview(self) -> List[Any]:
         """One batch, of the first samples; none where the loader's own order would suffer."""
-        loader = self.loader
+        loader: Any = self.loader
         if isinstance(loader, (list, tuple)):
             return list(loader[:1])
         if isinstance(loader, ArrayLoader):
             return list(itertools.islice(loader, 1))
-        if not isinstance(loader, DataLoader) or self.samples is None:
+        if not reads_as_torch(loader) or self.samples is None:
             return []
         # A sampler of the user's may pick by something else than numbers from 0.
         sampler: Any = loader.sampler if loader.batch_size else loader.batch_sampler
         sampler = getattr(sampler, "sampler", sampler)
         if type(sampler).__module__.partition(".")[0] != "torch":
             return []
-        size = min(self.micro_batch_size or 1, len(loader.dataset))  # type: ignore[arg-type]
+        size = min(self.micro_batch_size or 1, len(loader.dataset))
         return [loader.collate_fn([loader.dataset[i] for i in range(size)])] if size else []
+
+
+def _draw_as_for_new_workers(loader: Any) -> None:
+    """Make the order of an epoch the same whether or not workers are left from the one before.
+
+    torch draws their seed, and then the order; for workers that are there it draws no seed.
+    """
+    if not isinstance(loader, DataLoader) or not loader.persistent_workers:
+        return
+    if loader.generator is None and getattr(loader, "_iterator", None) is not None:
+        torch.empty((), dtype=torch.int64).random_()
 
 
 def _refuse_what_has_no_batches(loader: Any, role: str) -> None:

@@ -181,7 +181,9 @@ def _classes(target: Any) -> Optional[Tensor]:
     if target.dim() == 2 and target.shape[1] > 1:
         sums = target.sum(1)
         close = (sums - 1).abs() <= 1e-3 if target.is_floating_point() else sums == 1
-        return target.argmax(1) if bool((close & (target >= 0).all(1)).all()) else None
+        if not bool((close & (target >= 0).all(1)).all()):
+            return None
+        return (target.long() if target.dtype == torch.bool else target).argmax(1)
     flat = target.reshape(-1)
     if flat.is_floating_point() and not bool((flat == flat.round()).all()):
         return None
