@@ -23,8 +23,9 @@ def seed_everything(seed: Optional[int] = None) -> int:
     ``fit`` with ``seed=None`` draws its seed from torch's generator, so this fixes it too; what a
     dataset draws from ``random`` or NumPy in this process is fixed by this alone. Workers of a
     DataLoader do not inherit these generators: torch starts those of ``random``, NumPy and torch
-    in each worker anew in every epoch, from a number that in ``fit`` depends on its seed and the
-    epoch. Generators that are objects, such as ``numpy.random.default_rng()``, are not touched.
+    in each worker anew in every epoch (once, with ``persistent_workers``), from a number that in
+    ``fit`` depends on its seed and the epoch. Generators that are objects, such as
+    ``numpy.random.default_rng()``, are not touched.
 
     Args:
         seed: from 0 up to, not including, 2 ** 32; None draws one from the operating system.

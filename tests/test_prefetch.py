@@ -1,5 +1,7 @@
 """A thread prepares executions ahead: the same bits, no thread left behind, errors as they are."""
 
+import os
+import signal
 import sqlite3
 import threading
 import traceback
@@ -24,6 +26,7 @@ from ipufit.data.source import Source
 from ipufit.errors import DataError
 from ipufit.program import CombinedBatch
 from ipufit.randomness import LOCK, DataStream
+from ipufit.testing import RecordingEngine
 from tests.faulty import (
     Batches,
     Samples,
@@ -318,6 +321,47 @@ def test_what_is_no_exception_passes_untouched(error):
         assert caught.value is mine
 
 
+class Waits(Samples):
+    """Reads the third batch only when it may."""
+
+    def __init__(self, samples):
+        super().__init__(samples)
+        self.may = threading.Event()
+
+    def __getitem__(self, index):
+        if index >= 8:
+            assert self.may.wait(30)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("moment", ["start", "join"])
+def test_an_interrupt_as_the_thread_begins_or_ends_leaves_none(moment, monkeypatch):
+    """Python waits there, so that is where Ctrl-C comes; the interrupt itself must come out."""
+    data = Waits([(x, y) for batch in batches(3) for x, y in zip(*batch)])
+    model, original = compiled(), getattr(threading.Thread, moment)
+    release = threading.Timer(0.3, data.may.set)
+    interrupts = []
+
+    def interrupted(thread, *args):
+        first = thread.name == "ipufit-prefetch" and not interrupts
+        if moment == "start":
+            original(thread, *args)
+        if first:
+            interrupts.append(signal.SIGINT)
+            release.start()
+            os.kill(os.getpid(), signal.SIGINT)
+        if moment == "join":
+            original(thread, *args)
+
+    monkeypatch.setattr(threading.Thread, moment, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, DataLoader(data, 4), prefetch=1, callbacks=StopAt("stop"))
+    release.join()
+    assert interrupts
+    assert_clean(model)
+    fit(model, prefetch=0)
+
+
 class StopAt(Callback):
     """Ends training early, one way or another."""
 
@@ -376,7 +420,7 @@ def test_a_change_of_the_data_in_a_callback_is_seen_late():
     for prefetch, expected in ((0, [0.0, 5.0, 5.0]), (1, [0.0, 0.0, 5.0])):
         ready = threading.Semaphore(0 if prefetch else 1)
         dataset = Constant(range(3))
-        engine = ipufit.testing.RecordingEngine()
+        engine = RecordingEngine()
         model = ipufit.Model(nn.Linear(4, 3), engine=lambda engine=engine: engine)
         model.compile("sgd", "mse")
         model.fit(DataLoader(dataset, 1), callbacks=Late(), prefetch=prefetch, verbose=0)
@@ -509,3 +553,28 @@ def test_a_stream_starts_again_from_its_beginning():
             drawn.append(torch.rand(()).item())
     assert drawn[0] == drawn[2] != drawn[1]
     assert list(Batches([1])) == [1]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_dataset_that_a_callback_lengthens_is_read_to_its_end(shuffle):
+    """Curricula do that; samples that came late must not be left out because of shuffling."""
+    samples = [(x, y) for batch in batches(6) for x, y in zip(*batch)]
+    seen = []
+
+    class Sees(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(logs["samples"])
+
+        def on_epoch_end(self, epoch, logs=None):
+            dataset.samples = samples[:11]
+
+    dataset = Samples(samples[:5])
+    fit(
+        compiled(nn.Linear(4, 3)),
+        dataset,
+        batch_size=4,
+        epochs=2,
+        shuffle=shuffle,
+        callbacks=Sees(),
+    )
+    assert seen == [4, 5, 4, 8, 11]

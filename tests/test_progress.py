@@ -200,6 +200,7 @@ def test_history_is_keras():
         "ipus": 2,
         "dropped_samples": 0,
         "prefetch": 1,
+        "updates_done": 18,
     }
     assert re.fullmatch(r"History\(3 epochs: loss=.*, val_accuracy=\S+\)", repr(history))
 

@@ -179,4 +179,6 @@ class Feed:
     def _close_open(self) -> None:
         if self._open is not None:
             opened, self._open = self._open, None
-            opened.close()
+            # After a second Ctrl-C the thread may still be reading; it closes when it is done.
+            if not getattr(opened, "gi_running", False):
+                opened.close()

@@ -249,7 +249,7 @@ def _of_dataset(
 ) -> Source:
     dataset = given.x
     try:
-        samples = len(dataset)
+        len(dataset)
     except (TypeError, NotImplementedError) as error:
         raise DataError(
             f"{given.role}: the dataset {type(dataset).__name__} must have __len__, so that its "
@@ -258,7 +258,8 @@ def _of_dataset(
         ) from error
 
     def shuffled(key: int) -> Iterable[Any]:
-        return DataLoader(dataset, batch_size=batch_size, sampler=EpochOrder(samples, key))
+        # Its present length: a callback may have changed the dataset.
+        return DataLoader(dataset, batch_size=batch_size, sampler=EpochOrder(len(dataset), key))
 
     loader: Any = DataLoader(dataset, batch_size=batch_size)
     return Source(loader, given.role, shuffled if shuffle else None, class_weights=class_weights)

@@ -10,6 +10,7 @@ from typing import Any, Deque, Generator, Tuple, TypeVar
 
 import torch
 
+from ipufit.interrupts import deferred
 from ipufit.randomness import LOCK
 
 __all__ = ["prefetched"]
@@ -33,6 +34,7 @@ def prefetched(items: Generator[T, None, None], depth: int) -> Generator[T, None
         return
     queue: _Queue = _Queue(items, depth)
     try:
+        queue.start()
         while True:
             kind, value = queue.get()
             if kind is _Kind.END:
@@ -42,7 +44,9 @@ def prefetched(items: Generator[T, None, None], depth: int) -> Generator[T, None
             yield value
             del value  # of an execution that is over nothing is kept
     finally:
-        queue.close()
+        # Whoever goes on while the thread still reads would find the generator in use.
+        with deferred():
+            queue.close()
 
 
 class _Kind:
@@ -65,7 +69,11 @@ class _Queue:
         self._thread = threading.Thread(
             target=run, args=(self._fill,), name="ipufit-prefetch", daemon=True
         )
-        self._thread.start()
+
+    def start(self) -> None:
+        """Begin to read. Ctrl-C waits until there is a thread that close can wait for."""
+        with deferred():
+            self._thread.start()
 
     def get(self) -> Tuple[str, Any]:
         with self._changed:
@@ -79,7 +87,8 @@ class _Queue:
             self._closed = True
             self._ready.clear()
             self._changed.notify_all()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _fill(self) -> None:
         last: Tuple[str, Any] = (_Kind.END, None)
