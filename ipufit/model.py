@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ipufit import finders, loop, on_batch, runs
-from ipufit.arguments import FitArguments, InferenceArguments, checked_seed, one_of
+from ipufit.arguments import FitArguments, InferenceArguments, one_of
 from ipufit.callbacks import Callback
 from ipufit.compiling import CompileRequest, compiled
 from ipufit.data.forms import Given, open_data
@@ -33,7 +33,6 @@ from ipufit.history import History
 from ipufit.lr_finder import LearningRates, check_range, exponential_range
 from ipufit.plan import Plan
 from ipufit.program import Engine, Mode
-from ipufit.randomness import draw_seed
 from ipufit.recipe import LossScale
 from ipufit.recordable import refuse_unrecordable
 from ipufit.session import Session
@@ -650,7 +649,7 @@ class Model:
             plan,
             session.optimizer,
             exponential_range(min_lr, max_lr, updates),
-            draw_seed() if seed is None else checked_seed(seed),
+            finders.seed_of_trial(seed),
             self,
         )
 
@@ -702,7 +701,7 @@ class Model:
             open_with,
             plan_of,
             finders.candidates(effective_batch_size, start, replicas),
-            draw_seed() if seed is None else checked_seed(seed),
+            finders.seed_of_trial(seed),
         )
 
     def explain(
