@@ -11,22 +11,24 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 import torch
 
 from ipufit import loop
+from ipufit.arguments import checked_seed
 from ipufit.callbacks import CallbackList
 from ipufit.data.source import Source
 from ipufit.errors import ConfigurationError, DataError, NonFiniteLossError
 from ipufit.history import History
-from ipufit.keeping import cuda_in_use, everything_kept
+from ipufit.keeping import cuda_in_use, everything_kept, generators_kept
 from ipufit.loop import Job
 from ipufit.lr_finder import LearningRates, RangeTest
 from ipufit.metrics import MetricSet
 from ipufit.modes import training
 from ipufit.plan import Plan
 from ipufit.program import CombinedBatch, Engine, Mode
+from ipufit.randomness import draw_seed
 from ipufit.recipe import OutputMode
 from ipufit.schedules import Schedule, resolve_schedule
 from ipufit.session import Session
 
-__all__ = ["BatchSize", "Trial", "candidates", "find_batch_size", "find_lr"]
+__all__ = ["BatchSize", "Trial", "candidates", "find_batch_size", "find_lr", "seed_of_trial"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +105,14 @@ class Trial:
             job = trial.start(source, plan, Mode.TRAIN, seed, "train")
             with trial.running(job):
                 yield job
+
+
+def seed_of_trial(seed: Optional[int]) -> int:
+    """The seed that the next ``fit`` would draw, which it still does."""
+    if seed is not None:
+        return checked_seed(seed)
+    with generators_kept():
+        return draw_seed()
 
 
 def find_lr(

@@ -173,16 +173,17 @@ class Running:
         self._weight = 0.0
         self._value = math.nan
 
-    def add(self, value: float, weight: float) -> None:
+    def add(self, value: float, times: float, weight: float) -> None:
         """One micro-batch, in stream order.
 
         Args:
             value: what it reported.
-            weight: how much it counts in a mean.
+            times: how often it counts in a mean.
+            weight: by how much that makes what the mean is divided by grow.
         """
         how = self.rule.reduce
         if how == "mean":
-            self._total += value * weight
+            self._total += value * times
             self._weight += weight
         elif how == "sum":
             self._total += value

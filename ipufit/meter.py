@@ -15,6 +15,10 @@ from ipufit.program import Anchors, CombinedBatch, MicroBatch, loss_counts
 
 __all__ = ["Meter", "RunningLogs", "metric_target"]
 
+# How often the value of a micro-batch counts in a sum, and how much that weighs in a mean. They
+# differ for a loss that is a sum: a smaller micro-batch counts like a full one.
+_Share = Tuple[float, float]
+
 
 class Meter:
     """The exact mean loss, the metrics and the logged values of one epoch.
@@ -94,7 +98,7 @@ class Meter:
             self._weight += weight
         weight = sum(counted or sizes)
         self.last_loss = total / weight if weight else float("nan")
-        self._add_logged(anchors, sizes, counted or sizes)
+        self._add_logged(anchors, [(s, s) for s in sizes], [*zip(counts, counted or sizes)])
         self.samples += sum(sizes)
         self.updates += -(-len(sizes) // self._plan.micro_batches_per_update)
         self.skipped += anchors.skipped
@@ -107,15 +111,15 @@ class Meter:
             self._metrics.update(outputs, target, micro_batch.size, sample_weight)
 
     def _add_logged(
-        self, anchors: Anchors, sizes: Sequence[float], counts: Sequence[float]
+        self, anchors: Anchors, sizes: Sequence[_Share], counts: Sequence[_Share]
     ) -> None:
         self._rules = joined_rules(self._rules, anchors.rules)
         for name, rule in self._rules.items():
             if name not in self._logged:
                 check_log_name(name, self._metrics.names)
                 self._logged[name] = Running(rule)
-            weights = counts if rule.counted else sizes
-            values = [(values.get(name), weight) for values, weight in zip(anchors.logged, weights)]
+            shares = counts if rule.counted else sizes
+            values = [(values.get(name), share) for values, share in zip(anchors.logged, shares)]
             _add_all(self._logged[name], values)
             if rule.on_update:
                 self._add_by_update(name, rule, values, len(sizes))
@@ -124,7 +128,7 @@ class Meter:
         self,
         name: str,
         rule: LogRule,
-        values: Sequence[Tuple[Optional[float], float]],
+        values: Sequence[Tuple[Optional[float], _Share]],
         micro_batches: int,
     ) -> None:
         """One value for every update, nan where nothing was logged."""
@@ -170,10 +174,10 @@ class Meter:
         return self._values
 
 
-def _add_all(running: Running, values: Sequence[Tuple[Optional[float], float]]) -> None:
-    for value, weight in values:
+def _add_all(running: Running, values: Sequence[Tuple[Optional[float], _Share]]) -> None:
+    for value, (times, weight) in values:
         if value is not None:
-            running.add(value, weight)
+            running.add(value, times, weight)
 
 
 def metric_target(micro_batch: MicroBatch, loss: Loss) -> Any:

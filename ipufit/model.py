@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ipufit import finders, loop, on_batch, runs
-from ipufit.arguments import FitArguments, InferenceArguments, checked_seed, one_of
+from ipufit.arguments import FitArguments, InferenceArguments, one_of
 from ipufit.callbacks import Callback
 from ipufit.compiling import CompileRequest, compiled
 from ipufit.data.forms import Given, comes_in_samples, open_data
@@ -30,11 +30,9 @@ from ipufit.errors import ConfigurationError, NotCompiledError
 from ipufit.finders import BatchSize
 from ipufit.fit_data import FitRequest, limited_plan
 from ipufit.history import History
-from ipufit.keeping import generators_kept
 from ipufit.lr_finder import LearningRates, check_range, exponential_range
 from ipufit.plan import Plan
 from ipufit.program import Engine, Mode
-from ipufit.randomness import draw_seed
 from ipufit.recipe import LossScale
 from ipufit.recordable import refuse_unrecordable
 from ipufit.session import Session
@@ -651,7 +649,7 @@ class Model:
             plan,
             session.optimizer,
             exponential_range(min_lr, max_lr, updates),
-            _seed_of_trial(seed),
+            finders.seed_of_trial(seed),
             self,
         )
 
@@ -708,7 +706,7 @@ class Model:
             open_with,
             plan_of,
             finders.candidates(effective_batch_size, start, whole.replicas, whole.samples),
-            _seed_of_trial(seed),
+            finders.seed_of_trial(seed),
         )
 
     def explain(
@@ -873,14 +871,6 @@ class Model:
                 "model.compile(optimizer='adam', loss='cross_entropy') first."
             )
         return self._session
-
-
-def _seed_of_trial(seed: Optional[int]) -> int:
-    """The seed that the next ``fit`` would draw, which it still does."""
-    if seed is not None:
-        return checked_seed(seed)
-    with generators_kept():
-        return draw_seed()
 
 
 def _batch(x: Any, y: Any, sample_weight: Any) -> Any:

@@ -321,7 +321,7 @@ class Session:
                 "compile made the optimizer, so fit leaves it as it is. Call compile again to "
                 "train it.",
                 UserWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
+import ipufit
 from ipufit.errors import LossError, UnknownNameError
 from ipufit.losses import check_loss_value, resolve_loss
 
@@ -560,3 +561,68 @@ def test_the_modules_own_loss_must_be_differentiable():
         "the module's own loss must be floating-point, got dtype int64. Compute it from the "
         "prediction with differentiable operations; an argmax or a comparison has no gradient."
     )
+
+
+class Penalty:
+    """A loss that is an object, with a factor that a callback changes from epoch to epoch."""
+
+    def __init__(self):
+        self.factor = torch.tensor(1.0, dtype=torch.float64)
+        self.power = 2
+        self.last = None
+
+    def __call__(self, prediction, target):
+        value = ((prediction - target) ** self.power).mean() * self.factor
+        self.last = value
+        return value
+
+    def method(self, prediction, target):
+        return self(prediction, target)
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda penalty: penalty,
+        lambda penalty: penalty.method,
+        lambda penalty: functools.partial(penalty),
+        lambda penalty: [penalty, None],
+    ],
+    ids=["object", "method", "partial", "several"],
+)
+@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.filterwarnings("ignore:forward sets Penalty.last")
+def test_attributes_of_a_loss_that_is_an_object_may_change_between_epochs(loss_of, run_eagerly):
+    """They are recorded as constants, so a change needs another recording, and an old one returns.
+
+    What the object notes down while it is recorded is undone: it has no values.
+    """
+    penalty = Penalty()
+    several = isinstance(loss_of(penalty), list)
+
+    class Net(nn.Linear):
+        def forward(self, x):
+            result = super().forward(x)
+            return (result, result) if several else result
+
+    net = Net(2, 1).double()
+    x = torch.randn(6, 2, dtype=torch.float64)
+    y = torch.randn(6, 1, dtype=torch.float64)
+    with torch.no_grad():
+        error = net(x)[0] - y if several else net(x) - y
+    batches = [(x, (y, y) if several else y)]
+
+    class Change(ipufit.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            penalty.power = (2, 4, 4, 2)[epoch]
+            penalty.factor = penalty.factor * 0 + (1.0, 1.0, 3.0, 1.0)[epoch]
+
+    model = ipufit.Model(net)
+    model.compile(lambda p: torch.optim.SGD(p, lr=0.0), loss_of(penalty), run_eagerly=run_eagerly)
+    history = model.fit(batches, epochs=4, callbacks=Change(), verbose=0)
+    second, fourth = (error**2).mean().item(), (error**4).mean().item()
+    expected = [second, fourth, 3 * fourth, second]
+    assert history.history["loss"] == pytest.approx(expected, rel=1e-14)
+    assert run_eagerly or penalty.last is None
+    penalty.power = 4
+    assert model.evaluate(batches, verbose=0)["loss"] == pytest.approx(fourth, rel=1e-14)

@@ -116,6 +116,41 @@ def test_any_number_of_the_optimizer_can_be_scheduled():
     torch.testing.assert_close(weights(net), weights(other), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("di", [1, 4])
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        partial(torch.optim.Adam, lr=0.01),
+        partial(torch.optim.AdamW, lr=0.01),
+        partial(torch.optim.RMSprop, lr=0.01),
+        partial(ipufit.optim.LAMB, lr=0.01),
+    ],
+    ids=["sgd", "adam", "adamw", "rmsprop", "lamb"],
+)
+def test_a_scheduled_weight_decay_may_begin_at_zero_and_return_to_it(make, di):
+    """Zero is where a decay that warms up begins, and no other program."""
+    net = MLP().double()
+    other = copy.deepcopy(net)
+
+    def decay(update):
+        return 0.02 * max(0, 8 - abs(update - 10))
+
+    def groups(net):
+        first, *rest = net.parameters()
+        return [{"params": [first]}, {"params": rest}]
+
+    tables = [{"weight_decay": decay}, {}]
+    fit(net, make(groups(net), weight_decay=0.0), di=di, compile_options={"lr_scheduler": tables})
+    optimizer = make(groups(other), weight_decay=0.0)
+    for update, (x, y) in enumerate(list(LOADER) * 2):
+        optimizer.param_groups[0]["weight_decay"] = decay(update)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(other(x), y).backward()
+        optimizer.step()
+    torch.testing.assert_close(weights(net), weights(other), rtol=0, atol=1e-11)
+
+
 def test_the_rate_of_the_last_update_is_in_history():
     net = MLP().double()
     _, history = fit(net, "adam", di=5, compile_options={"lr_scheduler": lambda u: 0.1 * 0.5**u})

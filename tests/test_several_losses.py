@@ -251,6 +251,36 @@ def test_training_follows_the_weighted_sum_of_the_losses():
     assert loss.calls.item() == 3.0
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("plan", [{}, {"gradient_accumulation": 2}, {"device_iterations": 3}])
+def test_the_parts_add_up_to_the_loss_with_a_smaller_last_micro_batch(reduction, plan):
+    """A sum over fewer samples counts like one over a full micro-batch, in the parts as well."""
+    x = torch.randn(10, 4, generator=_GENERATOR, dtype=torch.float64)
+    y = torch.randn(10, 4, generator=_GENERATOR, dtype=torch.float64)
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 10
+
+        def __getitem__(self, i):
+            return x[i], {"a": y[i, :3], "b": y[i, 3]}
+
+    net = Net()
+    model = ipufit.Model(net)
+    losses = {name: nn.MSELoss(reduction=reduction) for name in "ab"}
+    model.compile(lambda p: torch.optim.SGD(p, lr=0.0), losses, loss_weights={"a": 0.5})
+    rows = DataLoader(Rows(), batch_size=4)
+    history = model.fit(rows, validation_data=rows, verbose=0, **plan).history
+    with torch.no_grad():
+        outputs = net(x)
+    of_a, of_b = ((outputs["a"] - y[:, :3]) ** 2).sum(), ((outputs["b"] - y[:, 3]) ** 2).sum()
+    of_a, of_b = (of_a / 30, of_b / 10) if reduction == "mean" else (of_a * 0.4, of_b * 0.4)
+    for prefix in ("", "val_"):
+        values = [history[prefix + name][0] for name in ("a_loss", "b_loss", "loss")]
+        expected = [of_a.item(), of_b.item(), (0.5 * of_a + of_b).item()]
+        assert values == pytest.approx(expected, rel=1e-13)
+
+
 def test_sample_weights_reach_the_recorded_losses():
     """The micro-batch carries them as inputs of the program, so other values give other numbers."""
     net = Net()

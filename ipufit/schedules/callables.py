@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Dict, List, Mapping, Sequence
+from typing import Any, Callable, Dict, FrozenSet, List, Mapping, Sequence
 
 import torch
 
@@ -60,6 +60,11 @@ class CallableSchedule(Schedule):
         """The names of what is scheduled."""
         names = dict.fromkeys(name for part in self._parts for name in part.functions)
         return f"the schedule of {', '.join(names)}"
+
+    @property
+    def names(self) -> FrozenSet[str]:
+        """Settings that it changes, as the groups have them."""
+        return frozenset(name for _, (name, _), _ in self._targets)
 
     def _advance(self) -> None:
         self._set(self.updates if self._per_update else self.epochs + 1)

@@ -7,7 +7,7 @@ import contextlib
 import math
 import re
 import warnings
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, FrozenSet, Iterator, List, Mapping, Optional, Tuple
 
 import torch
 
@@ -156,6 +156,11 @@ class Schedule(abc.ABC):
         self.updates, self.epochs = state["updates"], state["epochs"]
         self._fault, self._cause = state["fault"], None
         self._settled()
+
+    @property
+    def names(self) -> FrozenSet[str]:
+        """Settings that it is known to change, as the groups have them."""
+        return frozenset()
 
     @property
     @abc.abstractmethod

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ipufit import tree
+from ipufit.engines.embedded.fingerprint import called_objects
 from ipufit.engines.embedded.precision import computing_in, with_inputs_in
 from ipufit.engines.embedded.results import OutputShape, Reported
 from ipufit.engines.embedded.storage import Block, storage_id
@@ -25,13 +26,19 @@ __all__ = ["MicroStep", "StepModule", "attributes_kept", "public_name"]
 
 
 class StepModule(nn.Module):
-    """The user's module and loss as one module, so that both may own parameters and buffers."""
+    """The user's module and loss as one module, so that both may own parameters and buffers.
+
+    Attributes:
+        net, loss_module: the two.
+        called: what the loss calls that is no module and has attributes.
+    """
 
     def __init__(self, net: nn.Module, loss: Optional[Loss]) -> None:
         super().__init__()
         self.net = net
         self.loss_module = loss.module if loss is not None else None
         self._loss = loss
+        self.called = called_objects(loss)
 
     def forward(
         self, batch: Sequence[Any], tensors: Mapping[str, Tensor], with_loss: bool
@@ -119,24 +126,26 @@ def _assignment(owners: Sequence[type], attribute: str) -> Tuple[Optional[str], 
 
 @contextlib.contextmanager
 def attributes_kept(module: nn.Module) -> Iterator[List[str]]:
-    """Undo what forward sets on the modules meanwhile: tensors of a recording have no values.
+    """Undo what forward and loss set on themselves: tensors of a recording have no values.
 
     Yields:
         A list that holds, afterwards, what was set, as "Class.attribute"; what torch's own modules
         set on themselves is left out.
     """
     changed: List[str] = []
-    saved: List[Tuple[Optional[nn.Module], Dict[str, Any], Dict[str, Any]]] = []
+    saved: List[Tuple[Optional[object], Dict[str, Any], Dict[str, Any]]] = []
     contents: List[Tuple[str, Any, Any]] = []
     plain: List[Tuple[Tensor, int, Tensor]] = []
-    for part in module.modules():
+    for part in (*module.modules(), *getattr(module, "called", ())):
         saved.append((part, vars(part), dict(vars(part))))
         for name, value in vars(part).items():
             if isinstance(value, Tensor):
                 plain.append((value, value._version, value.detach().clone()))
             if type(value) in (list, dict, set) and not name.startswith("_"):
                 contents.append((f"{type(part).__name__}.{name}", value, value.copy()))
-        for members in ("_parameters", "_buffers", "_modules"):
+        for members in (
+            ("_parameters", "_buffers", "_modules") if isinstance(part, nn.Module) else ()
+        ):
             saved.append((None, vars(part)[members], dict(vars(part)[members])))
     try:
         yield changed

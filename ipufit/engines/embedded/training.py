@@ -75,7 +75,7 @@ class TrainingProgram(BaseProgram):
     def _make_live(self) -> LiveState:
         spec, engine, recipe = self._spec, self._engine, self._spec.recipe
         finish = Finish(recipe.clip, recipe.accumulation_dtype)
-        scheduled = recipe.schedule is not None
+        scheduled = None if recipe.schedule is None else recipe.schedule.names
         return LiveState(
             updater_for(self._optimizer, engine.optimizer_graphs, finish, scheduled),
             Scaler(recipe.loss_scale, engine.scale) if recipe.loss_scale else None,

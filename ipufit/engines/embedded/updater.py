@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Dict, List, Mapping, Protocol, Sequence, Tuple, Type, cast
+from typing import (
+    Any,
+    Callable,
+    Container,
+    Dict,
+    List,
+    Mapping,
+    Optional,
+    Protocol,
+    Sequence,
+    Tuple,
+    Type,
+    cast,
+)
 
 import torch
 from torch import Tensor, fx, nn
@@ -66,7 +79,7 @@ def updater_for(
     optimizer: torch.optim.Optimizer,
     graphs: Graphs,
     finish: Finish,
-    scheduled: bool,
+    scheduled: Optional[Container[str]],
 ) -> Updater:
     """Flat rules for the optimizers ipufit knows, the optimizer's own ``step`` for any other.
 
@@ -74,7 +87,8 @@ def updater_for(
         optimizer: torch's.
         graphs: what has been recorded already.
         finish: makes of an accumulated gradient what the optimizer gets.
-        scheduled: whether hyper-parameters change from update to update.
+        scheduled: hyper-parameters that are known to change from update to update; None without a
+            schedule.
 
     Raises:
         OptimizerError: hooks on ``step``, or a schedule for an optimizer whose hyper-parameters are
@@ -88,8 +102,10 @@ def updater_for(
             )
     rule = rule_for(optimizer)
     if rule is not None:
-        return RuleUpdater(optimizer, rule, graphs, finish)
-    if scheduled:
+        # A decay that is zero now and then is still a decay: times zero it changes nothing.
+        decays = scheduled is not None and "weight_decay" in scheduled
+        return RuleUpdater(optimizer, rule, graphs, finish, decays)
+    if scheduled is not None:
         raise OptimizerError(
             f"a schedule needs an optimizer whose hyper-parameters are inputs of the program, but "
             f"those of {type(optimizer).__name__} are constants of it. Use sgd, adam, adamw, "
@@ -102,9 +118,15 @@ class RuleUpdater:
     """One rule per parameter group over flat tensors."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, rule: Type[Rule], graphs: Graphs, finish: Finish
+        self,
+        optimizer: torch.optim.Optimizer,
+        rule: Type[Rule],
+        graphs: Graphs,
+        finish: Finish,
+        decays: bool,
     ) -> None:
         self._optimizer = optimizer
+        self._always = {"weight_decay": 1.0} if decays else {}
         self._kind = rule
         self._graphs = graphs
         self._finish = finish
@@ -119,7 +141,7 @@ class RuleUpdater:
         self._run: Callable[..., Any] = self._update
 
     def _switches_of(self, groups: Sequence[Mapping[str, Any]]) -> Tuple[Tuple[object, ...], ...]:
-        return tuple(self._kind.switches(group) for group in groups)
+        return tuple(self._kind.switches({**group, **self._always}) for group in groups)
 
     def _steps(self, parameter: nn.Parameter) -> float:
         state = self._optimizer.state.get(parameter, {})
@@ -135,7 +157,7 @@ class RuleUpdater:
         """Take over the optimizer's state and record the update."""
         self._storage = storage
         blocks, groups = storage.blocks, self._optimizer.param_groups
-        self._rules = [self._kind(groups[block.group]) for block in blocks]
+        self._rules = [self._kind({**groups[block.group], **self._always}) for block in blocks]
         self._states = [self._load(*each) for each in zip(blocks, storage.flats, self._rules)]
         self._counts = [block.updates for block in blocks]
         self.refresh([groups])
