@@ -396,3 +396,47 @@ def test_weights_keep_their_memory_format():
     assert [p.stride() for p in net.parameters()] == strides
     for name, value in other.named_parameters():
         torch.testing.assert_close(dict(net.named_parameters())[name], value, rtol=0, atol=1e-12)
+
+
+class InTheFirst(torch.optim.SGD):
+    """Keeps what it remembers with its first parameter alone."""
+
+    def step(self, closure=None):
+        group = self.param_groups[0]
+        state = self.state[group["params"][0]]
+        state["seen"] = state.get("seen", torch.zeros((), dtype=torch.float64)) + 1
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad * group["lr"] / state["seen"])
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [torch.optim.Adadelta, torch.optim.Rprop, InTheFirst, ADAM],
+    ids=["adadelta", "rprop", "first", "adam"],
+)
+def test_a_parameter_unfrozen_between_two_fits_starts_its_state_beside_the_others(
+    make, run_eagerly
+):
+    """With a step of the optimizer's own too: what is new has no state, what is there goes on."""
+    net = MLP().double()
+    other = copy.deepcopy(net)
+    names = ["layers.2.weight", "layers.2.bias"]
+    model = ipufit.Model(net)
+    model.compile(make(net.parameters(), lr=0.01), "cross_entropy", run_eagerly=run_eagerly)
+    optimizer = make(other.parameters(), lr=0.01)
+    loader = DataLoader(TensorDataset(X[:24], Y[:24]), batch_size=4)
+    for frozen in (True, False, False):
+        for name in names:
+            net.get_parameter(name).requires_grad_(not frozen)
+            other.get_parameter(name).requires_grad_(not frozen)
+        model.fit(loader, verbose=0)
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(other(x), y).backward()
+            with torch.no_grad():
+                optimizer.step()
+        for name, value in net.named_parameters():
+            expected = other.get_parameter(name)
+            torch.testing.assert_close(value, expected, rtol=0, atol=1e-12, msg=name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -63,8 +63,8 @@ def _captured(step: Callable[..., List[Tensor]], arguments: Sequence[Tensor]) ->
 class OwnStepUpdater:
     """Any other torch optimizer, through its own ``step``, recorded.
 
-    The first update, which makes the state, and the later ones are two graphs. Hyper-parameters are
-    constants of both.
+    The first update, which makes the state that is missing, and the later ones are two graphs.
+    Hyper-parameters are constants of both.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, finish: Finish) -> None:
@@ -74,6 +74,8 @@ class OwnStepUpdater:
         self._state: Dict[_Key, Any] = {}
         self._graphs: Dict[bool, fx.GraphModule] = {}
         self._keys: List[_Key] = []
+        self._known_keys: List[_Key] = []
+        self._whole: Set[_Key] = set()
         self._growth: Dict[_Key, Any] = {}
         self._numbers: Dict[_Key, Any] = {}
         self._eager = False
@@ -99,7 +101,7 @@ class OwnStepUpdater:
                 gradients = [torch.zeros_like(like) for like in self._finish.examples(flats)]
                 with refuse_missing_half():
                     self._step(flats, gradients, self.snapshot())
-            elif not self._state:
+            elif self._has_newcomers():
                 self._record_first()
             else:
                 self._record_later()
@@ -177,21 +179,29 @@ class OwnStepUpdater:
             for name, value in twin.state[view].items()
         }
 
+    def _has_newcomers(self) -> bool:
+        """Whether a parameter has no state: all at first, one that was frozen until now later."""
+        return {key[:2] for key in self._state} != set(self._places())
+
     def _tensor_keys(self) -> List[_Key]:
         return [key for key, value in self._state.items() if isinstance(value, Tensor)]
 
     def _record_first(self) -> None:
         count = len(self._storage.flats)
         made: Dict[_Key, Any] = {}
+        known = self._state
+        self._known_keys = self._tensor_keys()
 
         def first(*tensors: Tensor) -> List[Tensor]:
+            state = {**known, **dict(zip(self._known_keys, tensors[2 * count :]))}
             made.clear()
-            made.update(self._step(tensors[:count], tensors[count:], {}))
+            made.update(self._step(tensors[:count], tensors[count : 2 * count], state))
             return [value for value in made.values() if isinstance(value, Tensor)]
 
         flats = self._storage.flats
         examples = self._finish.examples(flats)
-        self._graphs[True] = _captured(first, [*flats, *examples])
+        own = [known[key] for key in self._known_keys]
+        self._graphs[True] = _captured(first, [*flats, *examples, *own])
         self._keys = [key for key, value in made.items() if isinstance(value, Tensor)]
         numbers = {key: value for key, value in made.items() if not isinstance(value, Tensor)}
         # The state that the later graph starts from: same shapes, values of no meaning.
@@ -202,7 +212,8 @@ class OwnStepUpdater:
         )
         self._record_later()
         self._numbers = numbers
-        self._state = {}
+        self._whole = set(self._state)
+        self._state = known
 
     def _record_later(self) -> None:
         self._keys = self._tensor_keys()
@@ -242,8 +253,8 @@ class OwnStepUpdater:
         if self._eager:
             self._state = self._step(self._storage.flats, gradients, self._state)
             return
-        first = not self._state and True in self._graphs
-        state = [] if first else [self._state[key] for key in self._keys]
+        first = True in self._graphs and set(self._state) != self._whole
+        state = [self._state[key] for key in (self._known_keys if first else self._keys)]
         tensors = self._graphs[first](*self._storage.flats, *gradients, *state)
         if first:
             self._state = dict(self._numbers)
