@@ -62,11 +62,16 @@ class History(Callback):
         self.append(epoch, logs or {})
 
     def append(self, epoch: int, logs: Mapping[str, float]) -> None:
-        """Add the values of a finished epoch."""
+        """Add the values of a finished epoch.
+
+        Raises:
+            ConfigurationError: a value is no number; nothing is added.
+        """
+        values = {name: _number(name, value) for name, value in logs.items()}
         self.epoch.append(epoch)
-        for name, value in logs.items():
+        for name, number in values.items():
             self._places.setdefault(name, []).append(len(self.epoch) - 1)
-            self.history.setdefault(name, []).append(float(value))
+            self.history.setdefault(name, []).append(number)
 
     def append_update(self, name: str, update: int, value: float) -> None:
         """Add a value that belongs to one update.
@@ -233,3 +238,13 @@ class History(Callback):
                 f"the history must have a value of that name, got {name!r}. It has "
                 f"{', '.join(self.history) or 'none yet'}."
             )
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"values of an epoch must be numbers, but {name!r} in logs is a "
+            f"{type(value).__name__}. Keep it in the callback itself, or put a number there."
+        ) from error

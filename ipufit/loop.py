@@ -137,7 +137,7 @@ class Fit:
                 "gradients were not finite at the loss scale: nothing was learned. Choose a "
                 "smaller loss_scale, or 'dynamic'.",
                 UserWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def _execution(self, batch: CombinedBatch, epoch: int) -> None:

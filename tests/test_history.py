@@ -417,3 +417,16 @@ def test_a_notebook_shows_the_last_and_the_best_epochs():
     one.append(0, {"loss": NAN})
     assert "History of 1 epoch</caption>" in one._repr_html_()
     assert "<tr><td>0</td><td></td></tr>" in one._repr_html_()
+
+
+def test_a_value_that_is_no_number_is_refused_by_name():
+    """A callback may write into the logs of an epoch, and what it writes goes into History."""
+    history = ipufit.History()
+    with pytest.raises(ConfigurationError) as caught:
+        history.append(0, {"loss": 1.0, "note": "good"})
+    assert str(caught.value) == (
+        "values of an epoch must be numbers, but 'note' in logs is a str. Keep it in the callback "
+        "itself, or put a number there."
+    )
+    assert history.epoch == []
+    assert history.history == {}

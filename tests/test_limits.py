@@ -11,6 +11,7 @@ import ipufit
 from ipufit.callbacks import Callback
 from ipufit.data.arrays import EpochOrder
 from ipufit.data.feed import Feed
+from ipufit.data.limits import batch_count
 from ipufit.data.source import Source
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.plan import Plan
@@ -615,3 +616,9 @@ def test_an_argument_that_goes_with_another_form_is_refused_by_name(x, arguments
     with pytest.raises(ConfigurationError) as caught:
         model.fit(x, verbose=0, **arguments)
     assert str(caught.value) == text
+
+
+def test_a_fraction_is_taken_as_it_is_written():
+    """0.29 * 100 is 28.999999999999996 to a computer, and 29 batches to whoever wrote it."""
+    source = Source([TEN] * 100, "training data")
+    assert batch_count("limit_train_batches", 0.29, source) == 29

@@ -11,10 +11,11 @@ __all__ = ["SwapEMAWeights"]
 
 
 class SwapEMAWeights(Callback):
-    """Exchanges the weights for their exponential moving average while the model is evaluated.
+    """Exchanges the weights for their exponential moving average while ``fit`` validates.
 
-    The model must have been compiled with such an average. Whatever happens, the weights are the
-    trained ones again when ``fit``, ``evaluate`` or ``predict`` has returned.
+    The model must have been compiled with such an average. It belongs into ``fit``, where the
+    averages are; when a ``fit`` has ended, they are the weights, and there is nothing to exchange.
+    In an ``evaluate`` or ``predict`` outside of it this callback is refused.
 
     Args:
         swap_on_epoch: the average is in the model at the end of an epoch too, for the callbacks

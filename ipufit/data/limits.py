@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from typing import Any, Collection, Iterable, Iterator, List, Optional
 
@@ -46,7 +47,8 @@ def batch_count(name: str, value: Any, source: Source, least: int = 1) -> int:
             f"{name}={value} is a fraction of the batches of the {source.role}, but nobody knows "
             "how many it has. Pass a number of batches, an integer."
         )
-    count = int(source.micro_batches * float(value))
+    # 0.29 of 100 batches are 29, though the product is a little less.
+    count = math.floor(source.micro_batches * float(value) + 1e-9)
     if count < least:
         raise ConfigurationError(
             f"{name}={value} must leave at least one batch, but of {source.micro_batches} batches "
