@@ -191,6 +191,7 @@ def test_history_is_keras():
             "val_accuracy": "max",
         },
         "adds": [],
+        "gradient_reduction": "mean",
         "engine": "embedded",
         "seed": 4,
         "micro_batch_size": 2,
