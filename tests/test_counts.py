@@ -362,3 +362,26 @@ def test_initial_epoch_is_keras():
     model, engine = recording()
     assert model.fit(numbered(4, 2), initial_epoch=3, epochs=5, verbose=0).epoch == [3, 4]
     assert engine.programs[0].updates == 4
+
+
+def test_a_callback_that_asks_for_every_third_update_splits_executions():
+    """It would hear of the fourth instead; the count goes on over the end of an epoch."""
+
+    class Third(ipufit.callbacks.Callback):
+        every_updates = 3
+
+        def __init__(self):
+            super().__init__()
+            self.done = []
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.done.append(batch + 1)
+
+    third = Third()
+    model, engine = recording()
+    model.fit(numbered(20, 2), device_iterations=4, epochs=2, callbacks=[third], verbose=0)
+    assert third.done == [3, 6, 9, 10, 2, 5, 8, 10]
+    assert [len(batch.micro_batches) for batch in engine.programs[0].executions] == [
+        *(3, 3, 3, 1),
+        *(2, 3, 3, 2),
+    ]
