@@ -37,6 +37,13 @@ def tests(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *PARALLEL, *session.posargs)
 
 
+@nox.session
+def exhaustive(session: nox.Session) -> None:
+    """Run the tests with every point of their grids, which takes a while."""
+    session.install("-e", ".[plot,pandas,tensorboard]", *group("test", "torch"))
+    session.run("python", "-m", "pytest", "--exhaustive", *PARALLEL, *session.posargs)
+
+
 # Today's virtualenv can't make an environment of Python 3.8, that Python's own venv can.
 @nox.session(python=OLDEST_PYTHON, venv_backend="venv")
 def minimums(session: nox.Session) -> None:

@@ -87,7 +87,8 @@ def log(name: str, value: Any, reduce: str = "mean", *, on_update: bool = False)
     """Report a value from ``forward`` or from a loss; it becomes part of the program.
 
     It appears in History, in the progress bar and in the logs of callbacks, with "val_" before the
-    name when validating. ``predict``, and a call of the module outside of ipufit, leave it aside.
+    name when validating. ``predict``, a call of the module outside of ipufit, and the backward pass
+    (a hook on a gradient, a second run of a checkpointed layer) leave it aside.
     Logged twice in one ``forward``, the values are reduced like those of micro-batches.
 
     Args:

@@ -1,4 +1,7 @@
-"""Fixtures that many tests share."""
+"""Fixtures that many tests share, and how much of the grids is run."""
+
+import collections
+import zlib
 
 import pytest
 import torch
@@ -6,6 +9,36 @@ import torch
 # The tensors of the tests are too small to share between cores, and waiting for a busy core costs
 # more than the work.
 torch.set_num_threads(1)
+
+# Of the points of a grid, one in so many is run without --exhaustive.
+SAMPLE = 5
+
+
+def pytest_addoption(parser):
+    """Offer all points of the grids."""
+    parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help=f"run every point of the tests marked as a grid, not one in {SAMPLE}",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what a sample of the grids does without; a test asked for alone is run."""
+    if config.getoption("--exhaustive"):
+        return
+    tests = [item.nodeid.partition("[")[0] for item in items]
+    points, places = collections.Counter(tests), collections.Counter()
+    kept, left_out = [], []
+    for item, test in zip(items, tests):
+        # Not the first of each: the ways of running that come first would be all that is run.
+        first = zlib.crc32(test.encode()) % min(points[test], SAMPLE)
+        in_sample = places[test] % SAMPLE == first
+        places[test] += 1
+        is_kept = item.get_closest_marker("grid") is None or in_sample
+        (kept if is_kept else left_out).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(autouse=True)

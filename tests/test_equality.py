@@ -12,6 +12,8 @@ import ipufit
 from tests.nets import CNN, MLP, Transformer, data
 from tests.reference import train
 
+pytestmark = pytest.mark.grid
+
 OPTIMIZERS = {
     MLP: lambda parameters: torch.optim.Adam(parameters, lr=0.01),
     CNN: lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),

@@ -13,6 +13,8 @@ from tests.fitting import PLANS, WAYS, Plan, assert_close, assert_equal, compile
 from tests.nets import CNN, MLP, data
 from tests.reference import train
 
+pytestmark = pytest.mark.grid
+
 X, Y = data(23)
 
 

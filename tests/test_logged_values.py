@@ -19,6 +19,8 @@ from tests.fitting import PLANS, WAYS, Plan, assert_equal, compiled, fit
 from tests.nets import data
 from tests.reference import cut
 
+pytestmark = pytest.mark.grid
+
 X, Y = data(23)
 
 

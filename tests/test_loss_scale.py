@@ -14,6 +14,8 @@ from tests.faulty import assert_clean
 from tests.fitting import WAYS, Plan, assert_equal, compiled, fit
 from tests.nets import MLP, data
 
+pytestmark = pytest.mark.grid
+
 X, Y = data(23)
 HUGE = 1e30  # of a sample whose gradient leaves float32 once the loss is scaled
 

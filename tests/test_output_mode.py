@@ -16,6 +16,8 @@ from tests.fitting import WAYS, Plan, assert_equal, compiled, fit
 from tests.nets import MLP, data
 from tests.reference import cut
 
+pytestmark = pytest.mark.grid
+
 X, Y = data(23)
 PLANS = [Plan(), Plan(4, 2), Plan(3, 2, 2, 2), Plan(2, 4, 1, 4), Plan(2, 4, 3, 1)]
 
