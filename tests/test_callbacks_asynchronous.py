@@ -45,7 +45,9 @@ class Ledger(Callback):
         if self._random is not None and self._random.random() < 0.3:
             time.sleep(0.004 * self._random.random())
         *index, logs = args
-        self.entries.append((hook, *index, dict(logs)))
+        # The outputs of a prediction as numbers, which can be compared.
+        plain = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in logs.items()}
+        self.entries.append((hook, *index, plain))
         if "batch" in hook:
             self.threads.add(threading.current_thread().name)
         if self._act is not None:

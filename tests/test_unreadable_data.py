@@ -1,5 +1,6 @@
 """Errors of the user's data code: with batch and sample, chained from the original."""
 
+import gc
 import os
 import re
 import signal
@@ -11,6 +12,17 @@ from torch.utils.data import DataLoader, Subset
 from ipufit.callbacks import Callback
 from ipufit.errors import DataError
 from tests.faulty import Batches, Samples, Stream, batches, compiled, fit, refused
+
+# torch may tell of a worker that died in the destructor of its iterator, where nobody can hear.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(autouse=True)
+def _iterators_end_with_their_test():
+    """An iterator in the frames of an exception would shut its workers down in another test."""
+    yield
+    gc.collect()
+
 
 SAMPLES = [(x, y) for batch in batches(5) for x, y in zip(*batch)]
 MEND = "Mend that sample, or leave it out; its traceback is above."
