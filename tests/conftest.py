@@ -1,6 +1,7 @@
 """Fixtures that many tests share, and how much of the grids is run."""
 
 import collections
+import signal
 import zlib
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 # The tensors of the tests are too small to share between cores, and waiting for a busy core costs
 # more than the work.
 torch.set_num_threads(1)
+
+# A shell starts its background jobs with Ctrl-C ignored; some tests press it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Of the points of a grid, one in so many is run without --exhaustive.
 SAMPLE = 5
