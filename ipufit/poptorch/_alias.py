@@ -1,0 +1,69 @@
+"""Make ``import poptorch`` find this package, where PopTorch itself is not installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from typing import Optional, Sequence
+
+__all__ = ["install", "uninstall"]
+
+_REAL = "ipufit.poptorch"
+_ALIAS = "poptorch"
+
+
+class _Loader(importlib.abc.Loader):
+    """Hands out the module of the same place under its own name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._own: Optional[importlib.machinery.ModuleSpec] = None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        """The module of the own name; its spec, which the import replaces, is kept."""
+        module = importlib.import_module(self._name)
+        self._own = module.__spec__
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Nothing but the spec: it was executed under its own name."""
+        module.__spec__ = self._own
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Answers for ``poptorch`` and what is below it."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Optional[Sequence[str]],
+        target: Optional[types.ModuleType] = None,
+    ) -> Optional[importlib.machinery.ModuleSpec]:
+        """The spec of an alias; None for any other name."""
+        if fullname.partition(".")[0] != _ALIAS:
+            return None
+        name = _REAL + fullname[len(_ALIAS) :]
+        if importlib.util.find_spec(name) is None:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, _Loader(name))
+
+
+_FINDER = _Finder()
+
+
+def install() -> None:
+    """From here on ``import poptorch`` is ``import ipufit.poptorch``; safe twice."""
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+
+
+def uninstall() -> None:
+    """Take it back; what has been imported under the other name is forgotten."""
+    if _FINDER in sys.meta_path:
+        sys.meta_path.remove(_FINDER)
+    for name in [n for n in sys.modules if n.partition(".")[0] == _ALIAS]:
+        del sys.modules[name]

@@ -1,0 +1,50 @@
+"""What stands while a model's forward is being recorded, and who may look at it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Iterator, List, Optional
+
+from torch import Tensor
+
+from ipufit.poptorch._blocks import Blocks
+
+__all__ = ["Trace", "tracing"]
+
+
+class Trace:
+    """One recording of a model's forward.
+
+    Attributes:
+        training: whether it is a training model.
+        blocks: where the model says that its operators go.
+        losses: number of losses marked so far.
+    """
+
+    def __init__(self, training: bool) -> None:
+        self.training = training
+        self.blocks = Blocks()
+        self.losses = 0
+
+    def mark_loss(self, loss: Tensor) -> Tensor:
+        """Say that this tensor is a loss; its value stays."""
+        self.losses += 1
+        return loss
+
+
+_stack: List[Trace] = []
+
+
+def tracing() -> Optional[Trace]:
+    """The recording that is under way; None outside of one."""
+    return _stack[-1] if _stack else None
+
+
+@contextlib.contextmanager
+def traced(trace: Trace) -> Iterator[Trace]:
+    """Make this the recording that is under way."""
+    _stack.append(trace)
+    try:
+        yield trace
+    finally:
+        _stack.pop()
