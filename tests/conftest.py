@@ -1,6 +1,7 @@
 """Fixtures that many tests share, and how much of the grids is run."""
 
 import collections
+import os
 import signal
 import zlib
 
@@ -10,6 +11,9 @@ import torch
 # The tensors of the tests are too small to share between cores, and waiting for a busy core costs
 # more than the work.
 torch.set_num_threads(1)
+
+# Workers of a parallel run are told a width, at which tqdm would cut its lines.
+os.environ.pop("COLUMNS", None)
 
 # A shell starts its background jobs with Ctrl-C ignored; some tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
