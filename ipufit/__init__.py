@@ -1,6 +1,6 @@
 """A Keras-like fit library for PyTorch whose whole training step is one traced program."""
 
-from ipufit import callbacks, errors, optim, schedules
+from ipufit import callbacks, engines, errors, optim, schedules
 from ipufit.finders import BatchSize
 from ipufit.history import History
 from ipufit.logged import log
@@ -18,6 +18,7 @@ __all__ = [
     "Model",
     "Plan",
     "callbacks",
+    "engines",
     "errors",
     "log",
     "optim",

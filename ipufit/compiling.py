@@ -60,6 +60,8 @@ class CompileRequest:
     gradient_reduction: str
     auto_round_ipus: bool
     run_eagerly: bool
+    training_options: Any
+    inference_options: Any
 
 
 def compiled(
@@ -82,16 +84,36 @@ def compiled(
             f"engine must make an object with a method build(spec), got {engine!r}. Pass for "
             "example engine='embedded'."
         )
+    recipe = Recipe(schedule=schedule, **settings)
+    options = {
+        "training_options": asked.training_options,
+        "inference_options": asked.inference_options,
+    }
+    _refuse_unused_options(engine, options)
+    check = getattr(engine, "check", None)
+    if check is not None:
+        check(module, optimizer, resolved, recipe, asked.run_eagerly, options)
     return Session(
         module,
         optimizer,
         resolved,
         metrics,
         engine,
-        Recipe(schedule=schedule, **settings),
+        recipe,
         asked.auto_round_ipus,
         asked.run_eagerly,
+        options,
     )
+
+
+def _refuse_unused_options(engine: Engine, options: Dict[str, Any]) -> None:
+    for name, given in options.items():
+        if given is not None and not getattr(engine, "takes_options", False):
+            raise ConfigurationError(
+                f"{name} are poptorch.Options for an IPU, but this model runs on the "
+                f"{getattr(engine, 'name', 'given')} engine, which has none. Leave them out, or "
+                "use engine='ipu'."
+            )
 
 
 def _what(

@@ -12,7 +12,10 @@
     ├── NotCompiledError (RuntimeError)   fit, evaluate or predict before compile
     ├── DataError (ValueError)            a batch that cannot be fed; nothing of it was used
     ├── CaptureError (RuntimeError)       the module can't become one program; carries file and line
-    └── NonFiniteLossError (ArithmeticError)  NaN or infinity; carries the update
+    ├── NonFiniteLossError (ArithmeticError)  NaN or infinity; carries the update
+    └── DeviceError (RuntimeError)        the device, or what drives it, refuses or fails
+        ├── RecoverableDeviceError        it can be used again; carries the action
+        └── UnrecoverableDeviceError      someone has to look at it
 
 Every message has three beats: what was expected, what came, what to do.
 """
@@ -26,6 +29,7 @@ __all__ = [
     "CaptureError",
     "ConfigurationError",
     "DataError",
+    "DeviceError",
     "IpufitError",
     "LossError",
     "MetricError",
@@ -33,7 +37,9 @@ __all__ = [
     "NotCompiledError",
     "OptimizerError",
     "PlanError",
+    "RecoverableDeviceError",
     "UnknownNameError",
+    "UnrecoverableDeviceError",
 ]
 
 
@@ -139,3 +145,27 @@ class NonFiniteLossError(IpufitError, ArithmeticError):
         self.value = value
         self.epoch: Optional[int] = None
         super().__init__(message)
+
+
+class DeviceError(IpufitError, RuntimeError):
+    """The device, or what compiles and runs programs on it, refuses or fails.
+
+    What PopTorch said is the ``__cause__``.
+    """
+
+
+class RecoverableDeviceError(DeviceError):
+    """The device failed and can be used again after an action.
+
+    Attributes:
+        action: what has to be done first, in PopTorch's words: "IPU_RESET", "LINK_RESET",
+            "PARTITION_RESET" or "FULL_RESET".
+    """
+
+    def __init__(self, message: str, action: str) -> None:
+        self.action = action
+        super().__init__(message)
+
+
+class UnrecoverableDeviceError(DeviceError):
+    """The device failed, and has to be looked at before it is used again."""

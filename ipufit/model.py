@@ -25,7 +25,7 @@ from ipufit.callbacks import Callback
 from ipufit.compiling import CompileRequest, compiled
 from ipufit.data.forms import Given, comes_in_samples, open_data
 from ipufit.data.source import Source
-from ipufit.engines.embedded.engine import EmbeddedEngine
+from ipufit.engines.choice import engine_maker
 from ipufit.errors import ConfigurationError, NotCompiledError
 from ipufit.finders import BatchSize
 from ipufit.fit_data import FitRequest, limited_plan
@@ -50,8 +50,10 @@ class Model:
 
     Args:
         module: any ``torch.nn.Module``.
-        engine: "auto" or "embedded", which runs in plain PyTorch; or a callable that makes an
-            engine.
+        engine: "embedded", which runs in plain PyTorch; "ipu", which needs the Poplar SDK;
+            "ipu-standin", the same over a PopTorch in plain torch, to try it without an IPU; or a
+            callable that makes an engine. "auto" is what the environment variable IPUFIT_ENGINE
+            names; without it, "ipu" where SDK and IPU are, else "embedded".
         device: where to run; the module is moved there. None leaves it where it is.
 
     Attributes:
@@ -81,7 +83,7 @@ class Model:
         self.history = History()
         self.stop_training = False
         self.outputs: List[Any] = []
-        self._make_engine = _engine_maker(engine)
+        self._make_engine = engine_maker(engine)
         self._session: Optional[Session] = None
 
     def compile(
@@ -110,6 +112,8 @@ class Model:
         gradient_reduction: str = "mean",
         auto_round_ipus: bool = False,
         run_eagerly: bool = False,
+        training_options: Any = None,
+        inference_options: Any = None,
     ) -> None:
         """Choose how to train. The count of updates starts anew.
 
@@ -164,6 +168,9 @@ class Model:
                 rest idle.
             run_eagerly: run the module itself instead of a recorded program: the same numbers,
                 slower, and open to a debugger.
+            training_options: ``poptorch.Options`` for training on an IPU, for what ipufit has no
+                argument for; a copy is used, and what contradicts the plan is refused.
+            inference_options: the same for validation, ``evaluate`` and ``predict``.
 
         Raises:
             UnknownNameError: an unknown name; with the nearest known one.
@@ -202,6 +209,8 @@ class Model:
                 gradient_reduction=gradient_reduction,
                 auto_round_ipus=auto_round_ipus,
                 run_eagerly=run_eagerly,
+                training_options=training_options,
+                inference_options=inference_options,
             ),
         )
         self._retire(session)
@@ -841,7 +850,7 @@ class Model:
     def _retire(self, successor: Optional[Session]) -> None:
         """Another session takes the place of the present one."""
         if self._session is not None:
-            self._session.is_retired = True
+            self._session.retire()
         self._session = successor
 
     def __enter__(self) -> Model:
@@ -878,17 +887,3 @@ def _batch(x: Any, y: Any, sample_weight: Any) -> Any:
     if sample_weight is not None:
         return (x, y, sample_weight)
     return x if y is None else (x, y)
-
-
-def _engine_maker(engine: Union[str, Callable[[], Engine]]) -> Callable[[], Engine]:
-    if callable(engine):
-        return engine
-    if engine in ("auto", "embedded"):
-        return EmbeddedEngine
-    instead = "Pass for example engine='embedded'."
-    if engine == "ipu":
-        instead = "This version has no engine for IPUs yet."
-    raise ConfigurationError(
-        f"engine must be 'auto', 'embedded' or a callable that makes an engine, got {engine!r}. "
-        + instead
-    )

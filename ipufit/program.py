@@ -191,6 +191,7 @@ class ProgramSpec:
         first_update: update counter at the start.
         recipe: how an update is made.
         run_eagerly: run the user's module itself, without capture.
+        options: settings of the engine's own, as the user gave them, or None.
     """
 
     module: nn.Module
@@ -204,6 +205,7 @@ class ProgramSpec:
     first_update: int = 0
     recipe: Recipe = dataclasses.field(default_factory=Recipe)
     run_eagerly: bool = False
+    options: Any = None
 
 
 class Program(Protocol):
@@ -256,6 +258,11 @@ class Program(Protocol):
 
 class Engine(Protocol):
     """Builds programs. One engine belongs to one compiled model and may keep what it has recorded.
+
+    It may have more: ``check(module, optimizer, loss, recipe, run_eagerly, options)``, which
+    refuses at ``compile`` what it can't do; ``explain(recipe)``, sentences on what is particular to
+    it; ``takes_options``, true if ``training_options`` mean something to it; and ``close()``,
+    called when the model is compiled anew or closed.
 
     Attributes:
         name: for reports.

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import warnings
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -45,6 +45,7 @@ class Session:
         recipe: how an update is made.
         auto_round_ipus: whether IPUs may be rounded up.
         run_eagerly: whether programs run the module itself.
+        options: settings of the engine's own, by the argument of ``compile``.
 
     Attributes:
         updates: weight updates done so far.
@@ -62,7 +63,9 @@ class Session:
         recipe: Recipe,
         auto_round_ipus: bool = False,
         run_eagerly: bool = False,
+        options: Optional[Mapping[str, Any]] = None,
     ) -> None:
+        self._options = options or {}
         self.module = module
         self.engine = engine
         self.loss = loss
@@ -243,6 +246,9 @@ class Session:
             first_update=self.updates,
             recipe=self.recipe,
             run_eagerly=self.run_eagerly,
+            options=self._options.get(
+                "training_options" if mode is Mode.TRAIN else "inference_options"
+            ),
         )
 
     def _probe(self, metrics: MetricSet, outputs: Any, first: MicroBatch) -> None:
@@ -275,7 +281,16 @@ class Session:
             f"{optimizer}; gradients reduced by {self.recipe.gradient_reduction}."
         )
         more = [f"{name}={value!r}" for name, value in self.recipe.describe().items()]
-        return text + (f"\nCompiled with {', '.join(more)}." if more else "")
+        text += f"\nCompiled with {', '.join(more)}." if more else ""
+        explain = getattr(self.engine, "explain", None)
+        return "\n".join([text, *(explain(self.recipe) if explain is not None else ())])
+
+    def retire(self) -> None:
+        """The model has been compiled anew, or closed: let go of what the engine keeps."""
+        self.is_retired = True
+        close = getattr(self.engine, "close", None)
+        if close is not None:
+            close()
 
     def buffers(self) -> List[torch.Tensor]:
         """All buffers of the module and the loss."""

@@ -1,1 +1,22 @@
-"""What runs a program: one folder or file per engine."""
+"""What runs a program: one folder per engine. Called, it tells which of them can run here."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import List
+
+from ipufit.engines.choice import EngineStatus, list_engines
+
+__all__ = ["EngineStatus"]
+
+
+class _Engines(types.ModuleType):
+    """This package, so that ``ipufit.engines()`` lists what ``ipufit.engines`` holds."""
+
+    def __call__(self) -> List[EngineStatus]:
+        """Every engine, whether it can run here, and why or why not."""
+        return list_engines()
+
+
+sys.modules[__name__].__class__ = _Engines

@@ -5,6 +5,7 @@ from ipufit.losses.elements import LossTerm
 from ipufit.losses.loss import Loss
 from ipufit.losses.own import find_loss
 from ipufit.losses.resolve import resolve_loss
+from ipufit.losses.valid import loss_of_valid
 
 __all__ = [
     "Loss",
@@ -12,6 +13,7 @@ __all__ = [
     "check_loss_value",
     "describe_tensor",
     "find_loss",
+    "loss_of_valid",
     "resolve_loss",
     "shape_advice",
 ]

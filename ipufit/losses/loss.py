@@ -129,6 +129,27 @@ class Loss:
             return Elements(values, values.shape[0] / max(values.numel(), 1))
         return elements
 
+    def separated(self, prediction: Any, target: Any, weight: Tensor) -> Optional[Elements]:
+        """The loss of each element; None of a loss that only tells one number for all of them.
+
+        Args:
+            prediction, target: as for the loss.
+            weight: of the samples; where it is zero, inf and nan do not matter.
+        """
+        if self.in_module or self.takes_weight:
+            return None
+        call = self._callable()
+        if isinstance(call, Named):
+            call.accept(prediction, target)
+            call = call.function
+        try:
+            elements = self._elements(call, prediction, target, weight)
+        except LossError:
+            return None
+        if elements is None:
+            elements = self._per_sample(call(prediction, target), target, prediction)
+        return elements
+
     def _per_sample(self, result: Any, target: Any, prediction: Any) -> Optional[Elements]:
         """What a callable returned, if it is a tensor with one row for each sample."""
         if not isinstance(result, Tensor) or not result.dim() or not result.is_floating_point():

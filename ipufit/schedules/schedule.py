@@ -158,6 +158,11 @@ class Schedule(abc.ABC):
         self._settled()
 
     @property
+    def per_update(self) -> bool:
+        """Whether settings change with every update, not at epoch ends alone."""
+        return self._per_update
+
+    @property
     def names(self) -> FrozenSet[str]:
         """Settings that it is known to change, as the groups have them."""
         return frozenset()

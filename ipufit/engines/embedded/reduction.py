@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import List, Optional, Sequence
+from typing import List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -29,15 +29,23 @@ class Reduction:
 
     def start(self, sizes: Sequence[int]) -> GradientSum:
         """A sum over micro-batches of these sizes."""
+        return GradientSum(*self._shares(sizes), self._dtype)
+
+    def coefficients(self, sizes: Sequence[int]) -> List[float]:
+        """What the gradient of each of these micro-batches is multiplied with, in all."""
+        factors, share = self._shares(sizes)
+        return [factor * share for factor in factors]
+
+    def _shares(self, sizes: Sequence[int]) -> Tuple[List[float], float]:
+        """A factor for each micro-batch, and one for their sum."""
         if self._equally:
-            share = 1.0 if self._is_sum else 1 / len(sizes)
-            return GradientSum([1.0] * len(sizes), share, self._dtype)
+            return [1.0] * len(sizes), 1.0 if self._is_sum else 1 / len(sizes)
         full = self._micro_batch_size
         whole = full if self._is_sum else sum(sizes)
         weights = [count / whole for count in loss_counts(sizes, full, self._loss_is_sum)]
         if len(set(sizes)) == 1:
-            return GradientSum([1.0] * len(sizes), weights[0], self._dtype)
-        return GradientSum(weights, 1.0, self._dtype)
+            return [1.0] * len(sizes), weights[0]
+        return weights, 1.0
 
 
 class GradientSum:

@@ -22,7 +22,7 @@ from ipufit.losses import Loss, LossTerm, find_loss
 from ipufit.program import MicroBatch
 from ipufit.recipe import Precision
 
-__all__ = ["MicroStep", "StepModule", "attributes_kept", "public_name"]
+__all__ = ["MicroStep", "StepModule", "attributes_kept", "carries_loss", "public_name"]
 
 
 class StepModule(nn.Module):
@@ -55,7 +55,7 @@ class StepModule(nn.Module):
         result = self.net(*args, **kwargs)
         outputs, term = result, None
         if self._loss is not None and self._loss.in_module:
-            if with_loss or _carries_loss(result):
+            if with_loss or carries_loss(result):
                 outputs, term = self._loss.split(result)
         elif with_loss and self._loss is not None:
             term = self._loss(result, target, sample_weight)
@@ -171,7 +171,7 @@ def attributes_kept(module: nn.Module) -> Iterator[List[str]]:
                 changed += [f"{type(owner).__name__}.{name}" for name in new + other]
 
 
-def _carries_loss(result: Any) -> bool:
+def carries_loss(result: Any) -> bool:
     """Whether a module that may return its own loss did so: a 0-dim tensor where a loss stands."""
     found = find_loss(result)
     return found is not None and found[1].dim() == 0 and found[1].is_floating_point()

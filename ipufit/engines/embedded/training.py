@@ -36,7 +36,7 @@ from ipufit.program import (
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
 
-__all__ = ["TrainingProgram"]
+__all__ = ["TrainingProgram", "signature"]
 
 
 class TrainingProgram(BaseProgram):
@@ -181,7 +181,7 @@ class TrainingProgram(BaseProgram):
         Raises:
             ConfigurationError: it changed a state that was not up to date.
         """
-        if not self._reached or _signature(self._optimizer) == self._published:
+        if not self._reached or signature(self._optimizer) == self._published:
             return
         if self._published_at != self.updates:
             raise ConfigurationError(
@@ -254,7 +254,7 @@ class TrainingProgram(BaseProgram):
             self._note_published()
 
     def _note_published(self) -> None:
-        self._published = _signature(self._optimizer)
+        self._published = signature(self._optimizer)
         self._published_at = self.updates
 
     def _let_go(self) -> None:
@@ -280,7 +280,7 @@ class TrainingProgram(BaseProgram):
         self._live.states = []
 
 
-def _signature(optimizer: torch.optim.Optimizer) -> object:
+def signature(optimizer: torch.optim.Optimizer) -> object:
     """What changes when somebody changes the optimizer's state."""
     return {
         (id(parameter), name): (id(value), value._version)

@@ -29,7 +29,7 @@ from ipufit.engines.embedded.rules import Rule, rule_for
 from ipufit.engines.embedded.storage import Block, FlatStorage, group_alike
 from ipufit.errors import OptimizerError
 
-__all__ = ["Graphs", "Updater", "updater_for"]
+__all__ = ["Graphs", "Updater", "torchs_step", "updater_for"]
 
 
 # Recorded updates, by all that they depend on.
@@ -253,7 +253,7 @@ class RuleUpdater:
                     own[name] = slot.view(whole).clone()
                 if self._kind.counted:
                     device = slot.parameter.device if on_device else torch.device("cpu")
-                    own["step"] = _like_torchs_step(type(self._optimizer), updates, device)
+                    own["step"] = torchs_step(type(self._optimizer), updates, device)
 
 
 def _different(rows: Rows) -> Rows:
@@ -270,7 +270,7 @@ def _numbers(group: Mapping[str, Any]) -> Dict[str, Any]:
     }
 
 
-def _like_torchs_step(kind: Type[torch.optim.Optimizer], value: float, device: torch.device) -> Any:
+def torchs_step(kind: Type[torch.optim.Optimizer], value: float, device: torch.device) -> Any:
     """A step counter of this torch's type: a 0-dim tensor, or a number in old versions."""
     own = _torchs_step(cast(Any, kind), torch.get_default_dtype())
     return own.new_full((), value, device=device) if isinstance(own, Tensor) else type(own)(value)

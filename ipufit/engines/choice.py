@@ -1,0 +1,118 @@
+"""Which engine runs a model: by name, by the environment, or by what there is."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Callable, Dict, List, Union
+
+from ipufit.engines.embedded.engine import EmbeddedEngine
+from ipufit.errors import ConfigurationError
+from ipufit.program import Engine
+
+__all__ = ["EngineStatus", "engine_maker", "list_engines"]
+
+_VARIABLE = "IPUFIT_ENGINE"
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStatus:
+    """Whether an engine can run here.
+
+    Attributes:
+        name: as ``Model(engine=...)`` takes it.
+        available: whether it can.
+        reason: why, or why not.
+    """
+
+    name: str
+    available: bool
+    reason: str
+
+    def __str__(self) -> str:
+        """One line."""
+        return f"{self.name}: {'available' if self.available else 'not available'}, {self.reason}"
+
+
+def list_engines() -> List[EngineStatus]:
+    """Every engine, whether it can run here, and why or why not.
+
+    Where the Poplar SDK is, this imports its PopTorch to find out.
+
+    >>> [status.name for status in list_engines()]
+    ['embedded', 'ipu', 'ipu-standin']
+    """
+    from ipufit.engines.ipu import sdk
+
+    ipu = sdk.why_no_sdk()
+    ipu = sdk.why_no_device() if ipu is None else ipu
+    return [
+        EngineStatus("embedded", True, "in plain PyTorch, on the device of the module"),
+        EngineStatus("ipu", ipu is None, ipu or "through the PopTorch of the Poplar SDK"),
+        EngineStatus(
+            "ipu-standin",
+            True,
+            "the IPU engine over a PopTorch in plain torch: no IPU is used",
+        ),
+    ]
+
+
+def _ipu() -> Engine:
+    from ipufit.engines.ipu.engine import IpuEngine
+    from ipufit.engines.ipu.sdk import load_sdk
+
+    return IpuEngine(load_sdk())
+
+
+def _standin() -> Engine:
+    from ipufit.engines.ipu.engine import IpuEngine
+    from ipufit.engines.ipu.sdk import load_standin
+
+    return IpuEngine(load_standin(), "ipu-standin")
+
+
+def _best() -> Engine:
+    from ipufit.engines.ipu import sdk
+
+    # Without an SDK there is nothing to import, and so it stays quick.
+    if sdk.find_sdk() is not None and sdk.why_no_sdk() is None and sdk.why_no_device() is None:
+        return _ipu()
+    return EmbeddedEngine()
+
+
+_MAKERS: Dict[str, Callable[[], Engine]] = {
+    "auto": _best,
+    "embedded": EmbeddedEngine,
+    "ipu": _ipu,
+    "ipu-standin": _standin,
+}
+
+
+def engine_maker(engine: Union[str, Callable[[], Engine]]) -> Callable[[], Engine]:
+    """What makes the engine for every ``compile``.
+
+    Args:
+        engine: a name, or a callable that makes one. "auto" is what the environment variable
+            IPUFIT_ENGINE names; without it, "ipu" where the Poplar SDK and an IPU are, else
+            "embedded".
+
+    Raises:
+        ConfigurationError: there is no such engine, or no SDK for it.
+    """
+    if callable(engine):
+        return engine
+    wanted, where = engine, "engine"
+    if engine == "auto" and os.environ.get(_VARIABLE):
+        wanted, where = os.environ[_VARIABLE], f"the environment variable {_VARIABLE}"
+    if not isinstance(wanted, str) or wanted not in _MAKERS:
+        callables = " or a callable that makes an engine" if where == "engine" else ""
+        raise ConfigurationError(
+            f"{where} must be {', '.join(map(repr, _MAKERS))}{callables}, got {wanted!r}. "
+            f"{'Pass' if where == 'engine' else 'Set it to'} for example "
+            f"{'engine=' if where == 'engine' else ''}'embedded'."
+        )
+    if wanted == "ipu":
+        from ipufit.engines.ipu.sdk import load_sdk
+
+        load_sdk()
+    return _MAKERS[wanted]

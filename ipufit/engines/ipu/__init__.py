@@ -1,0 +1,1 @@
+"""Programs for IPUs, through PopTorch: the only folder of the product that knows its API."""

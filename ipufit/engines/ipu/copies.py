@@ -1,0 +1,164 @@
+"""The tensors of a training program: the user's own, or those of a copy."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Dict, FrozenSet, List, Optional, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ipufit.engines.ipu.device import OWNER
+from ipufit.engines.ipu.failures import told
+from ipufit.engines.ipu.optimizers import DeviceOptimizer
+from ipufit.engines.ipu.size import Size
+from ipufit.engines.ipu.step import Form, IpuStep
+from ipufit.engines.ipu.unit import Unit
+from ipufit.losses import Loss
+from ipufit.program import MicroBatch, ProgramSpec
+
+__all__ = ["Host", "Trained", "plain"]
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """A copy on the host that is no more than a tensor."""
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype)
+    with torch.no_grad():
+        copied.copy_(tensor)
+    return copied
+
+
+class Host:
+    """The user's module and loss, and which of their parameters are trained.
+
+    Args:
+        spec: what is built.
+    """
+
+    def __init__(self, spec: ProgramSpec) -> None:
+        self._modules: Dict[str, Optional[nn.Module]] = {
+            "net": spec.module,
+            "loss_module": spec.loss.module if spec.loss is not None else None,
+        }
+        groups = spec.optimizer.param_groups if spec.optimizer is not None else []
+        owned = {id(p) for group in groups for p in group["params"]}
+        self.parameters: Dict[str, nn.Parameter] = dict(self._named("named_parameters"))
+        self.trained = {
+            name: p for name, p in self.parameters.items() if p.requires_grad and id(p) in owned
+        }
+
+    def _named(self, how: str) -> List[Any]:
+        seen, found = set(), []
+        for prefix, module in self._modules.items():
+            for name, tensor in getattr(module, how)() if module is not None else ():
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    found.append((f"{prefix}.{name}", tensor))
+        return found
+
+    def buffers(self) -> Dict[str, Tensor]:
+        """As they are now."""
+        return dict(self._named("named_buffers"))
+
+    def tensors(self) -> Dict[str, Tensor]:
+        """Parameters and buffers by the names that programs have for them."""
+        return {**self.parameters, **self.buffers()}
+
+    def versions(self) -> List[int]:
+        """Other numbers after any change in place. Does not bring weights back to look."""
+        # What PopTorch wraps fetches the weights from the device when an attribute is asked for.
+        return [object.__getattribute__(p, "_version") for p in self.parameters.values()]
+
+
+class Trained:
+    """A compiled training program with its module, loss and optimizer.
+
+    Args:
+        sdk: PopTorch.
+        spec: what is built.
+        host: the user's tensors.
+        options: PopTorch's.
+        size: of a call.
+        example: a micro-batch of that size.
+        scheduled: settings of the optimizer that will change.
+        own: whether it has a copy of the module, because the user's own is in another program.
+        wide: whether float64 is kept.
+
+    Attributes:
+        unit: runs it.
+        optimizer: PopTorch's.
+        own: as given.
+    """
+
+    def __init__(
+        self,
+        sdk: Any,
+        spec: ProgramSpec,
+        host: Host,
+        options: Any,
+        size: Size,
+        example: MicroBatch,
+        scheduled: FrozenSet[str],
+        own: bool,
+        wide: bool,
+    ) -> None:
+        assert spec.optimizer is not None
+        self._host = host
+        self.own = own
+        net: nn.Module = spec.module
+        loss: Optional[Loss] = spec.loss
+        if own:
+            net, loss = copy.deepcopy((net, loss))
+        step = IpuStep(sdk, net, loss, spec, Form.of(example, size.padding))
+        step.training = spec.module.training
+        parameters = dict(step.named_parameters())
+        self.optimizer = DeviceOptimizer(
+            sdk, spec.optimizer, parameters, host.trained, spec.recipe, scheduled
+        )
+        self.optimizer.load()
+        with told(sdk, "wrapping the module"):
+            executor = sdk.trainingModel(step, options=options, optimizer=self.optimizer.own)
+        self.unit = Unit(sdk, step, executor, size, wide)
+        self._sdk = sdk
+
+    @property
+    def executor(self) -> Any:
+        """PopTorch's."""
+        return self.unit.executor
+
+    def load(self) -> None:
+        """Take over the user's tensors and the state of torch's optimizer."""
+        if self.own:
+            _copy(self._host.tensors(), self._tensors())
+        self.optimizer.load()
+
+    def _tensors(self) -> Dict[str, Tensor]:
+        step = self.unit.step
+        return {**dict(step.named_parameters()), **dict(step.named_buffers())}
+
+    def store(self, updates: int) -> None:
+        """Give all back to the user's module and torch's optimizer, and the device to others."""
+        with told(self._sdk, "reading weights and optimizer state"):
+            OWNER.release(self.executor)
+            if self.own:
+                _copy(self._tensors(), self._host.tensors())
+            if updates:
+                self.optimizer.store(updates)
+
+    def send(self, rows: Sequence[Dict[str, Any]]) -> None:
+        """Tell the device of the settings of the coming updates, if they are others."""
+        if self.optimizer.changed(rows):
+            with told(self._sdk, "changing the settings of the optimizer"):
+                self.executor.setOptimizer(self.optimizer.own)
+
+    def destroy(self) -> None:
+        """Let the program go; safe twice."""
+        with told(self._sdk, "closing the program"):
+            OWNER.release(self.executor)
+            self.executor.destroy()
+
+
+def _copy(source: Dict[str, Tensor], target: Dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, tensor in target.items():
+            tensor.copy_(source[name])

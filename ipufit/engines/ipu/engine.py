@@ -1,0 +1,165 @@
+"""The IPU engine: programs through PopTorch, the SDK's or the stand-in."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import OrderedDict
+from typing import Any, Dict, Iterator, List, Optional, Tuple
+
+import torch
+from torch import nn
+
+from ipufit.engines.embedded.fingerprint import fingerprint
+from ipufit.engines.ipu.device import OWNER
+from ipufit.engines.ipu.failures import told
+from ipufit.engines.ipu.inference import InferenceProgram
+from ipufit.engines.ipu.limits import check_request
+from ipufit.engines.ipu.options import check_options, make_options, role_of
+from ipufit.engines.ipu.sdk import keeps_float64
+from ipufit.engines.ipu.size import Size
+from ipufit.engines.ipu.step import Form, IpuStep
+from ipufit.engines.ipu.training import TrainingProgram, unwrapped
+from ipufit.engines.ipu.unit import Unit
+from ipufit.losses import Loss
+from ipufit.program import MicroBatch, Mode, Program, ProgramSpec
+from ipufit.recipe import Recipe
+
+__all__ = ["IpuEngine"]
+
+# Compiled inference programs that are kept for later; the least recently used go first.
+_KEPT = 8
+
+
+class IpuEngine:
+    """Builds programs for one compiled model.
+
+    Args:
+        sdk: PopTorch, or a module with its API.
+        name: "ipu", or "ipu-standin" where the module is the stand-in.
+
+    Attributes:
+        sdk, name: as given.
+        seconds: time spent on compiling so far, in seconds.
+        compiled: number of programs compiled so far.
+        takes_options: whether ``training_options`` and ``inference_options`` mean something.
+    """
+
+    takes_options = True
+
+    def __init__(self, sdk: Any, name: str = "ipu") -> None:
+        self.sdk = sdk
+        self.name = name
+        self.seconds = 0.0
+        self.compiled = 0
+        self._inference: OrderedDict[Tuple[Any, ...], Tuple[Unit, object]] = OrderedDict()
+
+    @property
+    def wide(self) -> bool:
+        """Whether float64 is kept, as only the stand-in can."""
+        return keeps_float64(self.sdk)
+
+    def check(
+        self,
+        module: nn.Module,
+        optimizer: Optional[torch.optim.Optimizer],
+        loss: Loss,
+        recipe: Recipe,
+        run_eagerly: bool,
+        options: Dict[str, Any],
+    ) -> None:
+        """Refuse at ``compile`` what an IPU can't do.
+
+        Args:
+            module, optimizer, loss, recipe, run_eagerly: as ``compile`` resolved them.
+            options: by the argument's name.
+
+        Raises:
+            ConfigurationError: naming it; several faults as one error.
+        """
+        for role, given in options.items():
+            check_options(self.sdk, given, role)
+        check_request(module, optimizer, loss, recipe, run_eagerly, self.wide)
+
+    def build(self, spec: ProgramSpec) -> Program:
+        """A program for the spec; it is compiled when the first micro-batch of a shape comes."""
+        check_options(self.sdk, spec.options, role_of(spec.mode))
+        if spec.mode is Mode.TRAIN:
+            return TrainingProgram(self, spec)
+        return InferenceProgram(self, spec)
+
+    def inference_unit(self, spec: ProgramSpec, size: Size, example: MicroBatch) -> Unit:
+        """The compiled program for the example's shapes; compiled now if it is new."""
+        frozen, held = fingerprint(spec.module)
+        forms = tuple((leaf.dtype, leaf.shape[1:]) for leaf in example.leaves)
+        # Random numbers are a program's own: one for each seed and use of them.
+        key = (
+            spec.mode,
+            spec.want_outputs,
+            size,
+            example.structure,
+            forms,
+            unwrapped(frozen),
+            id(spec.module),
+            id(spec.loss),
+            id(spec.options),
+        )
+        if key not in self._inference:
+            self._inference[key] = (self._compiled(spec, size, example), (held, spec))
+            if len(self._inference) > _KEPT:
+                self._destroy(self._inference.popitem(last=False)[1][0])
+        self._inference.move_to_end(key)
+        return self._inference[key][0]
+
+    def _compiled(self, spec: ProgramSpec, size: Size, example: MicroBatch) -> Unit:
+        options = make_options(self.sdk, spec.options, spec, size, spec.first_update)
+        step = IpuStep(self.sdk, spec.module, spec.loss, spec, Form.of(example, size.padding))
+        step.training = spec.module.training
+        with self.timed(), told(self.sdk, "wrapping the module"):
+            executor = self.sdk.inferenceModel(step, options=options)
+            unit = Unit(self.sdk, step, executor, size, self.wide)
+            unit.compile(example)
+        self.compiled += 1
+        return unit
+
+    def _destroy(self, unit: Unit) -> None:
+        with told(self.sdk, "closing a program"):
+            OWNER.release(unit.executor)
+            unit.executor.destroy()
+
+    def release_inference(self) -> None:
+        """Take the device from inference programs, so that the next one brings weights over."""
+        for unit, _ in self._inference.values():
+            OWNER.release(unit.executor)
+
+    def close(self) -> None:
+        """Let go of all compiled programs; safe twice."""
+        while self._inference:
+            self._destroy(self._inference.popitem(last=False)[1][0])
+
+    def explain(self, recipe: Recipe) -> List[str]:
+        """What is particular about how it runs, in sentences."""
+        lines = []
+        schedule = recipe.schedule
+        if schedule is not None and schedule.per_update:
+            lines.append(
+                f"{schedule.name} changes settings with every update, and a device takes them "
+                "between calls only: every update is a call of its own."
+            )
+        elif schedule is not None:
+            lines.append(f"{schedule.name} changes settings between epochs: no call is split.")
+        if recipe.output_mode.kind != "all":
+            lines.append(
+                f"output_mode={recipe.output_mode.kind!r} chooses on the host: the device hands "
+                "back all outputs, because losses come back from every micro-batch."
+            )
+        return lines
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the time of the block as spent on compiling."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - start

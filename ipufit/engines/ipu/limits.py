@@ -1,0 +1,109 @@
+"""What an IPU can't do: refused by name, before anything is compiled."""
+
+from __future__ import annotations
+
+from typing import Iterator, Optional, Tuple
+
+import torch
+from torch import nn
+
+from ipufit.engines.ipu.optimizers import check_optimizer
+from ipufit.errors import ConfigurationError
+from ipufit.faults import Faults
+from ipufit.losses import Loss
+from ipufit.recipe import Recipe
+
+__all__ = ["check_request"]
+
+
+def check_request(
+    module: nn.Module,
+    optimizer: Optional[torch.optim.Optimizer],
+    loss: Loss,
+    recipe: Recipe,
+    run_eagerly: bool,
+    wide: bool,
+) -> None:
+    """Make sure that ``compile`` asks for nothing that an IPU can't do.
+
+    Args:
+        module, optimizer, loss, recipe, run_eagerly: as ``compile`` resolved them.
+        wide: whether float64 is kept.
+
+    Raises:
+        ConfigurationError: it does; several faults as one error.
+    """
+    faults = Faults()
+    for name, reason, cure in _refused(recipe, run_eagerly):
+        with faults.collected():
+            raise ConfigurationError(
+                f"an IPU can't run {name}: {reason}. {cure}, or use engine='embedded'."
+            )
+    with faults.collected():
+        if optimizer is not None:
+            check_optimizer(optimizer, recipe)
+    with faults.collected():
+        _check_tensors(module, loss, wide)
+    faults.raise_all()
+
+
+def _refused(recipe: Recipe, run_eagerly: bool) -> Iterator[Tuple[str, str, str]]:
+    clip, scale, precision = recipe.clip, recipe.loss_scale, recipe.precision
+    for name, bound in (("clipnorm", clip.norm), ("clipvalue", clip.value)):
+        if bound is not None:
+            yield (
+                f"{name}={bound:g}",
+                "PopTorch bounds the norm of all gradients together only",
+                "Use global_clipnorm",
+            )
+    if recipe.averaging is not None:
+        yield "use_ema=True", "PopTorch keeps no averages of weights", "Leave it out"
+    if precision.autocast is not None:
+        yield (
+            f"precision={precision.name!r}",
+            "PopTorch has no autocast",
+            "Convert the module: module.half() and precision='float16'",
+        )
+    if precision.inputs in (torch.bfloat16, torch.float64):
+        yield (
+            f"precision={precision.name!r}",
+            "a device computes in float16 and float32",
+            "Use 'float16' or 'float32'",
+        )
+    if scale is not None and scale.dynamic and precision.autocast is None:
+        yield (
+            f"loss_scale={scale.describe()!r}",
+            "PopTorch's own automatic scaling follows other rules and does not tell its factor",
+            "Pass a number",
+        )
+    if recipe.accumulation_dtype not in (None, torch.float16, torch.float32):
+        yield (
+            f"accumulation_dtype={str(recipe.accumulation_dtype).replace('torch.', '')!r}",
+            "accumulators are float16 or float32",
+            "Use one of these",
+        )
+    if run_eagerly:
+        yield "run_eagerly=True", "a device runs compiled programs only", "Leave it out"
+
+
+def _check_tensors(module: nn.Module, loss: Loss, wide: bool) -> None:
+    modules = [module] if loss.module is None else [module, loss.module]
+    for part in modules:
+        for name, tensor in (*part.named_parameters(), *part.named_buffers()):
+            if tensor.device.type != "cpu":
+                raise ConfigurationError(
+                    f"a module for an IPU must be on the CPU, from where PopTorch takes it, but "
+                    f"{name!r} is on {tensor.device}. Move it with module.cpu()."
+                )
+            if tensor.dtype in (torch.float64, torch.bfloat16) and not wide:
+                raise ConfigurationError(
+                    "an IPU computes in float16 and float32, but "
+                    f"{name!r} is {str(tensor.dtype).replace('torch.', '')}. Convert the module "
+                    "with module.float(), or use engine='embedded'."
+                )
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks:
+            raise ConfigurationError(
+                f"an IPU runs no hooks on gradients, but {name!r} has one. Remove it, or use "
+                "engine='embedded'."
+            )

@@ -1,0 +1,264 @@
+"""torch's optimizer as PopTorch's: the same settings, and its state there and back."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple, Type
+
+import torch
+from torch import Tensor, nn
+
+from ipufit.engines.embedded.updater import torchs_step
+from ipufit.errors import OptimizerError
+from ipufit.optim import LAMB
+from ipufit.recipe import Recipe
+
+__all__ = ["DeviceOptimizer", "check_optimizer"]
+
+# What PopTorch takes over, and what it has when nobody says anything.
+_SETTINGS: Dict[Type[torch.optim.Optimizer], Dict[str, Any]] = {
+    torch.optim.SGD: {
+        "lr": None,
+        "momentum": 0,
+        "dampening": 0,
+        "weight_decay": 0,
+        "nesterov": False,
+    },
+    torch.optim.Adam: {"lr": None, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0},
+    torch.optim.AdamW: {"lr": None, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2},
+    torch.optim.RMSprop: {
+        "lr": None,
+        "alpha": 0.99,
+        "eps": 1e-8,
+        "weight_decay": 0,
+        "momentum": 0,
+        "centered": False,
+    },
+    LAMB: {
+        "lr": None,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 1e-2,
+        "max_weight_norm": 65500.0,
+    },
+}
+
+# State by torch's names, and the beginnings of the device's names for it.
+_STATE: Dict[Type[torch.optim.Optimizer], Dict[str, Tuple[str, ...]]] = {
+    torch.optim.SGD: {"momentum_buffer": ("Accl1___", "Accl2___", "Accl___")},
+    torch.optim.Adam: {"exp_avg": ("Accl1___",), "exp_avg_sq": ("Accl2___",)},
+    torch.optim.AdamW: {"exp_avg": ("Accl1___",), "exp_avg_sq": ("Accl2___",)},
+    torch.optim.RMSprop: {
+        "square_avg": ("Accl1___",),
+        "grad_avg": ("Accl2___",),
+        "momentum_buffer": ("Accl3___",),
+    },
+    LAMB: {"exp_avg": ("Accl1___",), "exp_avg_sq": ("Accl2___",)},
+}
+_STEP = "Step___"
+# The device counts the updates of these.
+_COUNTED = (torch.optim.Adam, torch.optim.AdamW, LAMB)
+_CLIPPED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+_NO_LIMIT = float(torch.finfo(torch.float32).max)
+
+
+def _names(kinds: Sequence[Type[torch.optim.Optimizer]]) -> str:
+    return ", ".join(kind.__name__ for kind in kinds)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+    """Make sure that a device can do what this optimizer does.
+
+    Raises:
+        OptimizerError: it can't.
+    """
+    kind = type(optimizer)
+    if kind not in _SETTINGS:
+        raise OptimizerError(
+            f"an IPU runs the updates of {_names(list(_SETTINGS))} only, got {kind.__name__}. "
+            "Choose one of these, or engine='embedded'."
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        for name, reason in _refusals(kind, group):
+            raise OptimizerError(
+                f"an IPU can't run {kind.__name__} with {name}, which parameter group {index} has: "
+                f"{reason}. Leave it out, or use engine='embedded'."
+            )
+    if kind is LAMB and len({group["bias_correction"] for group in optimizer.param_groups}) > 1:
+        raise OptimizerError(
+            "an IPU runs LAMB with one bias_correction for all parameter groups, got several. Make "
+            "them alike, or use engine='embedded'."
+        )
+    if recipe.clip.global_norm is not None and kind not in _CLIPPED:
+        raise OptimizerError(
+            f"an IPU clips the gradients of {_names(_CLIPPED)} only, got global_clipnorm with "
+            f"{kind.__name__}. Leave it out, choose one of these, or use engine='embedded'."
+        )
+
+
+def _refusals(kind: Type[torch.optim.Optimizer], group: Mapping[str, Any]) -> List[Tuple[str, str]]:
+    found = []
+    if group.get("maximize"):
+        found.append(("maximize=True", "PopTorch leaves it aside"))
+    if group.get("amsgrad"):
+        found.append(("amsgrad=True", "PopTorch has no such variant"))
+    if kind is torch.optim.Adam and group.get("decoupled_weight_decay"):
+        found.append(("decoupled_weight_decay=True", "AdamW is the class for that"))
+    if group.get("momentum") and group.get("dampening"):
+        found.append(
+            (
+                f"dampening={group['dampening']}",
+                "torch takes the first gradient whole, the device does not",
+            )
+        )
+    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+        found.append(("a learning rate that is no single number", "PopTorch takes one"))
+    return found
+
+
+class DeviceOptimizer:
+    """An optimizer of PopTorch that does what torch's does, over the parameters of one program.
+
+    Args:
+        sdk: PopTorch.
+        optimizer: torch's; its state is read and written, its ``step`` is never called.
+        parameters: those that are trained, by the names that the program has for them.
+        originals: the parameter of torch's optimizer for each of these names.
+        recipe: clipping, loss scale and the type of accumulators.
+        scheduled: settings that will change; all others are constants of the program where they
+            have PopTorch's default.
+
+    Attributes:
+        own: PopTorch's optimizer.
+    """
+
+    def __init__(
+        self,
+        sdk: Any,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        originals: Mapping[str, nn.Parameter],
+        recipe: Recipe,
+        scheduled: FrozenSet[str],
+    ) -> None:
+        self._torchs = optimizer
+        self._kind = type(optimizer)
+        self._originals = dict(originals)
+        self._settings = _SETTINGS[self._kind]
+        self._loaded = False
+        by_id = {id(original): parameters[name] for name, original in originals.items()}
+        groups = []
+        for group in optimizer.param_groups:
+            own = [by_id[id(p)] for p in group["params"] if id(p) in by_id]
+            groups.append({"params": own, **self._values(group)})
+        self._explicit = {
+            name
+            for name, default in self._settings.items()
+            if name == "lr" or name in scheduled or any(group[name] != default for group in groups)
+        }
+        # A group without any parameter that is trained would be none to PopTorch.
+        self._used = [i for i, group in enumerate(groups) if group["params"]]
+        self._sent = [self._values(optimizer.param_groups[i]) for i in self._used]
+        self.own = self._make(sdk, [groups[i] for i in self._used], recipe)
+
+    def _make(self, sdk: Any, groups: List[Dict[str, Any]], recipe: Recipe) -> Any:
+        kind = getattr(sdk.optim, self._kind.__name__)
+        own = [{n: g[n] for n in ("params", *sorted(self._explicit))} for g in groups]
+        more = {name: groups[0][name] for name in sorted(self._explicit)}
+        if self._kind is LAMB:
+            more["bias_correction"] = self._torchs.param_groups[0]["bias_correction"]
+        if recipe.clip.global_norm is not None:
+            more["max_grad_norm"] = recipe.clip.global_norm
+        if recipe.loss_scale is not None:
+            more["loss_scaling"] = recipe.loss_scale.initial
+        if recipe.accumulation_dtype is not None:
+            more["accum_type"] = recipe.accumulation_dtype
+        return kind(own, **more)
+
+    def _values(self, group: Mapping[str, Any]) -> Dict[str, Any]:
+        return {name: _plain(name, group[name]) for name in self._settings}
+
+    def changed(self, row: Sequence[Mapping[str, Any]]) -> bool:
+        """Take the settings of the coming updates; whether the device must be told.
+
+        Raises:
+            OptimizerError: one changed that is a constant of the program.
+        """
+        values = [self._values(row[i]) for i in self._used]
+        if values == self._sent:
+            return False
+        for index, before, after in zip(self._used, self._sent, values):
+            for name, value in after.items():
+                if value != before[name] and name not in self._explicit:
+                    raise OptimizerError(
+                        f"{name} of parameter group {index} can't change during fit from "
+                        f"PopTorch's default ({before[name]}), which is a constant of the program, "
+                        f"to {value}. Start with another value, or change it between two calls of "
+                        "fit."
+                    )
+        for own, after in zip(self.own.param_groups, values):
+            own.update({name: value for name, value in after.items() if name in self._explicit})
+        self._sent = values
+        return True
+
+    def load(self) -> None:
+        """Hand torch's state over; the device gets it with the next run.
+
+        Where torch has none, that is zeros, if the device may have anything else.
+        """
+        state: Dict[str, Tensor] = {}
+        for name, original in self._originals.items():
+            known = self._torchs.state.get(original, {})
+            for torchs, prefixes in _STATE[self._kind].items():
+                value = known.get(torchs)
+                if value is None and self._loaded:
+                    value = torch.zeros_like(original)
+                if value is not None:
+                    state[prefixes[0] + name] = value.detach().cpu().clone()
+            if self._kind in _COUNTED and (known or self._loaded):
+                state[_STEP + name] = torch.tensor(float(known.get("step", 0)))
+        self._loaded = True
+        if state:
+            groups = torch.optim.Optimizer.state_dict(self.own)
+            self.own.load_state_dict({**groups, "ipu_state": state, "ipu_param": {}})
+
+    def store(self, updates: int) -> None:
+        """Bring torch's state up to date, from the device if it ran since.
+
+        Args:
+            updates: made since the last time, for what torch counts and the device does not.
+        """
+        found: Optional[Mapping[str, Tensor]] = self.own.state_dict().get("ipu_state")
+        if not found:
+            return
+        for name, original in self._originals.items():
+            own: Dict[str, Any] = {}
+            for torchs, prefixes in _STATE[self._kind].items():
+                for prefix in prefixes:
+                    if prefix + name in found:
+                        value = found[prefix + name].reshape(original.shape)
+                        own[torchs] = value.to(original.dtype, copy=True)
+            if not own and self._kind is not torch.optim.RMSprop:
+                continue
+            before = self._torchs.state.get(original, {})
+            if self._kind is not torch.optim.SGD:
+                step = float(before.get("step", 0)) + updates
+                if _STEP + name in found:
+                    step = float(found[_STEP + name].reshape(-1)[0])
+                if step == 0:
+                    continue
+                own["step"] = torchs_step(self._kind, step, torch.device("cpu"))
+            self._torchs.state[original].update(own)
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A setting as PopTorch takes it."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if name == "max_weight_norm" and value is None:
+        return _NO_LIMIT
+    if name == "betas":
+        return tuple(_plain("beta", beta) for beta in value)
+    if isinstance(value, float) and math.isinf(value):
+        return _NO_LIMIT
+    return value

@@ -1,0 +1,106 @@
+"""PopTorch's options for a program, from its plan and from what the user hands over."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Mapping, Tuple
+
+import torch
+
+from ipufit.engines.ipu.size import Size
+from ipufit.errors import ConfigurationError
+from ipufit.program import Mode, ProgramSpec
+from ipufit.randomness import isolated, stream_key
+
+__all__ = ["check_options", "make_options", "role_of"]
+
+_HOST = torch.device("cpu")
+# A device takes a seed of 32 bits.
+_SEEDS = 2**31
+
+
+def role_of(mode: Mode) -> str:
+    """The argument of ``compile`` that holds the options for such a program."""
+    return "training_options" if mode is Mode.TRAIN else "inference_options"
+
+
+def check_options(sdk: Any, options: Any, role: str) -> None:
+    """Make sure that these are options of this PopTorch.
+
+    Raises:
+        ConfigurationError: they are something else, or ask for a program that can't be run.
+    """
+    if options is None:
+        return
+    if not isinstance(options, sdk.Options):
+        raise ConfigurationError(
+            f"{role} must be {sdk.__name__}.Options or None, got {type(options).__module__}."
+            f"{type(options).__qualname__}. Make them with {sdk.__name__}.Options()."
+        )
+    if options.connection_type == sdk.ConnectionType.Never.value:
+        raise ConfigurationError(
+            f"{role} must be for a device, but connectionType(ConnectionType.Never) compiles "
+            "without one, for later. Leave it out."
+        )
+
+
+def make_options(sdk: Any, given: Any, spec: ProgramSpec, size: Size, first_seed: int) -> Any:
+    """Options of a program of this size; the user's own object stays as it is.
+
+    Args:
+        sdk: PopTorch.
+        given: ``poptorch.Options`` or None.
+        spec: what is built.
+        size: of one call.
+        first_seed: keeps programs of one kind apart.
+
+    Raises:
+        ConfigurationError: the user's options contradict the plan; with all contradictions.
+    """
+    options = given.clone() if given is not None else sdk.Options()
+    training = spec.mode is Mode.TRAIN
+    wanted = _wanted(spec)
+    _refuse_contradictions(sdk, options, role_of(spec.mode), wanted)
+    options.deviceIterations(size.iterations)
+    options.replicationFactor(size.replicas)
+    options.outputMode(sdk.OutputMode.All)
+    if training:
+        options.Training.gradientAccumulation(size.accumulation)
+        kind = sdk.ReductionType.Sum
+        if spec.recipe.gradient_reduction == "mean":
+            kind = sdk.ReductionType.Mean
+        options.Training.accumulationAndReplicationReductionType(kind)
+        if size.replicas > 1:
+            # Each replica has running statistics of its own.
+            options.broadcastBuffers(False)
+    if not options.exists("random_seed"):
+        # PopTorch seeds torch's own generator at once, which is the user's.
+        with isolated(_HOST):
+            options.randomSeed(stream_key(spec.seed, spec.domain, first_seed) % _SEEDS)
+    return options
+
+
+def _wanted(spec: ProgramSpec) -> Dict[str, Tuple[Any, Any]]:
+    """By PopTorch's name: the plan's value, and how the user says it."""
+    plan = spec.plan
+    return {
+        "device_iterations": (plan.device_iterations, "device_iterations"),
+        "replication_factor": (plan.replicas, "ipus"),
+        "input_group_size": (1, "nothing: every replica has its own input"),
+    }
+
+
+def _refuse_contradictions(
+    sdk: Any, options: Any, role: str, wanted: Mapping[str, Tuple[Any, Any]]
+) -> None:
+    faults: List[str] = []
+    for name, (value, said) in wanted.items():
+        found = getattr(options, name)
+        if found not in (1, value):
+            faults.append(f"{name} is {found} and the plan's is {value}, from {said}")
+    if options.output_mode != sdk.OutputMode.Default.value:
+        faults.append("outputMode is set, which is output_mode of compile")
+    if faults:
+        raise ConfigurationError(
+            f"{role} must not contradict the plan, but {'; '.join(faults)}. Leave these options as "
+            "they are by default: ipufit sets them."
+        )

@@ -1,0 +1,209 @@
+"""What PopTorch traces: the user's module and loss, as a function of a batch's tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from ipufit import tree
+from ipufit.engines.embedded.fingerprint import called_objects
+from ipufit.engines.embedded.precision import with_inputs_in
+from ipufit.engines.embedded.results import OutputShape, Reported
+from ipufit.engines.embedded.step import carries_loss
+from ipufit.errors import ConfigurationError
+from ipufit.logged import Entries, collecting
+from ipufit.losses import Loss, LossTerm, loss_of_valid
+from ipufit.program import MicroBatch, Mode, ProgramSpec
+
+__all__ = ["Form", "IpuStep", "Traced"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What a step does with its tensors.
+
+    Attributes:
+        structure: of a micro-batch.
+        scalars: places of the leaves without dimensions, which a combined batch holds as vectors.
+        padding: as in :class:`ipufit.engines.ipu.size.Size`.
+    """
+
+    structure: tree.Structure
+    scalars: Tuple[int, ...]
+    padding: str
+
+    @staticmethod
+    def of(example: MicroBatch, padding: str) -> Form:
+        """That of micro-batches like this one."""
+        scalars = tuple(i for i, leaf in enumerate(example.leaves) if not leaf.dim())
+        return Form(example.structure, scalars, padding)
+
+
+@dataclasses.dataclass
+class Traced:
+    """What was seen while the step was traced; empty before.
+
+    Attributes:
+        outputs: how output tensors become the module's outputs.
+        shapes: of these tensors, for one micro-batch.
+        reported: what the numbers are.
+        counters: how often one micro-batch runs through each BatchNorm that counts.
+        changed: names of the floating-point buffers that forward changes.
+    """
+
+    outputs: OutputShape = dataclasses.field(default_factory=lambda: OutputShape(None))
+    shapes: Tuple[torch.Size, ...] = ()
+    reported: Reported = dataclasses.field(default_factory=Reported)
+    counters: Dict[str, int] = dataclasses.field(default_factory=dict)
+    changed: Tuple[str, ...] = ()
+
+
+class IpuStep(nn.Module):
+    """Forward, and the loss that PopTorch follows.
+
+    Called with the tensors of a micro-batch, then its coefficient and the validity of its samples
+    where it may be padding; returns ``(numbers?, objective?, *outputs)``.
+
+    Args:
+        sdk: PopTorch.
+        net: the user's module.
+        loss: normal form; None when only outputs are wanted.
+        spec: says what comes back.
+        form: of the tensors.
+
+    Attributes:
+        net, loss_module: the two modules, whose tensors are those of the program.
+        called: what the loss calls that is no module and has attributes.
+        traced: what was seen when it was traced.
+        wants_outputs: whether the module's outputs are among the results.
+    """
+
+    def __init__(
+        self, sdk: Any, net: nn.Module, loss: Optional[Loss], spec: ProgramSpec, form: Form
+    ) -> None:
+        super().__init__()
+        self.net = net
+        self.loss_module = loss.module if loss is not None else None
+        self.called = called_objects(loss)
+        self.traced = Traced()
+        self._sdk = sdk
+        self._loss = loss
+        self._mode = spec.mode
+        self.wants_outputs = spec.want_outputs
+        self._precision = spec.recipe.precision
+        self._form = form
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is an objective among the results."""
+        return self._mode is Mode.TRAIN
+
+    @property
+    def reports(self) -> bool:
+        """Whether there are numbers among the results."""
+        return self._loss is not None and self._mode is not Mode.PREDICT
+
+    def forward(self, *tensors: Tensor) -> Tuple[Tensor, ...]:
+        """One micro-batch."""
+        leaves, share, valid = self._taken_apart(tensors)
+        batch = tree.unflatten(leaves, self._form.structure)
+        batch = with_inputs_in(self._precision, batch)
+        before = self._versions()
+        with collecting() as entries:
+            outputs, term = self._call(batch, valid)
+        self._note_changes(before)
+        result: List[Tensor] = []
+        if term is not None:
+            self.traced.reported, numbers = Reported.of(term, entries)
+            result.append(numbers.reshape(-1))
+            if self.trains:
+                result.append(self._objective(term, entries, share))
+        if self.wants_outputs:
+            found = OutputShape(outputs)
+            self.traced.shapes = tuple(tensor.shape for tensor in found.tensors)
+            result += [tensor.detach() for tensor in found.tensors]
+            found.forget()
+            self.traced.outputs = found
+        return tuple(result)
+
+    def _taken_apart(
+        self, tensors: Sequence[Tensor]
+    ) -> Tuple[List[Tensor], Optional[Tensor], Optional[Tensor]]:
+        leaves, share, valid = list(tensors), None, None
+        if self._form.padding == "samples":
+            valid = leaves.pop()
+        if self._form.padding != "none":
+            share = leaves.pop().reshape(())
+        for place in self._form.scalars:
+            leaves[place] = leaves[place].reshape(())
+        return leaves, share, valid
+
+    def _call(
+        self, batch: Sequence[Any], valid: Optional[Tensor]
+    ) -> Tuple[Any, Optional[LossTerm]]:
+        args, kwargs, target, sample_weight = batch
+        result = self.net(*args, **kwargs)
+        if self._loss is None:
+            return result, None
+        with_loss = self._mode is not Mode.PREDICT
+        if self._loss.in_module:
+            if with_loss or carries_loss(result):
+                outputs, term = self._loss.split(result)
+                return outputs, term if with_loss else None
+            return result, None
+        if not with_loss:
+            return result, None
+        if valid is None:
+            return result, self._loss(result, target, sample_weight)
+        counting = loss_of_valid(self._loss, result, target, sample_weight, valid)
+        assert counting is not None, "only a loss of samples gets samples that do not count"
+        return result, counting
+
+    def _objective(self, term: LossTerm, entries: Entries, share: Optional[Tensor]) -> Tensor:
+        """The loss that is followed."""
+        value = term.value if share is None else term.value * share.to(term.value.dtype)
+        for entry in entries.values():
+            # PopTorch wants one loss that all others go into, also those that are only logged. This
+            # comparison is false whatever the value, and so adds nothing.
+            for logged in entry.values:
+                if isinstance(logged, Tensor):
+                    value = value + (logged > logged).reshape(()).to(value.dtype)
+        marked: Tensor = self._sdk.identity_loss(value, reduction="none")
+        return marked.reshape(1)
+
+    def _versions(self) -> Dict[str, int]:
+        return {name: buffer._version for name, buffer in self.named_buffers()}
+
+    def _note_changes(self, before: Mapping[str, int]) -> None:
+        """Look at which buffers forward has changed.
+
+        Raises:
+            ConfigurationError: one is made of integers, which are constants on a device.
+        """
+        counters, changed = {}, []
+        for name, buffer in self.named_buffers():
+            times = buffer._version - before.get(name, buffer._version)
+            if not times:
+                continue
+            if buffer.is_floating_point():
+                changed.append(name)
+            elif self._counts_batches(name):
+                counters[name] = times
+            else:
+                public = name.partition(".")[2] if name.startswith("net.") else name
+                raise ConfigurationError(
+                    f"forward must not change {public!r} on an IPU, where a buffer of "
+                    f"{str(buffer.dtype).replace('torch.', '')} is a constant. Make it a buffer of "
+                    "float32, or use engine='embedded'."
+                )
+        self.traced.counters, self.traced.changed = counters, tuple(changed)
+
+    def _counts_batches(self, name: str) -> bool:
+        """Whether this is the counter of a BatchNorm that does not go into its statistics."""
+        path, _, attribute = name.rpartition(".")
+        owner = self.get_submodule(path)
+        is_norm = isinstance(owner, nn.modules.batchnorm._BatchNorm)
+        return attribute == "num_batches_tracked" and is_norm and owner.momentum is not None
