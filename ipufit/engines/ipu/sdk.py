@@ -7,6 +7,7 @@ import importlib.machinery
 import importlib.util
 import platform
 import types
+from pathlib import Path
 from typing import Any, Optional
 
 import torch
@@ -25,14 +26,21 @@ def find_sdk() -> Optional[importlib.machinery.ModuleSpec]:
     except (ImportError, ValueError):
         return None
     # The stand-in under the other name has a spec of its own name, or none with a file.
-    if spec is None or spec.name != "poptorch" or spec.origin is None:
+    if spec is None or spec.name != "poptorch" or not _has_core(spec.origin):
         return None
     return spec
 
 
+def _has_core(origin: Optional[str]) -> bool:
+    """Whether PopTorch's compiled half lies beside this file, as only there."""
+    return origin is not None and any(
+        file.suffix in (".so", ".pyd") for file in Path(origin).parent.glob("poptorch_core*")
+    )
+
+
 def _is_sdk(module: types.ModuleType) -> bool:
     """Whether a module that was imported as ``poptorch`` is the SDK's."""
-    return module.__name__ == "poptorch" and getattr(module, "__file__", None) is not None
+    return module.__name__ == "poptorch" and _has_core(getattr(module, "__file__", None))
 
 
 def why_no_sdk() -> Optional[str]:
