@@ -95,7 +95,9 @@ class ExecutableCache:
             return
         with open(os.path.join(self._folder, f"{key}.lock"), "a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
+            _logger.debug("Executable cache file locked by process %d", os.getpid())
             try:
                 yield
             finally:
                 fcntl.flock(file, fcntl.LOCK_UN)
+                _logger.debug("Process %d released the cache lock", os.getpid())

@@ -203,8 +203,8 @@ def check_not_wrapped(model: nn.Module) -> None:
     """
     if isWrapped(model) and type(model)._poptorch_links[0].source() is not None:  # type: ignore[attr-defined]
         raise RuntimeError(
-            "Model has already been wrapped in 'poptorch.trainingModel'. Call model.destroy(), "
-            "then wrap it again."
+            "Model has already been wrapped in 'poptorch.trainingModel'. Call model.destroy() on "
+            "the model to unwrap before wrapping again."
         )
 
 

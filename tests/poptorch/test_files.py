@@ -609,8 +609,9 @@ def test_a_damaged_entry_of_the_cache_is_compiled_again_with_a_warning(tmp_path,
     assert cache.find("abc") == {"v": 1}
 
 
-def test_only_one_has_its_turn_at_a_time(tmp_path):
+def test_only_one_has_its_turn_at_a_time(tmp_path, caplog):
     """As between processes: the lock belongs to the open file."""
+    caplog.set_level(logging.DEBUG, logger="poptorch::python")
     one, two = (ExecutableCache(str(tmp_path)) for _ in range(2))
     order = []
 
@@ -625,6 +626,10 @@ def test_only_one_has_its_turn_at_a_time(tmp_path):
         order.append("first")
     thread.join()
     assert order == ["first", "second"]
+    said = [record.getMessage().partition(str(os.getpid())) for record in caplog.records]
+    assert sorted(before or after for before, _, after in said) == 2 * [
+        "Executable cache file locked by process "
+    ] + 2 * ["Process "]
 
 
 def test_a_cache_in_a_file_is_refused(tmp_path):

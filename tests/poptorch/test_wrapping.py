@@ -279,8 +279,8 @@ def test_wrapping_twice_is_refused(net, device):
     with pytest.raises(RuntimeError) as caught:
         Device(net)
     assert str(caught.value) == (
-        "Model has already been wrapped in 'poptorch.trainingModel'. Call model.destroy(), then "
-        "wrap it again."
+        "Model has already been wrapped in 'poptorch.trainingModel'. Call model.destroy() on the "
+        "model to unwrap before wrapping again."
     )
     with pytest.raises(RuntimeError):
         wrapping.check_not_wrapped(net)
