@@ -111,12 +111,12 @@ class _Reader:
             value = group.get(name, 1.0 if name == "velocity_scaling" else None)
             if value is None:
                 raise AssertionError(
-                    f"Mandatory attribute {name} not found in the {place} of "
+                    f"Mandatory attribute {name} not found in {place} of "
                     f"{type(self._optimizer).__name__}. Set it there."
                 )
             if name == "amsgrad" and value:
                 raise ValueError(
-                    "Only non-amsgrad Adam/AdamW optimizers are supported, got amsgrad=True in the "
+                    "Only non-amsgrad Adam/AdamW optimizers are supported, got amsgrad=True in "
                     f"{place}. Leave it out."
                 )
             if name in _NO_NUMBERS:
@@ -171,7 +171,7 @@ def settings_of(optimizer: torch.optim.Optimizer, automatic_loss_scaling: bool =
     assert own is not None
     read = _Reader(optimizer, kind, automatic_loss_scaling)
     names = own._group_vars
-    groups = [("defaults", optimizer.defaults)]
+    groups = [("the defaults", optimizer.defaults)]
     groups += [(f"group {i}", group) for i, group in enumerate(optimizer.param_groups)]
     found = [read.values(names, group, place) for place, group in groups]
     scaling = read.scaling()

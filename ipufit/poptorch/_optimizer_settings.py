@@ -104,19 +104,19 @@ class Settings:
             )
         if not abs(self.loss_scaling.value) > 0:
             raise error(f"Loss scaling cannot be {self.loss_scaling.value:g}. Pass 1.0 for none.")
-        for place, values in [("defaults", self.defaults), *_numbered(self.groups)]:
+        for place, values in [("the defaults", self.defaults), *_numbered(self.groups)]:
             for name, value in values.items():
                 positive = name in ("eps", "velocity_scaling")
                 if value.value > 0 or (value.value == 0 and not positive):
                     continue
                 wanted = "more than zero" if positive else "zero or more"
                 raise error(
-                    f"The device needs {name} to be {wanted}, got {value.value:g} in the "
+                    f"The device needs {name} to be {wanted}, got {value.value:g} in "
                     f"{place} of {self.kind.family}. Pass another one."
                 )
             if values["lr"].constant and values["lr"].value == 0:
                 raise error(
-                    f"A learning rate that is a constant zero trains nothing, got one in the "
+                    f"A learning rate that is a constant zero trains nothing, got one in "
                     f'{place} of {self.kind.family}. Mark it with markAsVariable("lr").'
                 )
 
