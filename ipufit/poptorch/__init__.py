@@ -1,5 +1,6 @@
 """PopTorch's public API on the embedded engine: no SDK, no IPU, the same meaning."""
 
+from ipufit.poptorch import optim
 from ipufit.poptorch._hooks import registerPostCompileHook, registerPreCompileHook
 from ipufit.poptorch._parsers import (
     ATTR_PREFIX,
@@ -22,6 +23,7 @@ __all__ = [
     "accessAttributes",
     "flattenTensorStructure",
     "getIpuTensorId",
+    "optim",
     "reconstructTensorStructure",
     "registerCustomArgParser",
     "registerGeometricCustomArgParsers",
