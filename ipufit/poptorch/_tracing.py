@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ipufit.poptorch._blocks import Blocks
 
-__all__ = ["Trace", "tracing"]
+__all__ = ["Trace", "traced", "tracing", "untraced"]
 
 
 class Trace:
@@ -19,12 +19,14 @@ class Trace:
         training: whether it is a training model.
         blocks: where the model says that its operators go.
         losses: number of losses marked so far.
+        kept: what has to live as long as the recorded graph.
     """
 
     def __init__(self, training: bool) -> None:
         self.training = training
         self.blocks = Blocks()
         self.losses = 0
+        self.kept: List[object] = []
 
     def mark_loss(self, loss: Tensor) -> Tensor:
         """Say that this tensor is a loss; its value stays."""
@@ -38,6 +40,16 @@ _stack: List[Trace] = []
 def tracing() -> Optional[Trace]:
     """The recording that is under way; None outside of one."""
     return _stack[-1] if _stack else None
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """As if no recording were under way, for code of the user that runs beside it."""
+    held, _stack[:] = list(_stack), []
+    try:
+        yield
+    finally:
+        _stack[:] = held
 
 
 @contextlib.contextmanager

@@ -1,0 +1,76 @@
+"""Hints to a compiler of IPU programs: the value stays what it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ipufit.poptorch import enums
+from ipufit.poptorch._errors import error
+
+__all__ = ["nop", "recomputationCheckpoint", "serializedMatMul", "set_available_memory"]
+
+
+def nop(tensor: Tensor) -> Tensor:
+    """See :func:`poptorch.nop`."""
+    if not isinstance(tensor, Tensor):
+        raise error(
+            f"nop must take a torch.tensor argument. {type(tensor)} is not supported. Call it "
+            "once for each tensor."
+        )
+    return tensor
+
+
+def recomputationCheckpoint(*tensors: Any) -> Any:
+    """See :func:`poptorch.recomputationCheckpoint`."""
+    if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
+        kept = recomputationCheckpoint(*tensors[0])
+        return type(tensors[0])([kept] if isinstance(kept, Tensor) else kept)
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise ValueError(
+                f"All inputs must be tensors, or one list or tuple of them, got "
+                f"{type(tensor).__name__}. Leave out what is not a tensor."
+            )
+    return tensors[0] if len(tensors) == 1 else tensors
+
+
+def serializedMatMul(
+    lhs: Tensor,
+    rhs: Tensor,
+    mode: enums.MatMulSerializationMode,
+    factor: int = 0,
+    keep_precision: bool = False,
+) -> Tensor:
+    """See :func:`poptorch.serializedMatMul`."""
+    if not isinstance(keep_precision, bool):
+        raise AssertionError(
+            f"serializedMatMul expects keep_precision to be True or False, got {keep_precision!r}."
+        )
+    if not isinstance(factor, int):
+        raise AssertionError(
+            f"serializedMatMul expects factor to be an int, got {factor!r}. Give the number of "
+            "parts."
+        )
+    if not isinstance(mode, enums.MatMulSerializationMode):
+        raise AssertionError(
+            f"serializedMatMul expects mode to be a poptorch.MatMulSerializationMode, got {mode!r}."
+        )
+    return torch.matmul(lhs, rhs)
+
+
+def set_available_memory(tensor: Tensor, available_memory_proportion: float) -> Tensor:
+    """See :func:`poptorch.set_available_memory`."""
+    if not isinstance(tensor, Tensor):
+        raise error(
+            f"You may only set available memory for torch.tensor values. {type(tensor)} is not "
+            "supported. Give the result of the operator that it is meant for."
+        )
+    if not 0 <= available_memory_proportion <= 1:
+        raise error(
+            "set_available_memory expects a proportion from 0 to 1, got "
+            f"{available_memory_proportion!r}. Divide a percentage by 100."
+        )
+    return tensor
