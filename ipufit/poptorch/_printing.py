@@ -22,8 +22,8 @@ def module_repr(m: torch.nn.Module) -> str:
     inside = "\n  ".join(lines)
     if lines and not only_extra:
         inside = f"\n  {inside}\n"
-    name: str = m._get_name()  # type: ignore[no-untyped-call]
-    return f"{hooks}{name}({inside})"
+    kind: str = m._get_name()  # type: ignore[no-untyped-call]
+    return f"{hooks}{kind}({inside})"
 
 
 def print(m: Any) -> None:

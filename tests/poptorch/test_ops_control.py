@@ -368,8 +368,6 @@ def test_a_condition_has_one_element():
     ("given", "got"), [((1, []), "(Object is not list) Got int"), (([1], []), "at index 0")]
 )
 def test_a_branch_takes_lists_of_tensors(given, got):
-    with pytest.raises(
-        ValueError, match="poptorch.cond expects then_inps and else_inps"
-    ) as failure:
+    with pytest.raises(ValueError, match=r"poptorch\.cond expects then_inps") as failure:
         poptorch.cond(torch.tensor(True), lambda: 0, given[0], lambda: 0, given[1])
     assert got in str(failure.value)

@@ -93,7 +93,23 @@ def _listed(value: Any) -> List[Any]:
 
 
 def for_loop(count: int, body: Callable[..., Any], inputs: List[Tensor]) -> List[Tensor]:
-    """See :func:`poptorch.for_loop`."""
+    """Run a body several times, each time on what it returned the time before.
+
+    The body is recorded once, whatever the count is. It works on copies, so that it changes
+    nothing outside of itself; other tensors of the model may be used in it.
+
+    Args:
+        count: number of turns, fixed when the model is compiled.
+        body: takes as many tensors as there are inputs and returns as many, of the same shapes
+            and dtypes.
+        inputs: the tensors of the first turn, a list.
+    Returns:
+        What the last turn returned.
+    Raises:
+        ValueError: the inputs are no list of tensors.
+        Error: a training model, a count that is no number, or a body that returns something else
+            than it takes.
+    """
     if not isinstance(inputs, list):
         raise ValueError(
             "poptorch.for_loop expects input tensors (inputs) to be a list of tensors. "
@@ -159,7 +175,25 @@ def cond(
     else_body: Callable[..., Any],
     else_inps: List[Tensor],
 ) -> List[Tensor]:
-    """See :func:`poptorch.cond`."""
+    """Run one of two bodies; which one is decided by a tensor while the model runs.
+
+    Both bodies are recorded; only the one that is taken is computed. They work on copies, and may
+    use other tensors of the model beside their inputs.
+
+    Args:
+        condition: one element.
+        then_body: takes tensors and returns one, or a list or tuple of them.
+        then_inps: its inputs, a list, which may be empty.
+        else_body: as ``then_body``; returns the same number of tensors, of the same shapes and
+            dtypes.
+        else_inps: its inputs.
+    Returns:
+        A list of the tensors that the body returned.
+    Raises:
+        ValueError: inputs that are no list of tensors.
+        Error: a training model, a condition of several elements, or bodies that return
+            different things.
+    """
     for inputs in (then_inps, else_inps):
         if not isinstance(inputs, list):
             raise ValueError(

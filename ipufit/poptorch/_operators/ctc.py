@@ -109,7 +109,21 @@ def ctc_beam_search_decoder(
     beam_width: int = 100,
     top_paths: int = 1,
 ) -> List[Tensor]:
-    """See :func:`poptorch.ctc_beam_search_decoder`."""
+    """Decode with a prefix beam search (Hannun et al., 2014, arXiv 1408.2873, without a language model).
+
+    Args:
+        probs: log-probabilities of shape (input length, batch size, classes).
+        lengths: how many steps of each sample count, shape (batch size,).
+        blank: the class that stands for no label.
+        beam_width: how many paths are kept at each step.
+        top_paths: how many are returned, at most ``beam_width``.
+    Returns:
+        Log-probabilities of the best paths (batch size, top_paths), in the dtype of ``probs``,
+        -inf where there is no such path; their lengths (batch size, top_paths) and the paths
+        (batch size, top_paths, input length), int32, filled up with the blank class.
+    Raises:
+        Error: shapes that don't fit, no such class, more paths than beams.
+    """
     if not isinstance(probs, Tensor):
         raise error(
             "ctc_beam_search_decoder: probs must be a torch.tensor argument. "

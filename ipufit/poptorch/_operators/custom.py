@@ -26,7 +26,21 @@ def custom_op(
     example_outputs: Sequence[Tensor],
     attributes: Optional[Dict[str, Any]] = None,
 ) -> List[Tensor]:
-    """See :func:`poptorch.custom_op`."""
+    """An operator of your own that is compiled for IPUs: nothing but IPU hardware can run it.
+
+    Args:
+        inputs: its tensors.
+        name: its name.
+        domain: where the name belongs.
+        domain_version: version of the domain.
+        example_outputs: tensors like its results.
+        attributes: numbers, ASCII texts, and lists or tuples of one of these types.
+    Returns:
+        Outside of a model that is being compiled: zeros like ``example_outputs``.
+    Raises:
+        ValueError: attributes of another kind.
+        Error: a model with it is being compiled.
+    """
     if attributes is not None:
         _check_attributes(attributes)
         if not any(_same(attributes, known) for known in attributes_lists):

@@ -14,7 +14,11 @@ __all__ = ["nop", "recomputationCheckpoint", "serializedMatMul", "set_available_
 
 
 def nop(tensor: Tensor) -> Tensor:
-    """See :func:`poptorch.nop`."""
+    """Return the tensor: an operator that a compiler for IPUs leaves where it is.
+
+    Raises:
+        Error: it is no tensor.
+    """
     if not isinstance(tensor, Tensor):
         raise error(
             f"nop must take a torch.tensor argument. {type(tensor)} is not supported. Call it "
@@ -24,7 +28,15 @@ def nop(tensor: Tensor) -> Tensor:
 
 
 def recomputationCheckpoint(*tensors: Any) -> Any:
-    """See :func:`poptorch.recomputationCheckpoint`."""
+    """Return the tensors, whose values a pipelined IPU program would keep for the backward pass.
+
+    Args:
+        tensors: tensors, or one list or tuple of them.
+    Returns:
+        One tensor for one, a tuple for several, a list or tuple for one list or tuple.
+    Raises:
+        ValueError: one of them is no tensor.
+    """
     if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
         kept = recomputationCheckpoint(*tensors[0])
         return type(tensors[0])([kept] if isinstance(kept, Tensor) else kept)
@@ -44,7 +56,17 @@ def serializedMatMul(
     factor: int = 0,
     keep_precision: bool = False,
 ) -> Tensor:
-    """See :func:`poptorch.serializedMatMul`."""
+    """The matrix product, which an IPU would compute in parts, one after another.
+
+    Args:
+        lhs: as for ``torch.matmul``.
+        rhs: as for ``torch.matmul``.
+        mode: the dimension that is cut into parts. No part changes the value here.
+        factor: number of parts.
+        keep_precision: add the parts of half numbers in float32.
+    Raises:
+        AssertionError: ``mode``, ``factor`` or ``keep_precision`` is of another type.
+    """
     if not isinstance(keep_precision, bool):
         raise AssertionError(
             f"serializedMatMul expects keep_precision to be True or False, got {keep_precision!r}."
@@ -62,7 +84,14 @@ def serializedMatMul(
 
 
 def set_available_memory(tensor: Tensor, available_memory_proportion: float) -> Tensor:
-    """See :func:`poptorch.set_available_memory`."""
+    """Return the tensor, whose operator may use this much of an IPU's memory for temporary data.
+
+    Args:
+        tensor: the result of the operator, such as a convolution.
+        available_memory_proportion: from 0 to 1. It changes nothing here.
+    Raises:
+        Error: it is no tensor, or no such proportion.
+    """
     if not isinstance(tensor, Tensor):
         raise error(
             f"You may only set available memory for torch.tensor values. {type(tensor)} is not "

@@ -46,7 +46,17 @@ LOSSES = _spellings()
 
 
 def identity_loss(x: Tensor, reduction: str) -> Tensor:
-    """See :func:`poptorch.identity_loss`."""
+    """Make a tensor a loss, which is what training differentiates.
+
+    A training model has exactly one loss that leads to no other one; a sum of torch's losses is
+    none before it is passed to this.
+
+    Args:
+        x: any shape.
+        reduction: ``"sum"``, ``"mean"``, or ``"none"``, after which every element counts.
+    Raises:
+        AssertionError: another reduction.
+    """
     if reduction not in ("sum", "mean", "none"):
         raise AssertionError(
             f'Unsupported reduction type! Expected "sum", "mean" or "none", got {reduction!r}.'

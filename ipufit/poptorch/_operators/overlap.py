@@ -56,12 +56,26 @@ def _mark(structure: Any, mode: Any, operator: Any, kind: str) -> Any:
 
 
 def set_overlap_for_input(input_tensors: Any, mode: Any) -> Any:
-    """See :func:`poptorch.set_overlap_for_input`."""
+    """Say that inputs are sent to the IPU while it computes; call it first in ``forward``.
+
+    Args:
+        input_tensors: a tensor, or tuples, lists and dicts of them.
+        mode: an :class:`poptorch.OverlapMode`. No value depends on it.
+    Returns:
+        The same structure; use these tensors, and not the inputs any more.
+    """
     return _mark(input_tensors, mode, _INPUT, "input")
 
 
 def set_overlap_for_output(output_tensors: Any, mode: Any) -> Any:
-    """See :func:`poptorch.set_overlap_for_output`."""
+    """Say that outputs leave the IPU while it computes; call it right before returning them.
+
+    Args:
+        output_tensors: a tensor, or tuples, lists and dicts of them.
+        mode: an :class:`poptorch.OverlapMode`. No value depends on it.
+    Returns:
+        The same structure; return these tensors.
+    """
     return _mark(output_tensors, mode, _OUTPUT, "output")
 
 

@@ -51,7 +51,20 @@ def _single(value: float) -> float:
 
 
 def fps(src: Tensor, ptr: List[int], ratio: float = 0.5, random_start: bool = False) -> Tensor:
-    """See :func:`poptorch.fps`."""
+    """Farthest point sampling: each next point is the one farthest from those chosen before.
+
+    As in the paper on PointNet++ (Qi et al., 2017, section 3.2).
+
+    Args:
+        src: shape (points, features).
+        ptr: where the points of each sample begin, and where the last one's end.
+        ratio: of the points of each sample that are chosen, rounded up.
+        random_start: begin with a point drawn at random instead of each sample's first.
+    Returns:
+        Indices of the chosen points among all, sample by sample.
+    Raises:
+        Error: an argument of another kind, or a ``ptr`` that does not fit the points.
+    """
     if not isinstance(src, Tensor):
         raise error(f"`fps` must take a torch.tensor input. {type(src)} is not supported.")
     if not isinstance(ptr, list):
@@ -92,7 +105,16 @@ Batch = Optional[Union[List[int], Tensor]]
 
 
 def nearest(x: Tensor, y: Tensor, batch_x: Batch = None, batch_y: Batch = None) -> Tensor:
-    """See :func:`poptorch.nearest`."""
+    """For each row of ``x`` the index of the nearest row of ``y`` in the same sample.
+
+    Args:
+        x: shape (rows, features) or (rows,).
+        y: shape (other rows, features) or (other rows,).
+        batch_x: the sample of each row of ``x``, in rising order; None: all in sample 0.
+        batch_y: the sample of each row of ``y``, in rising order; None: all in sample 0.
+    Raises:
+        Error: shapes or batches that don't fit together.
+    """
     for name, points in (("x", x), ("y", y)):
         if not isinstance(points, Tensor):
             raise error(

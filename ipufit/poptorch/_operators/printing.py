@@ -71,7 +71,26 @@ def ipu_print_tensor(
     open_bracket: str = "(",
     close_bracket: str = ")",
 ) -> Tensor:
-    """See :func:`poptorch.ipu_print_tensor`."""
+    """Print a tensor on standard error whenever the model computes it, and return it.
+
+    Outside of a model that is being compiled nothing is printed.
+
+    Args:
+        tensor: what is printed; its gradient is printed under ``<title>_gradient``.
+        title: stands before the values; without one, tensors are numbered.
+        print_gradient: whether the gradient is printed too.
+        summarise_threshold: with more elements only those at the edges are shown; 0: always all.
+        edge_items: how many at each edge.
+        max_line_width: longer lines are split; 0: never.
+        digits: of each number, without the exponent; 0: numbers are not aligned.
+        float_format: ``"auto"``, ``"fixed"``, ``"scientific"``, or ``"none"``, which is each
+            number for itself.
+        separator: between values; its first character.
+        open_bracket: its first character.
+        close_bracket: its first character.
+    Raises:
+        Error: it is no tensor, or there is no such format.
+    """
     if not isinstance(tensor, Tensor):
         raise error(
             f"ipu print tensor must take a torch.tensor argument. {type(tensor)} is not "

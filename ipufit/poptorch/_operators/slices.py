@@ -78,7 +78,19 @@ def _recorded_slice(tensor: Tensor, axis: int, start: Tensor, size: int, step: i
 
 
 def dynamic_slice(tensor: Tensor, dim: int, start: Tensor, size: int, step: int) -> Tensor:
-    """See :func:`poptorch.dynamic_slice`."""
+    """``tensor[start:start + size:step]`` on one dimension, of a start that may change every run.
+
+    In a compiled model a slice that passes the end of the dimension goes on at its beginning.
+
+    Args:
+        tensor: any shape.
+        dim: the dimension; negative ones count from the last.
+        start: one whole number.
+        size: fixed; in a compiled model it divides the dimension.
+        step: fixed, at least 1.
+    Raises:
+        Error: an argument of another kind, or a size or step that a device can't slice by.
+    """
     if not isinstance(tensor, Tensor):
         raise error(
             f"dynamic_slice must take a torch.tensor input. {type(tensor)} is not supported."
@@ -104,7 +116,19 @@ def dynamic_slice(tensor: Tensor, dim: int, start: Tensor, size: int, step: int)
 
 
 def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor, size: int) -> Tensor:
-    """See :func:`poptorch.dynamic_update`."""
+    """A copy of ``input`` with ``src`` written over ``[start:start + size]`` of one dimension.
+
+    In a compiled model what passes the end of the dimension is written to its beginning.
+
+    Args:
+        input: any shape; it stays as it is.
+        src: of the dtype of ``input`` and its shape, but for ``size`` on the dimension.
+        dim: the dimension; negative ones count from the last.
+        start: one whole number, another one at every run if you like.
+        size: fixed; other than that of a slice it need not divide the dimension.
+    Raises:
+        Error: an argument of another kind, or a ``src`` that does not fit.
+    """
     if not isinstance(input, Tensor):
         raise error(
             f"dynamic_update must take a torch.tensor input. {type(input)} is not supported."
