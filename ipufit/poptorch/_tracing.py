@@ -28,8 +28,13 @@ class Trace:
         self.losses = 0
         self.kept: List[object] = []
 
-    def mark_loss(self, loss: Tensor) -> Tensor:
-        """Say that this tensor is a loss; its value stays."""
+    def mark_loss(self, loss: Tensor, reduced: bool = False) -> Tensor:
+        """Say that this tensor is a loss; its value stays.
+
+        Args:
+            loss: any shape.
+            reduced: whether it is an identity loss that was reduced to one number.
+        """
         self.losses += 1
         return loss
 

@@ -12,7 +12,7 @@ __all__ = ["CASTS", "cast"]
 
 Call = Tuple[Tuple[Any, ...], Dict[str, Any]]
 
-# Function: where its weight and bias stand, and their names. The input always comes first.
+# Function: where its weights stand, and their names. The input always comes first.
 CASTS: Dict[Any, Dict[int, str]] = {
     F.group_norm: {2: "weight", 3: "bias"},
     torch.group_norm: {2: "weight", 3: "bias"},
@@ -22,6 +22,17 @@ CASTS: Dict[Any, Dict[int, str]] = {
     torch.batch_norm: {1: "weight", 2: "bias"},
     F.instance_norm: {3: "weight", 4: "bias"},
     torch.instance_norm: {1: "weight", 2: "bias"},
+    F.multi_head_attention_forward: {
+        5: "in_proj_weight",
+        6: "in_proj_bias",
+        7: "bias_k",
+        8: "bias_v",
+        11: "out_proj_weight",
+        12: "out_proj_bias",
+        18: "q_proj_weight",
+        19: "k_proj_weight",
+        20: "v_proj_weight",
+    },
 }
 for _place in (F, torch, torch._C._nn):
     for _name in (
@@ -46,7 +57,7 @@ def cast(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     Any other function's arguments come back as they are.
     """
     places = CASTS.get(func)
-    tensor = args[0] if args else kwargs.get("input")
+    tensor = args[0] if args else kwargs.get("input", kwargs.get("query"))
     if places is None or not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         return tuple(args), dict(kwargs)
     names = set(places.values())

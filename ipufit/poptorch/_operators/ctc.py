@@ -109,7 +109,9 @@ def ctc_beam_search_decoder(
     beam_width: int = 100,
     top_paths: int = 1,
 ) -> List[Tensor]:
-    """Decode with a prefix beam search (Hannun et al., 2014, arXiv 1408.2873, without a language model).
+    """Decode with a prefix beam search.
+
+    That of Hannun et al., 2014 (arXiv 1408.2873), without a language model.
 
     Args:
         probs: log-probabilities of shape (input length, batch size, classes).

@@ -68,4 +68,4 @@ def identity_loss(x: Tensor, reduction: str) -> Tensor:
     else:
         loss = x.clone()
     trace = tracing()
-    return loss if trace is None else trace.mark_loss(loss)
+    return loss if trace is None else trace.mark_loss(loss, reduction != "none")

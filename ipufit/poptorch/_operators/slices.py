@@ -182,41 +182,64 @@ def _recorded_update(input: Tensor, src: Tensor, axis: int, start: Tensor, size:
     return input.index_copy(axis, positions, src.to(input.dtype))
 
 
-def _unknown(bound: Any) -> bool:
-    return isinstance(bound, FakeTensor) and getattr(bound, "constant", None) is None
-
-
 def has_tensor_bounds(index: Any) -> bool:
-    """Whether ``x[index]`` has a slice whose start or end is known only at run time."""
+    """Whether ``x[index]`` has a slice whose start or end is a tensor."""
     parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(p, slice) and (_unknown(p.start) or _unknown(p.stop)) for p in parts)
+    return any(
+        isinstance(p, slice) and (isinstance(p.start, Tensor) or isinstance(p.stop, Tensor))
+        for p in parts
+    )
 
 
 def getitem(tensor: Tensor, index: Any) -> Tensor:
     """``tensor[index]`` where :func:`has_tensor_bounds` is true, while recording.
 
-    The size of such a slice is what its end is more than its start, by sums with numbers.
+    The size of such a slice is what its end is more than its start, by sums with numbers. Bounds
+    that are computed from tensors of the host's alone are known, and make an ordinary slice.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
     consumed = sum(_consumes(part) for part in parts)
     axis, rest = 0, []
     for part in parts:
-        if isinstance(part, slice) and (_unknown(part.start) or _unknown(part.stop)):
-            size = _size_between(part.start, part.stop)
-            start, step = part.start, 1 if part.step is None else part.step
-            if isinstance(step, Tensor):
-                raise error(
-                    "Slicing step must be a constant, got a tensor. Give a Python int of at least "
-                    "1."
-                )
-            _check_start(start, "a slice")
-            tensor = _recorded_slice(tensor, axis, start, size, step)
-            part = slice(None)
+        if isinstance(part, slice):
+            start, stop = _known(part.start), _known(part.stop)
+            if isinstance(start, Tensor) or isinstance(stop, Tensor):
+                tensor = _slice_between(tensor, axis, start, stop, part.step)
+                part = slice(None)
+            else:
+                part = slice(start, stop, part.step)
         rest.append(part)
         axis += tensor.dim() - consumed if part is Ellipsis else _consumes(part)
     if all(isinstance(part, slice) and part == slice(None) for part in rest):
         return tensor
     return tensor[tuple(rest)]
+
+
+def _slice_between(tensor: Tensor, axis: int, start: Any, stop: Any, step: Any) -> Tensor:
+    if isinstance(step, Tensor):
+        raise error(
+            "Slicing step must be a constant, got a tensor. Give a Python int of at least 1."
+        )
+    size = _size_between(start, stop)
+    _check_start(start, "a slice")
+    return _recorded_slice(tensor, axis, start, size, 1 if step is None else step)
+
+
+def _known(bound: Any) -> Any:
+    """The number that a bound is, where the host knows it; otherwise the bound."""
+    if not isinstance(bound, Tensor):
+        return bound
+    if not isinstance(bound, FakeTensor):
+        return _read(bound)
+    constant = getattr(bound, "constant", None)
+    if constant is not None:
+        return _read(constant)
+    node = node_of(bound)
+    if node is None:
+        return bound
+    source, more = _sum_of(node)
+    value = _number(source)
+    return bound if value is None else value + more
 
 
 def _consumes(part: Any) -> int:
@@ -237,9 +260,12 @@ def _not_constant(because: str) -> Exception:
 
 
 def _size_between(start: Any, stop: Any) -> int:
-    if not _unknown(start) or not _unknown(stop):
-        raise _not_constant("Only one of start and end is a tensor.")
-    (first, a), (last, b) = _sum_of(start), _sum_of(stop)
+    if not isinstance(start, Tensor) or not isinstance(stop, Tensor):
+        raise _not_constant("Only one of start and end changes from run to run.")
+    nodes = node_of(start), node_of(stop)
+    if nodes[0] is None or nodes[1] is None:
+        raise _not_constant("A bound comes from outside of the body that uses it.")
+    (first, a), (last, b) = _sum_of(nodes[0]), _sum_of(nodes[1])
     if first is not last:
         raise _not_constant("Start and end are not computed from the same tensor by sums.")
     size = b - a
@@ -252,11 +278,8 @@ _KEEPS = {"_to_copy", "alias", "clone", "detach", "lift_fresh_copy", "reshape", 
 _KEEPS |= {"unsqueeze", "view", "_unsafe_view", "expand"}
 
 
-def _sum_of(bound: Tensor) -> Tuple[Optional[fx.Node], int]:
+def _sum_of(node: fx.Node) -> Tuple[fx.Node, int]:
     """The node that a bound is computed from by adding numbers, and what these add up to."""
-    node = node_of(bound)
-    if node is None:
-        raise _not_constant("A bound comes from outside of the body that uses it.")
     total = 0
     while node.op == "call_function":
         name = getattr(node.target, "_schema", None)
