@@ -122,6 +122,13 @@ def validated(change):
             "The option random_seed must be in 0 ... 2**64 - 1, got -1.",
         ),
         (
+            lambda o: o.Training.setMeanAccumulationAndReplicationReductionStrategy(
+                poptorch.MeanReductionStrategy.PostAndLoss
+            ),
+            "The option meanAccumulationAndReplicationReductionStrategy has the values 0 ... 1, "
+            f"got {poptorch.MeanReductionStrategy.PostAndLoss!r}.",
+        ),
+        (
             lambda o: o._Popart.set("patterns", {"A": True}),
             "The compiler option patterns needs patterns_level. Use "
             "options._Popart.setPatterns(patterns, level).",

@@ -86,6 +86,18 @@ _KNOWN: Dict[str, FrozenSet[str]] = {
 _APART = _names("anchored_tensors compilation_progress_bar_fn patterns patterns_level")
 # Dicts of which a name alone says nothing.
 _OPEN = _names("available_memory_proportion ipuof_configs")
+# Of options that are enums: the last value that the compiler has.
+_LARGEST = {
+    "accumulation_and_replication_reduction_type": 2,
+    "connection_type": 2,
+    "execution_mode": 2,
+    "input_cgt": 3,
+    # It has no PostAndLoss.
+    "meanAccumulationAndReplicationReductionStrategy": 1,
+    "output_mode": 3,
+    "sync_pattern": 2,
+    "tensors_liveness": 3,
+}
 _COUNTS = {
     "device_iterations": "deviceIterations",
     "replication_factor": "replicationFactor",
@@ -111,6 +123,8 @@ def validate(values: Dict[str, Any]) -> None:
                 f"Unknown {kind} option {name}. {_hint(name, kind)} See "
                 "poptorch.Options._Popart.set, which takes any name."
             )
+        if kind == "uint64" and value > _LARGEST.get(name, value):
+            raise error(f"The option {name} has the values 0 ... {_LARGEST[name]}, got {value!r}.")
         _log(name, value)
     if "patterns" in values and "patterns_level" not in values:
         raise error(
