@@ -1,7 +1,12 @@
 """PopTorch's public API on the embedded engine: no SDK, no IPU, the same meaning."""
 
-from ipufit.poptorch import enums, ops, optim, poptorch_core
+from ipufit.poptorch import enums, ops, optim, options, poptorch_core, profiling, testing
+from ipufit.poptorch._devices import ipuHardwareIsAvailable, ipuHardwareVersion
+from ipufit.poptorch._executor import PoplarExecutor
 from ipufit.poptorch._hooks import registerPostCompileHook, registerPreCompileHook
+from ipufit.poptorch._impl import createPoptorchError, isRunningOnIpu, poptorchAtExit
+from ipufit.poptorch._logging import logger, setLogLevel
+from ipufit.poptorch._models import inferenceModel, trainingModel
 from ipufit.poptorch._parsers import (
     ATTR_PREFIX,
     ICustomArgParser,
@@ -13,8 +18,25 @@ from ipufit.poptorch._parsers import (
     registerGeometricCustomArgParsers,
 )
 from ipufit.poptorch._printing import module_repr, print
+from ipufit.poptorch._version import __version__
+from ipufit.poptorch.enums import (
+    AutoStage,
+    CommGroupType,
+    ConnectionType,
+    DataLoaderMode,
+    HalfFloatCastingBehavior,
+    Liveness,
+    MatMulSerializationMode,
+    MeanReductionStrategy,
+    MultiConvPlanType,
+    OutputMode,
+    OverlapMode,
+    ReductionType,
+    SharingStrategy,
+    SyncPattern,
+    VariableRetrievalMode,
+)
 from ipufit.poptorch.ops import (
-    ATTR_PREFIX,
     CPU,
     BeginBlock,
     Block,
@@ -41,24 +63,71 @@ from ipufit.poptorch.ops import (
     set_overlap_for_input,
     set_overlap_for_output,
 )
-from ipufit.poptorch.poptorch_core import Error, RecoverableError, UnrecoverableError
+from ipufit.poptorch.options import (
+    Attribute,
+    BlockId,
+    ConfigFileError,
+    Options,
+    ParallelPhasedExecution,
+    Phase,
+    PipelinedExecution,
+    SerialPhasedExecution,
+    ShardedExecution,
+    Stage,
+    TensorLocationSettings,
+)
+from ipufit.poptorch.poptorch_core import (
+    Error,
+    RecoverableError,
+    UnrecoverableError,
+    importPoptorchMetadataFromFile,
+)
 
 __all__ = [
     "ATTR_PREFIX",
     "CPU",
+    "Attribute",
+    "AutoStage",
     "BeginBlock",
     "Block",
     "BlockFunction",
+    "BlockId",
+    "CommGroupType",
+    "ConfigFileError",
+    "ConnectionType",
+    "DataLoaderMode",
     "Error",
+    "HalfFloatCastingBehavior",
     "ICustomArgParser",
     "LegacyBeginBlockFn",
+    "Liveness",
+    "MatMulSerializationMode",
+    "MeanReductionStrategy",
     "MultiConv",
+    "MultiConvPlanType",
     "NameScope",
+    "Options",
+    "OutputMode",
+    "OverlapMode",
+    "ParallelPhasedExecution",
+    "Phase",
+    "PipelinedExecution",
+    "PoplarExecutor",
     "RecoverableError",
+    "ReductionType",
+    "SerialPhasedExecution",
+    "ShardedExecution",
+    "SharingStrategy",
+    "Stage",
+    "SyncPattern",
+    "TensorLocationSettings",
     "UnrecoverableError",
+    "VariableRetrievalMode",
+    "__version__",
     "accessAttributes",
     "attributes_lists",
     "cond",
+    "createPoptorchError",
     "ctc_beam_search_decoder",
     "custom_op",
     "dynamic_slice",
@@ -69,14 +138,23 @@ __all__ = [
     "fps",
     "getIpuTensorId",
     "identity_loss",
+    "importPoptorchMetadataFromFile",
+    "inferenceModel",
+    "ipuHardwareIsAvailable",
+    "ipuHardwareVersion",
     "ipu_print_tensor",
+    "isRunningOnIpu",
+    "logger",
     "module_repr",
     "nearest",
     "nop",
     "ops",
     "optim",
+    "options",
+    "poptorchAtExit",
     "poptorch_core",
     "print",
+    "profiling",
     "recomputationCheckpoint",
     "reconstructTensorStructure",
     "registerCustomArgParser",
@@ -85,7 +163,10 @@ __all__ = [
     "registerPreCompileHook",
     "removeBlocks",
     "serializedMatMul",
+    "setLogLevel",
     "set_available_memory",
     "set_overlap_for_input",
     "set_overlap_for_output",
+    "testing",
+    "trainingModel",
 ]

@@ -89,9 +89,7 @@ class Compiled:
         self.arguments = arguments.without_values()
         self.counters = Counters()
         separate = not options.broadcast_buffers
-        self.device = Device(
-            parameters, buffers, shape.replicas, groupings, separate, self._wide
-        )
+        self.device = Device(parameters, buffers, shape.replicas, groupings, separate, self._wide)
         reached = [name for group in trained for name in group]
         leaves = self._micro_batch(arguments)
         with compile_hooks():

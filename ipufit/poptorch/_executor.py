@@ -27,9 +27,7 @@ from ipufit.poptorch.options import Options
 
 __all__ = ["PoplarExecutor"]
 
-_NO_PROGRAM = (
-    "Model has not been compiled or has been destroyed. Call it with inputs, or compile() it, first."
-)
+_NO_PROGRAM = "Model has not been compiled or has been destroyed. Call it with inputs, or compile() it, first."
 
 Latency = Tuple[float, float, float]
 

@@ -139,9 +139,7 @@ class _Step:
         computed = self._note(result, found, final)
         return [*computed, *([] if final is None else [final.detach()]), *gradients]
 
-    def _gradients(
-        self, loss: Tensor, state: Mapping[str, Tensor], scale: Tensor
-    ) -> List[Tensor]:
+    def _gradients(self, loss: Tensor, state: Mapping[str, Tensor], scale: Tensor) -> List[Tensor]:
         weights = [state[name] for name in self._trained]
         if not loss.requires_grad or not weights:
             return []
@@ -150,9 +148,7 @@ class _Step:
         self.reached = tuple(n for n, g in zip(self._trained, found) if g is not None)
         return [gradient for gradient in found if gradient is not None]
 
-    def _note(
-        self, result: Any, found: Sequence[Tensor], final: Optional[Tensor]
-    ) -> List[Tensor]:
+    def _note(self, result: Any, found: Sequence[Tensor], final: Optional[Tensor]) -> List[Tensor]:
         computed = [isinstance(tensor, FakeTensor) for tensor in found]
         constants = [None if own else t.detach() for own, t in zip(computed, found)]
         tensors: List[Tensor] = []

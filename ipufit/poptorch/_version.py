@@ -2,5 +2,5 @@
 
 __all__ = ["__version__"]
 
-# PopTorch 3.4.0; what follows the dash is the engine, where PopTorch has its commit.
-__version__ = "3.4.0-ipufit"
+# PopTorch 3.4.0; what follows the plus is the engine, where PopTorch has its commit.
+__version__ = "3.4.0+ipufit"
