@@ -209,6 +209,10 @@ class StateSync:
         if own is None:
             return
         if own.ipu_state_is_dirty and own.has_state():
+            logger.debug(
+                "Writing optimiser state tensors from host to IPU memory: "
+                f"{_counted(own._state_dict)}."
+            )
             self._write(own._state_dict)
         own.ipu_state_is_dirty = False
 
@@ -220,7 +224,9 @@ class StateSync:
         if not own.host_state_is_dirty:
             logger.debug("Using cached optimiser state dict: the device has not run since.")
             return
-        own.set_state_dict(self._read())
+        state = self._read()
+        logger.debug(f"Writing optimiser state tensors from IPU to host: {_counted(state)}.")
+        own.set_state_dict(state)
         own.ipu_state_is_dirty = False
 
     def close(self) -> None:
@@ -230,6 +236,11 @@ class StateSync:
             self.refresh()
             own._sync = None
         self._optimizer = None
+
+
+def _counted(state: DeviceState) -> str:
+    tensors, numbers = (len(state[key] or ()) for key in _DEVICE)
+    return f"{tensors} state tensors, {numbers} numbers"
 
 
 def given(arguments: Mapping[str, Any]) -> Dict[str, Any]:

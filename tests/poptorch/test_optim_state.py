@@ -487,6 +487,19 @@ def test_the_device_is_read_only_if_it_ran_since(caplog):
     assert life.notes == ["read"] * 3
 
 
+def test_transfers_are_logged(caplog):
+    life = Life(made(optim.Adam, lr=0.1))
+    with caplog.at_level(logging.DEBUG, "poptorch::python"):
+        life.sync.begun()
+        state = life.optimizer.state_dict()
+        life.optimizer.load_state_dict(state)
+        life.sync.send()
+    assert said(caplog) == [
+        "Writing optimiser state tensors from IPU to host: 6 state tensors, 2 numbers.",
+        "Writing optimiser state tensors from host to IPU memory: 6 state tensors, 2 numbers.",
+    ]
+
+
 def test_loaded_state_is_written_with_the_next_run():
     life = Life(made(optim.Adam, lr=0.1))
     life.sync.begun()
