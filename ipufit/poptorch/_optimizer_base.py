@@ -187,16 +187,24 @@ class StateSync:
         self._optimizer = optimizer if isinstance(optimizer, Optimizer) else None
         self._read = read
         self._write = write
+        self._stands = False
         if self._optimizer is not None:
             self._optimizer._sync = self
 
     def begun(self) -> None:
-        """Write the state that the optimizer brings along; if it has none, the device's is new."""
+        """Write the state that the optimizer brings along; if it has none, the device's is new.
+
+        A program that stands on the device once more still has its state and its numbers, which
+        may be newer than what was read of them: then only what was loaded since is written.
+        """
         own = self._optimizer
-        if own is not None:
+        if own is None:
+            return
+        if not self._stands:
             own.ipu_state_is_dirty = own.has_state()
             own.host_state_is_dirty = not own.ipu_state_is_dirty
-            self.send()
+            self._stands = True
+        self.send()
 
     def ran(self) -> None:
         """The device has changed its state."""

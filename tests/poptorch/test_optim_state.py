@@ -564,13 +564,23 @@ def test_an_optimizer_that_belongs_to_another_executor_is_not_taken_from_it():
     assert (first.notes, second.notes) == ([], ["read"])
 
 
-def test_after_a_detachment_the_state_goes_back():
+def test_a_program_that_is_attached_again_takes_only_what_was_loaded_since():
+    """What was read before is older than settings that came in between."""
     life = Life(made(optim.Adam, lr=0.1))
     life.sync.begun()
     life.run()
     life.sync.refresh()
+    life.optimizer.param_groups[0]["lr"] = 0.5
+    life.device.set(settings_of(life.optimizer))
     life.sync.begun()
-    assert life.notes == ["read", "write"]
+    assert life.notes == ["read"]
+    life.run()
+    found = life.optimizer.state_dict()
+    assert found["ipu_param"]["learningRate___specific___w"] == 0.5
+    life.sync.refresh()
+    life.optimizer.load_state_dict(found)
+    life.sync.begun()
+    assert life.notes == ["read", "read", "write"]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
