@@ -187,16 +187,24 @@ class StateSync:
         self._optimizer = optimizer if isinstance(optimizer, Optimizer) else None
         self._read = read
         self._write = write
+        self._stands = False
         if self._optimizer is not None:
             self._optimizer._sync = self
 
     def begun(self) -> None:
-        """Write the state that the optimizer brings along; if it has none, the device's is new."""
+        """Write the state that the optimizer brings along; if it has none, the device's is new.
+
+        A program that stands on the device once more still has its state and its numbers, which
+        may be newer than what was read of them: then only what was loaded since is written.
+        """
         own = self._optimizer
-        if own is not None:
+        if own is None:
+            return
+        if not self._stands:
             own.ipu_state_is_dirty = own.has_state()
             own.host_state_is_dirty = not own.ipu_state_is_dirty
-            self.send()
+            self._stands = True
+        self.send()
 
     def ran(self) -> None:
         """The device has changed its state."""
@@ -209,6 +217,10 @@ class StateSync:
         if own is None:
             return
         if own.ipu_state_is_dirty and own.has_state():
+            logger.debug(
+                "Writing optimiser state tensors from host to IPU memory: "
+                f"{_counted(own._state_dict)}."
+            )
             self._write(own._state_dict)
         own.ipu_state_is_dirty = False
 
@@ -220,7 +232,9 @@ class StateSync:
         if not own.host_state_is_dirty:
             logger.debug("Using cached optimiser state dict: the device has not run since.")
             return
-        own.set_state_dict(self._read())
+        state = self._read()
+        logger.debug(f"Writing optimiser state tensors from IPU to host: {_counted(state)}.")
+        own.set_state_dict(state)
         own.ipu_state_is_dirty = False
 
     def close(self) -> None:
@@ -230,6 +244,11 @@ class StateSync:
             self.refresh()
             own._sync = None
         self._optimizer = None
+
+
+def _counted(state: DeviceState) -> str:
+    tensors, numbers = (len(state[key] or ()) for key in _DEVICE)
+    return f"{tensors} state tensors, {numbers} numbers"
 
 
 def given(arguments: Mapping[str, Any]) -> Dict[str, Any]:

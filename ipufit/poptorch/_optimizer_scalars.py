@@ -238,6 +238,8 @@ def imported(
     """
     values = settings.groups[group]
     numbers = _numbers(settings, values)
+    if not other:
+        return numbers
     scalars = {_name(each, parameter): each for each in _scalars(settings, values, factors)}
     if not any(name in other for name in scalars):
         return numbers

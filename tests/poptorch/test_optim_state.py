@@ -487,6 +487,19 @@ def test_the_device_is_read_only_if_it_ran_since(caplog):
     assert life.notes == ["read"] * 3
 
 
+def test_transfers_are_logged(caplog):
+    life = Life(made(optim.Adam, lr=0.1))
+    with caplog.at_level(logging.DEBUG, "poptorch::python"):
+        life.sync.begun()
+        state = life.optimizer.state_dict()
+        life.optimizer.load_state_dict(state)
+        life.sync.send()
+    assert said(caplog) == [
+        "Writing optimiser state tensors from IPU to host: 6 state tensors, 2 numbers.",
+        "Writing optimiser state tensors from host to IPU memory: 6 state tensors, 2 numbers.",
+    ]
+
+
 def test_loaded_state_is_written_with_the_next_run():
     life = Life(made(optim.Adam, lr=0.1))
     life.sync.begun()
@@ -551,13 +564,23 @@ def test_an_optimizer_that_belongs_to_another_executor_is_not_taken_from_it():
     assert (first.notes, second.notes) == ([], ["read"])
 
 
-def test_after_a_detachment_the_state_goes_back():
+def test_a_program_that_is_attached_again_takes_only_what_was_loaded_since():
+    """What was read before is older than settings that came in between."""
     life = Life(made(optim.Adam, lr=0.1))
     life.sync.begun()
     life.run()
     life.sync.refresh()
+    life.optimizer.param_groups[0]["lr"] = 0.5
+    life.device.set(settings_of(life.optimizer))
     life.sync.begun()
-    assert life.notes == ["read", "write"]
+    assert life.notes == ["read"]
+    life.run()
+    found = life.optimizer.state_dict()
+    assert found["ipu_param"]["learningRate___specific___w"] == 0.5
+    life.sync.refresh()
+    life.optimizer.load_state_dict(found)
+    life.sync.begun()
+    assert life.notes == ["read", "read", "write"]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
