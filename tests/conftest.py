@@ -49,6 +49,25 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=left_out)
 
 
+@pytest.fixture(params=["embedded", "ipu-standin"])
+def engine(request, monkeypatch):
+    """Every model of the test runs on this engine, in float64 also on the stand-in for an IPU.
+
+    A test marked ``embedded_only(reason)`` is about what an IPU can't do, or does otherwise.
+    """
+    monkeypatch.setenv("IPUFIT_ENGINE", request.param)
+    if request.param == "embedded":
+        yield request.param
+        return
+    marker = request.node.get_closest_marker("embedded_only")
+    if marker is not None:
+        pytest.skip(f"embedded only: {marker.args[0]}")
+    from ipufit.poptorch._precision import float64_kept
+
+    with float64_kept():
+        yield request.param
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seed():
     """Every test starts from the same random numbers."""

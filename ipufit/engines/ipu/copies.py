@@ -115,7 +115,6 @@ class Trained:
         self.optimizer = DeviceOptimizer(
             sdk, spec.optimizer, parameters, host.trained, spec.recipe, scheduled
         )
-        self.optimizer.load()
         with told(sdk, "wrapping the module"):
             executor = sdk.trainingModel(step, options=options, optimizer=self.optimizer.own)
         self.unit = Unit(sdk, step, executor, size, wide)
@@ -125,6 +124,12 @@ class Trained:
     def executor(self) -> Any:
         """PopTorch's."""
         return self.unit.executor
+
+    def compile(self, example: MicroBatch) -> List[str]:
+        """Compile for micro-batches like this one; what forward sets on itself."""
+        changed = self.unit.compile(example)
+        self.optimizer.load()
+        return changed
 
     def load(self) -> None:
         """Take over the user's tensors and the state of torch's optimizer."""

@@ -202,7 +202,7 @@ class DeviceOptimizer:
         return True
 
     def load(self) -> None:
-        """Hand torch's state over; the device gets it with the next run.
+        """Hand torch's state over to a compiled program; the device gets it with the next run.
 
         Where torch has none, that is zeros, if the device may have anything else.
         """
@@ -219,8 +219,10 @@ class DeviceOptimizer:
                 state[_STEP + name] = torch.tensor(float(known.get("step", 0)))
         self._loaded = True
         if state:
-            groups = torch.optim.Optimizer.state_dict(self.own)
-            self.own.load_state_dict({**groups, "ipu_state": state, "ipu_param": {}})
+            # The settings stay as the program has them: PopTorch would warn of each one left out.
+            present = self.own.state_dict()
+            settings = present.get("ipu_param") or {}
+            self.own.load_state_dict({**present, "ipu_state": state, "ipu_param": settings})
 
     def store(self, updates: int) -> None:
         """Bring torch's state up to date, from the device if it ran since.

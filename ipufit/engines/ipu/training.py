@@ -143,7 +143,7 @@ class TrainingProgram:
                 wide=engine.wide,
             )
             self._programs[size] = program
-            changed = program.unit.compile(example)
+            changed = program.compile(example)
         engine.compiled += 1
         _warn_of_attributes(changed)
         self._refuse_shared_count(program)
@@ -192,11 +192,11 @@ class TrainingProgram:
 
     def _take_over_changes(self) -> None:
         """Callbacks may have changed weights, buffers or the state of the optimizer."""
-        program = self._current
-        if program is None:
-            return
         if signature(self._optimizer) != self._published:
             self._leave()
+            self._note_published()
+        program = self._current
+        if program is None:
             return
         if OWNER.has(program.executor) and program.executor.isAttachedToDevice():
             with told(self._engine.sdk, "bringing weights to the device"):

@@ -1,0 +1,128 @@
+"""The IPU engine speaks PopTorch's published API and nothing else, in an order that it allows."""
+
+import collections
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ipufit
+from ipufit.engines.ipu.engine import IpuEngine
+from ipufit.poptorch._precision import float64_kept
+from tests.ipu_calls import SURFACE, Recorder, signature_of
+from tests.nets import MLP, data
+
+EXECUTOR = "poptorch.PoplarExecutor"
+OPTIONS = ("poptorch.Options", "poptorch.options._TrainingOptions")
+MODELS = ("trainingModel", "inferenceModel")
+
+
+@pytest.fixture(scope="module")
+def calls():
+    """Everything that one model's life makes: fits with tails, a validation, a schedule, options."""
+    recorder = Recorder()
+    x, y = data(23)
+    loader = DataLoader(TensorDataset(x, y), batch_size=3)
+    with float64_kept(), recorder.watching():
+        for name, more in (
+            ("adam", {"global_clipnorm": 1.0, "loss_scale": 8.0}),
+            ("lamb", {"gradient_reduction": "sum", "accumulation_dtype": torch.float32}),
+            ("sgd", {"lr_scheduler": lambda optimizer: _halving(optimizer)}),
+            ("rmsprop", {"training_options": ipufit.poptorch.Options().modelName("life")}),
+        ):
+            net = MLP().double()
+            model = ipufit.Model(net, engine=lambda: IpuEngine(recorder, "ipu-standin"))
+            model.compile(name, "cross_entropy", ["accuracy"], **more)
+            model.fit(
+                loader,
+                epochs=2,
+                ipus=2,
+                device_iterations=2,
+                validation_data=loader,
+                callbacks=[_Touch(net)],
+                verbose=0,
+            )
+            assert isinstance(net, MLP) and type(next(net.parameters())) is nn.Parameter
+            model.fit(loader, verbose=0)
+            model.evaluate(loader, verbose=0)
+            model.predict(x, verbose=0)
+            model.close()
+    return recorder.calls
+
+
+def _halving(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+
+class _Touch(ipufit.callbacks.Callback):
+    """Changes weights, learning rate and optimizer state in the middle of fit."""
+
+    def __init__(self, net):
+        super().__init__()
+        self._net = net
+
+    def on_epoch_begin(self, epoch, logs=None):
+        with torch.no_grad():
+            next(self._net.parameters()).mul_(0.5)
+        if self.model.optimizer.state:
+            self.model.optimizer.state.clear()
+
+
+def test_every_call_is_in_the_published_surface(calls):
+    """Names, and that the arguments bind to the published parameters."""
+    made = collections.Counter()
+    for call in calls:
+        if call.args is None:
+            assert call.name in SURFACE["namespaces"]["poptorch"], call
+            continue
+        found = signature_of(call.owner, call.name)
+        assert found is not None, f"{call.owner}.{call.name}"
+        found.bind(*call.args, **call.kwargs)
+        made[call.name] += 1
+    for name in ("trainingModel", "inferenceModel", "compile", "__call__", "setOptimizer"):
+        assert made[name], name
+    for name in ("attachToDevice", "detachFromDevice", "copyWeightsToDevice", "destroy"):
+        assert made[name], name
+
+
+def test_options_do_not_change_once_a_model_has_them(calls):
+    given = []
+    for call in calls:
+        if call.name in MODELS:
+            given.append(call.kwargs["options"])
+        elif call.owner in OPTIONS and call.args is not None:
+            if call.name not in ("__init__", "exists", "clone"):
+                groups = [options.Training for options in given]
+                assert not any(call.target is each for each in [*given, *groups]), call.name
+
+
+def test_executors_live_in_the_order_that_a_device_allows(calls):
+    """Compiled first, one attached at a time, called while attached, destroyed at the end."""
+    states = {}
+    for call in calls:
+        if call.owner != EXECUTOR or call.args is None:
+            continue
+        name, state = call.name, states.get(id(call.target), "new")
+        if name == "__init__":
+            continue
+        attached = [key for key, value in states.items() if value == "attached"]
+        if name == "compile":
+            assert state == "new" and not attached
+            state = "attached"
+        elif name == "attachToDevice":
+            assert state == "detached" and not attached
+            state = "attached"
+        elif name == "detachFromDevice":
+            assert state == "attached"
+            state = "detached"
+        elif name in ("__call__", "copyWeightsToDevice", "setOptimizer"):
+            assert state == "attached", name
+        elif name == "destroy":
+            assert state in ("attached", "detached")
+            state = "destroyed"
+        else:
+            assert state != "destroyed"
+        states[id(call.target)] = state
+    assert states
+    assert set(states.values()) == {"destroyed"}
