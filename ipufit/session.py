@@ -16,7 +16,7 @@ from ipufit.callbacks import CallbackList
 from ipufit.data.batches import Unpacker
 from ipufit.data.feed import Feed
 from ipufit.data.source import Source
-from ipufit.errors import ConfigurationError, DataError, IpufitError, MetricError
+from ipufit.errors import ConfigurationError, DataError, IpufitError, MetricError, PlanError
 from ipufit.interrupts import deferred
 from ipufit.logged import joined_rules
 from ipufit.loop import Job
@@ -444,6 +444,8 @@ def _prepare_tail(
         return None
     try:
         return program.prepare(first.cut(size))
+    except PlanError:
+        raise
     except Exception as error:
         raise DataError(
             f"the module must take every micro-batch of the {source.role}, but fails with the last "

@@ -408,7 +408,10 @@ def test_a_wrong_argument_of_compile_is_named(arguments, text):
         model.compile("sgd", "mse", **arguments)
 
 
-ENGINE = "engine must be 'auto', 'embedded' or a callable that makes an engine, got "
+ENGINE = (
+    "engine must be one of 'auto', 'embedded', 'ipu', 'ipu-standin', or a callable that makes an "
+    "engine, got "
+)
 
 
 @pytest.mark.parametrize(
@@ -426,7 +429,7 @@ ENGINE = "engine must be 'auto', 'embedded' or a callable that makes an engine, 
             "Model takes a torch.nn.Module object, got None. Pass an instance, such as "
             "ipufit.Model(MyNet()).",
         ),
-        (nn.Linear(1, 1), "ipu", f"{ENGINE}'ipu'. This version has no engine for IPUs yet."),
+        (nn.Linear(1, 1), "gpu", f"{ENGINE}'gpu'. Pass for example engine='embedded'."),
         (nn.Linear(1, 1), 3, f"{ENGINE}3. Pass for example engine='embedded'."),
         (nn.Linear(1, 1), None, f"{ENGINE}None. Pass for example engine='embedded'."),
     ],

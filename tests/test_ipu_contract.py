@@ -20,7 +20,7 @@ MODELS = ("trainingModel", "inferenceModel")
 
 @pytest.fixture(scope="module")
 def calls():
-    """Everything that one model's life makes: fits with tails, a validation, a schedule, options."""
+    """What the life of models makes: fits with tails, a validation, a schedule, options."""
     recorder = Recorder()
     x, y = data(23)
     loader = DataLoader(TensorDataset(x, y), batch_size=3)
@@ -43,7 +43,8 @@ def calls():
                 callbacks=[_Touch(net)],
                 verbose=0,
             )
-            assert isinstance(net, MLP) and type(next(net.parameters())) is nn.Parameter
+            assert type(net) is MLP
+            assert type(next(net.parameters())) is nn.Parameter
             model.fit(loader, verbose=0)
             model.evaluate(loader, verbose=0)
             model.predict(x, verbose=0)
@@ -91,10 +92,12 @@ def test_options_do_not_change_once_a_model_has_them(calls):
     for call in calls:
         if call.name in MODELS:
             given.append(call.kwargs["options"])
-        elif call.owner in OPTIONS and call.args is not None:
-            if call.name not in ("__init__", "exists", "clone"):
-                groups = [options.Training for options in given]
-                assert not any(call.target is each for each in [*given, *groups]), call.name
+            continue
+        sets = call.args is not None and call.name not in ("__init__", "exists", "clone")
+        if call.owner in OPTIONS and sets:
+            groups = [options.Training for options in given]
+            assert not any(call.target is each for each in [*given, *groups]), call.name
+    assert given
 
 
 def test_executors_live_in_the_order_that_a_device_allows(calls):
@@ -108,10 +111,10 @@ def test_executors_live_in_the_order_that_a_device_allows(calls):
             continue
         attached = [key for key, value in states.items() if value == "attached"]
         if name == "compile":
-            assert state == "new" and not attached
+            assert (state, attached) == ("new", [])
             state = "attached"
         elif name == "attachToDevice":
-            assert state == "detached" and not attached
+            assert (state, attached) == ("detached", [])
             state = "attached"
         elif name == "detachFromDevice":
             assert state == "attached"

@@ -87,6 +87,8 @@ _MAKERS: Dict[str, Callable[[], Engine]] = {
     "ipu-standin": _standin,
 }
 
+_NAMES = f"one of {', '.join(map(repr, _MAKERS))}"
+
 
 def engine_maker(engine: Union[str, Callable[[], Engine]]) -> Callable[[], Engine]:
     """What makes the engine for every ``compile``.
@@ -101,18 +103,23 @@ def engine_maker(engine: Union[str, Callable[[], Engine]]) -> Callable[[], Engin
     """
     if callable(engine):
         return engine
-    wanted, where = engine, "engine"
+    wanted = engine
     if engine == "auto" and os.environ.get(_VARIABLE):
-        wanted, where = os.environ[_VARIABLE], f"the environment variable {_VARIABLE}"
+        wanted = os.environ[_VARIABLE]
+        if wanted not in _MAKERS:
+            raise ConfigurationError(
+                f"the environment variable {_VARIABLE} must be {_NAMES}, got {wanted!r}. Set it to "
+                "for example embedded, or unset it."
+            )
     if not isinstance(wanted, str) or wanted not in _MAKERS:
-        callables = " or a callable that makes an engine" if where == "engine" else ""
         raise ConfigurationError(
-            f"{where} must be {', '.join(map(repr, _MAKERS))}{callables}, got {wanted!r}. "
-            f"{'Pass' if where == 'engine' else 'Set it to'} for example "
-            f"{'engine=' if where == 'engine' else ''}'embedded'."
+            f"engine must be {_NAMES}, or a callable that makes an engine, got {wanted!r}. Pass "
+            "for example engine='embedded'."
         )
     if wanted == "ipu":
-        from ipufit.engines.ipu.sdk import load_sdk
+        from ipufit.engines.ipu.sdk import find_sdk, load_sdk
 
-        load_sdk()
+        # Found out now, and imported when the engine is built.
+        if find_sdk() is None:
+            load_sdk()
     return _MAKERS[wanted]

@@ -404,6 +404,7 @@ def of_error(kind, /, **values):
 
 of_error(errors.CaptureError, message=("a", "b"), file=(None, "net.py"), line=(None, 3))
 of_error(errors.NonFiniteLossError, message=("a", "b"), update=(1, 2), value=(1.0, 2.0))
+of_error(errors.RecoverableDeviceError, message=("a", "b"), action=("IPU_RESET", "FULL_RESET"))
 of_error(errors.PlanError, faults=(["a"], ["b"]), suggestion=(None, {"ipus": 2}))
 of_error(
     errors.UnknownNameError,
@@ -412,6 +413,23 @@ of_error(
     known=(["adam", "sgd"], ["adam"]),
     hint=("", "Look. "),
     is_typo=(True, False),
+)
+
+
+# engines
+
+
+def status(**one):
+    base = {"name": "a", "available": True, "reason": "r"}
+    return str(ipufit.engines.EngineStatus(**{**base, **one}))
+
+
+of(
+    "engines.EngineStatus",
+    status,
+    name=("a", "b"),
+    available=(True, False),
+    reason=("r", "s"),
 )
 
 

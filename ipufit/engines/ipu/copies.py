@@ -46,6 +46,12 @@ class Host:
         self.trained = {
             name: p for name, p in self.parameters.items() if p.requires_grad and id(p) in owned
         }
+        # By this way round what PopTorch wraps, they can be changed without fetching all weights.
+        self._counters: Dict[str, Tensor] = {
+            name: buffer.detach()
+            for name, buffer in self.buffers().items()
+            if not buffer.is_floating_point()
+        }
 
     def _named(self, how: str) -> List[Any]:
         seen, found = set(), []
@@ -55,6 +61,10 @@ class Host:
                     seen.add(id(tensor))
                     found.append((f"{prefix}.{name}", tensor))
         return found
+
+    def count(self, name: str, times: int) -> None:
+        """Let a counter go on, which a device leaves alone."""
+        self._counters[name].add_(times)
 
     def buffers(self) -> Dict[str, Tensor]:
         """As they are now."""
@@ -112,6 +122,8 @@ class Trained:
         step = IpuStep(sdk, net, loss, spec, Form.of(example, size.padding))
         step.training = spec.module.training
         parameters = dict(step.named_parameters())
+        # Before PopTorch gives them classes of its own.
+        self._kinds = [(t, type(t)) for t in (*parameters.values(), *step.buffers())]
         self.optimizer = DeviceOptimizer(
             sdk, spec.optimizer, parameters, host.trained, spec.recipe, scheduled
         )
@@ -145,7 +157,8 @@ class Trained:
         """Give all back to the user's module and torch's optimizer, and the device to others."""
         with told(self._sdk, "reading weights and optimizer state"):
             OWNER.release(self.executor)
-            if self.own:
+            # What has not run has nothing to give, and the user may have changed his own since.
+            if updates and self.own:
                 _copy(self._tensors(), self._host.tensors())
             if updates:
                 self.optimizer.store(updates)
@@ -161,9 +174,15 @@ class Trained:
         with told(self._sdk, "closing the program"):
             OWNER.release(self.executor)
             self.executor.destroy()
+        # PopTorch leaves them wrapped where compiling has failed.
+        for tensor, kind in self._kinds:
+            if type(tensor) is not kind:
+                tensor.__class__ = kind
 
 
 def _copy(source: Dict[str, Tensor], target: Dict[str, Tensor]) -> None:
+    """What a device can have changed; integers are constants to it, and the host counts them."""
     with torch.no_grad():
         for name, tensor in target.items():
-            tensor.copy_(source[name])
+            if tensor.is_floating_point():
+                tensor.copy_(source[name])

@@ -69,9 +69,9 @@ def make_options(sdk: Any, given: Any, spec: ProgramSpec, size: Size, first_seed
         if spec.recipe.gradient_reduction == "mean":
             kind = sdk.ReductionType.Mean
         options.Training.accumulationAndReplicationReductionType(kind)
-        if size.replicas > 1:
-            # Each replica has running statistics of its own.
-            options.broadcastBuffers(False)
+    if size.replicas > 1:
+        # Each replica has running statistics of its own.
+        options.broadcastBuffers(False)
     if not options.exists("random_seed"):
         # PopTorch seeds torch's own generator at once, which is the user's.
         with isolated(_HOST):

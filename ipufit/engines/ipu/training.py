@@ -78,7 +78,6 @@ class TrainingProgram:
         self._versions: List[int] = []
         self._apart: Optional[bool] = None
         self._unstored = 0
-        self._counted: Dict[str, int] = {}
         self._published: object = None
         self._published_at = self.updates
 
@@ -173,7 +172,6 @@ class TrainingProgram:
         if self._current is not None:
             self._current.store(self._unstored)
             self._unstored, self._current = 0, None
-            self._note_counters()
             self._note_published()
 
     def _turn_to(self, program: Trained) -> None:
@@ -196,6 +194,10 @@ class TrainingProgram:
             self._leave()
             self._note_published()
         program = self._current
+        if program is not None and program.own:
+            # It works on a copy, and has not run: else it would have been left.
+            self._leave()
+            return
         if program is None:
             return
         if OWNER.has(program.executor) and program.executor.isAttachedToDevice():
@@ -287,8 +289,7 @@ class TrainingProgram:
         self.updates += updates
         self._unstored += updates
         for name, times in program.unit.traced.counters.items():
-            passes = times * updates * size.accumulation
-            self._counted[name] = self._counted.get(name, 0) + passes
+            self._host.count(name, times * updates * size.accumulation)
         for place, result in enumerate(results):
             if not math.isfinite(result.numbers[0]):
                 lost = first + place // max(1, len(results) // updates)
@@ -409,16 +410,7 @@ class TrainingProgram:
             with told(self._engine.sdk, "reading the optimizer's state"):
                 self._current.optimizer.store(self._unstored)
             self._unstored = 0
-        self._note_counters()
         self._note_published()
-
-    def _note_counters(self) -> None:
-        """What BatchNorm counts are integers, which a device leaves alone."""
-        counted, self._counted = self._counted, {}
-        if counted:
-            buffers = self._host.buffers()
-            for name, times in counted.items():
-                buffers[name].add_(times)
 
     def _note_published(self) -> None:
         self._published = signature(self._optimizer)
