@@ -26,6 +26,9 @@ from tests.nets import CNN, MLP, data
 X, Y = data(50)
 LOADER = DataLoader(TensorDataset(X, Y), 5)
 
+pytestmark = pytest.mark.usefixtures("engine")
+embedded_only = pytest.mark.embedded_only
+
 
 def warm_up(optimizer):
     """Up for five updates, then down for fifteen."""
@@ -47,7 +50,11 @@ def fit(
     return model, history
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["traced", "eager"])
+@pytest.mark.parametrize(
+    "eager",
+    [False, pytest.param(True, marks=embedded_only("a device runs compiled programs only"))],
+    ids=["traced", "eager"],
+)
 def test_warm_up_gives_the_same_bits_for_every_device_iterations(eager):
     """Elsewhere a scheduler moves once per call of the program, so the curve depends on it."""
     start = CNN().double()
@@ -208,6 +215,7 @@ def test_a_schedule_that_ends_too_early_is_found_before_the_first_update():
     assert torch.equal(weights(net), before)
 
 
+@embedded_only("an IPU sees a loss when its update is done")
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 def test_a_failed_execution_leaves_the_schedule_at_the_update_that_failed(late):
     """Whoever lowers the rate and goes on must find the schedule where the weights are."""
@@ -235,6 +243,7 @@ def test_a_second_fit_goes_on_where_the_first_one_stopped():
     assert history.history["learning_rate"] == [0.1 * 0.9**19]
 
 
+@embedded_only("an IPU has no such optimizer at all")
 def test_an_optimizer_with_constant_numbers_is_refused_by_name():
     net = MLP().double()
     with pytest.raises(OptimizerError) as caught:
@@ -250,6 +259,7 @@ def test_an_optimizer_with_constant_numbers_is_refused_by_name():
     )
 
 
+@embedded_only("PopTorch's SGD takes momentum as a number")
 def test_a_schedule_that_would_change_the_program_is_refused():
     """Momentum that goes through zero is another program."""
     net = MLP().double()

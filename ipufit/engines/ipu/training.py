@@ -180,7 +180,7 @@ class TrainingProgram:
             if self._current is program:
                 fresh = OWNER.take(program.executor)
                 if not fresh and self._host.versions() != self._versions:
-                    program.executor.copyWeightsToDevice()
+                    _send_weights(program.executor)
                 self._versions = self._host.versions()
                 return
             self._leave()
@@ -202,9 +202,7 @@ class TrainingProgram:
             return
         if OWNER.has(program.executor) and program.executor.isAttachedToDevice():
             with told(self._engine.sdk, "bringing weights to the device"):
-                # If nobody has looked at them since the last run, nobody has changed them.
-                if not program.executor.copyWeightsToHostIfNeeded():
-                    program.executor.copyWeightsToDevice()
+                _send_weights(program.executor)
         self._versions = self._host.versions()
 
     def _follow_the_optimizer(self) -> None:
@@ -463,6 +461,15 @@ class TrainingProgram:
         if not self._closed:
             self._closed = True
             self._drop()
+
+
+def _send_weights(executor: Any) -> None:
+    """Bring weights that somebody may have changed to the device.
+
+    If nobody has looked at them since the last run, nobody has changed them.
+    """
+    if not executor.copyWeightsToHostIfNeeded():
+        executor.copyWeightsToDevice()
 
 
 def _scheduled(spec: ProgramSpec) -> FrozenSet[str]:
