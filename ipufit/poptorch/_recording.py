@@ -173,18 +173,21 @@ def _constants(model: nn.Module) -> List[Tensor]:
 
 @contextlib.contextmanager
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards no attribute is a tensor of the recording, which has no value."""
-    before = [(module, dict(vars(module))) for module in model.modules()]
+    """Afterwards no attribute is a tensor of the recording, which has no value, and none is gone."""
+    namespaces = [vars(module) for module in model.modules()]
+    namespaces += [own[members] for own in list(namespaces) for members in _MEMBERS]
+    before = [dict(namespace) for namespace in namespaces]
     try:
         yield
     finally:
-        for module, known in before:
-            for name, value in list(vars(module).items()):
-                if isinstance(value, FakeTensor):
-                    if name in known:
-                        vars(module)[name] = known[name]
-                    else:
-                        del vars(module)[name]
+        for namespace, known in zip(namespaces, before):
+            for name in [n for n, value in namespace.items() if isinstance(value, FakeTensor)]:
+                del namespace[name]
+            for name, value in known.items():
+                namespace.setdefault(name, value)
+
+
+_MEMBERS = ("_parameters", "_buffers")
 
 
 def record(
