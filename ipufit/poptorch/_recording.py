@@ -16,6 +16,7 @@ from ipufit.errors import CaptureError
 from ipufit.poptorch._changes import changed_buffers, held_tensors
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._operators import overlap
+from ipufit.poptorch._operators.bodies import everywhere
 from ipufit.poptorch._parsers import flattenTensorStructure, reconstructTensorStructure
 from ipufit.poptorch._tracing import Trace, traced
 from ipufit.poptorch._watching import watched
@@ -231,7 +232,7 @@ def record(
         step.reached,
         tuple(i - len(names) for i in changed if len(names) <= i < len(tensors) - 1),
         tuple(names[i] for i in changed if i < len(names)),
-        uses_random_numbers(graph),
+        any(uses_random_numbers(each) for each in everywhere(graph)),
         bool(overlaps.inputs or overlaps.outputs),
         trace,
     )
