@@ -67,6 +67,8 @@ class DataProcess(BatchReader):
                 "classes at the top of a module, or use SharingStrategy.Fork."
             ) from problem
         finally:
+            if isinstance(dataset, FiledDataset):
+                dataset.close()
             its_events.close()
             its_commands.close()
         self._process = process

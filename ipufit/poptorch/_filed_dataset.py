@@ -23,6 +23,10 @@ class FiledDataset:
         pickle.dump(dataset, self._file, protocol=4)
         self._file.flush()
 
+    def close(self) -> None:
+        """Let go of the file, which the other process holds."""
+        self._file.close()
+
     def __getstate__(self) -> Dict[str, Any]:
         return {"_handle": reduction.DupFd(self._file.fileno())}
 
