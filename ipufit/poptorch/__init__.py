@@ -1,6 +1,8 @@
 """PopTorch's public API on the embedded engine: no SDK, no IPU, the same meaning."""
 
 from ipufit.poptorch import enums, ops, optim, options, poptorch_core, profiling, testing
+from ipufit.poptorch._accessor import AsynchronousDataAccessor
+from ipufit.poptorch._dataloader import DataLoader
 from ipufit.poptorch._devices import ipuHardwareIsAvailable, ipuHardwareVersion
 from ipufit.poptorch._executor import PoplarExecutor
 from ipufit.poptorch._hooks import registerPostCompileHook, registerPreCompileHook
@@ -87,6 +89,7 @@ from ipufit.poptorch.poptorch_core import (
 __all__ = [
     "ATTR_PREFIX",
     "CPU",
+    "AsynchronousDataAccessor",
     "Attribute",
     "AutoStage",
     "BeginBlock",
@@ -96,6 +99,7 @@ __all__ = [
     "CommGroupType",
     "ConfigFileError",
     "ConnectionType",
+    "DataLoader",
     "DataLoaderMode",
     "Error",
     "HalfFloatCastingBehavior",
