@@ -112,14 +112,24 @@ class CaptureError(IpufitError, RuntimeError):
     Attributes:
         file: the user's file in which it happened, or None when no user frame was on the stack.
         line: the line in that file.
+        cause: "value" or "shape" where the program would have to know a tensor's values to go on;
+            None for anything else.
+        brief: the message without the advice that only holds for :class:`ipufit.Model`.
     """
 
     def __init__(
-        self, message: str, file: Optional[str] = None, line: Optional[int] = None
+        self,
+        message: str,
+        file: Optional[str] = None,
+        line: Optional[int] = None,
+        cause: Optional[str] = None,
+        advice: str = "",
     ) -> None:
         self.file = file
         self.line = line
-        super().__init__(message)
+        self.cause = cause
+        self.brief = message
+        super().__init__(f"{message} {advice}".rstrip())
 
 
 class NonFiniteLossError(IpufitError, ArithmeticError):

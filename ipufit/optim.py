@@ -102,7 +102,7 @@ class LAMB(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    _update(param, param.grad, self.state[param], group)
+                    lamb_update(param, param.grad, self.state[param], group)
         return loss
 
 
@@ -117,7 +117,7 @@ def _check_group(group: Dict[str, Any]) -> None:
         raise ValueError(f"LAMB needs max_weight_norm > 0, got {limit}. Give None for no limit.")
 
 
-def _update(param: Tensor, grad: Tensor, state: Dict[str, Any], group: Dict[str, Any]) -> None:
+def lamb_update(param: Tensor, grad: Tensor, state: Dict[str, Any], group: Dict[str, Any]) -> None:
     """Algorithm 2 for one tensor."""
     if grad.is_sparse:
         raise RuntimeError(

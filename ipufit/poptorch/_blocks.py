@@ -2,8 +2,210 @@
 
 from __future__ import annotations
 
-__all__ = ["Blocks"]
+import functools
+from typing import Any, Callable, Hashable, List, Optional, Tuple
+
+import torch
+
+from ipufit.poptorch._errors import error
+
+__all__ = ["BeginBlock", "Block", "BlockFunction", "Blocks", "LegacyBeginBlockFn", "removeBlocks"]
+
+# A block's name, and the IPU that was asked for.
+Entry = Tuple[Hashable, Optional[int]]
 
 
 class Blocks:
-    """The blocks of one recording, in the order in which they were entered."""
+    """The blocks of one recording, in the order in which they were entered.
+
+    Attributes:
+        entered: one entry for each time that a block was entered; a block may come twice.
+        computing: those entries in which something is computed, in order; None first where that
+            happens before any block, on IPU 0.
+    """
+
+    def __init__(self) -> None:
+        self.entered: List[Entry] = []
+        self.computing: List[Optional[Entry]] = []
+        self._next_auto_id = 0
+        self._active = True
+        self._noted = False
+
+    def use_auto_id(self) -> None:
+        """Number blocks without a name from 0 on again."""
+        self._next_auto_id = 0
+
+    def next_auto_id(self) -> str:
+        """The name of the next block that has none."""
+        self._next_auto_id += 1
+        return str(self._next_auto_id - 1)
+
+    def enter(self, user_id: Optional[Hashable], ipu_id: Optional[int]) -> None:
+        """What comes now belongs to this block, until the next one, or until it is left."""
+        self.entered.append((user_id or self.next_auto_id(), ipu_id))
+        self._active, self._noted = True, False
+
+    def leave(self) -> None:
+        """What comes now belongs to no block."""
+        self._active = False
+
+    def on_operator(self) -> None:
+        """An operator is about to be recorded.
+
+        Raises:
+            Error: the last block was left, and no other one entered.
+        """
+        if not self._active:
+            name = self.entered[-1][0] if self.entered else None
+            raise error(
+                "No active Block, all the ops must belong to a Block: something is computed "
+                f"after the block {name!r} was left. Put it into a poptorch.Block, or begin blocks "
+                "with poptorch.Block.start or poptorch.BeginBlock, which don't end."
+            )
+        if not self._noted:
+            self.computing.append(self.entered[-1] if self.entered else None)
+            self._noted = True
+
+
+def _blocks() -> Optional[Blocks]:
+    # Imported here: a recording has blocks, so that module imports this one.
+    from ipufit.poptorch._tracing import tracing
+
+    trace = tracing()
+    return None if trace is None else trace.blocks
+
+
+class Block(torch.nn.Module):
+    """A part of the model that has a name and may have an IPU; a context manager.
+
+    ``with poptorch.Block("Encoder", ipu_id=0): ...`` Outside of a model that is being compiled
+    it does nothing, and no value ever depends on it.
+
+    Args:
+        user_id: the name by which strategies know it; the same name is the same block. Without
+            one it is numbered.
+        ipu_id: which IPU of the replica it runs on.
+    """
+
+    def __init__(self, user_id: Optional[str] = None, ipu_id: Optional[int] = None) -> None:
+        super().__init__()
+        self._user_id = user_id
+        self._ipu_id = ipu_id
+
+    @staticmethod
+    def useAutoId() -> None:
+        """Number the blocks without a name from "0" on; call it first in ``forward``."""
+        blocks = _blocks()
+        if blocks is not None:
+            blocks.use_auto_id()
+
+    @staticmethod
+    def start(user_id: Optional[str] = None, ipu_id: Optional[int] = None) -> None:
+        """Begin a block that goes on until another one begins."""
+        blocks = _blocks()
+        if blocks is not None:
+            blocks.enter(user_id, ipu_id)
+
+    def __enter__(self) -> None:
+        Block.start(self._user_id, self._ipu_id)
+
+    def __exit__(self, type: Any, value: Any, traceback: Any) -> None:
+        blocks = _blocks()
+        if blocks is not None:
+            blocks.leave()
+
+
+class _BlockHook:
+    """Begins a block before a module's forward."""
+
+    def __init__(self, user_id: Optional[str], ipu_id: Optional[int]) -> None:
+        self._user_id = user_id
+        self._ipu_id = ipu_id
+
+    def begin(self) -> None:
+        """Begin the block; a number given to one without a name stays."""
+        blocks = _blocks()
+        if blocks is None:
+            return
+        if self._user_id is None:
+            self._user_id = blocks.next_auto_id()
+        blocks.enter(self._user_id, self._ipu_id)
+
+    def __call__(self, module: torch.nn.Module, input: Any) -> None:
+        self.begin()
+
+    def __repr__(self) -> str:
+        return f"BeginBlock(user_id={self._user_id}, ipu_id={self._ipu_id})"
+
+
+class LegacyBeginBlockFn(torch.nn.Module):
+    """A callable that begins a block when it is called; what :func:`BeginBlock` makes of one."""
+
+    def __init__(
+        self, layer_to_call: Any, user_id: Optional[str] = None, ipu_id: Optional[int] = None
+    ) -> None:
+        super().__init__()
+        self._layer_to_call = layer_to_call
+        self._block = _BlockHook(user_id, ipu_id)
+
+    def __call__(self, *input: Any, **kwargs: Any) -> Any:
+        """Begin the block and call."""
+        self._block.begin()
+        return self._layer_to_call(*input, **kwargs)
+
+
+def BeginBlock(
+    layer_to_call: Any, user_id: Optional[str] = None, ipu_id: Optional[int] = None
+) -> Any:
+    """Let a block begin with a module; it goes on until another one begins.
+
+    Args:
+        layer_to_call: the module, which is changed in place. A callable that is none is wrapped.
+        user_id: as for :class:`Block`.
+        ipu_id: as for :class:`Block`.
+    Returns:
+        The same module.
+    Raises:
+        Error: a block begins with it already, or it can't be called.
+    """
+    if not isinstance(layer_to_call, torch.nn.Module):
+        if callable(layer_to_call):
+            return LegacyBeginBlockFn(layer_to_call, user_id, ipu_id)
+        raise error(
+            f"module is not an instance of torch.nn.Module or function. Got "
+            f"{type(layer_to_call).__name__}: give BeginBlock the layer that begins the block."
+        )
+    if any(isinstance(hook, _BlockHook) for hook in layer_to_call._forward_pre_hooks.values()):
+        raise error(
+            "module has already been assigned to a block. Call poptorch.removeBlocks on it first."
+        )
+    layer_to_call.register_forward_pre_hook(_BlockHook(user_id, ipu_id))
+    return layer_to_call
+
+
+def removeBlocks(module: torch.nn.Module) -> None:
+    """Take back what :func:`BeginBlock` did to a module and to those inside."""
+    if not isinstance(module, torch.nn.Module):
+        raise AssertionError(
+            f"removeBlocks expects a torch.nn.Module, got {type(module).__name__}."
+        )
+    for part in module.modules():
+        hooks = part._forward_pre_hooks
+        for key in [k for k, hook in hooks.items() if isinstance(hook, _BlockHook)]:
+            del hooks[key]
+
+
+def BlockFunction(
+    user_id: Optional[str] = None, ipu_id: Optional[int] = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function a block: a decorator. Arguments are those of :class:`Block`."""
+
+    def decorator(func: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(func)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with Block(user_id, ipu_id):
+                return func(*args, **kwargs)
+
+        return wrapper
+
+    return decorator

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Iterator, List, Optional
+import dataclasses
+from typing import Dict, FrozenSet, Iterator, List, Optional, Sequence, Set
 
 from torch import Tensor
 
+from ipufit.engines.embedded.storage import storage_id
 from ipufit.poptorch._blocks import Blocks
+from ipufit.poptorch._errors import error
 
-__all__ = ["Trace", "tracing"]
+__all__ = ["Trace", "traced", "tracing", "untraced"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loss:
+    """A tensor that was said to be a loss.
+
+    Attributes:
+        tensor: it.
+        reaching: numbers of the losses that it was computed from.
+        reduced: whether it is an identity loss that was reduced to one number.
+    """
+
+    tensor: Tensor
+    reaching: FrozenSet[int]
+    reduced: bool
 
 
 class Trace:
@@ -18,18 +36,94 @@ class Trace:
     Attributes:
         training: whether it is a training model.
         blocks: where the model says that its operators go.
-        losses: number of losses marked so far.
+        kept: what has to live as long as the recorded graph.
     """
 
     def __init__(self, training: bool) -> None:
         self.training = training
         self.blocks = Blocks()
-        self.losses = 0
+        self.kept: List[object] = []
+        self._losses: List[_Loss] = []
+        self._reaching: Dict[int, Set[int]] = {}
+        self._foreign: Set[int] = set()
+        # Memory that is freed may be given out again, and would bring its old losses along.
+        self._alive: List[Tensor] = []
 
-    def mark_loss(self, loss: Tensor) -> Tensor:
-        """Say that this tensor is a loss; its value stays."""
-        self.losses += 1
-        return loss
+    def mark_loss(self, loss: Tensor, reduced: bool = False) -> Tensor:
+        """Say that this tensor is a loss.
+
+        Args:
+            loss: any shape.
+            reduced: whether it is an identity loss that was reduced to one number.
+        Returns:
+            A tensor of the same value, to be used in its place; without training, itself.
+        """
+        if not self.training:
+            return loss
+        number = len(self._losses)
+        marked = loss.clone()
+        self._losses.append(_Loss(marked, frozenset(self._of(loss)), reduced))
+        self._reaching[storage_id(marked)] = {number, *self._of(loss)}
+        self._alive.append(marked)
+        return marked
+
+    def _of(self, tensor: Tensor) -> Set[int]:
+        return self._reaching.get(storage_id(tensor), set())
+
+    def computed(self, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """Note that an operator made, or changed, tensors out of others."""
+        reaching: Set[int] = set()
+        for tensor in inputs:
+            reaching |= self._of(tensor)
+        for tensor in results:
+            self._alive.append(tensor)
+            if reaching:
+                self._reaching.setdefault(storage_id(tensor), set()).update(reaching)
+
+    def made_on_host(self, tensor: Tensor) -> None:
+        """Note a tensor that forward made of numbers without saying that it is the device's."""
+        self._alive.append(tensor)
+        self._foreign.add(storage_id(tensor))
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor of the recording is the host's."""
+        return storage_id(tensor) in self._foreign
+
+    def final_loss(self, results: Sequence[Tensor]) -> Tensor:
+        """The one loss that no other loss is computed from.
+
+        Args:
+            results: what the model returns or changes; a loss that reaches none of it is dead.
+
+        Raises:
+            Error: there is none, or there are several.
+        """
+        live: Set[int] = set()
+        for tensor in results:
+            live |= self._of(tensor)
+        inner: Set[int] = set()
+        for number in live:
+            inner |= self._losses[number].reaching
+        final = sorted(live - inner)
+        if not final:
+            raise error(
+                "Couldn't find a loss in graph! Training needs a loss that is returned, or that "
+                "what is returned is computed from: use a loss of torch.nn, or mark your own with "
+                "poptorch.identity_loss(value, reduction)."
+            )
+        if len(final) > 1:
+            raise error(
+                "Multiple independent losses found in graph. Graph must have one final loss. Wrap "
+                f"final graph loss in poptorch.identity_loss. Of the {len(final)} found, add up "
+                'what is to be trained on: poptorch.identity_loss(loss1 + loss2, reduction="none").'
+            )
+        return self._losses[final[0]].tensor
+
+    def is_inner_reduced(self, tensor: Tensor, final: Optional[Tensor]) -> bool:
+        """Whether this is a reduced identity loss that goes into another loss."""
+        return any(
+            loss.tensor is tensor and loss.reduced and tensor is not final for loss in self._losses
+        )
 
 
 _stack: List[Trace] = []
@@ -38,6 +132,16 @@ _stack: List[Trace] = []
 def tracing() -> Optional[Trace]:
     """The recording that is under way; None outside of one."""
     return _stack[-1] if _stack else None
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """As if no recording were under way, for code of the user that runs beside it."""
+    held, _stack[:] = list(_stack), []
+    try:
+        yield
+    finally:
+        _stack[:] = held
 
 
 @contextlib.contextmanager

@@ -43,7 +43,10 @@ _INTERNAL = (
 _TORCH_MODULES = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "nn") + os.sep
 
 # Where ipufit calls the user's module and loss.
-_STEP = os.path.join(_HERE, "step.py")
+_CALLERS = (
+    os.path.join(_HERE, "step.py"),
+    os.path.join(os.path.dirname(os.path.dirname(_HERE)), "poptorch", "_recording.py"),
+)
 
 _EAGERLY = "To run this module as it is, without capture, use compile(..., run_eagerly=True)."
 
@@ -56,7 +59,7 @@ def _first_user_frame(frames: Sequence[Frame]) -> Optional[Frame]:
     module = None
     for frame in frames:
         path = os.path.abspath(frame[0])
-        if path == _STEP:
+        if path in _CALLERS:
             break
         if not path.startswith(_INTERNAL) and not frame[0].startswith("<"):
             return frame
@@ -78,15 +81,16 @@ def _frame_of(error: BaseException) -> Optional[Frame]:
     return _first_user_frame([(s.filename, s.lineno or 0, s.name) for s in reversed(stack)])
 
 
-def _error(what: str, instead: str, frame: Optional[Frame]) -> CaptureError:
+def _error(
+    what: str, instead: str, frame: Optional[Frame], cause: Optional[str] = None
+) -> CaptureError:
     if frame is None:
-        return CaptureError(f"{what}. {instead} {_EAGERLY}")
+        return CaptureError(f"{what}. {instead}", cause=cause, advice=_EAGERLY)
     file, line, function = frame
     source = linecache.getline(file, line).strip()
     shown = f": `{source}`" if source else ""
-    return CaptureError(
-        f"{what}, at {file}:{line} in {function}{shown}. {instead} {_EAGERLY}", file, line
-    )
+    text = f"{what}, at {file}:{line} in {function}{shown}. {instead}"
+    return CaptureError(text, file, line, cause, _EAGERLY)
 
 
 # What the user's line looks like tells which of several causes it was; torch's error is the same.
@@ -105,6 +109,7 @@ def _value_error(frame: Optional[Frame]) -> CaptureError:
             "Keep it a tensor (0-dim tensors work in arithmetic and torch.where), or compute the "
             "number before training and store it as an attribute.",
             frame,
+            "value",
         )
     if _BRANCH.search(source):
         return _error(
@@ -113,12 +118,14 @@ def _value_error(frame: Optional[Frame]) -> CaptureError:
             "Write torch.where(condition, a, b), or multiply by a mask, so that both cases are in "
             "the program.",
             frame,
+            "value",
         )
     return _error(
         "Python needed a tensor's value, but the program is recorded once, before there are values",
         "Keep it in tensors: torch.where(condition, a, b) instead of a branch, gather or a mask "
         "instead of a slice that ends at a value.",
         frame,
+        "value",
     )
 
 
@@ -128,6 +135,7 @@ def _text_error(frame: Optional[Frame]) -> CaptureError:
         "are values",
         "Return the tensor as an output, and format it outside of the module.",
         frame,
+        "value",
     )
 
 
@@ -138,6 +146,7 @@ def _shape_error(frame: Optional[Frame]) -> CaptureError:
         "Keep the full shape: write torch.where(mask, x, 0) instead of x[mask], topk with a fixed "
         "k instead of nonzero or unique.",
         frame,
+        "shape",
     )
 
 
@@ -147,6 +156,7 @@ def _mask_error(frame: Optional[Frame]) -> CaptureError:
         "there are values",
         "Tell it: pass is_causal=True, or False, beside the mask (tgt_is_causal= for a decoder).",
         frame,
+        "value",
     )
 
 
@@ -156,6 +166,7 @@ def _numpy_error(frame: Optional[Frame]) -> CaptureError:
         "values",
         "Use the torch operator of the same meaning.",
         frame,
+        "value",
     )
 
 

@@ -90,8 +90,9 @@ class SGDRule(Rule):
         return ("momentum_buffer",) if group["momentum"] else ()
 
     def coefficients(self, group: Group, step: float) -> List[float]:
-        # The first update takes the gradient whole; dampening starts with the second.
-        taken = 1 - group["dampening"] if step > 1 else 1
+        # The first update takes the gradient whole; dampening starts with the second. Without
+        # momentum there is nothing to dampen.
+        taken = 1 - group["dampening"] if step > 1 and group["momentum"] else 1
         return [group["lr"], group["momentum"], taken, group["weight_decay"]]
 
     def update(
@@ -130,8 +131,8 @@ class AdamRule(Rule):
 
     def coefficients(self, group: Group, step: float) -> List[float]:
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
-        size = group["lr"] / (1 - beta1**step)
-        root = 1 / math.sqrt(1 - beta2**step)
+        size = group["lr"] / _unbiased(beta1, step)
+        root = 1 / math.sqrt(_unbiased(beta2, step))
         shrink = 1 - group["lr"] * decay if self.decoupled else decay
         return [1 - beta1, 1 - beta2, size, root, group["eps"], shrink]
 
@@ -162,10 +163,6 @@ class AdamWRule(AdamRule):
 class LAMBRule(Rule):
     """LAMB (You et al. 2020, Algorithm 2), as :class:`ipufit.optim.LAMB`."""
 
-    def __init__(self, group: Group) -> None:
-        super().__init__(group)
-        self.max_weight_norm: Optional[float] = group["max_weight_norm"]
-
     @classmethod
     def switches(cls, group: Group) -> Tuple[object, ...]:
         return (*super().switches(group), group["max_weight_norm"])
@@ -178,21 +175,15 @@ class LAMBRule(Rule):
         beta1, beta2 = group["betas"]
         root1 = root2 = 1.0
         if group["bias_correction"]:
-            root1, root2 = 1 / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)
-        return [
-            1 - beta1,
-            1 - beta2,
-            root1,
-            root2,
-            group["eps"],
-            group["weight_decay"],
-            group["lr"],
-        ]
+            root1, root2 = 1 / _unbiased(beta1, step), 1 / math.sqrt(_unbiased(beta2, step))
+        limit = math.inf if group["max_weight_norm"] is None else group["max_weight_norm"]
+        shares, sizes = [1 - beta1, 1 - beta2], [group["weight_decay"], group["lr"], limit]
+        return [*shares, root1, root2, group["eps"], *sizes]
 
     def update(
         self, p: Tensor, g: Tensor, state: State, c: Sequence[Tensor], segments: Sequence[slice]
     ) -> None:
-        first_share, second_share, root1, root2, eps, decay, lr = c
+        first_share, second_share, root1, root2, eps, decay, lr, limit = c
         first, second = _moments(g, state, first_share, second_share)
         direction = (first * root1).div_(second.sqrt().mul_(root2).add_(eps))
         if self.decay:
@@ -203,15 +194,21 @@ class LAMBRule(Rule):
             weight, change = p[segment], direction[segment]
             weight_norm = torch.linalg.vector_norm(weight, dtype=wide)
             change_norm = torch.linalg.vector_norm(change, dtype=wide)
+            weight_norm = torch.minimum(weight_norm, limit.to(wide))
             usable = (weight_norm > 0) & (change_norm > 0)
-            if self.max_weight_norm is not None:
-                weight_norm = weight_norm.clamp(max=self.max_weight_norm)
             ratio = torch.where(usable, weight_norm / change_norm, torch.ones_like(weight_norm))
             weight.sub_(change * (ratio * lr))
 
 
 class RMSpropRule(Rule):
-    """torch.optim.RMSprop."""
+    """torch.optim.RMSprop.
+
+    Attributes:
+        tensorflow: whether it is TensorFlow's: eps within the root, and the learning rate within
+            the momentum.
+    """
+
+    tensorflow = False
 
     @classmethod
     def switches(cls, group: Group) -> Tuple[object, ...]:
@@ -236,24 +233,42 @@ class RMSpropRule(Rule):
         if self.decay:
             g = g + p * decay
         square = state["square_avg"]
-        share = share.to(g.dtype)
-        square.lerp_(g * g, share)
+        square = _moved(square, g * g, share)
         if "grad_avg" in state:
-            mean = state["grad_avg"]
-            mean.lerp_(g, share)
+            mean = _moved(state["grad_avg"], g, share)
             square = square - mean * mean
-        step = g / square.sqrt().add_(eps)
+        step = g / ((square + eps).sqrt() if self.tensorflow else square.sqrt().add_(eps))
+        if self.tensorflow:
+            step = step * lr
         if "momentum_buffer" in state:
             step = state["momentum_buffer"].mul_(momentum).add_(step)
-        p.sub_(step * lr)
+        p.sub_(step if self.tensorflow else step * lr)
+
+
+def _unbiased(beta: float, step: float) -> float:
+    """1 - beta ** step; NaN where state that was read back makes no sense of it."""
+    return 1 - beta**step if step > 0 and 0 <= beta < 1 else math.nan
+
+
+def _moved(average: Tensor, value: Tensor, share: Tensor) -> Tensor:
+    """Move a running average towards a value; the average, as wide as the value.
+
+    Args:
+        average: changed in place; may be kept in a narrower dtype than the value has.
+        value: what it moves to.
+        share: how far.
+    """
+    if average.dtype == value.dtype:
+        return average.lerp_(value, share.to(value.dtype))
+    dtype = torch.promote_types(average.dtype, value.dtype)
+    average.copy_(torch.lerp(average.to(dtype), value.to(dtype), share.to(dtype)))
+    return average.to(dtype)
 
 
 def _moments(g: Tensor, state: State, share1: Tensor, share2: Tensor) -> Tuple[Tensor, Tensor]:
     """Move both running moments of Adam towards the gradient and return them."""
-    first, second = state["exp_avg"], state["exp_avg_sq"]
-    first.lerp_(g, share1.to(g.dtype))
-    second.lerp_(g * g, share2.to(g.dtype))
-    return first, second
+    first = _moved(state["exp_avg"], g, share1)
+    return first, _moved(state["exp_avg_sq"], g * g, share2)
 
 
 _RULES: Dict[Type[torch.optim.Optimizer], Type[Rule]] = {

@@ -54,14 +54,14 @@ class Slot:
 
     Attributes:
         name: the parameter's name in the step module.
-        parameter: the user's parameter.
+        parameter: the user's parameter, or a device's copy of it.
         order: its dimensions in memory order.
         stride: of its view into the flat tensor, in elements.
         start: first element in the flat tensor.
     """
 
     name: str
-    parameter: nn.Parameter
+    parameter: Tensor
     order: Tuple[int, ...]
     stride: Tuple[int, ...]
     start: int
@@ -91,7 +91,7 @@ class Block:
     slots: Tuple[Slot, ...]
 
     @staticmethod
-    def of(named: Sequence[Tuple[str, nn.Parameter]], group: int, updates: float) -> Block:
+    def of(named: Sequence[Tuple[str, Tensor]], group: int, updates: float) -> Block:
         """Lay the parameters out one after another."""
         slots: List[Slot] = []
         start = 0

@@ -1,0 +1,92 @@
+"""Tensors of a program that were asked for by name."""
+
+from __future__ import annotations
+
+from typing import Dict, List, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ipufit.poptorch._device import Device
+from ipufit.poptorch._errors import error
+from ipufit.poptorch._recording import Recorded
+
+__all__ = ["Anchored"]
+
+_GRADIENT, _UPDATED = "Gradient___", "UpdatedVar___"
+
+
+class Anchored:
+    """Finds tensors under the names that PopTorch gives them.
+
+    Those of inputs, parameters, gradients, updated parameters and the optimizer's settings are
+    known; what lies between the operators of forward has names that only PopART gives.
+
+    Args:
+        names: those that are wanted.
+        recorded: the program.
+        inputs: its number of inputs.
+        device: its tensors.
+        settings: of the optimizer, by name; None for those that the program has as constants.
+
+    Raises:
+        Error: a name that this engine does not know.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        recorded: Recorded,
+        inputs: int,
+        device: Device,
+        settings: Mapping[str, float],
+    ) -> None:
+        self.names = list(names)
+        self._recorded = recorded
+        self._inputs = ["input" if i == 0 else f"input/{i}" for i in range(inputs)]
+        self._device = device
+        self._settings = settings
+        known = self.known()
+        for name in self.names:
+            if name not in known:
+                raise error(
+                    f"no tensor of the program is called {name!r}. This engine knows those that "
+                    "getTensorNames() lists; tensors inside forward have names in PopART only: "
+                    "return one from forward to look at it."
+                )
+
+    def known(self) -> List[str]:
+        """Every name that can be asked for."""
+        reached = self._recorded.reached
+        return [
+            *self._inputs,
+            *self._device.names,
+            *(["loss"] if self._recorded.trace.training else []),
+            *(f"{_GRADIENT}{name}" for name in reached),
+            *(f"{_UPDATED}{name}" for name in reached),
+            *self._settings,
+        ]
+
+    def of(
+        self, replica: int, leaves: Sequence[Tensor], returned: Sequence[Tensor]
+    ) -> Dict[str, Tensor]:
+        """What a micro-batch has of the wanted tensors."""
+        if not self.names:
+            return {}
+        count = len(self._recorded.reached)
+        found = dict(zip(self._inputs, leaves))
+        found.update(zip(self._device.names, self._device.state(replica)))
+        gradients = returned[len(returned) - count :]
+        found.update((f"{_GRADIENT}{n}", g) for n, g in zip(self._recorded.reached, gradients))
+        if self._recorded.trace.training:
+            found["loss"] = returned[len(returned) - count - 1]
+        found.update((name, torch.tensor(value)) for name, value in self._settings.items())
+        return {name: found[name].clone() for name in self.names if name in found}
+
+    def complete(self, replica: int, values: Mapping[str, Tensor]) -> List[Tensor]:
+        """Add what is only there after the update; in the order of the names."""
+        updated = {
+            f"{_UPDATED}{name}": tensor
+            for name, tensor in zip(self._device.names, self._device.state(replica))
+        }
+        return [values[n] if n in values else updated[n] for n in self.names]

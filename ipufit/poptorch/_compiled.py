@@ -1,0 +1,205 @@
+"""What compiling makes: the recorded program, the device's memory, and how they run."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from ipufit.poptorch._anchors import Anchored
+from ipufit.poptorch._arguments import Arguments
+from ipufit.poptorch._combined_batch import CombinedBatch
+from ipufit.poptorch._counters import Counters
+from ipufit.poptorch._device import Device
+from ipufit.poptorch._errors import error
+from ipufit.poptorch._execution import Execution, Shape
+from ipufit.poptorch._hooks import compile_hooks
+from ipufit.poptorch._narrowing import check_input, narrowed, narrowed_output
+from ipufit.poptorch._optimizer import DeviceOptimizer
+from ipufit.poptorch._placement import placed
+from ipufit.poptorch._precision import keeps_float64
+from ipufit.poptorch._recording import record
+from ipufit.poptorch._replica_grouping import ReplicaGrouping
+from ipufit.poptorch.enums import CommGroupType, OutputMode, ReductionType
+from ipufit.poptorch.options import Options
+
+__all__ = ["Compiled"]
+
+
+def shape_of(options: Options) -> Shape:
+    """The micro-batches of a call."""
+    replicas, size = options.replication_factor, options.input_group_size
+    groups = replicas // size
+    if options.input_cgt == CommGroupType.Orthogonal:
+        members = tuple(replica % groups for replica in range(replicas))
+    else:
+        members = tuple(replica // size for replica in range(replicas))
+    return Shape(
+        options.device_iterations,
+        options.Training.gradient_accumulation,
+        replicas,
+        members,
+        OutputMode(options.output_mode),
+        options.output_return_period,
+    )
+
+
+class Compiled:
+    """A program on its device.
+
+    Args:
+        model: the module that is recorded.
+        parameters, buffers: its tensors on the host, unwrapped, by name.
+        options: of the executor.
+        arguments: of the call that it is compiled for.
+        training: whether there is a loss to be followed.
+        groupings: of parameters that are not the same on all replicas.
+        trained: for each parameter group of the optimizer, names of its parameters.
+
+    Attributes:
+        arguments: those that later ones have to be like.
+        anchors: tensors that were anchored, as they were in the last call.
+        counters: times of the last call.
+        placement: on which IPUs its parts would be.
+        recorded: the program.
+        device: its memory.
+        seconds: how long compiling took.
+
+    Raises:
+        Error: the model, or the options, ask for what can't be.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        options: Options,
+        arguments: Arguments,
+        training: bool,
+        groupings: Mapping[str, ReplicaGrouping],
+        trained: Sequence[Sequence[str]],
+    ) -> None:
+        begun = time.perf_counter()
+        self._options = options
+        self._shape = shape = shape_of(options)
+        self._wide = keeps_float64()
+        self.arguments = arguments.without_values()
+        self.counters = Counters()
+        separate = not options.broadcast_buffers
+        self.device = Device(parameters, buffers, shape.replicas, groupings, separate, self._wide)
+        reached = [name for group in trained for name in group]
+        leaves = self._micro_batch(arguments)
+        with compile_hooks():
+            self.recorded = record(
+                model,
+                self.device.example(),
+                reached,
+                arguments.rebuild,
+                leaves,
+                training,
+                self._wide,
+            )
+        entered = self.recorded.trace.blocks.entered
+        self.placement = placed(options, entered, training, self.recorded.overlapped)
+        self._check_buffers(buffers)
+        self._check_updatable(buffers)
+        self._anchored = self._find_anchored(len(leaves))
+        self._execution = self._make_execution()
+        self.anchors: Dict[str, Tensor] = {}
+        self.seconds = time.perf_counter() - begun
+
+    def _find_anchored(self, inputs: int) -> Anchored:
+        wanted = [anchor[0] for anchor in self._options.anchored_tensors.values()]
+        return Anchored(wanted, self.recorded, inputs, self.device, {})
+
+    def _make_execution(self) -> Execution:
+        options = self._options
+        reduction = options.Training.accumulation_and_replication_reduction_type
+        popart = options._Popart.options
+        return Execution(
+            self.recorded,
+            self.device,
+            self._shape,
+            reduction == ReductionType.Mean,
+            self.scale,
+            self.counters,
+            self._anchored,
+            popart.get("enableFloatingPointExceptions", False),
+        )
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        return tensor if self._wide else narrowed(tensor)
+
+    def _micro_batch(self, arguments: Arguments) -> List[Tensor]:
+        """The inputs of the first micro-batch, which stand for those of all others."""
+        options = self._options
+        combined = CombinedBatch(
+            options.device_iterations,
+            options.replication_factor,
+            options.input_group_size,
+            options.Training.gradient_accumulation,
+        )
+        leaves = []
+        for tensor, name in zip(arguments.tensors(), arguments.tensor_names()):
+            if not self._wide or not tensor.numel():
+                check_input(tensor, name)
+            leaves.append(self._on_device(combined.first(tensor, name)))
+        return leaves
+
+    def _check_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        several = self._shape.replicas > self._options.input_group_size
+        if not several or not self._options.broadcast_buffers:
+            return
+        for name in self.recorded.changed_state:
+            if name in buffers and buffers[name].is_floating_point():
+                raise error(
+                    "PopTorch does not support broadcasting buffers. If your model is able to "
+                    "tolerate buffers becoming out of sync between replicas, you can disable "
+                    "buffer broadcasting using poptorch.Options.broadcastBuffers(False). The "
+                    f"buffer {name!r} is changed in place on {self._shape.replicas} replicas."
+                )
+
+    def _check_updatable(self, buffers: Mapping[str, Tensor]) -> None:
+        for name in self._options._Popart.options.get("updatableNamedBuffers", ()):
+            if name not in buffers:
+                raise error(
+                    f"updatableNamedBuffers names {name!r}, but the model has the buffers "
+                    f"{', '.join(sorted(buffers)) or 'none'}. Name one of them."
+                )
+
+    def scale(self) -> float:
+        """What the gradient of the loss starts from."""
+        updates = self.device.updates
+        return updates.loss_scaling if isinstance(updates, DeviceOptimizer) else 1.0
+
+    def run(self, arguments: Arguments, seed: int, done: int) -> Any:
+        """One call.
+
+        Args:
+            arguments: like those that it was compiled for.
+            seed: of the random numbers.
+            done: iterations since the seed was set.
+        Returns:
+            What forward returns, each tensor holding the micro-batches that come back.
+        """
+        inputs = [self._on_device(tensor) for tensor in arguments.tensors(self.arguments)]
+        changed = self.recorded.changed_inputs
+        for place in changed:
+            inputs[place] = inputs[place].clone()
+        outputs, anchors = self._execution.run(inputs, seed, done)
+        self.anchors = dict(zip(self._options.anchored_tensors, anchors))
+        if changed:
+            callers = arguments.callers(self.arguments)
+            with torch.no_grad():
+                for place in changed:
+                    callers[place].copy_(inputs[place])
+        if not self._wide:
+            outputs = [narrowed_output(tensor) for tensor in outputs]
+        return self.recorded.outputs.rebuild(outputs)
+
+    def tensor_names(self) -> List[str]:
+        """Names that can be anchored."""
+        return self._anchored.known()

@@ -1,0 +1,124 @@
+"""The device's memory: weights, buffers and optimizer state, apart from the user's module."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Mapping, Optional, Protocol, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from ipufit.poptorch._replica_grouping import ReplicaGrouping
+from ipufit.poptorch.enums import VariableRetrievalMode
+
+__all__ = ["Device", "Updates"]
+
+
+class Updates(Protocol):
+    """Makes weight updates."""
+
+    def apply(self, gradients: Mapping[str, Tensor]) -> None:
+        """One update of the tensors of these names, in place."""
+        ...
+
+
+def narrowed(tensor: Tensor, wide: bool) -> Tensor:
+    """A copy as the device holds it: a device has no float64."""
+    dtype = torch.float32 if tensor.dtype == torch.float64 and not wide else tensor.dtype
+    return tensor.detach().to(dtype, copy=True)
+
+
+class Device:
+    """Copies of a model's parameters and buffers.
+
+    Args:
+        parameters, buffers: the host's tensors by name.
+        replicas: number of copies of the model.
+        groupings: of those parameters that are not the same on all replicas.
+        separate: whether each replica has buffers of its own.
+        wide: let float64 be.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        replicas: int,
+        groupings: Mapping[str, ReplicaGrouping],
+        separate: bool,
+        wide: bool,
+    ) -> None:
+        self._replicas = replicas
+        self._groupings = dict(groupings)
+        self._wide = wide
+        self.names: Tuple[str, ...] = (*parameters, *buffers)
+        self._buffers = tuple(buffers)
+        self._parts: Dict[str, List[Tensor]] = {}
+        for name, tensor in parameters.items():
+            self._parts[name] = self._cut(name, tensor)
+        copies = replicas if separate else 1
+        for name, tensor in buffers.items():
+            self._parts[name] = [narrowed(tensor, wide) for _ in range(copies)]
+        self.updates: Optional[Updates] = None
+
+    def _cut(self, name: str, tensor: Tensor) -> List[Tensor]:
+        grouping = self._groupings.get(name)
+        if grouping is None:
+            return [narrowed(tensor, self._wide)]
+        grouping.check(name, tensor, self._replicas)
+        return [narrowed(part, self._wide) for part in tensor]
+
+    def group_of(self, name: str, replica: int) -> int:
+        """The place of a replica's copy among the copies of a tensor."""
+        grouping = self._groupings.get(name)
+        if grouping is not None:
+            return grouping.group_of(replica, self._replicas)
+        return replica if len(self._parts[name]) > 1 else 0
+
+    def part_name(self, name: str, group: int) -> str:
+        """A name for one of the copies of a tensor; the tensor's own if there is but one."""
+        return name if len(self._parts[name]) == 1 else f"{name}[{group}]"
+
+    def parts(self, names: Sequence[str]) -> Dict[str, Tensor]:
+        """Every copy of these tensors by its own name."""
+        return {
+            self.part_name(name, group): part
+            for name in names
+            for group, part in enumerate(self._parts[name])
+        }
+
+    def state(self, replica: int) -> List[Tensor]:
+        """What a micro-batch on this replica is computed from."""
+        return [self._parts[name][self.group_of(name, replica)] for name in self.names]
+
+    def example(self) -> Dict[str, Tensor]:
+        """What replica 0 sees, by name."""
+        return dict(zip(self.names, self.state(0)))
+
+    def update(self, gradients: Mapping[str, Tensor]) -> None:
+        """One weight update."""
+        if self.updates is not None:
+            self.updates.apply(gradients)
+
+    def read(self, into: Mapping[str, Tensor]) -> None:
+        """Device to host: floating-point tensors; what else there is, is a constant."""
+        with torch.no_grad():
+            for name, host in into.items():
+                if host.is_floating_point():
+                    host.copy_(self._joined(name))
+
+    def _joined(self, name: str) -> Tensor:
+        parts = self._parts[name]
+        grouping = self._groupings.get(name)
+        if grouping is None:
+            return parts[0]
+        if grouping.retrieval == VariableRetrievalMode.AllReplicas:
+            return torch.stack([parts[self.group_of(name, r)] for r in range(self._replicas)])
+        return torch.stack(parts)
+
+    def write(self, values: Mapping[str, Tensor]) -> None:
+        """Host to device."""
+        with torch.no_grad():
+            for name, host in values.items():
+                new: Sequence[Any] = self._cut(name, host) if name in self._groupings else [host]
+                for i, part in enumerate(self._parts[name]):
+                    part.copy_(new[i] if len(new) > 1 else new[0])

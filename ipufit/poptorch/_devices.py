@@ -1,0 +1,113 @@
+"""The devices that a model would need, and those that there are: none."""
+
+from __future__ import annotations
+
+import os
+
+from ipufit.poptorch import enums
+from ipufit.poptorch._errors import error
+from ipufit.poptorch._logging import logger
+from ipufit.poptorch._options.options import Options
+
+__all__ = ["ipuHardwareIsAvailable", "ipuHardwareVersion", "reserved", "uses_ipu_model"]
+
+# The most that one process can have.
+_MOST = 64
+
+
+def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
+    """Whether the system has a device of so many IPUs: never, on this engine."""
+    return False
+
+
+def ipuHardwareVersion() -> int:
+    """The kind of IPU that the system has.
+
+    Raises:
+        AssertionError: it has none, which is always so on this engine.
+    """
+    raise AssertionError(
+        "No IPU hardware available on this system: ipufit.poptorch computes with torch. Ask "
+        "poptorch.ipuHardwareIsAvailable() first."
+    )
+
+
+def uses_ipu_model(options: Options) -> bool:
+    """Whether the IPU Model's rules hold, not hardware's: by the options, or the environment."""
+    if options.exists("use_model"):
+        return bool(options.use_model)
+    return _flag("POPTORCH_IPU_MODEL") or _flag("POPTORCH_SMALL_IPU_MODEL")
+
+
+def _flag(variable: str) -> bool:
+    text = os.environ.get(variable, "") or "0"
+    try:
+        return int(text) != 0
+    except ValueError:
+        raise error(f"The environment variable {variable} must be 0 or 1, got {text!r}.") from None
+
+
+def reserved(options: Options, needed: int) -> int:
+    """How many IPUs are taken for a model that needs so many, on all its replicas.
+
+    Raises:
+        Error: more than a process can have, not a power of two of hardware's IPUs, or options
+            that the kind of device does not have.
+    """
+    _check_most(needed)
+    offline = options.connection_type == enums.ConnectionType.Never
+    model = uses_ipu_model(options)
+    if options._Popart.options.get("instrumentWithHardwareCycleCounter"):
+        raise error(
+            "Cycle count logging is only supported on actual IPU hardware. Leave out "
+            "options.logCycleCount(True)."
+        )
+    if model:
+        if offline:
+            raise error(
+                "The IPU Model can't be compiled for offline, got ConnectionType.Never. Leave out "
+                "useIpuModel(True), or unset POPTORCH_IPU_MODEL."
+            )
+        if options._Popart.options.get("enableEngineCaching"):
+            logger.warning("Nothing is cached for the IPU Model: enableExecutableCaching is unused")
+        return needed
+    if offline:
+        if options.exists("ipu_id"):
+            raise error(
+                f"ConnectionType.Never takes no device, got useIpuId({options.ipu_id}) too. "
+                "Leave one of them out."
+            )
+        return needed
+    return _power_of_two(options, needed)
+
+
+def _check_most(needed: int) -> None:
+    if needed > _MOST:
+        raise error(
+            f"Too many IPUs requested ({needed}). Experiments that need more than {_MOST} IPUs "
+            "require distributed execution. Use fewer replicas, or several processes."
+        )
+
+
+def _power_of_two(options: Options, needed: int) -> int:
+    """The number of IPUs that hardware can give."""
+    rounded = 1
+    while rounded < needed:
+        rounded *= 2
+    if rounded != needed:
+        reason = "because PopTorch must reserve a power of 2 or maximum of 64 IPUs per process"
+        if not options.auto_round_num_ipus:
+            raise error(
+                f"The model specifies the use of {needed} IPUs, however PopTorch must reserve a "
+                f"minimum of {rounded} in order to allow the model to run, {reason}. Please "
+                "reconfigure your model to use a different number of IPUs or set "
+                "poptorch.Options().autoRoundNumIPUs(True)."
+            )
+        logger.warning(
+            "Reserving %d IPUs for a model that uses %d, %s; %d stay unused",
+            rounded,
+            needed,
+            reason,
+            rounded - needed,
+        )
+    return rounded

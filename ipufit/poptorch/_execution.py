@@ -1,0 +1,229 @@
+"""One call of a compiled model: every micro-batch in stream order, and which results come back.
+
+A call holds ``D`` device iterations of ``A`` accumulation steps on ``R`` replicas. Sample ``i`` of
+micro-batch ``(d, a, g)``, of a group ``g`` of replicas that read the same input, stands at
+``((d * A + a) * G + g) * mb + i`` of the combined batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, fx
+
+from ipufit.poptorch._anchors import Anchored
+from ipufit.poptorch._counters import Counters
+from ipufit.poptorch._device import Device
+from ipufit.poptorch._floating_point import Checked
+from ipufit.poptorch._recording import Recorded
+from ipufit.poptorch.enums import OutputMode
+from ipufit.randomness import isolated, seed_generators, stream_key
+
+__all__ = ["Execution", "Shape"]
+
+_HOST = torch.device("cpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """How many micro-batches a call has, and whose results come back.
+
+    Attributes:
+        iterations: device iterations, weight updates when training.
+        accumulation: micro-batches of a replica for one update.
+        replicas: copies of the model.
+        input_group: for each replica, the group whose input it reads.
+        output_mode: Default stands for nothing here.
+        period: of EveryN, in device iterations.
+    """
+
+    iterations: int
+    accumulation: int
+    replicas: int
+    input_group: Tuple[int, ...]
+    output_mode: OutputMode
+    period: int = 1
+
+    @property
+    def groups(self) -> int:
+        """Number of groups of replicas that read the same input."""
+        return max(self.input_group) + 1
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro-batches in a combined batch."""
+        return self.iterations * self.accumulation * self.groups
+
+    def places(self) -> Iterator[Tuple[int, int, int]]:
+        """(iteration, accumulation step, replica) in stream order."""
+        for iteration in range(self.iterations):
+            for step in range(self.accumulation):
+                for replica in range(self.replicas):
+                    yield iteration, step, replica
+
+    def input_place(self, iteration: int, step: int, replica: int) -> int:
+        """Which micro-batch of the combined batch this one reads."""
+        return (iteration * self.accumulation + step) * self.groups + self.input_group[replica]
+
+    def returned(self, iteration: int, step: int) -> bool:
+        """Whether the results of these micro-batches come back one by one."""
+        if self.output_mode == OutputMode.All:
+            return True
+        if self.output_mode == OutputMode.EveryN:
+            return (iteration + 1) % self.period == 0
+        last = (self.iterations - 1, self.accumulation - 1)
+        return self.output_mode == OutputMode.Final and (iteration, step) == last
+
+
+class _Results:
+    """What comes back of the results of the micro-batches."""
+
+    def __init__(self, shape: Shape, count: int) -> None:
+        self._shape = shape
+        self._kept: List[List[Tensor]] = [[] for _ in range(count)]
+        self._sums: Dict[int, List[Tensor]] = {}
+
+    def add(self, place: Tuple[int, int, int], results: Sequence[Tensor]) -> bool:
+        """Take the results of one micro-batch; whether they come back as they are."""
+        iteration, step, replica = place
+        if self._shape.output_mode == OutputMode.Sum:
+            known = self._sums.get(replica)
+            if known is None:
+                self._sums[replica] = [result.clone() for result in results]
+            else:
+                self._sums[replica] = [a + b for a, b in zip(known, results)]
+            return False
+        if not self._shape.returned(iteration, step):
+            return False
+        for kept, result in zip(self._kept, results):
+            kept.append(result.clone())
+        return True
+
+    def joined(self) -> List[Tensor]:
+        """One tensor per output: several micro-batches stand along the first dimension."""
+        if self._sums:
+            self._kept = [list(each) for each in zip(*(self._sums[r] for r in sorted(self._sums)))]
+        return [_join(tensors) for tensors in self._kept]
+
+
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat(list(tensors)) if tensors[0].dim() else torch.stack(list(tensors))
+
+
+class Execution:
+    """Runs a recorded micro-batch as often as a call has it.
+
+    Args:
+        recorded: the micro-batch.
+        device: its tensors.
+        shape: how many there are.
+        mean: whether gradients are averaged over accumulation steps and replicas, or added up.
+        scale: what the loss's gradient starts from.
+        counters: notes when inputs and outputs are there.
+        anchored: further tensors that come back.
+        check_floats: stop at the first operator whose result is no finite number.
+    """
+
+    def __init__(
+        self,
+        recorded: Recorded,
+        device: Device,
+        shape: Shape,
+        mean: bool,
+        scale: Callable[[], float],
+        counters: Counters,
+        anchored: Anchored,
+        check_floats: bool = False,
+    ) -> None:
+        self._recorded = recorded
+        self._device = device
+        self._shape = shape
+        self._mean = mean
+        self._scale = scale
+        self._counters = counters
+        self._anchored = anchored
+        self._run: Callable[..., Sequence[Tensor]] = recorded.graph
+        if check_floats:
+            self._run = Checked(recorded.graph)
+        self._outputs = sum(recorded.outputs.computed)
+
+    def run(self, inputs: Sequence[Tensor], seed: int, done: int) -> List[List[Tensor]]:
+        """One call.
+
+        Args:
+            inputs: combined batches, the device's own copies; changed where forward changes them.
+            seed: of the random numbers.
+            done: iterations since the seed was set.
+        Returns:
+            The computed outputs of forward, and the tensors that were anchored.
+        """
+        shape, recorded = self._shape, self._recorded
+        results = _Results(shape, self._outputs)
+        anchors = _Results(shape, len(self._anchored.names))
+        total: Dict[Tuple[str, int], Tensor] = {}
+        pending: List[Tuple[Tuple[int, int, int], Mapping[str, Tensor]]] = []
+        parts = [_parts(tensor, shape.micro_batches) for tensor in inputs]
+        self._counters.begin(len(inputs), self._outputs)
+        with torch.no_grad(), isolated(_HOST) if recorded.random else contextlib.nullcontext():
+            for place in shape.places():
+                started = time.perf_counter()
+                leaves = [each[shape.input_place(*place)] for each in parts]
+                self._counters.input(started, time.perf_counter())
+                if recorded.random:
+                    self._start_random_numbers(seed, done, place)
+                returned = self._micro_batch(place[2], leaves)
+                ready = time.perf_counter()
+                if results.add(place, returned[: self._outputs]):
+                    self._counters.output(ready, time.perf_counter())
+                gradients = returned[len(returned) - len(recorded.reached) :]
+                self._accumulate(total, place[2], gradients)
+                pending.append((place, self._anchored.of(place[2], leaves, returned)))
+                if place[1:] == (shape.accumulation - 1, shape.replicas - 1):
+                    self._update(total)
+                    for each, values in pending:
+                        anchors.add(each, self._anchored.complete(each[2], values))
+                    total, pending = {}, []
+        return [results.joined(), anchors.joined()]
+
+    def _start_random_numbers(self, seed: int, done: int, place: Tuple[int, int, int]) -> None:
+        """Those of ``ipufit.Model`` for the same seed, update and place in it."""
+        iteration, step, replica = place
+        domain = "train" if self._recorded.trace.training else "infer"
+        within = step * self._shape.replicas + replica
+        seed_generators(stream_key(seed, domain, done + iteration, within), _HOST)
+
+    def _micro_batch(self, replica: int, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+        scale = torch.tensor(self._scale())
+        return self._run(*self._device.state(replica), *leaves, scale)
+
+    def _accumulate(
+        self, total: Dict[Tuple[str, int], Tensor], replica: int, gradients: Sequence[Tensor]
+    ) -> None:
+        for name, gradient in zip(self._recorded.reached, gradients):
+            key = (name, self._device.group_of(name, replica))
+            if key in total:
+                total[key] += gradient.to(total[key].dtype)
+            else:
+                total[key] = gradient.clone()
+
+    def _update(self, total: Mapping[Tuple[str, int], Tensor]) -> None:
+        if not total:
+            return
+        count = self._shape.accumulation * self._shape.replicas if self._mean else 1
+        self._device.update(
+            {self._device.part_name(*key): gradient / count for key, gradient in total.items()}
+        )
+
+
+def _parts(tensor: Tensor, count: int) -> List[Tensor]:
+    """The micro-batches of a combined batch, as views of it."""
+    if count == 1:
+        return [tensor]
+    size = tensor.shape[0] // count
+    return [tensor[i * size : (i + 1) * size] for i in range(count)]

@@ -1,0 +1,423 @@
+"""A wrapped model: compiled at its first call, called as often as one likes, weights in step."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import datetime
+import secrets
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from ipufit.poptorch import profiling
+from ipufit.poptorch._arguments import ArgumentParser, Arguments
+from ipufit.poptorch._compiled import Compiled
+from ipufit.poptorch._counters import latency
+from ipufit.poptorch._errors import error
+from ipufit.poptorch._host import Host
+from ipufit.poptorch._logging import logger
+from ipufit.poptorch._optimizer_link import OptimizerLink
+from ipufit.poptorch._printing import module_repr
+from ipufit.poptorch._replica_grouping import ParameterProxy, ReplicaGrouping
+from ipufit.poptorch.enums import ConnectionType, OutputMode
+from ipufit.poptorch.optim import SGD
+from ipufit.poptorch.options import Options
+
+__all__ = ["PoplarExecutor"]
+
+_NO_PROGRAM = "Model has not been compiled or has been destroyed. Call it with inputs, or compile() it, first."
+
+Latency = Tuple[float, float, float]
+
+
+class PoplarExecutor:
+    """What :func:`trainingModel` and :func:`inferenceModel` return; not to be made directly.
+
+    Args:
+        model: the module that is called, a shallow copy of the user's.
+        options: they are frozen; the executor goes by a copy.
+        training: whether weights are updated.
+        poptorch_version: written into files.
+        optimizer: torch's or PopTorch's; without one, SGD with a learning rate of 0.01.
+        user_model: the user's, which is wrapped when training.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Optional[Options],
+        training: bool,
+        poptorch_version: str,
+        optimizer: Optional[torch.optim.Optimizer] = None,
+        user_model: Optional[nn.Module] = None,
+    ) -> None:
+        self._user_model = user_model or model
+        self._model = model
+        self._training = training
+        self._version = poptorch_version
+        self._options = _own_options(options, training)
+        self._parser = ArgumentParser(model)
+        self._compiled: Optional[Compiled] = None
+        self._attached = False
+        self._groupings: Dict[str, ReplicaGrouping] = {}
+        self._anchors: Dict[str, Tensor] = {}
+        self._seed: List[int] = []
+        if self._options.exists("random_seed"):
+            self._seed = [self._options.random_seed, 0]
+        self._optimizer: Optional[OptimizerLink] = None
+        if training:
+            # A look at the parameters of a wrapped model would ask this object, unfinished.
+            own = optimizer or SGD(self._user_model.parameters(), lr=0.01)
+            self._optimizer = OptimizerLink(self._options, own)
+        elif optimizer is not None:
+            raise AssertionError("Optimizer should be None for inference, got one. Leave it out.")
+        self._options._freeze()
+        self._host = Host(self, self._user_model, training)
+        kind = "trainingModel" if training else "inferenceModel"
+        self._profiling = profiling.Channel(f"poptorch.{kind}")
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model."""
+        return self._user_model
+
+    @property
+    def options(self) -> Options:
+        """A frozen copy of the options that were given."""
+        return self._options
+
+    def __repr__(self) -> str:
+        return module_repr(self._user_model)
+
+    def __getattr__(self, attr: str) -> Any:
+        if attr == "_user_model":
+            raise AttributeError(attr)
+        value = getattr(self._user_model, attr)
+        if isinstance(value, nn.Parameter):
+            return ParameterProxy(attr, value, self._groupings)
+        return value
+
+    # Compiling.
+
+    def isCompiled(self) -> bool:
+        """Whether there is a program: compiled, and not destroyed."""
+        return self._compiled is not None
+
+    def _program(self) -> Compiled:
+        if self._compiled is None:
+            raise error(_NO_PROGRAM)
+        return self._compiled
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Record the program for inputs like these, without computing anything of their values.
+
+        Args:
+            args, kwargs: as for the model's forward; combined batches.
+        """
+        arguments = self._parser(args, kwargs, False)
+        if self._compiled is not None:
+            logger.warning("Call to compile() ignored: the executable is already compiled")
+            return
+        self._compile(arguments)
+
+    def _compile(self, arguments: Arguments) -> None:
+        trained: List[List[str]] = []
+        if self._optimizer is not None:
+            trained = self._host.trainable(self._optimizer.groups())
+        with self._host.being_recorded():
+            self._compiled = Compiled(
+                self._model,
+                self._host.parameters(),
+                self._host.buffers(),
+                self._options,
+                arguments,
+                self._training,
+                self._groupings,
+                trained,
+            )
+        if self._optimizer is not None:
+            self._optimizer.bind(self._compiled, trained)
+        self._seed = self._seed or [secrets.randbits(31), 0]
+        if self._options.connection_type == ConnectionType.Always:
+            self._attach()
+
+    def compilationTime(self) -> datetime.timedelta:
+        """How long compiling took.
+
+        Raises:
+            Error: not compiled, or the progress bar is off.
+        """
+        if self._compiled is None:
+            raise error("Please compile the model before obtaining compilation time.")
+        if not self._options._show_compilation_progress_bar:
+            raise error("Please set showCompilationProgressBar option to obtain compilation time.")
+        return datetime.timedelta(seconds=self._compiled.seconds)
+
+    def cycleCount(self) -> int:
+        """Cycles of the last run, which only hardware counts.
+
+        Raises:
+            Error: always.
+        """
+        if not self._options._Popart.options.get("instrumentWithHardwareCycleCounter", False):
+            raise error(
+                "Cycle count logging is disabled. Please set option logCycleCount to True to "
+                "enable."
+            )
+        if self._compiled is None:
+            raise error("Please run the model at least once before obtaining cycle count.")
+        raise error(
+            "Cycles can be counted on IPU hardware only, and this model runs in plain torch. "
+            "getLatency() measures seconds."
+        )
+
+    def destroy(self) -> None:
+        """Give the program back, and the user's model as it was before it was wrapped."""
+        if self._compiled is None:
+            return
+        if self._training:
+            self.copyWeightsToHostIfNeeded()
+        if self._optimizer is not None:
+            self._optimizer.release()
+        self._compiled, self._attached = None, False
+        self._host.unwrap()
+
+    # Calling.
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the program; the first call compiles it.
+
+        Args:
+            args, kwargs: as for the model's forward; combined batches of
+                ``mb * deviceIterations * replicas * gradientAccumulation`` samples.
+        Returns:
+            What forward returns; the output mode says of which micro-batches.
+        Raises:
+            Error: the arguments are not like those that the program was compiled for.
+        """
+        if self._options.connection_type == ConnectionType.Never:
+            raise AssertionError(
+                "Trying to run a model on an offline device (ConnectionType.Never): use "
+                "model.compile(inputs) instead of model(inputs)"
+            )
+        arguments = self._parser(args, kwargs, self.isCompiled())
+        if not self.isCompiled():
+            self._compile(arguments)
+        program = self._program()
+        if not self._attached:
+            self.attachToDevice()
+        if not self._training and self._host.is_behind():
+            self.copyWeightsToDevice()
+        arguments.check_like(program.arguments)
+        if self._optimizer is not None:
+            self._optimizer.send()
+        with self._profiling.tracepoint("modelExecution"):
+            result = program.run(arguments, self._seed[0], self._seed[1])
+        self._seed = [self._seed[0], self._seed[1] + self._options.device_iterations]
+        self._anchors = program.anchors
+        if self._training:
+            self._host.trained()
+        if self._optimizer is not None:
+            self._optimizer.ran()
+        return _without_backward(result)
+
+    # Weights.
+
+    def copyWeightsToHost(self) -> None:
+        """Device to host: parameters and buffers of the user's model."""
+        self._host.pull(self._program().device)
+
+    def copyWeightsToHostIfNeeded(self) -> bool:
+        """Device to host, if the host's are out of date; whether they were."""
+        if not self._host.is_dirty:
+            return False
+        self.copyWeightsToHost()
+        return True
+
+    def copyWeightsToDevice(self) -> None:
+        """Host to device: what training has made of the device's weights is overwritten."""
+        device = self._program().device
+        if self._optimizer is not None:
+            self._optimizer.refresh()
+        self._host.push(device)
+
+    def copyNamedBuffersToDevice(self) -> None:
+        """Host to device: the buffers that ``updatableNamedBuffers`` names."""
+        device = self._program().device
+        names = self._options._Popart.options.get("updatableNamedBuffers")
+        if names is None:
+            raise error(
+                "No named buffers marked as updatable via updatableNamedBuffers option. Call "
+                "options.updatableNamedBuffers([...]) before wrapping the model."
+            )
+        self._host.push_buffers(device, names)
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> Any:
+        """Load into the user's model, and on to the device if attached.
+
+        Args:
+            state_dict, strict: as for :meth:`torch.nn.Module.load_state_dict`.
+        """
+        result = self._user_model.load_state_dict(state_dict, strict)
+        if self._attached:
+            self.copyWeightsToDevice()
+        return result
+
+    def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Go on with these settings, or with another optimizer.
+
+        Args:
+            optimizer: the same one with other values, or a new one of the same kind.
+        """
+        if self._optimizer is None:
+            raise error("an inference model has no optimizer. Wrap it with poptorch.trainingModel.")
+        self._optimizer.set(optimizer, self._attached)
+
+    # The device.
+
+    def isAttachedToDevice(self) -> bool:
+        """Whether the program has its device."""
+        return self._compiled is not None and self._attached
+
+    def attachToDevice(self) -> None:
+        """Take the device, and bring weights, optimizer state and random state over."""
+        self._program()
+        if self._options.connection_type == ConnectionType.Never:
+            raise AssertionError("Trying to attach to an offline device (ConnectionType.Never)")
+        if self._attached:
+            raise error("Device is already attached")
+        self._attach()
+
+    def _attach(self) -> None:
+        self._attached = True
+        self.copyWeightsToDevice()
+        if self._optimizer is not None:
+            self._optimizer.begun()
+
+    def detachFromDevice(self) -> None:
+        """Bring weights, optimizer state and random state back, and let the device go."""
+        self._program()
+        if not self._attached:
+            raise error("Device is not attached")
+        if self._training:
+            self.copyWeightsToHostIfNeeded()
+        if self._optimizer is not None:
+            self._optimizer.refresh()
+        self._attached = False
+
+    @property
+    def rng_state(self) -> List[int]:
+        """Seed of the random numbers, and how many device iterations have drawn from them."""
+        self._program()
+        return list(self._seed)
+
+    @rng_state.setter
+    def rng_state(self, state: List[int]) -> None:
+        self._program()
+        self._seed = [*state, 0][:2]
+
+    # Looking inside.
+
+    def getTensorNames(self) -> List[str]:
+        """Names that :meth:`Options.anchorTensor` takes.
+
+        Raises:
+            AssertionError: not compiled.
+        """
+        if self._compiled is None:
+            raise AssertionError("Model must be compiled before calling getTensorNames")
+        return self._compiled.tensor_names()
+
+    def getAnchoredTensor(self, short_name: str) -> Tensor:
+        """A tensor that was anchored under this name, as it was in the last call.
+
+        Raises:
+            AssertionError: there is none.
+        """
+        if short_name not in self._anchors:
+            known = ", ".join(sorted(self._anchors)) or "none"
+            raise AssertionError(
+                f"No tensor with name {short_name} found. Anchored, and run: {known}."
+            )
+        return self._anchors[short_name]
+
+    def getPerfCounters(self) -> Dict[str, List[List[float]]]:
+        """When inputs and outputs of the last call were there, in seconds since some moment.
+
+        Returns:
+            By event ("input", "input_complete", "output", "output_complete"): for every tensor, the
+            time of every micro-batch.
+        """
+        if self._compiled is None:
+            return {e: [[]] for e in ("input", "input_complete", "output", "output_complete")}
+        return self._compiled.counters.times()
+
+    def _latency(self, start: str, first: Any, end: str) -> Latency:
+        times = self.getPerfCounters()
+        return latency(times[start], times[end], first, max)
+
+    def getHostIpuLatency(self) -> Latency:
+        """Smallest, largest and mean seconds from asking for inputs to having them."""
+        return self._latency("input", min, "input_complete")
+
+    def getComputeLatency(self) -> Latency:
+        """Smallest, largest and mean seconds from having inputs to having outputs."""
+        return self._latency("input_complete", max, "output")
+
+    def getIpuHostLatency(self) -> Latency:
+        """Smallest, largest and mean seconds from having outputs to having them on the host."""
+        return self._latency("output", min, "output_complete")
+
+    def getLatency(self) -> Latency:
+        """Smallest, largest and mean seconds from asking for inputs to outputs on the host."""
+        return self._latency("input", min, "output_complete")
+
+    def _debugGetPopartIR(self) -> str:
+        raise error(
+            "There is no PopART IR: this model runs in plain torch. Only the SDK compiles one."
+        )
+
+
+def _own_options(options: Optional[Options], training: bool) -> Options:
+    """A copy for the executor, with the output mode decided."""
+    if options is not None and not isinstance(options, Options):
+        raise error(
+            f"Invalid type: 'options' is of type {type(options)} (Expected poptorch.Options)"
+        )
+    if options is not None:
+        options._freeze()
+    own = options.clone() if options is not None else Options()
+    if own.defaultOutputMode():
+        own.outputMode(OutputMode.Final if training else OutputMode.All)
+    if not training and own.Training.gradient_accumulation != 1:
+        raise error(
+            "You must set poptorch.Options().Training.gradientAccumulation to 1 or leave it as its "
+            "default value (1) when running a poptorch.inferenceModel(). Use "
+            "poptorch.Options().deviceIterations to process a sufficient number of batches each "
+            "run for pipelined execution instead."
+        )
+    return own
+
+
+def _without_backward(result: Any) -> Any:
+    """Outputs that say why there is nothing to go back through."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise error(
+            "backward() cannot be called explicitly on outputs of a PopTorch model. A trainingModel "
+            "runs the backward pass by itself in every call; for an inferenceModel there is none."
+        )
+
+    def visit(value: Any) -> None:
+        if isinstance(value, (list, tuple)):
+            for each in value:
+                visit(each)
+        elif isinstance(value, dict):
+            visit(list(value.values()))
+        elif isinstance(value, Tensor):
+            value.backward = refuse  # type: ignore[method-assign]
+
+    visit(result)
+    return result

@@ -1,0 +1,113 @@
+"""The host's half of the weights: when they go to the device, and when they come back."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Dict, Iterator, List, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ipufit.poptorch._device import Device
+from ipufit.poptorch._weights import WeightFollower, WeightSource, WeightSync
+from ipufit.poptorch._wrapping import host_tensors, quietly, syncs_of, unwrap, wrap
+
+__all__ = ["Host"]
+
+
+class Host:
+    """Parameters and buffers of the user's module.
+
+    Args:
+        owner: the executor, which wrapped tensors ask.
+        model: the user's module; wrapped in place when training.
+        training: whether the device changes weights.
+    """
+
+    def __init__(self, owner: WeightSource, model: nn.Module, training: bool) -> None:
+        self._owner = owner
+        self._model = model
+        self._training = training
+        self._sync = WeightSync()
+        self._follower = WeightFollower()
+        if training:
+            wrap(model, owner, self._sync)
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether the device has trained since the host's weights were last its own."""
+        return self._sync.dirty
+
+    def trained(self) -> None:
+        """The device has changed its weights."""
+        self._sync.trained()
+
+    def parameters(self) -> Dict[str, Tensor]:
+        """As they are now, by name, without asking the device."""
+        names = self._names()
+        return {name: t for name, t in host_tensors(self._model).items() if name in names}
+
+    def buffers(self) -> Dict[str, Tensor]:
+        """As they are now, by name, without asking the device."""
+        names = self._names()
+        return {name: t for name, t in host_tensors(self._model).items() if name not in names}
+
+    def _names(self) -> List[str]:
+        with quietly():
+            return [name for name, _ in self._model.named_parameters()]
+
+    def trainable(self, groups: Sequence[Sequence[Tensor]]) -> List[List[str]]:
+        """Names of the optimizer's parameters that want a gradient, by group.
+
+        Args:
+            groups: the optimizer's parameters.
+
+        Raises:
+            KeyError: one of them is not the model's.
+        """
+        with quietly():
+            known = {p.data_ptr(): name for name, p in self._model.named_parameters()}
+            names = []
+            for group in groups:
+                foreign = [p for p in group if p.data_ptr() not in known]
+                if foreign:
+                    raise KeyError(
+                        f"the optimizer has a parameter of shape {tuple(foreign[0].shape)} that "
+                        "the model has not. Build the optimizer from model.parameters()."
+                    )
+                names.append([known[p.data_ptr()] for p in group if p.requires_grad])
+            return names
+
+    @contextlib.contextmanager
+    def being_recorded(self) -> Iterator[None]:
+        """While forward is recorded its tensors stand for themselves."""
+        with quietly():
+            yield
+
+    def pull(self, device: Device) -> None:
+        """Device to host."""
+        self._sync.pulled()
+        device.read(host_tensors(self._model))
+
+    def push(self, device: Device) -> None:
+        """Host to device."""
+        self._sync.pushed()
+        if not self._training:
+            self._follower.uploaded(syncs_of(self._model))
+        device.write(host_tensors(self._model))
+
+    def is_behind(self) -> bool:
+        """Whether a device that only reads has older weights than one that trains them."""
+        return self._follower.is_behind(syncs_of(self._model))
+
+    def push_buffers(self, device: Device, names: Sequence[str]) -> None:
+        """Host to device, these buffers alone."""
+        self._sync.pushed()
+        buffers = self.buffers()
+        device.write({name: buffers[name] for name in names})
+
+    def unwrap(self) -> None:
+        """The user's module is as it was before it was wrapped."""
+        if self._training:
+            with torch.no_grad():
+                unwrap(self._model, self._owner)

@@ -1,0 +1,31 @@
+"""Small questions that PopTorch answers from its insides, and that scripts ask there."""
+
+from __future__ import annotations
+
+from ipufit.poptorch._errors import error
+from ipufit.poptorch._tracing import tracing
+from ipufit.poptorch.poptorch_core import Error
+
+__all__ = ["createPoptorchError", "isDispatchTracing", "isRunningOnIpu", "poptorchAtExit"]
+
+
+def createPoptorchError(msg: str) -> Error:
+    """An error of the front end, to be raised."""
+    return error(msg)
+
+
+def isRunningOnIpu() -> bool:
+    """Whether a model's forward is being recorded for the device.
+
+    False while a model is built, and while its forward runs as plain torch.
+    """
+    return tracing() is not None
+
+
+def isDispatchTracing() -> bool:
+    """The same: there is one way of recording."""
+    return tracing() is not None
+
+
+def poptorchAtExit() -> None:
+    """Give up what is held outside of Python: nothing, on this engine."""

@@ -1,0 +1,1 @@
+"""What the functions of ``poptorch.ops`` do, one topic a module."""

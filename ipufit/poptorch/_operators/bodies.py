@@ -1,0 +1,218 @@
+"""Functions recorded once as graphs of their own, to be called by the graph around them."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence, Tuple
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from ipufit.poptorch._errors import error
+from ipufit.poptorch._operators.recorder import tracer
+from ipufit.poptorch._tracing import tracing
+
+__all__ = ["Body", "Like", "body_of", "everywhere", "record"]
+
+
+class Like(NamedTuple):
+    """What a tensor looks like."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Body:
+    """A recorded function of its inputs and of what it takes from around it.
+
+    Attributes:
+        number: what the graph around it calls it by.
+        graph: computes a list of tensors from the inputs, then the captured tensors.
+        results: what its results look like.
+    """
+
+    def __init__(self, graph: fx.GraphModule, results: Sequence[Tensor]) -> None:
+        self.graph = graph
+        self.results = [Like(result.shape, result.dtype) for result in results]
+        self.number = _number()
+        self._writes = any(_writes(node) for node in graph.graph.nodes)
+
+    def run(self, inputs: Sequence[Tensor], captured: Sequence[Tensor]) -> List[Tensor]:
+        """Compute the results; nothing that is given is changed.
+
+        They may be, or be views of, what is given.
+        """
+        given = [*inputs, *captured]
+        if self._writes:
+            given = [tensor.clone() for tensor in given]
+        with torch.no_grad():
+            return list(self.graph(*given))
+
+
+# Held by the recording that made them, so that they go with it.
+_BODIES: weakref.WeakValueDictionary[int, Body] = weakref.WeakValueDictionary()
+_NUMBERS = iter(range(1, 1 << 62))
+
+
+def _number() -> int:
+    return next(_NUMBERS)
+
+
+def body_of(number: int) -> Body:
+    """The body of this number.
+
+    Raises:
+        Error: the recording that made it is gone.
+    """
+    found = _BODIES.get(number)
+    if found is None:
+        raise error(
+            "the body of a poptorch.for_loop or poptorch.cond is gone: expected the model that "
+            "recorded it to be alive. Compile the model again."
+        )
+    return found
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether the node changes one of its arguments."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return False
+    # These change their running statistics without saying so.
+    if schema.name.endswith("batch_norm"):
+        return True
+    return any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+
+
+class _Lift(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Makes an input of every tensor that comes from around the body."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._inner = inner
+        self.captured: List[Tensor] = []
+
+    def lift(self, value: Any) -> Any:
+        from torch.fx.experimental import proxy_tensor
+
+        # In a body within this body, what is foreign is so to the inner one.
+        foreign = isinstance(value, FakeTensor) and tracer() is self._inner
+        if not foreign or proxy_tensor.has_proxy_slot(value, self._inner):
+            return value
+        name = f"captured_{len(self.captured)}"
+        proxy = self._inner.create_proxy("placeholder", name, (), {})
+        proxy_tensor.track_tensor(value, proxy, constant=None, tracer=self._inner)
+        self.captured.append(value)
+        return value
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        tree_map(self.lift, (args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def record(
+    function: Callable[..., Any], inputs: Sequence[Tensor], what: str
+) -> Tuple[Body, List[Tensor]]:
+    """Call the function once and record what it does.
+
+    Args:
+        function: of as many tensors as there are inputs; it gets copies of them, and may use
+            other tensors of the recording under way.
+        inputs: like what it will be called with.
+        what: what messages call it.
+    Returns:
+        The body, and the captured tensors in the order in which it wants them.
+    Raises:
+        Error: it returned something other than tensors.
+    """
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+
+    lifts: List[_Lift] = []
+    results: List[Tensor] = []
+
+    # The first argument is there so that there is one.
+    def traced(_: Tensor, *given: Tensor) -> List[Tensor]:
+        lift = _Lift(tracer())
+        lifts.append(lift)
+        with lift:
+            results.extend(_tensors(function(*given), what))
+            for result in results:
+                lift.lift(result)
+        return list(results)
+
+    with disable_proxy_modes_tracing():
+        # Made anew: a copy of a constant would be known, and its value written into the graph.
+        fresh = [torch.empty_like(tensor) for tensor in inputs]
+        graph = make_fx(traced)(torch.empty(()), *fresh)
+        captured = lifts[0].captured + _gather_inputs(graph, len(fresh))
+        body = Body(graph, results)
+    _BODIES[body.number] = body
+    trace = tracing()
+    if trace is not None:
+        trace.kept.append(body)
+    return body, captured
+
+
+def _tensors(value: Any, what: str) -> List[Tensor]:
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    for one in values:
+        if not isinstance(one, Tensor):
+            raise error(
+                f"{what} must return tensors, or a list or tuple of them, got "
+                f"{type(one).__name__}. Return only what depends on its inputs as tensors."
+            )
+    return values
+
+
+def _gather_inputs(graph: fx.GraphModule, count: int) -> List[Tensor]:
+    """Put the inputs first, and make inputs of tensors that are attributes of the graph.
+
+    Returns:
+        What these attributes were: parameters and buffers that the caller did not pass on.
+    """
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    graph.graph.erase_node(placeholders[0])
+    last = graph.graph._root
+    for node in placeholders[1:]:
+        if last.next is not node:
+            last.append(node)
+        last = node
+    attributes: Dict[str, fx.Node] = {}
+    captured: List[Tensor] = []
+    for node in [n for n in graph.graph.nodes if n.op == "get_attr"]:
+        # Literals: torch.tensor in the function.
+        if all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users):
+            continue
+        if node.target not in attributes:
+            with graph.graph.inserting_after(last):
+                last = graph.graph.placeholder(f"held_{len(captured)}")
+            attributes[node.target] = last
+            captured.append(getattr(graph, node.target))
+        node.replace_all_uses_with(attributes[node.target])
+        graph.graph.erase_node(node)
+    graph.graph.lint()
+    graph.recompile()
+    return captured
+
+
+def everywhere(graph: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """The graph and, at any depth, the bodies that it calls."""
+    yield graph
+    for node in graph.graph.nodes:
+        for number in _called(node):
+            yield from everywhere(body_of(number).graph)
+
+
+def _called(node: fx.Node) -> List[int]:
+    from ipufit.poptorch._operators import control
+
+    if node.target is control.REPEAT:
+        return [int(node.args[3])]  # type: ignore[arg-type]
+    if node.target is control.BRANCH:
+        return [int(node.args[5]), int(node.args[6])]  # type: ignore[arg-type]
+    return []

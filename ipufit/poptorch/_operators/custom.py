@@ -1,0 +1,105 @@
+"""Operators that are compiled code of an IPU: their arguments are checked, nothing can run them."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from ipufit.poptorch._errors import error
+from ipufit.poptorch._tracing import tracing
+
+__all__ = ["attributes_lists", "custom_op"]
+
+_LARGEST = torch.finfo(torch.float32).max
+
+# The attributes of all custom operators so far.
+attributes_lists: List[Dict[str, Any]] = []
+
+
+def custom_op(
+    inputs: Sequence[Tensor],
+    name: str,
+    domain: str,
+    domain_version: int,
+    example_outputs: Sequence[Tensor],
+    attributes: Optional[Dict[str, Any]] = None,
+) -> List[Tensor]:
+    """An operator of your own that is compiled for IPUs: nothing but IPU hardware can run it.
+
+    Args:
+        inputs: its tensors.
+        name: its name.
+        domain: where the name belongs.
+        domain_version: version of the domain.
+        example_outputs: tensors like its results.
+        attributes: numbers, ASCII texts, and lists or tuples of one of these types.
+    Returns:
+        Outside of a model that is being compiled: zeros like ``example_outputs``.
+    Raises:
+        ValueError: attributes of another kind.
+        Error: a model with it is being compiled.
+    """
+    if attributes is not None:
+        _check_attributes(attributes)
+        if not any(_same(attributes, known) for known in attributes_lists):
+            attributes_lists.append(attributes)
+    if tracing() is None:
+        return [torch.zeros_like(output) for output in example_outputs]
+    for value in (attributes or {}).values():
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            _check_range(one)
+    raise error(
+        f"poptorch.custom_op: {name!r} of {domain!r}, version {domain_version}, is code compiled "
+        "for an IPU, which nothing but IPU hardware with Graphcore's SDK can run. Replace it by "
+        "torch operators where the model runs elsewhere."
+    )
+
+
+def _check_attributes(attributes: Dict[str, Any]) -> None:
+    for key, value in attributes.items():
+        if not isinstance(key, str):
+            raise ValueError(f"All attribute keys must be strings. Got {key!r}.")
+        if not isinstance(value, (float, int, str, list, tuple)):
+            raise ValueError(
+                "Attribute values must be floats, ints, strings or a list/tuple of float, ints "
+                f"of strings. Got {type(value).__name__} for {key!r}."
+            )
+        if isinstance(value, (list, tuple)):
+            for element in value:
+                if not isinstance(element, (float, int, str)):
+                    raise ValueError(
+                        "Attribute values must be floats, ints, strings or a list/tuple of "
+                        f"float, ints of strings. Got a {type(value).__name__} that holds "
+                        f"{type(element).__name__} for {key!r}."
+                    )
+                if not isinstance(element, type(value[0])):
+                    raise ValueError(
+                        "The types in a list/tuple attribute must all be the same. Got "
+                        f"{type(value[0]).__name__} and {type(element).__name__} for {key!r}."
+                    )
+    for text in attributes:
+        _check_ascii(text)
+    for value in attributes.values():
+        _check_ascii(value)
+
+
+def _check_ascii(value: Any) -> None:
+    for text in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(text, str) and not text.isascii():
+            raise ValueError(f"{text} contains non-ASCII characters. Use ASCII only.")
+
+
+def _check_range(value: Any) -> None:
+    if isinstance(value, float) and abs(value) > _LARGEST:
+        side = "high" if value > 0 else "low"
+        raise error(
+            f"{value:g} is too {side} for a Popart float attribute. It has to fit into float32, "
+            f"whose largest is {_LARGEST:g}."
+        )
+
+
+def _same(one: Dict[str, Any], other: Dict[str, Any]) -> bool:
+    """Equal, also in types: [1] is not [1.0]."""
+    return one == other and repr(sorted(one.items())) == repr(sorted(other.items()))

@@ -1,0 +1,193 @@
+"""Operators on clouds of points: farthest point sampling and nearest neighbours."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any, List, Optional, Union
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ipufit.poptorch._errors import error
+from ipufit.poptorch._operators.library import define
+
+__all__ = ["fps", "nearest"]
+
+
+def _run_fps(src: Tensor, ptr: List[int], counts: List[int], starts: Tensor) -> Tensor:
+    chosen = [
+        first + _sample(src[first:end], count, int(start))
+        for first, end, count, start in zip(ptr, ptr[1:], counts, starts.tolist())
+        if count
+    ]
+    return torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64, device=src.device)
+
+
+def _sample(points: Tensor, count: int, start: int) -> Tensor:
+    """Each next point is the one whose nearest chosen point is the farthest away."""
+    flat = points.reshape(len(points), -1)
+    distances = flat.new_full((len(flat),), math.inf)
+    chosen = [torch.tensor(start, device=flat.device)]
+    for _ in range(count - 1):
+        distances = torch.minimum(distances, (flat - flat[chosen[-1]]).square().sum(1))
+        # A point is chosen once, also where others lie in the same place.
+        distances[chosen[-1]] = -1.0
+        chosen.append(distances.argmax())
+    return torch.stack(chosen)
+
+
+_FPS = define(
+    "fps(Tensor src, int[] ptr, int[] counts, Tensor starts) -> Tensor",
+    _run_fps,
+    lambda src, ptr, counts, starts: torch.empty(sum(counts), dtype=torch.int64, device="meta"),
+)
+
+
+def _single(value: float) -> float:
+    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    return rounded
+
+
+def fps(src: Tensor, ptr: List[int], ratio: float = 0.5, random_start: bool = False) -> Tensor:
+    """Farthest point sampling: each next point is the one farthest from those chosen before.
+
+    As in the paper on PointNet++ (Qi et al., 2017, section 3.2).
+
+    Args:
+        src: shape (points, features).
+        ptr: where the points of each sample begin, and where the last one's end.
+        ratio: of the points of each sample that are chosen, rounded up.
+        random_start: begin with a point drawn at random instead of each sample's first.
+    Returns:
+        Indices of the chosen points among all, sample by sample.
+    Raises:
+        Error: an argument of another kind, or a ``ptr`` that does not fit the points.
+    """
+    if not isinstance(src, Tensor):
+        raise error(f"`fps` must take a torch.tensor input. {type(src)} is not supported.")
+    if not isinstance(ptr, list):
+        raise error(
+            f"`ptr` must be a list of integers. Got {type(ptr)}: the number of points chosen is "
+            "fixed when the model is compiled."
+        )
+    if not len(ptr) >= 2:
+        raise error(
+            f"`ptr` must contain at least 2 elements. Got {ptr}; for one range write [0, len(src)]."
+        )
+    if not isinstance(ratio, float):
+        raise error(f"`ratio` must be of float type. {type(ratio)} is not supported.")
+    if not isinstance(random_start, bool):
+        raise error(f"`random_start` must be of bool type. {type(random_start)} is not supported.")
+    ordered = all(a <= b for a, b in zip(ptr, ptr[1:]))
+    if not ordered or ptr[0] < 0 or ptr[-1] > src.shape[0]:
+        raise error(
+            f"`ptr` must rise from at least 0 to at most the number of points, {src.shape[0]}, "
+            f"got {ptr}."
+        )
+    if not 0 < ratio <= 1:
+        raise error(f"`ratio` must be more than 0 and at most 1, got {ratio}.")
+    sizes = [end - first for first, end in zip(ptr, ptr[1:])]
+    # In single precision, as on the device: 30 points at 0.1 are 3, not 4.
+    counts = [math.ceil(_single(size * _single(ratio))) for size in sizes]
+    starts = torch.zeros(len(sizes), dtype=torch.int64, device=src.device)
+    if random_start:
+        limits = torch.tensor(sizes, dtype=torch.float64, device=src.device)
+        drawn = torch.rand(len(sizes), dtype=torch.float64, device=src.device)
+        starts = (drawn * limits).to(torch.int64)
+    with torch.no_grad():
+        chosen: Tensor = _FPS(src, ptr, counts, starts)
+    return chosen
+
+
+Batch = Optional[Union[List[int], Tensor]]
+
+
+def nearest(x: Tensor, y: Tensor, batch_x: Batch = None, batch_y: Batch = None) -> Tensor:
+    """For each row of ``x`` the index of the nearest row of ``y`` in the same sample.
+
+    Args:
+        x: shape (rows, features) or (rows,).
+        y: shape (other rows, features) or (other rows,).
+        batch_x: the sample of each row of ``x``, in rising order; None: all in sample 0.
+        batch_y: the sample of each row of ``y``, in rising order; None: all in sample 0.
+    Raises:
+        Error: shapes or batches that don't fit together.
+    """
+    for name, points in (("x", x), ("y", y)):
+        if not isinstance(points, Tensor):
+            raise error(
+                f"`nearest` must take a torch.tensor `{name}` input. {type(points)} is not "
+                "supported."
+            )
+        if points.dim() not in (1, 2):
+            raise error(
+                "Inputs `x` and `y` should be max 2D tensors, while "
+                f"`x` has {x.dim()} dims and `y` has {y.dim()} dims. Flatten the features."
+            )
+    for batch in (batch_x, batch_y):
+        if not isinstance(batch, (type(None), list, Tensor)):
+            raise error(
+                "`batch_x` and `batch_y` must be torch.Tensors or lists while `batch_x` is of "
+                f"type {type(batch_x)} and `batch_y` is of type {type(batch_y)}."
+            )
+    left, right = (points.reshape(points.shape[0], -1) for points in (x, y))
+    if left.shape[1] != right.shape[1]:
+        raise error(
+            f"Inputs shapes inconsistent x.shape[1]={left.shape[1]} vs. "
+            f"y.shape[1]={right.shape[1]}. Give points of the same number of features."
+        )
+    of_x, of_y = _batch(batch_x, left, "x"), _batch(batch_y, right, "y")
+    if of_x is not None and of_y is not None:
+        _check_shared(of_x, of_y)
+    with torch.no_grad():
+        return _nearest(left, right, of_x, of_y)
+
+
+def _nearest(x: Tensor, y: Tensor, batch_x: Optional[Tensor], batch_y: Optional[Tensor]) -> Tensor:
+    precise = [p if p.dtype == torch.float64 else p.float() for p in (x, y)]
+    wide = torch.promote_types(precise[0].dtype, precise[1].dtype)
+    # Not through matrix products, whose rounding decides wrongly between near neighbours.
+    distances = torch.cdist(
+        precise[0].to(wide), precise[1].to(wide), compute_mode="donot_use_mm_for_euclid_dist"
+    )
+    if batch_x is None and batch_y is None:
+        return distances.argmin(1)
+    device = x.device
+    of_x = torch.zeros(len(x), device=device) if batch_x is None else batch_x.to(device)
+    of_y = torch.zeros(len(y), device=device) if batch_y is None else batch_y.to(device)
+    return distances.masked_fill(of_x[:, None] != of_y[None, :], math.inf).argmin(1)
+
+
+def _batch(batch: Batch, points: Tensor, name: str) -> Optional[Tensor]:
+    if batch is None or len(batch) == 0:
+        return None
+    if len(batch) != points.shape[0] or (isinstance(batch, Tensor) and batch.dim() != 1):
+        got = tuple(batch.shape) if isinstance(batch, Tensor) else len(batch)
+        raise error(
+            f"`batch_{name}` must have one number for each row of `{name}`: expected "
+            f"{points.shape[0]}, got {got}."
+        )
+    values = _values(batch)
+    if values is not None and values != sorted(values):
+        raise error(f"'batch_{name}' is not sorted. Sort the rows of `{name}` by batch.")
+    return batch if isinstance(batch, Tensor) else torch.tensor(batch, dtype=torch.int64)
+
+
+def _values(batch: Any) -> Optional[List[int]]:
+    """The numbers; None where they are known at run time only."""
+    if isinstance(batch, FakeTensor):
+        return None
+    values: List[int] = batch if isinstance(batch, list) else batch.tolist()
+    return values
+
+
+def _check_shared(batch_x: Tensor, batch_y: Tensor) -> None:
+    of_x, of_y = _values(batch_x), _values(batch_y)
+    if of_x is not None and of_y is not None and not set(of_x) <= set(of_y):
+        missing = sorted(set(of_x) - set(of_y))
+        raise error(
+            "Some batch indices occur in 'batch_x' that do not occur in 'batch_y': "
+            f"{missing}. Give each sample at least one row of `y`."
+        )

@@ -1,0 +1,93 @@
+"""Functions that torch computes through values, or not in half: the same ones, of fixed shapes."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["REPLACED"]
+
+
+def bincount(input: Tensor, weights: Optional[Tensor] = None, minlength: int = 0) -> Tensor:
+    """How often each number under ``minlength`` occurs; larger ones are not counted."""
+    if weights is None:
+        weights = torch.ones(input.shape, dtype=torch.int64, device=input.device)
+    elif weights.dtype != torch.float32:
+        weights = weights.double()
+    # The last place takes what is not counted.
+    places = input.to(torch.int64).clamp(max=minlength)
+    sums = torch.zeros(minlength + 1, dtype=weights.dtype, device=input.device)
+    return sums.scatter_add(0, places, weights)[:minlength]
+
+
+def one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
+    """A one where the class is; none where there is no such class."""
+    classes = torch.arange(num_classes, dtype=input.dtype, device=input.device)
+    return (input.unsqueeze(-1) == classes).to(torch.int64)
+
+
+def _single(value: Optional[Tensor]) -> Optional[Tensor]:
+    return None if value is None else value.float()
+
+
+def _normalised(
+    function: Callable[..., Tensor], input: Tensor, running: Tuple[Any, Any], *rest: Any
+) -> Tensor:
+    """A normalisation of half numbers, computed and averaged in float32."""
+    single = [_single(statistic) for statistic in running]
+    result = function(input.float(), *single, *[_widened(value) for value in rest])
+    for statistic, value in zip(running, single):
+        if statistic is not None and value is not None and value is not statistic:
+            statistic.copy_(value)
+    return result.to(input.dtype)
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) else value
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Optional[Tensor],
+    running_var: Optional[Tensor],
+    weight: Optional[Tensor] = None,
+    bias: Optional[Tensor] = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``torch.nn.functional.batch_norm``, of half numbers too, with statistics of any type."""
+    rest = (weight, bias, training, momentum, eps)
+    if input.dtype in (torch.float16, torch.bfloat16):
+        return _normalised(F.batch_norm, input, (running_mean, running_var), *rest)
+    return F.batch_norm(input, running_mean, running_var, *rest)
+
+
+def instance_norm(
+    input: Tensor,
+    running_mean: Optional[Tensor] = None,
+    running_var: Optional[Tensor] = None,
+    weight: Optional[Tensor] = None,
+    bias: Optional[Tensor] = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``torch.nn.functional.instance_norm``, of half numbers too."""
+    rest = (weight, bias, use_input_stats, momentum, eps)
+    if input.dtype in (torch.float16, torch.bfloat16):
+        return _normalised(F.instance_norm, input, (running_mean, running_var), *rest)
+    return F.instance_norm(input, running_mean, running_var, *rest)
+
+
+# What takes the place of a function of torch, with the same arguments.
+REPLACED: Dict[Any, Callable[..., Tensor]] = {
+    torch.bincount: bincount,
+    Tensor.bincount: bincount,
+    F.one_hot: one_hot,
+    F.batch_norm: batch_norm,
+    F.instance_norm: instance_norm,
+}

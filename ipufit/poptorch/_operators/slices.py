@@ -1,0 +1,344 @@
+"""Slices whose start is a tensor: it may be another one at every run, the size may not."""
+
+from __future__ import annotations
+
+from typing import Any, List, Optional, Tuple
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ipufit.poptorch._errors import error
+from ipufit.poptorch._narrowing import DEVICE_DTYPES
+from ipufit.poptorch._operators.recorder import node_of, tracer
+from ipufit.poptorch._tracing import tracing
+
+__all__ = ["dynamic_slice", "dynamic_update", "getitem", "has_tensor_bounds"]
+
+_WHOLE_NUMBERS = (torch.int16, torch.int32, torch.int64)
+
+
+def _on_device(dtype: torch.dtype) -> torch.dtype:
+    return DEVICE_DTYPES.get(dtype, dtype)
+
+
+def _check_start(start: Tensor, name: str) -> None:
+    if start.dtype not in (*_WHOLE_NUMBERS, torch.uint8, torch.int8) or start.numel() != 1:
+        raise error(
+            f"{name}: Expected integer typed start tensor of one element, got shape "
+            f"{tuple(start.shape)} and {start.dtype}. Convert it with start.to(torch.int32)."
+        )
+
+
+def _check_size(size: int) -> None:
+    if size == 0:
+        raise error(
+            "The start and end of a slice must be different. Got a slice of size 0; make it at "
+            "least 1."
+        )
+    if size < 0:
+        raise error(
+            "Taking a slice of a tensor with the end less than the start is not supported. Got a "
+            f"slice of size {size}; make it at least 1."
+        )
+
+
+def _check_step(step: int) -> None:
+    if step < 1:
+        raise error(
+            f"Slicing step must be at least 1, got {step}. Reverse a slice with torch.flip."
+        )
+
+
+def _axis(tensor: Tensor, dim: int, name: str) -> int:
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise error(
+            f"{name}: the tensor has {tensor.dim()} dimensions, got dim {dim}. Give one from "
+            f"{-tensor.dim()} to {tensor.dim() - 1}."
+        )
+    return dim % tensor.dim()
+
+
+def _positions(start: Tensor, size: int, step: int, length: int) -> Tensor:
+    """Those of a slice; past the end it goes on at the beginning, as on the device."""
+    offsets = torch.arange(0, size, step, device=start.device)
+    return torch.remainder(start.reshape(1).to(torch.int64) + offsets, length)
+
+
+def _recorded_slice(tensor: Tensor, axis: int, start: Tensor, size: int, step: int) -> Tensor:
+    _check_size(size)
+    _check_step(step)
+    length = tensor.shape[axis]
+    if length % size:
+        raise error(
+            f"The size of the slice ({size}) must be a factor of the slicing dimension "
+            f"({length}). Choose another size, or pad the tensor."
+        )
+    return tensor.index_select(axis, _positions(start, size, step, length))
+
+
+def dynamic_slice(tensor: Tensor, dim: int, start: Tensor, size: int, step: int) -> Tensor:
+    """``tensor[start:start + size:step]`` on one dimension, of a start that may change every run.
+
+    In a compiled model a slice that passes the end of the dimension goes on at its beginning.
+
+    Args:
+        tensor: any shape.
+        dim: the dimension; negative ones count from the last.
+        start: one whole number.
+        size: fixed; in a compiled model it divides the dimension.
+        step: fixed, at least 1.
+    Raises:
+        Error: an argument of another kind, or a size or step that a device can't slice by.
+    """
+    if not isinstance(tensor, Tensor):
+        raise error(
+            f"dynamic_slice must take a torch.tensor input. {type(tensor)} is not supported."
+        )
+    if not isinstance(dim, int):
+        raise error(f"Dimension must be an integer. Got {type(dim)}.")
+    if not isinstance(start, Tensor):
+        raise error(
+            f"Slice start argument to dynamic_slice must be a torch.tensor. {type(start)} is not "
+            "supported. For a fixed start write x[start:start + size]."
+        )
+    if not isinstance(size, int):
+        raise error(f"Size must be an integer. Got {type(size)}: it may not change between runs.")
+    if not isinstance(step, int):
+        raise error(f"Step must be an integer. Got {type(step)}: it may not change between runs.")
+    _check_start(start, "dynamic_slice")
+    axis = _axis(tensor, dim, "dynamic_slice")
+    if tracing() is not None:
+        return _recorded_slice(tensor, axis, start, size, step)
+    first = int(start.item())
+    sliced: Tensor = torch.ops.aten.slice(tensor, axis, first, first + size, step)
+    return sliced
+
+
+def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor, size: int) -> Tensor:
+    """A copy of ``input`` with ``src`` written over ``[start:start + size]`` of one dimension.
+
+    In a compiled model what passes the end of the dimension is written to its beginning.
+
+    Args:
+        input: any shape; it stays as it is.
+        src: of the dtype of ``input`` and its shape, but for ``size`` on the dimension.
+        dim: the dimension; negative ones count from the last.
+        start: one whole number, another one at every run if you like.
+        size: fixed; other than that of a slice it need not divide the dimension.
+    Raises:
+        Error: an argument of another kind, or a ``src`` that does not fit.
+    """
+    if not isinstance(input, Tensor):
+        raise error(
+            f"dynamic_update must take a torch.tensor input. {type(input)} is not supported."
+        )
+    if not isinstance(dim, int):
+        raise error(f"Dimension must be an integer. Got {type(dim)}.")
+    if not isinstance(start, Tensor):
+        raise error(
+            f"Slice start argument to dynamic_update must be a torch.tensor. {type(start)} is "
+            "not supported. For a fixed start write into a copy of the input."
+        )
+    if not isinstance(src, Tensor):
+        raise error(
+            f"Src argument to dynamic_update must be a torch.tensor. {type(src)} is not supported."
+        )
+    if not isinstance(size, int):
+        raise error(f"Size must be an integer. Got {type(size)}: it may not change between runs.")
+    if input.dim() != src.dim():
+        raise error(
+            "input and src tensors must have same dimensionality. "
+            f"({input.dim()}) vs ({src.dim()}) Reshape src."
+        )
+    recording = tracing() is not None
+    # On the device there are no 64-bit types that could differ.
+    types = [_on_device(t.dtype) if recording else t.dtype for t in (input, src)]
+    if types[0] != types[1]:
+        raise error(
+            f"input and src tensor must have same dtype. ({types[0]} vs {types[1]}) Convert src "
+            "with src.to(input.dtype)."
+        )
+    _check_start(start, "dynamic_update")
+    axis = _axis(input, dim, "dynamic_update")
+    if not recording:
+        first = int(start.item())
+        updated: Tensor = torch.ops.aten.slice_scatter(input, src, axis, first, first + size, 1)
+        return updated
+    return _recorded_update(input, src, axis, start, size)
+
+
+def _recorded_update(input: Tensor, src: Tensor, axis: int, start: Tensor, size: int) -> Tensor:
+    _check_size(size)
+    expected = list(input.shape)
+    expected[axis] = size
+    if list(src.shape) != expected or size > input.shape[axis]:
+        raise error(
+            f"dynamic_update: a slice of size {size} on dimension {axis} of {tuple(input.shape)} "
+            f"has shape {tuple(expected)}, got src of shape {tuple(src.shape)}. Give size as long "
+            "as src is, and at most as long as the input is there."
+        )
+    positions = _positions(start, size, 1, input.shape[axis])
+    return input.index_copy(axis, positions, src.to(input.dtype))
+
+
+def has_tensor_bounds(index: Any) -> bool:
+    """Whether ``x[index]`` has a slice whose start or end is a tensor."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(
+        isinstance(p, slice) and (isinstance(p.start, Tensor) or isinstance(p.stop, Tensor))
+        for p in parts
+    )
+
+
+def getitem(tensor: Tensor, index: Any) -> Tensor:
+    """``tensor[index]`` where :func:`has_tensor_bounds` is true, while recording.
+
+    The size of such a slice is what its end is more than its start, by sums with numbers. Bounds
+    that are computed from tensors of the host's alone are known, and make an ordinary slice.
+    """
+    parts = list(index) if isinstance(index, tuple) else [index]
+    consumed = sum(_consumes(part) for part in parts)
+    axis, rest = 0, []
+    for part in parts:
+        if isinstance(part, slice):
+            start, stop = _known(part.start), _known(part.stop)
+            if isinstance(start, Tensor) or isinstance(stop, Tensor):
+                tensor = _slice_between(tensor, axis, start, stop, part.step)
+                part = slice(None)
+            else:
+                part = slice(start, stop, part.step)
+        rest.append(part)
+        axis += tensor.dim() - consumed if part is Ellipsis else _consumes(part)
+    if all(isinstance(part, slice) and part == slice(None) for part in rest):
+        return tensor
+    return tensor[tuple(rest)]
+
+
+def _slice_between(tensor: Tensor, axis: int, start: Any, stop: Any, step: Any) -> Tensor:
+    if isinstance(step, Tensor):
+        raise error(
+            "Slicing step must be a constant, got a tensor. Give a Python int of at least 1."
+        )
+    size = _size_between(start, stop)
+    _check_start(start, "a slice")
+    return _recorded_slice(tensor, axis, start, size, 1 if step is None else step)
+
+
+def _known(bound: Any) -> Any:
+    """The number that a bound is, where the host knows it; otherwise the bound."""
+    if not isinstance(bound, Tensor):
+        return bound
+    if not isinstance(bound, FakeTensor):
+        return _read(bound)
+    constant = getattr(bound, "constant", None)
+    if constant is not None:
+        return _read(constant)
+    node = node_of(bound)
+    if node is None:
+        return bound
+    source, more = _sum_of(node)
+    value = _number(source)
+    return bound if value is None else value + more
+
+
+def _consumes(part: Any) -> int:
+    """How many dimensions of the tensor a part of an index stands for."""
+    if part is None or part is Ellipsis or isinstance(part, bool):
+        return 0
+    if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):
+        return part.dim()
+    return 1
+
+
+def _not_constant(because: str) -> Exception:
+    return error(
+        "The size of the sliced tensor must be a constant for each execution of the model when "
+        f"running on the IPU. {because} Compute the end from the start by adding a Python "
+        "number, or use poptorch.dynamic_slice."
+    )
+
+
+def _size_between(start: Any, stop: Any) -> int:
+    if not isinstance(start, Tensor) or not isinstance(stop, Tensor):
+        raise _not_constant("Only one of start and end changes from run to run.")
+    nodes = node_of(start), node_of(stop)
+    if nodes[0] is None or nodes[1] is None:
+        raise _not_constant("A bound comes from outside of the body that uses it.")
+    (first, a), (last, b) = _sum_of(nodes[0]), _sum_of(nodes[1])
+    if first is not last:
+        raise _not_constant("Start and end are not computed from the same tensor by sums.")
+    size = b - a
+    _check_size(size)
+    return size
+
+
+# Operators that keep the number.
+_KEEPS = {"_to_copy", "alias", "clone", "detach", "lift_fresh_copy", "reshape", "squeeze", "to"}
+_KEEPS |= {"unsqueeze", "view", "_unsafe_view", "expand"}
+
+
+def _sum_of(node: fx.Node) -> Tuple[fx.Node, int]:
+    """The node that a bound is computed from by adding numbers, and what these add up to."""
+    total = 0
+    while node.op == "call_function":
+        name = getattr(node.target, "_schema", None)
+        kind = name.name.partition("::")[2].rstrip("_") if name else ""
+        if kind in _KEEPS:
+            node = node.all_input_nodes[0]
+        elif kind in ("add", "sub"):
+            step = _step(node, kind)
+            if step is None:
+                break
+            node, amount = step
+            total += amount
+        else:
+            break
+    return node, total
+
+
+def _step(node: fx.Node, kind: str) -> Optional[Tuple[Any, int]]:
+    """The other operand of a sum with a number, and the number; None if there is none."""
+    left, right = node.args[:2]
+    factor = node.kwargs.get("alpha", 1)
+    sign = -1 if kind == "sub" else 1
+    numbers = [_number(left), _number(right)]
+    if numbers[1] is not None:
+        amount: Any = sign * factor * numbers[1]  # type: ignore[operator]
+        other = left
+    elif numbers[0] is not None and kind == "add" and factor == 1:
+        amount, other = numbers[0], right
+    else:
+        return None
+    if isinstance(amount, float):
+        raise _not_constant(
+            "In this case, there is a float added to the slice indices meaning it may change "
+            "between runs."
+        )
+    return other, int(amount)
+
+
+def _number(operand: Any) -> Any:
+    """The number that an operand is; None if it isn't known."""
+    if isinstance(operand, (int, float)):
+        return operand
+    if not isinstance(operand, fx.Node):
+        return None
+    if operand.op == "call_function" and operand.target in _literals():
+        operand = operand.args[0]
+    if isinstance(operand, fx.Node) and operand.op == "get_attr":
+        value = getattr(tracer().root, str(operand.target), None)  # type: ignore[union-attr]
+        if isinstance(value, Tensor) and not isinstance(value, FakeTensor) and value.numel() == 1:
+            return _read(value)
+    return None
+
+
+def _literals() -> List[Any]:
+    return [torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.detach.default]
+
+
+def _read(value: Tensor) -> Any:
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        return value.item()

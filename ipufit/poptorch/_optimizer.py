@@ -1,0 +1,290 @@
+"""What the device does with an optimizer: updates of weights, and the state they need."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from ipufit.engines.embedded.capture import capture
+from ipufit.engines.embedded.clipping import clipped
+from ipufit.poptorch._errors import error
+from ipufit.poptorch._logging import logger
+from ipufit.poptorch._loss_scale import NAME as UPDATE_FACTOR
+from ipufit.poptorch._loss_scale import AutomaticLossScale
+from ipufit.poptorch._optimizer_base import DeviceState
+from ipufit.poptorch._optimizer_changes import check_replacement
+from ipufit.poptorch._optimizer_parts import Member, Part, differ, lay_out
+from ipufit.poptorch._optimizer_rules import PREFIXES, counts_steps, group_of, initial, rule_of
+from ipufit.poptorch._optimizer_scalars import LOSS_SCALING, Factors, exported, imported
+from ipufit.poptorch._optimizer_settings import Settings, Value
+from ipufit.recipe import Clip
+
+__all__ = ["DeviceOptimizer"]
+
+
+class DeviceOptimizer:
+    """One optimizer of a compiled training program.
+
+    Args:
+        settings: of the optimizer.
+        groups: names of the parameters of each of its groups.
+        parameters: the device's tensors by name, of what is trained and what the loss reaches;
+            updated in place. Their memory moves: from here on they are views of longer tensors, so
+            write them with ``copy_``, and make views of them only afterwards.
+        factors: of how many micro-batches a gradient is made.
+        automatic: the loss scaling follows the gradients.
+
+    Raises:
+        Error: a hyper-parameter that a device can't compute with.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        groups: Sequence[Sequence[str]],
+        parameters: Mapping[str, Tensor],
+        factors: Optional[Factors] = None,
+        automatic: Optional[AutomaticLossScale] = None,
+    ) -> None:
+        settings.check()
+        self._settings = settings
+        self._factors = factors or Factors()
+        self._automatic = automatic
+        self._scales = automatic is not None or settings.loss_scaling != Value(1.0, True)
+        # The device's numbers that were written to it and are not those of the settings.
+        self._written: Dict[str, float] = {}
+        self._graphs: Dict[Tuple[object, ...], Callable[..., Any]] = {}
+        self._parts: List[Part] = []
+        self._rules = [rule_of(settings, group) for group in range(len(groups))]
+        self._members = [
+            self._member(name, group, parameters[name])
+            for group, names in enumerate(groups)
+            for name in names
+            if name in parameters
+        ]
+        self._lay_out()
+        self._log()
+
+    @property
+    def settings(self) -> Settings:
+        """The present ones."""
+        return self._settings
+
+    @property
+    def loss_scaling(self) -> float:
+        """By what the loss of the coming update is to be multiplied."""
+        own = self._written.get(LOSS_SCALING, self._settings.loss_scaling.value)
+        return own * (1.0 if self._automatic is None else self._automatic.factor)
+
+    def _member(self, name: str, group: int, weight: Tensor) -> Member:
+        numbers = self._numbers(name, group)
+        state = {
+            key: initial(self._settings, key, weight, numbers) for key in self._rules[group].tensors
+        }
+        return Member(name, group, weight, 0.0, numbers, state)
+
+    def _numbers(self, name: str, group: int) -> Dict[str, float]:
+        return imported(self._settings, group, name, self._factors, self._written)
+
+    def _log(self) -> None:
+        for line in self._settings.lines():
+            logger.debug(line)
+
+    def _lay_out(self) -> None:
+        self._storage, self._parts = lay_out(self._members, self._rules)
+
+    def set(self, settings: Settings) -> None:
+        """Take other settings; numbers that were written to the device are gone then.
+
+        Raises:
+            Error: the program can't go on with them, or a device can't compute with them. Nothing
+                has changed then.
+        """
+        settings.check()
+        check_replacement(self._settings, settings)
+        if settings == self._settings:
+            return
+        for index, (old, new) in enumerate(zip(self._settings.groups, settings.groups)):
+            if "nesterov" in new and old["nesterov"].value != new["nesterov"].value:
+                logger.warning(
+                    f"nesterov of group {index} is part of the compiled program and stays "
+                    f"{bool(self._rules[index].nesterov)}. "  # type: ignore[attr-defined]
+                    "Call destroy() and wrap the model again to change it."
+                )
+        self._settings = settings
+        self._written = {}
+        for member in self._members:
+            member.numbers = self._numbers(member.name, member.group)
+        self._log()
+
+    def apply(self, gradients: Mapping[str, Tensor]) -> None:
+        """One update.
+
+        Args:
+            gradients: of every parameter given at the start, by name; reduced over micro-batches
+                and replicas, and still multiplied by :attr:`loss_scaling`.
+        """
+        if not self._parts:
+            return
+        automatic = self._automatic
+        if automatic is not None and not automatic.observed:
+            automatic.observe(gradients[member.name] for member in self._members)
+        flats = [part.block.gather(gradients) for part in self._parts]  # type: ignore[arg-type]
+        arguments = [*self._rows(), *self._storage.flats, *flats]
+        arguments += [tensor for part in self._parts for tensor in part.state.values()]
+        key = (self._storage.form, tuple(flat.dtype for flat in flats))
+        if key not in self._graphs:
+            self._graphs[key] = capture(self._update, arguments)
+        self._graphs[key](*arguments)
+        for member in self._members:
+            member.updates += 1
+        if automatic is not None:
+            automatic.update()
+
+    def _rows(self) -> List[Tensor]:
+        """The coefficients of the coming update, and by what its gradients are multiplied first."""
+        factor = 1.0 if self._automatic is None else self._automatic.factor
+        rows = []
+        for part in self._parts:
+            first = part.members[0]
+            group = group_of(self._settings, first.numbers)
+            row = part.rule.coefficients(group, first.updates + 1)
+            row.append(first.numbers["unscaling"] / factor)
+            weight = first.weight
+            dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+            rows.append(torch.tensor(row, dtype=dtype, device=weight.device))
+        return rows
+
+    def _update(self, *tensors: Tensor) -> List[Tensor]:
+        count = len(self._parts)
+        rows, flats = tensors[:count], tensors[count : 2 * count]
+        state = iter(tensors[3 * count :])
+        gradients = []
+        for row, flat, gradient in zip(rows, flats, tensors[2 * count : 3 * count]):
+            # Gradients of half precision are unscaled where small numbers are not lost.
+            wide = gradient.to(torch.promote_types(flat.dtype, torch.float32))
+            gradients.append(wide * row[-1] if self._scales else wide)
+        largest = self._settings.max_grad_norm
+        if math.isfinite(largest):
+            blocks = [part.block for part in self._parts]
+            gradients = clipped(gradients, blocks, Clip(global_norm=largest))
+        for part, row, flat, gradient in zip(self._parts, rows, flats, gradients):
+            own = {name: next(state) for name in part.state}
+            segments = [slice(slot.start, slot.stop) for slot in part.block.slots]
+            part.rule.update(flat, gradient, own, row[:-1].unbind(), segments)
+        return list(flats)
+
+    def state(self) -> DeviceState:
+        """What :meth:`load_state` takes: new tensors of the host, by the device's names."""
+        tensors: Dict[str, Tensor] = {}
+        numbers: Dict[str, Tensor] = {}
+        if self._automatic is not None:
+            tensors[UPDATE_FACTOR] = _single(self._automatic.factor)
+        for member in self._members:
+            for name, tensor in self._named(member).items():
+                tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
+            if counts_steps(self._settings.kind):
+                tensors[f"Step___{member.name}"] = _single(member.updates)
+        for name, number in self._exported().items():
+            numbers[name] = _single(self._written.get(name, number))
+        return {"ipu_state": tensors, "ipu_param": numbers}
+
+    def _named(self, member: Member) -> Dict[str, Tensor]:
+        prefixes = PREFIXES[self._settings.kind]
+        return {prefixes[key] + member.name: tensor for key, tensor in member.state.items()}
+
+    def _exported(self) -> Dict[str, float]:
+        result = {}
+        for member in self._members:
+            result.update(exported(self._settings, member.group, member.name, self._factors))
+        if not self._settings.loss_scaling.constant:
+            result[LOSS_SCALING] = self._settings.loss_scaling.value
+        return result
+
+    def load_state(self, state: DeviceState) -> None:
+        """Take over what :meth:`state` gave, here or in another program.
+
+        What is missing stays as it is, with a warning; what there is no place for is ignored.
+
+        Raises:
+            Error: a tensor has another shape than its place. Nothing has changed then.
+        """
+        tensors, numbers = state.get("ipu_state") or {}, state.get("ipu_param") or {}
+        places: Dict[str, Tensor] = {}
+        for member in self._members:
+            places.update(self._named(member))
+        for name, place in places.items():
+            if name in tensors and tensors[name].shape != place.shape:
+                raise error(
+                    f"State {name} of the optimizer must have shape {tuple(place.shape)}, got "
+                    f"{tuple(tensors[name].shape)}. Load the state of an optimizer of the same "
+                    "model."
+                )
+        for name, place in places.items():
+            if name in tensors:
+                place.copy_(tensors[name])
+            else:
+                _warn_of_missing("state", name)
+        self._load_counts(tensors)
+        self._load_numbers(numbers)
+        if any(differ(part.members) for part in self._parts):
+            self._lay_out()
+
+    def _load_counts(self, tensors: Mapping[str, Tensor]) -> None:
+        if self._automatic is not None:
+            if UPDATE_FACTOR in tensors:
+                self._automatic.factor = float(tensors[UPDATE_FACTOR])
+            else:
+                _warn_of_missing("state", UPDATE_FACTOR)
+        for member in self._members:
+            name = f"Step___{member.name}"
+            if not counts_steps(self._settings.kind):
+                # A velocity that comes from somewhere is no first one.
+                known = any(key in tensors for key in self._named(member))
+                member.updates = max(member.updates, float(known))
+            elif name in tensors:
+                member.updates = float(tensors[name])
+            else:
+                _warn_of_missing("state", name)
+
+    def _load_numbers(self, numbers: Mapping[str, Tensor]) -> None:
+        for name, own in self._exported().items():
+            if name not in numbers:
+                _warn_of_missing("parameter", name)
+                continue
+            number = float(numbers[name])
+            if number == float(_single(own)):
+                self._written.pop(name, None)
+            else:
+                self._written[name] = number
+        for member in self._members:
+            member.numbers = self._numbers(member.name, member.group)
+
+    def snapshot(self) -> Any:
+        """A copy of the state, of the host's numbers and of the device's tensors."""
+        copies = [{k: v.clone() for k, v in member.state.items()} for member in self._members]
+        factor = None if self._automatic is None else self._automatic.factor
+        return copies, [member.updates for member in self._members], factor
+
+    def restore(self, snapshot: Any) -> None:
+        """Go back to a copy of the state, in place."""
+        copies, updates, factor = snapshot
+        for member, copy, count in zip(self._members, copies, updates):
+            member.updates = count
+            for name, tensor in member.state.items():
+                tensor.copy_(copy[name])
+        if self._automatic is not None:
+            self._automatic.factor = factor
+        if any(differ(part.members) for part in self._parts):
+            self._lay_out()
+
+
+def _warn_of_missing(kind: str, name: str) -> None:
+    logger.warning(f"The optimizer's {kind} {name} is missing in what is loaded, and stays.")
+
+
+def _single(number: float) -> Tensor:
+    return torch.tensor(number, dtype=torch.float32)

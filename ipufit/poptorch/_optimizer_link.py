@@ -1,0 +1,146 @@
+"""The optimizer of a training executor: the user's object, and the device's half of it."""
+
+from __future__ import annotations
+
+from typing import List, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from ipufit.poptorch._compiled import Compiled
+from ipufit.poptorch._loss_scale import AutomaticLossScale
+from ipufit.poptorch._optimizer import DeviceOptimizer
+from ipufit.poptorch._optimizer_base import DeviceState, StateSync
+from ipufit.poptorch._optimizer_changes import AttributeTracker, select_mean_strategy
+from ipufit.poptorch._optimizer_reading import settings_of
+from ipufit.poptorch._optimizer_scalars import Factors
+from ipufit.poptorch._optimizer_settings import Settings
+from ipufit.poptorch.enums import MeanReductionStrategy, ReductionType
+from ipufit.poptorch.options import Options
+
+__all__ = ["OptimizerLink"]
+
+
+class OptimizerLink:
+    """Carries settings and state between an optimizer and the device.
+
+    Args:
+        options: of the executor.
+        optimizer: torch's, or the front end's.
+
+    Raises:
+        AssertionError: an optimizer that is not supported.
+        ValueError: a setting that is not.
+    """
+
+    def __init__(self, options: Options, optimizer: torch.optim.Optimizer) -> None:
+        self._options = options
+        self._optimizer = optimizer
+        self._tracker = AttributeTracker(options._relax_optimizer_checks)
+        self._device: Optional[DeviceOptimizer] = None
+        self._settings = self._read(optimizer)
+        self._sync: Optional[StateSync] = None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The present one."""
+        return self._optimizer
+
+    @property
+    def _scales_itself(self) -> bool:
+        settings = self._options._Popart.options
+        return bool(settings.get("automaticLossScalingSettings.enabled", False))
+
+    def _read(self, optimizer: torch.optim.Optimizer) -> Settings:
+        settings = settings_of(optimizer, self._scales_itself)
+        self._tracker.look(optimizer)
+        select_mean_strategy(optimizer, self._options, self._device is not None)
+        return settings
+
+    def groups(self) -> List[Sequence[Tensor]]:
+        """The parameters of each group."""
+        return [group["params"] for group in self._optimizer.param_groups]
+
+    def bind(self, program: Compiled, trained: Sequence[Sequence[str]]) -> None:
+        """Give the program its updates.
+
+        Args:
+            program: just compiled.
+            trained: names of the parameters that want a gradient, by group.
+        """
+        device, reached = program.device, set(program.recorded.reached)
+        groups = [
+            list(device.parts([name for name in group if name in reached])) for group in trained
+        ]
+        training = self._options.Training
+        strategy = training.meanAccumulationAndReplicationReductionStrategy
+        factors = Factors(
+            training.gradient_accumulation,
+            self._options.replication_factor * self._options.Distributed.numProcesses,
+            training.accumulation_and_replication_reduction_type == ReductionType.Mean,
+            strategy == MeanReductionStrategy.Post,
+        )
+        self._device = DeviceOptimizer(
+            self._settings,
+            groups,
+            device.parts(program.recorded.reached),
+            factors,
+            AutomaticLossScale() if self._scales_itself else None,
+        )
+        device.updates = self._device
+        self._sync = self._new_sync()
+
+    def _new_sync(self) -> StateSync:
+        assert self._device is not None
+        return StateSync(self._optimizer, self._device.state, self._write)
+
+    def _write(self, state: DeviceState) -> None:
+        assert self._device is not None
+        self._device.load_state(state)
+
+    def set(self, optimizer: torch.optim.Optimizer, attached: bool) -> None:
+        """Go on with these settings, or with another optimizer.
+
+        Raises:
+            Error: the program can't. Nothing has changed then.
+        """
+        settings = self._read(optimizer)
+        if self._device is not None:
+            self._device.set(settings)
+        self._settings = settings
+        if optimizer is not self._optimizer:
+            if self._sync is not None:
+                self._sync.close()
+            self._optimizer = optimizer
+            if self._device is not None:
+                self._sync = self._new_sync()
+                self._sync.begun()
+        if attached:
+            self.send()
+
+    def begun(self) -> None:
+        """The program stands on the device."""
+        if self._sync is not None:
+            self._sync.begun()
+            self._sync.send()
+
+    def send(self) -> None:
+        """Host to device: state that the device does not have."""
+        if self._sync is not None:
+            self._sync.send()
+
+    def ran(self) -> None:
+        """The device has changed its state."""
+        if self._sync is not None:
+            self._sync.ran()
+
+    def refresh(self) -> None:
+        """Device to host: state that the host does not have."""
+        if self._sync is not None:
+            self._sync.refresh()
+
+    def release(self) -> None:
+        """The program goes: what it knows goes to the optimizer."""
+        if self._sync is not None:
+            self._sync.close()
+        self._sync = self._device = None

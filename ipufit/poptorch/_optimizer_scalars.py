@@ -1,0 +1,250 @@
+"""Hyper-parameters as the numbers that a device has of them, under its names.
+
+Some of them are products: ``scaledLearningRate0`` is the learning rate by the loss scaling. They
+can be read, and numbers that were read can be written back, also to another optimizer's program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Callable, Dict, List, Mapping, Tuple
+
+from ipufit.poptorch._optimizer_settings import Kind, Settings, Values
+
+__all__ = ["LOSS_SCALING", "Factors", "exported", "imported"]
+
+LOSS_SCALING = "lossScaling_FLOAT"
+
+# Hyper-parameters by name, and what they give.
+Numbers = Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Factors:
+    """Of how many micro-batches a gradient is made; only the names of the device depend on it.
+
+    Attributes:
+        accumulation: micro-batches that a replica adds up.
+        replicas: all of them, in all processes.
+        mean: whether they are averaged, not summed.
+        post: whether they are divided at the end, not as they come.
+    """
+
+    accumulation: int = 1
+    replicas: int = 1
+    mean: bool = True
+    post: bool = True
+
+    @property
+    def after(self) -> float:
+        """By what the optimizer's own numbers divide."""
+        return float(self.accumulation * self.replicas) if self.mean and self.post else 1.0
+
+    @property
+    def combined(self) -> float:
+        """By what those of the combined variant multiply gradients."""
+        share = 1.0 / self.accumulation if self.mean else 1.0
+        if self.accumulation > 1:
+            return share if self.mean else share * self.replicas
+        return share / self.replicas if self.mean else share
+
+    @property
+    def velocity(self) -> float:
+        """By what those of the combined variant multiply velocities."""
+        return float(self.replicas) if self.accumulation > 1 else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scalar:
+    """One number of the device.
+
+    Attributes:
+        prefix: its name, without the parameter's.
+        of: the hyper-parameters it is made of; a constant if all of them are.
+        value: makes it of them.
+        back: the hyper-parameters that it gives back; empty for one that others give already.
+    """
+
+    prefix: str
+    of: Tuple[str, ...]
+    value: Callable[[Numbers], float]
+    back: Callable[[float, Numbers], Dict[str, float]]
+
+
+def _plain(prefix: str, name: str) -> _Scalar:
+    """A hyper-parameter as it is."""
+    return _Scalar(prefix, (name,), lambda n: n[name], lambda x, n: {name: x})
+
+
+def _unscaling(prefix: str, factors: Factors) -> _Scalar:
+    """By what the gradient is multiplied, to take the loss scaling and the sum out of it."""
+    return _Scalar(
+        prefix,
+        ("loss_scaling",),
+        lambda n: 1 / (n["loss_scaling"] * factors.after),
+        lambda x, n: {"unscaling": x * factors.after},
+    )
+
+
+def _without_velocity(factors: Factors) -> List[_Scalar]:
+    return [
+        _Scalar(
+            "scaledLearningRate0",
+            ("lr", "loss_scaling", "dampening"),
+            lambda n: n["lr"] / (n["loss_scaling"] * factors.after),
+            lambda x, n: {"lr": x * n["loss_scaling"] * factors.after},
+        ),
+        _Scalar(
+            "weightDecayScaleFactor0",
+            ("weight_decay", "lr", "dampening"),
+            lambda n: 1 - n["lr"] * n["weight_decay"],
+            lambda x, n: {"weight_decay": (1 - x) / n["lr"]} if n["lr"] else {},
+        ),
+    ]
+
+
+def _with_velocity(factors: Factors, combined: bool, nesterov: bool) -> List[_Scalar]:
+    variant = "1" if combined else "2"
+    scale = factors.velocity if combined else 1.0
+    share = factors.combined if combined else 1 / factors.after
+    result = [
+        _Scalar(
+            f"scaledMomentum{variant}",
+            ("momentum",),
+            lambda n: n["momentum"] / scale,
+            lambda x, n: {"momentum": x * scale},
+        ),
+        _Scalar(
+            f"dampeningScaleFactor{variant}",
+            ("dampening", "velocity_scaling", "loss_scaling"),
+            lambda n: (1 - n["dampening"]) * n["velocity_scaling"] * share / n["loss_scaling"],
+            lambda x, n: {"dampening": 1 - x * n["loss_scaling"] / (n["velocity_scaling"] * share)},
+        ),
+        _Scalar(
+            "scaledWeightDecay1",
+            ("dampening", "weight_decay", "velocity_scaling"),
+            lambda n: (1 - n["dampening"]) * n["weight_decay"] * n["velocity_scaling"],
+            lambda x, n: (
+                {"weight_decay": x / ((1 - n["dampening"]) * n["velocity_scaling"])}
+                if n["dampening"] != 1
+                else {}
+            ),
+        ),
+        _Scalar(
+            f"scaledLearningRate{variant}",
+            ("lr", "velocity_scaling"),
+            lambda n: n["lr"] / (n["velocity_scaling"] * scale),
+            lambda x, n: {"lr": x * n["velocity_scaling"] * scale},
+        ),
+    ]
+    if not nesterov:
+        return result
+    # The rest of these are made of what the others give already.
+    return [
+        *result,
+        _Scalar("sgdMomentum", ("momentum",), lambda n: n["momentum"], _nothing),
+        _Scalar("sgdWeightDecay", ("weight_decay",), lambda n: n["weight_decay"], _nothing),
+        _Scalar(
+            f"nesterovGradScaleFactor{variant}",
+            ("velocity_scaling",),
+            lambda n: n["velocity_scaling"] * scale,
+            _nothing,
+        ),
+        _Scalar(
+            f"nesterovDampeningScaleFactor{variant}",
+            ("dampening", "velocity_scaling", "loss_scaling"),
+            lambda n: 1 / ((1 - n["dampening"]) * n["velocity_scaling"] * share),
+            _nothing,
+        ),
+    ]
+
+
+def _nothing(x: float, n: Numbers) -> Dict[str, float]:
+    return {}
+
+
+def _scalars(settings: Settings, values: Values, factors: Factors) -> List[_Scalar]:
+    """The numbers of a parameter with these hyper-parameters, in the order of the device."""
+    kind = settings.kind
+    decay = [_plain("learningRate", "lr"), _plain("weightDecay", "weight_decay")]
+    if kind in (Kind.SGD_COMBINED, Kind.SGD_SEPARATE):
+        if not settings.has_velocity(values):
+            return _without_velocity(factors)
+        nesterov = bool(values["nesterov"].value and values["momentum"].value > 0)
+        return _with_velocity(factors, kind is Kind.SGD_COMBINED, nesterov)
+    if kind in (Kind.RMSPROP, Kind.RMSPROP_CENTERED):
+        return [
+            *decay,
+            _plain("adaptiveAlpha", "alpha"),
+            _plain("adaptiveMomentum", "momentum"),
+            _plain("adaptiveEps", "eps"),
+            _unscaling("adaptiveGradientScaling", factors),
+        ]
+    limit = [_plain("maxWeightNorm", "max_weight_norm")] if "max_weight_norm" in values else []
+    return [
+        *decay,
+        _plain("adamBeta1", "beta1"),
+        _plain("adamBeta2", "beta2"),
+        _plain("adamEps", "eps"),
+        *limit,
+        _unscaling("adamGradientScaling", factors),
+    ]
+
+
+def _name(scalar: _Scalar, parameter: str) -> str:
+    return f"{scalar.prefix}___specific___{parameter}"
+
+
+def _variable(settings: Settings, values: Values, scalar: _Scalar) -> bool:
+    own = {**values, "loss_scaling": settings.loss_scaling}
+    return any(not own[name].constant for name in scalar.of)
+
+
+def _numbers(settings: Settings, values: Values) -> Dict[str, float]:
+    scaling = settings.loss_scaling.value
+    numbers = {name: value.value for name, value in values.items()}
+    return {**numbers, "loss_scaling": scaling, "unscaling": 1 / scaling}
+
+
+def exported(settings: Settings, group: int, parameter: str, factors: Factors) -> Dict[str, float]:
+    """The numbers that the device has of one parameter: what is not a constant.
+
+    Args:
+        settings: of the optimizer.
+        group: the parameter's.
+        parameter: its name.
+        factors: of how many micro-batches a gradient is made.
+    """
+    values = settings.groups[group]
+    numbers = _numbers(settings, values)
+    return {
+        _name(scalar, parameter): scalar.value(numbers)
+        for scalar in _scalars(settings, values, factors)
+        if _variable(settings, values, scalar)
+    }
+
+
+def imported(
+    settings: Settings, group: int, parameter: str, factors: Factors, other: Mapping[str, Any]
+) -> Dict[str, float]:
+    """The hyper-parameters that these numbers make.
+
+    Args:
+        settings: of the optimizer.
+        group: the parameter's.
+        parameter: its name.
+        factors: of how many micro-batches a gradient is made.
+        other: numbers that differ from those which the settings give, by name.
+    """
+    values = settings.groups[group]
+    numbers = _numbers(settings, values)
+    if not other:
+        return numbers
+    scalars = {_name(each, parameter): each for each in _scalars(settings, values, factors)}
+    if not any(name in other for name in scalars):
+        return numbers
+    kept = {name: each.value(numbers) for name, each in scalars.items()}
+    for name, each in scalars.items():
+        # One that was not written keeps its number, also where what it is made of has changed.
+        numbers.update(each.back(float(other.get(name, kept[name])), numbers))
+    return numbers

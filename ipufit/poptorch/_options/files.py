@@ -1,0 +1,187 @@
+"""Options from a file, which is read as a text and never run as a program."""
+
+from __future__ import annotations
+
+import ast
+import os
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple
+
+from ipufit.poptorch._options.locations import TensorLocationSettings
+from ipufit.poptorch._options.naming import ENUMS, member
+from ipufit.poptorch._options.stages import Phase, Stage
+from ipufit.poptorch._options.strategies import (
+    ParallelPhasedExecution,
+    PipelinedExecution,
+    SerialPhasedExecution,
+    ShardedExecution,
+)
+
+if TYPE_CHECKING:
+    from ipufit.poptorch._options.options import Options
+
+    # What an expression stands for, once the options are there.
+    Reading = Callable[[Options], Any]
+
+__all__ = ["ConfigFileError", "apply_file"]
+
+_MAKERS: Dict[str, Any] = {
+    maker.__name__: maker
+    for maker in (
+        ParallelPhasedExecution,
+        Phase,
+        PipelinedExecution,
+        SerialPhasedExecution,
+        ShardedExecution,
+        Stage,
+        TensorLocationSettings,
+    )
+}
+_ALLOWED = (
+    "A line is one call, such as deviceIterations(2) or Training.gradientAccumulation(4), with "
+    "numbers, strings, True, False, None, lists, tuples, sets, dicts, enums "
+    f"(poptorch.OutputMode.All), and poptorch.{', poptorch.'.join(_MAKERS)} as arguments. "
+    "The file is read, never run."
+)
+_SETTERS_FAULTS = (AssertionError, AttributeError, RuntimeError, TypeError, ValueError)
+
+
+class ConfigFileError(Exception):
+    """A line of an options file that can't be read; says which, and what a line may hold."""
+
+
+class _Unreadable(Exception):
+    """An expression that is none of those that a line may hold."""
+
+
+class _Line(NamedTuple):
+    """A line that sets an option."""
+
+    text: str
+    where: str
+    number: int
+    position: int
+
+    def quoted(self) -> str:
+        """The line as PopTorch prints it, and where it is if that needs saying."""
+        # PopTorch counts only the lines that it keeps.
+        own = f"\n(Line {self.number} with blank lines and comments.)"
+        return f"\n> options.{self.text}{own if self.number != self.position else ''}"
+
+
+def apply_file(options: Options, path: str) -> None:
+    """Read every line of a file, then call what they name.
+
+    Raises:
+        ConfigFileError: a line can't be read; no option was changed.
+    """
+    lines: List[_Line] = []
+    with open(path, encoding="utf-8") as file:
+        for number, text in enumerate(map(str.strip, file), 1):
+            if text and not text.startswith("#"):
+                position = len(lines) + 1
+                where = f"line {position} of {os.path.basename(path)}"
+                lines.append(_Line(text, where, number, position))
+    calls = [_read_line(line) for line in lines]
+    for line, call in zip(lines, calls):
+        try:
+            call(options)
+        except _SETTERS_FAULTS as error:
+            if type(error) not in _SETTERS_FAULTS:
+                raise
+            raise type(error)(f"{error}\nAt {line.where}:{line.quoted()}") from error
+
+
+def _read_line(line: _Line) -> Reading:
+    """The one call of a line.
+
+    Raises:
+        ConfigFileError: it is not Python, or not such a call.
+    """
+    try:
+        body = ast.parse(f"options.{line.text}").body
+    except (SyntaxError, ValueError) as error:
+        reason = getattr(error, "msg", str(error))
+        raise ConfigFileError(
+            f"SyntaxError at {line.where}: {reason}{line.quoted()}\n{_ALLOWED}"
+        ) from error
+    try:
+        if len(body) != 1 or not isinstance(body[0], ast.Expr):
+            raise _Unreadable
+        return _call(body[0].value, "options")
+    except _Unreadable:
+        raise ConfigFileError(
+            f"Not a call of an option at {line.where}:{line.quoted()}\n{_ALLOWED}"
+        ) from None
+
+
+def _call(node: ast.AST, root: str) -> Reading:
+    """A call, whose chain of names and calls begins at a name."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        raise _Unreadable
+    if any(word.arg is None for word in node.keywords):  # **options
+        raise _Unreadable
+    called = _chain(node.func, root)
+    arguments = [_argument(argument) for argument in node.args]
+    named = {str(word.arg): _argument(word.value) for word in node.keywords}
+
+    def read(options: Options) -> Any:
+        positional = [argument(options) for argument in arguments]
+        return called(options)(*positional, **{k: v(options) for k, v in named.items()})
+
+    return read
+
+
+def _chain(node: ast.AST, root: str) -> Reading:
+    """What is called: a setter of options, or something that goes into them."""
+    if isinstance(node, ast.Call):
+        return _call(node, root)
+    if isinstance(node, ast.Name) and root == "options" == node.id:
+        return lambda options: options
+    if not isinstance(node, ast.Attribute):
+        raise _Unreadable
+    names = _poptorch_names(node)
+    if root == "poptorch" and len(names) == 1 and names[0] in _MAKERS:
+        maker = _MAKERS[names[0]]
+        return lambda options: maker
+    if names:
+        raise _Unreadable
+    holder, name = _chain(node.value, root), node.attr
+    return lambda options: member(holder(options), name)
+
+
+def _argument(node: ast.AST) -> Reading:
+    """A literal, an enum's member, or something that goes into options."""
+    if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
+        kind: Any = {ast.List: list, ast.Tuple: tuple, ast.Set: set}[type(node)]
+        elements = [_argument(element) for element in node.elts]
+        return lambda options: kind(element(options) for element in elements)
+    if isinstance(node, ast.Dict):
+        # The key of `**other` is None, which is refused with all else.
+        keys = [_argument(key) for key in node.keys]  # type: ignore[arg-type]
+        values = [_argument(value) for value in node.values]
+        return lambda options: {key(options): value(options) for key, value in zip(keys, values)}
+    if isinstance(node, ast.Call):
+        return _call(node, "poptorch")
+    if isinstance(node, ast.Attribute):
+        names = _poptorch_names(node)
+        members = ENUMS[names[0]].__members__ if len(names) == 2 and names[0] in ENUMS else {}
+        if not names or names[-1] not in members:
+            raise _Unreadable
+        found = members[names[-1]]
+        return lambda options: found
+    try:
+        literal = ast.literal_eval(node)
+    except ValueError:
+        raise _Unreadable from None
+    return lambda options: literal
+
+
+def _poptorch_names(node: ast.AST) -> List[str]:
+    """The names behind ``poptorch.``, without its modules'; none for any other expression."""
+    names: List[str] = []
+    while isinstance(node, ast.Attribute):
+        names.insert(0, node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name) or node.id != "poptorch":
+        return []
+    return names[1:] if names[0] in ("enums", "options") else names

@@ -1,0 +1,175 @@
+"""What every group of options is: known names with values of known types, that can be frozen."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from typing import Any, Dict, Iterable, Optional
+
+from ipufit.poptorch._logging import logger
+
+__all__ = ["OptionGroup", "nearest", "need_type"]
+
+_FROZEN = (
+    "Can't modify frozen Options: they belong to a model or a DataLoader. "
+    "Set options before handing them over, or change a copy: options.clone()."
+)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint at the name that was probably meant, or the list of all; a sentence."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    if close:
+        return f"Did you mean {close[0]}?"
+    return f"Valid names are {', '.join(known)}." if known else "There are none."
+
+
+def need_type(option: str, value: object, *kinds: type) -> None:
+    """Refuse a value of another type.
+
+    A bool is not taken for a number: the device's compiler would refuse it later.
+
+    Raises:
+        AssertionError: it is of another type.
+    """
+    fits = isinstance(value, kinds) and not (isinstance(value, bool) and bool not in kinds)
+    if not fits:
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise AssertionError(
+            f"Unexpected type {type(value).__name__} for option {option}. "
+            f"Expected {expected}, got {value!r}."
+        )
+
+
+class OptionGroup:
+    """A dictionary of options whose keys and types are given by its defaults.
+
+    Values are read as attributes (``options.device_iterations``), by name (``options.exists``,
+    ``options("device_iterations")``), or all at once (``toDict``).
+    """
+
+    def __init__(self, **default_values: object) -> None:
+        self._warnings: Dict[str, str] = {}
+        self._warnings_disabled: Any = set()
+        self._is_frozen = False
+        # From here on no other private attribute can appear.
+        self._values: Dict[str, Any] = default_values
+
+    def set(self, **kwargs: object) -> None:
+        """Give known options new values.
+
+        Raises:
+            AssertionError: an unknown name, or a value of another type than the present one.
+            AttributeError: the options are frozen.
+        """
+        self.checkIsFrozen()
+        for option, value in kwargs.items():
+            if not self.exists(option):
+                raise AssertionError(
+                    f"There is no option {option}. {nearest(option, self._values)}"
+                )
+            need_type(option, value, type(self._values[option]))
+            self._values[option] = value
+
+    def createOrSet(self, **kwargs: object) -> None:
+        """Give options values, known ones under the rules of ``set``."""
+        self.checkIsFrozen()
+        for option, value in kwargs.items():
+            if option in self._values:
+                self.set(**{option: value})
+            else:
+                self._values[option] = value
+
+    def exists(self, option: str) -> bool:
+        """Whether the option has a value."""
+        return option in self._values
+
+    def deleteIfExists(self, option: str) -> None:
+        """Leave the option without a value."""
+        self.checkIsFrozen()
+        self._values.pop(option, None)
+
+    def checkIsFrozen(self, option: Optional[str] = None) -> None:
+        """Refuse a change of frozen options.
+
+        Raises:
+            AttributeError: they are frozen.
+        """
+        if option != "_is_frozen" and self.__dict__.get("_is_frozen", False):
+            raise AttributeError(_FROZEN)
+
+    def update(self, other: Dict[str, Any]) -> Dict[str, Any]:
+        """Add this group's values to a dictionary, which is returned.
+
+        Raises:
+            AssertionError: the dictionary has one of these names already.
+        """
+        for option, warning in self._warnings.items():
+            if option not in self._warnings_disabled:
+                logger.warning(warning)
+        both = sorted(set(self._values).intersection(other))
+        if both:
+            raise AssertionError(
+                f"These options are set in two places: {', '.join(both)}. Keep their own setters, "
+                "and leave them out of options._Popart.set."
+            )
+        other.update(self._values)
+        return other
+
+    def toDict(self) -> Dict[str, Any]:
+        """The values by name."""
+        return self.update({})
+
+    def _freeze(self) -> None:
+        self._set_frozen(True)
+
+    def _unfreeze(self) -> None:
+        self._set_frozen(False)
+
+    def _set_frozen(self, frozen: bool) -> None:
+        """Freeze or thaw this group and the groups it holds."""
+        self._is_frozen = frozen
+        for value in self.__dict__.values():
+            if hasattr(type(value), "checkIsFrozen"):
+                value._is_frozen = frozen
+
+    def __call__(self, option: str) -> Any:
+        return getattr(self, option)
+
+    def __getattr__(self, option: str) -> Any:
+        # Only asked for what is not an attribute; `_values` itself is missing while a copy is made.
+        values = self.__dict__.get("_values", {})
+        if option.startswith("_") or option not in values:
+            known = set(values).union(name for name in dir(type(self)) if not name.startswith("_"))
+            raise AttributeError(f"There is no option {option}. {nearest(option, known)}")
+        return values[option]
+
+    def __setattr__(self, option: str, value: object) -> None:
+        self.checkIsFrozen(option)
+        if not option.startswith("_"):
+            self.set(**{option: value})
+            return
+        if "_values" in self.__dict__ and option != "__class__" and option not in self.__dict__:
+            raise AttributeError(
+                f"There is no private attribute {option}. {nearest(option, self.__dict__)}"
+            )
+        super().__setattr__(option, value)
+
+    def __getstate__(self) -> Dict[str, Any]:
+        return self.__dict__
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __deepcopy__(self, memory: Dict[int, Any]) -> Any:
+        """A copy that can be changed, whether or not this one can."""
+        made = type(self).__new__(type(self))
+        memory[id(self)] = made
+        for name, value in self.__dict__.items():
+            made.__dict__[name] = False if name == "_is_frozen" else copy.deepcopy(value, memory)
+        return made
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={value!r}" for name, value in self._values.items())
+        return f"{type(self).__name__}({values})"

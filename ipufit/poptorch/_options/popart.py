@@ -1,0 +1,70 @@
+"""Options that PopTorch hands to its compiler as they are."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Dict, Optional
+
+from ipufit.poptorch._options.group import _FROZEN, need_type
+
+__all__ = ["_PopartOptions"]
+
+
+class _PopartOptions:
+    """Session options of the device's compiler, by its own names: ``options._Popart``.
+
+    Any name and any value is taken here; ``compile`` refuses what the compiler does not know.
+
+    Attributes:
+        options: the values by name.
+    """
+
+    def __init__(self) -> None:
+        self._is_frozen = False
+        self.options: Dict[str, Any] = {}
+        self.set("instrumentWithHardwareCycleCounter", False)
+        self.set("rearrangeAnchorsOnHost", False)
+
+    def checkIsFrozen(self, option: Optional[str] = None) -> None:
+        """Refuse a change of frozen options.
+
+        Raises:
+            AttributeError: they are frozen.
+        """
+        if option != "_is_frozen" and self._is_frozen:
+            raise AttributeError(_FROZEN)
+
+    def set(self, key: str, value: Any) -> _PopartOptions:
+        """Give one option a value."""
+        self.checkIsFrozen()
+        need_type("key", key, str)
+        self.options[key] = value
+        return self
+
+    def setEngineOptions(self, engine_options: Dict[str, str]) -> _PopartOptions:
+        """Options of the device's engine, by its own names."""
+        need_type("engineOptions", engine_options, dict)
+        return self.set("engineOptions", engine_options)
+
+    def setPatterns(self, patterns: Dict[str, bool], level: int = 2) -> _PopartOptions:
+        """Which rewriting patterns the compiler uses, on top of those of a level.
+
+        Raises:
+            AssertionError: not a dict, or a level that is not an int.
+        """
+        need_type("level", level, int)
+        need_type("patterns", patterns, dict)
+        self.set("patterns_level", level)
+        return self.set("patterns", patterns)
+
+    def __deepcopy__(self, memory: Dict[int, Any]) -> _PopartOptions:
+        """A copy that can be changed, whether or not this one can."""
+        made = type(self).__new__(type(self))
+        memory[id(self)] = made
+        for name, value in self.__dict__.items():
+            made.__dict__[name] = False if name == "_is_frozen" else copy.deepcopy(value, memory)
+        return made
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"{type(self).__name__}({values})"

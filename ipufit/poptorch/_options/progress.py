@@ -1,0 +1,46 @@
+"""The bar that is shown while a model compiles, and the time that this took."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from typing import Any, Optional
+
+import tqdm
+
+__all__ = ["ProgressBar"]
+
+
+class ProgressBar:
+    """Called with the progress of a compilation and its total.
+
+    Attributes:
+        compilation_time: from the first call to the last; None before.
+    """
+
+    def __init__(self) -> None:
+        self.compilation_time: Optional[datetime.timedelta] = None
+        self._start_time: Optional[datetime.datetime] = None
+        self._bar: Any = None
+        self._last = 0
+
+    def __call__(self, progress: int, total: int) -> None:
+        if self._start_time is None:
+            self._start_time = datetime.datetime.now()
+            self._last = 0
+            self._bar = tqdm.tqdm(
+                desc="Graph compilation",
+                total=total,
+                bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]",
+                file=sys.stderr,
+            )
+        self._bar.update(progress - self._last)
+        self._last = progress
+        self.compilation_time = datetime.datetime.now() - self._start_time
+        if progress >= total:
+            self._bar.close()
+            self._bar = self._start_time = None
+
+    def __deepcopy__(self, memory: object) -> ProgressBar:
+        """A bar of its own: each model compiles for itself."""
+        return ProgressBar()

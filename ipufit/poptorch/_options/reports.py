@@ -1,0 +1,92 @@
+"""Options about what is reported: logs, profiles, names, the progress bar."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, List, Optional
+
+from ipufit.poptorch._logging import logger
+from ipufit.poptorch._options.group import OptionGroup, need_type
+from ipufit.poptorch._options.popart import _PopartOptions
+
+__all__ = ["DEFAULT_EXCLUDES", "ReportOptions"]
+
+DEFAULT_EXCLUDES = ("install/poptorch", "site-packages/torch", "site-packages/poptorch")
+# The compiler's word for "never repeat too often".
+_NO_LIMIT = (1 << 64) - 1
+
+
+class ReportOptions(OptionGroup):
+    """The half of ``Options`` on which no result depends."""
+
+    _popart: _PopartOptions
+
+    def logDir(self, log_dir: str) -> Any:
+        """The folder for the compiler's logs."""
+        self.set(log_dir=log_dir)
+        return self
+
+    def maxRepeatLogs(self, max_lines: Optional[int]) -> Any:
+        """How often the compiler may repeat a line of its log; None for any number of times."""
+        self.set(max_repeat_logs=_NO_LIMIT if max_lines is None else max_lines)
+        return self
+
+    def modelName(self, name: str) -> Any:
+        """The model's name in profiles; "training" or "inference" if there is none."""
+        need_type("model_name", name, str)
+        self.createOrSet(model_name=name)
+        return self
+
+    def logCycleCount(self, log_cycle_count: bool) -> Any:
+        """Count the device's cycles. Only hardware has any."""
+        need_type("logCycleCount", log_cycle_count, bool)
+        self._popart.set("instrumentWithHardwareCycleCounter", log_cycle_count)
+        return self
+
+    def enableProfiling(self, profile_dir: Optional[str] = None) -> Any:
+        """Write a profile into a folder: this one, if it is None."""
+        self.checkIsFrozen()
+        if profile_dir is not None:
+            need_type("enableProfiling", profile_dir, str, os.PathLike)
+        settings = {
+            "debug.allowOutOfMemory": "true",
+            "autoReport.directory": os.fspath(profile_dir) if profile_dir else ".",
+            "autoReport.all": "true",
+        }
+        environment = os.environ.get("POPLAR_ENGINE_OPTIONS", "")
+        if any(name in environment for name in settings):
+            logger.warning(
+                "POPLAR_ENGINE_OPTIONS sets profiling too, and comes first: check its content."
+            )
+        self._popart.setEngineOptions({**self._popart.options.get("engineOptions", {}), **settings})
+        return self
+
+    def showCompilationProgressBar(self, show: bool = True) -> Any:
+        """Whether compiling draws a bar; it is needed for ``executor.compilationTime()``."""
+        need_type("showCompilationProgressBar", show, bool)
+        self._show_compilation_progress_bar = show
+        return self
+
+    def relaxOptimizerAttributesChecks(self, relax: bool = True) -> Any:
+        """Log unknown attributes of an optimizer as debug messages, not as warnings."""
+        need_type("relaxOptimizerAttributesChecks", relax, bool)
+        self._relax_optimizer_checks = relax
+        return self
+
+    def disableModuleNamescope(self) -> Any:
+        """Leave modules' names out of the program's names."""
+        self._module_namescope_enabled = False
+        return self
+
+    def sourceLocationExcludes(self, excludes: List[str]) -> Any:
+        """Parts of paths whose frames are left out when the program is printed."""
+        self.checkIsFrozen()
+        need_type("sourceLocationExcludes", excludes, list, tuple)
+        for part in excludes:
+            need_type("sourceLocationExcludes", part, str)
+        self._source_location_excludes = list(excludes)
+        return self
+
+    def appendToLocationExcludes(self, *excludes: str) -> Any:
+        """Further such parts."""
+        return self.sourceLocationExcludes([*self._source_location_excludes, *excludes])

@@ -1,0 +1,154 @@
+"""What looks on while forward runs: every call of torch, and every operator below it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ipufit.poptorch._errors import error
+from ipufit.poptorch._operators.routing import call
+from ipufit.poptorch._tracing import Trace
+
+__all__ = ["watched"]
+
+_HOST = torch.device("cpu")
+_DEVICE_OF = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+
+
+def _is_device(value: Any) -> bool:
+    """Whether this names the device that the model runs on."""
+    if isinstance(value, torch.device):
+        return value.type == "ipu"
+    return isinstance(value, str) and value.partition(":")[0] == "ipu"
+
+
+def _narrow(dtype: Any) -> Any:
+    return torch.float32 if dtype == torch.float64 else dtype
+
+
+def _on_device(value: Any) -> Any:
+    """An argument as the engine understands it."""
+    if _is_device(value):
+        return _HOST
+    if isinstance(value, torch.dtype):
+        return _narrow(value)
+    return value
+
+
+class _Calls(TorchFunctionMode):
+    """Sees the calls of torch that forward makes, with the arguments as they were written."""
+
+    def __init__(self, trace: Trace, wide: bool) -> None:
+        super().__init__()
+        self._trace = trace
+        self._wide = wide
+        self.inside = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Tuple[Any, ...] = (),
+        kwargs: Any = None,
+    ) -> Any:
+        if func == _DEVICE_OF and isinstance(args[0], FakeTensor):
+            return torch.device("ipu", 0)
+        kwargs = dict(kwargs or {})
+        moves = any(_is_device(value) for value in (*args, *kwargs.values()))
+        if not self._wide or moves:
+            args = tuple(_on_device(value) for value in args)
+            kwargs = {name: _on_device(value) for name, value in kwargs.items()}
+        self.inside = True
+        try:
+            result = call(func, args, kwargs)
+        finally:
+            self.inside = False
+        if moves and isinstance(result, Tensor) and self._is_host(result):
+            result = result.clone()
+        if not self._wide:
+            result = _narrowed(result)
+        return result
+
+    def _is_host(self, tensor: Tensor) -> bool:
+        return not isinstance(tensor, FakeTensor) or self._trace.is_on_host(tensor)
+
+
+def _narrowed(result: Any) -> Any:
+    if isinstance(result, FakeTensor) and result.dtype == torch.float64:
+        return result.to(torch.float32)
+    return result
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operator."""
+
+    def __init__(self, trace: Trace, calls: _Calls, constants: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._trace = trace
+        self._calls = calls
+        self._constants = {id(tensor) for tensor in constants}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        inputs = list(_tensors((args, kwargs or {})))
+        fake = any(isinstance(tensor, FakeTensor) for tensor in inputs)
+        if len(inputs) > 1 and not all(self._is_host(tensor) for tensor in inputs):
+            for tensor in filter(self._is_host, inputs):
+                self._refuse_host(tensor)
+        result = func(*args, **(kwargs or {}))
+        results = list(_tensors(result))
+        # torch.tensor is a call of torch's, torch.LongTensor is not.
+        if func.name().startswith("aten::lift_fresh") and not self._calls.inside:
+            self._trace.made_on_host(results[0])
+        if fake or any(isinstance(tensor, FakeTensor) for tensor in results):
+            self._trace.blocks.on_operator()
+            changed = [] if not func._schema.is_mutable else inputs[:1]
+            self._trace.computed(inputs, [*results, *changed])
+        return result
+
+    def _is_host(self, tensor: Tensor) -> bool:
+        if tensor.dim() == 0 or id(tensor) in self._constants:
+            return False
+        return not isinstance(tensor, FakeTensor) or self._trace.is_on_host(tensor)
+
+    def _refuse_host(self, tensor: Tensor) -> None:
+        """A tensor of the host's can't meet one of the device's; constants of the model may."""
+        dtype = {torch.int64: "Long", torch.float32: "Float", torch.float64: "Double"}.get(
+            tensor.dtype, str(tensor.dtype).replace("torch.", "").title()
+        )
+        raise error(
+            f"Expected an IPU tensor but got tensor(device=cpu, shape={list(tensor.shape)}, "
+            f'dtype={dtype}). Move a constant explicitly, with tensor.to("ipu"), make it a buffer '
+            "of the module, or pass it as an input."
+        )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+@contextlib.contextmanager
+def watched(trace: Trace, constants: Sequence[Tensor], wide: bool = False) -> Iterator[None]:
+    """Look on.
+
+    Args:
+        trace: where what is seen is noted.
+        constants: tensors of the host's that the model may use as they are.
+        wide: let float64 be, for comparisons; a device has none.
+    """
+    calls = _Calls(trace, wide)
+    with _Operators(trace, calls, constants), calls:
+        yield

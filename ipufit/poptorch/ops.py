@@ -1,0 +1,70 @@
+"""Operators for models: those of PopTorch, computed in plain torch.
+
+What has to happen at run time is an operator of the recorded graph. Called outside of a model
+that is being compiled, each does at once what it means.
+"""
+
+from __future__ import annotations
+
+from ipufit.poptorch import enums, poptorch_core
+from ipufit.poptorch._blocks import (
+    BeginBlock,
+    Block,
+    BlockFunction,
+    LegacyBeginBlockFn,
+    removeBlocks,
+)
+from ipufit.poptorch._operators.control import cond, for_loop
+from ipufit.poptorch._operators.ctc import ctc_beam_search_decoder
+from ipufit.poptorch._operators.custom import attributes_lists, custom_op
+from ipufit.poptorch._operators.host import CPU
+from ipufit.poptorch._operators.identities import (
+    nop,
+    recomputationCheckpoint,
+    serializedMatMul,
+    set_available_memory,
+)
+from ipufit.poptorch._operators.losses import identity_loss
+from ipufit.poptorch._operators.overlap import set_overlap_for_input, set_overlap_for_output
+from ipufit.poptorch._operators.points import fps, nearest
+from ipufit.poptorch._operators.printing import ipu_print_tensor
+from ipufit.poptorch._operators.scopes import MultiConv, NameScope
+from ipufit.poptorch._operators.slices import dynamic_slice, dynamic_update
+from ipufit.poptorch._parsers import (
+    ATTR_PREFIX,
+    flattenTensorStructure,
+    reconstructTensorStructure,
+)
+
+__all__ = [
+    "ATTR_PREFIX",
+    "CPU",
+    "BeginBlock",
+    "Block",
+    "BlockFunction",
+    "LegacyBeginBlockFn",
+    "MultiConv",
+    "NameScope",
+    "attributes_lists",
+    "cond",
+    "ctc_beam_search_decoder",
+    "custom_op",
+    "dynamic_slice",
+    "dynamic_update",
+    "enums",
+    "flattenTensorStructure",
+    "for_loop",
+    "fps",
+    "identity_loss",
+    "ipu_print_tensor",
+    "nearest",
+    "nop",
+    "poptorch_core",
+    "recomputationCheckpoint",
+    "reconstructTensorStructure",
+    "removeBlocks",
+    "serializedMatMul",
+    "set_available_memory",
+    "set_overlap_for_input",
+    "set_overlap_for_output",
+]
