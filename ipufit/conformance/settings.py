@@ -91,7 +91,8 @@ class Optimizer:
     ) -> None:
         """Make update number ``t``, counted from 1, in place: the rule, written out."""
         norm = math.sqrt(sum(float((g * g).sum()) for g in gradients))
-        factor = min(1.0, self.max_grad_norm / norm) if norm else 1.0
+        # As torch.nn.utils.clip_grad_norm_ does it.
+        factor = min(1.0, self.max_grad_norm / (norm + 1e-6))
         for weight, gradient, state in zip(weights, gradients, states):
             weight -= RULES[self.name](weight, gradient * factor, state, t, dict(self.arguments))
 

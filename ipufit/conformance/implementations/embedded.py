@@ -44,7 +44,7 @@ class Embedded:
         ungrouped = scenario.input_group[1] == 1
         known = scenario.optimizer.home == "torch" or scenario.optimizer.name == "LAMB"
         usual = not scenario.strategy and scenario.mean_strategy == "Post"
-        return plain and ungrouped and known and usual
+        return plain and ungrouped and known and usual and "out" in scenario.compared
 
     def observe(self, scenario: Scenario) -> Observed:
         """Run it as ``fit`` or ``predict`` would, an execution per call."""
