@@ -37,12 +37,14 @@ class Trace:
         training: whether it is a training model.
         blocks: where the model says that its operators go.
         kept: what has to live as long as the recorded graph.
+        losses: number of tensors that were said to be losses.
     """
 
     def __init__(self, training: bool) -> None:
         self.training = training
         self.blocks = Blocks()
         self.kept: List[object] = []
+        self.losses = 0
         self._losses: List[_Loss] = []
         self._reaching: Dict[int, Set[int]] = {}
         self._foreign: Set[int] = set()
@@ -58,6 +60,7 @@ class Trace:
         Returns:
             A tensor of the same value, to be used in its place; without training, itself.
         """
+        self.losses += 1
         if not self.training:
             return loss
         number = len(self._losses)
