@@ -18,6 +18,7 @@ from ipufit.poptorch._parsers import (
     registerGeometricCustomArgParsers,
 )
 from ipufit.poptorch._printing import module_repr, print
+from ipufit.poptorch._substitutions import _OverwriteContextManager
 from ipufit.poptorch._version import __version__
 from ipufit.poptorch.enums import (
     AutoStage,
@@ -123,6 +124,7 @@ __all__ = [
     "TensorLocationSettings",
     "UnrecoverableError",
     "VariableRetrievalMode",
+    "_OverwriteContextManager",
     "__version__",
     "accessAttributes",
     "attributes_lists",

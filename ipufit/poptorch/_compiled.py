@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from ipufit.poptorch._placement import placed
 from ipufit.poptorch._precision import keeps_float64
 from ipufit.poptorch._recording import record
 from ipufit.poptorch._replica_grouping import ReplicaGrouping
+from ipufit.poptorch._substitutions import _OverwriteContextManager
 from ipufit.poptorch.enums import CommGroupType, OutputMode, ReductionType
 from ipufit.poptorch.options import Options
 
@@ -92,7 +93,7 @@ class Compiled:
         self.device = Device(parameters, buffers, shape.replicas, groupings, separate, self._wide)
         reached = [name for group in trained for name in group]
         leaves = self._micro_batch(arguments)
-        with compile_hooks():
+        with compile_hooks(), _OverwriteContextManager():
             self.recorded = record(
                 model,
                 self.device.example(),

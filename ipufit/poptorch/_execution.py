@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from ipufit.poptorch._anchors import Anchored
 from ipufit.poptorch._counters import Counters

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import datetime
 import secrets
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from ipufit.poptorch import profiling
+from ipufit.poptorch import poptorch_core, profiling
 from ipufit.poptorch._arguments import ArgumentParser, Arguments
 from ipufit.poptorch._compiled import Compiled
 from ipufit.poptorch._counters import latency
@@ -19,15 +17,20 @@ from ipufit.poptorch._errors import error
 from ipufit.poptorch._host import Host
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._optimizer_link import OptimizerLink
+from ipufit.poptorch._options.ignored import report_ignored
+from ipufit.poptorch._options.of_model import of_model
 from ipufit.poptorch._printing import module_repr
 from ipufit.poptorch._replica_grouping import ParameterProxy, ReplicaGrouping
-from ipufit.poptorch.enums import ConnectionType, OutputMode
+from ipufit.poptorch.enums import ConnectionType
 from ipufit.poptorch.optim import SGD
 from ipufit.poptorch.options import Options
 
 __all__ = ["PoplarExecutor"]
 
-_NO_PROGRAM = "Model has not been compiled or has been destroyed. Call it with inputs, or compile() it, first."
+_NO_PROGRAM = (
+    "Model has not been compiled or has been destroyed. Call it with inputs, or call compile(), "
+    "first."
+)
 
 Latency = Tuple[float, float, float]
 
@@ -57,7 +60,7 @@ class PoplarExecutor:
         self._model = model
         self._training = training
         self._version = poptorch_version
-        self._options = _own_options(options, training)
+        self._options = of_model(options, training)
         self._parser = ArgumentParser(model)
         self._compiled: Optional[Compiled] = None
         self._attached = False
@@ -123,6 +126,8 @@ class PoplarExecutor:
         self._compile(arguments)
 
     def _compile(self, arguments: Arguments) -> None:
+        poptorch_core._validateOptions(self._options.toDict())
+        report_ignored(self._options)
         trained: List[List[str]] = []
         if self._optimizer is not None:
             trained = self._host.trainable(self._optimizer.groups())
@@ -380,34 +385,14 @@ class PoplarExecutor:
         )
 
 
-def _own_options(options: Optional[Options], training: bool) -> Options:
-    """A copy for the executor, with the output mode decided."""
-    if options is not None and not isinstance(options, Options):
-        raise error(
-            f"Invalid type: 'options' is of type {type(options)} (Expected poptorch.Options)"
-        )
-    if options is not None:
-        options._freeze()
-    own = options.clone() if options is not None else Options()
-    if own.defaultOutputMode():
-        own.outputMode(OutputMode.Final if training else OutputMode.All)
-    if not training and own.Training.gradient_accumulation != 1:
-        raise error(
-            "You must set poptorch.Options().Training.gradientAccumulation to 1 or leave it as its "
-            "default value (1) when running a poptorch.inferenceModel(). Use "
-            "poptorch.Options().deviceIterations to process a sufficient number of batches each "
-            "run for pipelined execution instead."
-        )
-    return own
-
-
 def _without_backward(result: Any) -> Any:
     """Outputs that say why there is nothing to go back through."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise error(
-            "backward() cannot be called explicitly on outputs of a PopTorch model. A trainingModel "
-            "runs the backward pass by itself in every call; for an inferenceModel there is none."
+            "backward() cannot be called explicitly on outputs of a PopTorch model. If you're "
+            "using a trainingModel, the backwards pass is performed automatically when invoking "
+            "the model. If you're using an inferenceModel, you should use a trainingModel instead."
         )
 
     def visit(value: Any) -> None:

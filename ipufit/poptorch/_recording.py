@@ -244,7 +244,8 @@ def _overlaps(graph: fx.GraphModule, state: int, inputs: int, outputs: int) -> o
 def _translated(failure: CaptureError) -> Exception:
     """What PopTorch calls this failure, with the place and the advice of ours."""
     if failure.cause == "shape":
-        return DynamicOutputShapeException(failure.brief)
+        # What torch gives it is the operator; its readers are told what happened instead.
+        return DynamicOutputShapeException(failure.brief)  # type: ignore[arg-type]
     if failure.cause == "value":
         return error(f"aten::item is only supported in eager mode: {failure.brief}")
     return error(failure.brief)

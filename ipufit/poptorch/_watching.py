@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
+from typing import Any, Callable, Iterator, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ipufit.poptorch._tracing import Trace
 __all__ = ["watched"]
 
 _HOST = torch.device("cpu")
-_DEVICE_OF = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+_DEVICE_OF = torch.Tensor.device.__get__
 
 
 def _is_device(value: Any) -> bool:
