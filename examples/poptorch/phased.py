@@ -34,11 +34,14 @@ class Phased(nn.Module):
 
 
 def serial():
+    """All phases on one IPU."""
     strategy = poptorch.SerialPhasedExecution(
         poptorch.Phase(poptorch.Stage("a")),
         poptorch.Phase(poptorch.Stage("b")),
         poptorch.Phase(poptorch.Stage("c")),
     )
+    for index in range(3):
+        strategy.phase(index).ipus(0)
     strategy.setTensorsLiveness(poptorch.Liveness.AlwaysLive)
     return strategy
 

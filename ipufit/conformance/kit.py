@@ -88,7 +88,7 @@ class Kit:
     def close(self, what: str, got: Any, wanted: Any, tolerance: Optional[float] = None) -> bool:
         """Claim that two tensors, or numbers, are equal up to rounding; whether they are."""
         tolerance = self.tolerance if tolerance is None else tolerance
-        got, wanted = torch.as_tensor(got).detach().double(), torch.as_tensor(wanted).double()
+        got, wanted = (torch.as_tensor(each).detach().double() for each in (got, wanted))
         if got.shape != wanted.shape:
             self.faults.append(f"{what}: shape {list(got.shape)}, not {list(wanted.shape)}")
             return False

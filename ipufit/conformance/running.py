@@ -8,6 +8,7 @@ import fnmatch
 import logging
 import math
 import traceback
+import warnings
 from typing import Iterator, List, Optional
 
 import torch
@@ -63,9 +64,8 @@ def run(implementation: Implementation, patterns: Optional[List[str]] = None) ->
     Args:
         patterns: of names, with ``*``; None means all cases.
     """
-    with _quiet():
-        for case in chosen(patterns or ["*"], implementation):
-            yield run_case(implementation, case)
+    for case in chosen(patterns or ["*"], implementation):
+        yield run_case(implementation, case)
 
 
 def run_case(implementation: Implementation, case: Case) -> Row:
@@ -76,7 +76,7 @@ def run_case(implementation: Implementation, case: Case) -> Row:
     failed = ""
     torch.manual_seed(0)
     try:
-        with computing:
+        with _quiet(), computing:
             if case.scenario is not None:
                 observed = implementation.observe(case.scenario)
                 compare(kit, case.scenario, observed, expected(case.scenario))
@@ -120,10 +120,12 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Warnings of PopTorch's log would tear the table apart."""
+    """Warnings would tear the table apart."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.disable(before)

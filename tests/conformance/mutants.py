@@ -11,6 +11,8 @@ from typing import Any, Callable, List
 
 import torch
 
+from ipufit.poptorch import OutputMode
+
 
 @contextlib.contextmanager
 def changed(place, make):
@@ -119,7 +121,7 @@ def _backwards(original):
     return lambda self: iter(list(original(self))[::-1])
 
 
-@mutant("EveryN begins one too early", EXECUTION + "Shape.returned", "*EveryN*")
+@mutant("EveryN begins one too early", EXECUTION + "Shape.returned", "training/*EveryN*")
 def _every_early(original):
     def returned(self, d, a):
         every = self.output_mode.name == "EveryN"
@@ -128,7 +130,7 @@ def _every_early(original):
     return returned
 
 
-@mutant("EveryN ignores its period", EXECUTION + "Shape.returned", "*EveryN*")
+@mutant("EveryN ignores its period", EXECUTION + "Shape.returned", "training/*EveryN*")
 def _every(original):
     return lambda self, d, a: self.output_mode.name == "EveryN" or original(self, d, a)
 
@@ -221,7 +223,7 @@ def _default(original):
     def own(options, training):
         asked = options is None or options.defaultOutputMode()
         found = original(options, training)
-        return found.outputMode(type(found.output_mode).All) if asked else found
+        return found.outputMode(OutputMode.All) if asked else found
 
     return own
 
@@ -493,12 +495,12 @@ def _thawed(original):
     return trainable
 
 
-@mutant("replicas share their buffers", DEVICE + "state", "buffers/*")
+@mutant("replicas share their buffers", DEVICE + "state", "buffers/every*")
 def _shared(original):
     return lambda self, replica: original(self, 0)
 
 
-@mutant("buffers start anew at every call", EXECUTION + "Execution.run", "buffers/*")
+@mutant("buffers start anew at every call", EXECUTION + "Execution.run", "buffers/an inf*")
 def _reset(original):
     first = {}
 

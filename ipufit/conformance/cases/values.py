@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ipufit.conformance.kit import Kit, judged
+from ipufit.conformance.kit import Kit, judged, open_question
 
 # Of what is computed in float32 on purpose.
 SINGLE = 1e-6
@@ -81,11 +81,30 @@ def _python(kit: Kit) -> None:
     model.destroy()
 
 
-@judged("values/a constant output is not multiplied by the micro-batches")
+@judged("values/a tensor of the host comes back as it is, once")
 def _constant(kit: Kit) -> None:
-    out, constant = _infer(kit, lambda x: (x + 1, torch.ones(3)), kit.rows(4), device_iterations=4)
+    class Holding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.held = torch.tensor([1.0, 2.0, 3.0], dtype=kit.dtype)
+
+        def forward(self, x):
+            return x + 1, self.held
+
+    model = kit.poptorch.inferenceModel(Holding(), kit.options(device_iterations=4))
+    out, held = model(kit.rows(4))
     kit.close("computed", out, kit.rows(4) + 1)
-    kit.close("constant", constant, torch.ones(3))
+    kit.close("held", held, torch.tensor([1.0, 2.0, 3.0]))
+    model.destroy()
+
+
+@open_question(
+    "open/a tensor made in forward",
+    "Does a tensor that forward makes of nothing, and returns, come once or per micro-batch?",
+)
+def _made(kit: Kit) -> None:
+    out = _infer(kit, lambda x: (x + 1, torch.ones(3)), kit.rows(4), device_iterations=4)
+    kit.note(f"torch.ones(3) with 4 micro-batches has shape {list(out[1].shape)}")
 
 
 @judged("values/a scalar output becomes one element per micro-batch")

@@ -151,10 +151,11 @@ def _strategy(poptorch: Any, name: str) -> Any:
     if name == "sharded":
         return poptorch.ShardedExecution(poptorch.Stage("0"), poptorch.Stage("1"))
     phases = [poptorch.Phase(poptorch.Stage("0")), poptorch.Phase(poptorch.Stage("1"))]
-    if name == "serial phased":
-        return poptorch.SerialPhasedExecution(*phases)
+    serial = name == "serial phased"
     phases[0].ipus(0)
-    phases[1].ipus(1)
+    phases[1].ipus(0 if serial else 1)
+    if serial:
+        return poptorch.SerialPhasedExecution(*phases)
     return poptorch.ParallelPhasedExecution(*phases)
 
 
