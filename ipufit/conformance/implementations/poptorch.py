@@ -29,19 +29,19 @@ class PopTorch:
     tolerance = 1e-4
 
     def __init__(self) -> None:
+        self.poptorch: Optional[Any] = self._package()
+
+    def _package(self) -> Any:
         try:
-            self.poptorch: Optional[Any] = self._package()
+            package = importlib.import_module("poptorch")
+            if package.__name__ != "poptorch":
+                raise ImportError(f"under this name {package.__name__} was found")
         except Exception as fault:
             raise MissingError(
                 "--engine poptorch needs the PopTorch of the Poplar SDK, but importing it failed "
                 f"({type(fault).__name__}: {fault}). Enable the SDK in this shell, with the "
                 "Python and torch that it was made for, or use --engine standin."
             ) from fault
-
-    def _package(self) -> Any:
-        package = importlib.import_module("poptorch")
-        if package.__name__ != "poptorch":
-            raise ImportError(f"under this name {package.__name__} was found")
         return package
 
     def versions(self) -> Dict[str, str]:
