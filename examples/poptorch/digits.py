@@ -3,7 +3,7 @@
 The usual shape of a PopTorch program: options say how many micro-batches a call takes, the module
 returns its loss beside its output, a data loader makes batches for whole calls, and a training and
 an inference model share one module's weights. Prints the loss of every epoch and the accuracy on
-the digits held out: at least 0.95. Takes about NN s.
+the digits held out: at least 0.95 (here 0.97). Takes well under a minute.
 
     ipufit run examples/poptorch/digits.py
 """
@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
 
-EPOCHS = 12
+EPOCHS = 15
 
 
 class Classifier(nn.Module):
@@ -54,17 +54,19 @@ def load():
 
 
 def main():
+    # Micro-batches of a few small pictures are too little work to share between cores.
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     train, held_out = load()
 
-    # A call makes 4 updates, each from 2 x 2 micro-batches of 8 pictures.
+    # A call makes 2 updates, each from 2 x 2 micro-batches of 16 pictures.
     training_options = poptorch.Options()
-    training_options.deviceIterations(4)
+    training_options.deviceIterations(2)
     training_options.replicationFactor(2)
     training_options.Training.gradientAccumulation(2)
     training_options.outputMode(poptorch.OutputMode.All)
     training_options.randomSeed(0)
-    loader = poptorch.DataLoader(training_options, train, batch_size=8, shuffle=True)
+    loader = poptorch.DataLoader(training_options, train, batch_size=16, shuffle=True)
 
     module = Classifier()
     optimizer = poptorch.optim.AdamW(module.parameters(), lr=0.005)

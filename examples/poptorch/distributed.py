@@ -3,7 +3,7 @@
 On a real system a launcher such as PopRun starts the processes and adds up their gradients. Here
 this script starts itself twice and tells each copy its place with ``configureProcessId``; the
 copies train nothing, they count what their data loader gives them. Together they see each of the
-96 samples once, and both shuffle by the same permutation. Takes about NN s.
+96 samples once, and both shuffle by the same permutation. Takes well under a minute.
 
     ipufit run examples/poptorch/distributed.py
 """

@@ -8,7 +8,7 @@ number, and the model returns it, so the output shows which of them come back:
     Final      6 7
     Sum        12 16
 
-Takes about NN s.
+Takes well under a minute.
 
     ipufit run examples/poptorch/output_modes.py
 """

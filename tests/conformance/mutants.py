@@ -111,9 +111,7 @@ def _order(original):
     "training/di=1 ga=2 R=2 *",
 )
 def _replicas_first(original):
-    return lambda self, d, a, r: (
-        (d * self.groups + self.input_group[r]) * self.accumulation + a
-    )
+    return lambda self, d, a, r: (d * self.groups + self.input_group[r]) * self.accumulation + a
 
 
 @mutant("micro-batches are worked on backwards", EXECUTION + "Shape.places", "training/*ga=1 R=1 *")
@@ -144,7 +142,9 @@ def _first(original):
     return returned
 
 
-@mutant("Final is one for each iteration", EXECUTION + "Shape.returned", "training/di=4 ga=1 R=1 F*")
+@mutant(
+    "Final is one for each iteration", EXECUTION + "Shape.returned", "training/di=4 ga=1 R=1 F*"
+)
 def _each_iteration(original):
     def returned(self, d, a):
         final = self.output_mode.name == "Final"
@@ -216,7 +216,7 @@ def _consecutive(original):
 
 @mutant(
     "the default of training is All",
-    "ipufit.poptorch._executor:_own_options",
+    "ipufit.poptorch._executor:of_model",
     "training/di=4 ga=1 R=1 Default",
 )
 def _default(original):
@@ -462,8 +462,8 @@ def _taken_back(original):
         result = original(self, *args, **kwargs)
         if not self._training and id(model) in kept:
             with torch.no_grad():
-                for name, value in model.state_dict().items():
-                    model.get_parameter(name).copy_(kept[id(model)][name])
+                for name, value in kept[id(model)].items():
+                    model.get_parameter(name).copy_(value)
         return result
 
     return call
@@ -485,7 +485,9 @@ def _sent(original):
     return call
 
 
-@mutant("frozen parameters are trained", "ipufit.poptorch._host:Host.trainable", "weights/what the*")
+@mutant(
+    "frozen parameters are trained", "ipufit.poptorch._host:Host.trainable", "weights/what the*"
+)
 def _thawed(original):
     def trainable(self, groups):
         for parameter in self._model.parameters():

@@ -18,6 +18,13 @@ from tests.conformance.mutants import changed
 QUICK = "training/di=1 ga=1 R=1 Final"
 
 
+@pytest.fixture
+def sdk(monkeypatch):
+    """What ``import poptorch`` gives is under control of the test."""
+    monkeypatch.delitem(sys.modules, "poptorch", raising=False)
+    return lambda module: monkeypatch.setitem(sys.modules, "poptorch", module)
+
+
 def test_the_table_says_what_ran_and_how_far_off_it_was(capsys, tmp_path):
     """Whoever gets the table has to know which versions and which device it speaks of."""
     path = tmp_path / "table.json"
@@ -49,9 +56,9 @@ def test_what_fails_is_told_and_changes_the_status(capsys, tmp_path):
     )
     names = ["--only", QUICK, "--only", "inference/di=1 R=1 All"]
     with nan:
-        assert main(["--engine", "embedded", "--json", str(path), *names]) == 1
+        assert main(["--engine", "standin", "--json", str(path), *names]) == 1
     out = capsys.readouterr().out
-    assert "    first.weight: [nan, nan, nan, nan, ...], not [" in out
+    assert "    loss of call 1: nan, not 0." in out
     assert "2 cases: 1 pass, 1 fail, 0 error, 0 open" in out
     (table,) = json.loads(path.read_text(encoding="utf-8"))
     assert table["passed"] is False
@@ -72,20 +79,14 @@ def test_an_open_question_is_reported_and_not_judged(capsys):
     assert f"    {name}: losses of call 0: [" in out
 
 
-def test_without_an_engine_all_that_is_here_is_examined(capsys):
+def test_without_an_engine_all_that_is_here_is_examined(capsys, sdk):
     """On a machine without the SDK its absence is said, not an error."""
+    sdk(None)
     assert main(["--only", QUICK]) == 0
     out = capsys.readouterr().out
     assert out.count(f"\n{QUICK} ") == 2
     assert "engine     standin" in out
     assert "poptorch: not examined. --engine poptorch needs the PopTorch of the Poplar SDK" in out
-
-
-@pytest.fixture
-def sdk(monkeypatch):
-    """What ``import poptorch`` gives is under control of the test."""
-    monkeypatch.delitem(sys.modules, "poptorch", raising=False)
-    return lambda module: monkeypatch.setitem(sys.modules, "poptorch", module)
 
 
 def test_poptorch_that_is_missing_is_an_error_where_it_is_asked_for(capsys, sdk):
@@ -96,6 +97,13 @@ def test_poptorch_that_is_missing_is_an_error_where_it_is_asked_for(capsys, sdk)
     err = capsys.readouterr().err
     assert "importing it failed (ModuleNotFoundError: " in err
     assert "or use --engine standin." in err
+
+
+def test_another_package_of_that_name_is_not_poptorch(capsys, sdk):
+    sdk(type(sys)("poptorch"))
+    with pytest.raises(SystemExit):
+        main(["--engine", "poptorch"])
+    assert "what was found under this name has no trainingModel" in capsys.readouterr().err
 
 
 def test_the_stand_in_does_not_pass_for_poptorch(capsys, sdk):
@@ -179,7 +187,9 @@ def judged_by(body, dtype=torch.float64):
 
 
 def test_the_tolerance_is_relative_to_the_largest_magnitude_above_one():
-    row = judged_by(lambda kit: kit.close("x", torch.tensor([0.0, 104.0]), torch.tensor([9.0, 100])))
+    row = judged_by(
+        lambda kit: kit.close("x", torch.tensor([0.0, 104.0]), torch.tensor([9.0, 100]))
+    )
     assert (row.outcome, row.error) == ("pass", 0.09)
     row = judged_by(lambda kit: kit.close("x", 0.2, 0.0))
     assert (row.outcome, row.said) == ("fail", "x: 0.2, not 0")

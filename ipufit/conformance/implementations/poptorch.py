@@ -36,6 +36,8 @@ class PopTorch:
             package = importlib.import_module("poptorch")
             if package.__name__ != "poptorch":
                 raise ImportError(f"under this name {package.__name__} was found")
+            if not hasattr(package, "trainingModel"):
+                raise ImportError("what was found under this name has no trainingModel")
         except Exception as fault:
             raise MissingError(
                 "--engine poptorch needs the PopTorch of the Poplar SDK, but importing it failed "
