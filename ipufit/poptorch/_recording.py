@@ -16,6 +16,7 @@ from ipufit.errors import CaptureError
 from ipufit.poptorch._changes import changed_buffers, held_tensors
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._operators import overlap
+from ipufit.poptorch._operators.bodies import everywhere
 from ipufit.poptorch._parsers import flattenTensorStructure, reconstructTensorStructure
 from ipufit.poptorch._tracing import Trace, traced
 from ipufit.poptorch._watching import watched
@@ -175,18 +176,21 @@ def _constants(model: nn.Module) -> List[Tensor]:
 
 @contextlib.contextmanager
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards no attribute is a tensor of the recording, which has no value."""
-    before = [(module, dict(vars(module))) for module in model.modules()]
+    """Afterwards no attribute is a tensor of the recording, which has no value, and none is gone."""
+    namespaces = [vars(module) for module in model.modules()]
+    namespaces += [own[members] for own in list(namespaces) for members in _MEMBERS]
+    before = [dict(namespace) for namespace in namespaces]
     try:
         yield
     finally:
-        for module, known in before:
-            for name, value in list(vars(module).items()):
-                if isinstance(value, FakeTensor):
-                    if name in known:
-                        vars(module)[name] = known[name]
-                    else:
-                        del vars(module)[name]
+        for namespace, known in zip(namespaces, before):
+            for name in [n for n, value in namespace.items() if isinstance(value, FakeTensor)]:
+                del namespace[name]
+            for name, value in known.items():
+                namespace.setdefault(name, value)
+
+
+_MEMBERS = ("_parameters", "_buffers")
 
 
 def record(
@@ -230,7 +234,7 @@ def record(
         step.reached,
         tuple(i - len(names) for i in changed if len(names) <= i < len(tensors) - 1),
         tuple(names[i] for i in changed if i < len(names)),
-        uses_random_numbers(graph),
+        any(uses_random_numbers(each) for each in everywhere(graph)),
         bool(overlaps.inputs or overlaps.outputs),
         trace,
     )

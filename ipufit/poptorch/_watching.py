@@ -18,7 +18,6 @@ from ipufit.poptorch._tracing import Trace
 __all__ = ["watched"]
 
 _HOST = torch.device("cpu")
-_DEVICE_OF = torch.Tensor.device.__get__
 
 
 def _is_device(value: Any) -> bool:
@@ -57,10 +56,10 @@ class _Calls(TorchFunctionMode):
         args: Tuple[Any, ...] = (),
         kwargs: Any = None,
     ) -> Any:
-        if func == _DEVICE_OF and isinstance(args[0], FakeTensor):
-            return torch.device("ipu", 0)
         kwargs = dict(kwargs or {})
-        moves = any(_is_device(value) for value in (*args, *kwargs.values()))
+        # A tensor in forward says that it is on the host, so its device is another name for it.
+        given = (*args, *kwargs.values())
+        moves = any(_is_device(value) or isinstance(value, torch.device) for value in given)
         if not self._wide or moves:
             args = tuple(_on_device(value) for value in args)
             kwargs = {name: _on_device(value) for name, value in kwargs.items()}

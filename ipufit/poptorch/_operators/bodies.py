@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, fx
@@ -15,7 +15,7 @@ from ipufit.poptorch._errors import error
 from ipufit.poptorch._operators.recorder import tracer
 from ipufit.poptorch._tracing import tracing
 
-__all__ = ["Body", "Like", "body_of", "everywhere", "record"]
+__all__ = ["Body", "Like", "bodies", "body_of", "everywhere", "record", "relink"]
 
 
 class Like(NamedTuple):
@@ -28,17 +28,22 @@ class Like(NamedTuple):
 class Body:
     """A recorded function of its inputs and of what it takes from around it.
 
+    Args:
+        graph: computes a list of tensors from the inputs, then the captured tensors.
+        results: tensors like its results, or what these look like.
+
     Attributes:
         number: what the graph around it calls it by.
         graph: computes a list of tensors from the inputs, then the captured tensors.
         results: what its results look like.
     """
 
-    def __init__(self, graph: fx.GraphModule, results: Sequence[Tensor]) -> None:
+    def __init__(self, graph: fx.GraphModule, results: Sequence[Union[Tensor, Like]]) -> None:
         self.graph = graph
         self.results = [Like(result.shape, result.dtype) for result in results]
         self.number = _number()
         self._writes = any(_writes(node) for node in graph.graph.nodes)
+        _BODIES[self.number] = self
 
     def run(self, inputs: Sequence[Tensor], captured: Sequence[Tensor]) -> List[Tensor]:
         """Compute the results; nothing that is given is changed.
@@ -151,7 +156,6 @@ def record(
         graph = make_fx(traced)(torch.empty(()), *fresh)
         captured = lifts[0].captured + _gather_inputs(graph, len(fresh))
         body = Body(graph, results)
-    _BODIES[body.number] = body
     trace = tracing()
     if trace is not None:
         trace.kept.append(body)
@@ -203,16 +207,39 @@ def _gather_inputs(graph: fx.GraphModule, count: int) -> List[Tensor]:
 def everywhere(graph: fx.GraphModule) -> Iterator[fx.GraphModule]:
     """The graph and, at any depth, the bodies that it calls."""
     yield graph
+    for body in bodies(graph):
+        yield body.graph
+
+
+def bodies(graph: fx.GraphModule) -> Iterator[Body]:
+    """The bodies that a graph calls at any depth, each before those that call it.
+
+    One that is called from several places comes several times.
+    """
     for node in graph.graph.nodes:
-        for number in _called(node):
-            yield from everywhere(body_of(number).graph)
+        for place in _places(node):
+            body = body_of(int(node.args[place]))
+            yield from bodies(body.graph)
+            yield body
 
 
-def _called(node: fx.Node) -> List[int]:
+def relink(graph: fx.GraphModule, known: Mapping[int, Body]) -> None:
+    """Let a graph, made anew of a stored one, call bodies made anew.
+
+    Args:
+        graph: changed in place. Its bodies live as long as somebody holds them.
+        known: by the numbers that they had when the graph was stored.
+    """
+    for node in graph.graph.nodes:
+        args = list(node.args)
+        for place in _places(node):
+            args[place] = known[int(args[place])].number
+        node.args = tuple(args)
+    graph.recompile()
+
+
+def _places(node: fx.Node) -> Tuple[int, ...]:
+    """Where the node's arguments are numbers of bodies."""
     from ipufit.poptorch._operators import control
 
-    if node.target is control.REPEAT:
-        return [int(node.args[3])]  # type: ignore[arg-type]
-    if node.target is control.BRANCH:
-        return [int(node.args[5]), int(node.args[6])]  # type: ignore[arg-type]
-    return []
+    return {control.REPEAT: (3,), control.BRANCH: (5, 6)}.get(node.target, ())
