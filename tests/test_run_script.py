@@ -26,7 +26,7 @@ def clean(monkeypatch):
     path = [entry for entry in sys.path if not (Path(entry) / "poptorch").exists()]
     monkeypatch.setattr(sys, "path", path)
     monkeypatch.setattr(sys, "argv", sys.argv[:])
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     yield

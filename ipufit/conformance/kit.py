@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Callable, List, Optional
+from typing import Any, Callable, List, NoReturn, Optional
 
 import torch
 from torch import Tensor
 
 from ipufit.conformance.scenario import Scenario
 
-__all__ = ["CASES", "Case", "Kit", "judged", "open_question", "scenario"]
+__all__ = ["CASES", "Case", "Kit", "SkippedError", "judged", "open_question", "scenario"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,10 @@ class Case:
 
 
 CASES: List[Case] = []
+
+
+class SkippedError(Exception):
+    """A case needs what is not there; the text says what."""
 
 
 Body = Callable[["Kit"], None]
@@ -128,6 +132,10 @@ class Kit:
                 self.faults.append(f"{what}: {type(fault).__name__}: {fault}")
         else:
             self.faults.append(f"{what}: was not refused")
+
+    def skip(self, reason: str) -> NoReturn:
+        """End the case: this machine can't do what it needs."""
+        raise SkippedError(reason)
 
     def note(self, text: str) -> None:
         """Report something."""

@@ -54,7 +54,7 @@ class Table:
             self._rows.append(row)
             error = "" if row.error is None else f"{row.error:.1e}"
             self._line(f"{row.name:<{_NAME}} {row.outcome:<7} {error}".rstrip())
-            if row.outcome in ("fail", "error"):
+            if row.outcome in ("fail", "error", "skip"):
                 self._line(f"    {_one_line(row.said)}")
         self._open_questions()
         self._line("")
@@ -77,7 +77,8 @@ class Table:
     def summary(self) -> str:
         """How many cases there were of each outcome."""
         counts = collections.Counter(row.outcome for row in self._rows)
-        named = [f"{counts[name]} {name}" for name in ("pass", "fail", "error", "open")]
+        outcomes = ("pass", "fail", "error", "open", "skip")
+        named = [f"{counts[name]} {name}" for name in outcomes if counts[name] or name != "skip"]
         return f"{len(self._rows)} cases: {', '.join(named)}"
 
     @property

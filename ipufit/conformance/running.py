@@ -15,7 +15,7 @@ import torch
 
 from ipufit.conformance import cases as _cases
 from ipufit.conformance.implementations import Implementation
-from ipufit.conformance.kit import CASES, Case, Kit
+from ipufit.conformance.kit import CASES, Case, Kit, SkippedError
 from ipufit.conformance.scenario import Observed, Scenario, expected
 
 __all__ = ["Row", "chosen", "run"]
@@ -29,7 +29,8 @@ class Row:
 
     Attributes:
         name: of the case.
-        outcome: "pass", "fail", "open", or "error" where it ended with an exception.
+        outcome: "pass", "fail", "open", "skip" where the machine lacks something, or "error" where
+            it ended with an exception.
         error: largest error of a number, relative to the largest magnitude expected; None where no
             number was compared.
         tolerance: what it may be.
@@ -82,6 +83,8 @@ def run_case(implementation: Implementation, case: Case) -> Row:
                 compare(kit, case.scenario, observed, expected(case.scenario))
             elif case.body is not None:
                 case.body(kit)
+    except SkippedError as reason:
+        return Row(case.name, "skip", None, kit.tolerance, str(reason), case.question)
     except Exception as fault:
         where = traceback.extract_tb(fault.__traceback__)[-1]
         failed = f"{type(fault).__name__}: {fault} ({where.name}, line {where.lineno})"

@@ -58,7 +58,7 @@ def test_what_fails_is_told_and_changes_the_status(capsys, tmp_path):
     with nan:
         assert main(["--engine", "standin", "--json", str(path), *names]) == 1
     out = capsys.readouterr().out
-    assert "    loss of call 1: nan, not 0." in out
+    assert "    loss of call 1: nan, not 1.47403; out of call 1: [nan, nan, nan, nan], not [" in out
     assert "2 cases: 1 pass, 1 fail, 0 error, 0 open" in out
     (table,) = json.loads(path.read_text(encoding="utf-8"))
     assert table["passed"] is False
@@ -217,6 +217,11 @@ def test_an_exception_in_a_case_is_an_error_of_the_case():
     row = judged_by(lambda kit: [][0])
     assert row.outcome == "error"
     assert row.said.startswith("IndexError: list index out of range (<lambda>, line ")
+
+
+def test_a_case_that_the_machine_cannot_run_is_skipped_with_the_reason():
+    row = judged_by(lambda kit: kit.skip("no half precision"))
+    assert (row.outcome, row.said, row.error) == ("skip", "no half precision", None)
 
 
 def test_a_kit_makes_rows_that_repeat_nowhere():

@@ -19,6 +19,8 @@ POINTS = [
 def test_what_is_judged_passes_and_what_is_open_is_as_we_read_it(engine, case):
     """In float64, at rounding."""
     row = run_case(IMPLEMENTED[engine], case)
+    if row.outcome == "skip":
+        pytest.skip(row.said)
     if not case.question:
         assert (row.outcome, row.said) == ("pass", "")
         return

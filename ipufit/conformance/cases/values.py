@@ -53,7 +53,12 @@ def _whole(kit: Kit) -> None:
 def _half(kit: Kit) -> None:
     layer = kit.linear().float()
     x = torch.tensor([[1.0, 2.0, -0.5], [0.25, 0.0, 3.0]])
-    out = kit.poptorch.inferenceModel(layer)(x.half())
+    try:
+        out = kit.poptorch.inferenceModel(layer)(x.half())
+    except RuntimeError as fault:
+        if "not implemented for 'Half'" not in str(fault):
+            raise
+        kit.skip(f"torch {torch.__version__} can't multiply in half precision on a CPU")
     kit.equal("dtype", out.dtype, torch.float16)
     kit.close("values", out, layer(x), 4e-3)
 
