@@ -116,9 +116,11 @@ class Device:
         return torch.stack(parts)
 
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Host to device."""
+        """Host to device: floating-point tensors; what else there is, is part of the program."""
         with torch.no_grad():
             for name, host in values.items():
+                if not host.is_floating_point():
+                    continue
                 new: Sequence[Any] = self._cut(name, host) if name in self._groupings else [host]
                 for i, part in enumerate(self._parts[name]):
                     part.copy_(new[i] if len(new) > 1 else new[0])

@@ -115,7 +115,9 @@ def test_values_that_python_needs_are_refused(forward):
 
 
 def test_shapes_that_depend_on_values_are_refused():
-    with pytest.raises(DynamicOutputShapeException, match=r"Keep the full shape: write torch\.where"):
+    with pytest.raises(
+        DynamicOutputShapeException, match=r"Keep the full shape: write torch\.where"
+    ):
         inferred(lambda module, x: x[x > 0], X)
 
 
