@@ -250,53 +250,53 @@ def test_a_fork_of_the_program_leaves_the_process_alone():
 
 
 SCRIPT = """
-    import os, signal, sys, torch
-    from ipufit.poptorch import AsynchronousDataAccessor, SharingStrategy
+    import torch
+    from ipufit.poptorch import AsynchronousDataAccessor
     from torch.utils.data import DataLoader, TensorDataset
 
     if __name__ == "__main__":
         data = DataLoader(TensorDataset(torch.arange(99.0)), num_workers=2)
-        accessor = AsynchronousDataAccessor(data, sharing_strategy=SharingStrategy[sys.argv[1]])
+        accessor = AsynchronousDataAccessor(data)
         next(accessor)
         print(accessor._worker._process.pid, flush=True)
-        {end}
+        raise SystemExit("over")
 """
 
 
-ENDS = {
-    "ForkServer": 'raise SystemExit("over")',
-    "Fork": "os.kill(os.getpid(), signal.SIGKILL)",
-}
-
-
 @pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-    """Programs that end in the middle of an epoch; they run while the other tests do."""
-    running = {}
-    for strategy, end in ENDS.items():
-        script = tmp_path_factory.mktemp("programs") / "script.py"
-        script.write_text(textwrap.dedent(SCRIPT).format(end=end))
-        running[strategy] = subprocess.Popen(
-            [sys.executable, str(script), strategy],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-    yield running
-    for program in running.values():
-        program.kill()
-        program.communicate()
+def program(tmp_path_factory):
+    """A program that ends in the middle of an epoch; it runs while the other tests do."""
+    script = tmp_path_factory.mktemp("program") / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as running:
+        yield running
+        running.kill()
 
 
-@pytest.mark.parametrize(
-    ("strategy", "code", "error"), [("ForkServer", 1, "over\n"), ("Fork", -9, "")]
-)
-def test_the_end_of_the_program_is_the_end_of_the_process(strategy, code, error, programs):
-    """With torch's own processes below it."""
-    output, errors = programs[strategy].communicate(timeout=120)
-    assert (programs[strategy].returncode, errors.decode()) == (code, error)
+def test_the_end_of_the_program_is_the_end_of_the_process(program):
+    """Without a word, and with torch's own processes below it."""
+    output, errors = program.communicate(timeout=120)
+    assert (program.returncode, errors.decode()) == (1, "over\n")
     assert is_gone(int(output))
     assert shared_memory_of(int(output)) == []
+
+
+def test_a_program_that_is_killed_leaves_no_process():
+    reading, writing = os.pipe()
+    program = os.fork()
+    if program == 0:
+        accessor = fork(Numbers(99))
+        os.write(writing, str(pid_of(accessor)).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.close(writing)
+    assert os.WTERMSIG(os.waitpid(program, 0)[1]) == signal.SIGKILL
+    with os.fdopen(reading, "rb") as pipe:
+        assert is_gone(int(pipe.read()))
 
 
 # What is refused, and what is asked of the process.
