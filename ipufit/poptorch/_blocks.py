@@ -146,6 +146,8 @@ class LegacyBeginBlockFn(torch.nn.Module):
     ) -> None:
         super().__init__()
         self._layer_to_call = layer_to_call
+        self._user_id = user_id
+        self._ipu_id = ipu_id
         self._block = _BlockHook(user_id, ipu_id)
 
     def __call__(self, *input: Any, **kwargs: Any) -> Any:
