@@ -79,3 +79,17 @@ def test_a_parameter_is_one_while_forward_is_recorded():
     kinds = []
     assert poptorch.inferenceModel(Model())(torch.tensor([3.0])).tolist() == [11.0]
     assert kinds == [(True, False)]
+
+
+def test_numbers_between_two_bounds_are_drawn_as_torch_draws_them():
+    """The operator's name is a Python keyword, which the text of a graph can't hold."""
+
+    class Model(nn.Module):
+        def forward(self, x):
+            return (x * 1).random_(-3, 4)
+
+    x = torch.zeros(500)
+    options = poptorch.Options().randomSeed(3)
+    drawn = poptorch.inferenceModel(Model(), options)(x)
+    assert sorted(set(drawn.tolist())) == [-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0]
+    assert torch.equal(poptorch.inferenceModel(Model(), options)(x), drawn)
