@@ -114,7 +114,19 @@ class Compiled:
 
     def _find_anchored(self, inputs: int) -> Anchored:
         wanted = [anchor[0] for anchor in self._options.anchored_tensors.values()]
-        return Anchored(wanted, self.recorded, inputs, self.device, {})
+        return Anchored(wanted, self.recorded, inputs, self.device, self._numbers)
+
+    def _numbers(self) -> Dict[str, float]:
+        updates = self.device.updates
+        return updates.anchors() if isinstance(updates, DeviceOptimizer) else {}
+
+    def check_anchors(self) -> None:
+        """Refuse anchors that there are not; the optimizer's names are known once it is bound.
+
+        Raises:
+            Error: it names one, and those that there are.
+        """
+        self._anchored.check()
 
     def _make_execution(self) -> Execution:
         options = self._options
@@ -128,7 +140,7 @@ class Compiled:
             self.scale,
             self.counters,
             self._anchored,
-            popart.get("enableFloatingPointExceptions", False),
+            popart.get("enableFloatingPointChecks", False),
         )
 
     def _on_device(self, tensor: Tensor) -> Tensor:

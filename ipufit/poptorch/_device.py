@@ -67,6 +67,11 @@ class Device:
         grouping.check(name, tensor, self._replicas)
         return [narrowed(part, self._wide) for part in tensor]
 
+    @property
+    def grouped(self) -> Tuple[str, ...]:
+        """Names of the parameters that replicas hold several copies of."""
+        return tuple(name for name in self._groupings if len(self._parts[name]) > 1)
+
     def group_of(self, name: str, replica: int) -> int:
         """The place of a replica's copy among the copies of a tensor."""
         grouping = self._groupings.get(name)

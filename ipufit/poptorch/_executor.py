@@ -132,7 +132,7 @@ class PoplarExecutor:
         if self._optimizer is not None:
             trained = self._host.trainable(self._optimizer.groups())
         with self._host.being_recorded():
-            self._compiled = Compiled(
+            compiled = Compiled(
                 self._model,
                 self._host.parameters(),
                 self._host.buffers(),
@@ -143,7 +143,9 @@ class PoplarExecutor:
                 trained,
             )
         if self._optimizer is not None:
-            self._optimizer.bind(self._compiled, trained)
+            self._optimizer.bind(compiled, trained)
+        compiled.check_anchors()
+        self._compiled = compiled
         self._seed = self._seed or [secrets.randbits(31), 0]
         if self._options.connection_type == ConnectionType.Always:
             self._attach()

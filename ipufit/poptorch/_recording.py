@@ -112,6 +112,7 @@ class _Step:
         self._forward = _Forward(model)
         self._model = model
         self._names = list(names)
+        self._parameters = {name for name, _ in model.named_parameters()}
         self._trained = list(trained)
         self._call = call
         self._trace = trace
@@ -125,6 +126,9 @@ class _Step:
         scale = tensors[-1]
         for name in self._trained:
             state[name] = state[name].detach().requires_grad_()
+        for name in self._parameters.intersection(state):
+            # What stands for a parameter is one for isinstance, and so for get_parameter.
+            state[name]._is_param = True
         args, kwargs = self._call([leaf.detach() for leaf in tensors[count:-1]])
         before = {name: tensor._version for name, tensor in state.items()}
         with torch.set_grad_enabled(training), traced(self._trace):

@@ -183,3 +183,8 @@ def test_blocks_are_copied_and_saved_with_a_module():
         assert poptorch.module_repr(other) == "BeginBlock(user_id=1, ipu_id=2) ReLU()"
         poptorch.removeBlocks(other)
     assert entered(model, torch.ones(1)) == [(1, 2)]
+
+
+def test_a_wrapped_function_knows_its_block():
+    block = poptorch.BeginBlock(len, "head", 3)
+    assert (block._user_id, block._ipu_id) == ("head", 3)

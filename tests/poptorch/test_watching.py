@@ -63,3 +63,33 @@ def test_what_was_moved_can_be_changed_and_begins_anew_at_every_call():
 def test_creation_takes_the_device_of_an_input():
     made = run(lambda x: x + torch.arange(3, device=x.device), torch.ones(3))
     assert made.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_parameter_is_one_while_forward_is_recorded():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor([2.0]))
+            self.register_buffer("b", torch.tensor([5.0]))
+
+        def forward(self, x):
+            kinds.append((isinstance(self.w, nn.Parameter), isinstance(self.b, nn.Parameter)))
+            return x * self.get_parameter("w") + self.get_buffer("b")
+
+    kinds = []
+    assert poptorch.inferenceModel(Model())(torch.tensor([3.0])).tolist() == [11.0]
+    assert kinds == [(True, False)]
+
+
+def test_numbers_between_two_bounds_are_drawn_as_torch_draws_them():
+    """The operator's name is a Python keyword, which the text of a graph can't hold."""
+
+    class Model(nn.Module):
+        def forward(self, x):
+            return (x * 1).random_(-3, 4)
+
+    x = torch.zeros(500)
+    options = poptorch.Options().randomSeed(3)
+    drawn = poptorch.inferenceModel(Model(), options)(x)
+    assert sorted(set(drawn.tolist())) == [-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0]
+    assert torch.equal(poptorch.inferenceModel(Model(), options)(x), drawn)
