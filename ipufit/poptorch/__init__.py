@@ -7,6 +7,7 @@ from ipufit.poptorch._devices import ipuHardwareIsAvailable, ipuHardwareVersion
 from ipufit.poptorch._executor import PoplarExecutor
 from ipufit.poptorch._hooks import registerPostCompileHook, registerPreCompileHook
 from ipufit.poptorch._impl import createPoptorchError, isRunningOnIpu, poptorchAtExit
+from ipufit.poptorch._loading import load
 from ipufit.poptorch._logging import logger, setLogLevel
 from ipufit.poptorch._models import inferenceModel, trainingModel
 from ipufit.poptorch._parsers import (
@@ -150,6 +151,7 @@ __all__ = [
     "ipuHardwareVersion",
     "ipu_print_tensor",
     "isRunningOnIpu",
+    "load",
     "logger",
     "module_repr",
     "nearest",

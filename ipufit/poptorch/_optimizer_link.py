@@ -146,6 +146,17 @@ class OptimizerLink:
         if self._sync is not None:
             self._sync.refresh()
 
+    def state(self) -> DeviceState:
+        """The device's state, with what was loaded and not yet sent."""
+        assert self._device is not None
+        self.send()
+        return self._device.state()
+
+    def restore(self, state: DeviceState) -> None:
+        """Put state on the device that is newer than what the optimizer has."""
+        self._write(state)
+        self.ran()
+
     def release(self) -> None:
         """The program goes: what it knows goes to the optimizer."""
         if self._sync is not None:

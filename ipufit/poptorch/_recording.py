@@ -229,6 +229,7 @@ def record(
     except CaptureError as failure:
         raise _translated(failure) from failure
     step.outputs.forget()
+    _own_constants(graph)
     overlaps = _overlaps(graph, len(state), len(leaves), sum(step.outputs.computed))
     changed = _changed(graph)
     names = list(state)
@@ -242,6 +243,21 @@ def record(
         bool(overlaps.inputs or overlaps.outputs),
         trace,
     )
+
+
+def _own_constants(graph: fx.GraphModule) -> None:
+    """Copy what the program holds of the user's tensors, which may be changed later."""
+    # Each with what it is a copy of: the number of a tensor that is gone could come again.
+    copies: Dict[int, Tuple[Tensor, Tensor]] = {}
+    for part in everywhere(graph):
+        for name in {str(node.target) for node in part.graph.nodes if node.op == "get_attr"}:
+            value = getattr(part, name, None)
+            if isinstance(value, Tensor):
+                own = copies.setdefault(id(value), (value.detach().clone(), value))[0]
+                # Whether it stands there as a buffer or as a plain attribute.
+                delattr(part, name)
+                setattr(part, name, own)
+                copies[id(own)] = (own, own)
 
 
 def _overlaps(graph: fx.GraphModule, state: int, inputs: int, outputs: int) -> overlap.Overlaps:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ipufit import poptorch
-from ipufit.poptorch._operators.bodies import Body, bodies, everywhere, relink
+from ipufit.poptorch._operators.bodies import Body, bodies_in, everywhere, register, renumber
 from tests.poptorch.recording import record
 
 
@@ -260,17 +260,18 @@ def test_a_stored_graph_gets_bodies_of_its_own():
     recorded = record(model, torch.tensor(True), torch.ones(1))
     stored = copy.deepcopy(recorded.graph)
     parts = [
-        (body.number, copy.deepcopy(body.graph), list(body.results))
-        for body in bodies(recorded.graph)
+        (number, copy.deepcopy(body.graph), list(body.results))
+        for number, body in bodies_in(recorded.graph).items()
     ]
     assert len(parts) == 3
     del recorded
     gc.collect()
     known = {}
     for number, graph, results in parts:
-        relink(graph, known)
+        renumber(graph, {old: body.number for old, body in known.items()})
         known[number] = Body(graph, results)
-    relink(stored, known)
+        register(known[number])
+    renumber(stored, {old: body.number for old, body in known.items()})
     assert stored(torch.tensor(True), torch.ones(1))[0].item() == 8
     assert stored(torch.tensor(False), torch.ones(1))[0].item() == 4
 

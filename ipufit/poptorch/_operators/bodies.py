@@ -15,7 +15,16 @@ from ipufit.poptorch._errors import error
 from ipufit.poptorch._operators.recorder import tracer
 from ipufit.poptorch._tracing import tracing
 
-__all__ = ["Body", "Like", "bodies", "body_of", "everywhere", "record", "relink"]
+__all__ = [
+    "Body",
+    "Like",
+    "bodies_in",
+    "body_of",
+    "everywhere",
+    "record",
+    "register",
+    "renumber",
+]
 
 
 class Like(NamedTuple):
@@ -28,10 +37,6 @@ class Like(NamedTuple):
 class Body:
     """A recorded function of its inputs and of what it takes from around it.
 
-    Args:
-        graph: computes a list of tensors from the inputs, then the captured tensors.
-        results: tensors like its results, or what these look like.
-
     Attributes:
         number: what the graph around it calls it by.
         graph: computes a list of tensors from the inputs, then the captured tensors.
@@ -43,7 +48,6 @@ class Body:
         self.results = [Like(result.shape, result.dtype) for result in results]
         self.number = _number()
         self._writes = any(_writes(node) for node in graph.graph.nodes)
-        _BODIES[self.number] = self
 
     def run(self, inputs: Sequence[Tensor], captured: Sequence[Tensor]) -> List[Tensor]:
         """Compute the results; nothing that is given is changed.
@@ -156,6 +160,7 @@ def record(
         graph = make_fx(traced)(torch.empty(()), *fresh)
         captured = lifts[0].captured + _gather_inputs(graph, len(fresh))
         body = Body(graph, results)
+    register(body)
     trace = tracing()
     if trace is not None:
         trace.kept.append(body)
@@ -207,39 +212,46 @@ def _gather_inputs(graph: fx.GraphModule, count: int) -> List[Tensor]:
 def everywhere(graph: fx.GraphModule) -> Iterator[fx.GraphModule]:
     """The graph and, at any depth, the bodies that it calls."""
     yield graph
-    for body in bodies(graph):
-        yield body.graph
-
-
-def bodies(graph: fx.GraphModule) -> Iterator[Body]:
-    """The bodies that a graph calls at any depth, each before those that call it.
-
-    One that is called from several places comes several times.
-    """
     for node in graph.graph.nodes:
-        for place in _places(node):
-            body = body_of(int(node.args[place]))
-            yield from bodies(body.graph)
-            yield body
-
-
-def relink(graph: fx.GraphModule, known: Mapping[int, Body]) -> None:
-    """Let a graph, made anew of a stored one, call bodies made anew.
-
-    Args:
-        graph: changed in place. Its bodies live as long as somebody holds them.
-        known: by the numbers that they had when the graph was stored.
-    """
-    for node in graph.graph.nodes:
-        args = list(node.args)
-        for place in _places(node):
-            args[place] = known[int(args[place])].number
-        node.args = tuple(args)
-    graph.recompile()
+        for number in _called(node):
+            yield from everywhere(body_of(number).graph)
 
 
 def _places(node: fx.Node) -> Tuple[int, ...]:
-    """Where the node's arguments are numbers of bodies."""
+    """Which arguments of a node are the numbers of bodies."""
     from ipufit.poptorch._operators import control
 
-    return {control.REPEAT: (3,), control.BRANCH: (5, 6)}.get(node.target, ())
+    if node.target is control.REPEAT:
+        return (3,)
+    return (5, 6) if node.target is control.BRANCH else ()
+
+
+def _called(node: fx.Node) -> List[int]:
+    return [int(node.args[place]) for place in _places(node)]  # type: ignore[arg-type]
+
+
+def bodies_in(graph: fx.GraphModule) -> Dict[int, Body]:
+    """The bodies that a graph calls, at any depth, by number; inner ones first."""
+    numbers = {n for g in everywhere(graph) for node in g.graph.nodes for n in _called(node)}
+    return {number: body_of(number) for number in sorted(numbers)}
+
+
+def register(body: Body) -> None:
+    """Let graphs call the body by its number, as long as somebody holds it."""
+    _BODIES[body.number] = body
+
+
+def renumber(graph: fx.GraphModule, numbers: Mapping[int, int]) -> None:
+    """Let a graph that was read from a file call the bodies of this process.
+
+    Args:
+        graph: changed in place.
+        numbers: the present number of each body by the file's.
+
+    Raises:
+        KeyError: it calls one that is not there.
+    """
+    for node in graph.graph.nodes:
+        for place in _places(node):
+            node.update_arg(place, numbers[node.args[place]])
+    graph.recompile()
