@@ -90,8 +90,10 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def examples(session: nox.Session) -> None:
-    """Run every script of examples/."""
+    """Run every script of examples/, those of examples/poptorch/ by `ipufit run`."""
     run_scripts(session, *sorted(Path("examples").glob("*.py")))
+    for script in sorted(Path("examples", "poptorch").glob("*.py")):
+        session.run("ipufit", "run", script)
 
 
 @nox.session

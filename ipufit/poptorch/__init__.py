@@ -1,10 +1,13 @@
 """PopTorch's public API on the embedded engine: no SDK, no IPU, the same meaning."""
 
 from ipufit.poptorch import enums, ops, optim, options, poptorch_core, profiling, testing
+from ipufit.poptorch._accessor import AsynchronousDataAccessor
+from ipufit.poptorch._dataloader import DataLoader
 from ipufit.poptorch._devices import ipuHardwareIsAvailable, ipuHardwareVersion
 from ipufit.poptorch._executor import PoplarExecutor
 from ipufit.poptorch._hooks import registerPostCompileHook, registerPreCompileHook
 from ipufit.poptorch._impl import createPoptorchError, isRunningOnIpu, poptorchAtExit
+from ipufit.poptorch._loading import load
 from ipufit.poptorch._logging import logger, setLogLevel
 from ipufit.poptorch._models import inferenceModel, trainingModel
 from ipufit.poptorch._parsers import (
@@ -18,6 +21,7 @@ from ipufit.poptorch._parsers import (
     registerGeometricCustomArgParsers,
 )
 from ipufit.poptorch._printing import module_repr, print
+from ipufit.poptorch._substitutions import _OverwriteContextManager
 from ipufit.poptorch._version import __version__
 from ipufit.poptorch.enums import (
     AutoStage,
@@ -86,6 +90,7 @@ from ipufit.poptorch.poptorch_core import (
 __all__ = [
     "ATTR_PREFIX",
     "CPU",
+    "AsynchronousDataAccessor",
     "Attribute",
     "AutoStage",
     "BeginBlock",
@@ -95,6 +100,7 @@ __all__ = [
     "CommGroupType",
     "ConfigFileError",
     "ConnectionType",
+    "DataLoader",
     "DataLoaderMode",
     "Error",
     "HalfFloatCastingBehavior",
@@ -123,6 +129,7 @@ __all__ = [
     "TensorLocationSettings",
     "UnrecoverableError",
     "VariableRetrievalMode",
+    "_OverwriteContextManager",
     "__version__",
     "accessAttributes",
     "attributes_lists",
@@ -144,6 +151,7 @@ __all__ = [
     "ipuHardwareVersion",
     "ipu_print_tensor",
     "isRunningOnIpu",
+    "load",
     "logger",
     "module_repr",
     "nearest",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, Mapping, Sequence
+from typing import Callable, Dict, List, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -27,10 +27,7 @@ class Anchored:
         recorded: the program.
         inputs: its number of inputs.
         device: its tensors.
-        settings: of the optimizer, by name; None for those that the program has as constants.
-
-    Raises:
-        Error: a name that this engine does not know.
+        settings: gives the numbers that the device has of the optimizer, by name.
     """
 
     def __init__(
@@ -39,13 +36,20 @@ class Anchored:
         recorded: Recorded,
         inputs: int,
         device: Device,
-        settings: Mapping[str, float],
+        settings: Callable[[], Mapping[str, float]],
     ) -> None:
         self.names = list(names)
         self._recorded = recorded
         self._inputs = ["input" if i == 0 else f"input/{i}" for i in range(inputs)]
         self._device = device
         self._settings = settings
+
+    def check(self) -> None:
+        """Refuse a name that this engine does not know.
+
+        Raises:
+            Error: it names it.
+        """
         known = self.known()
         for name in self.names:
             if name not in known:
@@ -64,7 +68,7 @@ class Anchored:
             *(["loss"] if self._recorded.trace.training else []),
             *(f"{_GRADIENT}{name}" for name in reached),
             *(f"{_UPDATED}{name}" for name in reached),
-            *self._settings,
+            *self._settings(),
         ]
 
     def of(
@@ -80,7 +84,7 @@ class Anchored:
         found.update((f"{_GRADIENT}{n}", g) for n, g in zip(self._recorded.reached, gradients))
         if self._recorded.trace.training:
             found["loss"] = returned[len(returned) - count - 1]
-        found.update((name, torch.tensor(value)) for name, value in self._settings.items())
+        found.update((name, torch.tensor(value)) for name, value in self._settings().items())
         return {name: found[name].clone() for name in self.names if name in found}
 
     def complete(self, replica: int, values: Mapping[str, Tensor]) -> List[Tensor]:

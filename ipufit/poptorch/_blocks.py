@@ -115,6 +115,17 @@ class Block(torch.nn.Module):
             blocks.leave()
 
 
+def _begin(user_id: Optional[str], ipu_id: Optional[int]) -> Optional[str]:
+    """Begin a block and return its name; a number given to one without a name is to stay."""
+    blocks = _blocks()
+    if blocks is None:
+        return user_id
+    if user_id is None:
+        user_id = blocks.next_auto_id()
+    blocks.enter(user_id, ipu_id)
+    return user_id
+
+
 class _BlockHook:
     """Begins a block before a module's forward."""
 
@@ -122,17 +133,8 @@ class _BlockHook:
         self._user_id = user_id
         self._ipu_id = ipu_id
 
-    def begin(self) -> None:
-        """Begin the block; a number given to one without a name stays."""
-        blocks = _blocks()
-        if blocks is None:
-            return
-        if self._user_id is None:
-            self._user_id = blocks.next_auto_id()
-        blocks.enter(self._user_id, self._ipu_id)
-
     def __call__(self, module: torch.nn.Module, input: Any) -> None:
-        self.begin()
+        self._user_id = _begin(self._user_id, self._ipu_id)
 
     def __repr__(self) -> str:
         return f"BeginBlock(user_id={self._user_id}, ipu_id={self._ipu_id})"
@@ -146,11 +148,12 @@ class LegacyBeginBlockFn(torch.nn.Module):
     ) -> None:
         super().__init__()
         self._layer_to_call = layer_to_call
-        self._block = _BlockHook(user_id, ipu_id)
+        self._user_id = user_id
+        self._ipu_id = ipu_id
 
     def __call__(self, *input: Any, **kwargs: Any) -> Any:
         """Begin the block and call."""
-        self._block.begin()
+        self._user_id = _begin(self._user_id, self._ipu_id)
         return self._layer_to_call(*input, **kwargs)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,10 @@ from ipufit.poptorch._narrowing import check_input, narrowed, narrowed_output
 from ipufit.poptorch._optimizer import DeviceOptimizer
 from ipufit.poptorch._placement import placed
 from ipufit.poptorch._precision import keeps_float64
-from ipufit.poptorch._recording import record
+from ipufit.poptorch._program_files import through_cache
+from ipufit.poptorch._recording import Recorded, record
 from ipufit.poptorch._replica_grouping import ReplicaGrouping
+from ipufit.poptorch._substitutions import _OverwriteContextManager
 from ipufit.poptorch.enums import CommGroupType, OutputMode, ReductionType
 from ipufit.poptorch.options import Options
 
@@ -57,6 +58,8 @@ class Compiled:
         training: whether there is a loss to be followed.
         groupings: of parameters that are not the same on all replicas.
         trained: for each parameter group of the optimizer, names of its parameters.
+        recorded: the program, where it comes from a file; the model is not looked at then.
+        wide: whether float64 is kept; by default as it is set now.
 
     Attributes:
         arguments: those that later ones have to be like.
@@ -65,7 +68,8 @@ class Compiled:
         placement: on which IPUs its parts would be.
         recorded: the program.
         device: its memory.
-        seconds: how long compiling took.
+        wide: whether float64 is kept.
+        is_synthetic: whether it runs on made-up inputs, and nothing comes back.
 
     Raises:
         Error: the model, or the options, ask for what can't be.
@@ -81,27 +85,28 @@ class Compiled:
         training: bool,
         groupings: Mapping[str, ReplicaGrouping],
         trained: Sequence[Sequence[str]],
+        recorded: Optional[Recorded] = None,
+        wide: Optional[bool] = None,
     ) -> None:
-        begun = time.perf_counter()
         self._options = options
         self._shape = shape = shape_of(options)
-        self._wide = keeps_float64()
+        self.wide = keeps_float64() if wide is None else wide
         self.arguments = arguments.without_values()
         self.counters = Counters()
+        self.is_synthetic = bool(options._Popart.options.get("syntheticDataMode", 0))
+        self.counters.enabled = not self.is_synthetic
         separate = not options.broadcast_buffers
-        self.device = Device(parameters, buffers, shape.replicas, groupings, separate, self._wide)
+        self.device = Device(parameters, buffers, shape.replicas, groupings, separate, self.wide)
         reached = [name for group in trained for name in group]
         leaves = self._micro_batch(arguments)
-        with compile_hooks():
-            self.recorded = record(
-                model,
-                self.device.example(),
-                reached,
-                arguments.rebuild,
-                leaves,
-                training,
-                self._wide,
-            )
+        if recorded is None:
+            state = self.device.example()
+            with compile_hooks(), _OverwriteContextManager():
+                recorded = record(
+                    model, state, reached, arguments.rebuild, leaves, training, self.wide
+                )
+            recorded = through_cache(recorded, state, options)
+        self.recorded = recorded
         entered = self.recorded.trace.blocks.entered
         self.placement = placed(options, entered, training, self.recorded.overlapped)
         self._check_buffers(buffers)
@@ -109,11 +114,22 @@ class Compiled:
         self._anchored = self._find_anchored(len(leaves))
         self._execution = self._make_execution()
         self.anchors: Dict[str, Tensor] = {}
-        self.seconds = time.perf_counter() - begun
 
     def _find_anchored(self, inputs: int) -> Anchored:
         wanted = [anchor[0] for anchor in self._options.anchored_tensors.values()]
-        return Anchored(wanted, self.recorded, inputs, self.device, {})
+        return Anchored(wanted, self.recorded, inputs, self.device, self._numbers)
+
+    def _numbers(self) -> Dict[str, float]:
+        updates = self.device.updates
+        return updates.anchors() if isinstance(updates, DeviceOptimizer) else {}
+
+    def check_anchors(self) -> None:
+        """Refuse anchors that there are not; the optimizer's names are known once it is bound.
+
+        Raises:
+            Error: it names one, and those that there are.
+        """
+        self._anchored.check()
 
     def _make_execution(self) -> Execution:
         options = self._options
@@ -127,11 +143,11 @@ class Compiled:
             self.scale,
             self.counters,
             self._anchored,
-            popart.get("enableFloatingPointExceptions", False),
+            popart.get("enableFloatingPointChecks", False),
         )
 
     def _on_device(self, tensor: Tensor) -> Tensor:
-        return tensor if self._wide else narrowed(tensor)
+        return tensor if self.wide else narrowed(tensor)
 
     def _micro_batch(self, arguments: Arguments) -> List[Tensor]:
         """The inputs of the first micro-batch, which stand for those of all others."""
@@ -144,7 +160,7 @@ class Compiled:
         )
         leaves = []
         for tensor, name in zip(arguments.tensors(), arguments.tensor_names()):
-            if not self._wide or not tensor.numel():
+            if not self.wide or not tensor.numel():
                 check_input(tensor, name)
             leaves.append(self._on_device(combined.first(tensor, name)))
         return leaves
@@ -186,20 +202,33 @@ class Compiled:
             What forward returns, each tensor holding the micro-batches that come back.
         """
         inputs = [self._on_device(tensor) for tensor in arguments.tensors(self.arguments)]
+        if self.is_synthetic:
+            inputs = [_made_up(tensor) for tensor in inputs]
         changed = self.recorded.changed_inputs
         for place in changed:
             inputs[place] = inputs[place].clone()
         outputs, anchors = self._execution.run(inputs, seed, done)
         self.anchors = dict(zip(self._options.anchored_tensors, anchors))
-        if changed:
+        if self.is_synthetic:
+            # Nothing comes back of a run on made-up data.
+            outputs = [torch.zeros_like(tensor) for tensor in outputs]
+        elif changed:
             callers = arguments.callers(self.arguments)
             with torch.no_grad():
                 for place in changed:
                     callers[place].copy_(inputs[place])
-        if not self._wide:
+        if not self.wide:
             outputs = [narrowed_output(tensor) for tensor in outputs]
         return self.recorded.outputs.rebuild(outputs)
 
     def tensor_names(self) -> List[str]:
         """Names that can be anchored."""
         return self._anchored.known()
+
+
+def _made_up(tensor: Tensor) -> Tensor:
+    """Data in the place of an input: normally distributed, or zeros, which any index may be."""
+    if not tensor.is_floating_point():
+        return torch.zeros_like(tensor)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)

@@ -54,7 +54,7 @@ def latency(
     first: Callable[[Sequence[float]], float],
     last: Callable[[Sequence[float]], float],
 ) -> Tuple[float, float, float]:
-    """Smallest, largest and mean time between two events, in seconds; zeros without any.
+    """Smallest, largest and mean time between two events, in seconds; zeros without one of them.
 
     Args:
         starts: for every tensor, when it began; a multiple of the number of ends.
@@ -64,7 +64,7 @@ def latency(
     """
     begun = [first(step) for step in zip(*starts)]
     ended = [last(step) for step in zip(*ends)]
-    if not ended:
+    if not begun or not ended:
         return 0.0, 0.0, 0.0
     # Several inputs may go into one output.
     share = len(begun) // len(ended)

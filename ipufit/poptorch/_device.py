@@ -67,6 +67,11 @@ class Device:
         grouping.check(name, tensor, self._replicas)
         return [narrowed(part, self._wide) for part in tensor]
 
+    @property
+    def grouped(self) -> Tuple[str, ...]:
+        """Names of the parameters that replicas hold several copies of."""
+        return tuple(name for name in self._groupings if len(self._parts[name]) > 1)
+
     def group_of(self, name: str, replica: int) -> int:
         """The place of a replica's copy among the copies of a tensor."""
         grouping = self._groupings.get(name)
@@ -116,9 +121,11 @@ class Device:
         return torch.stack(parts)
 
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Host to device."""
+        """Host to device: floating-point tensors; what else there is, is part of the program."""
         with torch.no_grad():
             for name, host in values.items():
+                if not host.is_floating_point():
+                    continue
                 new: Sequence[Any] = self._cut(name, host) if name in self._groupings else [host]
                 for i, part in enumerate(self._parts[name]):
                     part.copy_(new[i] if len(new) > 1 else new[0])

@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from ipufit.poptorch._anchors import Anchored
 from ipufit.poptorch._counters import Counters
@@ -58,6 +58,11 @@ class Shape:
         """Number of micro-batches in a combined batch."""
         return self.iterations * self.accumulation * self.groups
 
+    @property
+    def last(self) -> Tuple[int, int]:
+        """Iteration and accumulation step of each replica's last micro-batch."""
+        return self.iterations - 1, self.accumulation - 1
+
     def places(self) -> Iterator[Tuple[int, int, int]]:
         """(iteration, accumulation step, replica) in stream order."""
         for iteration in range(self.iterations):
@@ -75,8 +80,7 @@ class Shape:
             return True
         if self.output_mode == OutputMode.EveryN:
             return (iteration + 1) % self.period == 0
-        last = (self.iterations - 1, self.accumulation - 1)
-        return self.output_mode == OutputMode.Final and (iteration, step) == last
+        return self.output_mode == OutputMode.Final and (iteration, step) == self.last
 
 
 class _Results:
@@ -88,7 +92,7 @@ class _Results:
         self._sums: Dict[int, List[Tensor]] = {}
 
     def add(self, place: Tuple[int, int, int], results: Sequence[Tensor]) -> bool:
-        """Take the results of one micro-batch; whether they come back as they are."""
+        """Take the results of one micro-batch; whether something comes back now."""
         iteration, step, replica = place
         if self._shape.output_mode == OutputMode.Sum:
             known = self._sums.get(replica)
@@ -96,7 +100,7 @@ class _Results:
                 self._sums[replica] = [result.clone() for result in results]
             else:
                 self._sums[replica] = [a + b for a, b in zip(known, results)]
-            return False
+            return (iteration, step) == self._shape.last
         if not self._shape.returned(iteration, step):
             return False
         for kept, result in zip(self._kept, results):

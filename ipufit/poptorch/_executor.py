@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-import copy
+import dataclasses
 import datetime
 import secrets
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+import sys
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from ipufit.poptorch import profiling
+from ipufit.poptorch import _saving, poptorch_core, profiling
 from ipufit.poptorch._arguments import ArgumentParser, Arguments
 from ipufit.poptorch._compiled import Compiled
 from ipufit.poptorch._counters import latency
 from ipufit.poptorch._errors import error
+from ipufit.poptorch._files import Path
 from ipufit.poptorch._host import Host
+from ipufit.poptorch._leases import Lease, acquire
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._optimizer_link import OptimizerLink
+from ipufit.poptorch._options.ignored import report_ignored
+from ipufit.poptorch._options.of_model import of_model
 from ipufit.poptorch._printing import module_repr
 from ipufit.poptorch._replica_grouping import ParameterProxy, ReplicaGrouping
-from ipufit.poptorch.enums import ConnectionType, OutputMode
+from ipufit.poptorch._spans import spanned
+from ipufit.poptorch.enums import ConnectionType
 from ipufit.poptorch.optim import SGD
 from ipufit.poptorch.options import Options
 
 __all__ = ["PoplarExecutor"]
 
-_NO_PROGRAM = "Model has not been compiled or has been destroyed. Call it with inputs, or compile() it, first."
+_NO_PROGRAM = (
+    "Model has not been compiled or has been destroyed. Call it with inputs, or call compile(), "
+    "first."
+)
 
 Latency = Tuple[float, float, float]
 
@@ -57,10 +66,10 @@ class PoplarExecutor:
         self._model = model
         self._training = training
         self._version = poptorch_version
-        self._options = _own_options(options, training)
+        self._options = of_model(options, training)
         self._parser = ArgumentParser(model)
         self._compiled: Optional[Compiled] = None
-        self._attached = False
+        self._lease: Optional[Lease] = None
         self._groupings: Dict[str, ReplicaGrouping] = {}
         self._anchors: Dict[str, Tensor] = {}
         self._seed: List[int] = []
@@ -110,6 +119,7 @@ class PoplarExecutor:
             raise error(_NO_PROGRAM)
         return self._compiled
 
+    @spanned
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Record the program for inputs like these, without computing anything of their values.
 
@@ -123,11 +133,24 @@ class PoplarExecutor:
         self._compile(arguments)
 
     def _compile(self, arguments: Arguments) -> None:
+        self._set_program(arguments)
+        if self._options.connection_type != ConnectionType.Never:
+            self._attach_or_forget()
+
+    def _set_program(
+        self, arguments: Arguments, saved: Optional[_saving.Saved] = None, filename: Path = ""
+    ) -> None:
+        """Record the program, or take that of a file."""
+        poptorch_core._validateOptions(self._options.toDict())
+        report_ignored(self._options)
         trained: List[List[str]] = []
         if self._optimizer is not None:
             trained = self._host.trainable(self._optimizer.groups())
-        with self._host.being_recorded():
-            self._compiled = Compiled(
+        bar = self._options._progress_bar
+        shown = self._options._show_compilation_progress_bar and saved is None
+        span = self._profiling.tracepoint("modelCompilation")
+        with span, bar.around() if shown else contextlib.nullcontext(), self._host.being_recorded():
+            program = Compiled(
                 self._model,
                 self._host.parameters(),
                 self._host.buffers(),
@@ -136,24 +159,96 @@ class PoplarExecutor:
                 self._training,
                 self._groupings,
                 trained,
+                None if saved is None else saved.recorded,
+                None if saved is None else saved.wide,
             )
+        if saved is not None:
+            _saving.check_state(saved, filename, program.device.example(), trained)
         if self._optimizer is not None:
-            self._optimizer.bind(self._compiled, trained)
+            self._optimizer.bind(program, trained)
+        program.check_anchors()
+        self._compiled = program
         self._seed = self._seed or [secrets.randbits(31), 0]
+
+    @spanned
+    def compileAndExport(
+        self, filename: Path, *args: Any, export_model: bool = True, **kwargs: Any
+    ) -> None:
+        """Compile, and save.
+
+        Args:
+            filename: as for :meth:`save`.
+            args, kwargs: as for the model's forward.
+            export_model: as for :meth:`save`.
+        """
+        self.compile(*args, **kwargs)
+        self.save(filename, export_model)
+
+    def save(self, filename: Path, export_model: bool = True, save_rng_state: bool = True) -> None:
+        """Write the compiled model to a file, which holds no code and is read without running any.
+
+        Args:
+            filename: its folder is made; a folder gets ``model.poptorch`` inside.
+            export_model: write the module too, with its weights and its optimizer, for
+                :func:`poptorch.load`; else the file is for :meth:`loadExecutable`.
+            save_rng_state: write how far the random numbers have come.
+
+        Raises:
+            AssertionError: the folder is a file.
+            Error: not compiled, or something that no file can hold.
+        """
+        program = self._program()
+        rng = self.rng_state if save_rng_state else None
+        model = self._user_model if export_model else None
+        self.copyWeightsToHostIfNeeded()
+        with self._profiling.tracepoint("saveExecutableToFile"):
+            _saving.write(
+                filename,
+                self._version,
+                program,
+                self._options,
+                self._groupings,
+                model,
+                self._optimizer,
+                rng,
+            )
+
+    @spanned
+    def loadExecutable(self, filename: Path) -> None:
+        """Take the program of a file instead of compiling; weights stay those of the module.
+
+        Args:
+            filename: written by :meth:`save`, from a model with the same weights and options.
+
+        Raises:
+            Error: it is no such file, of another version, damaged, or of another model.
+        """
+        saved = _saving.read(filename, self._version)
+        self._install(dataclasses.replace(saved, optimizer_state=None, rng_state=None), filename)
+
+    def _install(self, saved: _saving.Saved, filename: Path) -> None:
+        _saving.check_fits(saved, filename, self._training, self._options, self._groupings)
+        self._let_go()
+        self._set_program(saved.arguments, saved, filename)
+        if saved.optimizer_state is not None and self._optimizer is not None:
+            self._optimizer.restore(saved.optimizer_state)
+        self._seed = saved.rng_state or self._seed
         if self._options.connection_type == ConnectionType.Always:
-            self._attach()
+            self._attach_or_forget()
 
     def compilationTime(self) -> datetime.timedelta:
         """How long compiling took.
 
         Raises:
             Error: not compiled, or the progress bar is off.
+        Returns:
+            Zero for a program that came out of a file.
         """
         if self._compiled is None:
             raise error("Please compile the model before obtaining compilation time.")
         if not self._options._show_compilation_progress_bar:
             raise error("Please set showCompilationProgressBar option to obtain compilation time.")
-        return datetime.timedelta(seconds=self._compiled.seconds)
+        return self._options._progress_bar.compilation_time or datetime.timedelta()
 
     def cycleCount(self) -> int:
         """Cycles of the last run, which only hardware counts.
@@ -173,16 +268,33 @@ class PoplarExecutor:
             "getLatency() measures seconds."
         )
 
+    @spanned
     def destroy(self) -> None:
         """Give the program back, and the user's model as it was before it was wrapped."""
         if self._compiled is None:
             return
+        self._let_go()
+        self._host.unwrap()
+
+    def _let_go(self) -> None:
+        """Give the program and the device back; what they have learnt goes to the host."""
+        if self._compiled is None:
+            return
         if self._training:
             self.copyWeightsToHostIfNeeded()
+        self._forget()
+
+    def _forget(self) -> None:
         if self._optimizer is not None:
             self._optimizer.release()
-        self._compiled, self._attached = None, False
-        self._host.unwrap()
+        if self._lease is not None:
+            self._lease.release()
+        self._compiled = self._lease = None
+
+    def __del__(self) -> None:
+        # Not of an object that was never finished, nor when Python itself is being taken down.
+        if self.__dict__.get("_compiled") is not None and not sys.is_finalizing():
+            self._let_go()
 
     # Calling.
 
@@ -206,7 +318,7 @@ class PoplarExecutor:
         if not self.isCompiled():
             self._compile(arguments)
         program = self._program()
-        if not self._attached:
+        if self._lease is None:
             self.attachToDevice()
         if not self._training and self._host.is_behind():
             self.copyWeightsToDevice()
@@ -217,14 +329,19 @@ class PoplarExecutor:
             result = program.run(arguments, self._seed[0], self._seed[1])
         self._seed = [self._seed[0], self._seed[1] + self._options.device_iterations]
         self._anchors = program.anchors
+        if not program.is_synthetic:
+            self._ran()
+        return _without_backward(result)
+
+    def _ran(self) -> None:
         if self._training:
             self._host.trained()
         if self._optimizer is not None:
             self._optimizer.ran()
-        return _without_backward(result)
 
     # Weights.
 
+    @spanned
     def copyWeightsToHost(self) -> None:
         """Device to host: parameters and buffers of the user's model."""
         self._host.pull(self._program().device)
@@ -236,6 +353,7 @@ class PoplarExecutor:
         self.copyWeightsToHost()
         return True
 
+    @spanned
     def copyWeightsToDevice(self) -> None:
         """Host to device: what training has made of the device's weights is overwritten."""
         device = self._program().device
@@ -261,10 +379,11 @@ class PoplarExecutor:
             state_dict, strict: as for :meth:`torch.nn.Module.load_state_dict`.
         """
         result = self._user_model.load_state_dict(state_dict, strict)
-        if self._attached:
+        if self._lease is not None:
             self.copyWeightsToDevice()
         return result
 
+    @spanned
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Go on with these settings, or with another optimizer.
 
@@ -273,25 +392,33 @@ class PoplarExecutor:
         """
         if self._optimizer is None:
             raise error("an inference model has no optimizer. Wrap it with poptorch.trainingModel.")
-        self._optimizer.set(optimizer, self._attached)
+        self._optimizer.set(optimizer, self._lease is not None)
 
     # The device.
 
     def isAttachedToDevice(self) -> bool:
         """Whether the program has its device."""
-        return self._compiled is not None and self._attached
+        return self._lease is not None
 
     def attachToDevice(self) -> None:
         """Take the device, and bring weights, optimizer state and random state over."""
         self._program()
         if self._options.connection_type == ConnectionType.Never:
             raise AssertionError("Trying to attach to an offline device (ConnectionType.Never)")
-        if self._attached:
+        if self._lease is not None:
             raise error("Device is already attached")
         self._attach()
 
+    def _attach_or_forget(self) -> None:
+        """Attach a program that is new; without a device nothing has been compiled."""
+        try:
+            self._attach()
+        except BaseException:
+            self._forget()
+            raise
+
     def _attach(self) -> None:
-        self._attached = True
+        self._lease = acquire(self._options, self._program().placement.ipus)
         self.copyWeightsToDevice()
         if self._optimizer is not None:
             self._optimizer.begun()
@@ -299,13 +426,14 @@ class PoplarExecutor:
     def detachFromDevice(self) -> None:
         """Bring weights, optimizer state and random state back, and let the device go."""
         self._program()
-        if not self._attached:
+        if self._lease is None:
             raise error("Device is not attached")
         if self._training:
             self.copyWeightsToHostIfNeeded()
         if self._optimizer is not None:
             self._optimizer.refresh()
-        self._attached = False
+        self._lease.release()
+        self._lease = None
 
     @property
     def rng_state(self) -> List[int]:
@@ -380,34 +508,14 @@ class PoplarExecutor:
         )
 
 
-def _own_options(options: Optional[Options], training: bool) -> Options:
-    """A copy for the executor, with the output mode decided."""
-    if options is not None and not isinstance(options, Options):
-        raise error(
-            f"Invalid type: 'options' is of type {type(options)} (Expected poptorch.Options)"
-        )
-    if options is not None:
-        options._freeze()
-    own = options.clone() if options is not None else Options()
-    if own.defaultOutputMode():
-        own.outputMode(OutputMode.Final if training else OutputMode.All)
-    if not training and own.Training.gradient_accumulation != 1:
-        raise error(
-            "You must set poptorch.Options().Training.gradientAccumulation to 1 or leave it as its "
-            "default value (1) when running a poptorch.inferenceModel(). Use "
-            "poptorch.Options().deviceIterations to process a sufficient number of batches each "
-            "run for pipelined execution instead."
-        )
-    return own
-
-
 def _without_backward(result: Any) -> Any:
     """Outputs that say why there is nothing to go back through."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise error(
-            "backward() cannot be called explicitly on outputs of a PopTorch model. A trainingModel "
-            "runs the backward pass by itself in every call; for an inferenceModel there is none."
+            "backward() cannot be called explicitly on outputs of a PopTorch model. If you're "
+            "using a trainingModel, the backwards pass is performed automatically when invoking "
+            "the model. If you're using an inferenceModel, you should use a trainingModel instead."
         )
 
     def visit(value: Any) -> None:

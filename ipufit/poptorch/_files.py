@@ -18,7 +18,7 @@ from ipufit.poptorch._codec import Decoder, Encoder, InvalidContent
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._graph_files import reads_graphs, writes_graphs
 
-__all__ = ["FORMAT_VERSION", "file_to_write", "read_file", "write_file"]
+__all__ = ["FORMAT_VERSION", "Path", "file_to_write", "invalid", "read_file", "write_file"]
 
 _logger = logging.getLogger("poptorch::python")
 
@@ -102,16 +102,17 @@ def read_file(path: Path) -> Dict[str, Any]:
             metadata, tensors = _parts(file, os.fstat(raw.fileno()).st_size)
         return _values(metadata, tensors)
     except InvalidContent as reason:
-        raise _invalid(name, str(reason)) from reason
+        raise invalid(name, str(reason)) from reason
     except OSError as reason:
-        raise _invalid(name, f"it can't be read ({reason.strerror or reason})") from reason
+        raise invalid(name, f"it can't be read ({reason.strerror or reason})") from reason
     except RecursionError as reason:
-        raise _invalid(name, "its values are nested too deeply") from reason
+        raise invalid(name, "its values are nested too deeply") from reason
     except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as reason:
-        raise _invalid(name, f"it is damaged, or of another kind ({reason})") from reason
+        raise invalid(name, f"it is damaged, or of another kind ({reason})") from reason
 
 
-def _invalid(name: str, reason: str) -> Exception:
+def invalid(name: str, reason: str) -> Exception:
+    """The error for a file that can't be used, and why."""
     return error(
         f"Invalid file {name}: {reason}. Write it anew with compileAndExport() or save() of this "
         "version; files of PopTorch itself can't be read here."

@@ -1,8 +1,9 @@
-"""Stop at the operator that makes a number that is none."""
+"""Stop at the operator that computes what no number is the result of."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, Callable, Iterator, Optional, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -11,9 +12,19 @@ from ipufit.poptorch.poptorch_core import UnrecoverableError
 
 __all__ = ["Checked"]
 
+# Comparisons that have no answer for a NaN.
+_ORDERING = ("aten::lt", "aten::le", "aten::gt", "aten::ge")
+
+# What these make holds whatever was in the memory.
+_UNFILLED = ("aten::empty", "aten::new_empty")
+
 
 class Checked(fx.Interpreter):
-    """Runs a graph and looks at every result."""
+    """Runs a graph and looks at every result.
+
+    NaN and infinities that come in are passed on, as a device does: moving one is no exception.
+    Making one of numbers is, and so is asking whether a NaN is smaller.
+    """
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph, garbage_collect_values=True)
@@ -22,26 +33,61 @@ class Checked(fx.Interpreter):
         """Run it.
 
         Raises:
-            UnrecoverableError: an operator made a NaN or an infinity.
+            UnrecoverableError: an operator made a NaN or an infinity, or compared a NaN.
         """
         return self.run(*tensors)
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one operator, and look at what it made."""
+        schema = getattr(n.target, "_schema", None)
+        if n.op != "call_function" or schema is None:
+            return super().run_node(n)
+        given = list(_values(self.fetch_args_kwargs_from_env(n)))
+        # Looked at before: an operator may change what it is given.
+        nan, infinite = _any(torch.isnan, given), _any(torch.isinf, given)
         result = super().run_node(n)
-        if n.op == "call_function":
-            for each in result if isinstance(result, (list, tuple)) else [result]:
-                if isinstance(each, Tensor) and each.is_floating_point():
-                    self._look(n, each)
+        found = _exception(schema.name, nan, infinite, list(_values(result)))
+        if found is not None:
+            raise UnrecoverableError(
+                f"a floating-point exception: {n.target} {found}. Look at its inputs, or leave "
+                "Precision.enableFloatingPointExceptions off.",
+                "poplar_unrecoverable_runtime_error",
+            )
         return result
 
-    def _look(self, node: fx.Node, result: Tensor) -> None:
-        # What is made without being filled holds whatever was there.
-        if "empty" in str(node.target) or bool(torch.isfinite(result).all()):
-            return
-        kind = "NaN" if bool(torch.isnan(result).any()) else "an infinity"
-        raise UnrecoverableError(
-            f"a floating-point exception: {node.target} made {kind}. Look at its inputs, or leave "
-            "Precision.enableFloatingPointExceptions off.",
-            "poplar_unrecoverable_runtime_error",
-        )
+
+def _exception(name: str, nan: bool, infinite: bool, results: Sequence[Any]) -> Optional[str]:
+    """What went wrong in an operator, given whether NaN and infinities went in."""
+    if nan and name.startswith(_ORDERING):
+        return "compared a NaN"
+    if name.startswith(_UNFILLED):
+        return None
+    if not nan and _any(torch.isnan, results):
+        return "made a NaN of numbers"
+    if not infinite and _any(torch.isinf, results):
+        return "made an infinity of finite numbers"
+    return None
+
+
+def _any(question: Callable[[Tensor], Tensor], values: Sequence[Any]) -> bool:
+    return any(
+        bool(question(value).any())
+        if isinstance(value, Tensor)
+        else bool(question(torch.tensor(value)))
+        for value in values
+    )
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """The floating-point tensors and numbers in a structure."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _values(each)
+    elif isinstance(value, dict):
+        yield from _values(list(value.values()))

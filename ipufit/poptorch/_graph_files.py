@@ -17,8 +17,17 @@ from ipufit.poptorch._errors import error
 __all__ = ["graph_from_json", "graph_to_json", "reads_graphs", "writes_graphs"]
 
 _NAMESPACES = ("aten", "prims", "ipufit_poptorch")
-# These open files, or take memory as it is: nothing that a recorded forward needs.
-_REFUSED = {"from_file", "set", "set_", "resize", "resize_", "_index_put_impl", "_index_put_impl_"}
+# These open files, take memory as it is, or call Python: nothing that a file may ask for.
+_REFUSED = {
+    "_index_put_impl",
+    "_index_put_impl_",
+    "call_cpu",
+    "from_file",
+    "resize",
+    "resize_",
+    "set",
+    "set_",
+}
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 

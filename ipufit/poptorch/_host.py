@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import Dict, Iterator, List, Sequence
 
 import torch
@@ -25,7 +26,8 @@ class Host:
     """
 
     def __init__(self, owner: WeightSource, model: nn.Module, training: bool) -> None:
-        self._owner = owner
+        # Weak: an executor goes as soon as its last user lets go of it.
+        self._owner = weakref.ref(owner)
         self._model = model
         self._training = training
         self._sync = WeightSync()
@@ -110,4 +112,4 @@ class Host:
         """The user's module is as it was before it was wrapped."""
         if self._training:
             with torch.no_grad():
-                unwrap(self._model, self._owner)
+                unwrap(self._model, self._owner())

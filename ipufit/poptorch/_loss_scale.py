@@ -7,9 +7,12 @@ from typing import Iterable, Optional
 import torch
 from torch import Tensor
 
-__all__ = ["NAME", "AutomaticLossScale"]
+__all__ = ["FINAL", "NAME", "AutomaticLossScale"]
 
 NAME = "lossScaleUpdateFactor"
+
+# The factor by the optimizer's loss scaling.
+FINAL = "finalLossScale"
 
 _LARGEST = 65504.0
 

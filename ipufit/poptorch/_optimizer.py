@@ -12,6 +12,7 @@ from ipufit.engines.embedded.capture import capture
 from ipufit.engines.embedded.clipping import clipped
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._logging import logger
+from ipufit.poptorch._loss_scale import FINAL as FINAL_SCALE
 from ipufit.poptorch._loss_scale import NAME as UPDATE_FACTOR
 from ipufit.poptorch._loss_scale import AutomaticLossScale
 from ipufit.poptorch._optimizer_base import DeviceState
@@ -180,7 +181,6 @@ class DeviceOptimizer:
     def state(self) -> DeviceState:
         """What :meth:`load_state` takes: new tensors of the host, by the device's names."""
         tensors: Dict[str, Tensor] = {}
-        numbers: Dict[str, Tensor] = {}
         if self._automatic is not None:
             tensors[UPDATE_FACTOR] = _single(self._automatic.factor)
         for member in self._members:
@@ -188,9 +188,19 @@ class DeviceOptimizer:
                 tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
             if counts_steps(self._settings.kind):
                 tensors[f"Step___{member.name}"] = _single(member.updates)
-        for name, number in self._exported().items():
-            numbers[name] = _single(self._written.get(name, number))
+        numbers = {name: _single(number) for name, number in self.numbers().items()}
         return {"ipu_state": tensors, "ipu_param": numbers}
+
+    def numbers(self) -> Dict[str, float]:
+        """The numbers that the device has of the settings: what is not a constant."""
+        return {name: self._written.get(name, own) for name, own in self._exported().items()}
+
+    def anchors(self) -> Dict[str, float]:
+        """The numbers that can be anchored, as the coming update takes them."""
+        if self._automatic is None:
+            return self.numbers()
+        scales = {FINAL_SCALE: self.loss_scaling, UPDATE_FACTOR: self._automatic.factor}
+        return {**self.numbers(), **scales}
 
     def _named(self, member: Member) -> Dict[str, Tensor]:
         prefixes = PREFIXES[self._settings.kind]

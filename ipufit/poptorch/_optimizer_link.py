@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import List, Optional, Sequence
+from typing import Dict, List, Optional, Sequence
 
 import torch
 from torch import Tensor
 
 from ipufit.poptorch._compiled import Compiled
+from ipufit.poptorch._grouped_state import joined, split
 from ipufit.poptorch._loss_scale import AutomaticLossScale
 from ipufit.poptorch._optimizer import DeviceOptimizer
 from ipufit.poptorch._optimizer_base import DeviceState, StateSync
@@ -40,6 +41,7 @@ class OptimizerLink:
         self._device: Optional[DeviceOptimizer] = None
         self._settings = self._read(optimizer)
         self._sync: Optional[StateSync] = None
+        self._parts: Dict[str, List[str]] = {}
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -88,15 +90,20 @@ class OptimizerLink:
             AutomaticLossScale() if self._scales_itself else None,
         )
         device.updates = self._device
+        self._parts = {name: list(device.parts([name])) for name in device.grouped}
         self._sync = self._new_sync()
 
     def _new_sync(self) -> StateSync:
         assert self._device is not None
-        return StateSync(self._optimizer, self._device.state, self._write)
+        return StateSync(self._optimizer, self._read_state, self._write)
+
+    def _read_state(self) -> DeviceState:
+        assert self._device is not None
+        return joined(self._device.state(), self._parts)
 
     def _write(self, state: DeviceState) -> None:
         assert self._device is not None
-        self._device.load_state(state)
+        self._device.load_state(split(state, self._parts))
 
     def set(self, optimizer: torch.optim.Optimizer, attached: bool) -> None:
         """Go on with these settings, or with another optimizer.
@@ -138,6 +145,17 @@ class OptimizerLink:
         """Device to host: state that the host does not have."""
         if self._sync is not None:
             self._sync.refresh()
+
+    def state(self) -> DeviceState:
+        """The device's state, with what was loaded and not yet sent."""
+        assert self._device is not None
+        self.send()
+        return self._device.state()
+
+    def restore(self, state: DeviceState) -> None:
+        """Put state on the device that is newer than what the optimizer has."""
+        self._write(state)
+        self.ran()
 
     def release(self) -> None:
         """The program goes: what it knows goes to the optimizer."""

@@ -165,7 +165,11 @@ class _Values:
         for value in self._values:
             self._taken += 1
             return value
-        raise error(
+        raise self.used_up()
+
+    def used_up(self) -> Exception:
+        """That a structure asked for more."""
+        return error(
             f"a structure holds more tensors than there are values for it, which are {self._taken}."
             " Pass one value for each tensor; a custom parser's reconstruct() takes as many as its "
             "yieldTensors() yields."
@@ -175,7 +179,12 @@ class _Values:
 def _rebuilt(value: Any, values: _Values, wanted: Callable[[Tensor], bool]) -> Any:
     parser = parser_of(value)
     if parser is not None:
-        return parser.reconstruct(value, values)
+        # Its own tensors and no others: a parser may take all that its iterator holds.
+        own = iter([next(values) for _ in parser.yieldTensors(value)])
+        try:
+            return parser.reconstruct(value, own)
+        except StopIteration:
+            raise values.used_up() from None
     if isinstance(value, dict):
         items = {key: _rebuilt(item, values, wanted) for key, item in value.items()}
         if type(value) is dict:

@@ -88,13 +88,13 @@ def placed(
     if overlapped:
         _check_overlap(options, pipelined)
     stages = 1
-    if pipelined:
-        stages = _pipeline_stages(blocks, training)
-        _check_pipeline(options, stages, training)
     # What comes before the first block is on IPU 0.
     per_replica = 1 + max((block.ipu for block in blocks), default=0)
     needed = per_replica * options.replication_factor
     ipus = reserved(options, needed)
+    if pipelined:
+        stages = _pipeline_stages(blocks, training)
+        _check_pipeline(options, stages, training)
     return Placement(
         "phased" if isinstance(strategy, _IPhasedExecution) else _NAMES[pipelined],
         tuple(blocks),

@@ -16,6 +16,7 @@ from ipufit.errors import CaptureError
 from ipufit.poptorch._changes import changed_buffers, held_tensors
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._operators import overlap
+from ipufit.poptorch._operators.bodies import everywhere
 from ipufit.poptorch._parsers import flattenTensorStructure, reconstructTensorStructure
 from ipufit.poptorch._tracing import Trace, traced
 from ipufit.poptorch._watching import watched
@@ -38,7 +39,8 @@ class Outputs:
     constants: List[Optional[Tensor]]
 
     def forget(self) -> None:
-        """Let go of the tensors of the recording, which have no values."""
+        """Let go of the tensors of the recording, which have no values; keep those of the host."""
+        self.constants = [None if t is None else t.detach().clone() for t in self.constants]
         if self.structure is not None:
             empty = [torch.empty(0) if t is None else t for t in self.constants]
             self.structure = reconstructTensorStructure(self.structure, empty)
@@ -110,6 +112,7 @@ class _Step:
         self._forward = _Forward(model)
         self._model = model
         self._names = list(names)
+        self._parameters = {name for name, _ in model.named_parameters()}
         self._trained = list(trained)
         self._call = call
         self._trace = trace
@@ -123,6 +126,9 @@ class _Step:
         scale = tensors[-1]
         for name in self._trained:
             state[name] = state[name].detach().requires_grad_()
+        for name in self._parameters.intersection(state):
+            # What stands for a parameter is one for isinstance, and so for get_parameter.
+            state[name]._is_param = True
         args, kwargs = self._call([leaf.detach() for leaf in tensors[count:-1]])
         before = {name: tensor._version for name, tensor in state.items()}
         with torch.set_grad_enabled(training), traced(self._trace):
@@ -150,7 +156,8 @@ class _Step:
 
     def _note(self, result: Any, found: Sequence[Tensor], final: Optional[Tensor]) -> List[Tensor]:
         computed = [isinstance(tensor, FakeTensor) for tensor in found]
-        constants = [None if own else t.detach() for own, t in zip(computed, found)]
+        # Whatever is done to a tensor here, in the middle of the recording, makes it a fake one.
+        constants = [None if own else t for own, t in zip(computed, found)]
         tensors: List[Tensor] = []
         for own, tensor in zip(computed, found):
             if not own:
@@ -173,18 +180,21 @@ def _constants(model: nn.Module) -> List[Tensor]:
 
 @contextlib.contextmanager
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards no attribute is a tensor of the recording, which has no value."""
-    before = [(module, dict(vars(module))) for module in model.modules()]
+    """Afterwards no attribute is a tensor of the recording, which has no value, and none is gone."""
+    namespaces = [vars(module) for module in model.modules()]
+    namespaces += [own[members] for own in list(namespaces) for members in _MEMBERS]
+    before = [dict(namespace) for namespace in namespaces]
     try:
         yield
     finally:
-        for module, known in before:
-            for name, value in list(vars(module).items()):
-                if isinstance(value, FakeTensor):
-                    if name in known:
-                        vars(module)[name] = known[name]
-                    else:
-                        del vars(module)[name]
+        for namespace, known in zip(namespaces, before):
+            for name in [n for n, value in namespace.items() if isinstance(value, FakeTensor)]:
+                del namespace[name]
+            for name, value in known.items():
+                namespace.setdefault(name, value)
+
+
+_MEMBERS = ("_parameters", "_buffers")
 
 
 def record(
@@ -219,6 +229,7 @@ def record(
     except CaptureError as failure:
         raise _translated(failure) from failure
     step.outputs.forget()
+    _own_constants(graph)
     overlaps = _overlaps(graph, len(state), len(leaves), sum(step.outputs.computed))
     changed = _changed(graph)
     names = list(state)
@@ -228,10 +239,25 @@ def record(
         step.reached,
         tuple(i - len(names) for i in changed if len(names) <= i < len(tensors) - 1),
         tuple(names[i] for i in changed if i < len(names)),
-        uses_random_numbers(graph),
+        any(uses_random_numbers(each) for each in everywhere(graph)),
         bool(overlaps.inputs or overlaps.outputs),
         trace,
     )
+
+
+def _own_constants(graph: fx.GraphModule) -> None:
+    """Copy what the program holds of the user's tensors, which may be changed later."""
+    # Each with what it is a copy of: the number of a tensor that is gone could come again.
+    copies: Dict[int, Tuple[Tensor, Tensor]] = {}
+    for part in everywhere(graph):
+        for name in {str(node.target) for node in part.graph.nodes if node.op == "get_attr"}:
+            value = getattr(part, name, None)
+            if isinstance(value, Tensor):
+                own = copies.setdefault(id(value), (value.detach().clone(), value))[0]
+                # Whether it stands there as a buffer or as a plain attribute.
+                delattr(part, name)
+                setattr(part, name, own)
+                copies[id(own)] = (own, own)
 
 
 def _overlaps(graph: fx.GraphModule, state: int, inputs: int, outputs: int) -> overlap.Overlaps:
@@ -244,7 +270,8 @@ def _overlaps(graph: fx.GraphModule, state: int, inputs: int, outputs: int) -> o
 def _translated(failure: CaptureError) -> Exception:
     """What PopTorch calls this failure, with the place and the advice of ours."""
     if failure.cause == "shape":
-        return DynamicOutputShapeException(failure.brief)
+        # What torch gives it is the operator; its readers are told what happened instead.
+        return DynamicOutputShapeException(failure.brief)  # type: ignore[arg-type]
     if failure.cause == "value":
         return error(f"aten::item is only supported in eager mode: {failure.brief}")
     return error(failure.brief)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
+from typing import Any, Callable, Iterator, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ipufit.poptorch._tracing import Trace
 __all__ = ["watched"]
 
 _HOST = torch.device("cpu")
-_DEVICE_OF = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+_IPU = torch.device("ipu", 0)
 
 
 def _is_device(value: Any) -> bool:
@@ -49,6 +49,7 @@ class _Calls(TorchFunctionMode):
         self._trace = trace
         self._wide = wide
         self.inside = False
+        self.below = False
 
     def __torch_function__(
         self,
@@ -57,8 +58,6 @@ class _Calls(TorchFunctionMode):
         args: Tuple[Any, ...] = (),
         kwargs: Any = None,
     ) -> Any:
-        if func == _DEVICE_OF and isinstance(args[0], FakeTensor):
-            return torch.device("ipu", 0)
         kwargs = dict(kwargs or {})
         moves = any(_is_device(value) for value in (*args, *kwargs.values()))
         if not self._wide or moves:
@@ -67,10 +66,11 @@ class _Calls(TorchFunctionMode):
         self.inside = True
         try:
             result = call(func, args, kwargs)
+            if moves and isinstance(result, Tensor) and self._is_host(result):
+                # A copy of the recording's own, as of the numbers that torch.tensor is given.
+                result = torch.ops.aten.lift_fresh_copy.default(result)
         finally:
             self.inside = False
-        if moves and isinstance(result, Tensor) and self._is_host(result):
-            result = result.clone()
         if not self._wide:
             result = _narrowed(result)
         return result
@@ -97,12 +97,19 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        inputs = list(_tensors((args, kwargs or {})))
+        before, self._calls.below = self._calls.below, True
+        try:
+            return self._see(func, args, kwargs or {})
+        finally:
+            self._calls.below = before
+
+    def _see(self, func: Any, args: Tuple[Any, ...], kwargs: Any) -> Any:
+        inputs = list(_tensors((args, kwargs)))
         fake = any(isinstance(tensor, FakeTensor) for tensor in inputs)
         if len(inputs) > 1 and not all(self._is_host(tensor) for tensor in inputs):
             for tensor in filter(self._is_host, inputs):
                 self._refuse_host(tensor)
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         results = list(_tensors(result))
         # torch.tensor is a call of torch's, torch.LongTensor is not.
         if func.name().startswith("aten::lift_fresh") and not self._calls.inside:
@@ -141,6 +148,27 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 @contextlib.contextmanager
+def _seen_on_device(trace: Trace, calls: _Calls) -> Iterator[None]:
+    """Forward reads of its tensors that they are on the device; torch's own code does not.
+
+    A tensor of the recording answers for itself: no mode is asked for its device.
+    """
+    original: Any = FakeTensor.device
+
+    def device(tensor: FakeTensor) -> torch.device:
+        own: torch.device = original.fget(tensor)
+        if calls.inside or calls.below or trace.is_on_host(tensor):
+            return own
+        return _IPU
+
+    FakeTensor.device = property(device, original.fset)  # type: ignore
+    try:
+        yield
+    finally:
+        FakeTensor.device = original  # type: ignore
+
+
+@contextlib.contextmanager
 def watched(trace: Trace, constants: Sequence[Tensor], wide: bool = False) -> Iterator[None]:
     """Look on.
 
@@ -150,5 +178,5 @@ def watched(trace: Trace, constants: Sequence[Tensor], wide: bool = False) -> It
         wide: let float64 be, for comparisons; a device has none.
     """
     calls = _Calls(trace, wide)
-    with _Operators(trace, calls, constants), calls:
+    with _Operators(trace, calls, constants), calls, _seen_on_device(trace, calls):
         yield

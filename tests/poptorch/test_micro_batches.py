@@ -145,9 +145,7 @@ def test_training_is_that_of_a_loop_by_hand(di, ga, replicas, loss, reduction):
             expected = by_hand(theirs, x, y, di, ga, replicas, reduction, 0.01)
             out, losses = model(x, y)
             torch.testing.assert_close(out, expected[0], rtol=1e-12, atol=1e-12)
-            torch.testing.assert_close(
-                losses.reshape(-1), expected[1], rtol=1e-12, atol=1e-12
-            )
+            torch.testing.assert_close(losses.reshape(-1), expected[1], rtol=1e-12, atol=1e-12)
         for a, b in zip(ours.parameters(), theirs.parameters()):
             torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-12, atol=1e-12)
 

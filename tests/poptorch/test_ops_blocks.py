@@ -59,6 +59,15 @@ def test_a_number_given_to_a_module_stays_with_it():
         assert entered(model, torch.ones(1)) == [("0", 0), ("1", 1)]
 
 
+def plus_one(x):
+    return x + 1
+
+
+def test_a_callable_that_begins_a_block_is_saved_with_it():
+    block = pickle.loads(pickle.dumps(poptorch.BeginBlock(plus_one, 1, 2)))
+    assert (block._user_id, block._ipu_id, block(2)) == (1, 2, 3)
+
+
 def test_callables_begin_blocks_too():
     block = poptorch.BeginBlock(lambda x, y=0: x + y, "f", 3)
     assert isinstance(block, poptorch.LegacyBeginBlockFn)
@@ -174,3 +183,8 @@ def test_blocks_are_copied_and_saved_with_a_module():
         assert poptorch.module_repr(other) == "BeginBlock(user_id=1, ipu_id=2) ReLU()"
         poptorch.removeBlocks(other)
     assert entered(model, torch.ones(1)) == [(1, 2)]
+
+
+def test_a_wrapped_function_knows_its_block():
+    block = poptorch.BeginBlock(len, "head", 3)
+    assert (block._user_id, block._ipu_id) == ("head", 3)

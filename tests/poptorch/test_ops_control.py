@@ -1,5 +1,6 @@
 """poptorch.for_loop and poptorch.cond."""
 
+import copy
 import gc
 import weakref
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from ipufit import poptorch
-from ipufit.poptorch._operators.bodies import everywhere
+from ipufit.poptorch._operators.bodies import Body, bodies_in, everywhere, register, renumber
 from tests.poptorch.recording import record
 
 
@@ -46,9 +47,9 @@ def test_the_body_of_a_loop_is_recorded_once():
     recorded = record(lambda x: poptorch.for_loop(100_000, body, [x]), torch.ones(2))
     assert calls == [1]
     assert recorded.operators[0] == "ipufit_poptorch.repeat.default"
-    bodies = [len(graph.graph.nodes) for graph in everywhere(recorded.graph)]
-    assert len(bodies) == 2
-    assert max(bodies) < 8
+    lengths = [len(graph.graph.nodes) for graph in everywhere(recorded.graph)]
+    assert len(lengths) == 2
+    assert max(lengths) < 8
 
 
 def test_a_body_uses_tensors_from_around_it_and_leaves_them_as_they_are():
@@ -245,6 +246,34 @@ def test_bodies_live_as_long_as_their_recording():
         "the body of a poptorch.for_loop or poptorch.cond is gone: expected the model that "
         "recorded it to be alive. Compile the model again."
     )
+
+
+def test_a_stored_graph_gets_bodies_of_its_own():
+    """Their numbers hold in one process only."""
+
+    def model(condition, x):
+        def body(a):
+            return poptorch.cond(condition, lambda: a * 2, [], lambda: a + 1, [])
+
+        return poptorch.for_loop(3, body, [x])
+
+    recorded = record(model, torch.tensor(True), torch.ones(1))
+    stored = copy.deepcopy(recorded.graph)
+    parts = [
+        (number, copy.deepcopy(body.graph), list(body.results))
+        for number, body in bodies_in(recorded.graph).items()
+    ]
+    assert len(parts) == 3
+    del recorded
+    gc.collect()
+    known = {}
+    for number, graph, results in parts:
+        renumber(graph, {old: body.number for old, body in known.items()})
+        known[number] = Body(graph, results)
+        register(known[number])
+    renumber(stored, {old: body.number for old, body in known.items()})
+    assert stored(torch.tensor(True), torch.ones(1))[0].item() == 8
+    assert stored(torch.tensor(False), torch.ones(1))[0].item() == 4
 
 
 def branches(condition, x, y):

@@ -116,3 +116,57 @@ def test_what_can_not_be_decoded_is_refused(changes, text):
     with pytest.raises(poptorch.Error) as failure:
         poptorch.ctc_beam_search_decoder(**{**GIVEN, **changes})
     assert failure.value.message == text
+
+
+TARGETS = torch.tensor([[1, 2, 2], [3, 1, 1]])
+INPUT_LENGTHS, TARGET_LENGTHS = torch.tensor([6, 5]), torch.tensor([3, 1])
+
+
+def loss_step(lengths, **options):
+    def step(log_probs, targets, input_lengths, target_lengths):
+        given = {
+            "inputs": (input_lengths, target_lengths),
+            "lists": (INPUT_LENGTHS.tolist(), tuple(TARGET_LENGTHS.tolist())),
+        }[lengths]
+        log_probs = log_probs.detach().requires_grad_()
+        loss = torch.nn.functional.ctc_loss(log_probs, targets, *given, **options)
+        return [loss.detach(), *torch.autograd.grad(loss * 3, [log_probs])]
+
+    return step
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("zero_infinity", [True, False])
+@pytest.mark.parametrize("blank", [0, 4])
+@pytest.mark.parametrize("lengths", ["inputs", "lists"])
+def test_the_loss_looks_at_lengths_when_the_model_runs(lengths, blank, zero_infinity, reduction):
+    step = loss_step(lengths, blank=blank, zero_infinity=zero_infinity, reduction=reduction)
+    generator = torch.Generator().manual_seed(6)
+    noise = torch.randn(6, 2, 5, generator=generator, dtype=torch.float64)
+    given = (noise.log_softmax(2), TARGETS, INPUT_LENGTHS, TARGET_LENGTHS)
+    recorded = record(step, torch.zeros_like(noise), TARGETS * 0, *given[2:], training=True)
+    assert recorded.trace.losses == 1
+    torch.testing.assert_close(recorded(*given), step(*given), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("zero_infinity", [True, False])
+def test_a_target_that_does_not_fit_has_an_infinite_loss(zero_infinity):
+    step = loss_step("inputs", zero_infinity=zero_infinity, reduction="sum")
+    probs = torch.zeros(6, 2, 5, dtype=torch.float64).log_softmax(2)
+    given = (probs, TARGETS, torch.tensor([3, 2]), TARGET_LENGTHS)
+    got, expected = record(step, *given, training=True)(*given), step(*given)
+    assert got[0].isfinite().item() is zero_infinity
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14, equal_nan=True)
+
+
+def test_the_loss_of_one_sample_and_of_half_numbers():
+    probs = torch.randn(6, 5, generator=torch.Generator().manual_seed(7)).log_softmax(1)
+
+    def model(log_probs):
+        return torch.nn.functional.ctc_loss(log_probs, TARGETS[:1], (6,), (3,))
+
+    (got,) = record(model, probs)(probs)
+    torch.testing.assert_close(got, model(probs[:, None]))
+    (half,) = record(model, probs.half())(probs.half())
+    assert half.dtype == torch.float16
+    torch.testing.assert_close(half.float(), got, rtol=2e-3, atol=0)

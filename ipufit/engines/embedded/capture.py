@@ -175,6 +175,9 @@ def _has_mask_index(args: Tuple[Any, ...]) -> bool:
     return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
 
+_RANDOM_BETWEEN = getattr(torch.ops.aten.random_, "from")
+
+
 class _ValueGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Stops at an operator that needs a tensor's value, while the user's stack still stands."""
 
@@ -194,6 +197,10 @@ class _ValueGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "Leave the dropout outside of what is checkpointed.",
                 _first_user_frame(_stack(sys._getframe())),
             )
+        if func is _RANDOM_BETWEEN and args[2] is not None:
+            # The name of this operator is a keyword, which the text of a graph can't hold.
+            low, high = args[1:3]
+            return torch.ops.aten.random_.to(args[0], high - low, **(kwargs or {})).add_(low)
         if fake and unknown:
             if torch.Tag.data_dependent_output in func.tags:
                 frames = _stack(sys._getframe())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, fx
@@ -15,7 +15,16 @@ from ipufit.poptorch._errors import error
 from ipufit.poptorch._operators.recorder import tracer
 from ipufit.poptorch._tracing import tracing
 
-__all__ = ["Body", "Like", "body_of", "everywhere", "record"]
+__all__ = [
+    "Body",
+    "Like",
+    "bodies_in",
+    "body_of",
+    "everywhere",
+    "record",
+    "register",
+    "renumber",
+]
 
 
 class Like(NamedTuple):
@@ -34,7 +43,7 @@ class Body:
         results: what its results look like.
     """
 
-    def __init__(self, graph: fx.GraphModule, results: Sequence[Tensor]) -> None:
+    def __init__(self, graph: fx.GraphModule, results: Sequence[Union[Tensor, Like]]) -> None:
         self.graph = graph
         self.results = [Like(result.shape, result.dtype) for result in results]
         self.number = _number()
@@ -151,7 +160,7 @@ def record(
         graph = make_fx(traced)(torch.empty(()), *fresh)
         captured = lifts[0].captured + _gather_inputs(graph, len(fresh))
         body = Body(graph, results)
-    _BODIES[body.number] = body
+    register(body)
     trace = tracing()
     if trace is not None:
         trace.kept.append(body)
@@ -208,11 +217,41 @@ def everywhere(graph: fx.GraphModule) -> Iterator[fx.GraphModule]:
             yield from everywhere(body_of(number).graph)
 
 
-def _called(node: fx.Node) -> List[int]:
+def _places(node: fx.Node) -> Tuple[int, ...]:
+    """Which arguments of a node are the numbers of bodies."""
     from ipufit.poptorch._operators import control
 
     if node.target is control.REPEAT:
-        return [int(node.args[3])]  # type: ignore[arg-type]
-    if node.target is control.BRANCH:
-        return [int(node.args[5]), int(node.args[6])]  # type: ignore[arg-type]
-    return []
+        return (3,)
+    return (5, 6) if node.target is control.BRANCH else ()
+
+
+def _called(node: fx.Node) -> List[int]:
+    return [int(node.args[place]) for place in _places(node)]  # type: ignore[arg-type]
+
+
+def bodies_in(graph: fx.GraphModule) -> Dict[int, Body]:
+    """The bodies that a graph calls, at any depth, by number; inner ones first."""
+    numbers = {n for g in everywhere(graph) for node in g.graph.nodes for n in _called(node)}
+    return {number: body_of(number) for number in sorted(numbers)}
+
+
+def register(body: Body) -> None:
+    """Let graphs call the body by its number, as long as somebody holds it."""
+    _BODIES[body.number] = body
+
+
+def renumber(graph: fx.GraphModule, numbers: Mapping[int, int]) -> None:
+    """Let a graph that was read from a file call the bodies of this process.
+
+    Args:
+        graph: changed in place.
+        numbers: the present number of each body by the file's.
+
+    Raises:
+        KeyError: it calls one that is not there.
+    """
+    for node in graph.graph.nodes:
+        for place in _places(node):
+            node.update_arg(place, numbers[node.args[place]])
+    graph.recompile()

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ipufit.poptorch._operators.ctc_loss import ctc_loss
+
 __all__ = ["REPLACED"]
 
 
@@ -88,6 +90,8 @@ REPLACED: Dict[Any, Callable[..., Tensor]] = {
     torch.bincount: bincount,
     Tensor.bincount: bincount,
     F.one_hot: one_hot,
+    F.ctc_loss: ctc_loss,
+    torch.ctc_loss: ctc_loss,
     F.batch_norm: batch_norm,
     F.instance_norm: instance_norm,
 }

@@ -9,6 +9,7 @@ from torch import Tensor
 from ipufit.poptorch._operators import refused, slices
 from ipufit.poptorch._operators.casting import cast
 from ipufit.poptorch._operators.losses import LOSSES
+from ipufit.poptorch._operators.masks import with_bool_masks
 from ipufit.poptorch._operators.replaced import REPLACED
 from ipufit.poptorch._tracing import tracing
 
@@ -27,7 +28,8 @@ def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     refused.check(func, args, kwargs)
     if func is Tensor.__getitem__ and slices.has_tensor_bounds(args[1]):
         return slices.getitem(args[0], args[1])
-    args, kwargs = cast(func, args, kwargs)
-    result = REPLACED.get(func, func)(*args, **kwargs)
+    args, given = cast(func, args, kwargs)
+    args = with_bool_masks(func, args, given)
+    result = REPLACED.get(func, func)(*args, **given)
     trace = tracing()
     return trace.mark_loss(result) if func in LOSSES and trace is not None else result

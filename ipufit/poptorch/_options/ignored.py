@@ -14,7 +14,6 @@ __all__ = ["ignored", "report_ignored"]
 # An option's key: the setter, and the value that says nothing.
 _OPTIONS: Dict[str, Tuple[str, Any]] = {
     "available_memory_proportion": ("setAvailableMemoryProportion", {}),
-    "ipu_id": ("useIpuId", None),
     "log_dir": ("logDir", "."),
     "max_repeat_logs": ("maxRepeatLogs", 4),
     "model_name": ("modelName", None),
@@ -62,7 +61,6 @@ _ENVIRONMENT = (
     "POPTORCH_IPU_MODEL_VERSION",
     "POPTORCH_LOG_DEST",
     "POPTORCH_MAX_GRAPH_LEN",
-    "POPTORCH_WAIT_FOR_IPU",
     "PVTI_OPTIONS",
 )
 
@@ -73,7 +71,8 @@ def ignored(options: Options) -> List[str]:
     """The setters and environment variables that were used and change nothing here, sorted.
 
     A value that is the default counts as not set. Execution strategies, ``autoRoundNumIPUs``,
-    ``useIpuModel`` and ``connectionType`` are not among them: what they forbid is forbidden here.
+    ``useIpuModel``, ``useIpuId`` and ``connectionType`` are not among them: what they forbid is
+    forbidden here.
     """
     names = {
         setter

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import sys
-from typing import Any, Optional
+from typing import Any, Iterator, Optional
 
 import tqdm
 
@@ -23,6 +24,20 @@ class ProgressBar:
         self._start_time: Optional[datetime.datetime] = None
         self._bar: Any = None
         self._last = 0
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """Show and measure what is done inside; what fails is not measured."""
+        before = self.compilation_time
+        self(0, 100)
+        try:
+            yield
+        except BaseException:
+            self._bar.close()
+            self._bar = self._start_time = None
+            self.compilation_time = before
+            raise
+        self(100, 100)
 
     def __call__(self, progress: int, total: int) -> None:
         if self._start_time is None:

@@ -1,0 +1,1 @@
+"""A folder for ``sys.path``: whoever has it there finds the stand-in as ``poptorch``."""

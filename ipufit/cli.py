@@ -1,0 +1,94 @@
+"""The command ``ipufit``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import List, NoReturn, Optional, Sequence, Tuple
+
+from ipufit import __version__
+from ipufit.finding_poptorch import CHOICES, offer_poptorch
+from ipufit.scripts import ScriptError, enter, read_script, run_script
+
+__all__ = ["main"]
+
+_RUN = """\
+Run an existing PopTorch script, with Python's own exit status, traceback, sys.argv and sys.path.
+Where the script says `import poptorch`, it gets the PopTorch of the Poplar SDK if that is installed
+and can be imported, and ipufit's stand-in in plain torch otherwise; a line on stderr says which.
+"""
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> None:
+    """Do what the command line asks for.
+
+    Args:
+        arguments: without the name of the command; None means those of this process.
+    Raises:
+        SystemExit: with status 2, where the command line or the script can't be read; with the
+            script's own status, where it ends itself.
+        BaseException: whatever the script raises.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser, run = _parsers()
+    given, rest = _split(given)
+    options = parser.parse_args(given)
+    if options.command is None:
+        parser.print_help()
+        return
+    try:
+        script = read_script(options.script)
+    except ScriptError as fault:
+        _refuse(run, str(fault))
+    enter(script, rest)
+    offer_poptorch(options.poptorch, tell=_silent if options.quiet else _tell)
+    run_script(script)
+
+
+def _parsers() -> Tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """The parser of the whole command and the one of ``ipufit run``."""
+    parser = argparse.ArgumentParser(
+        prog="ipufit", description="Keras' compile and fit for PyTorch, on IPUs and elsewhere."
+    )
+    parser.add_argument("--version", action="version", version=f"ipufit {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    run = commands.add_parser(
+        "run",
+        help="run a PopTorch script",
+        description=_RUN,
+        usage="%(prog)s [-h] [--poptorch {auto,sdk,standin}] [--quiet] script [arguments ...]",
+        allow_abbrev=False,
+    )
+    run.add_argument(
+        "--poptorch",
+        choices=CHOICES,
+        default="auto",
+        help="which PopTorch the script imports: the SDK's if it works (auto, the default), "
+        "the SDK's or an error (sdk), ipufit's (standin)",
+    )
+    run.add_argument("--quiet", action="store_true", help="don't say which PopTorch was imported")
+    run.add_argument("script", help="the file to run; what follows it is its own")
+    return parser, run
+
+
+def _split(given: List[str]) -> Tuple[List[str], List[str]]:
+    """Cut a command line behind the script: what follows is its own, `--` included."""
+    for place, word in enumerate(given[1:], 1):
+        if not word.startswith("-") and given[place - 1] != "--poptorch":
+            return given[: place + 1], given[place + 1 :]
+    return given, []
+
+
+def _refuse(parser: argparse.ArgumentParser, text: str) -> NoReturn:
+    """End with the status of a command line that can't be followed."""
+    sys.stderr.write(f"{parser.prog}: {text}\n")
+    raise SystemExit(2)
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"ipufit run: {line}\n")
+    sys.stderr.flush()
+
+
+def _silent(line: str) -> None:
+    pass

@@ -1,0 +1,90 @@
+"""``python -m ipufit.conformance``: run the cases, print a table that can be sent on."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from typing import List, Optional, Sequence
+
+from ipufit.conformance.implementations import IMPLEMENTATIONS, Implementation, MissingError
+from ipufit.conformance.report import Table, write_json
+from ipufit.conformance.running import chosen, run
+
+__all__ = ["main"]
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> int:
+    """Run it.
+
+    Args:
+        arguments: of the command line; None means those of this process.
+    Returns:
+        The exit status: 0 if all that is judged passed, 1 if not.
+    Raises:
+        SystemExit: with status 2, where the command line asks for what is not there.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    patterns = options.only or ["*"]
+    with contextlib.ExitStack() as stack:
+        file = None
+        if options.json is not None:
+            try:
+                file = stack.enter_context(open(options.json, "w", encoding="utf-8"))
+            except OSError as fault:
+                parser.error(f"--json {options.json} can't be written: {fault.strerror}")
+        implementations = _implementations(parser, options.engine)
+        if not any(chosen(patterns, each) for each in implementations):
+            parser.error(f"--only {' '.join(patterns)} fits no case. Try 'training/*'.")
+        tables: List[Table] = []
+        try:
+            for implementation in implementations:
+                tables.append(Table(implementation, sys.stdout))
+                tables[-1].print(run(implementation, patterns))
+        finally:  # what has been seen before an interrupt is not lost
+            if file is not None:
+                write_json(tables, file)
+    return 0 if all(table.passed for table in tables) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m ipufit.conformance",
+        description="Run the cases that fix what PopTorch's words mean, and print a table.",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=sorted(IMPLEMENTATIONS),
+        help="what is examined; without it, one after the other, whatever is on this machine",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the table to a file, too")
+    parser.add_argument(
+        "--only",
+        metavar="PATTERN",
+        action="append",
+        help="run the cases whose name fits, such as 'training/*'; may be given again",
+    )
+    return parser
+
+
+def _implementations(
+    parser: argparse.ArgumentParser, engine: Optional[str]
+) -> List[Implementation]:
+    """What was asked for; or what is here, with a line for what is not."""
+    if engine is not None:
+        try:
+            return [IMPLEMENTATIONS[engine]()]
+        except MissingError as reason:
+            parser.error(str(reason))
+    found = []
+    for make in IMPLEMENTATIONS.values():
+        try:
+            found.append(make())
+        except MissingError as reason:
+            sys.stdout.write(f"{make.name}: not examined. {reason}\n\n")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

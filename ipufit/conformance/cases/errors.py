@@ -1,0 +1,148 @@
+"""What is refused."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ipufit.conformance.kit import Kit, judged
+
+
+class Returning(nn.Module):
+    """A layer, and what a function makes of its output and the target."""
+
+    def __init__(self, layer: nn.Module, body) -> None:
+        super().__init__()
+        self.layer, self.body = layer, body
+
+    def forward(self, x, y):
+        return self.body(self.layer(x), y)
+
+
+def _train(kit: Kit, body, **settings):
+    """Call a training model of this body once."""
+    model = kit.poptorch.trainingModel(Returning(kit.linear(), body), kit.options(**settings))
+    try:
+        return model(kit.rows(4), kit.rows(4, 2))
+    finally:
+        model.destroy()
+
+
+@judged("errors/a training model needs a loss")
+def _no_loss(kit: Kit) -> None:
+    kit.raises("no loss", lambda: _train(kit, lambda out, y: out), text="Couldn't find a loss")
+
+
+@judged("errors/two independent losses are refused")
+def _two_losses(kit: Kit) -> None:
+    def both(out, y):
+        return nn.functional.mse_loss(out, y) + nn.functional.l1_loss(out, y)
+
+    kit.raises("two losses", lambda: _train(kit, both), text="Multiple independent losses found")
+
+
+@judged("errors/a batch that does not divide is refused")
+def _batch(kit: Kit) -> None:
+    def loss(out, y):
+        return out, nn.functional.mse_loss(out, y)
+
+    def call():
+        return _train(kit, loss, accumulation=3)
+
+    kit.raises("4 samples for 3", call, text="Invalid batch dimension", kind=AssertionError)
+
+
+@judged("errors/inference takes no gradient accumulation")
+def _accumulation(kit: Kit) -> None:
+    options = kit.options(accumulation=2)
+    kit.raises("wrapping", lambda: kit.poptorch.inferenceModel(kit.linear(), options))
+
+
+@judged("errors/a value baked into the program may not change")
+def _baked(kit: Kit) -> None:
+    class Scaled(nn.Module):
+        def forward(self, x, factor):
+            return x * factor
+
+    model = kit.poptorch.inferenceModel(Scaled())
+    kit.close("3 times", model(kit.rows(2), 3), 3 * kit.rows(2))
+    kit.raises("4 times", lambda: model(kit.rows(2), 4), text="Value mismatch for")
+    model.destroy()
+
+
+@judged("errors/a shape that the program was not compiled for is refused")
+def _shape(kit: Kit) -> None:
+    model = kit.poptorch.inferenceModel(kit.linear())
+    model(kit.rows(4))
+    kit.raises("2 rows for 4", lambda: model(kit.rows(2)))
+    model.destroy()
+
+
+@judged("errors/the value of a tensor can't be read while tracing")
+def _item(kit: Kit) -> None:
+    class Reading(nn.Module):
+        def forward(self, x):
+            return x * x.sum().item()
+
+    model = kit.poptorch.inferenceModel(Reading())
+    text = "aten::item is only supported in eager mode"
+    kit.raises("item()", lambda: model(kit.rows(2)), text=text)
+
+
+@judged("errors/EveryN has to divide the iterations")
+def _every_n(kit: Kit) -> None:
+    def call() -> None:
+        options = kit.options(device_iterations=4)
+        options.outputMode(kit.poptorch.OutputMode.EveryN, 3)
+        kit.poptorch.inferenceModel(kit.linear(), options)(kit.rows(4))
+
+    kit.raises("3 of 4", call)
+
+
+@judged("errors/a pipeline needs as many micro-batches as stages")
+def _pipeline(kit: Kit) -> None:
+    poptorch = kit.poptorch
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = kit.linear(), kit.linear(2, 2)
+
+        def forward(self, x, y):
+            with poptorch.Block("a", ipu_id=0):
+                h = self.a(x)
+            with poptorch.Block("b", ipu_id=1):
+                return nn.functional.mse_loss(self.b(h), y)
+
+    def call() -> None:
+        model = poptorch.trainingModel(Two(), kit.options(accumulation=2))
+        model(kit.rows(4), kit.rows(4, 2))
+
+    kit.raises("2 micro-batches for 3 stages", call)
+
+
+@judged("errors/backward() on a result is refused")
+def _backward(kit: Kit) -> None:
+    def loss(out, y):
+        return out, nn.functional.mse_loss(out, y)
+
+    returned = _train(kit, loss)[1]
+    kit.raises("backward()", returned.backward)
+
+
+@judged("errors/a parameter of another model in the optimizer is refused")
+def _foreign(kit: Kit) -> None:
+    net = Returning(kit.linear(), lambda out, y: nn.functional.mse_loss(out, y))
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+
+    def call() -> None:
+        kit.poptorch.trainingModel(net, kit.options(), optimizer)(kit.rows(4), kit.rows(4, 2))
+
+    kit.raises("foreign parameter", call, kind=KeyError)
+
+
+@judged("errors/options are frozen once they are used")
+def _frozen(kit: Kit) -> None:
+    options = kit.options()
+    kit.poptorch.inferenceModel(kit.linear(), options)
+    kit.raises("a setter", lambda: options.deviceIterations(2), kind=AttributeError)

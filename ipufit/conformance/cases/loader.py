@@ -1,0 +1,81 @@
+"""poptorch.DataLoader: every sample once, in order, in combined batches."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.data import TensorDataset
+
+from ipufit.conformance.kit import Kit, judged
+
+
+def _loader(kit: Kit, count: int, options, **settings):
+    return kit.poptorch.DataLoader(options, TensorDataset(torch.arange(count)), **settings)
+
+
+def _seen(loader):
+    return [batch[0].tolist() for batch in loader]
+
+
+@judged("data/a combined batch holds the samples of a call, in order")
+def _combined(kit: Kit) -> None:
+    options = kit.options(device_iterations=2, accumulation=3, replicas=2)
+    loader = _loader(kit, 48, options, batch_size=2)
+    kit.equal("samples of a batch", loader.combinedBatchSize, 24)
+    kit.equal("batches", _seen(loader), [list(range(24)), list(range(24, 48))])
+    kit.equal("len", len(loader), 2)
+
+
+@judged("data/what does not fill a batch is left out, or comes last")
+def _rest(kit: Kit) -> None:
+    options = kit.options(device_iterations=2)
+    kit.equal(
+        "dropped", _seen(_loader(kit, 10, options, batch_size=2)), [[0, 1, 2, 3], [4, 5, 6, 7]]
+    )
+    kept = _seen(_loader(kit, 10, options, batch_size=2, drop_last=False))
+    kit.equal("kept", kept, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]])
+
+
+@judged("data/shuffled, every sample comes once")
+def _shuffled(kit: Kit) -> None:
+    torch.manual_seed(5)
+    seen = _seen(_loader(kit, 24, kit.options(device_iterations=2), batch_size=3, shuffle=True))
+    flat = [sample for batch in seen for sample in batch]
+    kit.equal("samples", sorted(flat), list(range(24)))
+    kit.equal("in order", flat == list(range(24)), False)
+
+
+@judged("data/two processes have the two halves")
+def _processes(kit: Kit) -> None:
+    parts = []
+    for index in range(2):
+        options = kit.options(device_iterations=2)
+        options.Distributed.configureProcessId(index, 2)
+        parts.append(_seen(_loader(kit, 16, options, batch_size=2)))
+    kit.equal("first", parts[0], [[0, 1, 2, 3], [4, 5, 6, 7]])
+    kit.equal("second", parts[1], [[8, 9, 10, 11], [12, 13, 14, 15]])
+
+
+@judged("data/two processes that shuffle share one permutation")
+def _shuffled_processes(kit: Kit) -> None:
+    seen = []
+    for index in range(2):
+        options = kit.options(seed=3)
+        options.Distributed.configureProcessId(index, 2)
+        seen += _seen(_loader(kit, 12, options, batch_size=2, shuffle=True))
+    flat = [sample for batch in seen for sample in batch]
+    kit.equal("samples", sorted(flat), list(range(12)))
+    kit.equal("in order", flat == list(range(12)), False)
+
+
+@judged("data/a model takes what the loader gives")
+def _model(kit: Kit) -> None:
+    class Pass(torch.nn.Module):
+        def forward(self, x):
+            return x + 0
+
+    options = kit.options(device_iterations=4)
+    x = kit.rows(16)
+    loader = kit.poptorch.DataLoader(options, TensorDataset(x), batch_size=2)
+    model = kit.poptorch.inferenceModel(Pass(), options)
+    kit.close("all rows", torch.cat([model(batch) for (batch,) in loader]), x)
+    model.destroy()

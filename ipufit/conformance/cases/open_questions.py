@@ -1,0 +1,119 @@
+"""What nobody could establish without an IPU: reported, not judged."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ipufit.conformance.kit import Kit, open_question
+
+
+class Regression(nn.Module):
+    """A layer and its loss."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, y):
+        out = self.layer(x)
+        return out, nn.functional.mse_loss(out, y)
+
+
+@open_question(
+    "open/order of micro-batches",
+    "In which order do micro-batches stand in a batch, with iterations and replicas? "
+    "(d iteration, r replica; the last varies fastest)",
+)
+def _order(kit: Kit) -> None:
+    class Numbering(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(1, dtype=kit.dtype))
+
+        def forward(self, x):
+            self.seen += 1
+            return torch.cat([x, self.seen * torch.ones_like(x)], 1)
+
+    options = kit.options(device_iterations=3, replicas=2, mode="All").broadcastBuffers(False)
+    model = kit.poptorch.inferenceModel(Numbering(), options)
+    out = model(torch.arange(6, dtype=kit.dtype).view(6, 1))
+    model.destroy()
+    # Which iteration each row of the batch was worked on in.
+    by_row = {int(row): int(count) - 1 for row, count in out.double().tolist()}
+    iterations = [by_row.get(row) for row in range(6)]
+    named = {(0, 0, 1, 1, 2, 2): "inputs (d, r)", (0, 1, 2, 0, 1, 2): "inputs (r, d)"}
+    kit.note(named.get(tuple(iterations), f"iterations of the rows: {iterations}"))
+    kit.note(f"rows come back as {[int(row) for row in out[:, 0]]}")
+
+
+@open_question(
+    "open/names in ipu_state", "How does an optimizer name its state, and what shapes has it?"
+)
+def _state(kit: Kit) -> None:
+    net = Regression(kit.linear())
+    optimizer = kit.poptorch.optim.Adam(net.parameters(), lr=0.1)
+    model = kit.poptorch.trainingModel(net, kit.options(accumulation=2), optimizer)
+    model(kit.rows(4), kit.rows(4, 2))
+    state = optimizer.state_dict()
+    for part in ("ipu_state", "ipu_param"):
+        shapes = {name: list(value.shape) for name, value in sorted(state[part].items())}
+        kit.note(f"{part}: {shapes}")
+    model.destroy()
+
+
+@open_question(
+    "open/a new rate with use_combined_accum",
+    "Does a change of the learning rate take effect one update late in the combined variant? "
+    "(the number of updates until it does)",
+)
+def _late(kit: Kit) -> None:
+    net = Regression(kit.linear())
+    settings = {"momentum": 0.5, "use_combined_accum": True}
+    optimizer = kit.poptorch.optim.SGD(net.parameters(), lr=0.1, **settings)
+    model = kit.poptorch.trainingModel(net, kit.options(), optimizer)
+    batch = kit.rows(4), kit.rows(4, 2)
+    model(*batch)
+    model.setOptimizer(kit.poptorch.optim.SGD(net.parameters(), lr=0.0, **settings))
+    late = 0
+    for _ in range(4):
+        before = net.layer.weight.detach().clone()
+        model(*batch)
+        if torch.equal(before, net.layer.weight.detach()):
+            break
+        late += 1
+    kit.note(str(late))
+    model.destroy()
+
+
+@open_question(
+    "open/output mode of an anchor", "Does an anchored tensor have an output mode of its own?"
+)
+def _anchor(kit: Kit) -> None:
+    options = kit.options(device_iterations=4, mode="All")
+    options.anchorTensor("kept", "input", kit.poptorch.OutputMode.Final)
+    model = kit.poptorch.inferenceModel(kit.linear(), options)
+    names = None
+    try:
+        model(kit.rows(8))
+        names = list(model.getAnchoredTensor("kept").shape)
+    finally:
+        model.destroy()
+    kit.note(f"asked for Final of 4 micro-batches of 2 rows, got shape {names}")
+
+
+@open_question(
+    "open/the seed of replicas",
+    "Do replicas draw the same random numbers? And the iterations of a call?",
+)
+def _draws(kit: Kit) -> None:
+    class Drawing(nn.Module):
+        def forward(self, x):
+            return torch.rand_like(x)
+
+    options = kit.options(device_iterations=2, replicas=2, seed=1)
+    model = kit.poptorch.inferenceModel(Drawing(), options)
+    out = model(torch.zeros(4, 8, dtype=kit.dtype))
+    model.destroy()
+    kit.note(f"replicas alike: {bool(torch.equal(out[0], out[1]))}")
+    kit.note(f"iterations alike: {bool(torch.equal(out[0], out[2]))}")

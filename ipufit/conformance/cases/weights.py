@@ -1,0 +1,241 @@
+"""Weights and optimizer settings: who has them, and when they move."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ipufit.conformance.kit import Kit, judged
+
+
+class Regression(nn.Module):
+    """A layer; with a target, its loss too."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, y=None):
+        out = self.layer(x)
+        return out if y is None else (out, nn.functional.mse_loss(out, y))
+
+
+class ByHand:
+    """The same with plain SGD, in float64."""
+
+    def __init__(self, kit: Kit) -> None:
+        layer = kit.linear().double()
+        self.weight, self.bias = layer.weight.data, layer.bias.data
+        self.x, self.y = kit.rows(4).double(), kit.rows(4, 2, 50).double()
+
+    def predict(self):
+        return self.x @ self.weight.t() + self.bias
+
+    def update(self, lr: float, parts=("weight", "bias")) -> None:
+        error = 2 * (self.predict() - self.y) / self.y.numel()
+        if "weight" in parts:
+            self.weight = self.weight - lr * error.t() @ self.x
+        if "bias" in parts:
+            self.bias = self.bias - lr * error.sum(0)
+
+
+def _start(kit: Kit, lr: float = 0.1):
+    """A wrapped model, its module, its optimizer, a batch and the model by hand."""
+    net, hand = Regression(kit.linear()), ByHand(kit)
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    model = kit.poptorch.trainingModel(net, kit.options(), optimizer)
+    return model, net, optimizer, (kit.rows(4), kit.rows(4, 2, 50)), hand
+
+
+@judged("weights/reading the module's weights brings the device's")
+def _read(kit: Kit) -> None:
+    model, net, _, batch, hand = _start(kit)
+    for call in range(3):
+        model(*batch)
+        hand.update(0.1)
+        kit.close(f"weight after call {call}", net.layer.weight, hand.weight)
+    kit.close("bias in state_dict", net.state_dict()["layer.bias"], hand.bias)
+    model.destroy()
+
+
+@judged("weights/a returned output is that before the update")
+def _before(kit: Kit) -> None:
+    model, _, _, batch, hand = _start(kit)
+    for call in range(2):
+        kit.close(f"call {call}", model(*batch)[0], hand.predict())
+        hand.update(0.1)
+    model.destroy()
+
+
+@judged("weights/inference sees what training has made")
+def _inference(kit: Kit) -> None:
+    model, net, _, batch, hand = _start(kit)
+    inference = kit.poptorch.inferenceModel(net)
+    kit.close("before", inference(batch[0]), hand.predict())
+    for call in range(3):
+        model(*batch)
+        hand.update(0.1)
+        kit.close(f"after call {call}", inference(batch[0]), hand.predict())
+    inference.destroy()
+    model.destroy()
+
+
+@judged("weights/training goes on where it was after an evaluation")
+def _evaluation_between(kit: Kit) -> None:
+    model, net, _, batch, hand = _start(kit)
+    inference = kit.poptorch.inferenceModel(net)
+    for _ in range(2):
+        model(*batch)
+        hand.update(0.1)
+        inference(batch[0])
+        float(net.layer.weight.sum())
+    kit.close("weight", net.layer.weight, hand.weight)
+    kit.close("output", model(*batch)[0], hand.predict())
+    inference.destroy()
+    model.destroy()
+
+
+@judged("weights/the host's are not seen until they are copied")
+def _host(kit: Kit) -> None:
+    model, net, _, batch, hand = _start(kit)
+    model(*batch)
+    hand.update(0.1)
+    with torch.no_grad():
+        net.layer.bias.fill_(0.5)
+    kit.close("not copied", model(*batch)[0], hand.predict())
+    hand.update(0.1)
+    with torch.no_grad():
+        net.layer.bias.fill_(0.5)
+    model.copyWeightsToDevice()
+    hand.bias = torch.full_like(hand.bias, 0.5)
+    kit.close("copied", model(*batch)[0], hand.predict())
+    model.destroy()
+
+
+@judged("weights/load_state_dict reaches the device")
+def _load(kit: Kit) -> None:
+    model, net, _, batch, hand = _start(kit)
+    begin = {name: value.clone() for name, value in net.state_dict().items()}
+    kept = hand.weight, hand.bias
+    model(*batch)
+    model.load_state_dict(begin)
+    hand.weight, hand.bias = kept
+    kit.close("output", model(*batch)[0], hand.predict())
+    model.destroy()
+
+
+@judged("weights/destroy leaves the trained weights in a plain module")
+def _destroy(kit: Kit) -> None:
+    model, net, _, batch, hand = _start(kit)
+    model(*batch)
+    hand.update(0.1)
+    model.destroy()
+    kit.equal("class", type(net), Regression)
+    kit.close("weight", net.layer.weight, hand.weight)
+    again = kit.poptorch.trainingModel(net, kit.options(), torch.optim.SGD(net.parameters(), lr=1))
+    kit.close("wrapped again", again(*batch)[0], hand.predict())
+    again.destroy()
+
+
+@judged("weights/setOptimizer changes the learning rate, and nothing else does")
+def _rate(kit: Kit) -> None:
+    model, net, optimizer, batch, hand = _start(kit)
+    model(*batch)
+    optimizer.param_groups[0]["lr"] = 0.02
+    model(*batch)
+    hand.update(0.1)
+    hand.update(0.1)
+    kit.close("not told", net.layer.weight, hand.weight)
+    model.setOptimizer(optimizer)
+    model(*batch)
+    hand.update(0.02)
+    kit.close("told", net.layer.weight, hand.weight)
+    model.destroy()
+
+
+@judged("weights/parameter groups have their own rates")
+def _groups(kit: Kit) -> None:
+    net, hand = Regression(kit.linear()), ByHand(kit)
+    groups = [{"params": [net.layer.weight]}, {"params": [net.layer.bias], "lr": 0.3}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    model = kit.poptorch.trainingModel(net, kit.options(), optimizer)
+    model(kit.rows(4), kit.rows(4, 2, 50))
+    start = hand.weight, hand.bias
+    hand.update(0.1)
+    weight = hand.weight
+    hand.weight, hand.bias = start
+    hand.update(0.3)
+    kit.close("weight", net.layer.weight, weight)
+    kit.close("bias", net.layer.bias, hand.bias)
+    model.destroy()
+
+
+@judged("weights/what the optimizer has not, or wants no gradient, stays")
+def _frozen(kit: Kit) -> None:
+    for left_out in ("optimizer", "requires_grad"):
+        net, hand = Regression(kit.linear()), ByHand(kit)
+        trained = [net.layer.weight] if left_out == "optimizer" else list(net.parameters())
+        net.layer.bias.requires_grad_(left_out == "optimizer")
+        optimizer = torch.optim.SGD(trained, lr=0.1)
+        model = kit.poptorch.trainingModel(net, kit.options(), optimizer)
+        model(kit.rows(4), kit.rows(4, 2, 50))
+        hand.update(0.1, ("weight",))
+        kit.close(f"{left_out}: weight", net.layer.weight, hand.weight)
+        kit.close(f"{left_out}: bias", net.layer.bias, hand.bias)
+        model.destroy()
+
+
+@judged("weights/tied parameters stay one")
+def _tied(kit: Kit) -> None:
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = kit.linear(2, 2), nn.Linear(2, 2).to(kit.dtype)
+            self.b.weight = self.a.weight
+            self.b.bias = self.a.bias
+
+        def forward(self, x, y):
+            return nn.functional.mse_loss(self.b(torch.tanh(self.a(x))), y)
+
+    net, x, y = Tied(), kit.rows(4, 2), kit.rows(4, 2, 30)
+    start = kit.linear(2, 2).double()
+    model = kit.poptorch.trainingModel(net, None, torch.optim.SGD(net.parameters(), lr=0.1))
+    model(x, y)
+    weight, bias = (p.data.clone().requires_grad_() for p in start.parameters())
+    hidden = torch.tanh(x.double() @ weight.t() + bias)
+    ((hidden @ weight.t() + bias - y.double()) ** 2).mean().backward()
+    kit.close("weight", net.a.weight, (weight - 0.1 * weight.grad).detach())
+    kit.close("the other", net.b.weight, (weight - 0.1 * weight.grad).detach())
+    model.destroy()
+
+
+@judged("weights/without an optimizer it is SGD with a rate of 0.01")
+def _default(kit: Kit) -> None:
+    net, hand = Regression(kit.linear()), ByHand(kit)
+    model = kit.poptorch.trainingModel(net)
+    model(kit.rows(4), kit.rows(4, 2, 50))
+    hand.update(0.01)
+    kit.close("weight", net.layer.weight, hand.weight)
+    model.destroy()
+
+
+@judged("weights/detached and attached again, training goes on")
+def _detach(kit: Kit) -> None:
+    net, hand = Regression(kit.linear()), ByHand(kit)
+    optimizer = kit.poptorch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    model = kit.poptorch.trainingModel(net, kit.options(), optimizer)
+    batch = kit.rows(4), kit.rows(4, 2, 50)
+    velocity = 0.0
+    for call in range(3):
+        before = hand.weight
+        model(*batch)
+        hand.update(1.0)
+        velocity = 0.9 * velocity + (before - hand.weight)
+        # The bias goes the plain way, so take it from the device.
+        hand.weight = before - 0.1 * velocity
+        hand.bias = net.layer.bias.detach().double().clone()
+        kit.close(f"weight after call {call}", net.layer.weight, hand.weight)
+        if call < 2:
+            model.detachFromDevice()
+            kit.equal("attached", model.isAttachedToDevice(), False)
+    model.destroy()

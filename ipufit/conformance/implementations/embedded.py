@@ -1,0 +1,111 @@
+"""The embedded engine, through the seam that ``ipufit.Model`` uses."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, ContextManager, Dict, Optional
+
+import torch
+from torch import Tensor
+
+import ipufit
+from ipufit.conformance.scenario import Net, Observed, Scenario
+from ipufit.conformance.settings import Optimizer
+from ipufit.engines.embedded.engine import EmbeddedEngine
+from ipufit.losses import resolve_loss
+from ipufit.plan import Plan
+from ipufit.program import CombinedBatch, MicroBatch, Mode, ProgramSpec
+from ipufit.recipe import OutputMode, Recipe
+
+__all__ = ["Embedded"]
+
+_MODES = {"All": "all", "Default": "final", "Final": "final", "Sum": "sum", "EveryN": "every_n"}
+
+
+class Embedded:
+    """Programs in plain torch, in float64."""
+
+    name = "embedded"
+    dtype = torch.float64
+    tolerance = 1e-10
+    poptorch: Optional[Any] = None
+
+    def versions(self) -> Dict[str, str]:
+        """Nothing but ipufit."""
+        return {"device": "CPU"}
+
+    def computing(self) -> ContextManager[None]:
+        """Nothing."""
+        return contextlib.nullcontext()
+
+    def can(self, scenario: Scenario) -> bool:
+        """Its inference returns everything, inputs are not grouped, optimizers are torch's."""
+        plain = scenario.training or scenario.mode in ("All", "Default")
+        ungrouped = scenario.input_group[1] == 1
+        known = scenario.optimizer.home == "torch" or scenario.optimizer.name == "LAMB"
+        usual = not scenario.strategy and scenario.mean_strategy == "Post"
+        return plain and ungrouped and known and usual and "out" in scenario.compared
+
+    def observe(self, scenario: Scenario) -> Observed:
+        """Run it as ``fit`` or ``predict`` would, an execution per call."""
+        net = Net(scenario).double()
+        engine = EmbeddedEngine()
+        program = engine.build(_spec(scenario, net))
+        calls = []
+        for x, y in scenario.data():
+            size = scenario.micro_batch
+            parts = zip(torch.split(x, size), torch.split(y, size))
+            batch = [_micro_batch(scenario, x, y) for x, y in parts]
+            program.prepare(batch[0])
+            anchors = program.run(CombinedBatch(batch))
+            found = {"out": torch.cat(list(map(_first, anchors.outputs)))}
+            if scenario.training:
+                found["losses"] = anchors.losses
+            calls.append(found)
+        state = program.read_state()
+        program.close()
+        return Observed(calls, state.weights, state.buffers)
+
+
+def _first(output: Any) -> Tensor:
+    first: Tensor = output[0] if isinstance(output, (tuple, list)) else output
+    return first
+
+
+def _micro_batch(scenario: Scenario, x: Tensor, y: Tensor) -> MicroBatch:
+    inputs = (x, y) if scenario.training else (x,)
+    return MicroBatch.of(inputs, {}, None, scenario.micro_batch)
+
+
+def _spec(scenario: Scenario, net: Net) -> ProgramSpec:
+    """The program that does the scenario."""
+    every = scenario.period if scenario.mode == "EveryN" else 1
+    recipe = Recipe(
+        gradient_reduction=scenario.reduction.lower(),
+        output_mode=OutputMode(_MODES[scenario.mode], every),
+    )
+    optimizer = _optimizer(scenario.optimizer, net) if scenario.training else None
+    return ProgramSpec(
+        module=net,
+        loss=resolve_loss(None) if scenario.training else None,
+        optimizer=optimizer,
+        plan=Plan.make(
+            micro_batch_size=scenario.micro_batch,
+            ipus=scenario.replicas,
+            device_iterations=scenario.iterations,
+            gradient_accumulation=scenario.accumulation,
+            training=scenario.training,
+        ),
+        mode=Mode.TRAIN if scenario.training else Mode.PREDICT,
+        want_outputs=True,
+        seed=0,
+        recipe=recipe,
+    )
+
+
+def _optimizer(wanted: Optimizer, net: Net) -> torch.optim.Optimizer:
+    home = torch.optim if wanted.home == "torch" else ipufit.optim
+    made: torch.optim.Optimizer = getattr(home, wanted.name)(
+        net.parameters(), **dict(wanted.arguments)
+    )
+    return made

@@ -1,0 +1,169 @@
+"""PopTorch, and what stands in for it: the same calls for both."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from typing import Any, ContextManager, Dict, Optional
+
+import torch
+
+from ipufit.conformance.implementations.base import MissingError
+from ipufit.conformance.scenario import Net, Observed, Scenario
+from ipufit.conformance.settings import Optimizer
+
+__all__ = ["PopTorch", "StandIn", "optimizer_of"]
+
+
+class PopTorch:
+    """The package of the Poplar SDK, on hardware or on its IPU Model.
+
+    Raises:
+        MissingError: it is not installed, or can't be imported.
+    """
+
+    name = "poptorch"
+    dtype = torch.float32
+    # Sums of a few dozen float32 products, in another order.
+    tolerance = 1e-4
+
+    def __init__(self) -> None:
+        self.poptorch: Optional[Any] = self._package()
+
+    def _package(self) -> Any:
+        try:
+            package = importlib.import_module("poptorch")
+            if package.__name__ != "poptorch":
+                raise ImportError(f"under this name {package.__name__} was found")
+            if not hasattr(package, "trainingModel"):
+                raise ImportError("what was found under this name has no trainingModel")
+        except Exception as fault:
+            raise MissingError(
+                "--engine poptorch needs the PopTorch of the Poplar SDK, but importing it failed "
+                f"({type(fault).__name__}: {fault}). Enable the SDK in this shell, with the "
+                "Python and torch that it was made for, or use --engine standin."
+            ) from fault
+        return package
+
+    def versions(self) -> Dict[str, str]:
+        """PopTorch's version and what it runs on."""
+        package: Any = self.poptorch
+        on_hardware = package.ipuHardwareIsAvailable()
+        device = "no IPU found"
+        if os.environ.get("POPTORCH_IPU_MODEL", "0") not in ("", "0"):
+            device = "IPU Model"
+        elif on_hardware:
+            device = f"IPU, version {package.ipuHardwareVersion()}"
+        sdk = os.environ.get("POPLAR_SDK_ENABLED", "unknown")
+        return {"poptorch": str(package.__version__), "device": device, "SDK": sdk}
+
+    def computing(self) -> ContextManager[None]:
+        """Nothing."""
+        return contextlib.nullcontext()
+
+    def can(self, scenario: Scenario) -> bool:
+        """Everything."""
+        return True
+
+    def observe(self, scenario: Scenario) -> Observed:
+        """Wrap the net, call it, look."""
+        poptorch: Any = self.poptorch
+        net = Net(scenario, poptorch, _parts(poptorch, scenario)).to(self.dtype)
+        options = _options(poptorch, scenario)
+        if scenario.training:
+            optimizer = optimizer_of(poptorch, scenario.optimizer, net)
+            model = poptorch.trainingModel(net, options, optimizer)
+        else:
+            model = poptorch.inferenceModel(net, options)
+        calls = []
+        try:
+            for x, y in scenario.data():
+                x = x.to(self.dtype)
+                y = y.to(self.dtype) if y.is_floating_point() else y
+                returned = model(x, y) if scenario.training else model(x)
+                out, loss = returned if scenario.training else (returned, None)
+                calls.append({"out": out} if loss is None else {"out": out, "loss": loss})
+            state = {name: value.clone() for name, value in net.state_dict().items()}
+        finally:
+            model.destroy()
+        names = {name for name, _ in net.named_parameters()}
+        weights = {name: value for name, value in state.items() if name in names}
+        buffers = {name: value for name, value in state.items() if name not in names}
+        return Observed(calls, weights, [buffers])
+
+
+class StandIn(PopTorch):
+    """ipufit's own, in float64."""
+
+    name = "standin"
+    dtype = torch.float64
+    tolerance = 1e-10
+
+    def _package(self) -> Any:
+        return importlib.import_module("ipufit.poptorch")
+
+    def versions(self) -> Dict[str, str]:
+        """PopTorch's version that it stands in for."""
+        package: Any = self.poptorch
+        return {"poptorch": f"stand-in for {package.__version__}", "device": "CPU"}
+
+    def computing(self) -> ContextManager[None]:
+        """float64 is kept, which no IPU has."""
+        precision = importlib.import_module("ipufit.poptorch._precision")
+        kept: ContextManager[None] = precision.float64_kept()
+        return kept
+
+
+def optimizer_of(poptorch: Any, wanted: Optimizer, net: torch.nn.Module) -> Any:
+    """The optimizer over the net's parameters."""
+    home = torch.optim if wanted.home == "torch" else poptorch.optim
+    return getattr(home, wanted.name)(net.parameters(), **dict(wanted.arguments))
+
+
+def _options(poptorch: Any, scenario: Scenario) -> Any:
+    options = poptorch.Options()
+    options.deviceIterations(scenario.iterations)
+    options.replicationFactor(scenario.replicas)
+    mode = getattr(poptorch.OutputMode, scenario.mode)
+    if scenario.mode == "EveryN":
+        options.outputMode(mode, scenario.period)
+    else:
+        options.outputMode(mode)
+    options.broadcastBuffers(not scenario.norm)
+    kind, size = scenario.input_group
+    if size > 1:
+        options.inputReplicaGrouping(size, getattr(poptorch.CommGroupType, kind))
+    if scenario.training:
+        training = options.Training
+        training.gradientAccumulation(scenario.accumulation)
+        reduction = getattr(poptorch.ReductionType, scenario.reduction)
+        training.accumulationAndReplicationReductionType(reduction)
+        strategy = getattr(poptorch.MeanReductionStrategy, scenario.mean_strategy)
+        training.setMeanAccumulationAndReplicationReductionStrategy(strategy)
+    if scenario.strategy:
+        options.setExecutionStrategy(_strategy(poptorch, scenario.strategy))
+    return options
+
+
+def _strategy(poptorch: Any, name: str) -> Any:
+    """How the parts "0" and "1" of the net are run."""
+    if name == "pipelined":
+        return poptorch.PipelinedExecution(poptorch.Stage("0"), poptorch.Stage("1"))
+    if name == "sharded":
+        return poptorch.ShardedExecution(poptorch.Stage("0"), poptorch.Stage("1"))
+    phases = [poptorch.Phase(poptorch.Stage("0")), poptorch.Phase(poptorch.Stage("1"))]
+    serial = name == "serial phased"
+    phases[0].ipus(0)
+    phases[1].ipus(0 if serial else 1)
+    if serial:
+        return poptorch.SerialPhasedExecution(*phases)
+    return poptorch.ParallelPhasedExecution(*phases)
+
+
+def _parts(poptorch: Any, scenario: Scenario) -> Any:
+    """The context for each part of the net."""
+    if not scenario.strategy:
+        return lambda index: contextlib.nullcontext()
+    several = scenario.strategy in ("pipelined", "sharded")
+    return lambda index: poptorch.Block(str(index), ipu_id=index if several else None)

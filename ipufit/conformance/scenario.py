@@ -1,0 +1,194 @@
+"""A run of a small model, and what has to come out of it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from typing import Any, Callable, ContextManager, Dict, List, Tuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ipufit.conformance.settings import CLASSES, LOSSES, Optimizer, PlainOperators
+
+__all__ = ["Net", "Observed", "Scenario", "expected"]
+
+FEATURES, HIDDEN, OUTPUTS = 3, 4, 2
+
+
+class Net(nn.Module):
+    """Two layers, each of which may be put on an IPU of its own.
+
+    Args:
+        scenario: chooses the loss, and whether there is a BatchNorm between them.
+        operators: has ``identity_loss``.
+        part: the context in which layer 0 or 1 is run.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        operators: Any = PlainOperators,
+        part: Callable[[int], ContextManager[Any]] = lambda index: contextlib.nullcontext(),
+    ) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, HIDDEN)
+        self.norm = nn.BatchNorm1d(HIDDEN) if scenario.norm else nn.Identity()
+        self.second = nn.Linear(HIDDEN, OUTPUTS)
+        self.loss, self.operators, self.part = LOSSES[scenario.loss], operators, part
+        for index, parameter in enumerate(self.parameters()):
+            # Values that repeat nowhere, of the size that a fresh layer has.
+            steps = torch.arange(parameter.numel(), dtype=torch.float64).view_as(parameter)
+            parameter.data = 0.6 * torch.sin(1.7 * steps + index + 1)
+
+    def forward(self, x: Tensor, y: Any = None) -> Any:
+        """The prediction; with a target, the loss beside it."""
+        with self.part(0):
+            h = torch.tanh(self.norm(self.first(x)))
+        with self.part(1):
+            out = self.second(h)
+            return out if y is None else (out, self.loss(self.operators, out, y))
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """What is run.
+
+    Attributes:
+        training: whether weights are updated.
+        iterations, accumulation, replicas: micro-batches of a call.
+        mode, period: which of their results come back; names of ``poptorch.OutputMode``.
+        reduction: of gradients over accumulation and replicas, "Mean" or "Sum".
+        loss: a name of ``LOSSES``.
+        optimizer: how weights are updated.
+        norm: whether the net has a BatchNorm, whose statistics change.
+        strategy: "pipelined", "sharded", "parallel phased" or "serial phased" over two parts; ""
+            leaves the net in one.
+        mean_strategy: a name of ``poptorch.MeanReductionStrategy``.
+        input_group: "Consecutive" or "Orthogonal", and how many replicas read the same input.
+        calls: how often the model is called.
+        micro_batch: samples that a replica sees at once.
+        compared: which of what is returned is looked at.
+    """
+
+    training: bool = True
+    iterations: int = 1
+    accumulation: int = 1
+    replicas: int = 1
+    mode: str = "All"
+    period: int = 1
+    reduction: str = "Mean"
+    loss: str = "mse"
+    optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
+    norm: bool = False
+    strategy: str = ""
+    mean_strategy: str = "Post"
+    input_group: Tuple[str, int] = ("Consecutive", 1)
+    calls: int = 2
+    micro_batch: int = 2
+    compared: Tuple[str, ...] = ("out", "loss", "losses")
+
+    @property
+    def groups(self) -> int:
+        """Number of groups of replicas that read the same input."""
+        return self.replicas // self.input_group[1]
+
+    @property
+    def samples(self) -> int:
+        """Samples of a call."""
+        return self.iterations * self.accumulation * self.groups * self.micro_batch
+
+    def data(self) -> List[Tuple[Tensor, Tensor]]:
+        """Inputs and target of every call, in float64; no two samples are alike."""
+        count = self.calls * self.samples
+        steps = torch.arange(count * FEATURES, dtype=torch.float64).view(count, FEATURES)
+        x = torch.sin(0.83 * steps * (1 + 0.01 * steps))
+        y = torch.cos(1.31 * steps[:, :OUTPUTS])
+        if self.loss in CLASSES:
+            y = (torch.arange(count) * 7 // 3) % OUTPUTS
+        return list(zip(torch.split(x, self.samples), torch.split(y, self.samples)))
+
+
+@dataclasses.dataclass
+class Observed:
+    """What came out of a scenario, or has to.
+
+    Attributes:
+        calls: for every call, tensors by name: "out", "loss" as the mode returns them, and "losses"
+            of every micro-batch.
+        weights: parameters after the last call.
+        buffers: buffers after the last call, of each replica.
+    """
+
+    calls: List[Dict[str, Tensor]]
+    weights: Dict[str, Tensor]
+    buffers: List[Dict[str, Tensor]]
+
+
+Results = Dict[Tuple[int, int, int], Tuple[Tensor, Tensor]]
+
+
+def expected(scenario: Scenario) -> Observed:
+    """What has to come out, computed one micro-batch after the other."""
+    net = Net(scenario).double()
+    weights = {name: p.detach().clone() for name, p in net.named_parameters()}
+    own = {name: b.detach().clone() for name, b in net.named_buffers()}
+    buffers = [copy.deepcopy(own) for _ in range(scenario.replicas)]
+    states: List[Dict[str, Tensor]] = [{} for _ in weights]
+    calls, updates = [], 0
+    for x, y in scenario.data():
+        results: Results = {}
+        for d in range(scenario.iterations):
+            total = {name: torch.zeros_like(w) for name, w in weights.items()}
+            for a in range(scenario.accumulation):
+                for r in range(scenario.replicas):
+                    at = _start(scenario, d, a, r)
+                    rows = slice(at, at + scenario.micro_batch)
+                    leaves = {name: w.clone().requires_grad_() for name, w in weights.items()}
+                    out, loss = functional_call(net, {**leaves, **buffers[r]}, (x[rows], y[rows]))
+                    results[d, a, r] = (out.detach(), loss.detach())
+                    gradients = torch.autograd.grad(loss.sum(), list(leaves.values()))
+                    for name, gradient in zip(leaves, gradients):
+                        total[name] += gradient
+            if not scenario.training:
+                continue
+            updates += 1
+            count = scenario.accumulation * scenario.replicas
+            divisor = count if scenario.reduction == "Mean" else 1
+            reduced = [total[name] / divisor for name in weights]
+            scenario.optimizer.step(list(weights.values()), reduced, states, updates)
+        calls.append(_returned(scenario, results))
+    return Observed(calls, weights, buffers)
+
+
+def _start(scenario: Scenario, d: int, a: int, r: int) -> int:
+    """Where in the combined batch a micro-batch begins."""
+    kind, size = scenario.input_group
+    group = r // size if kind == "Consecutive" else r % scenario.groups
+    return ((d * scenario.accumulation + a) * scenario.groups + group) * scenario.micro_batch
+
+
+def _returned(scenario: Scenario, results: Results) -> Dict[str, Tensor]:
+    """The outputs and losses of one call, as the output mode returns them."""
+    last = (scenario.iterations - 1, scenario.accumulation - 1)
+    places = sorted(results)
+    mode = {"Default": "Final" if scenario.training else "All"}.get(scenario.mode, scenario.mode)
+    if mode == "EveryN":
+        places = [place for place in places if (place[0] + 1) % scenario.period == 0]
+    if mode == "Final":
+        places = [place for place in places if place[:2] == last]
+    found = {"losses": torch.stack([results[place][1] for place in sorted(results)])}
+    for index, name in enumerate(("out", "loss")):
+        values = [results[place][index] for place in places]
+        if mode == "Sum":
+            of_replica = [
+                [results[place][index] for place in places if place[2] == r]
+                for r in range(scenario.replicas)
+            ]
+            values = [torch.stack(each).sum(0) for each in of_replica]
+        found[name] = values[0] if len(values) == 1 else torch.stack(values)
+        if index == 0 and len(values) > 1:
+            found[name] = found[name].flatten(0, 1)
+    return found

@@ -1,0 +1,74 @@
+"""Combined batches, made of the batches of a user's sampler."""
+
+from __future__ import annotations
+
+from typing import Any, Iterable, Iterator, List
+
+import torch
+from torch import Tensor
+
+from ipufit.poptorch._errors import error
+from ipufit.poptorch._parsers import (
+    flattenTensorStructure,
+    parser_of,
+    reconstructTensorStructure,
+)
+
+__all__ = ["combined"]
+
+
+def combined(batches: Iterable[Any], number: int, drop_last: bool) -> Iterator[Any]:
+    """Join every ``number`` consecutive batches along dimension 0.
+
+    Args:
+        batches: structures of tensors, all alike. What is no tensor is the same in all of a group.
+        drop_last: whether a last group that has fewer is left out.
+    Raises:
+        Error: the structures differ.
+    """
+    group: List[Any] = []
+    for batch in batches:
+        group.append(batch)
+        if len(group) == number:
+            yield _joined(group)
+            group = []
+    if group and not drop_last:
+        yield _joined(group)
+
+
+def _joined(group: List[Any]) -> Any:
+    first = group[0]
+    facts = list(_facts(first))
+    if not all(_are_equal(facts, list(_facts(other))) for other in group[1:]):
+        raise error(
+            "the batches of one combined batch differ in something that is no tensor (a number, a "
+            "string, a key, a length), and only tensors can be joined. Make it a tensor in the "
+            "dataset or in collate_fn, or leave it out."
+        )
+    columns = zip(*(flattenTensorStructure(batch, first) for batch in group))
+    return reconstructTensorStructure(first, (torch.cat(tensors) for tensors in columns))
+
+
+def _facts(value: Any) -> Iterator[Any]:
+    """All that a structure is besides its tensors; of types with a parser nothing more is known."""
+    parser = parser_of(value)
+    if parser is not None:
+        yield type(value)
+        yield sum(1 for _ in parser.yieldTensors(value))
+    elif isinstance(value, dict):
+        yield set(value)
+        for key in sorted(value, key=repr):
+            yield from _facts(value[key])
+    elif isinstance(value, (list, tuple)):
+        yield len(value)
+        for item in value:
+            yield from _facts(item)
+    else:
+        yield Tensor if isinstance(value, Tensor) else value
+
+
+def _are_equal(facts: List[Any], others: List[Any]) -> bool:
+    try:
+        return facts == others
+    except Exception:  # an array has no single truth
+        return False

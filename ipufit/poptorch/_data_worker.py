@@ -1,0 +1,292 @@
+"""The process that loads batches ahead, and writes them into a ring buffer."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import gc
+import multiprocessing
+import random
+import signal
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Callable, Iterator, List, NamedTuple, NoReturn, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ipufit.poptorch._batch_layout import Layout
+from ipufit.poptorch._filed_dataset import FiledDataset
+from ipufit.poptorch._rebatching import rebatched
+from ipufit.poptorch._ring_buffer import RingBufferWriter
+
+__all__ = ["Command", "DataWorker", "Event", "Settings", "serve"]
+
+
+class Command(enum.Enum):
+    """What the reader says, always with a number: the epoch where there is one."""
+
+    BEGIN = "begin"  # it has begun this epoch, the one after the last
+    RESTART = "restart"  # it has given its epoch up, and has begun this one
+    RELEASED = "released"  # it has given a slot back
+    STOP = "stop"  # it wants no more
+
+
+class Event(enum.Enum):
+    """What the worker says, always with a value."""
+
+    READY = "ready"  # (layout, memory, indices_mem), once
+    ITEM = "item"  # rows of a batch that has fewer than its slot, or None
+    END = "end"  # of the epoch
+    RESTARTED = "restarted"  # an epoch; the ring buffer is empty
+    EMPTY = "empty"  # the dataset, in the first epoch: the last event
+    FAILED = "failed"  # (summary, traceback), before the exception itself: the last event
+
+
+class Settings(NamedTuple):
+    """How batches are loaded.
+
+    Attributes:
+        slots: of the ring buffer.
+        pause: seconds between two looks at a ring buffer that is full.
+        loads_on: whether the next epoch is loaded before the reader begins it.
+        loads_first: whether the first epoch is.
+        rows: of the batches that are put together; None takes those of the dataset.
+        keeps_rest: whether a last batch with fewer rows is handed over.
+        seed: of the worker's random numbers, together with the epoch.
+    """
+
+    slots: int
+    pause: float
+    loads_on: bool
+    loads_first: bool
+    rows: Optional[int]
+    keeps_rest: bool
+    seed: int
+
+
+class Stopped(BaseException):
+    """The reader wants no more, or is gone."""
+
+
+class _Restart(Exception):
+    """The reader has given its epoch up."""
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__(epoch)
+        self.epoch = epoch
+
+
+class DataWorker:
+    """Loads epoch after epoch, as far ahead as it may and the ring buffer has room.
+
+    The end of an epoch is told only to a reader that has begun it, so that a dataset which is
+    empty the second time is not asked again and again.
+    """
+
+    def __init__(
+        self, dataset: Any, settings: Settings, commands: Connection, events: Connection
+    ) -> None:
+        self._dataset = dataset
+        self._settings = settings
+        self._commands = commands
+        self._events = events
+        self._layout: Optional[Layout] = None
+        self._ring: Any = None
+        self._begun = 0
+        self._filled = 0
+
+    def run(self) -> NoReturn:
+        """Load until the reader wants no more.
+
+        Raises:
+            Stopped: that moment; anything else comes from the dataset.
+        """
+        epoch = 1
+        pieces = self._pieces(epoch)
+        first = next(pieces, None)
+        if first is None:
+            self._tell(Event.EMPTY, None)
+            raise Stopped
+        self._set_up(first[1])
+        self._put(*first)
+        while True:
+            try:
+                self._load(pieces, epoch)
+                epoch += 1
+                self._wait_for(epoch)
+            except _Restart as restart:
+                epoch = restart.epoch
+                self._ring.clear()
+                self._tell(Event.RESTARTED, epoch)
+            pieces = self._pieces(epoch)
+
+    def _set_up(self, tensors: List[Tensor]) -> None:
+        self._ring = RingBufferWriter(tensors, self._settings.slots, self._settings.rows)
+        self._tell(Event.READY, (self._layout, self._ring.memory, self._ring.indices_mem))
+
+    def _load(self, pieces: Iterator[Tuple[int, List[Tensor]]], epoch: int) -> None:
+        while True:
+            self._listen()
+            self._wait_for(epoch)
+            piece = next(pieces, None)
+            if piece is None:
+                break
+            self._wait(self._ring.is_writable, self._settings.pause)
+            self._put(*piece)
+        self._wait(lambda: self._begun >= epoch)
+        if self._filled and self._settings.keeps_rest:
+            self._publish(self._filled)
+        self._filled = 0
+        self._tell(Event.END, None)
+
+    def _wait_for(self, epoch: int) -> None:
+        """Until the reader has begun the epoch, or the one before if it may be loaded ahead."""
+        self._wait(lambda: epoch <= self._begun + self._ahead())
+
+    def _ahead(self) -> int:
+        return int(self._settings.loads_on if self._begun else self._settings.loads_first)
+
+    def _pieces(self, epoch: int) -> Iterator[Tuple[int, List[Tensor]]]:
+        """The rows of an epoch, each with the row of the slot where they belong."""
+        self._filled = 0
+        if self._settings.rows is not None:
+            yield from rebatched(self._batches(epoch), self._settings.rows)
+            return
+        for tensors in self._batches(epoch):
+            yield 0, tensors
+
+    def _batches(self, epoch: int) -> Iterator[List[Tensor]]:
+        self._seed(epoch)
+        if hasattr(self._dataset, "_set_next_epoch"):
+            # A DataLoader, whose order depends on how often it has been iterated over. The epochs
+            # that count are the reader's, not those that were begun here and given up.
+            self._dataset._set_next_epoch(epoch)
+        for batch in _iterated(self._dataset):
+            if self._layout is None:
+                self._layout = Layout(batch)
+            yield self._layout.take_apart(batch)
+
+    def _seed(self, epoch: int) -> None:
+        # For every epoch anew: how much of an epoch that was given up has been loaded depends on
+        # the clock, and the random numbers of the next one must not.
+        seed = (self._settings.seed + epoch) % 2**63
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
+
+    def _put(self, start: int, tensors: List[Tensor]) -> None:
+        if self._settings.rows is None:
+            self._ring.write(tensors)
+            self._publish(None)
+            return
+        self._ring.write(tensors, start)
+        self._filled = (start + len(tensors[0])) % self._settings.rows
+        if self._filled == 0:
+            self._publish(None)
+
+    def _publish(self, rows: Optional[int]) -> None:
+        self._ring.publish()
+        self._tell(Event.ITEM, rows)
+
+    def _tell(self, event: Event, value: Any) -> None:
+        try:
+            self._events.send((event, value))
+        except (BrokenPipeError, ConnectionResetError):
+            raise Stopped from None
+
+    def _wait(self, condition: Callable[[], bool], pause: float = 0.0) -> None:
+        while not condition():
+            self._obey()
+            if pause:
+                time.sleep(pause)
+
+    def _listen(self) -> None:
+        while self._commands.poll():
+            self._obey()
+
+    def _obey(self) -> None:
+        try:
+            command, epoch = self._commands.recv()
+        except (EOFError, OSError):
+            raise Stopped from None
+        if command is Command.STOP:
+            raise Stopped
+        if command is Command.BEGIN:
+            self._begun = epoch
+        elif command is Command.RESTART:
+            self._begun = epoch
+            raise _Restart(epoch)
+
+
+def _iterated(dataset: Any) -> Iterator[Any]:
+    """Its batches. A map-style dataset ends at its length, whatever it does beyond."""
+    kind = type(dataset)
+    if not hasattr(kind, "__iter__") and hasattr(kind, "__getitem__") and hasattr(kind, "__len__"):
+        return (dataset[index] for index in range(len(dataset)))
+    return iter(dataset)
+
+
+def serve(
+    dataset: Any,
+    settings: Settings,
+    commands: Connection,
+    events: Connection,
+    start_method: str,
+    others: Tuple[Connection, ...] = (),
+) -> None:
+    """Be the worker process.
+
+    Args:
+        start_method: of the processes that the dataset starts: the program's own. Left alone they
+            would be started as this one was, by one more fork server that imports torch again.
+        others: the reader's ends of the pipes, where a fork has copied them: as long as one is
+            open here, nobody learns that the reader is gone.
+    """
+    # Ctrl-C is for the program; it says when this process is to end, or goes on reading.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _stop)
+    # As in the processes of torch's DataLoader: the cores are the model's.
+    torch.set_num_threads(1)
+    multiprocessing.set_start_method(start_method, force=True)
+    for other in others:
+        other.close()
+    dataset = dataset.open() if isinstance(dataset, FiledDataset) else dataset
+    worker = DataWorker(dataset, settings, commands, events)
+    with contextlib.suppress(Stopped):
+        try:
+            worker.run()
+        except Exception as problem:
+            _report(problem, events)
+            # Torch's exceptions refer to themselves through their frames, which hold the iterator.
+            # Left to the garbage collector it couldn't tell its processes any more that it ends.
+            traceback.clear_frames(problem.__traceback__)
+    # What is left is to end in order, which SIGTERM would ask for, and must not cut short.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Processes of torch's own end with their iterator, if it goes before the interpreter does.
+    del worker
+    if getattr(dataset, "_iterator", None) is not None:
+        dataset._iterator = None
+    del dataset
+    gc.collect()
+
+
+def _stop(number: int, frame: Any) -> NoReturn:
+    raise Stopped
+
+
+def _report(problem: Exception, events: Connection) -> None:
+    summary = traceback.format_exception_only(type(problem), problem)[-1].strip()
+    text = "".join(traceback.format_exception(type(problem), problem, problem.__traceback__))
+    with contextlib.suppress(OSError):
+        events.send((Event.FAILED, (summary, text)))
+        try:
+            # Some exceptions can be sent, and not be received.
+            ForkingPickler.loads(ForkingPickler.dumps(problem))
+        except Exception:
+            problem = RuntimeError(summary)
+        events.send(problem)

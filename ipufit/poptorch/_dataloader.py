@@ -1,0 +1,292 @@
+"""The loader of combined batches."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from typing import Any, Dict, Iterator, Optional
+
+import torch.utils.data
+from torch.utils.data import IterableDataset
+
+from ipufit.poptorch._accessor import AsynchronousDataAccessor
+from ipufit.poptorch._combining import combined
+from ipufit.poptorch._errors import error
+from ipufit.poptorch._loader_log import log_iterable, log_sampled, log_sized, log_unused
+from ipufit.poptorch._process_share import ProcessShare, ShuffledShare
+from ipufit.poptorch.enums import DataLoaderMode
+
+__all__ = ["DataLoader"]
+
+
+class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # as in old torch
+    """A torch ``DataLoader`` whose batches are what one run of a model takes.
+
+    Such a combined batch has batch_size × deviceIterations × replicationFactor ÷ (replicas that
+    share an input) × gradientAccumulation samples, along dimension 0: device iteration (slowest),
+    accumulation step, replica, place in the micro-batch.
+
+    With ``drop_last=True``, the default, an epoch leaves out the samples that don't fill a combined
+    batch; over an iterable dataset each of torch's workers leaves out its own, unless the mode is
+    ``AsyncRebatched``. The log tells how many at level DEBUG. With ``drop_last=False`` the last
+    batch is short, which a model refuses.
+
+    With several processes (``options.Distributed``) each reads a part of the dataset: see
+    ``auto_distributed_partitioning``.
+
+    Args:
+        options: frozen here.
+        dataset: map-style or iterable.
+        batch_size: of a micro-batch. None loads single elements as they are, combines nothing, and
+            leaves ``options`` unset.
+        shuffle: with several processes ``options.randomSeed`` has to be set.
+        num_workers: torch's processes.
+        drop_last: about the combined batch, or the last group of a ``batch_sampler``'s batches.
+        persistent_workers: None for ``num_workers > 0``.
+        auto_distributed_partitioning: give each process a contiguous block of the dataset, or of
+            one shuffling of it that is the same in all. With ``drop_last`` each has the same number
+            of combined batches, and what doesn't fill them is left out: at the end, or when
+            shuffling by turns at the beginning and at the end. Without, samples are dealt out
+            evenly. Iterable datasets have to be parted by hand.
+        mode: ``Async`` loads in an ``AsynchronousDataAccessor``, whose tensors the next batch
+            overwrites, and becomes ``AsyncRebatched`` where the last batch may be short.
+        async_options: of the accessor, in an asynchronous mode.
+        rebatched_worker_size: in ``AsyncRebatched`` the samples that a worker loads at a time; None
+            for the combined batch size.
+        batch_sampler: yields lists of indices; the batches of as many as make a combined batch are
+            joined. ``len`` stays the sampler's.
+        kwargs: of torch's ``DataLoader``.
+    Raises:
+        Error: ``batch_sampler`` together with ``batch_size``, ``shuffle`` or the automatic
+            partitioning; too few samples for all processes; the accessor can't start.
+        AssertionError: ``options`` are none; several processes and an iterable dataset, no seed to
+            shuffle with, or ``batch_size=None``; ``rebatched_worker_size`` greater than the
+            combined batch; ``rebatched_size`` in ``async_options``.
+    """
+
+    def __init__(
+        self,
+        options: Any,
+        dataset: Any,
+        batch_size: Optional[int] = 1,
+        shuffle: Optional[bool] = None,
+        num_workers: int = 0,
+        drop_last: bool = True,
+        persistent_workers: Optional[bool] = None,
+        auto_distributed_partitioning: bool = True,
+        mode: DataLoaderMode = DataLoaderMode.Sync,
+        async_options: Optional[Dict[str, Any]] = None,
+        rebatched_worker_size: Optional[int] = None,
+        batch_sampler: Optional[Any] = None,
+        **kwargs: Any,
+    ) -> None:
+        self._accessor: Optional[AsynchronousDataAccessor] = None
+        self._next_epoch = 1
+        self._share: Optional[ProcessShare] = None
+        self._is_iterable = isinstance(dataset, IterableDataset)
+        self._is_user_batch_sampler_set = batch_sampler is not None
+        _check_options(options)
+        processes = options.Distributed.numProcesses
+        parts = auto_distributed_partitioning and processes > 1
+        if self._is_user_batch_sampler_set:
+            _check_batch_sampler(batch_size, shuffle, parts)
+            batch_size = getattr(batch_sampler, "batch_size", 1)
+            self.batch_sampler_drop_last = drop_last
+        options._freeze()
+        self._set_sizes(options, batch_size)
+
+        if self._is_iterable:
+            if parts:
+                _refuse_iterable(processes)
+            log_iterable(num_workers, kwargs)
+        elif self._is_user_batch_sampler_set:
+            if not drop_last:
+                log_sampled(batch_sampler, batch_size, self._num_batches_to_combine)
+        elif parts:
+            dataset = self._share = self._part(options, dataset, drop_last, bool(shuffle))
+            if shuffle and kwargs.get("sampler") is None:
+                # The order is that of all processes together.
+                kwargs["sampler"], shuffle = ShuffledShare(self._share), False
+        elif self._combined_batch_size is not None:
+            log_sized(
+                dataset if kwargs.get("sampler") is None else kwargs["sampler"],
+                self._combined_batch_size,
+                drop_last,
+            )
+
+        mode = DataLoaderMode(mode)
+        rebatched_size = self._rebatched_size(mode, drop_last)
+        log_unused(mode, async_options, rebatched_worker_size if rebatched_size is None else None)
+        size = 1 if self._is_user_batch_sampler_set else self._combined_batch_size
+        if rebatched_size is not None:
+            self.rebatched_drop_last = drop_last
+            size = _worker_size(rebatched_worker_size, rebatched_size) or size
+        # What the batches of a batch sampler leave over is dropped where they are joined, and what
+        # rebatching leaves over in the process that does it.
+        is_dropped_later = self._is_user_batch_sampler_set or rebatched_size is not None
+        super().__init__(
+            dataset,
+            batch_size=size,
+            shuffle=bool(shuffle),
+            batch_sampler=batch_sampler,
+            num_workers=num_workers,
+            drop_last=drop_last and not is_dropped_later,
+            persistent_workers=num_workers > 0
+            if persistent_workers is None
+            else persistent_workers,
+            **kwargs,
+        )
+        if mode is not DataLoaderMode.Sync:
+            self._accessor = self._made_accessor(async_options or {}, rebatched_size)
+
+    def _set_sizes(self, options: Any, batch_size: Optional[int]) -> None:
+        self._num_batches_to_combine: Optional[int] = None
+        self._combined_batch_size: Optional[int] = None
+        if batch_size is None:
+            return
+        groups = options.replication_factor // options.input_group_size
+        micro_batches = options.device_iterations * groups * options.Training.gradient_accumulation
+        self._num_batches_to_combine = micro_batches
+        self._combined_batch_size = batch_size * micro_batches
+        self._options = options
+
+    def _part(self, options: Any, dataset: Any, drop_last: bool, shuffle: bool) -> ProcessShare:
+        if shuffle and not options.exists("random_seed"):
+            raise AssertionError(
+                "When using auto_distributed_partitioning you must set "
+                "poptorch.Options.randomSeed() to shuffle, to the same number in all processes, so "
+                "that they part the dataset in the same order."
+            )
+        step = self._combined_batch_size
+        if step is None:
+            raise AssertionError(
+                "batch_size=None not allowed when using auto_distributed_partitioning. Pass a "
+                "batch_size, or part the dataset yourself with auto_distributed_partitioning=False."
+            )
+        share = ProcessShare(
+            dataset,
+            options.Distributed.numProcesses,
+            options.Distributed.processId,
+            step,
+            drop_last,
+            shuffle,
+            options.random_seed if shuffle else None,
+        )
+        if drop_last:
+            log_sized(dataset, step * options.Distributed.numProcesses, drop_last)
+        else:
+            log_sized(share, step, drop_last)
+        return share
+
+    def _rebatched_size(self, mode: DataLoaderMode, drop_last: bool) -> Optional[int]:
+        """Rows of the batches that the accessor puts together; None where it doesn't."""
+        size = self._combined_batch_size
+        if mode is DataLoaderMode.AsyncRebatched:
+            return size
+        # A last batch that is short is one that only rebatching can hand over.
+        is_short = mode is DataLoaderMode.Async and not drop_last and size is not None and size > 1
+        return size if is_short else None
+
+    def _made_accessor(
+        self, async_options: Dict[str, Any], rebatched_size: Optional[int]
+    ) -> AsynchronousDataAccessor:
+        if "rebatched_size" in async_options:
+            raise AssertionError(
+                "async_options can't hold rebatched_size: a DataLoader rebatches to its combined "
+                "batch size. Leave it out, and use mode=DataLoaderMode.AsyncRebatched."
+            )
+        # The accessor reads a twin: if it held this loader, the two would keep each other, and the
+        # worker process, until the garbage collector found them.
+        return AsynchronousDataAccessor(
+            copy.copy(self), **async_options, rebatched_size=rebatched_size
+        )
+
+    def __len__(self) -> int:
+        """Combined batches of an epoch; of a ``batch_sampler`` its own length.
+
+        For an iterable dataset that says its length this is torch's estimate, which knows nothing
+        of what each worker leaves out.
+        """
+        if self._accessor is not None and self._accessor.rebatched_size:
+            return len(self._accessor)
+        return super().__len__()
+
+    @property
+    def _profiling(self) -> Any:
+        profiling = importlib.import_module("ipufit.poptorch.profiling")
+        return profiling.Channel("poptorch.DataLoader")
+
+    @property
+    def combinedBatchSize(self) -> Optional[int]:
+        """Samples that one run of the model takes; None with ``batch_size=None``."""
+        return self._combined_batch_size
+
+    @property
+    def options(self) -> Any:
+        """The options that it was made with; unset with ``batch_size=None``."""
+        return self._options
+
+    def terminate(self) -> None:
+        """End the process of an asynchronous mode; no effect in ``Sync``."""
+        if self._accessor is not None:
+            self._accessor.terminate()
+
+    def __del__(self) -> None:
+        """Let go of the process, which ends when no iterator uses it either."""
+        self._accessor = None
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its own class
+        """Begin an epoch."""
+        if self._accessor is not None:
+            return iter(self._accessor)
+        if self._share is not None:
+            self._share.set_epoch(self._next_epoch)
+        self._next_epoch += 1
+        batches = super().__iter__()
+        if self._is_user_batch_sampler_set and self._num_batches_to_combine != 1:
+            assert self._num_batches_to_combine is not None
+            return combined(batches, self._num_batches_to_combine, self.batch_sampler_drop_last)
+        return batches
+
+    def _set_next_epoch(self, epoch: int) -> None:
+        """Let the next iteration be in the order of this epoch; the first one is 1."""
+        self._next_epoch = epoch
+
+
+def _check_options(options: Any) -> None:
+    if not hasattr(options, "_freeze"):
+        raise AssertionError(
+            "The first argument of DataLoader must be poptorch.Options, got "
+            f"{type(options).__name__}. Pass DataLoader(options, dataset, ...)."
+        )
+
+
+def _check_batch_sampler(batch_size: Optional[int], shuffle: Optional[bool], parts: bool) -> None:
+    if batch_size != 1 or shuffle:
+        raise error(
+            "`batch_sampler` option is mutually exclusive with batch_size, shuffle. It says which "
+            "samples are in a batch: leave the others out."
+        )
+    if parts:
+        raise error(
+            "`batch_sampler` option is mutually exclusive with auto_distributed_partitioning=True. "
+            "Let the sampler choose the samples of each process, and pass "
+            "auto_distributed_partitioning=False."
+        )
+
+
+def _refuse_iterable(processes: int) -> None:
+    raise AssertionError(
+        "auto_distributed_partitioning not supported for IterableDataset, and there are "
+        f"{processes} processes. Let the dataset give each process its own part, and pass "
+        "auto_distributed_partitioning=False."
+    )
+
+
+def _worker_size(size: Optional[int], rebatched_size: int) -> Optional[int]:
+    if size is not None and size > rebatched_size:
+        raise AssertionError(
+            f"The rebatched_worker_size ({size}) must be <= to the combined batch size "
+            f"({rebatched_size}). Use a smaller one, or leave it out."
+        )
+    return size

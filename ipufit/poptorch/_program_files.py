@@ -1,0 +1,134 @@
+"""A recorded program as values of a file, and back; and programs in a folder that is a cache."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any, Dict, List, Mapping
+
+import torch
+from torch import Tensor, fx
+
+from ipufit.poptorch._cache import ExecutableCache
+from ipufit.poptorch._codec import InvalidContent
+from ipufit.poptorch._devices import uses_ipu_model
+from ipufit.poptorch._logging import logger
+from ipufit.poptorch._operators.bodies import Body, Like, bodies_in, register, renumber
+from ipufit.poptorch._recording import Outputs, Recorded
+from ipufit.poptorch._tracing import Trace
+from ipufit.poptorch.options import Options
+
+__all__ = ["program_from_values", "program_to_values", "through_cache"]
+
+
+def program_to_values(recorded: Recorded) -> Dict[str, Any]:
+    """A recorded program as values that ``write_file`` takes."""
+    bodies = bodies_in(recorded.graph)
+    # Counted from 0, so that the same program is written alike by every process.
+    numbers = {number: place for place, number in enumerate(bodies)}
+    return {
+        "graph": _numbered(recorded.graph, numbers),
+        "bodies": [
+            (
+                numbers[number],
+                _numbered(body.graph, numbers),
+                [torch.empty(like.shape, dtype=like.dtype, device="meta") for like in body.results],
+            )
+            for number, body in bodies.items()
+        ],
+        "structure": recorded.outputs.structure,
+        "computed": recorded.outputs.computed,
+        "constants": recorded.outputs.constants,
+        "reached": list(recorded.reached),
+        "changed_inputs": list(recorded.changed_inputs),
+        "changed_state": list(recorded.changed_state),
+        "random": recorded.random,
+        "overlapped": recorded.overlapped,
+        "training": recorded.trace.training,
+        "entered": recorded.trace.blocks.entered,
+    }
+
+
+def _numbered(graph: fx.GraphModule, numbers: Mapping[int, int]) -> fx.GraphModule:
+    if not numbers:
+        return graph
+    made = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    renumber(made, numbers)
+    return made
+
+
+def program_from_values(values: Mapping[str, Any]) -> Recorded:
+    """The program of ``program_to_values``.
+
+    Raises:
+        InvalidContent: no program is written like this.
+    """
+    try:
+        graph = values["graph"]
+        if not isinstance(graph, fx.GraphModule):
+            raise InvalidContent("it holds no program")
+        trace = Trace(bool(values["training"]))
+        trace.blocks.entered = [(name, ipu) for name, ipu in values["entered"]]
+        trace.kept.extend(_bodies(values["bodies"], graph))
+        constants = list(values["constants"])
+        computed = [bool(each) for each in values["computed"]]
+        if [constant is None for constant in constants] != computed:
+            raise InvalidContent("its outputs are either computed or constant")
+        return Recorded(
+            graph,
+            Outputs(values["structure"], computed, constants),
+            tuple(values["reached"]),
+            tuple(values["changed_inputs"]),
+            tuple(values["changed_state"]),
+            bool(values["random"]),
+            bool(values["overlapped"]),
+            trace,
+        )
+    except InvalidContent:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as reason:
+        raise InvalidContent(f"it holds no sound program: {reason!r}") from reason
+
+
+def _bodies(entries: Any, graph: fx.GraphModule) -> List[Body]:
+    """The bodies that a graph calls; each may call those before it."""
+    bodies: List[Body] = []
+    numbers: Dict[int, int] = {}
+    for number, inner, results in entries:
+        renumber(inner, numbers)
+        body = Body(inner, [Like(tensor.shape, tensor.dtype) for tensor in results])
+        register(body)
+        bodies.append(body)
+        numbers[number] = body.number
+    renumber(graph, numbers)
+    return bodies
+
+
+def through_cache(recorded: Recorded, state: Mapping[str, Tensor], options: Options) -> Recorded:
+    """What the cache keeps in the place of this program; it keeps this one if there is none.
+
+    Args:
+        recorded: just recorded: its operators and constants are what it is known by.
+        state: the device's tensors, whose shapes count.
+        options: they name the folder, if caching is on; the IPU Model has no cache.
+
+    Raises:
+        Error: the folder can't be written to.
+    """
+    settings = options._Popart.options
+    folder = settings.get("cachePath", "")
+    several = options.Distributed.numProcesses > 1
+    if not settings.get("enableEngineCaching") or not folder or uses_ipu_model(options):
+        if several:
+            logger.info("Each process compiles for itself: enableExecutableCaching() is not set.")
+        return recorded
+    cache = ExecutableCache(folder)
+    values = program_to_values(recorded)
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
+    key = cache.key({**values, "state": shapes})
+    with cache.turn(key) if several else contextlib.nullcontext():
+        found = cache.find(key)
+        if found is not None:
+            return program_from_values(found)
+        cache.keep(key, values)
+    return recorded

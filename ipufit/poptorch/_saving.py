@@ -1,0 +1,294 @@
+"""A compiled model as a file, and what a file holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Dict, List, Mapping, Optional, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ipufit.poptorch._arguments import Arguments
+from ipufit.poptorch._codec import InvalidContent
+from ipufit.poptorch._compiled import Compiled
+from ipufit.poptorch._errors import error
+from ipufit.poptorch._files import Path, file_to_write, invalid, read_file, write_file
+from ipufit.poptorch._module_files import (
+    UnknownClass,
+    WeightsOnly,
+    module_from_values,
+    module_to_values,
+)
+from ipufit.poptorch._optimizer_base import DeviceState
+from ipufit.poptorch._optimizer_files import optimizer_from_values, optimizer_to_values
+from ipufit.poptorch._optimizer_link import OptimizerLink
+from ipufit.poptorch._options.saved import from_data, to_data
+from ipufit.poptorch._program_files import program_from_values, program_to_values
+from ipufit.poptorch._recording import Recorded
+from ipufit.poptorch._replica_grouping import ReplicaGrouping
+from ipufit.poptorch.enums import CommGroupType, ConnectionType, VariableRetrievalMode
+from ipufit.poptorch.options import Options
+
+__all__ = ["Saved", "check_fits", "check_state", "read", "write"]
+
+# Of the options, those that a program is compiled for, by the setter.
+_COMPILED_FOR = {
+    "broadcast_buffers": "broadcastBuffers",
+    "device_iterations": "deviceIterations",
+    "input_cgt": "inputReplicaGrouping",
+    "input_group_size": "inputReplicaGrouping",
+    "output_mode": "outputMode",
+    "output_return_period": "outputMode",
+    "replication_factor": "replicationFactor",
+}
+_COMPILED_FOR_IN_TRAINING = {
+    "accumulation_and_replication_reduction_type": "accumulationAndReplicationReductionType",
+    "gradient_accumulation": "gradientAccumulation",
+}
+
+
+@dataclasses.dataclass
+class Saved:
+    """What a file holds.
+
+    Attributes:
+        recorded: the program.
+        arguments: those that it was compiled for, without values.
+        state: the device's parameters and buffers by name, without values.
+        groupings: of parameters that are not the same on all replicas.
+        options: of the executor, for a device that is there.
+        wide: whether float64 is kept.
+        model: the user's module; None if it was not exported.
+        optimizer: None for inference, or if the model was not exported.
+        optimizer_state: that of the device, likewise.
+        rng_state: None if it was not saved.
+    """
+
+    recorded: Recorded
+    arguments: Arguments
+    state: Dict[str, Tensor]
+    groupings: Dict[str, ReplicaGrouping]
+    options: Options
+    wide: bool
+    model: Optional[nn.Module]
+    optimizer: Optional[torch.optim.Optimizer]
+    optimizer_state: Optional[DeviceState]
+    rng_state: Optional[List[int]]
+
+
+def write(
+    filename: Path,
+    version: str,
+    program: Compiled,
+    options: Options,
+    groupings: Mapping[str, ReplicaGrouping],
+    model: Any = None,
+    optimizer: Optional[OptimizerLink] = None,
+    rng_state: Optional[List[int]] = None,
+) -> None:
+    """Write a compiled model.
+
+    Args:
+        filename: a folder gets ``model.poptorch`` inside.
+        version: of the front end; another one does not read the file.
+        program, options, groupings: of the executor.
+        model: the user's module, with the weights of the device; None to leave it out, and the
+            optimizer with it.
+        optimizer: that of the executor.
+        rng_state: None to leave it out.
+
+    Raises:
+        AssertionError: the folder is a file.
+        Error: the model, or the program, has something that no file can hold.
+    """
+    example = program.device.example()
+    arguments = program.arguments
+    values: Dict[str, Any] = {
+        "version": version,
+        "program": program_to_values(program.recorded),
+        "arguments": [arguments.args, arguments.names, arguments.kwargs],
+        "state": {name: torch.empty_like(t, device="meta") for name, t in example.items()},
+        "groupings": {name: tuple(grouping) for name, grouping in groupings.items()},
+        "options": to_data(options),
+        "wide": program.wide,
+        "model": None,
+        "optimizer": None,
+        "optimizer_state": None,
+        "rng_state": rng_state,
+    }
+    if model is not None:
+        if not isinstance(model, nn.Module):
+            raise error(
+                f"a file holds a torch.nn.Module, got {type(model).__name__}. Save with "
+                "export_model=False."
+            )
+        values["model"] = module_to_values(model)
+        if optimizer is not None:
+            values["optimizer"] = optimizer_to_values(optimizer.optimizer)
+            values["optimizer_state"] = optimizer.state()
+    write_file(file_to_write(filename), values)
+
+
+def read(filename: Path, version: str) -> Saved:
+    """Read a compiled model; nothing in the file is run.
+
+    Raises:
+        Error: it is no such file, of another version, or damaged.
+    """
+    values = read_file(filename)
+    try:
+        found = values.get("version")
+        if found != version:
+            raise InvalidContent(
+                f"PopTorch version mismatch: it was created with version {found}, and this is "
+                f"version {version}"
+            )
+        return _saved(values)
+    except InvalidContent as reason:
+        raise invalid(str(filename), str(reason)) from reason
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as reason:
+        raise invalid(str(filename), f"it is damaged ({reason!r})") from reason
+
+
+def _saved(values: Mapping[str, Any]) -> Saved:
+    args, names, kwargs = values["arguments"]
+    model = None
+    if values["model"] is not None:
+        model = _model(values["model"])
+    rng = values["rng_state"]
+    groupings = {
+        name: ReplicaGrouping(CommGroupType(kind), int(shards), VariableRetrievalMode(mode))
+        for name, (kind, shards, mode) in values["groupings"].items()
+    }
+    return Saved(
+        program_from_values(values["program"]),
+        Arguments(args, names, kwargs),
+        dict(values["state"]),
+        groupings,
+        _options(values["options"]),
+        bool(values["wide"]),
+        model,
+        optimizer_from_values(values["optimizer"]),
+        values["optimizer_state"],
+        None if rng is None else [int(number) for number in rng],
+    )
+
+
+def _options(data: Dict[str, Any]) -> Options:
+    """The options for a device that is there, which the file may have been compiled without."""
+    options = from_data(data)
+    options.deleteIfExists("ipu_version")
+    if options.connection_type == ConnectionType.Never:
+        options.connectionType(ConnectionType.Always)
+    return options
+
+
+def _model(values: Any) -> nn.Module:
+    try:
+        return module_from_values(values)
+    except UnknownClass as reason:
+        return _weights_only(str(reason), values)
+
+
+def _weights_only(path: str, values: Any) -> nn.Module:
+    """The weights in modules without code, under the same names."""
+    modules = [WeightsOnly(path) for _ in values]
+    for module, entry in zip(modules, values):
+        module.training = bool(entry["training"])
+        for name, parameter in entry["parameters"]:
+            module.register_parameter(name, parameter)
+        for name, buffer in entry["buffers"]:
+            module.register_buffer(name, buffer, persistent=name not in entry["not_saved"])
+        for name, number in entry["modules"]:
+            module.add_module(name, None if number is None else modules[number])
+    return modules[0]
+
+
+def check_fits(
+    saved: Saved,
+    filename: Path,
+    training: bool,
+    options: Options,
+    groupings: Mapping[str, ReplicaGrouping],
+) -> None:
+    """Refuse a program that was compiled for another kind of model, or other options.
+
+    Args:
+        saved: what the file holds.
+        filename: it.
+        training, options, groupings: of the executor.
+
+    Raises:
+        Error: what differs, and how.
+    """
+    if saved.recorded.trace.training != training:
+        theirs, own = ("inference", "training") if training else ("training", "inference")
+        raise error(
+            f"{filename} holds a program for {theirs}, and this model is for {own}. Wrap the "
+            f"module with poptorch.{theirs}Model."
+        )
+    differing = _differing(saved.options, options, training)
+    if differing:
+        raise error(
+            f"{filename} was compiled with other options than these of the model: "
+            f"{'; '.join(differing)}. Set them alike, or compile the model anew."
+        )
+    if dict(saved.groupings) != dict(groupings):
+        raise error(
+            f"{filename} was compiled with replicaGrouping of "
+            f"{', '.join(sorted(saved.groupings)) or 'no parameter'}, and the model has it for "
+            f"{', '.join(sorted(groupings)) or 'none'}. Set it alike before loadExecutable()."
+        )
+
+
+def _differing(saved: Options, own: Options, training: bool) -> List[str]:
+    texts = []
+    groups: List[Any] = [(saved, own, _COMPILED_FOR)]
+    if training:
+        groups.append((saved.Training, own.Training, _COMPILED_FOR_IN_TRAINING))
+    for theirs, ours, names in groups:
+        for name, setter in names.items():
+            left, right = getattr(theirs, name), getattr(ours, name)
+            if left != right:
+                texts.append(f"{setter} was {left!r}, and is {right!r}")
+    return texts
+
+
+def check_state(
+    saved: Saved, filename: Path, state: Mapping[str, Tensor], trained: Sequence[Sequence[str]]
+) -> None:
+    """Refuse a program that was compiled for other weights.
+
+    Args:
+        saved: what the file holds.
+        filename: it.
+        state: the device's parameters and buffers by name.
+        trained: names of the parameters of the executor's optimizer.
+
+    Raises:
+        Error: what differs, and how.
+    """
+
+    def shown(tensors: Mapping[str, Tensor]) -> Dict[str, str]:
+        return {
+            name: f"{str(t.dtype).partition('.')[2]}{list(t.shape)}" for name, t in tensors.items()
+        }
+
+    expected, got = shown(saved.state), shown(state)
+    # The program takes them in this order.
+    if list(expected.items()) != list(got.items()):
+        texts = [
+            f"{name}: {expected.get(name, 'none')}, here {got.get(name, 'none')}"
+            for name in sorted({*expected, *got})
+            if expected.get(name) != got.get(name)
+        ]
+        raise error(
+            f"{filename} was compiled for a model with other parameters and buffers: "
+            f"{'; '.join(texts) or 'their order'}. Build the model as it was when it was saved."
+        )
+    missing = sorted(set(saved.recorded.reached) - {name for group in trained for name in group})
+    if missing:
+        raise error(
+            f"{filename} trains {', '.join(missing)}, which the optimizer has not, or which has "
+            "requires_grad=False. Build the optimizer as it was when the model was saved."
+        )

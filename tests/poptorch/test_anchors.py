@@ -1,0 +1,82 @@
+"""Tensors of a program by name: which names there are, and what they hold."""
+
+import pytest
+import torch
+from torch import nn
+
+from ipufit import poptorch
+
+
+class Scaled(nn.Module):
+    """A product with a weight, and half its square as loss."""
+
+    def __init__(self, weight=3.0, dtype=torch.float32):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([weight], dtype=dtype))
+
+    def forward(self, x):
+        y = x * self.weight
+        return y, poptorch.identity_loss(y * y / 2, reduction="sum")
+
+
+def training(optimizer=None, automatic=False, model=None, **anchors):
+    """A training model with anchors by short name."""
+    options = poptorch.Options()
+    options.Training.setAutomaticLossScaling(automatic)
+    for short, name in anchors.items():
+        options.anchorTensor(short, name)
+    model = model or Scaled()
+    make = optimizer or (lambda p: poptorch.optim.SGD(p, lr=0.5))
+    return poptorch.trainingModel(model, options, make(model.parameters()))
+
+
+def test_names_of_inputs_weights_gradients_and_settings_can_be_asked_for():
+    model = training()
+    model.compile(torch.ones(1))
+    assert model.getTensorNames() == [
+        "input",
+        "weight",
+        "loss",
+        "Gradient___weight",
+        "UpdatedVar___weight",
+        "scaledLearningRate0___specific___weight",
+        "weightDecayScaleFactor0___specific___weight",
+    ]
+
+
+def test_an_anchor_holds_what_its_name_says():
+    rate = "scaledLearningRate0___specific___weight"
+    model = training(g="Gradient___weight", new="UpdatedVar___weight", loss="loss", rate=rate)
+    model(torch.tensor([2.0]))
+    found = {name: model.getAnchoredTensor(name).tolist() for name in ("g", "new", "loss", "rate")}
+    assert found == {"g": [12.0], "new": [-3.0], "loss": 18.0, "rate": 0.5}
+
+
+def test_the_final_loss_scale_is_the_factor_by_the_optimizers_scaling():
+    """Of the update that the call makes, not of the next one."""
+    model = training(
+        lambda p: poptorch.optim.Adam(p, lr=0.0, loss_scaling=4.0),
+        automatic=True,
+        model=Scaled(0.5, torch.float16),
+        scale="finalLossScale",
+        factor="lossScaleUpdateFactor",
+    )
+    x = torch.ones(1, dtype=torch.float16)
+    seen = []
+    for _ in range(3):
+        model(x)
+        names = ("scale", "factor")
+        seen.append(tuple(model.getAnchoredTensor(name).item() for name in names))
+    assert seen == [(4.0, 1.0), (8.0, 2.0), (16.0, 4.0)]
+
+
+def test_an_unknown_name_is_refused_when_compiling_and_leaves_no_program():
+    model = training(oops="Accl___weight")
+    with pytest.raises(poptorch.Error) as failure:
+        model.compile(torch.ones(1))
+    assert failure.value.message == (
+        "no tensor of the program is called 'Accl___weight'. This engine knows those that "
+        "getTensorNames() lists; tensors inside forward have names in PopART only: return one "
+        "from forward to look at it."
+    )
+    assert not model.isCompiled()
