@@ -9,7 +9,7 @@ import torch
 
 from ipufit import poptorch
 from ipufit.poptorch._operators.bodies import Body, bodies_in, everywhere, register, renumber
-from tests.poptorch.recording import record
+from tests.standin.recording import record
 
 
 def double(*values):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from ipufit import poptorch
 from ipufit.poptorch._operators.casting import cast
-from tests.poptorch.recording import record
+from tests.standin.recording import record
 
 
 def refusal(function, *tensors):

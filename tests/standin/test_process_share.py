@@ -7,7 +7,7 @@ import torch
 
 from ipufit.poptorch import Error
 from ipufit.poptorch._process_share import ProcessShare, ShuffledShare, share_bounds
-from tests.poptorch.loading import Numbers
+from tests.standin.loading import Numbers
 
 
 def samples(share):

@@ -10,7 +10,7 @@ import pytest
 
 import ipufit.poptorch as poptorch
 from ipufit.poptorch import _logging
-from tests.poptorch.option_texts import exactly
+from tests.standin.option_texts import exactly
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import ipufit.poptorch as poptorch
 from ipufit.poptorch._options import ignored as reports
 from ipufit.poptorch._options.ignored import ignored, report_ignored
 from ipufit.poptorch._options.of_model import of_model
-from tests.poptorch.option_texts import exactly
+from tests.standin.option_texts import exactly
 
 
 @pytest.mark.parametrize(

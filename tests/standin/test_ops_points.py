@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ipufit import poptorch
-from tests.poptorch.recording import record
+from tests.standin.recording import record
 
 
 def farthest(points, count, start):

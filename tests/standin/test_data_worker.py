@@ -14,7 +14,7 @@ from ipufit.poptorch import Error, _data_worker
 from ipufit.poptorch._data_worker import Command, DataWorker, Event
 from ipufit.poptorch._parsers import ICustomArgParser, registerCustomArgParser
 from ipufit.poptorch._ring_buffer import RingBufferReader, RingBufferWriter
-from tests.poptorch.loading import Numbers, Pair, Stream, epoch, reader, settings, values, worker
+from tests.standin.loading import Numbers, Pair, Stream, epoch, reader, settings, values, worker
 
 
 class Counted:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ipufit.errors import CaptureError
-from tests.poptorch.recording import record
+from tests.standin.recording import record
 
 ROWS = torch.arange(6.0).reshape(2, 3)
 OLD = torch.tensor([1, 0, 4], dtype=torch.uint8)

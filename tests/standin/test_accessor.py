@@ -26,7 +26,7 @@ from ipufit.poptorch import (
     _accessor,
     _data_process,
 )
-from tests.poptorch.loading import Numbers, Opts, SizedStream, Stream, epoch, values
+from tests.standin.loading import Numbers, Opts, SizedStream, Stream, epoch, values
 
 ROOT = pathlib.Path(__file__).parents[2]
 fork = functools.partial(AsynchronousDataAccessor, sharing_strategy=SharingStrategy.Fork)

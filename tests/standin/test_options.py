@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ipufit.poptorch as poptorch
-from tests.poptorch.option_texts import exactly, unexpected
+from tests.standin.option_texts import exactly, unexpected
 
 FROZEN = (
     "Can't modify frozen Options: they belong to a model or a DataLoader. Set options before "

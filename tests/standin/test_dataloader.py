@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, SequentialSampler, Subset, SubsetRand
 
 from ipufit.poptorch import DataLoader, DataLoaderMode, Error, _dataloader
 from ipufit.poptorch._parsers import ICustomArgParser, registerCustomArgParser
-from tests.poptorch.loading import Numbers, Opts, Pair, SizedStream, Stream, epoch, reader, values
+from tests.standin.loading import Numbers, Opts, Pair, SizedStream, Stream, epoch, reader, values
 
 ASYNC, REBATCHED = DataLoaderMode.Async, DataLoaderMode.AsyncRebatched
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ipufit import poptorch
-from tests.poptorch.recording import record
+from tests.standin.recording import record
 
 X = torch.arange(24, dtype=torch.float64).reshape(2, 3, 4)
 

@@ -6,7 +6,7 @@ import ipufit.poptorch as poptorch
 from ipufit.poptorch._devices import uses_ipu_model
 from ipufit.poptorch._options.of_model import of_model
 from ipufit.poptorch._placement import PlacedBlock, placed
-from tests.poptorch.option_texts import exactly
+from tests.standin.option_texts import exactly
 
 
 @pytest.fixture(autouse=True)

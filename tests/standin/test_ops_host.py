@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ipufit import poptorch
-from tests.poptorch.recording import record
+from tests.standin.recording import record
 
 
 def test_a_function_of_the_host_is_called_at_every_run():

@@ -5,7 +5,7 @@ import os
 import pytest
 
 import ipufit.poptorch as poptorch
-from tests.poptorch.option_texts import exactly, unexpected
+from tests.standin.option_texts import exactly, unexpected
 
 ALLOWED = (
     "A line is one call, such as deviceIterations(2) or Training.gradientAccumulation(4), with "

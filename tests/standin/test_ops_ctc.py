@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ipufit import poptorch
-from tests.poptorch.recording import record
+from tests.standin.recording import record
 
 
 def by_alignments(rows, blank):

@@ -6,7 +6,7 @@ import torch
 import ipufit.poptorch as poptorch
 from ipufit.poptorch import _impl
 from ipufit.poptorch._tracing import Trace, traced
-from tests.poptorch.option_texts import exactly
+from tests.standin.option_texts import exactly
 
 core = poptorch.poptorch_core
 

@@ -7,7 +7,7 @@ from ipufit import poptorch
 from ipufit.poptorch import enums
 from ipufit.poptorch._operators.losses import LOSSES
 from ipufit.poptorch._operators.overlap import resolve
-from tests.poptorch.recording import record
+from tests.standin.recording import record
 
 X = torch.tensor([[1.0, 2.0], [3.0, 5.0]], dtype=torch.float64)
 

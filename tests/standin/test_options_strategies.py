@@ -5,7 +5,7 @@ import copy
 import pytest
 
 import ipufit.poptorch as poptorch
-from tests.poptorch.option_texts import exactly, unexpected
+from tests.standin.option_texts import exactly, unexpected
 
 
 def stages(strategy):

@@ -5,7 +5,7 @@ import torch
 
 from ipufit import poptorch
 from ipufit.poptorch._operators.text import Style, text_of
-from tests.poptorch.recording import record
+from tests.standin.recording import record
 
 PLAIN = Style(1000, 3, 75, 8, "auto", " ", "[", "]")
 
