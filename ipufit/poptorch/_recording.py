@@ -180,7 +180,7 @@ def _constants(model: nn.Module) -> List[Tensor]:
 
 @contextlib.contextmanager
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards no attribute is a tensor of the recording, which has no value, and none is gone."""
+    """Afterwards no attribute is a tensor of the recording, without a value, and none is gone."""
     namespaces = [vars(module) for module in model.modules()]
     namespaces += [own[members] for own in list(namespaces) for members in _MEMBERS]
     before = [dict(namespace) for namespace in namespaces]
