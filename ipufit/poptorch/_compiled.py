@@ -131,7 +131,7 @@ class Compiled:
             self.scale,
             self.counters,
             self._anchored,
-            popart.get("enableFloatingPointExceptions", False),
+            popart.get("enableFloatingPointChecks", False),
         )
 
     def _on_device(self, tensor: Tensor) -> Tensor:

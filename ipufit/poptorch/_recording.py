@@ -39,7 +39,8 @@ class Outputs:
     constants: List[Optional[Tensor]]
 
     def forget(self) -> None:
-        """Let go of the tensors of the recording, which have no values."""
+        """Let go of the recording and its tensors, which have no values."""
+        self.constants = [None if tensor is None else tensor.detach() for tensor in self.constants]
         if self.structure is not None:
             empty = [torch.empty(0) if t is None else t for t in self.constants]
             self.structure = reconstructTensorStructure(self.structure, empty)
@@ -151,7 +152,7 @@ class _Step:
 
     def _note(self, result: Any, found: Sequence[Tensor], final: Optional[Tensor]) -> List[Tensor]:
         computed = [isinstance(tensor, FakeTensor) for tensor in found]
-        constants = [None if own else t.detach() for own, t in zip(computed, found)]
+        constants = [None if own else tensor for own, tensor in zip(computed, found)]
         tensors: List[Tensor] = []
         for own, tensor in zip(computed, found):
             if not own:
