@@ -320,6 +320,7 @@ class PoplarExecutor:
         if self._lease is None:
             self.attachToDevice()
         if not self._training and self._host.is_behind():
+            logger.debug("Implicit copyWeightsToDevice()")
             self.copyWeightsToDevice()
         arguments.check_like(program.arguments)
         if self._optimizer is not None:
@@ -349,6 +350,7 @@ class PoplarExecutor:
         """Device to host, if the host's are out of date; whether they were."""
         if not self._host.is_dirty:
             return False
+        logger.debug("Implicit copyWeightsToHost()")
         self.copyWeightsToHost()
         return True
 

@@ -104,6 +104,25 @@ def test_without_a_number_there_is_always_a_device(caplog):
     ]
 
 
+def test_every_transfer_of_weights_is_in_the_log(caplog):
+    caplog.set_level("DEBUG", logger="poptorch::python")
+    model = Shift()
+    training, inference = trainer(model), reader(model)
+    training.compile(ONE, ONE)
+    inference.compile(ONE)
+    caplog.clear()
+    training(ONE, ONE)
+    inference(ONE)
+    inference(ONE)
+    lines = [r.getMessage() for r in caplog.records]
+    assert [line for line in lines if "weights" in line.lower()] == [
+        "Implicit copyWeightsToHost()",
+        "Writing weights from IPU to host",
+        "Implicit copyWeightsToDevice()",
+        "Writing weights from host to IPU memory",
+    ]
+
+
 def test_the_ipu_model_is_nobodys_own():
     first, second = (reader(opts=options(1).useIpuModel(True)) for _ in range(2))
     first(ONE)
