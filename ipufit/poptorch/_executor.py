@@ -164,6 +164,7 @@ class PoplarExecutor:
             )
         if saved is not None:
             _saving.check_state(saved, filename, program.device.example(), trained)
+            self._let_go()
         if self._optimizer is not None:
             self._optimizer.bind(program, trained)
         self._compiled = program
@@ -227,7 +228,6 @@ class PoplarExecutor:
 
     def _install(self, saved: _saving.Saved, filename: Path) -> None:
         _saving.check_fits(saved, filename, self._training, self._options, self._groupings)
-        self._let_go()
         self._set_program(saved.arguments, saved, filename)
         if saved.optimizer_state is not None and self._optimizer is not None:
             self._optimizer.restore(saved.optimizer_state)

@@ -1,6 +1,7 @@
 """A compiled model in a file: what comes back goes on exactly as the saved one would have."""
 
 import json
+import math
 import os
 import sys
 import types
@@ -12,6 +13,7 @@ from torch import nn
 
 from ipufit import poptorch
 from ipufit.poptorch import _saving, optim
+from ipufit.poptorch._precision import float64_kept
 from ipufit.poptorch._version import __version__
 from ipufit.poptorch.poptorch_core import Error
 
@@ -632,3 +634,73 @@ def test_reading_says_what_a_file_holds(path):
     assert saved.wide is False
     assert isinstance(saved.model, Net)
     assert saved.optimizer.param_groups[0]["params"][0] is saved.model.first.weight
+
+
+def test_a_program_that_does_not_fit_leaves_the_one_that_there_is(tmp_path):
+    path, x = str(tmp_path / "x"), torch.ones(1, 2)
+    poptorch.inferenceModel(nn.Linear(2, 3)).compileAndExport(path, x)
+    executor = poptorch.inferenceModel(nn.Linear(2, 2))
+    expected = executor(x)
+    with pytest.raises(Error, match="was compiled for a model with other parameters"):
+        executor.loadExecutable(path)
+    assert executor.isAttachedToDevice()
+    assert torch.equal(executor(x), expected)
+
+
+def test_detaching_and_attaching_again_goes_on_bit_for_bit(path):
+    executor, batch = trainer(OPTIMIZERS["sgd"]), data()
+    executor(*batch)
+    executor.save(path)
+    there = [executor(*batch)[1] for _ in range(2)]
+    back = poptorch.load(path)
+    here = [back(*batch)[1]]
+    back.detachFromDevice()
+    here.append(back(*batch)[1])
+    assert torch.equal(torch.stack(here), torch.stack(there))
+
+
+def test_anchors_and_checks_of_numbers_come_back(path):
+    opts = poptorch.Options()
+    opts.anchorTensor("in", "input")
+    opts.Precision.enableFloatingPointExceptions(True)
+    executor = poptorch.inferenceModel(nn.Linear(2, 2), opts)
+    executor.compileAndExport(path, torch.ones(1, 2))
+    back = poptorch.load(path)
+    back(torch.tensor([[1.0, 2.0]]))
+    assert back.getAnchoredTensor("in").tolist() == [[1, 2]]
+    with pytest.raises(Error, match="inf"):
+        back(torch.tensor([[1.0, math.inf]]))
+
+
+def test_double_precision_that_was_kept_is_kept(path):
+    """Of comparisons with other engines: no device has it."""
+    x = torch.ones(1, 2, dtype=torch.float64) / 3
+    with float64_kept():
+        executor = poptorch.inferenceModel(nn.Linear(2, 2).double())
+        expected = executor(x)
+    executor.save(path)
+    back = poptorch.load(path)
+    assert back(x).dtype == torch.float64
+    assert torch.equal(back(x), expected)
+
+
+def test_tied_weights_stay_tied(path):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+            self.two.weight = self.one.weight
+
+        def forward(self, x):
+            return poptorch.identity_loss(self.two(self.one(x)).sum(), "none")
+
+    module = sys.modules[__name__]
+    module.Tied, Tied.__qualname__ = Tied, "Tied"
+    executor = poptorch.trainingModel(Tied(), poptorch.Options().showCompilationProgressBar(False))
+    executor.compileAndExport(path, torch.ones(1, 2))
+    back = poptorch.load(path)
+    del module.Tied
+    assert back.model.one.weight is back.model.two.weight
+    for _ in range(2):
+        assert torch.equal(back(torch.ones(1, 2)), executor(torch.ones(1, 2)))
+    assert equal(weights(back), weights(executor))
