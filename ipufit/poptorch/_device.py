@@ -20,6 +20,10 @@ class Updates(Protocol):
         """One update of the tensors of these names, in place."""
         ...
 
+    def accumulator(self, weight: torch.dtype) -> torch.dtype:
+        """In which type gradients of a weight of this type are added up."""
+        ...
+
 
 def narrowed(tensor: Tensor, wide: bool) -> Tensor:
     """A copy as the device holds it: a device has no float64."""
@@ -98,6 +102,10 @@ class Device:
     def example(self) -> Dict[str, Tensor]:
         """What replica 0 sees, by name."""
         return dict(zip(self.names, self.state(0)))
+
+    def accumulator(self, weight: torch.dtype) -> torch.dtype:
+        """In which type gradients of a weight of this type are added up."""
+        return weight if self.updates is None else self.updates.accumulator(weight)
 
     def update(self, gradients: Mapping[str, Tensor]) -> None:
         """One weight update."""

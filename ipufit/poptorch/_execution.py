@@ -214,7 +214,8 @@ class Execution:
             if key in total:
                 total[key] += gradient.to(total[key].dtype)
             else:
-                total[key] = gradient.clone()
+                dtype = self._device.accumulator(gradient.dtype)
+                total[key] = gradient.to(dtype, copy=True)
 
     def _update(self, total: Mapping[Tuple[str, int], Tensor]) -> None:
         if not total:

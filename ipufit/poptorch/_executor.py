@@ -164,6 +164,7 @@ class PoplarExecutor:
             )
         if saved is not None:
             _saving.check_state(saved, filename, program.device.example(), trained)
+            self._let_go()
         if self._optimizer is not None:
             self._optimizer.bind(program, trained)
         program.check_anchors()
@@ -228,7 +229,6 @@ class PoplarExecutor:
 
     def _install(self, saved: _saving.Saved, filename: Path) -> None:
         _saving.check_fits(saved, filename, self._training, self._options, self._groupings)
-        self._let_go()
         self._set_program(saved.arguments, saved, filename)
         if saved.optimizer_state is not None and self._optimizer is not None:
             self._optimizer.restore(saved.optimizer_state)
@@ -321,6 +321,7 @@ class PoplarExecutor:
         if self._lease is None:
             self.attachToDevice()
         if not self._training and self._host.is_behind():
+            logger.debug("Implicit copyWeightsToDevice()")
             self.copyWeightsToDevice()
         arguments.check_like(program.arguments)
         if self._optimizer is not None:
@@ -350,6 +351,7 @@ class PoplarExecutor:
         """Device to host, if the host's are out of date; whether they were."""
         if not self._host.is_dirty:
             return False
+        logger.debug("Implicit copyWeightsToHost()")
         self.copyWeightsToHost()
         return True
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.poptorch._device import Device
+from ipufit.poptorch._logging import logger
 from ipufit.poptorch._weights import WeightFollower, WeightSource, WeightSync
 from ipufit.poptorch._wrapping import host_tensors, quietly, syncs_of, unwrap, wrap
 
@@ -89,6 +90,7 @@ class Host:
     def pull(self, device: Device) -> None:
         """Device to host."""
         self._sync.pulled()
+        logger.debug("Writing weights from IPU to host")
         device.read(host_tensors(self._model))
 
     def push(self, device: Device) -> None:
@@ -96,6 +98,7 @@ class Host:
         self._sync.pushed()
         if not self._training:
             self._follower.uploaded(syncs_of(self._model))
+        logger.debug("Writing weights from host to IPU memory")
         device.write(host_tensors(self._model))
 
     def is_behind(self) -> bool:

@@ -55,4 +55,4 @@ def inferenceModel(
     """
     own = model._user_model if isinstance(model, PoplarExecutor) else model
     called = copy.copy(own) if isinstance(own, nn.Module) else own
-    return PoplarExecutor(called, options, False, __version__, None, own)
+    return PoplarExecutor(called, options, False, __version__)

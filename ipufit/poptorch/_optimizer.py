@@ -80,6 +80,10 @@ class DeviceOptimizer:
         own = self._written.get(LOSS_SCALING, self._settings.loss_scaling.value)
         return own * (1.0 if self._automatic is None else self._automatic.factor)
 
+    def accumulator(self, weight: torch.dtype) -> torch.dtype:
+        """In which type gradients of a weight of this type are to be added up."""
+        return self._settings.accumulator(weight)
+
     def _member(self, name: str, group: int, weight: Tensor) -> Member:
         numbers = self._numbers(name, group)
         state = {

@@ -112,6 +112,9 @@ class OptimizerLink:
             Error: the program can't. Nothing has changed then.
         """
         settings = self._read(optimizer)
+        if optimizer is not self._optimizer:
+            # What the old one goes away with are its own numbers.
+            self.refresh()
         if self._device is not None:
             self._device.set(settings)
         self._settings = settings

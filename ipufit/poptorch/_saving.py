@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import inspect
 from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 import torch
@@ -23,6 +26,7 @@ from ipufit.poptorch._optimizer_base import DeviceState
 from ipufit.poptorch._optimizer_files import optimizer_from_values, optimizer_to_values
 from ipufit.poptorch._optimizer_link import OptimizerLink
 from ipufit.poptorch._options.saved import from_data, to_data
+from ipufit.poptorch._parsers import flattenTensorStructure
 from ipufit.poptorch._program_files import program_from_values, program_to_values
 from ipufit.poptorch._recording import Recorded
 from ipufit.poptorch._replica_grouping import ReplicaGrouping
@@ -82,7 +86,7 @@ def write(
     program: Compiled,
     options: Options,
     groupings: Mapping[str, ReplicaGrouping],
-    model: Any = None,
+    model: Optional[nn.Module] = None,
     optimizer: Optional[OptimizerLink] = None,
     rng_state: Optional[List[int]] = None,
 ) -> None:
@@ -117,11 +121,6 @@ def write(
         "rng_state": rng_state,
     }
     if model is not None:
-        if not isinstance(model, nn.Module):
-            raise error(
-                f"a file holds a torch.nn.Module, got {type(model).__name__}. Save with "
-                "export_model=False."
-            )
         values["model"] = module_to_values(model)
         if optimizer is not None:
             values["optimizer"] = optimizer_to_values(optimizer.optimizer)
@@ -154,7 +153,7 @@ def _saved(values: Mapping[str, Any]) -> Saved:
     args, names, kwargs = values["arguments"]
     model = None
     if values["model"] is not None:
-        model = _model(values["model"])
+        model = _model(values["model"], Arguments(args, names, kwargs))
     rng = values["rng_state"]
     groupings = {
         name: ReplicaGrouping(CommGroupType(kind), int(shards), VariableRetrievalMode(mode))
@@ -183,11 +182,31 @@ def _options(data: Dict[str, Any]) -> Options:
     return options
 
 
-def _model(values: Any) -> nn.Module:
+def _model(values: Any, arguments: Arguments) -> nn.Module:
     try:
         return module_from_values(values)
     except UnknownClass as reason:
-        return _weights_only(str(reason), values)
+        model = _weights_only(str(reason), values)
+    # Calls are bound as before, with the same constants in the place of what is left out.
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=_default(value))
+        for name, value in zip(arguments.names, arguments.args)
+        if name.isidentifier()
+    ]
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_default(value))
+        for name, value in arguments.kwargs.items()
+    ]
+    if len(parameters) == len(arguments.args) + len(arguments.kwargs):
+        forward: Any = functools.partial(type(model).forward, model)
+        with contextlib.suppress(ValueError):  # a default before one that has none
+            forward.__signature__ = inspect.Signature(parameters)
+            model.forward = forward
+    return model
+
+
+def _default(value: Any) -> Any:
+    return inspect.Parameter.empty if flattenTensorStructure(value) else value
 
 
 def _weights_only(path: str, values: Any) -> nn.Module:

@@ -221,7 +221,7 @@ LOCATION = poptorch.TensorLocationSettings().useOnChipStorage(False)
             lambda o: o.setAvailableMemoryProportion({"IPU0": 0.1}),
             ["setAvailableMemoryProportion"],
         ),
-        (lambda o: o.useIpuId(0), ["useIpuId"]),
+        (lambda o: o.useIpuId(0), []),
         (lambda o: o.sourceLocationExcludes(["x"]), ["sourceLocationExcludes"]),
         (lambda o: o.disableModuleNamescope(), ["disableModuleNamescope"]),
         (lambda o: o.enableStableNorm(True), ["enableStableNorm"]),
