@@ -20,6 +20,9 @@ __all__ = ["watched"]
 _HOST = torch.device("cpu")
 _IPU = torch.device("ipu", 0)
 
+# They move a tensor to where another one is.
+_LIKE_ANOTHER = (Tensor.to, Tensor.type_as)
+
 
 def _is_device(value: Any) -> bool:
     """Whether this names the device that the model runs on."""
@@ -59,7 +62,11 @@ class _Calls(TorchFunctionMode):
         kwargs: Any = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        moves = any(_is_device(value) for value in (*args, *kwargs.values()))
+        given = (*args, *kwargs.values())
+        moves = any(_is_device(value) for value in given)
+        if func in _LIKE_ANOTHER:
+            others = (t for t in given[1:] if isinstance(t, FakeTensor))
+            moves = moves or any(not self._is_host(other) for other in others)
         if not self._wide or moves:
             args = tuple(_on_device(value) for value in args)
             kwargs = {name: _on_device(value) for name, value in kwargs.items()}

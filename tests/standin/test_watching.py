@@ -1,5 +1,6 @@
 """What forward sees of the device while it is recorded."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -40,6 +41,31 @@ def test_a_tensor_from_outside_can_be_moved_to_where_an_input_is():
     result, moved = run(forward, torch.tensor([10.0, 20.0]))
     assert result.tolist() == [11.0, 22.0]
     assert moved
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda outside, x: outside.to(x),
+        lambda outside, x: outside.to(tensor=x),
+        lambda outside, x: outside.type_as(x),
+        lambda outside, x: outside.to("ipu", torch.float32),
+    ],
+)
+def test_a_tensor_from_outside_can_be_made_like_an_input(move):
+    outside = torch.tensor([1, 2])
+    assert run(lambda x: x + move(outside, x), torch.tensor([0.5, 0.5])).tolist() == [1.5, 2.5]
+
+
+def test_a_tensor_from_outside_that_was_not_moved_is_refused():
+    outside = torch.ones(2)
+    with pytest.raises(poptorch.Error) as failure:
+        run(lambda x: x + outside.to(torch.float32), torch.ones(2))
+    assert failure.value.message == (
+        "Expected an IPU tensor but got tensor(device=cpu, shape=[2], dtype=Float). Move a "
+        'constant explicitly, with tensor.to("ipu"), make it a buffer of the module, or pass it '
+        "as an input."
+    )
 
 
 def test_what_was_moved_can_be_changed_and_begins_anew_at_every_call():
