@@ -203,7 +203,7 @@ def test_every_constant_is_of_its_kind():
     assert found("poptorch.BlockId") is str
     assert found("poptorch.__version__").startswith("3.4.0")
     assert found("poptorch.ATTR_PREFIX") == DEFINITIONS["poptorch.ATTR_PREFIX"]["value"]
-    assert found("poptorch.attributes_lists") == []
+    assert isinstance(found("poptorch.attributes_lists"), list)
 
 
 @pytest.mark.parametrize("name", CORE["functions"])
