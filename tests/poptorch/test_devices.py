@@ -247,6 +247,16 @@ def test_an_executor_that_goes_out_of_scope_leaves_its_optimizers_state():
     assert model.shift.item() == -2.5
 
 
+def test_at_the_end_of_the_interpreter_nothing_is_read_back(monkeypatch):
+    """torch may be half gone by then."""
+    model = Shift()
+    executor = trainer(model)
+    executor(ONE, ONE)
+    monkeypatch.setattr("sys.is_finalizing", lambda: True)
+    del executor
+    assert model.shift.item() == 0
+
+
 def test_what_was_never_finished_goes_in_silence():
     """Not an error of its own on top of the first one."""
     model = Shift()
