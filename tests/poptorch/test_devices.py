@@ -27,7 +27,7 @@ class Shift(nn.Module):
 @pytest.fixture(autouse=True)
 def free(monkeypatch):
     """No device is taken, and nobody waits for one."""
-    monkeypatch.setattr(_leases, "_taken", set())
+    monkeypatch.setattr(_leases, "_taken", {})
     monkeypatch.delenv("POPTORCH_WAIT_FOR_IPU", raising=False)
     monkeypatch.delenv("POPTORCH_IPU_MODEL", raising=False)
 
