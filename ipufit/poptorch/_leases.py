@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from typing import Optional, Set
+from typing import Dict, Optional
 
 from ipufit.poptorch._devices import uses_ipu_model
 from ipufit.poptorch._errors import error
@@ -17,7 +17,7 @@ __all__ = ["Lease", "acquire"]
 
 # There are as many devices as are asked for: this engine computes on the host. What is exclusive
 # on a system with IPUs is so here, so that a program that runs here runs there.
-_taken: Set[int] = set()
+_taken: Dict[int, Lease] = {}
 _changed = threading.Condition(threading.RLock())
 
 
@@ -37,7 +37,8 @@ class Lease:
         if device is None:
             return
         with _changed:
-            _taken.discard(device)
+            if _taken.get(device) is self:
+                del _taken[device]
             _changed.notify_all()
         logger.debug("Detached from device %d", device)
 
@@ -62,9 +63,9 @@ def acquire(options: Options, ipus: int) -> Lease:
         else:
             device = _wait_for(wanted)
             logger.debug("Acquired IPU device with id %d, running on device.", device)
-        _taken.add(device)
+        lease = _taken[device] = Lease(device)
     logger.debug("Attached to device %d", device)
-    return Lease(device)
+    return lease
 
 
 def _wait_for(device: int) -> int:

@@ -120,7 +120,7 @@ def through_cache(recorded: Recorded, state: Mapping[str, Tensor], options: Opti
     several = options.Distributed.numProcesses > 1
     if not settings.get("enableEngineCaching") or not folder or uses_ipu_model(options):
         if several:
-            logger.info("Each process compiles for itself: enableExecutableCaching() is not set.")
+            logger.info("Each process compiles for itself, without a cache")
         return recorded
     cache = ExecutableCache(folder)
     values = program_to_values(recorded)

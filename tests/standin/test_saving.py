@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 import types
 import zipfile
@@ -47,6 +48,14 @@ class Plain(nn.Module):
 @pytest.fixture
 def path(tmp_path):
     return str(tmp_path / "new" / "model.poptorch")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A file of a training model, to be copied."""
+    path = str(tmp_path_factory.mktemp("written") / "model.poptorch")
+    trainer().compileAndExport(path, *data())
+    return path
 
 
 def data():
@@ -501,8 +510,8 @@ def of(value, key):
         lambda v: assign(v["optimizer"], "state", [{"tuple": [1, {"dict": []}]}]),
     ],
 )
-def test_a_file_that_was_tampered_with_is_invalid(path, change):
-    trainer().compileAndExport(path, *data())
+def test_a_file_that_was_tampered_with_is_invalid(written, tmp_path, change):
+    path = shutil.copy(written, tmp_path)
     rewritten(path, change)
     with pytest.raises(Error, match=f"Invalid file {path}: "):
         poptorch.load(path)
