@@ -260,9 +260,10 @@ class ArgumentParser:
             )
         if not detached and not fast_path:
             _logger.warning(
-                "Input tensor has requires_grad=True set. It is detached: gradients of a model's "
-                "inputs can't be asked for from outside. Call requires_grad_() on it in forward, "
-                "and return its gradient as an output."
+                "Input tensor has requires_grad=True set. This tensor will be detached because "
+                "backward pass via inputs is not supported. Gradients of a model's inputs can't be "
+                "asked for from outside. Call requires_grad_() on it in forward, and return its "
+                "gradient as an output."
             )
         used = [tensor.detach().contiguous() for tensor in tensors]
         new_args, new_kwargs = reconstructTensorStructure(structure, used)

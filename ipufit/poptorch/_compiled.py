@@ -15,6 +15,7 @@ from ipufit.poptorch._device import Device
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._execution import Execution, Shape
 from ipufit.poptorch._hooks import compile_hooks
+from ipufit.poptorch._modes import outside_inference_mode
 from ipufit.poptorch._narrowing import check_input, narrowed, narrowed_output
 from ipufit.poptorch._optimizer import DeviceOptimizer
 from ipufit.poptorch._placement import placed
@@ -75,6 +76,7 @@ class Compiled:
         Error: the model, or the options, ask for what can't be.
     """
 
+    @outside_inference_mode
     def __init__(
         self,
         model: nn.Module,
@@ -147,6 +149,8 @@ class Compiled:
         )
 
     def _on_device(self, tensor: Tensor) -> Tensor:
+        if tensor.is_inference():
+            tensor = tensor.clone()
         return tensor if self.wide else narrowed(tensor)
 
     def _micro_batch(self, arguments: Arguments) -> List[Tensor]:
@@ -191,6 +195,7 @@ class Compiled:
         updates = self.device.updates
         return updates.loss_scaling if isinstance(updates, DeviceOptimizer) else 1.0
 
+    @outside_inference_mode
     def run(self, arguments: Arguments, seed: int, done: int) -> Any:
         """One call.
 
@@ -214,8 +219,8 @@ class Compiled:
             outputs = [torch.zeros_like(tensor) for tensor in outputs]
         elif changed:
             callers = arguments.callers(self.arguments)
-            with torch.no_grad():
-                for place in changed:
+            for place in changed:
+                with torch.no_grad(), torch.inference_mode(callers[place].is_inference()):
                     callers[place].copy_(inputs[place])
         if not self.wide:
             outputs = [narrowed_output(tensor) for tensor in outputs]

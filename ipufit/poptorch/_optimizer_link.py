@@ -10,6 +10,7 @@ from torch import Tensor
 from ipufit.poptorch._compiled import Compiled
 from ipufit.poptorch._grouped_state import joined, split
 from ipufit.poptorch._loss_scale import AutomaticLossScale
+from ipufit.poptorch._modes import outside_inference_mode
 from ipufit.poptorch._optimizer import DeviceOptimizer
 from ipufit.poptorch._optimizer_base import DeviceState, StateSync
 from ipufit.poptorch._optimizer_changes import AttributeTracker, select_mean_strategy
@@ -63,6 +64,7 @@ class OptimizerLink:
         """The parameters of each group."""
         return [group["params"] for group in self._optimizer.param_groups]
 
+    @outside_inference_mode
     def bind(self, program: Compiled, trained: Sequence[Sequence[str]]) -> None:
         """Give the program its updates.
 

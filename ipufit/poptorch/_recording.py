@@ -228,6 +228,10 @@ def record(
             graph = capture(step, tensors)
     except CaptureError as failure:
         raise _translated(failure) from failure
+    except TypeError as failure:
+        # What torch says of arguments names the class that tensors have in a recording.
+        failure.args = (str(failure).replace("FakeTensor", "Tensor"),)
+        raise
     step.outputs.forget()
     _own_constants(graph)
     overlaps = _overlaps(graph, len(state), len(leaves), sum(step.outputs.computed))

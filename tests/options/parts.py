@@ -402,7 +402,14 @@ def of_error(kind, /, **values):
     of(f"errors.{kind.__name__}", observe, **values)
 
 
-of_error(errors.CaptureError, message=("a", "b"), file=(None, "net.py"), line=(None, 3))
+of_error(
+    errors.CaptureError,
+    message=("a", "b"),
+    file=(None, "net.py"),
+    line=(None, 3),
+    cause=(None, "shape"),
+    advice=("", "c"),
+)
 of_error(errors.NonFiniteLossError, message=("a", "b"), update=(1, 2), value=(1.0, 2.0))
 of_error(errors.RecoverableDeviceError, message=("a", "b"), action=("IPU_RESET", "FULL_RESET"))
 of_error(errors.PlanError, faults=(["a"], ["b"]), suggestion=(None, {"ipus": 2}))

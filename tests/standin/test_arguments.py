@@ -298,9 +298,9 @@ def test_gradients_of_inputs_are_cut_with_a_warning_when_compiling(caplog):
     assert same(bound.callers(), (leaf,))
     parser(*call(leaf), fast_path=True)
     assert [r.getMessage() for r in caplog.records] == [
-        "Input tensor has requires_grad=True set. It is detached: gradients of a model's inputs "
-        "can't be asked for from outside. Call requires_grad_() on it in forward, and return its "
-        "gradient as an output."
+        "Input tensor has requires_grad=True set. This tensor will be detached because backward "
+        "pass via inputs is not supported. Gradients of a model's inputs can't be asked for from "
+        "outside. Call requires_grad_() on it in forward, and return its gradient as an output."
     ]
 
 

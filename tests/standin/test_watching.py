@@ -119,3 +119,15 @@ def test_numbers_between_two_bounds_are_drawn_as_torch_draws_them():
     drawn = poptorch.inferenceModel(Model(), options)(x)
     assert sorted(set(drawn.tolist())) == [-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0]
     assert torch.equal(poptorch.inferenceModel(Model(), options)(x), drawn)
+
+
+def test_wrong_arguments_are_refused_in_torchs_own_words():
+    def forward(x):
+        return x.scatter(0, x.long(), x, None)
+
+    with pytest.raises(TypeError) as plain:
+        forward(torch.ones(2))
+    with pytest.raises(TypeError) as recorded:
+        run(forward, torch.ones(2))
+    assert str(recorded.value) == str(plain.value)
+    assert "(int, Tensor, Tensor, NoneType)" in str(plain.value)
