@@ -21,6 +21,12 @@ INTERFACES = [Callback, Program, Engine]
 CALLED_BY_US = {name for interface in INTERFACES for name in vars(interface) if name[0] != "_"}
 
 
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch):
+    """Where tests run side by side, tqdm would cut its lines within a rate, which differs."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 def public():
     """Public functions and classes by their shortest full name, without "ipufit."."""
     found, waiting, seen = {}, list(MODULES), set()
