@@ -5,6 +5,7 @@ import os
 import signal
 import zlib
 
+import hypothesis
 import pytest
 import torch
 
@@ -18,8 +19,10 @@ os.environ.pop("COLUMNS", None)
 # A shell starts its background jobs with Ctrl-C ignored; some tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Of the points of a grid, one in so many is run without --exhaustive.
-SAMPLE = 5
+# Of the points of a grid, one in so many is run without --exhaustive: a prime, so that the sample
+# meets every value of every parameter. And so many examples of a property.
+SAMPLE = 7
+EXAMPLES, ALL_EXAMPLES = 200, 2000
 
 
 def pytest_addoption(parser):
@@ -27,8 +30,18 @@ def pytest_addoption(parser):
     parser.addoption(
         "--exhaustive",
         action="store_true",
-        help=f"run every point of the tests marked as a grid, not one in {SAMPLE}",
+        help=f"run every point of the tests marked as a grid, not one in {SAMPLE}, and "
+        f"{ALL_EXAMPLES} examples of each property, not {EXAMPLES}",
     )
+
+
+def pytest_configure(config):
+    """The same examples in every run: a failure is then about the change, not about luck."""
+    count = ALL_EXAMPLES if config.getoption("--exhaustive") else EXAMPLES
+    hypothesis.settings.register_profile(
+        "same", max_examples=count, deadline=None, derandomize=True, database=None
+    )
+    hypothesis.settings.load_profile("same")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 
 import numpy as np
 import pytest
@@ -210,8 +211,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("di", [1, 4])
+@pytest.mark.parametrize(("name", "di"), [*zip(CHANGES, itertools.cycle([1, 4]))])
 def test_a_batch_unlike_the_first_ends_training_without_loss(name, di):
     """The program has one shape: training stops before the batch, with what was learned so far."""
     batch, text = CHANGES[name]

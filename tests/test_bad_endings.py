@@ -79,6 +79,7 @@ NAN = (float("nan"), "nan")
 INF = (1e30, "inf")  # squared, it is more than float32 holds
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 @pytest.mark.parametrize(
     ("ga", "replicas", "value", "shown"),
@@ -117,6 +118,7 @@ def test_a_loss_that_is_no_number_ends_training_before_its_update(
     assert_goes_on_alike(model, twin, device_iterations=di, **plan)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 @pytest.mark.parametrize("bad", [0, 3, 4, 9])
 def test_the_first_and_the_last_update_of_an_execution_may_be_the_bad_one(bad, late):

@@ -1,5 +1,6 @@
 """Asynchronous: the same ledger as without it, whatever the delays and errors."""
 
+import functools
 import random
 import threading
 import time
@@ -74,19 +75,28 @@ def run(callback, **options):
     return None
 
 
+@functools.lru_cache(maxsize=None)
+def synchronous(di):
+    """The ledger to compare with."""
+    plain = Ledger()
+    assert run(plain, device_iterations=di) is None
+    return plain
+
+
+@pytest.mark.grid
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("max_pending", [1, 3, 64])
 @pytest.mark.parametrize("di", [1, 3])
 def test_the_ledger_is_that_of_the_synchronous_callback(seed, max_pending, di):
     """Every hook once, in order, with the values of its own moment."""
-    plain, late = Ledger(), Ledger(delays=seed)
-    assert run(plain, device_iterations=di) is None
+    plain, late = synchronous(di), Ledger(delays=seed)
     assert run(Asynchronous(late, max_pending), device_iterations=di) is None
     assert late.entries == plain.entries
     assert late.threads == {"ipufit-callback"}
     assert plain.threads == {threading.current_thread().name}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("place", [0, 1, 2, 5, 14, 15, 18, 22, 23, 24, 60, 70])
 @pytest.mark.parametrize("max_pending", [1, 64])
 def test_an_error_of_the_callback_ends_training_with_the_same_ledger(place, max_pending):
@@ -107,6 +117,7 @@ def test_an_error_of_the_callback_ends_training_with_the_same_ledger(place, max_
     assert "run" in frames
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("update", [0, 3, 6, 10])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, LookupError])
 def test_nothing_is_lost_when_training_is_interrupted(update, error):

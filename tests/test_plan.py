@@ -11,15 +11,12 @@ from typing import Any, Dict, List, Optional, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ipufit.plan
 from ipufit.errors import PlanError
 from ipufit.plan import Place, Plan, Tail
-
-# The same examples in every run: a failure is then about the change, not about luck.
-thorough = settings(max_examples=2000, deadline=None, derandomize=True, database=None)
 
 IPUS = "`ipus`, the total number of IPUs, must be "
 
@@ -97,7 +94,6 @@ def refusal(**arguments: Any) -> PlanError:
     return caught.value
 
 
-@thorough
 @given(plans())
 def test_counts_agree_with_plain_chunking(plan: Plan) -> None:
     """A count that is off by one loses samples or trains on some twice."""
@@ -135,7 +131,6 @@ def test_counts_agree_with_plain_chunking(plan: Plan) -> None:
         )
 
 
-@settings(thorough, max_examples=1000)
 @given(plans())
 def test_place_walks_iteration_accumulation_replica_position(plan: Plan) -> None:
     """The order is a contract with PopTorch: another one would hand samples to wrong replicas."""
@@ -189,7 +184,6 @@ def fault_of(arguments: Dict[str, Any]) -> Optional[PlanError]:
     return None
 
 
-@thorough
 @given(random_arguments)
 def test_every_suggestion_is_accepted(arguments: Dict[str, Any]) -> None:
     """Advice that leads to the next error is worse than none."""
@@ -207,7 +201,6 @@ def test_every_suggestion_is_accepted(arguments: Dict[str, Any]) -> None:
         assert getattr(repaired, name) == expected
 
 
-@thorough
 @given(st.integers(-2, 70), st.integers(-1, 9), st.booleans())
 def test_ipus_are_accepted_by_the_rule_and_the_nearest_is_suggested(
     ipus: int, stages: int, rounding: bool
@@ -454,7 +447,6 @@ NOUN = re.compile(
 )
 
 
-@settings(thorough, max_examples=500)
 @given(plans(most_samples=10**7))
 def test_explain_is_short_and_grammatical(plan: Plan) -> None:
     """The text is printed in terminals and logs, where colour, wide lines and "1 samples" jar."""

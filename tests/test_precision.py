@@ -76,6 +76,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("precision", "dtype"), MIXED)
 def test_mixed_precision_is_autocast_around_forward_and_loss(precision, dtype, way):
@@ -143,6 +144,7 @@ PURE = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("precision", "dtype"), PURE)
 def test_a_module_of_one_dtype_gets_its_inputs_in_it(precision, dtype, way):
@@ -177,6 +179,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=needs_half)])
 def test_modules_of_half_precision_train_with_everything(optimizer, dtype):
