@@ -1,6 +1,7 @@
 """Every callback's ledger: which hooks it gets, in which order, with which arguments and logs."""
 
 import contextlib
+import functools
 import urllib.request
 
 import pytest
@@ -86,11 +87,31 @@ def make(request, tmp_path, monkeypatch):
     return made
 
 
-def trained(callback, di, **options):
-    """A fit of 7 updates of up to 4 samples an epoch, and 4 micro-batches of validation."""
+@functools.lru_cache(maxsize=None)
+def first_weights():
     torch.manual_seed(0)
+    return nn.Linear(3, 1).double().state_dict()
+
+
+@functools.lru_cache(maxsize=None)
+def recorded_once():
+    """One model for all fits: most of the time would go into recording its programs."""
     model = Model(nn.Linear(3, 1).double())
     model.compile(lambda p: torch.optim.SGD(p, lr=0.1), "mse", ["mae"])
+    return model
+
+
+def untrained():
+    """The model as it was at first; its optimizer has no state to be forgotten."""
+    model = recorded_once()
+    model.module.load_state_dict(first_weights())
+    model.optimizer.param_groups[0]["lr"] = 0.1
+    return model
+
+
+def trained(callback, di, **options):
+    """A fit of 7 updates of up to 4 samples an epoch, and 4 micro-batches of validation."""
+    model = untrained()
     settings = {
         "epochs": 2,
         "gradient_accumulation": 2,
@@ -203,9 +224,7 @@ def test_an_error_beside_a_callback_leaves_the_state_and_surfaces(make, name):
     ledger = []
     callback = written_down(make(name), ledger)
     fails = Fails()
-    torch.manual_seed(0)
-    model = Model(nn.Linear(3, 1).double())
-    model.compile(lambda p: torch.optim.SGD(p, lr=0.1), "mse", ["mae"])
+    model = untrained()
     with pytest.raises(LookupError, match="beside"):
         model.fit(
             loader(25, 0), callbacks=[callback, fails], validation_data=loader(7, 1), verbose=0
@@ -213,8 +232,7 @@ def test_an_error_beside_a_callback_leaves_the_state_and_surfaces(make, name):
     assert ledger[-2:] == [("on_train_end",), ("close",)]
     assert model.history.epoch == []
     twin = nn.Linear(3, 1).double()
-    torch.manual_seed(0)
-    twin.load_state_dict(nn.Linear(3, 1).double().state_dict())
+    twin.load_state_dict(first_weights())
     rate = 0.01 if name == "LearningRateScheduler" else 0.1
     optimizer = torch.optim.SGD(twin.parameters(), lr=rate)
     for x, y in list(loader(25, 0))[:5]:

@@ -12,9 +12,10 @@ from ipufit.optim import LAMB
 from tests.nets import MLP, data
 from tests.reference import train
 
-# 50 updates of 4 samples.
+# 50 updates of 4 samples, and the first 10 of them.
 X, Y = data(200)
 LOADER = DataLoader(TensorDataset(X, Y), batch_size=4)
+TEN = DataLoader(TensorDataset(X[:40], Y[:40]), batch_size=4)
 
 SGD, ADAM, ADAMW, RMSPROP = (
     torch.optim.SGD,
@@ -62,17 +63,18 @@ def grouped(net, lr):
     return [{"params": weights}, {"params": biases, "lr": lr / 3}]
 
 
-def fit(net, optimizer, epochs=1, **options):
+def fit(net, optimizer, epochs=1, loader=LOADER, **options):
     """Train with ipufit; returns the model."""
     model = ipufit.Model(net)
     model.compile(optimizer, "cross_entropy", **options)
-    model.fit(LOADER, epochs=epochs, device_iterations=8, verbose=0)
+    model.fit(loader, epochs=epochs, device_iterations=8, verbose=0)
     return model
 
 
-def by_hand(net, optimizer, epochs=1):
+def by_hand(net, optimizer, epochs=1, loader=LOADER):
     """Train with a loop."""
-    train(net, optimizer, nn.functional.cross_entropy, X, Y, epochs, mb=4)
+    x, y = loader.dataset.tensors
+    train(net, optimizer, nn.functional.cross_entropy, x, y, epochs, mb=4)
 
 
 def assert_equal(first, second, atol=1e-12):
@@ -100,10 +102,10 @@ def test_a_run_goes_from_torch_to_ipufit_and_back(kind, options):
     net = MLP().double()
     other = copy.deepcopy(net)
     optimizer = kind(grouped(net, options["lr"]), **options)
-    by_hand(net, optimizer)
-    fit(net, optimizer)
-    by_hand(net, optimizer)
-    by_hand(other, kind(grouped(other, options["lr"]), **options), epochs=3)
+    by_hand(net, optimizer, loader=TEN)
+    fit(net, optimizer, loader=TEN)
+    by_hand(net, optimizer, loader=TEN)
+    by_hand(other, kind(grouped(other, options["lr"]), **options), epochs=3, loader=TEN)
     assert_equal(net, other)
 
 
@@ -113,8 +115,8 @@ def test_the_state_left_behind_is_torchs(kind, options):
     net = MLP().double()
     other = copy.deepcopy(net)
     optimizer, expected = kind(net.parameters(), **options), kind(other.parameters(), **options)
-    fit(net, optimizer)
-    by_hand(other, expected)
+    fit(net, optimizer, loader=TEN)
+    by_hand(other, expected, loader=TEN)
     for parameter, reference in zip(net.parameters(), other.parameters()):
         own = {k: v for k, v in optimizer.state[parameter].items() if v is not None}
         wanted = {k: v for k, v in expected.state[reference].items() if v is not None}

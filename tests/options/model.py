@@ -68,7 +68,7 @@ class Counted(nn.Module):
 CALLS = []
 
 
-# Model, compile, fit
+# Model, compile, fit; eagerly where the program does not matter, as recording takes most time
 
 
 def made(**options):
@@ -138,7 +138,7 @@ def fitted(callbacks=None, **options):
     """Weights, reports and hooks of a fit with these options."""
     ledger = Ledger()
     model = ipufit.Model(linear())
-    model.compile("sgd", "cross_entropy")
+    model.compile("sgd", "cross_entropy", run_eagerly=True)
     given = {"y": Y, "batch_size": 3, "epochs": 2, "seed": 1, "verbose": 0, "x": X, **options}
     given = {name: value for name, value in given.items() if value is not ...}
     history = model.fit(callbacks=callbacks or [ledger], **given)
@@ -190,7 +190,7 @@ def inferring(method):
     def observe(callbacks=None, **options):
         ledger = Ledger()
         model = ipufit.Model(Noisy())
-        model.compile("sgd", "cross_entropy")
+        model.compile("sgd", "cross_entropy", run_eagerly=True)
         given = {"x": X, "batch_size": 3, "verbose": 0, **options}
         if method == "evaluate":
             given.setdefault("y", Y)
@@ -230,7 +230,7 @@ def on_batch(method):
 
     def observe(**options):
         model = ipufit.Model(linear())
-        model.compile("sgd", "cross_entropy")
+        model.compile("sgd", "cross_entropy", run_eagerly=True)
         given = {"x": X} if method == "predict_on_batch" else {"x": X, "y": Y}
         return getattr(model, method)(**{**given, **options})
 
@@ -255,7 +255,7 @@ of("Model.predict_on_batch", on_batch("predict_on_batch"), x=(X, X + 1))
 
 def searched_rate(**options):
     model = ipufit.Model(linear())
-    model.compile("sgd", "cross_entropy")
+    model.compile("sgd", "cross_entropy", run_eagerly=True)
     given = {"x": X, "y": Y, "batch_size": 3, "updates": 4, "max_lr": 0.1, "seed": 1, **options}
     return model.find_lr(**given)
 
