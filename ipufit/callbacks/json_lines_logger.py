@@ -8,6 +8,7 @@ from typing import Any, Mapping, Optional, Union
 from ipufit.callbacks.callback import Callback, Logs
 from ipufit.callbacks.checks import one_of, whole
 from ipufit.callbacks.records import as_json, log_file
+from ipufit.callbacks.update_count import UpdateCount
 
 __all__ = ["JSONLinesLogger"]
 
@@ -44,10 +45,10 @@ class JSONLinesLogger(Callback):
         if every_updates is not None:
             self.every_updates = whole(self, "every_updates", every_updates, 1)
         self._file: Any = None
-        self._epoch = self._updates = self._updates_before = 0
+        self._count = UpdateCount()
 
     def _write(self, event: str, values: Mapping[str, Any]) -> None:
-        record = {"event": event, "epoch": self._epoch, "update": self._updates, **values}
+        record = {"event": event, "epoch": self._count.epoch, "update": self._count.done, **values}
         self._file.write(as_json(record) + "\n")
         # Whoever reads along, or finds the file after a crash, has every line.
         self._file.flush()
@@ -56,17 +57,15 @@ class JSONLinesLogger(Callback):
         """Open the file."""
         path = log_file(self, self.filename)
         self._file = open(path, "a" if self.append else "w", encoding="utf-8")  # noqa: SIM115
-        self._epoch = self._updates = self._updates_before = 0
+        self._count = UpdateCount()
 
     def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:
         """Count the updates of finished epochs."""
-        self._epoch, self._updates_before = epoch, self._updates
+        self._count.begin_epoch(epoch)
 
     def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
         """Write the line of an update, if one is due."""
-        before, self._updates = self._updates, self._updates_before + batch + 1
-        every = self.every_updates
-        if every is not None and self._updates // every > before // every:
+        if self._count.end_execution(batch, self.every_updates):
             self._write("update", {} if logs is None else logs)
 
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Dict, List, Optional, Tuple, Union
 from ipufit.callbacks.callback import Logs
 from ipufit.callbacks.checks import finite, one_of, say, whole
 from ipufit.callbacks.monitor import Monitor
+from ipufit.callbacks.update_count import UpdateCount
 from ipufit.errors import ConfigurationError
 from ipufit.weights import checked_path
 
@@ -78,7 +79,7 @@ class ModelCheckpoint(Monitor):
         self.best = initial_value_threshold
         self.keep = None if keep is None else whole(self, "keep", keep, 1)
         self.files: List[str] = []
-        self._epoch = self._updates = self._updates_before = 0
+        self._count = UpdateCount()
         wanted = self._check_fields()
         if self.save_best_only:
             wanted = (*wanted, self.monitor)
@@ -122,7 +123,7 @@ class ModelCheckpoint(Monitor):
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
         """Make the folder, so that a path that can't be written is known before any work."""
         super().on_train_begin(logs)
-        self._epoch = self._updates = self._updates_before = 0
+        self._count = UpdateCount()
         folder = os.path.dirname(self.filepath)
         if not any(field is not None for _, field, _, _ in string.Formatter().parse(folder)):
             self._make_folder(folder.format())
@@ -140,14 +141,12 @@ class ModelCheckpoint(Monitor):
 
     def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:
         """Count the updates of finished epochs."""
-        self._epoch, self._updates_before = epoch, self._updates
+        self._count.begin_epoch(epoch)
 
     def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
         """Write when the updates of ``save_freq`` are done."""
-        before, self._updates = self._updates, self._updates_before + batch + 1
-        every = self.every_updates
-        if every is not None and self._updates // every > before // every:
-            self._consider(self._epoch, {"batch": batch + 1, **dict(logs or {})})
+        if self._count.end_execution(batch, self.every_updates):
+            self._consider(self._count.epoch, {"batch": batch + 1, **dict(logs or {})})
 
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
         """Write if an epoch is the unit."""

@@ -8,6 +8,7 @@ from typing import Any, Dict, Mapping, Optional, Union
 from ipufit.callbacks.callback import Callback, Logs
 from ipufit.callbacks.checks import whole
 from ipufit.callbacks.rates import log_rates
+from ipufit.callbacks.update_count import UpdateCount
 from ipufit.errors import ConfigurationError
 
 __all__ = ["TensorBoard"]
@@ -55,7 +56,8 @@ class TensorBoard(Callback):
         if update_freq not in ("epoch", "batch"):
             self.every_updates = whole(self, "update_freq", update_freq, 1)
         self._writers: Dict[str, Any] = {}
-        self._updates = self._updates_before = self._updates_seen = 0
+        self._count = UpdateCount()
+        self._updates_seen = 0
 
     def _write(self, part: str, pattern: str, values: Mapping[str, Any], step: int) -> None:
         if part not in self._writers:
@@ -66,21 +68,20 @@ class TensorBoard(Callback):
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
         """Count from here."""
-        self._updates = self._updates_before = 0
+        self._count = UpdateCount()
 
     def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:
         """Count the updates of finished epochs."""
-        self._updates_before = self._updates
+        self._count.begin_epoch(epoch)
 
     def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
         """Write the means so far, if they are due."""
-        before, self._updates = self._updates, self._updates_before + batch + 1
-        self._updates_seen += self._updates - before
-        every = self.every_updates
-        due = every is not None and self._updates // every > before // every
+        before = self._count.done
+        due = self._count.end_execution(batch, self.every_updates)
+        self._updates_seen += self._count.done - before
         if due or self.update_freq == "batch":
             values = {n: v for n, v in (logs or {}).items() if n not in ("updates", "samples")}
-            self._write("train", "batch_{}", values, self._updates)
+            self._write("train", "batch_{}", values, self._count.done)
 
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
         """Write the epoch."""

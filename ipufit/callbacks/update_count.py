@@ -1,0 +1,32 @@
+"""How many weight updates a fit has made, for callbacks that go by them."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+__all__ = ["UpdateCount"]
+
+
+class UpdateCount:
+    """Counts from the start of ``fit``; hooks tell of updates within their epoch only.
+
+    Attributes:
+        epoch: index of the present epoch.
+        done: updates since ``fit`` began.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = self.done = self._before = 0
+
+    def begin_epoch(self, epoch: int) -> None:
+        """What has been done belongs to earlier epochs."""
+        self.epoch, self._before = epoch, self.done
+
+    def end_execution(self, batch: int, every: Optional[int]) -> bool:
+        """Count up to this update of the epoch.
+
+        Returns:
+            Whether a multiple of ``every`` has been reached; never where that is None.
+        """
+        before, self.done = self.done, self._before + batch + 1
+        return every is not None and self.done // every > before // every
