@@ -571,7 +571,7 @@ class Model:
         """
         one_of("return_dict", return_dict, (True, False))
         session = self._trainable("train_on_batch")
-        batch = _batch(x, y, sample_weight)
+        batch = on_batch.as_batch(x, y, sample_weight)
         values = on_batch.train_on_batch(session, batch, class_weight, session.seed())
         return on_batch.as_keras_returns(values, return_dict)
 
@@ -592,7 +592,7 @@ class Model:
         """
         one_of("return_dict", return_dict, (True, False))
         session = self._compiled("test_on_batch")
-        values = on_batch.test_on_batch(session, _batch(x, y, sample_weight), 0)
+        values = on_batch.test_on_batch(session, on_batch.as_batch(x, y, sample_weight), 0)
         return on_batch.as_keras_returns(values, return_dict)
 
     def predict_on_batch(self, x: Any) -> Any:
@@ -880,10 +880,3 @@ class Model:
                 "model.compile(optimizer='adam', loss='cross_entropy') first."
             )
         return self._session
-
-
-def _batch(x: Any, y: Any, sample_weight: Any) -> Any:
-    """A batch as a loader would yield it."""
-    if sample_weight is not None:
-        return (x, y, sample_weight)
-    return x if y is None else (x, y)

@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Union
+import contextlib
+from typing import Any, Dict, Iterator, List, Tuple, Union
 
 from ipufit.data.forms import Given, open_data
-from ipufit.data.source import Source
 from ipufit.errors import ConfigurationError
 from ipufit.interrupts import deferred
+from ipufit.loop import Job
 from ipufit.modes import evaluating, training
 from ipufit.program import CombinedBatch, Mode
 from ipufit.session import Session
 
-__all__ = ["as_keras_returns", "predict_on_batch", "test_on_batch", "train_on_batch"]
+__all__ = ["as_batch", "as_keras_returns", "predict_on_batch", "test_on_batch", "train_on_batch"]
 
 
-def _source(session: Session, batch: Any, mode: Mode, class_weight: Any = None) -> Source:
+def as_batch(x: Any, y: Any, sample_weight: Any) -> Any:
+    """A batch as a loader would yield it."""
+    if sample_weight is not None:
+        return (x, y, sample_weight)
+    return x if y is None else (x, y)
+
+
+@contextlib.contextmanager
+def _running(
+    session: Session, batch: Any, mode: Mode, seed: int, class_weight: Any = None
+) -> Iterator[Tuple[Job, CombinedBatch]]:
+    """A program for this batch on one replica, and the only execution there is for it."""
     given = Given("batch", [batch], class_weight=class_weight)
-    return open_data(given, mode, session.loss.in_module)
+    source = open_data(given, mode, session.loss.in_module)
+    plan = session.plan(source, None, 1, 1, training=mode is Mode.TRAIN)
+    in_mode = training if mode is Mode.TRAIN else evaluating
+    with in_mode(session.module, session.loss.module):
+        job = session.start(source, plan, mode, seed, mode.value)
+        with session.running(job):
+            yield job, CombinedBatch([job.first])
+
+
+def _measured(job: Job, only: CombinedBatch) -> Dict[str, float]:
+    with deferred():
+        job.meter.add(only, job.program.run(only))
+        return dict(job.meter.values())
 
 
 def train_on_batch(session: Session, batch: Any, class_weight: Any, seed: int) -> Dict[str, float]:
@@ -26,14 +50,8 @@ def train_on_batch(session: Session, batch: Any, class_weight: Any, seed: int) -
     Random numbers depend on the count of updates, so each call draws others.
     """
     _refuse_unseen_outputs(session)
-    source = _source(session, batch, Mode.TRAIN, class_weight)
-    plan = session.plan(source, None, 1, 1, training=True)
-    with training(session.module, session.loss.module):
-        job = session.start(source, plan, Mode.TRAIN, seed, "train")
-        with session.running(job), deferred():
-            only = CombinedBatch([job.first])
-            job.meter.add(only, job.program.run(only))
-            return dict(job.meter.values())
+    with _running(session, batch, Mode.TRAIN, seed, class_weight) as (job, only):
+        return _measured(job, only)
 
 
 def _refuse_unseen_outputs(session: Session) -> None:
@@ -48,25 +66,15 @@ def _refuse_unseen_outputs(session: Session) -> None:
 
 def test_on_batch(session: Session, batch: Any, seed: int) -> Dict[str, float]:
     """Loss and metrics of one batch."""
-    source = _source(session, batch, Mode.EVALUATE)
-    plan = session.plan(source, None, 1, 1, training=False)
-    with evaluating(session.module, session.loss.module):
-        job = session.start(source, plan, Mode.EVALUATE, seed, "evaluate")
-        with session.running(job):
-            only = CombinedBatch([job.first])
-            job.meter.add(only, job.program.run(only))
-            return dict(job.meter.values())
+    with _running(session, batch, Mode.EVALUATE, seed) as (job, only):
+        return _measured(job, only)
 
 
 def predict_on_batch(session: Session, batch: Any, seed: int) -> Any:
     """The module's outputs for one batch."""
-    source = _source(session, batch, Mode.PREDICT)
-    plan = session.plan(source, None, 1, 1, training=False)
-    with evaluating(session.module, session.loss.module):
-        job = session.start(source, plan, Mode.PREDICT, seed, "predict")
-        with session.running(job):
-            (outputs,) = job.program.run(CombinedBatch([job.first])).outputs
-            return outputs
+    with _running(session, batch, Mode.PREDICT, seed) as (job, only):
+        (outputs,) = job.program.run(only).outputs
+        return outputs
 
 
 def as_keras_returns(
