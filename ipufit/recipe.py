@@ -163,10 +163,11 @@ class Recipe:
         return (*(("learning_rate",) if self.schedule is not None else ()), *scaled)
 
     def describe(self) -> Dict[str, Any]:
-        """The arguments of ``compile`` that make more of an update, for History and ``explain``.
+        """The arguments of ``compile`` that it was made of, for History."""
+        return {"gradient_reduction": self.gradient_reduction, **self.extras()}
 
-        Only what differs from a plain one; the values are numbers and strings.
-        """
+    def extras(self) -> Dict[str, Any]:
+        """Those that make more of an update than a plain one, as numbers and strings."""
         averaging, scale, every = self.averaging, self.loss_scale, self.output_mode.every
         dtype, mode = self.accumulation_dtype, self.output_mode.kind
         found = {

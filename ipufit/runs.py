@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Callable, Iterator, List, Union
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Union
 
 from ipufit import loop
 from ipufit.arguments import FitArguments, InferenceArguments
 from ipufit.callbacks import Callback, CallbackList, ProgbarLogger
+from ipufit.data.source import Source
 from ipufit.errors import ConfigurationError
 from ipufit.history import History
 from ipufit.loop import Job
 from ipufit.modes import evaluating, training
+from ipufit.plan import Plan
 from ipufit.program import Mode
-from ipufit.session import Session, Validation, describe, updates_per_epoch
+from ipufit.session import Session
 from ipufit.summary import stripped
+from ipufit.validation import Validation
 from ipufit.verbosity import say_dev_run
 
 if TYPE_CHECKING:
@@ -59,7 +62,7 @@ def fit(model: Model, session: Session, given: FitArguments) -> History:
             told = _callbacks(model, given, job, Mode.TRAIN, given.last_epoch)
             model.history.params = {
                 **told.params,
-                **describe(job.plan, session, given.source, given.seed),
+                **_described(session, job.plan, given),
                 "prefetch": given.prefetch,
                 **given.notes,
             }
@@ -81,10 +84,34 @@ def fit(model: Model, session: Session, given: FitArguments) -> History:
     return model.history
 
 
+def _described(session: Session, plan: Plan, given: FitArguments) -> Dict[str, Any]:
+    """How a run was made, for History."""
+    return {
+        **session.recipe.describe(),
+        "engine": session.engine.name,
+        "seed": given.seed,
+        "micro_batch_size": plan.micro_batch_size,
+        "gradient_accumulation": plan.gradient_accumulation,
+        "replicas": plan.replicas,
+        "device_iterations": plan.device_iterations,
+        "ipus": plan.ipus,
+        "dropped_samples": given.source.dropped,
+    }
+
+
+def _updates_per_epoch(plan: Plan, source: Source) -> Optional[int]:
+    """From the plan, else from the number of batches, else unknown."""
+    if plan.updates_per_epoch is not None:
+        return plan.updates_per_epoch
+    if source.micro_batches is None:
+        return None
+    return -(-source.micro_batches // plan.micro_batches_per_update)
+
+
 def _check_schedule(session: Session, job: Job, given: FitArguments) -> None:
     """Find out now whether the schedule has a value for every update to come."""
     schedule = session.recipe.schedule
-    updates = updates_per_epoch(job.plan, given.source)
+    updates = _updates_per_epoch(job.plan, given.source)
     if schedule is not None and updates is not None:
         coming = updates * (given.last_epoch - given.first_epoch)
         schedule.check(min(coming, _CHECKED_UPDATES))
@@ -164,7 +191,7 @@ def _callbacks(
     params = {
         "epochs": epochs,
         "verbose": given.level,
-        "updates": updates_per_epoch(job.plan, given.source),
+        "updates": _updates_per_epoch(job.plan, given.source),
         "samples": job.plan.samples,
         "metrics": metrics,
         "directions": directions,

@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import warnings
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Iterator, List, Mapping, Optional, Sequence
 
 import torch
 from torch import nn
 
-from ipufit import loop, tree
-from ipufit.callbacks import CallbackList
-from ipufit.data.batches import Unpacker
+from ipufit import loop
 from ipufit.data.feed import Feed
 from ipufit.data.source import Source
-from ipufit.errors import ConfigurationError, DataError, IpufitError, MetricError, PlanError
+from ipufit.errors import ConfigurationError
+from ipufit.first_batch import check_call, prepare_tail, probe
 from ipufit.interrupts import deferred
 from ipufit.logged import joined_rules
 from ipufit.loop import Job
 from ipufit.losses import Loss
-from ipufit.meter import Meter, metric_target
+from ipufit.meter import Meter
 from ipufit.metrics import MetricSet
-from ipufit.modes import evaluating
 from ipufit.names import check_log_name
 from ipufit.plan import Plan
-from ipufit.program import Engine, MicroBatch, Mode, Prepared, Program, ProgramSpec
-from ipufit.randomness import draw_seed, isolated
+from ipufit.program import Engine, MicroBatch, Mode, Program, ProgramSpec
+from ipufit.randomness import draw_seed
 from ipufit.recipe import Recipe
 
-__all__ = ["Session", "Validation"]
+__all__ = ["Session"]
 
 
 class Session:
@@ -204,7 +201,7 @@ class Session:
         domain: str,
         wants_outputs: bool,
     ) -> Job:
-        _check_call(self.module, first, self.loss, source)
+        check_call(self.module, first, self.loss, source)
         plan = dataclasses.replace(plan, micro_batch_size=feed.micro_batch_size or first.size)
         metrics = MetricSet() if mode is Mode.PREDICT else self.metrics.fresh()
         spec = self._spec(plan, mode, seed, domain, bool(metrics) or wants_outputs)
@@ -216,11 +213,11 @@ class Session:
             with deferred():
                 prepared = program.prepare(first)
             if metrics:
-                self._probe(metrics, prepared.outputs, first)
+                probe(metrics, prepared.outputs, first, self.loss)
             if mode is Mode.PREDICT:
                 loop.check_rows(prepared.outputs, first.size)
             with deferred():
-                tail = _prepare_tail(program, plan, first, source)
+                tail = prepare_tail(program, plan, first, source)
             for name in joined_rules(prepared.rules, tail.rules if tail is not None else {}):
                 check_log_name(name, metrics.names)
         except BaseException:
@@ -251,25 +248,6 @@ class Session:
             ),
         )
 
-    def _probe(self, metrics: MetricSet, outputs: Any, first: MicroBatch) -> None:
-        def fill(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            if leaf.is_floating_point() or leaf.is_complex():
-                return torch.rand(leaf.shape, dtype=leaf.dtype, device="cpu")
-            return torch.zeros(leaf.shape, dtype=leaf.dtype, device="cpu")
-
-        target = metric_target(first.clone(), self.loss)
-        if target is None:
-            raise MetricError(
-                f"the metrics {', '.join(metrics.names)} need a target, but the module computes "
-                "its own loss and the batch has no last argument, 'labels' or 'target' to take for "
-                "it. Leave the metrics out, or compute the loss outside the module."
-            )
-        with isolated(torch.device("cpu")):
-            sample_weight = first.clone().unpack()[3]
-            metrics.probe(tree.map_leaves(fill, outputs), target, first.size, sample_weight)
-
     def explain(self) -> str:
         """How the program of this session runs, in one or two lines."""
         names = [p.device for p in self.module.parameters()]
@@ -280,7 +258,7 @@ class Session:
             f"Runs {how} on the {self.engine.name} engine, device {device}, with "
             f"{optimizer}; gradients reduced by {self.recipe.gradient_reduction}."
         )
-        more = [f"{name}={value!r}" for name, value in self.recipe.describe().items()]
+        more = [f"{name}={value!r}" for name, value in self.recipe.extras().items()]
         text += f"\nCompiled with {', '.join(more)}." if more else ""
         explain = getattr(self.engine, "explain", None)
         return "\n".join([text, *(explain(self.recipe) if explain is not None else ())])
@@ -338,157 +316,3 @@ class Session:
                 UserWarning,
                 stacklevel=4,
             )
-
-
-class Validation:
-    """Evaluates held-out data after each epoch of a fit, with random numbers of its own."""
-
-    def __init__(
-        self, session: Session, source: Source, plan: Plan, seed: int, prefetch: int = 0
-    ) -> None:
-        self._session = session
-        self._source = source
-        self._plan = plan
-        self._seed = seed
-        self._prefetch = prefetch
-
-    def check(self, trained_on: MicroBatch) -> None:
-        """Find out before training whether this data can be evaluated, without reading the loader.
-
-        What is recorded for that is kept for the first evaluation.
-
-        Raises:
-            DataError: it is empty, can't be fed, or the module takes the training data only.
-            CaptureError: the module can't be recorded in eval mode.
-        """
-        if self._source.micro_batches == 0:
-            raise self._source.no_batches(0)
-        with isolated(torch.device("cpu")):
-            preview = self._source.preview()
-        if not preview:
-            return
-        example = Unpacker(self._source, Mode.EVALUATE, self._session.loss.in_module)(preview[0], 0)
-        source = Source(preview, self._source.role)
-        try:
-            with evaluating(self._session.module, self._session.loss.module):
-                plan = dataclasses.replace(self._plan, fixed_updates=None)
-                job = self._session.start(source, plan, Mode.EVALUATE, self._seed, "check")
-                self._session.finish(job.program)
-        except IpufitError:
-            raise
-        except Exception as error:
-            if _form(example) == _form(trained_on):
-                raise
-            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
-            raise DataError(
-                f"the module must take the {source.role} like the training data, but it failed "
-                f"with {reason}. It got {_shapes(example)}, in training {_shapes(trained_on)}. "
-                "Bring both into one form in the dataset or collate_fn."
-            ) from error
-
-    def run(self, epoch: int, callbacks: CallbackList) -> Dict[str, float]:
-        """Loss and metrics over all samples."""
-        session = self._session
-        kept = [(buffer, buffer.clone()) for buffer in session.buffers()]
-        with evaluating(session.module, session.loss.module):
-            job = session.start(
-                self._source,
-                self._plan,
-                Mode.EVALUATE,
-                self._seed,
-                "validation",
-                epoch,
-                prefetch=self._prefetch,
-            )
-            try:
-                with session.running(job):
-                    return loop.evaluate(job, callbacks, epoch)
-            finally:
-                # A module may count in eval mode too; looking must not change training.
-                for buffer, value in kept:
-                    buffer.copy_(value)
-
-
-def _check_call(module: nn.Module, first: MicroBatch, loss: Loss, source: Source) -> None:
-    """Hold the batch against the signature of forward, before torch's own error for it."""
-    args, kwargs, _, _ = first.unpack()
-    try:
-        signature = inspect.signature(module.forward)
-    except (TypeError, ValueError):
-        return
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        given = [*(["1 input"] if len(args) == 1 else [f"{len(args)} inputs"] if args else [])]
-        given += [f"{name}=" for name in kwargs]
-        cure = "Bring the batch into the form that forward takes."
-        if loss.in_module:
-            cure = (
-                "With loss=None every part of the batch goes to forward: pass loss= to compile, or "
-                "let forward take the target and return (outputs, loss)."
-            )
-        raise DataError(
-            f"{source.role}: {type(module).__name__}.forward{signature} can't take a batch of "
-            f"{', '.join(given)}: {error}. {cure}"
-        ) from error
-
-
-def _prepare_tail(
-    program: Program, plan: Plan, first: MicroBatch, source: Source
-) -> Optional[Prepared]:
-    """Build for a smaller last micro-batch too, so that a module that can't take it fails now."""
-    size = plan.tail.last_micro_batch_size if plan.tail else first.size
-    if plan.training and plan.fixed_updates is not None:
-        size = source.smallest or first.size
-    if size >= first.size:
-        return None
-    try:
-        return program.prepare(first.cut(size))
-    except PlanError:
-        raise
-    except Exception as error:
-        raise DataError(
-            f"the module must take every micro-batch of the {source.role}, but fails with the last "
-            f"one of an epoch, which is smaller, {_n(size)} instead of {first.size}: "
-            f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}. Choose "
-            "another batch_size, or drop_last=True in the loader."
-        ) from error
-
-
-def _n(samples: int) -> str:
-    return "1 sample" if samples == 1 else f"{samples} samples"
-
-
-def _form(batch: MicroBatch) -> Tuple[Any, ...]:
-    return (batch.structure, tuple((leaf.shape[1:], leaf.dtype) for leaf in batch.leaves))
-
-
-def _shapes(batch: MicroBatch) -> str:
-    return " and ".join(f"{tuple(leaf.shape)} {leaf.dtype}" for leaf in batch.leaves)
-
-
-def describe(
-    job_plan: Plan, session: Session, source: Source, seed: Optional[int]
-) -> Dict[str, Any]:
-    """How a run was made, for History."""
-    return {
-        "gradient_reduction": session.recipe.gradient_reduction,
-        **session.recipe.describe(),
-        "engine": session.engine.name,
-        "seed": seed,
-        "micro_batch_size": job_plan.micro_batch_size,
-        "gradient_accumulation": job_plan.gradient_accumulation,
-        "replicas": job_plan.replicas,
-        "device_iterations": job_plan.device_iterations,
-        "ipus": job_plan.ipus,
-        "dropped_samples": source.dropped,
-    }
-
-
-def updates_per_epoch(plan: Plan, source: Source) -> Optional[int]:
-    """From the plan, else from the number of batches, else unknown."""
-    if plan.updates_per_epoch is not None:
-        return plan.updates_per_epoch
-    if source.micro_batches is None:
-        return None
-    return -(-source.micro_batches // plan.micro_batches_per_update)
