@@ -56,7 +56,7 @@ class Trial:
     """
 
     def __init__(self, session: Session, make_engine: Callable[[], Engine]) -> None:
-        self._session = session
+        self.session = session
         self._make_engine = make_engine
 
     @contextlib.contextmanager
@@ -75,7 +75,7 @@ class Trial:
             seed: of all random numbers.
             schedule: makes the schedule in place of the user's, which must not move on.
         """
-        session = self._session
+        session = self.session
         if isinstance(source.loader, IteratorType):
             raise DataError(
                 f"{source.role} must be readable again after a search, got a "

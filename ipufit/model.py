@@ -19,24 +19,23 @@ from typing import (
 import torch
 from torch import nn
 
-from ipufit import finders, loop, on_batch, runs
+from ipufit import loop, on_batch, runs, searches
 from ipufit.arguments import FitArguments, InferenceArguments, one_of
 from ipufit.callbacks import Callback
 from ipufit.compiling import CompileRequest, compiled
-from ipufit.data.forms import Given, comes_in_samples, open_data
-from ipufit.data.source import Source
+from ipufit.data.forms import Given
 from ipufit.engines.choice import engine_maker
 from ipufit.errors import ConfigurationError, NotCompiledError
-from ipufit.finders import BatchSize
-from ipufit.fit_data import FitRequest, limited_plan
+from ipufit.explaining import explained, summarized
+from ipufit.finders import BatchSize, Trial
+from ipufit.fit_data import FitRequest
 from ipufit.history import History
-from ipufit.lr_finder import LearningRates, check_range, exponential_range
-from ipufit.plan import Plan
+from ipufit.lr_finder import LearningRates
 from ipufit.program import Engine, Mode
 from ipufit.recipe import LossScale
 from ipufit.recordable import refuse_unrecordable
 from ipufit.session import Session
-from ipufit.summary import check_options, sample_of, summarize
+from ipufit.summary import check_options
 from ipufit.weights import load_weights, save_weights
 
 __all__ = ["Model"]
@@ -332,17 +331,8 @@ class Model:
             CaptureError: the module can't be recorded; with file and line.
             NonFiniteLossError: NaN or infinity; the state is that before the update it names.
         """
-        session = self._compiled("fit")
-        if session.is_training:
-            raise ConfigurationError(
-                "fit was called inside fit, from a callback or the data. Start the second one when "
-                "the first has returned."
-            )
-        if session.optimizer is None:
-            raise ConfigurationError(
-                "fit needs an optimizer, but compile(optimizer=None) made a model that can only "
-                "evaluate and predict. Call compile with one, such as optimizer='adam'."
-            )
+        later = "Start the second one when the first has returned."
+        session = self._trainable("fit", later)
         given = FitArguments.check(
             session,
             FitRequest(
@@ -419,18 +409,9 @@ class Model:
             DataError: data that can't be read or fed.
         """
         session = self._compiled("evaluate")
-        given = InferenceArguments.check(
-            session,
-            Mode.EVALUATE,
-            Given("evaluation data", x, y, sample_weight, batch_size=batch_size),
-            steps,
-            prefetch,
-            ipus,
-            device_iterations,
-            callbacks,
-            seed,
-            verbose,
-        )
+        data = Given("evaluation data", x, y, sample_weight, batch_size=batch_size)
+        how = (steps, prefetch, ipus, device_iterations, callbacks, seed, verbose)
+        given = InferenceArguments.check(session, Mode.EVALUATE, data, *how)
         one_of("return_dict", return_dict, (True, False))
         values: Dict[str, float] = runs.infer(self, session, given, Mode.EVALUATE, loop.evaluate)
         return on_batch.as_keras_returns(values, return_dict)
@@ -473,18 +454,9 @@ class Model:
             DataError: data that can't be read or fed, or an output without a row per sample.
         """
         session = self._compiled("predict")
-        given = InferenceArguments.check(
-            session,
-            Mode.PREDICT,
-            Given("prediction data", x, batch_size=batch_size),
-            steps,
-            prefetch,
-            ipus,
-            device_iterations,
-            callbacks,
-            seed,
-            verbose,
-        )
+        data = Given("prediction data", x, batch_size=batch_size)
+        how = (steps, prefetch, ipus, device_iterations, callbacks, seed, verbose)
+        given = InferenceArguments.check(session, Mode.PREDICT, data, *how)
         return runs.infer(self, session, given, Mode.PREDICT, loop.predict)
 
     def predict_iter(
@@ -525,18 +497,9 @@ class Model:
             DataError: data that can't be read or fed, or an output without a row per sample.
         """
         session = self._compiled("predict_iter")
-        given = InferenceArguments.check(
-            session,
-            Mode.PREDICT,
-            Given("prediction data", x, batch_size=batch_size),
-            steps,
-            prefetch,
-            ipus,
-            device_iterations,
-            callbacks,
-            seed,
-            verbose,
-        )
+        data = Given("prediction data", x, batch_size=batch_size)
+        how = (steps, prefetch, ipus, device_iterations, callbacks, seed, verbose)
+        given = InferenceArguments.check(session, Mode.PREDICT, data, *how)
         return runs.stream(self, session, given)
 
     def train_on_batch(
@@ -647,20 +610,10 @@ class Model:
             DataError: data that can't be read or fed, or that can be read only once.
         """
         session = self._trainable("find_lr")
-        assert session.optimizer is not None
-        check_range(min_lr, max_lr, updates)
-        given = Given("training data", x, y, batch_size=batch_size, shuffles=True)
-        source = open_data(given, Mode.TRAIN, session.loss.in_module)
-        plan = session.plan(source, ipus, 1, gradient_accumulation, training=True)
-        return finders.find_lr(
-            finders.Trial(session, self._make_engine),
-            source,
-            plan,
-            session.optimizer,
-            exponential_range(min_lr, max_lr, updates),
-            finders.seed_of_trial(seed),
-            self,
-        )
+        data = Given("training data", x, y, batch_size=batch_size, shuffles=True)
+        rates = (min_lr, max_lr, updates)
+        trial = Trial(session, self._make_engine)
+        return searches.find_lr(self, trial, data, rates, ipus, gradient_accumulation, seed)
 
     def find_batch_size(
         self,
@@ -695,28 +648,8 @@ class Model:
                 one fits.
             DataError: data that can't be read or fed.
         """
-        session = self._trainable("find_batch_size")
-        if not comes_in_samples(Given("training data", x, y)):
-            raise ConfigurationError(
-                "find_batch_size needs samples to make batches of, but the training data comes in "
-                f"batches already, from a {type(x).__name__}. Pass tensors, arrays or the dataset."
-            )
-
-        def open_with(size: int) -> Source:
-            given = Given("training data", x, y, batch_size=size, shuffles=True)
-            return open_data(given, Mode.TRAIN, session.loss.in_module)
-
-        def plan_of(source: Source, accumulation: int) -> Plan:
-            return session.plan(source, ipus, 1, accumulation, training=True)
-
-        whole = plan_of(open_with(1), 1)
-        return finders.find_batch_size(
-            finders.Trial(session, self._make_engine),
-            open_with,
-            plan_of,
-            finders.candidates(effective_batch_size, start, whole.replicas, whole.samples),
-            finders.seed_of_trial(seed),
-        )
+        trial = Trial(self._trainable("find_batch_size"), self._make_engine)
+        return searches.find_batch_size(trial, x, y, effective_batch_size, start, ipus, seed)
 
     def explain(
         self,
@@ -746,32 +679,8 @@ class Model:
             PlanError: the batch algebra does not fit; with all faults.
         """
         session = self._compiled("explain")
-        plan = session.last_plan
-        if x is not None:
-            source = open_data(
-                Given("training data", x, batch_size=batch_size),
-                Mode.PREDICT,
-                session.loss.in_module,
-            )
-            plan = limited_plan(
-                session,
-                source,
-                limit_train_batches,
-                steps_per_epoch,
-                (ipus, device_iterations, gradient_accumulation),
-            )
-        elif (batch_size, steps_per_epoch, limit_train_batches) != (None, None, None):
-            raise ConfigurationError(
-                "explain needs the data that batch_size, steps_per_epoch and limit_train_batches "
-                "are for, got none. Pass explain(x, ...), or leave them out to explain the last "
-                "fit."
-            )
-        if plan is None:
-            raise ConfigurationError(
-                "explain needs a loader, explain(loader, ipus=...), or an earlier fit; got neither."
-            )
-        print(plan.explain())
-        print(session.explain())
+        work = (ipus, device_iterations, gradient_accumulation)
+        print(explained(session, x, batch_size, steps_per_epoch, limit_train_batches, work))
 
     def summary(
         self,
@@ -803,16 +712,8 @@ class Model:
             DataError: the batch can't be fed.
         """
         check_options(line_length, depth, expand_nested, print_fn)
-        session = self._session
-        own_loss = session is not None and session.loss.in_module
-        sample = None if x is None else sample_of(x, own_loss)
-        more: List[str] = []
-        if session is not None:
-            sample = session.sample if x is None else sample
-            more += [session.last_plan.explain()] if session.last_plan is not None else []
-            more.append(session.explain())
         levels = depth if expand_nested else 1
-        (print_fn or print)(summarize(self.module, sample, line_length, levels, more))
+        (print_fn or print)(summarized(self.module, self._session, x, line_length, levels))
 
     def save_weights(self, path: Union[str, os.PathLike[str]]) -> None:
         """Write the module's weights to one file; from a callback too.
@@ -859,12 +760,11 @@ class Model:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _trainable(self, name: str) -> Session:
+    def _trainable(self, name: str, later: str = "Call it when fit has returned.") -> Session:
         session = self._compiled(name)
         if session.is_training:
             raise ConfigurationError(
-                f"{name} was called inside fit, from a callback or the data. Call it when fit has "
-                "returned."
+                f"{name} was called inside fit, from a callback or the data. {later}"
             )
         if session.optimizer is None:
             raise ConfigurationError(

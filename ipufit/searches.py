@@ -1,0 +1,80 @@
+"""The arguments of Model's searches, checked, and the data of the trials opened."""
+
+from __future__ import annotations
+
+from typing import Any, Tuple
+
+from ipufit import finders
+from ipufit.data.forms import Given, comes_in_samples, open_data
+from ipufit.data.source import Source
+from ipufit.errors import ConfigurationError
+from ipufit.finders import BatchSize, Trial
+from ipufit.lr_finder import LearningRates, check_range, exponential_range
+from ipufit.plan import Plan
+from ipufit.program import Mode
+
+__all__ = ["find_batch_size", "find_lr"]
+
+
+def find_lr(
+    model: Any,
+    trial: Trial,
+    data: Given,
+    rates: Tuple[Any, Any, Any],
+    ipus: Any,
+    gradient_accumulation: Any,
+    seed: Any,
+) -> LearningRates:
+    """Train for a moment with rates from the first to the second, in so many updates.
+
+    Raises:
+        ConfigurationError: arguments that can't work.
+        DataError: data that can't be read or fed, or that can be read only once.
+    """
+    session = trial.session
+    assert session.optimizer is not None
+    check_range(*rates)
+    source = open_data(data, Mode.TRAIN, session.loss.in_module)
+    plan = session.plan(source, ipus, 1, gradient_accumulation, training=True)
+    return finders.find_lr(
+        trial,
+        source,
+        plan,
+        session.optimizer,
+        exponential_range(*rates),
+        finders.seed_of_trial(seed),
+        model,
+    )
+
+
+def find_batch_size(
+    trial: Trial, x: Any, y: Any, effective: Any, start: Any, ipus: Any, seed: Any
+) -> BatchSize:
+    """Look for the largest micro-batch that fits, at ``effective`` samples per update.
+
+    Raises:
+        ConfigurationError: arguments that can't work, or not even the smallest one fits.
+        DataError: data that can't be read or fed.
+    """
+    session = trial.session
+    if not comes_in_samples(Given("training data", x, y)):
+        raise ConfigurationError(
+            "find_batch_size needs samples to make batches of, but the training data comes in "
+            f"batches already, from a {type(x).__name__}. Pass tensors, arrays or the dataset."
+        )
+
+    def open_with(size: int) -> Source:
+        given = Given("training data", x, y, batch_size=size, shuffles=True)
+        return open_data(given, Mode.TRAIN, session.loss.in_module)
+
+    def plan_of(source: Source, accumulation: int) -> Plan:
+        return session.plan(source, ipus, 1, accumulation, training=True)
+
+    whole = plan_of(open_with(1), 1)
+    return finders.find_batch_size(
+        trial,
+        open_with,
+        plan_of,
+        finders.candidates(effective, start, whole.replicas, whole.samples),
+        finders.seed_of_trial(seed),
+    )
