@@ -160,7 +160,7 @@ def _scale(panel: Any, values: Sequence[float]) -> None:
 
 
 def _mark_best(panel: Any, history: History, key: str, label: str, color: str) -> None:
-    direction = direction_of(key)
+    direction = direction_of(key, history.params.get("directions"))
     values = [_finite(value) for value in history.aligned(key)]
     place = best_place(values, direction) if direction is not None else None
     if place is None:

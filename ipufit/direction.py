@@ -1,9 +1,9 @@
-"""Which way a value is better, by its name."""
+"""Which way a value is better: what its loss or metric says, else its name."""
 
 from __future__ import annotations
 
 import re
-from typing import Optional
+from typing import Mapping, Optional
 
 __all__ = ["direction_of"]
 
@@ -29,13 +29,22 @@ _SMALL = {
 }
 
 
-def direction_of(name: str) -> Optional[str]:
-    """Whether to aim for "min" or "max"; None if the name does not say.
+def direction_of(
+    name: str, told: Optional[Mapping[str, str]] = None, guess: bool = True
+) -> Optional[str]:
+    """Whether to aim for "min" or "max"; None if nobody knows.
 
     Args:
-        name: such as "val_loss", "BinaryAccuracy" or "top5_acc"; its words decide, the last that is
-            known: an "accuracy_loss" is a loss.
+        name: such as "val_loss", "BinaryAccuracy" or "top5_acc"; its words decide where nothing is
+            told, the last that is known: an "accuracy_loss" is a loss.
+        told: what losses and metrics say of themselves, by name: ``params["directions"]``.
+        guess: whether other words than "loss" count. Not where a wrong guess would keep the worst
+            weights instead of the best.
     """
+    if told is not None and name in told:
+        return told[name]
+    if not guess:
+        return "min" if name.endswith("_loss") else None
     spaced = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name)
     spaced = re.sub(r"(?i)cross_entropy", "crossentropy", spaced)
     for word in reversed(re.split(r"[^a-z0-9]+", spaced.lower())):

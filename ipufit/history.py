@@ -110,8 +110,8 @@ class History(Callback):
 
         Args:
             monitor: name of the value.
-            mode: "min", "max", or "auto" to go by the name: losses and errors are to be small,
-                accuracies and scores large.
+            mode: "min", "max", or "auto": as the loss or metric says, else by the name: losses and
+                errors are to be small, accuracies large.
 
         Returns:
             Its index, an element of ``epoch``. A value of NaN is never the best.
@@ -126,7 +126,8 @@ class History(Callback):
                 "value is better."
             )
         self._known(monitor)
-        direction = direction_of(monitor) if mode == "auto" else mode
+        told = self.params.get("directions")
+        direction = direction_of(monitor, told) if mode == "auto" else mode
         if direction is None:
             raise ConfigurationError(
                 "mode='auto' needs a name that says whether smaller is better, such as 'val_loss' "
@@ -208,8 +209,8 @@ class History(Callback):
             metrics: which values, by the names without "val_", in this order; None for all, those
                 logged per update included.
             columns: panels in a row; None chooses.
-            mark_best: whether to mark the best epoch of every value of which the name says which
-                way is better: by the validation where there is one.
+            mark_best: whether to mark the best epoch of every value of which it is known which way
+                is better: by the validation where there is one.
 
         Returns:
             The matplotlib ``Figure``. Values over several orders of magnitude have a logarithmic

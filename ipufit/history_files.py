@@ -112,7 +112,7 @@ def as_html(history: History) -> str:
     best: Dict[str, Any] = {
         name: curves.best_place(columns[name], direction)
         for name in names
-        for direction in [direction_of(name)]
+        for direction in [direction_of(name, history.params.get("directions"))]
         if direction is not None
     }
     shown = set(range(len(history.epoch))[-_ROWS:]) | {p for p in best.values() if p is not None}

@@ -244,6 +244,25 @@ def test_names_say_which_way_is_better(direction, names):
     )
 
 
+def test_what_a_metric_says_goes_before_its_name():
+    """A history must not call that epoch the best which a callback took for the worst."""
+    known = {"error": "max", "val_error": "max", "widgets": "min"}
+    assert direction_of("val_error", known) == "max"
+    assert direction_of("val_error", known, guess=False) == "max"
+    assert direction_of("other_error", known) == "min"
+    assert direction_of("other_error", known, guess=False) is None
+    assert direction_of("head_loss", known, guess=False) == "min"
+    history = History({"directions": known})
+    for value in (1.0, 3.0, 2.0):
+        history.append(len(history.epoch), {"error": value, "widgets": value})
+    assert [history.best_epoch(name) for name in ("error", "widgets")] == [1, 0]
+    assert history.best_epoch("error", "min") == 0
+    page = history._repr_html_()
+    assert "<tr><td>0</td><td>1</td><td><b>1</b></td></tr>" in page
+    assert "<tr><td>1</td><td><b>3</b></td><td>3</td></tr>" in page
+    assert page.count("<b>") == 2
+
+
 def curves(count, validated=1, **more):
     """A history of so many epochs."""
     history = History()
@@ -301,6 +320,10 @@ def test_the_best_epoch_is_marked_by_the_validation():
     figure = history.plot()
     assert panels(figure)["loss"].get_title(loc="right") == "★ training 1, epoch 3"
     assert panels(figure)["widgets"].get_title(loc="right") == ""
+    history.params["directions"] = {"loss": "max", "widgets": "min"}
+    figure = history.plot()
+    assert panels(figure)["loss"].get_title(loc="right") == "★ training 3, epoch 1"
+    assert panels(figure)["widgets"].get_title(loc="right") == "★ training 1, epoch 1"
 
 
 @needs_matplotlib

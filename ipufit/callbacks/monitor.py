@@ -8,6 +8,7 @@ from typing import Any, Optional
 from ipufit.callbacks.callback import Callback, Logs
 from ipufit.callbacks.callback_list import missing
 from ipufit.callbacks.checks import finite, one_of
+from ipufit.direction import direction_of
 from ipufit.errors import ConfigurationError
 
 __all__ = ["Monitor"]
@@ -41,11 +42,11 @@ class Monitor(Callback):
         Raises:
             ConfigurationError: nobody knows, so a guess might keep the worst instead of the best.
         """
-        known = self.params.get("directions", {}).get(self.monitor)
-        if self.mode != "auto" or known:
-            return self.mode if self.mode != "auto" else str(known)
-        if self.monitor.endswith("_loss"):
-            return "min"
+        if self.mode != "auto":
+            return str(self.mode)
+        found = direction_of(self.monitor, self.params.get("directions"), guess=False)
+        if found is not None:
+            return found
         raise ConfigurationError(
             f"{type(self).__name__} must know whether {self.monitor!r} is better when it is small "
             "or when it is large, but nothing says so. Pass mode='min' or mode='max'."
