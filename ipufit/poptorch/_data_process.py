@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing.connection
 import multiprocessing.forkserver
+import multiprocessing.process
 import multiprocessing.util
 import os
 import weakref
@@ -60,6 +61,10 @@ class DataProcess(BatchReader):
         except Exception as problem:
             events.close()
             commands.close()
+            if getattr(multiprocessing.current_process(), "_inheriting", False):
+                # A script without a guard of its main code, run again by the process that it has
+                # started: multiprocessing says what to do.
+                raise
             raise error(
                 "AsynchronousDataAccessor worker thread failed to start: its dataset could not be "
                 f"handed to the process ({type(problem).__name__}: {problem}). Everything in it, "

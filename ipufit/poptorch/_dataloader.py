@@ -12,7 +12,13 @@ from torch.utils.data import IterableDataset
 from ipufit.poptorch._accessor import AsynchronousDataAccessor
 from ipufit.poptorch._combining import combined
 from ipufit.poptorch._errors import error
-from ipufit.poptorch._loader_log import log_iterable, log_sampled, log_sized, log_unused
+from ipufit.poptorch._loader_log import (
+    log_iterable,
+    log_rebatched,
+    log_sampled,
+    log_sized,
+    log_unused,
+)
 from ipufit.poptorch._process_share import ProcessShare, ShuffledShare
 from ipufit.poptorch.enums import DataLoaderMode
 
@@ -90,7 +96,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # as i
         parts = auto_distributed_partitioning and processes > 1
         if self._is_user_batch_sampler_set:
             _check_batch_sampler(batch_size, shuffle, parts)
-            batch_size = getattr(batch_sampler, "batch_size", 1)
+            batch_size = getattr(batch_sampler, "batch_size", None) or 1
             self.batch_sampler_drop_last = drop_last
         options._freeze()
         self._set_sizes(options, batch_size)
@@ -120,6 +126,8 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # as i
         size = 1 if self._is_user_batch_sampler_set else self._combined_batch_size
         if rebatched_size is not None:
             self.rebatched_drop_last = drop_last
+            if self._is_user_batch_sampler_set:
+                log_rebatched(batch_sampler, rebatched_size)
             size = _worker_size(rebatched_worker_size, rebatched_size) or size
         # What the batches of a batch sampler leave over is dropped where they are joined, and what
         # rebatching leaves over in the process that does it.

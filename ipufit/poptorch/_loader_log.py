@@ -7,7 +7,7 @@ from typing import Any, Dict, Optional
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch.enums import DataLoaderMode
 
-__all__ = ["log_iterable", "log_sampled", "log_sized", "log_unused"]
+__all__ = ["log_iterable", "log_rebatched", "log_sampled", "log_sized", "log_unused"]
 
 
 def log_iterable(num_workers: int, kwargs: Dict[str, Any]) -> None:
@@ -76,6 +76,17 @@ def log_sampled(sampler: Any, batch_size: Optional[int], number: Optional[int]) 
             number,
             batches % number,
             batches % number * batch_size,
+        )
+
+
+def log_rebatched(sampler: Any, rows: int) -> None:
+    """Say that a sampler's batches are cut anew, if it doesn't tell how large they are."""
+    if getattr(sampler, "batch_size", None) is None:
+        logger.warning(
+            "The batch_sampler has no batch_size, which counts as 1: its batches are joined and "
+            "cut into combined batches of %d samples. Give it a batch_size, or use "
+            "DataLoaderMode.Async and drop_last=True, to keep them whole.",
+            rows,
         )
 
 

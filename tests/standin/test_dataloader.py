@@ -567,6 +567,21 @@ def test_the_log_says_that_a_sampler_may_not_fill_the_last_batch(caplog):
     assert messages(caplog, opts, Numbers(8), batch_sampler=sampler(8, 2), drop_last=False) == []
 
 
+@pytest.mark.usefixtures("recorded")
+def test_the_log_says_that_batches_of_unknown_size_are_cut_anew(caplog):
+    opts, indices = Opts(iterations=2), [[0, 1], [2, 3]]
+    text = (
+        "The batch_sampler has no batch_size, which counts as 1: its batches are joined and cut "
+        "into combined batches of 2 samples. Give it a batch_size, or use DataLoaderMode.Async and "
+        "drop_last=True, to keep them whole."
+    )
+    for arguments in ({"mode": REBATCHED}, {"mode": ASYNC, "drop_last": False}):
+        told = messages(caplog, opts, Numbers(4), batch_sampler=indices, **arguments)
+        assert told == [("WARNING", text)]
+    assert messages(caplog, opts, Numbers(4), batch_sampler=indices, mode=ASYNC) == []
+    assert messages(caplog, opts, Numbers(4), batch_sampler=sampler(4, 2), mode=REBATCHED) == []
+
+
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 def test_the_log_says_that_workers_read_a_stream_each_for_itself(caplog):
     assert messages(caplog, Opts(), Stream(4), num_workers=3) == [
