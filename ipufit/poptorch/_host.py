@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import Dict, Iterator, List, Sequence
+from typing import Any, Dict, Iterator, List, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,10 @@ from ipufit.poptorch._weights import WeightFollower, WeightSource, WeightSync
 from ipufit.poptorch._wrapping import host_tensors, quietly, syncs_of, unwrap, wrap
 
 __all__ = ["Host"]
+
+
+def _nobody() -> None:
+    """Where an executor would be."""
 
 
 class Host:
@@ -35,6 +39,10 @@ class Host:
         self._follower = WeightFollower()
         if training:
             wrap(model, owner, self._sync)
+
+    def __getstate__(self) -> Dict[str, Any]:
+        """For a copy or a pickle of the executor: nobody is asked for what the copy has."""
+        return {**vars(self), "_owner": _nobody}
 
     @property
     def is_dirty(self) -> bool:

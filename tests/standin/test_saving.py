@@ -1,5 +1,6 @@
 """A compiled model in a file: what comes back goes on exactly as the saved one would have."""
 
+import io
 import json
 import os
 import shutil
@@ -714,3 +715,10 @@ def test_tied_weights_stay_tied(path):
     for _ in range(2):
         assert torch.equal(back(torch.ones(1, 2)), executor(torch.ones(1, 2)))
     assert equal(weights(back), weights(executor))
+
+
+def test_a_model_can_be_given_to_torch_save():
+    """Scripts do, though the result can only be read by unpickling."""
+    file = io.BytesIO()
+    torch.save(poptorch.inferenceModel(nn.Linear(2, 2)), file)
+    assert b"PoplarExecutor" in file.getvalue()
