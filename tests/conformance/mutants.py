@@ -457,12 +457,14 @@ def _taken_back(original):
 
     def call(self, *args, **kwargs):
         model = self._user_model
+        # An inference model has a copy of the module, with the same parameters.
+        key = id(next(model.parameters(), None))
         if self._training:
-            kept.setdefault(id(model), {k: v.clone() for k, v in model.state_dict().items()})
+            kept.setdefault(key, {k: v.clone() for k, v in model.state_dict().items()})
         result = original(self, *args, **kwargs)
-        if not self._training and id(model) in kept:
+        if not self._training and key in kept:
             with torch.no_grad():
-                for name, value in kept[id(model)].items():
+                for name, value in kept[key].items():
                     model.get_parameter(name).copy_(value)
         return result
 
