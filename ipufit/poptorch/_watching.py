@@ -74,8 +74,11 @@ class _Calls(TorchFunctionMode):
         try:
             result = call(func, args, kwargs)
             if moves and isinstance(result, Tensor) and self._is_host(result):
-                # A copy of the recording's own, as of the numbers that torch.tensor is given.
-                result = torch.ops.aten.lift_fresh_copy.default(result)
+                # A copy of the recording's own, as of the numbers that torch.tensor is given; of
+                # what is in the recording already, torch 2.0 can't make one in this way.
+                fake = isinstance(result, FakeTensor)
+                lift = torch.ops.aten.lift_fresh_copy.default
+                result = result.clone() if fake else lift(result)
         finally:
             self.inside = False
         if not self._wide:
