@@ -14,6 +14,8 @@ from ipufit.faults import Faults
 from ipufit.losses import Loss, resolve_loss
 from ipufit.metrics import MetricSet, resolve_metrics
 from ipufit.optimizers import resolve_optimizer
+from ipufit.parallel.partition import NOT_DIVIDED
+from ipufit.parallel.resolving import PartitionRequest, resolve_partitions
 from ipufit.program import Engine
 from ipufit.recipe import (
     LossScale,
@@ -62,6 +64,8 @@ class CompileRequest:
     run_eagerly: bool
     training_options: Any
     inference_options: Any
+    partition: PartitionRequest
+    inference_partition: PartitionRequest
 
 
 def compiled(
@@ -75,6 +79,9 @@ def compiled(
     faults = Faults()
     resolved, metrics, optimizer = _what(module, asked, faults)
     settings = _how(asked, faults)
+    partitions = NOT_DIVIDED
+    with faults.collected():
+        partitions = resolve_partitions(module, asked.partition, asked.inference_partition)
     faults.raise_all()
     assert resolved is not None
     schedule = resolve_schedule(asked.lr_scheduler, optimizer, asked.lr_scheduler_interval)
@@ -92,7 +99,7 @@ def compiled(
     _refuse_unused_options(engine, options)
     check = getattr(engine, "check", None)
     if check is not None:
-        check(module, optimizer, resolved, recipe, asked.run_eagerly, options)
+        check(module, optimizer, resolved, recipe, asked.run_eagerly, options, partitions)
     return Session(
         module,
         optimizer,
@@ -103,6 +110,7 @@ def compiled(
         asked.auto_round_ipus,
         asked.run_eagerly,
         options,
+        partitions,
     )
 
 

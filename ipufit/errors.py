@@ -36,6 +36,7 @@ __all__ = [
     "NonFiniteLossError",
     "NotCompiledError",
     "OptimizerError",
+    "PartitionError",
     "PlanError",
     "RecoverableDeviceError",
     "UnknownNameError",
@@ -65,6 +66,10 @@ class PlanError(ConfigurationError):
         self.faults = tuple(faults)
         self.suggestion = dict(suggestion or {})
         super().__init__("\n".join(self.faults))
+
+
+class PartitionError(ConfigurationError):
+    """A module can't be divided over IPUs in the way that was asked for."""
 
 
 class UnknownNameError(ConfigurationError):

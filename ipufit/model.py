@@ -31,6 +31,7 @@ from ipufit.finders import BatchSize, Trial
 from ipufit.fit_data import FitRequest
 from ipufit.history import History
 from ipufit.lr_finder import LearningRates
+from ipufit.parallel.resolving import PartitionRequest
 from ipufit.program import Engine, Mode
 from ipufit.recipe import LossScale
 from ipufit.recordable import refuse_unrecordable
@@ -109,6 +110,14 @@ class Model:
         output_mode: str = "all",
         output_every: Optional[int] = None,
         gradient_reduction: str = "mean",
+        stages: Optional[Mapping[str, int]] = None,
+        layers_per_ipu: Optional[Sequence[int]] = None,
+        layers: Union[str, Sequence[str], None] = None,
+        strategy: Any = None,
+        ipus_per_replica: Optional[int] = None,
+        inference_stages: Optional[Mapping[str, int]] = None,
+        inference_layers_per_ipu: Optional[Sequence[int]] = None,
+        inference_strategy: Any = None,
         auto_round_ipus: bool = False,
         run_eagerly: bool = False,
         training_options: Any = None,
@@ -163,6 +172,24 @@ class Model:
             output_every: the n of "every_n".
             gradient_reduction: over the micro-batches of an update: "mean", or "sum" of their
                 means.
+            stages: modules that begin a stage, by name, with its number from 0: a stage goes on
+                until another begins, and has an IPU of its own. It changes no number, only where
+                on IPUs things are.
+            layers_per_ipu: instead of stages, how many of the repeated layers are on each IPU; -1
+                for an even share of the rest, what does not divide on the last such IPU. What
+                comes before the layers is on the first IPU, what comes after on the last.
+            layers: names of the ModuleLists or Sequentials whose layers count; None finds the
+                longest of alike blocks, those with blocks of the same class, and a decoder beside
+                an encoder.
+            strategy: "pipelined", "sharded", "serial_phased", "parallel_phased" (stages are phases
+                there), or an object such as ``poptorch.PipelinedExecution(...)`` for a module with
+                blocks of its own. None is "pipelined".
+            ipus_per_replica: for a module with blocks of its own (``poptorch.BeginBlock``,
+                ``Block``, ``BlockFunction``), how many IPUs they name.
+            inference_stages: stages of validation, ``evaluate`` and ``predict``; None as training.
+            inference_layers_per_ipu: the same instead of inference_stages.
+            inference_strategy: None is that of training; a pipeline that the device iterations
+                don't fill runs sharded.
             auto_round_ipus: reserve the next power of two where ``ipus`` is none, and leave the
                 rest idle.
             run_eagerly: run the module itself instead of a recorded program: the same numbers,
@@ -210,6 +237,16 @@ class Model:
                 run_eagerly=run_eagerly,
                 training_options=training_options,
                 inference_options=inference_options,
+                partition=PartitionRequest(
+                    stages, layers_per_ipu, layers, strategy, ipus_per_replica
+                ),
+                inference_partition=PartitionRequest(
+                    stages=inference_stages,
+                    layers_per_ipu=inference_layers_per_ipu,
+                    strategy=inference_strategy,
+                    ipus_per_replica=None,
+                    prefix="inference_",
+                ),
             ),
         )
         self._retire(session)
@@ -277,7 +314,7 @@ class Model:
             y: targets beside tensors and arrays, in any structure, one row per sample.
             batch_size: of tensors, arrays and datasets: the micro-batch. None is 32.
             epochs: index of the epoch to stop before: a count when initial_epoch is 0, as in Keras.
-            ipus: total number of IPUs; without stages, the number of replicas. None is one replica.
+            ipus: total number of IPUs, a multiple of those of a replica. None is one replica.
             device_iterations: weight updates per execution.
             gradient_accumulation: micro-batches that a replica sums before an update.
             validation_split: the last fraction of tensors, arrays or a map-style dataset is held

@@ -50,6 +50,7 @@ class Plan:
         replicas: copies of the model.
         device_iterations: updates per execution; forward passes per execution in inference.
         stages: IPUs that share one replica.
+        pipelined: whether they work on different micro-batches at the same time.
         reserved_ipus: IPUs taken from the machine; more than `ipus` only after rounding up.
         samples: samples that the loader delivers per epoch; None if nobody knows (a stream).
         dropped: samples that a loader with ``drop_last=True`` leaves out; not part of `samples`.
@@ -68,6 +69,7 @@ class Plan:
     dropped: int = 0
     training: bool = True
     fixed_updates: Optional[int] = None
+    pipelined: bool = False
 
     @classmethod
     def make(
@@ -83,11 +85,14 @@ class Plan:
         training: bool = True,
         auto_round_ipus: bool = False,
         fixed_updates: Optional[SupportsIndex] = None,
+        pipelined: bool = False,
     ) -> Plan:
         """Check the arguments and build the plan.
 
         Args:
             ipus: the total number of IPUs, all replicas together; None means one replica.
+            pipelined: whether the stages are a pipeline, which needs ``2 * stages - 1``
+                micro-batches per update when training and ``stages`` per execution otherwise.
             auto_round_ipus: reserve the next power of two and leave the rest idle, where ``ipus``
                 is not a power of two.
         Raises:
@@ -106,7 +111,9 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
         rounding = check.flag("auto_round_ipus", auto_round_ipus)
         stages = check.count("stages", stages)
         total = check.ipus(ipus, stages, rounding)
-        accumulation = check.accumulation(gradient_accumulation, training)
+        filling = stages if pipelined else 1
+        accumulation = check.accumulation(gradient_accumulation, training, filling)
+        iterations = check.iterations(device_iterations, training, filling)
         if samples is not None:
             samples = check.count("samples", samples, least=0)
         if fixed_updates is not None:
@@ -115,13 +122,14 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
             micro_batch_size=check.count("micro_batch_size", micro_batch_size),
             gradient_accumulation=accumulation,
             replicas=total // stages,
-            device_iterations=check.count("device_iterations", device_iterations),
+            device_iterations=iterations,
             stages=stages,
             reserved_ipus=round_up(total),
             samples=samples,
             dropped=check.count("dropped", dropped, least=0),
             training=training,
             fixed_updates=fixed_updates,
+            pipelined=pipelined,
         )
         check.raise_faults()
         return plan

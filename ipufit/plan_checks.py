@@ -72,12 +72,26 @@ class Checks:
             self.fault(name, f"a bool. {_kind(value)}, write True or False.", **{name: False})
         return value is True
 
-    def accumulation(self, value: Any, training: bool) -> int:
-        """A positive count when training; 1 otherwise."""
+    def accumulation(self, value: Any, training: bool, pipeline: int = 1) -> int:
+        """Check that a training pipeline of so many stages is filled; 1 in inference."""
+        if training and pipeline > 1:
+            least = 2 * pipeline - 1
+            rule = (
+                f"at least {least} to fill a training pipeline of {pipeline} stages, forward and "
+                "back"
+            )
+            return self.number("gradient_accumulation", value, rule, lambda n: [max(n, least)])
         if training:
             return self.count("gradient_accumulation", value)
         rule = "1 in evaluate and predict, which make no updates"
         return self.number("gradient_accumulation", value, rule, lambda n: [1])
+
+    def iterations(self, value: Any, training: bool, pipeline: int = 1) -> int:
+        """Check that an inference pipeline of so many stages is filled."""
+        if training or pipeline == 1:
+            return self.count("device_iterations", value)
+        rule = f"at least {pipeline} to fill a pipeline of {pipeline} stages"
+        return self.number("device_iterations", value, rule, lambda n: [max(n, pipeline)])
 
     def ipus(self, value: Any, stages: int, rounding: bool) -> int:
         """Check the total number of IPUs, and say where ``auto_round_ipus=True`` would help."""

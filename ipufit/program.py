@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ipufit import tree
 from ipufit.logged import LogRule
 from ipufit.losses import Loss
+from ipufit.parallel.partition import Partition
 from ipufit.plan import Plan
 from ipufit.recipe import Recipe
 
@@ -192,6 +193,7 @@ class ProgramSpec:
         recipe: how an update is made.
         run_eagerly: run the user's module itself, without capture.
         options: settings of the engine's own, as the user gave them, or None.
+        partition: how the module lies on the IPUs of a replica; None for one IPU.
     """
 
     module: nn.Module
@@ -206,6 +208,7 @@ class ProgramSpec:
     recipe: Recipe = dataclasses.field(default_factory=Recipe)
     run_eagerly: bool = False
     options: Any = None
+    partition: Optional[Partition] = None
 
 
 class Program(Protocol):
@@ -259,10 +262,10 @@ class Program(Protocol):
 class Engine(Protocol):
     """Builds programs. One engine belongs to one compiled model and may keep what it has recorded.
 
-    It may have more: ``check(module, optimizer, loss, recipe, run_eagerly, options)``, which
-    refuses at ``compile`` what it can't do; ``explain(recipe)``, sentences on what is particular to
-    it; ``takes_options``, true if ``training_options`` mean something to it; and ``close()``,
-    called when the model is compiled anew or closed.
+    It may have more: ``check(module, optimizer, loss, recipe, run_eagerly, options, partitions)``,
+    which refuses at ``compile`` what it can't do; ``explain(recipe)``, sentences on what is
+    particular to it; ``takes_options``, true if ``training_options`` mean something to it; and
+    ``close()``, called when the model is compiled anew or closed.
 
     Attributes:
         name: for reports.

@@ -22,6 +22,7 @@ from ipufit.losses import Loss
 from ipufit.meter import Meter
 from ipufit.metrics import MetricSet
 from ipufit.names import check_log_name
+from ipufit.parallel.partition import NOT_DIVIDED, Partitions
 from ipufit.plan import Plan
 from ipufit.program import Engine, MicroBatch, Mode, Program, ProgramSpec
 from ipufit.randomness import draw_seed
@@ -43,6 +44,7 @@ class Session:
         auto_round_ipus: whether IPUs may be rounded up.
         run_eagerly: whether programs run the module itself.
         options: settings of the engine's own, by the argument of ``compile``.
+        partitions: how the module lies on the IPUs of a replica.
 
     Attributes:
         updates: weight updates done so far.
@@ -61,8 +63,10 @@ class Session:
         auto_round_ipus: bool = False,
         run_eagerly: bool = False,
         options: Optional[Mapping[str, Any]] = None,
+        partitions: Partitions = NOT_DIVIDED,
     ) -> None:
         self._options = options or {}
+        self.partitions = partitions
         self.module = module
         self.engine = engine
         self.loss = loss
@@ -132,7 +136,10 @@ class Session:
     ) -> Plan:
         """Check the batch algebra; a batch size that only the first batch tells counts as 1."""
         passes = training and fixed_updates is not None
+        partition = self.partitions.of(training)
         plan = Plan.make(
+            stages=partition.ipus if partition is not None else 1,
+            pipelined=partition is not None and partition.pipelines(training, device_iterations),
             micro_batch_size=source.micro_batch_size or 1,
             ipus=ipus,
             device_iterations=device_iterations,
@@ -246,6 +253,7 @@ class Session:
             options=self._options.get(
                 "training_options" if mode is Mode.TRAIN else "inference_options"
             ),
+            partition=self.partitions.of(mode is Mode.TRAIN),
         )
 
     def explain(self) -> str:
@@ -260,6 +268,7 @@ class Session:
         )
         more = [f"{name}={value!r}" for name, value in self.recipe.extras().items()]
         text += f"\nCompiled with {', '.join(more)}." if more else ""
+        text += "".join(f"\n{line}" for line in self.partitions.describe())
         explain = getattr(self.engine, "explain", None)
         return "\n".join([text, *(explain(self.recipe) if explain is not None else ())])
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import Any, Callable, Hashable, List, Optional, Tuple
+from typing import Any, Callable, Hashable, Iterator, List, Optional, Tuple
 
 import torch
 
@@ -67,6 +68,25 @@ class Blocks:
             self._noted = True
 
 
+_listeners: List[List[Entry]] = []
+
+
+@contextlib.contextmanager
+def listened() -> Iterator[List[Entry]]:
+    """Note every block that is entered in this context, compiling or not: its name and IPU."""
+    entered: List[Entry] = []
+    _listeners.append(entered)
+    try:
+        yield entered
+    finally:
+        _listeners.pop()
+
+
+def _tell(user_id: Optional[str], ipu_id: Optional[int]) -> None:
+    for entered in _listeners:
+        entered.append((user_id, ipu_id))
+
+
 def _blocks() -> Optional[Blocks]:
     # Imported here: a recording has blocks, so that module imports this one.
     from ipufit.poptorch._tracing import tracing
@@ -102,6 +122,7 @@ class Block(torch.nn.Module):
     @staticmethod
     def start(user_id: Optional[str] = None, ipu_id: Optional[int] = None) -> None:
         """Begin a block that goes on until another one begins."""
+        _tell(user_id, ipu_id)
         blocks = _blocks()
         if blocks is not None:
             blocks.enter(user_id, ipu_id)
@@ -117,6 +138,7 @@ class Block(torch.nn.Module):
 
 def _begin(user_id: Optional[str], ipu_id: Optional[int]) -> Optional[str]:
     """Begin a block and return its name; a number given to one without a name is to stay."""
+    _tell(user_id, ipu_id)
     blocks = _blocks()
     if blocks is None:
         return user_id

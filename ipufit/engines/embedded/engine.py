@@ -148,6 +148,7 @@ class EmbeddedEngine:
                 layout,
                 recipe.precision,
                 scaled,
+                spec.partition,
             )
             arguments = [*state, *example.leaves]
             if scaled:

@@ -19,6 +19,8 @@ from ipufit.engines.embedded.storage import Block, storage_id
 from ipufit.errors import CaptureError, LossError
 from ipufit.logged import collecting
 from ipufit.losses import Loss, LossTerm, find_loss
+from ipufit.parallel.following import followed
+from ipufit.parallel.partition import Partition
 from ipufit.program import MicroBatch
 from ipufit.recipe import Precision
 
@@ -192,6 +194,7 @@ class MicroStep:
         with_loss: compute the loss.
         precision: in which the module computes.
         scaled: whether a loss scale is the last tensor.
+        partition: of the module over IPUs, whose rules are checked; None for one IPU.
         want_outputs: return the module's outputs.
         layout: given the names that a gradient reached, the blocks to pack gradients into; None
             when no gradient is wanted. Asked once.
@@ -213,8 +216,10 @@ class MicroStep:
         layout: Optional[Callable[[Sequence[str]], Sequence[Block]]],
         precision: Precision,
         scaled: bool,
+        partition: Optional[Partition] = None,
     ) -> None:
         self._step = step
+        self._partition = partition
         self._trained = list(trained)
         self._fixed = list(fixed)
         self._structure = example.structure
@@ -245,7 +250,9 @@ class MicroStep:
         with torch.set_grad_enabled(self._layout is not None):
             with collecting() as entries, computing_in(self._precision, tensors[-1].device):
                 batch = with_inputs_in(self._precision, batch)
-                outputs, term = functional_call(self._step, state, (batch, state, self._with_loss))
+                with followed(self._partition, self._step.net):
+                    arguments = (batch, state, self._with_loss)
+                    outputs, term = functional_call(self._step, state, arguments)
             if term is not None:
                 self.reported, numbers = Reported.of(term, entries)
                 result.append(numbers)

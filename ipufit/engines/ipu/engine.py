@@ -16,12 +16,14 @@ from ipufit.engines.ipu.failures import told
 from ipufit.engines.ipu.inference import InferenceProgram
 from ipufit.engines.ipu.limits import check_request
 from ipufit.engines.ipu.options import check_options, make_options, role_of
+from ipufit.engines.ipu.placing import refuse_two_strategies
 from ipufit.engines.ipu.sdk import keeps_float64
 from ipufit.engines.ipu.size import Size
 from ipufit.engines.ipu.step import Form, IpuStep
 from ipufit.engines.ipu.training import TrainingProgram, unwrapped
 from ipufit.engines.ipu.unit import Unit
 from ipufit.losses import Loss
+from ipufit.parallel.partition import Partitions
 from ipufit.program import MicroBatch, Mode, Program, ProgramSpec
 from ipufit.recipe import Recipe
 
@@ -67,18 +69,22 @@ class IpuEngine:
         recipe: Recipe,
         run_eagerly: bool,
         options: Dict[str, Any],
+        partitions: Partitions,
     ) -> None:
         """Refuse at ``compile`` what an IPU can't do.
 
         Args:
             module, optimizer, loss, recipe, run_eagerly: as ``compile`` resolved them.
             options: by the argument's name.
+            partitions: of the module over IPUs.
 
         Raises:
             ConfigurationError: naming it; several faults as one error.
         """
         for role, given in options.items():
             check_options(self.sdk, given, role)
+            partition = partitions.of(role == role_of(Mode.TRAIN))
+            refuse_two_strategies(self.sdk, given, role, partition)
         check_request(module, optimizer, loss, recipe, run_eagerly, self.wide)
 
     def build(self, spec: ProgramSpec) -> Program:

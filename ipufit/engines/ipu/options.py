@@ -6,6 +6,7 @@ from typing import Any, Dict, List, Mapping, Tuple
 
 import torch
 
+from ipufit.engines.ipu.placing import place
 from ipufit.engines.ipu.size import Size
 from ipufit.errors import ConfigurationError
 from ipufit.program import Mode, ProgramSpec
@@ -69,6 +70,10 @@ def make_options(sdk: Any, given: Any, spec: ProgramSpec, size: Size, first_seed
         if spec.recipe.gradient_reduction == "mean":
             kind = sdk.ReductionType.Mean
         options.Training.accumulationAndReplicationReductionType(kind)
+    if spec.plan.idle_ipus:
+        options.autoRoundNumIPUs(True)
+    if spec.partition is not None:
+        place(sdk, options, spec.partition, size, training)
     if size.replicas > 1:
         # Each replica has running statistics of its own.
         options.broadcastBuffers(False)

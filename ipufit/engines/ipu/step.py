@@ -14,8 +14,10 @@ from ipufit.engines.embedded.precision import with_inputs_in
 from ipufit.engines.embedded.results import OutputShape, Reported
 from ipufit.engines.embedded.step import carries_loss
 from ipufit.errors import ConfigurationError
+from ipufit.engines.ipu.placing import begin_loss, block_of, ipu_of
 from ipufit.logged import Entries, collecting
 from ipufit.losses import Loss, LossTerm, loss_of_valid
+from ipufit.parallel.following import followed
 from ipufit.program import MicroBatch, Mode, ProgramSpec
 
 __all__ = ["Form", "IpuStep", "Traced"]
@@ -95,6 +97,7 @@ class IpuStep(nn.Module):
         self.wants_outputs = spec.want_outputs
         self._precision = spec.recipe.precision
         self._form = form
+        self._partition = spec.partition
 
     @property
     def trains(self) -> bool:
@@ -145,7 +148,10 @@ class IpuStep(nn.Module):
         self, batch: Sequence[Any], valid: Optional[Tensor]
     ) -> Tuple[Any, Optional[LossTerm]]:
         args, kwargs, target, sample_weight = batch
-        result = self.net(*args, **kwargs)
+        with followed(self._partition, self.net, self._begin):
+            result = self.net(*args, **kwargs)
+        if self._partition is not None:
+            begin_loss(self._sdk, self._partition)
         if self._loss is None:
             return result, None
         with_loss = self._mode is not Mode.PREDICT
@@ -161,6 +167,9 @@ class IpuStep(nn.Module):
         counting = loss_of_valid(self._loss, result, target, sample_weight, valid)
         assert counting is not None, "only a loss of samples gets samples that do not count"
         return result, counting
+
+    def _begin(self, stage: int) -> None:
+        self._sdk.Block.start(block_of(stage), ipu_id=ipu_of(self._partition, stage))
 
     def _objective(self, term: LossTerm, entries: Entries, share: Optional[Tensor]) -> Tensor:
         """The loss that is followed."""

@@ -1,0 +1,79 @@
+"""How a partition is told to PopTorch: blocks inside forward, a strategy in the options."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+from ipufit.engines.ipu.size import Size
+from ipufit.errors import ConfigurationError
+from ipufit.parallel.partition import BLOCK, Partition
+
+__all__ = ["begin_loss", "block_of", "ipu_of", "place", "refuse_two_strategies"]
+
+
+def block_of(stage: int) -> str:
+    """The name of a stage's block."""
+    return f"{BLOCK}{stage}"
+
+
+def ipu_of(partition: Optional[Partition], stage: int) -> int:
+    """The IPU of a replica on which a stage or phase runs."""
+    assert partition is not None
+    return stage % partition.ipus
+
+
+def begin_loss(sdk: Any, partition: Partition) -> None:
+    """Let the loss be where the module ends, which may have left its last block.
+
+    A strategy of PopTorch's own form that names all blocks would not know another one.
+    """
+    if not partition.begins and partition.poptorch_strategy is None:
+        sdk.Block.start("ipufit loss", ipu_id=partition.ipus - 1)
+
+
+def place(sdk: Any, options: Any, partition: Partition, size: Size, training: bool) -> None:
+    """Set the execution strategy.
+
+    A call that is too small to fill the pipeline, as the last of an epoch may be, runs one stage
+    after the other: the numbers are the same.
+    """
+    filled = size.iterations >= partition.stages
+    if training:
+        filled = size.accumulation >= 2 * partition.stages - 1
+    if partition.is_pipelined and not filled:
+        # Counting on from the IPUs that blocks name, it needs no IPU on every one.
+        options.setExecutionStrategy(sdk.ShardedExecution(sdk.AutoStage.AutoIncrement))
+    elif partition.poptorch_strategy is not None:
+        options.setExecutionStrategy(partition.poptorch_strategy)
+    else:
+        options.setExecutionStrategy(_strategy(sdk, partition))
+
+
+def _strategy(sdk: Any, partition: Partition) -> Any:
+    if partition.strategy == "pipelined":
+        return sdk.PipelinedExecution(sdk.AutoStage.SameAsIpu)
+    if partition.strategy == "sharded":
+        return sdk.ShardedExecution(sdk.AutoStage.SameAsIpu)
+    kind = sdk.SerialPhasedExecution
+    if partition.strategy == "parallel_phased":
+        kind = sdk.ParallelPhasedExecution
+    phases = range(partition.stages)
+    return kind(*(sdk.Phase(sdk.Stage(block_of(p)).ipu(ipu_of(partition, p))) for p in phases))
+
+
+def refuse_two_strategies(
+    sdk: Any, options: Any, role: str, partition: Optional[Partition]
+) -> None:
+    """Refuse options with a strategy of their own where ``compile`` divides the module.
+
+    Raises:
+        ConfigurationError: they have one.
+    """
+    if options is None or partition is None:
+        return
+    mode = "execution_mode"
+    if options.toDict()[mode] != sdk.Options().toDict()[mode]:
+        raise ConfigurationError(
+            f"{role} sets an execution strategy, and compile divides the module too. Pass the "
+            "strategy to compile, strategy=..., or leave out what else divides the module."
+        )

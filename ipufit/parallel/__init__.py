@@ -1,0 +1,1 @@
+"""Models over several IPUs: which part of a module is on which."""

@@ -1,0 +1,92 @@
+"""How a module lies on the IPUs of a replica."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Dict, List, Optional, Tuple
+
+__all__ = ["BLOCK", "NOT_DIVIDED", "STRATEGIES", "Partition", "Partitions"]
+
+# How the names of the blocks begin that stand for stages.
+BLOCK = "ipufit stage "
+STRATEGIES = ("pipelined", "sharded", "serial_phased", "parallel_phased")
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """How a module lies on the IPUs of a replica.
+
+    Attributes:
+        begins: modules that begin a stage, by name, with the stage's number, in the order of
+            definition. What runs before the first is of stage 0. Empty where the module itself says
+            it, with ``poptorch.Block`` and the like.
+        stages: how many; phases of a phased strategy.
+        strategy: "pipelined", "sharded", "serial_phased" or "parallel_phased".
+        is_chosen: whether the user named the strategy; otherwise one that does not fit the batches
+            of an inference gives way to "sharded".
+        poptorch_strategy: an object of PopTorch's instead, as the user made it, or None.
+        ipus: IPUs of one replica.
+    """
+
+    begins: Tuple[Tuple[str, int], ...]
+    stages: int
+    strategy: str
+    is_chosen: bool
+    ipus: int
+    poptorch_strategy: Any = None
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether stages work on different micro-batches at the same time."""
+        return self.strategy == "pipelined"
+
+    def pipelines(self, training: bool, device_iterations: object) -> bool:
+        """Whether a job runs as a pipeline, or must be refused because it can't fill one.
+
+        An inference that does not fill it runs one stage after the other, unless the user named
+        the strategy.
+        """
+        if training or self.is_chosen or not isinstance(device_iterations, int):
+            return self.is_pipelined
+        return self.is_pipelined and device_iterations >= self.stages
+
+    def describe(self) -> str:
+        """Strategy and beginnings, in one line."""
+        if not self.begins:
+            return f"{self.strategy} over {self.ipus} IPUs by the module's own blocks"
+        unit = "phase" if "phased" in self.strategy else "stage"
+        first: Dict[int, str] = {}
+        for name, stage in self.begins:
+            first.setdefault(stage, name)
+        begins = "; ".join(f"{unit} {stage} from {name}" for stage, name in first.items())
+        return f"{self.strategy} over {self.stages} {unit}s: {begins}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Partitions:
+    """That of training and that of inference; None for one IPU."""
+
+    training: Optional[Partition] = None
+    inference: Optional[Partition] = None
+
+    def of(self, training: bool) -> Optional[Partition]:
+        """One of the two."""
+        return self.training if training else self.inference
+
+    def describe(self) -> List[str]:
+        """In words, a line each; what they share once."""
+        if self.training is None and self.inference is None:
+            return []
+        alone = "the whole module on one IPU"
+        train, infer = (p.describe() if p else alone for p in (self.training, self.inference))
+        lines = [f"Training: {train}.", f"Inference: {infer}."]
+        inference = self.inference
+        if inference is not None and inference.is_pipelined and not inference.is_chosen:
+            lines[1] = (
+                f"Inference: {infer}; sharded where an execution has less than {inference.stages} "
+                "device iterations, which would not fill the pipeline."
+            )
+        return lines
+
+
+NOT_DIVIDED = Partitions()

@@ -1,0 +1,271 @@
+"""From the arguments of ``compile`` to a partition; all that can't work is said at once."""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import operator
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+from torch import nn
+
+from ipufit.errors import PartitionError, UnknownNameError
+from ipufit.faults import Faults
+from ipufit.parallel.partition import STRATEGIES, Partition, Partitions
+from ipufit.parallel.repeated import repeated_layers
+
+__all__ = ["PartitionRequest", "resolve_partitions", "share_out"]
+
+_POPTORCH_STRATEGIES = {
+    "ShardedExecution": "sharded",
+    "PipelinedExecution": "pipelined",
+    "SerialPhasedExecution": "serial_phased",
+    "ParallelPhasedExecution": "parallel_phased",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class PartitionRequest:
+    """The arguments of ``compile`` that divide a module, as they came; it documents them."""
+
+    stages: Any = None
+    layers_per_ipu: Any = None
+    layers: Any = None
+    strategy: Any = None
+    ipus_per_replica: Any = None
+    prefix: str = ""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was said."""
+        return (self.stages, self.layers_per_ipu, self.strategy) == (None, None, None)
+
+    def name(self, argument: str) -> str:
+        """What the user calls an argument."""
+        return f"{self.prefix}{argument}"
+
+
+def resolve_partitions(
+    module: nn.Module, training: PartitionRequest, inference: PartitionRequest
+) -> Partitions:
+    """That of training and that of inference, which is training's where nothing else is said.
+
+    Raises:
+        PartitionError: the arguments can't work, or not together; with every fault.
+        UnknownNameError: a module that there is not, with the nearest name.
+    """
+    faults = Faults()
+    first = second = None
+    with faults.collected():
+        first = _resolved(module, training)
+        second = _inherited(first)
+    if not inference.is_empty:
+        if inference.stages is None and inference.layers_per_ipu is None:
+            shared = (inference.strategy, inference.prefix)
+            inference = dataclasses.replace(training, strategy=shared[0], prefix=shared[1])
+        elif inference.layers_per_ipu is not None:
+            inference = dataclasses.replace(inference, layers=training.layers)
+        with faults.collected():
+            second = _resolved(module, inference)
+    faults.raise_all()
+    return Partitions(first, second)
+
+
+def _inherited(partition: Optional[Partition]) -> Optional[Partition]:
+    """Training's for inference, which a strategy that was named for training does not bind."""
+    return None if partition is None else dataclasses.replace(partition, is_chosen=False)
+
+
+def _resolved(module: nn.Module, asked: PartitionRequest) -> Optional[Partition]:
+    """Normal form, or None where everything is on one IPU and nobody said otherwise.
+
+    Raises:
+        PartitionError: the arguments can't work, or not together; with every fault.
+        UnknownNameError: a module that there is not, with the nearest name.
+    """
+    faults = Faults()
+    strategy, own = "pipelined", None
+    count: Optional[int] = None
+    begins: Tuple[Tuple[str, int], ...] = ()
+    with faults.collected():
+        strategy, own = _strategy(asked)
+    with faults.collected():
+        count = _count(asked.name("ipus_per_replica"), asked.ipus_per_replica)
+    with faults.collected():
+        if asked.stages is not None and asked.layers_per_ipu is not None:
+            raise PartitionError(
+                f"{asked.name('stages')} and {asked.name('layers_per_ipu')} both divide the "
+                "module. Give one of them."
+            )
+        if asked.layers is not None and asked.layers_per_ipu is None:
+            raise PartitionError(
+                "layers says which layers layers_per_ipu counts, but there is no layers_per_ipu. "
+                "Give both or none."
+            )
+        if asked.stages is not None:
+            begins = _named(module, asked.stages, asked.name("stages"))
+        elif asked.layers_per_ipu is not None:
+            begins = _counted(module, asked)
+    faults.raise_all()
+    if own is not None and begins:
+        raise PartitionError(
+            f"{asked.name('strategy')} as an object of PopTorch's names blocks of the module's "
+            f"own, but {asked.name('stages')} or {asked.name('layers_per_ipu')} divides it too. "
+            f"Use {asked.name('strategy')}={strategy!r}, or leave the other out."
+        )
+    stages = 1 + max((stage for _, stage in begins), default=(count or 1) - 1)
+    ipus = _ipus(strategy, stages) if begins or own is None else count or 1
+    if begins and count is not None and count != ipus:
+        raise PartitionError(
+            f"{asked.name('ipus_per_replica')} must be the number of IPUs that the {strategy} "
+            f"stages take, {ipus}, got {count}. Leave it out."
+        )
+    if not begins and own is None and (count or 1) == 1 and asked.strategy is None:
+        return None
+    return Partition(begins, stages, strategy, asked.strategy is not None, ipus, own)
+
+
+def _ipus(strategy: str, stages: int) -> int:
+    """IPUs of a replica: phases follow each other on one, or on two in turn."""
+    if strategy == "serial_phased":
+        return 1
+    return min(stages, 2) if strategy == "parallel_phased" else stages
+
+
+def _strategy(asked: PartitionRequest) -> Tuple[str, Any]:
+    given = asked.strategy
+    if given is None:
+        return "pipelined", None
+    if isinstance(given, str):
+        if given not in STRATEGIES:
+            raise UnknownNameError(asked.name("strategy"), given, STRATEGIES)
+        return given, None
+    for kind in type(given).__mro__:
+        if kind.__name__ in _POPTORCH_STRATEGIES and "poptorch" in kind.__module__:
+            return _POPTORCH_STRATEGIES[kind.__name__], given
+    raise PartitionError(
+        f"{asked.name('strategy')} must be one of {', '.join(map(repr, STRATEGIES))}, or an object "
+        f"such as poptorch.PipelinedExecution(), got {given!r}."
+    )
+
+
+def _count(name: str, value: Any) -> Optional[int]:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < 1:
+        raise PartitionError(f"{name} must be a positive whole number or None, got {value!r}.")
+    return operator.index(value)
+
+
+def _named(module: nn.Module, given: Any, argument: str) -> Tuple[Tuple[str, int], ...]:
+    if not isinstance(given, collections.abc.Mapping) or not given:
+        raise PartitionError(
+            f"{argument} must map names of modules to numbers of stages, got {given!r}. Write for "
+            f"example {argument}={{'encoder': 0, 'head': 1}}."
+        )
+    order = {name: place for place, (name, _) in enumerate(module.named_modules()) if name}
+    faults = Faults()
+    for name, stage in given.items():
+        with faults.collected():
+            if name not in order:
+                raise UnknownNameError(f"module in {argument}", str(name), order)
+        with faults.collected():
+            if isinstance(stage, bool) or not hasattr(stage, "__index__") or int(stage) < 0:
+                raise PartitionError(
+                    f"{argument}[{name!r}] must be the number of a stage, from 0, got {stage!r}."
+                )
+    faults.raise_all()
+    numbers = sorted({operator.index(stage) for stage in given.values()})
+    gaps = sorted(set(range(numbers[-1])) - {0, *numbers})
+    if gaps:
+        raise PartitionError(
+            f"{argument} must number the stages without a gap, but no module begins stage "
+            f"{gaps[0]}, got {', '.join(map(str, numbers))}. Renumber them from 0."
+        )
+    pairs = {name: operator.index(stage) for name, stage in given.items()}
+    return tuple(sorted(pairs.items(), key=lambda pair: order[pair[0]]))
+
+
+def _counted(module: nn.Module, asked: PartitionRequest) -> Tuple[Tuple[str, int], ...]:
+    argument = asked.name("layers_per_ipu")
+    counts = _whole_numbers(asked.layers_per_ipu, argument)
+    if counts == [-1]:
+        return ()
+    layers = repeated_layers(module, asked.layers)
+    shares = share_out(counts, len(layers), argument, _places(layers))
+    begins, done = [], 0
+    for ipu, share in enumerate(shares):
+        if share:
+            begins.append((layers[done], ipu))
+        done += share
+    return tuple(begins)
+
+
+def _places(layers: Sequence[str]) -> str:
+    """The stacks of layers, and how many are in each."""
+    counts: Dict[str, int] = {}
+    for layer in layers:
+        stack = layer.rpartition(".")[0] or "the module itself"
+        counts[stack] = counts.get(stack, 0) + 1
+    return ", ".join(f"{count} in {stack}" for stack, count in counts.items())
+
+
+def _whole_numbers(given: Any, argument: str) -> List[int]:
+    if isinstance(given, (str, collections.abc.Mapping)) or not hasattr(given, "__iter__"):
+        numbers: Sequence[Any] = ()
+    else:
+        numbers = list(given)
+    good = all(hasattr(n, "__index__") and not isinstance(n, bool) and n >= -1 for n in numbers)
+    if not numbers or not good:
+        raise PartitionError(
+            f"{argument} must list a number of layers for every IPU, -1 for an even share of the "
+            f"rest, got {given!r}. Write for example {argument}=[2, 3, -1, -1]."
+        )
+    return [operator.index(n) for n in numbers]
+
+
+def share_out(counts: Sequence[int], total: int, argument: str, places: str) -> List[int]:
+    """Layers on each IPU, with every -1 filled in.
+
+    The rest goes in even shares to the wildcards; what does not divide goes to the last one.
+
+    Args:
+        counts: for each IPU; -1 for a share of the rest.
+        total: layers that there are.
+        argument: what the user calls the counts.
+        places: where the layers are.
+
+    Raises:
+        PartitionError: they do not add up, or an IPU after the first would get none.
+
+    >>> share_out([2, 3, -1, -1], 12, "layers_per_ipu", "")
+    [2, 3, 3, 4]
+    """
+    wildcards = [ipu for ipu, count in enumerate(counts) if count == -1]
+    fixed = sum(count for count in counts if count != -1)
+    found = f"the module has {total} ({places})"
+    if not wildcards and fixed != total:
+        raise PartitionError(
+            f"{argument} must add up to the number of repeated layers, got {fixed} and {found}. "
+            "Put -1 in place of one number for the rest, or name the layers meant with layers=."
+        )
+    left = total - fixed
+    if left < len(wildcards):
+        raise PartitionError(
+            f"{argument} must leave a layer for every -1, but {found}, of which the other IPUs "
+            f"take {fixed} and {len(wildcards)} of -1 share {max(left, 0)}. Use fewer IPUs or "
+            "smaller numbers."
+        )
+    shares = list(counts)
+    for ipu in wildcards:
+        shares[ipu] = left // len(wildcards)
+    if wildcards:
+        shares[wildcards[-1]] += left % len(wildcards)
+    empty = [ipu for ipu, share in enumerate(shares) if not share and ipu]
+    if empty:
+        raise PartitionError(
+            f"{argument} must give every IPU but the first at least one layer, got 0 for IPU "
+            f"{empty[0]}. To put other modules there, use stages={{'name of a module': "
+            f"{empty[0]}}}."
+        )
+    return shares

@@ -1,0 +1,331 @@
+"""A module divided over IPUs computes what it computes on one."""
+
+import pytest
+import torch
+from torch import nn
+
+import ipufit
+from ipufit import poptorch
+from ipufit.engines.ipu.engine import IpuEngine
+from ipufit.parallel.repeated import repeated_layers
+from ipufit.parallel.resolving import share_out
+from ipufit.poptorch._blocks import listened
+from tests.fitting import assert_equal
+from tests.ipu_calls import Recorder
+
+TOKENS = torch.randint(0, 11, (24, 5), generator=torch.Generator().manual_seed(0))
+IMAGES = torch.randn(21, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+LABELS = torch.randint(0, 4, (24,), generator=torch.Generator().manual_seed(2))
+STRATEGIES = ("pipelined", "sharded", "serial_phased", "parallel_phased")
+
+
+class Encoder(nn.Module):
+    """A transformer's encoder of twelve layers over embedded tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.encoder(self.embed(x)).mean(1))
+
+
+class EncoderDecoder(nn.Module):
+    """torch's own transformer with embeddings before and a head behind."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.embed_target = nn.Embedding(11, 8), nn.Embedding(11, 8)
+        self.body = nn.Transformer(8, 2, 3, 3, 16, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.body(self.embed(x), self.embed_target(x[:, :2])).mean(1))
+
+
+class Residual(nn.Module):
+    """Two convolutions with BatchNorm beside a shortcut."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.first, self.second = (
+            nn.Conv2d(inputs, outputs, 3, padding=1),
+            nn.Conv2d(outputs, outputs, 3, padding=1),
+        )
+        self.norm = nn.BatchNorm2d(outputs)
+        self.shortcut = nn.Conv2d(inputs, outputs, 1)
+
+    def forward(self, x):
+        return torch.relu(self.norm(self.second(torch.relu(self.first(x)))) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """Two groups of residual blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3)
+        self.layer1 = nn.Sequential(Residual(4, 4), Residual(4, 4))
+        self.layer2 = nn.Sequential(Residual(4, 6), Residual(6, 6))
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.head(self.layer2(self.layer1(self.stem(x))).mean((2, 3)))
+
+
+class Recurrent(nn.Module):
+    """Two recurrent layers, which no list holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.first, self.second = nn.GRU(6, 6, batch_first=True), nn.GRU(6, 6, batch_first=True)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x):
+        hidden, _ = self.first(self.embed(x))
+        return self.head(self.second(hidden)[0][:, -1])
+
+
+def stack():
+    """Four linear layers."""
+    return nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
+
+
+NETS = {
+    "stack": (stack, torch.randn(24, 5, generator=torch.Generator().manual_seed(4))),
+    "encoder": (Encoder, TOKENS),
+    "encoder_decoder": (EncoderDecoder, TOKENS),
+    "resnet": (ResNet, IMAGES),
+    "rnn": (Recurrent, TOKENS),
+}
+DIVIDED = {
+    "encoder": [
+        {"stages": {"embed": 0, "encoder.layers.5": 1, "head": 1}},
+        {"layers_per_ipu": [3, -1, -1, -1]},
+    ],
+    "encoder_decoder": [
+        {"stages": {"body.encoder.layers.1": 1, "body.decoder.layers.2": 2, "head": 3}},
+        {"layers_per_ipu": [-1, 2]},
+    ],
+    "resnet": [
+        {"stages": {"stem": 0, "layer2": 1}},
+        {"layers_per_ipu": [0, 3, 1], "auto_round_ipus": True},
+    ],
+    "rnn": [
+        {"stages": {"first": 0, "second": 1}},
+        {"stages": {"first": 1, "second": 2, "head": 3}},
+    ],
+}
+CASES = [(net, division) for net, divisions in DIVIDED.items() for division in divisions]
+
+
+def trained(kind, engine="embedded", accumulation=7, di=2, **options):
+    """A net after two epochs, its history and, as recording takes long, only small ones' loss."""
+    torch.manual_seed(0)
+    make, x = NETS[kind]
+    net = make()
+    model = ipufit.Model(net, engine=engine)
+    model.compile("adam", "cross_entropy", ["accuracy"], **options)
+    work = {"batch_size": 3, "device_iterations": di, "verbose": 0, "seed": 3}
+    y = LABELS[: len(x)]
+    history = model.fit(x, y, epochs=2, gradient_accumulation=accumulation, **work)
+    return net, history.history, "encoder" in kind or model.evaluate(x, y, **work)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The same nets on one IPU, by kind and engine."""
+    made = {}
+
+    def get(kind, engine):
+        if (kind, engine) not in made:
+            made[kind, engine] = trained(kind, engine)
+        return made[kind, engine]
+
+    return get
+
+
+@pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("kind", "division"), CASES)
+@pytest.mark.grid
+def test_a_divided_module_trains_to_the_same_bits(whole, kind, division, strategy, engine):
+    """Weights, History and evaluation; full updates and smaller ones."""
+    expected = whole(kind, engine)
+    found = trained(kind, engine, strategy=strategy, **division)
+    assert_equal(found[0], expected[0])
+    assert found[1:] == expected[1:]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "ipus"),
+    [
+        ("pipelined", poptorch.PipelinedExecution, [0, 1, 2, 3]),
+        ("sharded", poptorch.ShardedExecution, [0, 1, 2, 3]),
+        ("serial_phased", poptorch.SerialPhasedExecution, [0, 0, 0, 0]),
+        ("parallel_phased", poptorch.ParallelPhasedExecution, [0, 1, 0, 1]),
+    ],
+)
+def test_the_partition_reaches_poptorch(strategy, kind, ipus):
+    """Blocks with their IPUs, the strategy, and the IPUs of the plan."""
+    recorder = Recorder()
+    with recorder.watching(), listened() as entered:
+        net = trained(
+            "stack",
+            lambda: IpuEngine(recorder, "ipu-standin"),
+            layers_per_ipu=[1, 1, 1, 1],
+            strategy=strategy,
+        )[0]
+    assert entered[:4] == [(f"ipufit stage {stage}", ipu) for stage, ipu in enumerate(ipus)]
+    given = [call.args[0] for call in recorder.calls if call.name == "setExecutionStrategy"]
+    assert type(given[0]) is kind
+    assert not any(part._forward_pre_hooks for part in net.modules())
+
+
+def test_calls_that_do_not_fill_the_pipeline_are_sharded():
+    """The last update of an epoch is smaller, and evaluate has one device iteration."""
+    recorder = Recorder()
+    with recorder.watching():
+        trained(
+            "stack",
+            lambda: IpuEngine(recorder, "ipu-standin"),
+            accumulation=3,
+            di=1,
+            stages={"2": 1},
+        )
+    given = [call.args[0] for call in recorder.calls if call.name == "setExecutionStrategy"]
+    kinds = {type(strategy).__name__ for strategy in given}
+    assert kinds == {"PipelinedExecution", "ShardedExecution"}
+    assert type(given[0]) is poptorch.PipelinedExecution
+
+
+def divided(**options):
+    model = ipufit.Model(stack())
+    model.compile("sgd", "cross_entropy", layers_per_ipu=[1, 3], **options)
+    return model
+
+
+def test_explain_says_what_is_where(capsys):
+    x, y = NETS["stack"][1], LABELS
+    model = divided(inference_layers_per_ipu=[3, 1])
+    model.fit(x, y, batch_size=2, ipus=4, gradient_accumulation=3, verbose=0)
+    model.explain()
+    lines = capsys.readouterr().out.splitlines()
+    assert "  stages                 2  IPUs that share one replica" in lines
+    assert "Training: pipelined over 2 stages: stage 0 from 0; stage 1 from 1." in lines
+    assert lines[-1] == (
+        "Inference: pipelined over 2 stages: stage 0 from 0; stage 1 from 3; sharded where an "
+        "execution has less than 2 device iterations, which would not fill the pipeline."
+    )
+
+
+def test_ipus_are_those_of_all_replicas():
+    """Eight IPUs of a module on two are four replicas."""
+    x, y = NETS["stack"][1], LABELS
+    model = divided()
+    model.fit(x, y, batch_size=2, ipus=8, gradient_accumulation=3, verbose=0)
+    params = model.history.params
+    assert (params["ipus"], params["replicas"]) == (8, 4)
+
+
+def test_layers_are_found_by_structure():
+    """The longest stack, its kin, and the decoder beside the encoder."""
+    assert repeated_layers(Encoder(), None) == tuple(f"encoder.layers.{i}" for i in range(12))
+    both = repeated_layers(EncoderDecoder(), None)
+    assert both == tuple(
+        f"body.{part}.layers.{i}" for part in ("encoder", "decoder") for i in range(3)
+    )
+    blocks = repeated_layers(ResNet(), None)
+    assert blocks == ("layer1.0", "layer1.1", "layer2.0", "layer2.1")
+    assert repeated_layers(ResNet(), "layer2") == ("layer2.0", "layer2.1")
+    assert repeated_layers(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), None) == ("0", "1")
+
+
+@pytest.mark.parametrize(
+    ("counts", "shares"),
+    [
+        ([12], [12]),
+        ([2, 3, -1, -1], [2, 3, 3, 4]),
+        ([-1, 5, -1], [3, 5, 4]),
+        ([0, -1, -1], [0, 6, 6]),
+        ([-1, -1, -1, -1, -1], [2, 2, 2, 2, 4]),
+    ],
+)
+def test_wildcards_share_the_rest(counts, shares):
+    assert share_out(counts, 12, "layers_per_ipu", "") == shares
+
+
+class Annotated(nn.Module):
+    """Has blocks of its own, in three ways; the last one ends, or goes on."""
+
+    def __init__(self, ends):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.middle = poptorch.BeginBlock(nn.Linear(4, 4), "middle", ipu_id=1)
+        self.ends = ends
+
+    def forward(self, x):
+        with poptorch.Block("first", ipu_id=0):
+            x = self.first(x)
+        if self.ends:
+            return self.end(self.middle(x))
+        return self.last(self.middle(x))
+
+    @poptorch.BlockFunction("end", ipu_id=1)
+    def end(self, x):
+        return self.last(x)
+
+
+class Plain(Annotated):
+    """The same without blocks."""
+
+    def __init__(self):
+        super().__init__(ends=False)
+        poptorch.removeBlocks(self)
+
+    def forward(self, x):
+        return self.last(self.middle(self.first(x)))
+
+
+FLAT = torch.randn(14, 4, generator=torch.Generator().manual_seed(3))
+STAGES = (poptorch.Stage("first"), poptorch.Stage("middle", "end"))
+
+
+def phases(kind):
+    strategy = kind(poptorch.Phase("first"), ["middle", "end"])
+    for phase in (0, 1):
+        strategy.phase(phase).ipus(phase)
+    return strategy
+
+
+def over_two(make, engine="embedded", **options):
+    """The net, trained and evaluated, and the IPUs it took."""
+    torch.manual_seed(0)
+    net = make()
+    model = ipufit.Model(net, engine=engine)
+    model.compile("adam", "cross_entropy", **options)
+    model.fit(FLAT, LABELS[:14], batch_size=2, gradient_accumulation=3, verbose=0, seed=1)
+    return net, model.evaluate(FLAT, LABELS[:14], verbose=0), model.history.params["ipus"]
+
+
+@pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
+@pytest.mark.parametrize(
+    ("strategy", "ends"),
+    [
+        (None, True),
+        ("sharded", True),
+        (poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement), False),
+        (poptorch.PipelinedExecution(*STAGES), False),
+        (phases(poptorch.SerialPhasedExecution), False),
+        (phases(poptorch.ParallelPhasedExecution), False),
+    ],
+)
+def test_blocks_of_the_module_are_honoured(engine, strategy, ends):
+    found = over_two(lambda: Annotated(ends), engine, strategy=strategy, ipus_per_replica=2)
+    plain = over_two(Plain, engine)
+    assert_equal(found[0], plain[0])
+    assert found[1:] == (plain[1], 2)
