@@ -279,7 +279,7 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
             ("micro-batch", "samples that one replica sees at once; the loader's batch_size"),
             ("gradient accumulation", "micro-batches that a replica sums before one update"),
             ("replicas", "copies of the model, each with its own micro-batches"),
-            ("stages", "IPUs that share one replica"),
+            ("stages", f"IPUs that share one replica{', as a pipeline' * self.pipelined}"),
             ("device iterations", f"{calls} per execution, which is one call of the program"),
         )
         di, ga, replicas, mb = self.shape

@@ -215,7 +215,7 @@ def test_explain_says_what_is_where(capsys):
     model.fit(x, y, batch_size=2, ipus=4, gradient_accumulation=3, verbose=0)
     model.explain()
     lines = capsys.readouterr().out.splitlines()
-    assert "  stages                 2  IPUs that share one replica" in lines
+    assert "  stages                 2  IPUs that share one replica, as a pipeline" in lines
     assert "Training: pipelined over 2 stages: stage 0 from 0; stage 1 from 1." in lines
     assert lines[-1] == (
         "Inference: pipelined over 2 stages: stage 0 from 0; stage 1 from 3; sharded where an "

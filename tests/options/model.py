@@ -101,6 +101,18 @@ SEVERAL["work"] = {"y": {"first": Y, "second": Y}}
 MEASURED = {"metrics": ["accuracy"], "work": {"device_iterations": 2, "batch_size": 2}}
 
 
+def stack():
+    """Three layers."""
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+
+
+def stacks():
+    """Two lists of them."""
+    return nn.Sequential(OrderedDict(a=stack(), middle=nn.Tanh(), b=stack()))
+
+
+FILLED = {"net": stack, "work": {"gradient_accumulation": 3}}
+
 of(
     "Model.compile",
     trained,
@@ -127,6 +139,14 @@ of(
     output_mode=With("all", "final", **MEASURED),
     output_every=With(1, 2, output_mode="every_n", **MEASURED),
     gradient_reduction=With("mean", "sum", work={"gradient_accumulation": 2}),
+    stages=With(None, {"1": 1}, **FILLED),
+    layers_per_ipu=With(None, [1, 2], **FILLED),
+    layers=With(None, "b", layers_per_ipu=[1, -1], net=stacks, work=FILLED["work"]),
+    strategy=With(None, "sharded", stages={"1": 1}, **FILLED),
+    ipus_per_replica=With(None, 2, **FILLED),
+    inference_stages=With(None, {"2": 1}, stages={"1": 1}, **FILLED),
+    inference_layers_per_ipu=With(None, [2, 1], stages={"1": 1}, **FILLED),
+    inference_strategy=With(None, "sharded", stages={"1": 1}, **FILLED),
     auto_round_ipus=With(False, True, work={"ipus": 3}),
     run_eagerly=(False, True),
     training_options=(None, "refused"),

@@ -150,6 +150,7 @@ of(
     dropped=(0, 1),
     training=(True, False),
     fixed_updates=(None, 3),
+    pipelined=(False, True),
 )
 of(
     "Plan.make",
@@ -164,6 +165,7 @@ of(
     training=(True, False),
     auto_round_ipus=With(False, True, ipus=3),
     fixed_updates=(None, 3),
+    pipelined=With(False, True, stages=2),
 )
 of("Plan.place", lambda index: Plan(**SIZES).place(index), index=(1, 2))
 WIDE = {**SIZES, "device_iterations": 2, "gradient_accumulation": 2}

@@ -71,9 +71,13 @@ def refuse_two_strategies(
     """
     if options is None or partition is None:
         return
-    mode = "execution_mode"
-    if options.toDict()[mode] != sdk.Options().toDict()[mode]:
+    if _mode(sdk, options) != _mode(sdk, sdk.Options()):
         raise ConfigurationError(
             f"{role} sets an execution strategy, and compile divides the module too. Pass the "
             "strategy to compile, strategy=..., or leave out what else divides the module."
         )
+
+
+def _mode(sdk: Any, options: Any) -> Any:
+    """How options say what kind of strategy they have."""
+    return options.clone().outputMode(sdk.OutputMode.All).toDict()["execution_mode"]

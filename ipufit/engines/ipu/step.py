@@ -13,8 +13,8 @@ from ipufit.engines.embedded.fingerprint import called_objects
 from ipufit.engines.embedded.precision import with_inputs_in
 from ipufit.engines.embedded.results import OutputShape, Reported
 from ipufit.engines.embedded.step import carries_loss
-from ipufit.errors import ConfigurationError
 from ipufit.engines.ipu.placing import begin_loss, block_of, ipu_of
+from ipufit.errors import ConfigurationError
 from ipufit.logged import Entries, collecting
 from ipufit.losses import Loss, LossTerm, loss_of_valid
 from ipufit.parallel.following import followed

@@ -1,0 +1,349 @@
+"""Divisions that can't work, refused before anything runs; the texts of the errors."""
+
+import pytest
+import torch
+from torch import nn
+
+import ipufit
+from ipufit import poptorch
+from ipufit.errors import ConfigurationError, PartitionError, PlanError, UnknownNameError
+
+
+class Net(nn.Module):
+    """Two lists of layers, and a parameter that may be tied."""
+
+    def __init__(self, order=("embed", "a", "b", "head"), tied=False):
+        super().__init__()
+        self.embed, self.head = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.a = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        self.b = nn.ModuleList([nn.Tanh()])
+        self.order = order
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        for name in self.order:
+            x = self.b[0](x) if name == "b" else getattr(self, name)(x)
+        return x
+
+
+X = torch.randn(10, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.randint(0, 4, (10,), generator=torch.Generator().manual_seed(1))
+KNOWN = "Known names: a, a.0, a.1, a.2, b, b.0, embed, head."
+
+
+def compiled(net=None, engine="embedded", **options):
+    model = ipufit.Model(net if net is not None else Net(), engine=engine)
+    model.compile("sgd", "cross_entropy", **options)
+    return model
+
+
+def message(error, **options):
+    with pytest.raises(error) as caught:
+        compiled(**options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        (
+            {"stages": {"heat": 0}},
+            UnknownNameError,
+            f"unknown module in stages 'heat'. Did you mean 'head'? {KNOWN}",
+        ),
+        (
+            {"stages": {"embed": 0, "head": 2}},
+            PartitionError,
+            "stages must number the stages without a gap, but no module begins stage 1, got 0, 2. "
+            "Renumber them from 0.",
+        ),
+        (
+            {"stages": {"embed": 1.5}},
+            PartitionError,
+            "stages['embed'] must be the number of a stage, from 0, got 1.5.",
+        ),
+        (
+            {"stages": {"embed": True}},
+            PartitionError,
+            "stages['embed'] must be the number of a stage, from 0, got True.",
+        ),
+        (
+            {"stages": ["embed"]},
+            PartitionError,
+            "stages must map names of modules to numbers of stages, got ['embed']. Write for "
+            "example stages={'encoder': 0, 'head': 1}.",
+        ),
+        (
+            {"stages": {"head": 1}, "layers_per_ipu": [1, 2]},
+            PartitionError,
+            "stages and layers_per_ipu both divide the module. Give one of them.",
+        ),
+        (
+            {"layers_per_ipu": [1, 1]},
+            PartitionError,
+            "layers_per_ipu must add up to the number of repeated layers, got 2 and the module has "
+            "3 (3 in a). Put -1 in place of one number for the rest, or name the layers meant with "
+            "layers=.",
+        ),
+        (
+            {"layers_per_ipu": [2, -1, -1]},
+            PartitionError,
+            "layers_per_ipu must leave a layer for every -1, but the module has 3 (3 in a), of "
+            "which the other IPUs take 2 and 2 of -1 share 1. Use fewer IPUs or smaller numbers.",
+        ),
+        (
+            {"layers_per_ipu": [3, 0]},
+            PartitionError,
+            "layers_per_ipu must give every IPU but the first at least one layer, got 0 for IPU 1. "
+            "To put other modules there, use stages={'name of a module': 1}.",
+        ),
+        (
+            {"layers_per_ipu": [1, -2]},
+            PartitionError,
+            "layers_per_ipu must list a number of layers for every IPU, -1 for an even share of "
+            "the rest, got [1, -2]. Write for example layers_per_ipu=[2, 3, -1, -1].",
+        ),
+        (
+            {"layers_per_ipu": 3},
+            PartitionError,
+            "layers_per_ipu must list a number of layers for every IPU, -1 for an even share of "
+            "the rest, got 3. Write for example layers_per_ipu=[2, 3, -1, -1].",
+        ),
+        (
+            {"layers_per_ipu": [1, 2], "layers": "heat"},
+            UnknownNameError,
+            f"unknown module in layers 'heat'. Did you mean 'head'? {KNOWN}",
+        ),
+        (
+            {"layers_per_ipu": [1, 2], "layers": ["a", "head"]},
+            PartitionError,
+            "layers must name modules that hold layers, but 'head' holds none. Name the ModuleList "
+            "or Sequential.",
+        ),
+        (
+            {"layers": "a"},
+            PartitionError,
+            "layers says which layers layers_per_ipu counts, but there is no layers_per_ipu. Give "
+            "both or none.",
+        ),
+        (
+            {"net": nn.Linear(4, 4), "layers_per_ipu": [1, 1]},
+            PartitionError,
+            "layers_per_ipu counts the blocks of a ModuleList or Sequential of alike blocks, but "
+            "Linear has none. Name what holds them with layers='...', or use stages={'name of a "
+            "module': number of its stage}.",
+        ),
+        (
+            {"stages": {"head": 1}, "strategy": "pipelines"},
+            UnknownNameError,
+            "unknown strategy 'pipelines'. Did you mean 'pipelined'? Known names: "
+            "parallel_phased, pipelined, serial_phased, sharded.",
+        ),
+        (
+            {"strategy": 3},
+            PartitionError,
+            "strategy must be one of 'pipelined', 'sharded', 'serial_phased', 'parallel_phased', "
+            "or an object such as poptorch.PipelinedExecution(), got 3.",
+        ),
+        (
+            {"stages": {"head": 1}, "strategy": poptorch.PipelinedExecution()},
+            PartitionError,
+            "strategy as an object of PopTorch's names blocks of the module's own, but stages or "
+            "layers_per_ipu divides it too. Use strategy='pipelined', or leave the other out.",
+        ),
+        (
+            {"stages": {"head": 1}, "ipus_per_replica": 4},
+            PartitionError,
+            "ipus_per_replica must be the number of IPUs that the pipelined stages take, 2, got "
+            "4. Leave it out.",
+        ),
+        (
+            {"ipus_per_replica": 0},
+            PartitionError,
+            "ipus_per_replica must be a positive whole number or None, got 0.",
+        ),
+        (
+            {"inference_layers_per_ipu": [1, 1]},
+            PartitionError,
+            "inference_layers_per_ipu must add up to the number of repeated layers, got 2 and the "
+            "module has 3 (3 in a). Put -1 in place of one number for the rest, or name the layers "
+            "meant with layers=.",
+        ),
+    ],
+)
+def test_compile_refuses(options, error, text):
+    assert message(error, **options) == text
+
+
+def test_all_faults_are_told_at_once():
+    text = message(
+        ConfigurationError,
+        stages={"heat": 0, "embed": -1},
+        inference_strategy="shard",
+        inference_stages={"head": 1},
+    )
+    assert text == (
+        f"unknown module in stages 'heat'. Did you mean 'head'? {KNOWN}\n"
+        "stages['embed'] must be the number of a stage, from 0, got -1.\n"
+        "unknown inference_strategy 'shard'. Did you mean 'sharded'? Known names: "
+        "parallel_phased, pipelined, serial_phased, sharded."
+    )
+
+
+def fit(model, **work):
+    model.fit(X, Y, batch_size=2, **{"verbose": 0, "gradient_accumulation": 3, **work})
+
+
+def fault(model, **work):
+    with pytest.raises(PlanError) as caught:
+        fit(model, **work)
+    return str(caught.value), caught.value.suggestion
+
+
+def test_a_training_pipeline_must_be_filled():
+    """Forward and back: twice the stages, less one."""
+    text, better = fault(
+        compiled(layers_per_ipu=[1, 1, 1], auto_round_ipus=True), gradient_accumulation=2
+    )
+    assert text == (
+        "`gradient_accumulation` must be at least 5 to fill a training pipeline of 3 stages, "
+        "forward and back, got 2. Try 5."
+    )
+    assert better == {"gradient_accumulation": 5}
+
+
+def test_an_inference_pipeline_must_be_filled():
+    model = compiled(stages={"head": 1}, inference_strategy="pipelined")
+    with pytest.raises(PlanError) as caught:
+        model.evaluate(X, Y, verbose=0)
+    assert str(caught.value) == (
+        "`device_iterations` must be at least 2 to fill a pipeline of 2 stages, got 1. Try 2."
+    )
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "serial_phased", "parallel_phased"])
+def test_other_strategies_need_no_filling(strategy):
+    model = compiled(stages={"head": 1}, strategy=strategy, inference_strategy=strategy)
+    fit(model, gradient_accumulation=1)
+    assert model.evaluate(X, Y, verbose=0)["loss"] > 0
+
+
+def test_ipus_must_be_a_multiple_of_the_stages():
+    text, _ = fault(compiled(stages={"a": 1, "head": 2}), ipus=8, gradient_accumulation=5)
+    assert text == (
+        "`ipus`, the total number of IPUs, must be a power of two that stages=3 divides (there is "
+        "none), got 8. Try 6 or 9 with auto_round_ipus=True."
+    )
+
+
+ENGINES = pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
+
+
+def broken(model, **work):
+    """The text of the error, and that no weight has changed."""
+    before = [p.detach().clone() for p in model.module.parameters()]
+    with pytest.raises(PartitionError) as caught:
+        fit(model, **work)
+    for parameter, value in zip(model.module.parameters(), before):
+        assert torch.equal(parameter, value)
+    return str(caught.value)
+
+
+@ENGINES
+def test_stages_run_in_the_order_of_their_numbers(engine):
+    text = broken(compiled(engine=engine, stages={"embed": 1, "a.1": 0}))
+    assert text == (
+        "stages must run in the order of their numbers, but 'a.1' of stage 0 runs after 'embed' of "
+        "stage 1. Give it stage 1 or later, or let forward call it earlier."
+    )
+
+
+@ENGINES
+def test_a_module_that_is_called_again_later_is_out_of_order(engine):
+    net = Net(order=("embed", "a", "embed", "head"))
+    text = broken(compiled(net, engine, stages={"embed": 0, "a": 1}))
+    assert text == (
+        "stages must run in the order of their numbers, but 'embed' of stage 0 runs again after "
+        "'a' of stage 1. Give it stage 1 or later, or let forward call it earlier."
+    )
+
+
+@ENGINES
+@pytest.mark.parametrize("strategy", ["pipelined", "serial_phased"])
+def test_a_module_that_begins_a_stage_must_run(engine, strategy):
+    """Without it, a phase would have no block."""
+    net = Net(order=("embed", "a"))
+    text = broken(compiled(net, engine, stages={"a": 0, "head": 1}, strategy=strategy))
+    assert text == (
+        "every module that begins a stage must be called by forward, but 'head' was not. Name a "
+        "module that is called as module(...), not one whose parameters are used from outside."
+    )
+
+
+@ENGINES
+def test_tied_weights_on_two_stages_are_refused(engine):
+    text = broken(compiled(Net(tied=True), engine, stages={"embed": 0, "head": 1}))
+    assert text == (
+        "a parameter must be on one IPU, but 'embed.weight' and 'head.weight' are one parameter, "
+        "in stages 0 and 1. Put all its uses into one stage, or give each its own copy: "
+        "module.weight = torch.nn.Parameter(module.weight.detach().clone())."
+    )
+    net = Net(order=("embed", "a", "embed", "head"))
+    text = broken(compiled(net, engine, stages={"a": 1}))
+    assert text == (
+        "a parameter must be on one IPU, but 'embed.weight' is used in stages 0 and 1. Put all its "
+        "uses into one stage, or give each its own copy: module.weight = "
+        "torch.nn.Parameter(module.weight.detach().clone())."
+    )
+
+
+@ENGINES
+def test_tied_weights_on_one_stage_stay_tied(engine):
+    net = Net(tied=True)
+    fit(compiled(net, engine, stages={"a.1": 0, "a.2": 0}, ipus_per_replica=1))
+    assert net.head.weight is net.embed.weight
+
+
+class Blocks(nn.Module):
+    """Two layers with blocks of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = poptorch.BeginBlock(nn.Linear(4, 4), "B", ipu_id=1)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@ENGINES
+def test_blocks_of_the_module_must_fit_the_plan(engine):
+    assert broken(compiled(Blocks(), engine)) == (
+        "the module's own blocks put it on 2 IPUs, but the plan gives a replica 1. Pass "
+        "ipus_per_replica=2 to compile."
+    )
+    assert broken(compiled(Blocks(), engine, ipus_per_replica=4), gradient_accumulation=7) == (
+        "the module's own blocks put it on 2 IPUs, but the plan gives a replica 4. Pass "
+        "ipus_per_replica=2 to compile."
+    )
+
+
+@ENGINES
+def test_a_module_is_divided_in_one_way(engine):
+    assert broken(compiled(Blocks(), engine, stages={"first": 0, "second": 1})) == (
+        "a module is divided by its own blocks or by the arguments of compile, but it has blocks, "
+        "such as 'B', and is divided by stages or layers_per_ipu too. Take its blocks away with "
+        "poptorch.removeBlocks(module), or leave the arguments out."
+    )
+
+
+def test_options_and_compile_may_not_both_have_a_strategy():
+    options = poptorch.Options().setExecutionStrategy(poptorch.ShardedExecution())
+    text = message(
+        ConfigurationError, engine="ipu-standin", stages={"head": 1}, training_options=options
+    )
+    assert text == (
+        "training_options sets an execution strategy, and compile divides the module too. Pass the "
+        "strategy to compile, strategy=..., or leave out what else divides the module."
+    )
