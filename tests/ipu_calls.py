@@ -78,6 +78,20 @@ class Recorder(types.ModuleType):
         }
         kinds.update(
             {
+                f"poptorch.{name}": getattr(ipufit.poptorch, name)
+                for name in (
+                    "Block",
+                    "ParallelPhasedExecution",
+                    "Phase",
+                    "PipelinedExecution",
+                    "SerialPhasedExecution",
+                    "ShardedExecution",
+                    "Stage",
+                )
+            }
+        )
+        kinds.update(
+            {
                 f"poptorch.optim.{name}": getattr(optim, name)
                 for name in ("SGD", "Adam", "AdamW", "RMSprop", "LAMB")
             }
@@ -87,10 +101,14 @@ class Recorder(types.ModuleType):
             for owner, kind in kinds.items():
                 for name in _members(owner):
                     found = inspect.getattr_static(kind, name, None)
-                    if not inspect.isfunction(found):
+                    if isinstance(found, staticmethod):
+                        noting = staticmethod(self._noting(owner, name, found.__func__, kind))
+                    elif inspect.isfunction(found):
+                        noting = self._noting(owner, name, found)
+                    else:
                         continue
                     patched.append((kind, name, vars(kind).get(name)))
-                    setattr(kind, name, self._noting(owner, name, found))
+                    setattr(kind, name, noting)
             yield self
         finally:
             for kind, name, before in reversed(patched):
@@ -116,6 +134,8 @@ def signature_of(owner, name):
         text = None if path is None else definitions[path].get("signature")
     else:
         text = definitions[owner]["methods"].get(name)
+        if isinstance(text, list):
+            _, text = text
     if text is None:
         return None
     arguments = ast.parse(f"def f{text}: pass").body[0].args

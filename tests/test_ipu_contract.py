@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
 from ipufit.engines.ipu.engine import IpuEngine
+from ipufit.parallel.partition import STRATEGIES
 from ipufit.poptorch._precision import float64_kept
 from tests.ipu_calls import SURFACE, Recorder, signature_of
 from tests.nets import MLP, data
@@ -49,7 +50,19 @@ def calls():
             model.evaluate(loader, verbose=0)
             model.predict(x, verbose=0)
             model.close()
+        for strategy in STRATEGIES:
+            _divided(recorder, strategy)
     return recorder.calls
+
+
+def _divided(recorder, strategy):
+    """A model over two IPUs, with an update that does not fill the pipeline."""
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).double()
+    model = ipufit.Model(net, engine=lambda: IpuEngine(recorder, "ipu-standin"))
+    model.compile("sgd", "mse", layers_per_ipu=[1, 2], strategy=strategy)
+    x = torch.zeros(14, 4, dtype=torch.float64)
+    model.fit(x, x, batch_size=2, gradient_accumulation=3, verbose=0)
+    model.close()
 
 
 def _halving(optimizer):
@@ -82,6 +95,8 @@ def test_every_call_is_in_the_published_surface(calls):
         found.bind(*call.args, **call.kwargs)
         made[call.name] += 1
     for name in ("trainingModel", "inferenceModel", "compile", "__call__", "setOptimizer"):
+        assert made[name], name
+    for name in ("start", "setExecutionStrategy"):
         assert made[name], name
     for name in ("attachToDevice", "detachFromDevice", "copyWeightsToDevice", "destroy"):
         assert made[name], name
