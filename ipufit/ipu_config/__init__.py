@@ -1,0 +1,5 @@
+"""IPUConfig: the configuration files of optimum-graphcore, read, written and turned into plans."""
+
+from ipufit.ipu_config.config import IPUConfig, Partition
+
+__all__ = ["IPUConfig", "Partition"]
