@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ipufit import loop
+from ipufit.configured import FixedWork
 from ipufit.data.feed import Feed
 from ipufit.data.source import Source
 from ipufit.errors import ConfigurationError
@@ -43,6 +44,7 @@ class Session:
         auto_round_ipus: whether IPUs may be rounded up.
         run_eagerly: whether programs run the module itself.
         options: settings of the engine's own, by the argument of ``compile``.
+        fixed: arguments of later calls that ``compile`` has fixed; none by default.
 
     Attributes:
         updates: weight updates done so far.
@@ -61,7 +63,9 @@ class Session:
         auto_round_ipus: bool = False,
         run_eagerly: bool = False,
         options: Optional[Mapping[str, Any]] = None,
+        fixed: Optional[FixedWork] = None,
     ) -> None:
+        self.fixed = fixed or FixedWork()
         self._options = options or {}
         self.module = module
         self.engine = engine
@@ -95,7 +99,7 @@ class Session:
     def seed(self) -> int:
         """One seed for all single updates until the next ``compile``."""
         if self._seed is None:
-            self._seed = draw_seed()
+            self._seed = draw_seed() if self.fixed.seed is None else self.fixed.seed
         return self._seed
 
     def weights_version(self) -> object:

@@ -123,7 +123,8 @@ def in_full(config: IPUConfig, engine: str) -> str:
 def in_short(config: IPUConfig, engine: str) -> str:
     """The names in the three lists; of what was set and does not hold exactly, also why."""
     rows, mine = lists(engine), changed(config)
-    lines = [f"IPUConfig on engine {engine!r}; config.report() says why"]
+    asked = repr(engine) if engine in _ENGINES else ""
+    lines = [f"IPUConfig on engine {engine!r}; config.report({asked}) says why"]
     for kind in (EXACT, APPROXIMATED, NONE):
         names = [name for name, (found, _) in rows.items() if found == kind]
         lines.append(_wrapped(f"  {kind}: {', '.join(names) or 'none'}"))
