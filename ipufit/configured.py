@@ -29,11 +29,13 @@ class FixedWork:
         training, inference: by argument, its value and the parameters that say so; both empty
             without a configuration.
         seed: of ``fit``, or None.
+        said: the configuration, as text; empty without one.
     """
 
     training: Mapping[str, Tuple[int, str]] = dataclasses.field(default_factory=dict)
     inference: Mapping[str, Tuple[int, str]] = dataclasses.field(default_factory=dict)
     seed: Optional[int] = None
+    said: str = ""
 
     @staticmethod
     def of(config: Optional[IPUConfig]) -> FixedWork:
@@ -47,7 +49,7 @@ class FixedWork:
                 "IPUConfig.gradient_accumulation_steps",
             ),
         }
-        return FixedWork(training, _work(config, "inference_"), config.seed)
+        return FixedWork(training, _work(config, "inference_"), config.seed, repr(config))
 
     def resolve(self, is_training: bool, **asked: Any) -> Dict[str, Any]:
         """The arguments with values of the configuration where they are None.

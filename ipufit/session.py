@@ -264,6 +264,9 @@ class Session:
         )
         more = [f"{name}={value!r}" for name, value in self.recipe.extras().items()]
         text += f"\nCompiled with {', '.join(more)}." if more else ""
+        text += (
+            f"\nWork, seed and options are those of {self.fixed.said}." if self.fixed.said else ""
+        )
         explain = getattr(self.engine, "explain", None)
         return "\n".join([text, *(explain(self.recipe) if explain is not None else ())])
 

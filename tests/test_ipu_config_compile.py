@@ -114,6 +114,7 @@ def test_explain_and_the_searches_go_by_it(capsys):
     model.explain(X, batch_size=2)
     text = capsys.readouterr().out
     assert "= 2 samples x 3 accumulation x 2 replicas = 12 samples" in text
+    assert f"Work, seed and options are those of {IPUConfig(**FULL)!r}.\n" in text
     model.find_lr(X, Y, batch_size=2, updates=3)
     found = model.find_batch_size(X, Y, effective_batch_size=8)
     assert found.batch_size * found.gradient_accumulation * 2 == 8

@@ -169,6 +169,22 @@ def test_values_by_pod_are_those_of_the_pod():
     assert large.notes == config.notes
 
 
+def test_what_follows_from_a_value_by_pod_follows_for_each_pod():
+    """A twin is not left at what it was for another pod; what was given stays."""
+    values = {
+        "layers_per_ipu": {"default": [4], "pod16": [2, 2]},
+        "matmul_proportion": {"default": 0.1, "pod16": 0.3},
+    }
+    config = IPUConfig.from_dict(values)
+    config.seed = 1
+    large = config.for_pod_type("pod16")
+    assert large == IPUConfig.from_dict(values, "pod16", seed=1)
+    assert (large.inference_layers_per_ipu, large.inference_ipus_per_replica) == ([2, 2], 2)
+    assert large.inference_matmul_proportion == 0.3
+    assert config.to_dict() == {**values, "seed": 1}
+    assert IPUConfig.from_dict(config.to_dict()).for_pod_type("pod16") == large
+
+
 def test_values_by_pod_are_saved():
     """Or the file would be for one pod alone after it was read once."""
     config = IPUConfig.from_dict(OF_2022)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple, Union
 
 from ipufit.errors import ConfigurationError
 from ipufit.ipu_config import files, report
 from ipufit.ipu_config.parameters import PARAMETERS, is_default, nearest, shown, twin
+from ipufit.ipu_config.partition import Partition
 from ipufit.ipu_config.reading import check_changes, incoherent, raise_faults, read
 from ipufit.ipu_config.strings import parse_changes
 
-__all__ = ["IPUConfig", "Partition"]
+__all__ = ["IPUConfig"]
 
 Path = Union[str, "os.PathLike[str]"]
 Memory = Union[float, Sequence[float]]
@@ -21,30 +22,6 @@ Memory = Union[float, Sequence[float]]
 _MODES = ("training", "inference")
 # These two are chosen by what is asked for, never by the mode.
 _NOT_BY_MODE = ("replication_factor", "device_iterations")
-
-
-@dataclasses.dataclass(frozen=True)
-class Partition:
-    """How one copy of the model is laid over IPUs.
-
-    Attributes:
-        ipus_per_replica: IPUs of one copy.
-        layers_per_ipu: layers on each of them, -1 for an even share of the rest.
-        embedding_serialization_factor, projection_serialization_factor: parts into which the layer
-            is cut on one IPU; None where the splits say it.
-        serialized_embedding_splits_per_ipu, serialized_projection_splits_per_ipu: parts on each
-            IPU, or None.
-        recompute_checkpoint_every_layer: whether activations are computed again in the backward
-            pass.
-    """
-
-    ipus_per_replica: int
-    layers_per_ipu: Tuple[int, ...]
-    embedding_serialization_factor: Optional[int]
-    serialized_embedding_splits_per_ipu: Optional[Tuple[int, ...]]
-    projection_serialization_factor: Optional[int]
-    serialized_projection_splits_per_ipu: Optional[Tuple[int, ...]]
-    recompute_checkpoint_every_layer: bool
 
 
 class IPUConfig:
@@ -137,6 +114,7 @@ class IPUConfig:
     notes: Tuple[str, ...]
     _mode: str
     _by_pod: Dict[str, Dict[str, Any]]
+    _given: FrozenSet[str]
 
     def __init__(
         self,
@@ -185,6 +163,7 @@ class IPUConfig:
         state.update(reading.values)
         # A configuration for one pod has one value of everything.
         state["_by_pod"] = reading.by_pod if pod_type is None else {}
+        state["_given"] = reading.given
         state["notes"] = reading.notes
         state["_mode"] = _MODES[0]
 
@@ -280,7 +259,10 @@ class IPUConfig:
         return cls._made(files.parse(text, "the text"), pod_type, {}, "the text")
 
     def to_dict(self) -> Dict[str, Any]:
-        """All parameters by name, ready for JSON; those by pod type with all their values."""
+        """All parameters by name, ready for JSON.
+
+        With values by pod type, those that were given: what follows from them is left out.
+        """
         copied = json.loads(self.to_json_string())
         assert isinstance(copied, dict)
         return copied
@@ -291,9 +273,8 @@ class IPUConfig:
         Raises:
             ConfigurationError: ``parallelize_kwargs`` hold what JSON has not.
         """
-        values = {name: self._by_pod.get(name, getattr(self, name)) for name in PARAMETERS}
         try:
-            return json.dumps(values, indent=2, sort_keys=True, allow_nan=False) + "\n"
+            return json.dumps(self._said(), indent=2, sort_keys=True, allow_nan=False) + "\n"
         except (TypeError, ValueError) as error:
             raise ConfigurationError(
                 "IPUConfig.parallelize_kwargs must hold only what JSON has, but "
@@ -423,10 +404,11 @@ class IPUConfig:
             pod_type: as for :meth:`from_dict`; None takes the values named "default".
 
         Raises:
-            ConfigurationError: no such type, or a parameter has no value for it.
+            ConfigurationError: no such type, a parameter has no value for it, or the values don't
+                fit together.
         """
-        given = {name: self._by_pod.get(name, getattr(self, name)) for name in PARAMETERS}
-        config = type(self)._made(given, pod_type, {})
+        self.check()
+        config = type(self)._made(self._said(), pod_type, {})
         config.__dict__.update(_by_pod={}, notes=self.notes, _mode=self._mode)
         return config
 
@@ -505,7 +487,7 @@ class IPUConfig:
         plain = name[1:]
         if name.startswith("_") and twin(plain) is not None and plain not in _NOT_BY_MODE:
             return self.value(plain)
-        if name.startswith("__") or name in ("_by_pod", "_mode"):
+        if name.startswith("__") or name in ("_by_pod", "_given", "_mode"):
             raise AttributeError(name)
         raise AttributeError(f"IPUConfig has no parameter {name!r}. {nearest(name)}")
 
@@ -526,6 +508,7 @@ class IPUConfig:
         raise_faults(faults)
         self.__dict__[name] = checked[name]
         self.__dict__["_by_pod"] = {n: v for n, v in self._by_pod.items() if n != name}
+        self.__dict__["_given"] = self._given | {name}
         if "_splits_per_ipu" in name and checked[name] is not None:
             factor = name.replace("serialized_", "").replace(
                 "_splits_per_ipu", "_serialization_factor"
@@ -540,6 +523,11 @@ class IPUConfig:
         return (self._named(), self._by_pod) == (other._named(), other._by_pod)
 
     __hash__ = None  # type: ignore[assignment]
+
+    def _said(self) -> Dict[str, Any]:
+        """Values to make it of again; what follows from values by type of pod follows anew."""
+        names = self._given if self._by_pod else PARAMETERS
+        return {name: self._by_pod.get(name, getattr(self, name)) for name in names}
 
     def _named(self) -> Dict[str, Any]:
         return {name: getattr(self, name) for name in PARAMETERS}

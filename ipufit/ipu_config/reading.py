@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import AbstractSet, Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import AbstractSet, Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Set, Tuple
 
 from ipufit.errors import ConfigurationError
 from ipufit.ipu_config.older import renewed
@@ -23,11 +23,13 @@ class Reading:
     Attributes:
         values: of all parameters, those that follow from others filled in.
         by_pod: the values by pod type, of the parameters that came with such.
+        given: names of the parameters that were given.
         notes: what was left aside or read differently, one sentence each.
     """
 
     values: Dict[str, Any]
     by_pod: Dict[str, Dict[str, Any]]
+    given: FrozenSet[str]
     notes: Tuple[str, ...]
 
 
@@ -66,10 +68,11 @@ def read(given: Mapping[str, Any], pod_type: Optional[str] = None, where: str = 
         values[name] = value
         bad |= {name} if found else set()
         faults += found
+    given_names = frozenset(values)
     values = _filled(values)
     faults += incoherent(values, bad)
     raise_faults(faults, where)
-    return Reading(values, by_pod, tuple(notes))
+    return Reading(values, by_pod, given_names, tuple(notes))
 
 
 def raise_faults(faults: Sequence[str], where: str = "") -> None:
