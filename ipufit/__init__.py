@@ -3,6 +3,7 @@
 from ipufit import callbacks, engines, errors, optim, schedules
 from ipufit.finders import BatchSize
 from ipufit.history import History
+from ipufit.ipu_config import IPUConfig
 from ipufit.logged import log
 from ipufit.lr_finder import LearningRates
 from ipufit.model import Model
@@ -13,6 +14,7 @@ from ipufit.seeding import seed_everything
 __all__ = [
     "BatchSize",
     "History",
+    "IPUConfig",
     "LearningRates",
     "LossScale",
     "Model",

@@ -127,7 +127,7 @@ class FitArguments:
         data.open()
         dev_run = data.limit()
         plan = data.plan(dev_run)
-        callbacks, seed, level = _common(faults, asked)
+        callbacks, seed, level = _common(session, faults, asked)
         inference = data.inference_plan(dev_run)
         with faults.collected():
             refuse_unused(asked)
@@ -171,13 +171,15 @@ class FitArguments:
         )
 
 
-def _common(faults: Faults, asked: FitRequest) -> Tuple[List[Callback], Optional[int], int]:
+def _common(
+    session: Session, faults: Faults, asked: FitRequest
+) -> Tuple[List[Callback], Optional[int], int]:
     callbacks: List[Callback] = []
     seed, level = None, 0
     with faults.collected():
         callbacks = checked(asked.callbacks)
     with faults.collected():
-        seed = None if asked.seed is None else checked_seed(asked.seed)
+        seed = session.fixed.seed_or(None if asked.seed is None else checked_seed(asked.seed))
     with faults.collected():
         level = resolve_verbose(asked.verbose)
     return callbacks, seed, level

@@ -9,8 +9,11 @@ import torch
 from torch import nn
 
 from ipufit.arguments import one_of
+from ipufit.configured import FixedWork, check_config, divided, load_config, output_mode_of
 from ipufit.errors import ConfigurationError
 from ipufit.faults import Faults
+from ipufit.ipu_config import IPUConfig
+from ipufit.ipu_config import report as config_report
 from ipufit.losses import Loss, resolve_loss
 from ipufit.metrics import MetricSet, resolve_metrics
 from ipufit.optimizers import resolve_optimizer
@@ -57,7 +60,7 @@ class CompileRequest:
     precision: Optional[str]
     loss_scale: Union[float, str, LossScale, None]
     accumulation_dtype: Union[torch.dtype, str, None]
-    output_mode: str
+    output_mode: Optional[str]
     output_every: Optional[int]
     gradient_reduction: str
     auto_round_ipus: bool
@@ -66,6 +69,7 @@ class CompileRequest:
     inference_options: Any
     partition: PartitionRequest
     inference_partition: PartitionRequest
+    config: Any
 
 
 def compiled(
@@ -77,6 +81,17 @@ def compiled(
         ConfigurationError: something can't work; several faults as one error.
     """
     faults = Faults()
+    config = None
+    with faults.collected():
+        config = load_config(asked.config)
+    if config is not None:
+        check_config(config, asked, faults)
+        with faults.collected():
+            first, second = divided(config, asked.partition, asked.inference_partition)
+            asked = dataclasses.replace(asked, partition=first, inference_partition=second)
+    if asked.output_mode is None:
+        mode = "all" if config is None else output_mode_of(config)
+        asked = dataclasses.replace(asked, output_mode=mode)
     resolved, metrics, optimizer = _what(module, asked, faults)
     settings = _how(asked, faults)
     partitions = NOT_DIVIDED
@@ -97,9 +112,13 @@ def compiled(
         "inference_options": asked.inference_options,
     }
     _refuse_unused_options(engine, options)
+    if config is not None:
+        recipe, options = _configured(config, engine, recipe, options)
     check = getattr(engine, "check", None)
     if check is not None:
         check(module, optimizer, resolved, recipe, asked.run_eagerly, options, partitions)
+    if config is not None:
+        print(config_report.in_short(config, engine.name))
     return Session(
         module,
         optimizer,
@@ -107,11 +126,25 @@ def compiled(
         metrics,
         engine,
         recipe,
-        asked.auto_round_ipus,
+        # optimum-graphcore rounds whatever its configuration says.
+        asked.auto_round_ipus or config is not None,
         asked.run_eagerly,
         options,
         partitions,
+        FixedWork.of(config),
     )
+
+
+def _configured(
+    config: IPUConfig, engine: Engine, recipe: Recipe, options: Dict[str, Any]
+) -> Tuple[Recipe, Dict[str, Any]]:
+    """What else a configuration changes: settings of the engine, or what stands for them here."""
+    options_of = getattr(engine, "options_of", None)
+    if options_of is not None:
+        return recipe, options_of(config)
+    if config.auto_loss_scaling and recipe.loss_scale is None:
+        recipe = dataclasses.replace(recipe, loss_scale=LossScale())
+    return recipe, options
 
 
 def _refuse_unused_options(engine: Engine, options: Dict[str, Any]) -> None:

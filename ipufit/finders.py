@@ -107,10 +107,11 @@ class Trial:
                 yield job
 
 
-def seed_of_trial(seed: Optional[int]) -> int:
-    """The seed that the next ``fit`` would draw, which it still does."""
+def seed_of_trial(seed: Optional[int], session: Session) -> int:
+    """The seed that the next ``fit`` would have; one that it would draw, it still draws."""
+    seed = session.fixed.seed_or(None if seed is None else checked_seed(seed))
     if seed is not None:
-        return checked_seed(seed)
+        return seed
     with generators_kept():
         return draw_seed()
 

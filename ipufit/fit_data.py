@@ -24,6 +24,7 @@ __all__ = [
     "limited_plan",
     "refuse_unused",
     "resolve_prefetch",
+    "training_work",
 ]
 
 
@@ -187,8 +188,9 @@ class FitData:
         asked, source = self._asked, self.source
         if source is None:
             return None
-        work = asked.ipus, asked.device_iterations, asked.gradient_accumulation
+        given = asked.ipus, asked.device_iterations, asked.gradient_accumulation
         with self._faults.collected():
+            work = training_work(self._session, given)
             plan = self._session.plan(source, *work, True, self._steps)
             if not dev_run:
                 return plan
@@ -206,8 +208,12 @@ class FitData:
             return None
         own = {"ipus": asked.inference_ipus, "device_iterations": asked.inference_device_iterations}
         own = {name: value for name, value in own.items() if value is not None}
+        fixed = self._session.fixed
         shared = {"ipus": asked.ipus, "device_iterations": asked.device_iterations, **own}
+        if fixed.inference:
+            shared = {"ipus": None, "device_iterations": None, **own}
         with self._faults.collected(inference=list(own)):
+            shared = fixed.resolve(False, **shared)
             if self.held_out is None:
                 self._session.plan(source, **shared, gradient_accumulation=1, training=False)
                 return None
@@ -241,7 +247,20 @@ def limited_plan(
         steps = at_least("steps_per_epoch", steps, 1, " or None")
     if limit is not None:
         source.limit(batch_count("limit_train_batches", limit, source))
-    return session.plan(source, *work, True, steps)
+    return session.plan(source, *training_work(session, work), True, steps)
+
+
+def training_work(session: Session, work: Tuple[Any, Any, Any]) -> Tuple[Any, Any, Any]:
+    """ipus, device_iterations and gradient_accumulation, as asked for or as ``compile`` has fixed.
+
+    Raises:
+        PlanError: both, and they disagree.
+    """
+    ipus, iterations, accumulation = work
+    found = session.fixed.resolve(
+        True, ipus=ipus, device_iterations=iterations, gradient_accumulation=accumulation
+    )
+    return found["ipus"], found["device_iterations"], found["gradient_accumulation"]
 
 
 def inference_plan(
@@ -253,6 +272,8 @@ def inference_plan(
     device_iterations: Any,
 ) -> Plan:
     """The batch algebra of an evaluation that may end after so many device iterations."""
+    work = session.fixed.resolve(False, ipus=ipus, device_iterations=device_iterations)
+    ipus, device_iterations = work["ipus"], work["device_iterations"]
     plan = session.plan(source, ipus, device_iterations, 1, False, steps)
     if steps is None:
         return plan

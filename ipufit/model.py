@@ -107,7 +107,7 @@ class Model:
         precision: Optional[str] = None,
         loss_scale: Union[float, str, LossScale, None] = None,
         accumulation_dtype: Union[torch.dtype, str, None] = None,
-        output_mode: str = "all",
+        output_mode: Optional[str] = None,
         output_every: Optional[int] = None,
         gradient_reduction: str = "mean",
         stages: Optional[Mapping[str, int]] = None,
@@ -122,6 +122,7 @@ class Model:
         run_eagerly: bool = False,
         training_options: Any = None,
         inference_options: Any = None,
+        config: Any = None,
     ) -> None:
         """Choose how to train. The count of updates starts anew.
 
@@ -168,7 +169,8 @@ class Model:
                 update; None is that of each parameter.
             output_mode: which outputs of a training execution come back, and so what metrics see:
                 "all"; "final", of the last micro-batch on every replica; "every_n" device
-                iterations; "sum" over the micro-batches of each replica, for callbacks.
+                iterations; "sum" over the micro-batches of each replica, for callbacks. None is
+                that of ``config``, else "all".
             output_every: the n of "every_n".
             gradient_reduction: over the micro-batches of an update: "mean", or "sum" of their
                 means.
@@ -197,6 +199,9 @@ class Model:
             training_options: ``poptorch.Options`` for training on an IPU, for what ipufit has no
                 argument for; a copy is used, and what contradicts the plan is refused.
             inference_options: the same for validation, ``evaluate`` and ``predict``.
+            config: an :class:`ipufit.IPUConfig`, or what its ``from_pretrained`` takes. It fixes
+                IPUs, device iterations, accumulation and seed of later calls; an argument that
+                disagrees is refused. What each parameter does here is printed.
 
         Raises:
             UnknownNameError: an unknown name; with the nearest known one.
@@ -247,6 +252,7 @@ class Model:
                     ipus_per_replica=None,
                     prefix="inference_",
                 ),
+                config=config,
             ),
         )
         self._retire(session)
@@ -280,8 +286,8 @@ class Model:
         batch_size: Optional[int] = None,
         epochs: int = 1,
         ipus: Optional[int] = None,
-        device_iterations: int = 1,
-        gradient_accumulation: int = 1,
+        device_iterations: Optional[int] = None,
+        gradient_accumulation: Optional[int] = None,
         validation_split: float = 0.0,
         validation_data: Any = None,
         shuffle: Optional[bool] = None,
@@ -314,9 +320,12 @@ class Model:
             y: targets beside tensors and arrays, in any structure, one row per sample.
             batch_size: of tensors, arrays and datasets: the micro-batch. None is 32.
             epochs: index of the epoch to stop before: a count when initial_epoch is 0, as in Keras.
-            ipus: total number of IPUs, a multiple of those of a replica. None is one replica.
-            device_iterations: weight updates per execution.
-            gradient_accumulation: micro-batches that a replica sums before an update.
+            ipus: total number of IPUs, a multiple of those of a replica. None is that of
+                ``compile(config=...)``, else one replica.
+            device_iterations: weight updates per execution. None is that of
+                ``compile(config=...)``, else 1.
+            gradient_accumulation: micro-batches that a replica sums before an update; None as for
+                ``device_iterations``.
             validation_split: the last fraction of tensors, arrays or a map-style dataset is held
                 out, before shuffling.
             validation_data: evaluated after every epoch; it never disturbs training. ``(x, y)`` or
@@ -347,13 +356,14 @@ class Model:
                 of yours reads the data in this process (tensors, arrays, a DataLoader with workers
                 or over a TensorDataset), else 0. What a callback changes in the data is seen by so
                 many executions later.
-            inference_ipus: total number of IPUs for validation; None is ``ipus``.
+            inference_ipus: total number of IPUs for validation; None is that of
+                ``compile(config=...)``, else ``ipus``.
             inference_device_iterations: forward passes per execution of the validation; None is
-                ``device_iterations``.
+                that of the config, else ``device_iterations``.
             callbacks: told what happens; see :class:`ipufit.callbacks.Callback`.
             seed: of all random numbers: dropout and the like, the order of samples, and what a
-                loader draws from torch's generator in this process. None draws one from that
-                generator.
+                loader draws from torch's generator in this process. None is that of
+                ``compile(config=...)``, else one drawn from that generator.
             verbose: 0 silent, 1 a progress bar, 2 a line per epoch; "auto" is 1 in a terminal, else
                 2.
 
@@ -414,7 +424,7 @@ class Model:
         steps: Optional[int] = None,
         prefetch: Optional[int] = None,
         ipus: Optional[int] = None,
-        device_iterations: int = 1,
+        device_iterations: Optional[int] = None,
         callbacks: Union[Callback, Sequence[Callback], None] = (),
         seed: int = 0,
         verbose: Union[int, str] = "auto",
@@ -429,8 +439,8 @@ class Model:
             sample_weight: as for ``fit``.
             steps: device iterations to read at most, from the start; None for all.
             prefetch: as for ``fit``.
-            ipus: total number of IPUs. None is one replica.
-            device_iterations: forward passes per execution.
+            ipus: total number of IPUs. None is that of ``compile(config=...)``, else one replica.
+            device_iterations: forward passes per execution; None is that of the config, else 1.
             callbacks: get the ``on_test_`` hooks.
             seed: of random numbers drawn in eval mode, if the module draws any.
             verbose: 0 silent, 1 a progress bar, 2 one line; "auto" is 1 in a terminal, else 2.
@@ -461,7 +471,7 @@ class Model:
         steps: Optional[int] = None,
         prefetch: Optional[int] = None,
         ipus: Optional[int] = None,
-        device_iterations: int = 1,
+        device_iterations: Optional[int] = None,
         callbacks: Union[Callback, Sequence[Callback], None] = (),
         seed: int = 0,
         verbose: Union[int, str] = "auto",
@@ -475,8 +485,8 @@ class Model:
             batch_size: as for ``fit``.
             steps: device iterations to read at most, from the start; None for all.
             prefetch: as for ``fit``.
-            ipus: total number of IPUs. None is one replica.
-            device_iterations: forward passes per execution.
+            ipus: total number of IPUs. None is that of ``compile(config=...)``, else one replica.
+            device_iterations: forward passes per execution; None is that of the config, else 1.
             callbacks: get the ``on_predict_`` hooks.
             seed: of random numbers drawn in eval mode, if the module draws any.
             verbose: as for ``evaluate``.
@@ -504,7 +514,7 @@ class Model:
         steps: Optional[int] = None,
         prefetch: Optional[int] = None,
         ipus: Optional[int] = None,
-        device_iterations: int = 1,
+        device_iterations: Optional[int] = None,
         callbacks: Union[Callback, Sequence[Callback], None] = (),
         seed: int = 0,
         verbose: Union[int, str] = 0,
@@ -516,8 +526,8 @@ class Model:
             batch_size: as for ``fit``.
             steps: device iterations to read at most, from the start; None for all.
             prefetch: as for ``fit``.
-            ipus: total number of IPUs. None is one replica.
-            device_iterations: forward passes per execution.
+            ipus: total number of IPUs. None is that of ``compile(config=...)``, else one replica.
+            device_iterations: forward passes per execution; None is that of the config, else 1.
             callbacks: get the ``on_predict_`` hooks.
             seed: of random numbers drawn in eval mode, if the module draws any.
             verbose: as for ``evaluate``.
@@ -618,7 +628,7 @@ class Model:
         max_lr: float = 10.0,
         updates: int = 100,
         ipus: Optional[int] = None,
-        gradient_accumulation: int = 1,
+        gradient_accumulation: Optional[int] = None,
         seed: Optional[int] = None,
     ) -> LearningRates:
         """Train for a moment with a learning rate that grows from update to update.
@@ -696,8 +706,8 @@ class Model:
         steps_per_epoch: Optional[int] = None,
         limit_train_batches: Union[int, float, None] = None,
         ipus: Optional[int] = None,
-        device_iterations: int = 1,
-        gradient_accumulation: int = 1,
+        device_iterations: Optional[int] = None,
+        gradient_accumulation: Optional[int] = None,
     ) -> None:
         """Print what ``fit`` would do with these arguments, in plain words; nothing is run.
 

@@ -264,7 +264,8 @@ class Engine(Protocol):
 
     It may have more: ``check(module, optimizer, loss, recipe, run_eagerly, options, partitions)``,
     which refuses at ``compile`` what it can't do; ``explain(recipe)``, sentences on what is
-    particular to it; ``takes_options``, true if ``training_options`` mean something to it; and
+    particular to it; ``takes_options``, true if ``training_options`` mean something to it;
+    ``options_of(config)``, those that an IPUConfig asks for, by the argument of ``compile``; and
     ``close()``, called when the model is compiled anew or closed.
 
     Attributes:

@@ -35,14 +35,16 @@ def find_lr(
     assert session.optimizer is not None
     check_range(*rates)
     source = open_data(data, Mode.TRAIN, session.loss.in_module)
-    plan = session.plan(source, ipus, 1, gradient_accumulation, training=True)
+    work = session.fixed.resolve(True, ipus=ipus, gradient_accumulation=gradient_accumulation)
+    accumulation = work["gradient_accumulation"]
+    plan = session.plan(source, work["ipus"], 1, accumulation, training=True)
     return finders.find_lr(
         trial,
         source,
         plan,
         session.optimizer,
         exponential_range(*rates),
-        finders.seed_of_trial(seed),
+        finders.seed_of_trial(seed, session),
         model,
     )
 
@@ -57,6 +59,7 @@ def find_batch_size(
         DataError: data that can't be read or fed.
     """
     session = trial.session
+    total = session.fixed.resolve(True, ipus=ipus)["ipus"]
     if not comes_in_samples(Given("training data", x, y)):
         raise ConfigurationError(
             "find_batch_size needs samples to make batches of, but the training data comes in "
@@ -68,7 +71,7 @@ def find_batch_size(
         return open_data(given, Mode.TRAIN, session.loss.in_module)
 
     def plan_of(source: Source, accumulation: int) -> Plan:
-        return session.plan(source, ipus, 1, accumulation, training=True)
+        return session.plan(source, total, 1, accumulation, training=True)
 
     whole = plan_of(open_with(1), 1)
     return finders.find_batch_size(
@@ -76,5 +79,5 @@ def find_batch_size(
         open_with,
         plan_of,
         finders.candidates(effective, start, whole.replicas, whole.samples),
-        finders.seed_of_trial(seed),
+        finders.seed_of_trial(seed, session),
     )

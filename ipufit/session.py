@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ipufit import loop
+from ipufit.configured import FixedWork
 from ipufit.data.feed import Feed
 from ipufit.data.source import Source
 from ipufit.errors import ConfigurationError
@@ -45,6 +46,7 @@ class Session:
         run_eagerly: whether programs run the module itself.
         options: settings of the engine's own, by the argument of ``compile``.
         partitions: how the module lies on the IPUs of a replica.
+        fixed: arguments of later calls that ``compile`` has fixed; none by default.
 
     Attributes:
         updates: weight updates done so far.
@@ -64,7 +66,9 @@ class Session:
         run_eagerly: bool = False,
         options: Optional[Mapping[str, Any]] = None,
         partitions: Partitions = NOT_DIVIDED,
+        fixed: Optional[FixedWork] = None,
     ) -> None:
+        self.fixed = fixed or FixedWork()
         self._options = options or {}
         self.partitions = partitions
         self.module = module
@@ -99,7 +103,7 @@ class Session:
     def seed(self) -> int:
         """One seed for all single updates until the next ``compile``."""
         if self._seed is None:
-            self._seed = draw_seed()
+            self._seed = draw_seed() if self.fixed.seed is None else self.fixed.seed
         return self._seed
 
     def weights_version(self) -> object:
@@ -269,6 +273,9 @@ class Session:
         more = [f"{name}={value!r}" for name, value in self.recipe.extras().items()]
         text += f"\nCompiled with {', '.join(more)}." if more else ""
         text += "".join(f"\n{line}" for line in self.partitions.describe())
+        text += (
+            f"\nWork, seed and options are those of {self.fixed.said}." if self.fixed.said else ""
+        )
         explain = getattr(self.engine, "explain", None)
         return "\n".join([text, *(explain(self.recipe) if explain is not None else ())])
 

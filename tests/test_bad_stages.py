@@ -141,6 +141,12 @@ def message(error, **options):
             "parallel_phased, pipelined, serial_phased, sharded.",
         ),
         (
+            {"strategy": "sharded"},
+            PartitionError,
+            "strategy says how stages run, got 'sharded', but nothing divides the module. Give "
+            "stages or layers_per_ipu, or ipus_per_replica for a module with blocks of its own.",
+        ),
+        (
             {"strategy": 3},
             PartitionError,
             "strategy must be one of 'pipelined', 'sharded', 'serial_phased', 'parallel_phased', "

@@ -5,13 +5,13 @@ import importlib
 import inspect
 
 import pytest
-from options import FLIPS, callbacks, model, observed, parts
+from options import FLIPS, callbacks, config, model, observed, parts
 
 import ipufit
 from ipufit.callbacks import Callback
 from ipufit.program import Engine, Program
 
-__all__ = ["callbacks", "model", "parts"]
+__all__ = ["callbacks", "config", "model", "parts"]
 
 MODULES = ["ipufit", "ipufit.testing"]
 

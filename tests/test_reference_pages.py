@@ -87,7 +87,7 @@ def real_signature(name):
             "required" if parameter.default is parameter.empty else parameter.default,
         )
         for parameter in found.parameters.values()
-        if parameter.name != "self"
+        if parameter.name != "self" and parameter.kind is not parameter.VAR_KEYWORD
     ]
 
 
@@ -138,6 +138,7 @@ def test_every_entry_of_the_reference_exists():
     [
         "BatchSize",
         "History",
+        "IPUConfig",
         "LearningRates",
         "Model",
         "Plan",

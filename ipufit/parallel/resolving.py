@@ -120,7 +120,13 @@ def _resolved(module: nn.Module, asked: PartitionRequest) -> Optional[Partition]
             f"{asked.name('ipus_per_replica')} must be the number of IPUs that the {strategy} "
             f"stages take, {ipus}, got {count}. Leave it out."
         )
-    if not begins and own is None and (count or 1) == 1 and asked.strategy is None:
+    if not begins and own is None and (count or 1) == 1:
+        if asked.strategy is not None:
+            raise PartitionError(
+                f"{asked.name('strategy')} says how stages run, got {strategy!r}, but nothing "
+                "divides the module. Give stages or layers_per_ipu, or ipus_per_replica for a "
+                "module with blocks of its own."
+            )
         return None
     return Partition(begins, stages, strategy, asked.strategy is not None, ipus, own)
 

@@ -151,6 +151,7 @@ of(
     run_eagerly=(False, True),
     training_options=(None, "refused"),
     inference_options=(None, "refused"),
+    config=(None, ipufit.IPUConfig(gradient_accumulation_steps=2)),
 )
 
 

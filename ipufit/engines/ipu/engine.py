@@ -13,6 +13,7 @@ from torch import nn
 from ipufit.engines.embedded.fingerprint import fingerprint
 from ipufit.engines.ipu.device import OWNER
 from ipufit.engines.ipu.failures import told
+from ipufit.engines.ipu.from_config import engine_options
 from ipufit.engines.ipu.inference import InferenceProgram
 from ipufit.engines.ipu.limits import check_request
 from ipufit.engines.ipu.options import check_options, make_options, role_of
@@ -22,6 +23,7 @@ from ipufit.engines.ipu.size import Size
 from ipufit.engines.ipu.step import Form, IpuStep
 from ipufit.engines.ipu.training import TrainingProgram, unwrapped
 from ipufit.engines.ipu.unit import Unit
+from ipufit.ipu_config import IPUConfig
 from ipufit.losses import Loss
 from ipufit.parallel.partition import Partitions
 from ipufit.program import MicroBatch, Mode, Program, ProgramSpec
@@ -86,6 +88,13 @@ class IpuEngine:
             partition = partitions.of(role == role_of(Mode.TRAIN))
             refuse_two_strategies(self.sdk, given, role, partition)
         check_request(module, optimizer, loss, recipe, run_eagerly, self.wide)
+
+    def options_of(self, config: IPUConfig) -> Dict[str, Any]:
+        """Options that a configuration asks for, by the argument of ``compile``."""
+        return {
+            "training_options": engine_options(self.sdk, config, False),
+            "inference_options": engine_options(self.sdk, config, True),
+        }
 
     def build(self, spec: ProgramSpec) -> Program:
         """A program for the spec; it is compiled when the first micro-batch of a shape comes."""

@@ -14,7 +14,16 @@ import torch
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["find_sdk", "keeps_float64", "load_sdk", "load_standin", "why_no_device", "why_no_sdk"]
+__all__ = [
+    "find_sdk",
+    "is_standin",
+    "keeps_float64",
+    "load_sdk",
+    "load_standin",
+    "sdk_or_none",
+    "why_no_device",
+    "why_no_sdk",
+]
 
 _STANDIN = "ipufit.poptorch"
 
@@ -85,6 +94,16 @@ def load_sdk() -> Any:
     return importlib.import_module("poptorch")
 
 
+def sdk_or_none() -> Any:
+    """The SDK's PopTorch, or None where it can't be imported."""
+    return importlib.import_module("poptorch") if why_no_sdk() is None else None
+
+
+def is_standin(module: Any) -> bool:
+    """Whether this PopTorch is the stand-in."""
+    return bool(module.__name__ == _STANDIN)
+
+
 def load_standin() -> Any:
     """The stand-in for PopTorch, which runs in plain torch."""
     return importlib.import_module(_STANDIN)
@@ -92,6 +111,6 @@ def load_standin() -> Any:
 
 def keeps_float64(module: Any) -> bool:
     """Whether this PopTorch computes in float64: a device never does, the stand-in if told to."""
-    if module.__name__ != _STANDIN:
+    if not is_standin(module):
         return False
     return bool(importlib.import_module(f"{_STANDIN}._precision").keeps_float64())

@@ -1,0 +1,239 @@
+"""``compile(config=...)``: what a configuration fixes, and where it disagrees with an argument."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from typing import Any, Dict, Mapping, Optional, Tuple
+
+from ipufit.errors import ConfigurationError, PlanError
+from ipufit.faults import Faults
+from ipufit.ipu_config import IPUConfig, Partition
+from ipufit.parallel.resolving import PartitionRequest
+
+__all__ = ["FixedWork", "check_config", "divided", "load_config", "output_mode_of"]
+
+# What holds where neither an argument nor a configuration says anything.
+_DEFAULTS: Dict[str, Optional[int]] = {
+    "ipus": None,
+    "device_iterations": 1,
+    "gradient_accumulation": 1,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedWork:
+    """Arguments of ``fit``, ``evaluate`` and ``predict`` that ``compile`` has fixed.
+
+    Attributes:
+        training, inference: by argument, its value and the parameters that say so; both empty
+            without a configuration.
+        seed: of ``fit``, or None.
+        said: the configuration, as text; empty without one.
+    """
+
+    training: Mapping[str, Tuple[int, str]] = dataclasses.field(default_factory=dict)
+    inference: Mapping[str, Tuple[int, str]] = dataclasses.field(default_factory=dict)
+    seed: Optional[int] = None
+    said: str = ""
+
+    @staticmethod
+    def of(config: Optional[IPUConfig]) -> FixedWork:
+        """What a configuration fixes."""
+        if config is None:
+            return FixedWork()
+        training = {
+            **_work(config, ""),
+            "gradient_accumulation": (
+                config.gradient_accumulation_steps,
+                "IPUConfig.gradient_accumulation_steps",
+            ),
+        }
+        return FixedWork(training, _work(config, "inference_"), config.seed, repr(config))
+
+    def resolve(self, is_training: bool, **asked: Any) -> Dict[str, Any]:
+        """The arguments with values of the configuration where they are None.
+
+        Args:
+            is_training: which of both counts.
+            asked: "ipus", "device_iterations" and "gradient_accumulation", as the user has them.
+
+        Raises:
+            PlanError: an argument disagrees with the configuration; with all that do.
+        """
+        fixed = self.training if is_training else self.inference
+        found: Dict[str, Any] = {}
+        faults = []
+        for name, value in asked.items():
+            there, said = fixed.get(name, (_DEFAULTS[name], ""))
+            found[name] = there if value is None else value
+            if said and value is not None and value != there:
+                faults.append(
+                    f"`{name}` must agree with {said}, which says {there}, got {value!r}. Leave "
+                    "it out, or compile with another config."
+                )
+                found[name] = there
+        if faults:
+            raise PlanError(faults, {name: found[name] for name in fixed if name in found})
+        return found
+
+    def seed_or(self, seed: Optional[int]) -> Optional[int]:
+        """The seed that was asked for, else that of the configuration.
+
+        Raises:
+            ConfigurationError: they disagree.
+        """
+        if seed is not None and self.seed is not None and seed != self.seed:
+            raise ConfigurationError(
+                f"seed must agree with IPUConfig.seed, which is {self.seed}, got {seed}. Leave it "
+                "out, or compile with another config."
+            )
+        return self.seed if seed is None else seed
+
+
+def _work(config: IPUConfig, prefix: str) -> Dict[str, Tuple[int, str]]:
+    replicas = getattr(config, f"{prefix}replication_factor")
+    ipus = getattr(config, f"{prefix}ipus_per_replica")
+    product = f"IPUConfig.{prefix}replication_factor x {prefix}ipus_per_replica"
+    name = f"{prefix}device_iterations"
+    return {
+        "ipus": (replicas * ipus, product),
+        "device_iterations": (getattr(config, name), f"IPUConfig.{name}"),
+    }
+
+
+def load_config(config: Any) -> Optional[IPUConfig]:
+    """The configuration that ``compile`` was given; the user's own object stays as it is.
+
+    Args:
+        config: an IPUConfig, or what ``IPUConfig.from_pretrained`` takes; None for none.
+
+    Raises:
+        ConfigurationError: it is none, or can't be read; with every fault.
+    """
+    if config is None:
+        return None
+    if isinstance(config, (str, os.PathLike)):
+        return IPUConfig.from_pretrained(config).for_pod_type()
+    if not isinstance(config, IPUConfig):
+        raise ConfigurationError(
+            "config must be an ipufit.IPUConfig, the path of one, or None, got "
+            f"{type(config).__name__}. Read a dict with ipufit.IPUConfig.from_dict(...)."
+        )
+    config.check()
+    return copy.deepcopy(config.for_pod_type())
+
+
+def check_config(config: IPUConfig, asked: Any, faults: Faults) -> None:
+    """Note where the arguments of ``compile`` disagree, and what can't be done yet.
+
+    Args:
+        config: what was loaded.
+        asked: the arguments.
+        faults: to which they are added.
+    """
+    for name in ("training_options", "inference_options"):
+        with faults.collected():
+            if getattr(asked, name) is not None:
+                raise ConfigurationError(
+                    f"config and {name} both say how PopTorch runs the model. Leave one out; "
+                    f"beside {name}, fit has ipus, device_iterations and gradient_accumulation."
+                )
+    mode = output_mode_of(config)
+    with faults.collected():
+        if asked.output_mode not in (None, mode):
+            raise ConfigurationError(
+                f"output_mode must agree with IPUConfig.output_mode, which is "
+                f"{config.output_mode!r}, got {asked.output_mode!r}. Leave it out, or change the "
+                "config."
+            )
+    with faults.collected():
+        if config.auto_loss_scaling and asked.loss_scale not in (None, "dynamic"):
+            raise ConfigurationError(
+                "loss_scale must agree with IPUConfig.auto_loss_scaling, which is True, got "
+                f"{asked.loss_scale!r}. Leave one out."
+            )
+    if asked.optimizer is not None:
+        _check_partition(config.partition(), "", faults)
+    _check_partition(config.partition(for_inference=True), "inference_", faults)
+
+
+def output_mode_of(config: IPUConfig) -> str:
+    """The mode of ``compile``; PopTorch's default is the final one in training."""
+    return "final" if config.output_mode == "default" else config.output_mode
+
+
+def divided(
+    config: IPUConfig, training: PartitionRequest, inference: PartitionRequest
+) -> Tuple[PartitionRequest, PartitionRequest]:
+    """The arguments that divide the module, with what the configuration says in their place.
+
+    Inference is sharded, as optimum-graphcore has it.
+
+    Raises:
+        ConfigurationError: both divide it, and not alike.
+    """
+    faults = Faults()
+    pair = []
+    for asked, for_inference in ((training, False), (inference, True)):
+        with faults.collected():
+            pair.append(_divided(config.partition(for_inference=for_inference), asked))
+    faults.raise_all()
+    first, second = pair
+    if config.inference_ipus_per_replica > 1 and second.strategy is None:
+        second = dataclasses.replace(second, strategy="sharded")
+    return first, second
+
+
+def _divided(partition: Partition, asked: PartitionRequest) -> PartitionRequest:
+    ipus, layers = partition.ipus_per_replica, list(partition.layers_per_ipu)
+    said = f"IPUConfig.{asked.name('layers_per_ipu')}"
+    if asked.stages is not None and layers != [-1]:
+        raise ConfigurationError(
+            f"{asked.name('stages')} and {said} both divide the module, the latter by {layers}. "
+            "Leave one out; [-1] in the config leaves the choice to compile."
+        )
+    if asked.layers_per_ipu is not None and list(asked.layers_per_ipu) != layers:
+        raise ConfigurationError(
+            f"{asked.name('layers_per_ipu')} must agree with {said}, which is {layers}, got "
+            f"{asked.layers_per_ipu!r}. Leave it out, or change the config."
+        )
+    if asked.ipus_per_replica not in (None, ipus):
+        raise ConfigurationError(
+            f"ipus_per_replica must agree with IPUConfig.{asked.name('ipus_per_replica')}, which "
+            f"is {ipus}, got {asked.ipus_per_replica!r}. Leave it out, or change the config."
+        )
+    own_blocks = asked.ipus_per_replica is not None and layers == [-1]
+    if asked.stages is not None or own_blocks:
+        return dataclasses.replace(asked, ipus_per_replica=ipus)
+    return dataclasses.replace(
+        asked,
+        layers_per_ipu=[-1] * ipus if layers == [-1] else layers,
+        prefix=f"IPUConfig.{asked.prefix}",
+    )
+
+
+def _check_partition(partition: Partition, prefix: str, faults: Faults) -> None:
+    """Refuse by name what cuts single layers."""
+    for name, plain in _PLAIN.items():
+        value = getattr(partition, name)
+        # A factor of None is beside splits, which are refused themselves.
+        if value is None or value == plain:
+            continue
+        shown = list(value) if isinstance(value, tuple) else value
+        full = name if name.startswith("recompute") else prefix + name
+        with faults.collected():
+            raise ConfigurationError(
+                f"IPUConfig.{full} must be {plain} in compile, which does not cut models yet, got "
+                f"{shown}. Change it to run the whole model on one IPU."
+            )
+
+
+_PLAIN: Dict[str, Any] = {
+    "embedding_serialization_factor": 1,
+    "serialized_embedding_splits_per_ipu": None,
+    "projection_serialization_factor": 1,
+    "serialized_projection_splits_per_ipu": None,
+    "recompute_checkpoint_every_layer": False,
+}

@@ -1,0 +1,538 @@
+"""IPUConfig: how a model runs on IPUs, in the words of optimum-graphcore."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple, Union
+
+from ipufit.errors import ConfigurationError
+from ipufit.ipu_config import files, report
+from ipufit.ipu_config.parameters import PARAMETERS, is_default, nearest, shown, twin
+from ipufit.ipu_config.partition import Partition
+from ipufit.ipu_config.reading import check_changes, incoherent, raise_faults, read
+from ipufit.ipu_config.strings import parse_changes
+
+__all__ = ["IPUConfig"]
+
+Path = Union[str, "os.PathLike[str]"]
+Memory = Union[float, Sequence[float]]
+
+_MODES = ("training", "inference")
+# These two are chosen by what is asked for, never by the mode.
+_NOT_BY_MODE = ("replication_factor", "device_iterations")
+
+
+class IPUConfig:
+    """How a model runs on IPUs: parameters, names and defaults are those of optimum-graphcore.
+
+    Values are looked at one by one when they are set, and together when the object is made,
+    updated, saved or used. ``Model.compile(config=...)`` takes it.
+
+    Args:
+        replication_factor: copies of the model in training.
+        inference_replication_factor: the same for inference.
+        gradient_accumulation_steps: micro-batches that a replica sums before an update.
+        layers_per_ipu: layers of the model on each IPU of a replica in training; -1 is an even
+            share of the rest, and a single -1 spreads all layers over ``ipus_per_replica``.
+        inference_layers_per_ipu: the same for inference; None is ``layers_per_ipu``.
+        ipus_per_replica: IPUs of one copy in training; None is the length of ``layers_per_ipu``.
+        inference_ipus_per_replica: the same for inference; None is the length of
+            ``inference_layers_per_ipu``, or ``ipus_per_replica`` where that is one -1.
+        optimizer_state_offchip: keep the optimizer's state in the memory beside the chip.
+        replicated_tensor_sharding: each replica keeps a part of that state; from two replicas on.
+        matmul_proportion: share of an IPU's memory for temporary values in training, one number or
+            one for each IPU of a replica.
+        inference_matmul_proportion: the same for inference; None is ``matmul_proportion``, or 0.2
+            where that is a list of another length.
+        enable_half_partials: partial sums of products and convolutions in float16.
+        embedding_serialization_factor: parts into which the embedding is cut on its IPU; None is 1
+            without splits.
+        inference_embedding_serialization_factor: the same for inference.
+        serialized_embedding_splits_per_ipu: parts of the embedding on each IPU instead.
+        inference_serialized_embedding_splits_per_ipu: the same for inference.
+        projection_serialization_factor: as for the embedding, of the output projection.
+        inference_projection_serialization_factor: the same for inference.
+        serialized_projection_splits_per_ipu: parts of the projection on each IPU instead.
+        inference_serialized_projection_splits_per_ipu: the same for inference.
+        recompute_checkpoint_every_layer: compute activations again in the backward pass.
+        device_iterations: updates per call of the program.
+        inference_device_iterations: forward passes per call.
+        output_mode: which outputs of training come back: "all", "sum", "final" or "default", which
+            is "final". Inference hands back all.
+        seed: of random numbers; None for none.
+        auto_loss_scaling: let a loss scale follow the gradients.
+        executable_cache_dir: folder for compiled programs; "" or "disabled" for none.
+        explicit_ir_inference: an experimental way of the compiler for inference.
+        parallelize_kwargs: arguments of the ``parallelize`` of optimum-graphcore's models.
+        inference_parallelize_kwargs: the same for inference.
+        others: parameters of earlier releases; see the page on IPUConfig.
+
+    Attributes:
+        mode: "training" or "inference": what :meth:`value` answers for.
+        notes: what was left aside or read differently, one sentence each.
+
+    Raises:
+        ConfigurationError: values that can't work; with every fault.
+
+    >>> config = IPUConfig(layers_per_ipu=[2, 3], gradient_accumulation_steps=8)
+    >>> config.ipus_per_replica, config.batch_size_factor()
+    (2, 8)
+    """
+
+    replication_factor: int
+    inference_replication_factor: int
+    gradient_accumulation_steps: int
+    layers_per_ipu: List[int]
+    inference_layers_per_ipu: List[int]
+    ipus_per_replica: int
+    inference_ipus_per_replica: int
+    optimizer_state_offchip: bool
+    replicated_tensor_sharding: bool
+    matmul_proportion: Union[float, List[float]]
+    inference_matmul_proportion: Union[float, List[float]]
+    enable_half_partials: bool
+    embedding_serialization_factor: Optional[int]
+    inference_embedding_serialization_factor: Optional[int]
+    serialized_embedding_splits_per_ipu: Optional[List[int]]
+    inference_serialized_embedding_splits_per_ipu: Optional[List[int]]
+    projection_serialization_factor: Optional[int]
+    inference_projection_serialization_factor: Optional[int]
+    serialized_projection_splits_per_ipu: Optional[List[int]]
+    inference_serialized_projection_splits_per_ipu: Optional[List[int]]
+    recompute_checkpoint_every_layer: bool
+    device_iterations: int
+    inference_device_iterations: int
+    output_mode: str
+    seed: Optional[int]
+    auto_loss_scaling: bool
+    executable_cache_dir: str
+    explicit_ir_inference: bool
+    parallelize_kwargs: Dict[str, Any]
+    inference_parallelize_kwargs: Dict[str, Any]
+    notes: Tuple[str, ...]
+    _mode: str
+    _by_pod: Dict[str, Dict[str, Any]]
+    _given: FrozenSet[str]
+
+    def __init__(
+        self,
+        replication_factor: int = 1,
+        inference_replication_factor: int = 1,
+        gradient_accumulation_steps: int = 1,
+        layers_per_ipu: Sequence[int] = (-1,),
+        inference_layers_per_ipu: Optional[Sequence[int]] = None,
+        ipus_per_replica: Optional[int] = None,
+        inference_ipus_per_replica: Optional[int] = None,
+        optimizer_state_offchip: bool = False,
+        replicated_tensor_sharding: bool = False,
+        matmul_proportion: Memory = 0.2,
+        inference_matmul_proportion: Optional[Memory] = None,
+        enable_half_partials: bool = True,
+        embedding_serialization_factor: Optional[int] = None,
+        inference_embedding_serialization_factor: Optional[int] = None,
+        serialized_embedding_splits_per_ipu: Optional[Sequence[int]] = None,
+        inference_serialized_embedding_splits_per_ipu: Optional[Sequence[int]] = None,
+        projection_serialization_factor: Optional[int] = None,
+        inference_projection_serialization_factor: Optional[int] = None,
+        serialized_projection_splits_per_ipu: Optional[Sequence[int]] = None,
+        inference_serialized_projection_splits_per_ipu: Optional[Sequence[int]] = None,
+        recompute_checkpoint_every_layer: bool = False,
+        device_iterations: int = 1,
+        inference_device_iterations: int = 1,
+        output_mode: str = "final",
+        seed: Optional[int] = None,
+        auto_loss_scaling: bool = False,
+        executable_cache_dir: Path = "",
+        explicit_ir_inference: bool = False,
+        parallelize_kwargs: Optional[Dict[str, Any]] = None,
+        inference_parallelize_kwargs: Optional[Dict[str, Any]] = None,
+        **others: Any,
+    ) -> None:
+        named = {name: value for name, value in locals().items() if name in PARAMETERS}
+        # An older name must not lose against the default of the newer one.
+        given = {name: value for name, value in named.items() if not is_default(name, value)}
+        self._take({**given, **others})
+
+    def _take(
+        self, given: Mapping[str, Any], pod_type: Optional[str] = None, where: str = ""
+    ) -> None:
+        reading = read(given, pod_type, where)
+        state = self.__dict__
+        state.update(reading.values)
+        # A configuration for one pod has one value of everything.
+        state["_by_pod"] = reading.by_pod if pod_type is None else {}
+        state["_given"] = reading.given
+        state["notes"] = reading.notes
+        state["_mode"] = _MODES[0]
+
+    @classmethod
+    def from_dict(
+        cls, config_dict: Mapping[str, Any], pod_type: Optional[str] = None, **changes: Any
+    ) -> IPUConfig:
+        """A configuration from values by name, as a file has them.
+
+        Args:
+            config_dict: values; also those of earlier releases, and values by pod type.
+            pod_type: "pod4", "pod8", "pod16", "pod32" or "pod64", to choose among values by pod
+                type. None takes those named "default" and keeps the others for
+                :meth:`for_pod_type`.
+            changes: parameters that are set afterwards. What follows from others is not derived
+                anew.
+
+        Raises:
+            ConfigurationError: with every fault.
+        """
+        if not isinstance(config_dict, Mapping):
+            raise ConfigurationError(
+                f"from_dict needs values by name, got {shown(config_dict)}. Pass a dict, or use "
+                "from_pretrained for a path."
+            )
+        return cls._made(config_dict, pod_type, changes)
+
+    @classmethod
+    def _made(
+        cls,
+        given: Mapping[str, Any],
+        pod_type: Optional[str],
+        changes: Mapping[str, Any],
+        where: str = "",
+    ) -> IPUConfig:
+        config = cls.__new__(cls)
+        config._take(given, pod_type, where)
+        config.update(changes)
+        return config
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: Path,
+        pod_type: Optional[str] = None,
+        *,
+        revision: Optional[str] = None,
+        cache_dir: Optional[Path] = None,
+        local_files_only: bool = False,
+        **changes: Any,
+    ) -> IPUConfig:
+        """A configuration from a file, a folder or the Hugging Face Hub.
+
+        Args:
+            source: a file; a folder with an ``ipu_config.json``; or the name of a repository on the
+                Hub, for which huggingface_hub is needed (``pip install ipufit[hub]``).
+            pod_type: as for :meth:`from_dict`.
+            revision: branch, tag or commit on the Hub.
+            cache_dir: where huggingface_hub keeps what it downloads.
+            local_files_only: take from there alone.
+            changes: as for :meth:`from_dict`.
+
+        Raises:
+            ConfigurationError: nothing is found, or it can't be read; with every fault.
+        """
+        path = files.find(source, revision, cache_dir, local_files_only)
+        return cls._made(files.read_file(path), pod_type, changes, repr(path))
+
+    @classmethod
+    def from_json_file(cls, path: Path, pod_type: Optional[str] = None) -> IPUConfig:
+        """A configuration from a file of JSON.
+
+        Args:
+            path: of the file.
+            pod_type: as for :meth:`from_dict`.
+
+        Raises:
+            ConfigurationError: it can't be read; with every fault.
+        """
+        return cls._made(files.read_file(os.fspath(path)), pod_type, {}, repr(os.fspath(path)))
+
+    @classmethod
+    def from_json_string(cls, text: str, pod_type: Optional[str] = None) -> IPUConfig:
+        """A configuration from JSON.
+
+        Args:
+            text: a JSON object.
+            pod_type: as for :meth:`from_dict`.
+
+        Raises:
+            ConfigurationError: it can't be read; with every fault.
+        """
+        return cls._made(files.parse(text, "the text"), pod_type, {}, "the text")
+
+    def to_dict(self) -> Dict[str, Any]:
+        """All parameters by name, ready for JSON.
+
+        With values by pod type, those that were given: what follows from them is left out.
+        """
+        copied = json.loads(self.to_json_string())
+        assert isinstance(copied, dict)
+        return copied
+
+    def to_json_string(self) -> str:
+        """The same as JSON, sorted by name.
+
+        Raises:
+            ConfigurationError: ``parallelize_kwargs`` hold what JSON has not.
+        """
+        try:
+            return json.dumps(self._said(), indent=2, sort_keys=True, allow_nan=False) + "\n"
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(
+                "IPUConfig.parallelize_kwargs must hold only what JSON has, but "
+                f"{str(error).rstrip('.')}. Take that entry out to save the configuration."
+            ) from error
+
+    def to_json_file(self, path: Path) -> None:
+        """Write it to a file, which appears under its name only when it is complete.
+
+        Args:
+            path: of the file; its folder exists.
+
+        Raises:
+            ConfigurationError: it can't be written, or the values don't fit together.
+        """
+        self.check()
+        files.write_file(self.to_json_string(), os.fspath(path))
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write ``ipu_config.json`` into a folder, which is made if need be.
+
+        ``IPUConfig.from_pretrained(folder)`` reads it, and so does optimum-graphcore, if no value
+        is by pod type.
+
+        Args:
+            folder: of the file.
+
+        Raises:
+            ConfigurationError: it can't be written, or the values don't fit together.
+        """
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(
+                f"save_pretrained needs a folder, but {error}. Choose another one, or write a file "
+                "with to_json_file."
+            ) from error
+        self.to_json_file(os.path.join(folder, files.FILE_NAME))
+
+    def update(self, changes: Mapping[str, Any]) -> None:
+        """Set several parameters; all of them or, if something is wrong, none.
+
+        Args:
+            changes: values by name.
+
+        Raises:
+            ConfigurationError: with every fault.
+        """
+        faults: List[str] = []
+        self._change(check_changes(changes, faults), faults)
+
+    def update_from_string(self, update_str: str) -> None:
+        """Set several parameters from one string; all of them or, if something is wrong, none.
+
+        Args:
+            update_str: ``name=value`` separated by commas: numbers and strings as they are, true or
+                false, none where None is allowed, and lists as ``[a b c]``.
+
+        Raises:
+            ConfigurationError: with every fault.
+
+        >>> config = IPUConfig()
+        >>> config.update_from_string("seed=0,layers_per_ipu=[2 -1],ipus_per_replica=2")
+        >>> config.seed, config.layers_per_ipu
+        (0, [2, -1])
+        """
+        faults: List[str] = []
+        changes = parse_changes(update_str, faults)
+        self._change(check_changes(changes, faults), faults)
+
+    def _change(self, changes: Mapping[str, Any], faults: List[str]) -> None:
+        kept = dict(self.__dict__)
+        if not faults:
+            for name, value in changes.items():
+                setattr(self, name, value)
+            faults = incoherent(self.__dict__)
+        if faults:
+            self.__dict__.update(kept)
+        raise_faults(faults)
+
+    def check(self) -> None:
+        """Make sure that the values fit together.
+
+        Raises:
+            ConfigurationError: with every fault.
+        """
+        raise_faults(incoherent(self.__dict__))
+
+    @property
+    def mode(self) -> str:
+        """For what :meth:`value` answers: "training" or "inference"."""
+        return self._mode
+
+    def train(self) -> IPUConfig:
+        """Answer for training from now on; returns the configuration."""
+        self.__dict__["_mode"] = _MODES[0]
+        return self
+
+    def eval(self) -> IPUConfig:
+        """Answer for inference from now on; returns the configuration."""
+        self.__dict__["_mode"] = _MODES[1]
+        return self
+
+    def value(self, name: str) -> Any:
+        """A parameter for the present mode: in inference that of its twin, if it has one.
+
+        ``config._layers_per_ipu`` and so on are the same, as code for optimum-graphcore has them.
+
+        Args:
+            name: without "inference_".
+
+        Raises:
+            ConfigurationError: there is no such parameter.
+
+        >>> IPUConfig(inference_device_iterations=5).eval().value("device_iterations")
+        5
+        """
+        if name not in PARAMETERS:
+            raise_faults([f"IPUConfig has no parameter {name!r}. {nearest(name)}"])
+        other = twin(name) if self._mode == _MODES[1] else None
+        return getattr(self, other or name)
+
+    def for_pod_type(self, pod_type: Optional[str] = None) -> IPUConfig:
+        """The configuration for one type of pod.
+
+        Args:
+            pod_type: as for :meth:`from_dict`; None takes the values named "default".
+
+        Raises:
+            ConfigurationError: no such type, a parameter has no value for it, or the values don't
+                fit together.
+        """
+        self.check()
+        config = type(self)._made(self._said(), pod_type, {})
+        config.__dict__.update(_by_pod={}, notes=self.notes, _mode=self._mode)
+        return config
+
+    def batch_size_factor(self, for_inference: bool = False, pod_type: Optional[str] = None) -> int:
+        """Micro-batches of one call of the program, on all replicas together.
+
+        Args:
+            for_inference: for inference, which accumulates no gradients.
+            pod_type: as for :meth:`from_dict`.
+
+        Raises:
+            ConfigurationError: as for :meth:`for_pod_type`.
+        """
+        config = self.for_pod_type(pod_type)
+        if for_inference:
+            return config.inference_replication_factor * config.inference_device_iterations
+        accumulated = config.gradient_accumulation_steps * config.device_iterations
+        return config.replication_factor * accumulated
+
+    def partition(self, for_inference: bool = False) -> Partition:
+        """How one copy of the model is laid over IPUs.
+
+        Args:
+            for_inference: for inference, which computes nothing again.
+        """
+        prefix = "inference_" if for_inference else ""
+        values: Dict[str, Any] = {}
+        for field in dataclasses.fields(Partition)[:-1]:
+            value = getattr(self, prefix + field.name)
+            values[field.name] = tuple(value) if isinstance(value, list) else value
+        recompute = self.recompute_checkpoint_every_layer and not for_inference
+        return Partition(recompute_checkpoint_every_layer=recompute, **values)
+
+    def to_options(
+        self,
+        for_inference: bool = False,
+        compile_only: bool = False,
+        pod_type: Optional[str] = None,
+    ) -> Any:
+        """The ``poptorch.Options`` that optimum-graphcore would make of it.
+
+        They are those of the Poplar SDK where its PopTorch can be imported, else
+        ``ipufit.poptorch.Options``. The generators of torch stay as they are.
+
+        Args:
+            for_inference: for inference.
+            compile_only: for programs that are compiled without an IPU.
+            pod_type: as for :meth:`from_dict`.
+
+        Raises:
+            ConfigurationError: the values don't fit together, or the IPUs are not of the kind that
+                they are for.
+        """
+        from ipufit.engines.ipu.from_config import to_options
+        from ipufit.engines.ipu.sdk import load_standin, sdk_or_none
+
+        config = self.for_pod_type(pod_type)
+        return to_options(sdk_or_none() or load_standin(), config, for_inference, compile_only)
+
+    def report(self, engine: str = "embedded") -> str:
+        """Three lists: what holds exactly, what approximately, and what has no effect.
+
+        Args:
+            engine: "embedded", "ipu" or "ipu-standin".
+
+        Returns:
+            A line for every parameter, with its value and why.
+
+        Raises:
+            ConfigurationError: there is no such engine.
+        """
+        return report.in_full(self, engine)
+
+    def __getattr__(self, name: str) -> Any:
+        # Only asked for what is not there; while a copy is made that is everything.
+        plain = name[1:]
+        if name.startswith("_") and twin(plain) is not None and plain not in _NOT_BY_MODE:
+            return self.value(plain)
+        if name.startswith("__") or name in ("_by_pod", "_given", "_mode"):
+            raise AttributeError(name)
+        raise AttributeError(f"IPUConfig has no parameter {name!r}. {nearest(name)}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        plain = name[1:]
+        if name == "mode":
+            if value not in _MODES:
+                raise ConfigurationError(
+                    f"IPUConfig.mode must be 'training' or 'inference', got {shown(value)}. Use "
+                    "train() or eval()."
+                )
+            self.__dict__["_mode"] = value
+            return
+        if name.startswith("_") and twin(plain) is not None and plain not in _NOT_BY_MODE:
+            name = f"inference_{plain}" if self._mode == _MODES[1] else plain
+        faults: List[str] = []
+        checked = check_changes({name: value}, faults)
+        raise_faults(faults)
+        self.__dict__[name] = checked[name]
+        self.__dict__["_by_pod"] = {n: v for n, v in self._by_pod.items() if n != name}
+        self.__dict__["_given"] = self._given | {name}
+        if "_splits_per_ipu" in name and checked[name] is not None:
+            factor = name.replace("serialized_", "").replace(
+                "_splits_per_ipu", "_serialization_factor"
+            )
+            if self.__dict__[factor] == 1:
+                # A factor of 1 cuts nothing, and gives way.
+                self.__dict__[factor] = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, IPUConfig):
+            return NotImplemented
+        return (self._named(), self._by_pod) == (other._named(), other._by_pod)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _said(self) -> Dict[str, Any]:
+        """Values to make it of again; what follows from values by type of pod follows anew."""
+        names = self._given if self._by_pod else PARAMETERS
+        return {name: self._by_pod.get(name, getattr(self, name)) for name in names}
+
+    def _named(self) -> Dict[str, Any]:
+        return {name: getattr(self, name) for name in PARAMETERS}
+
+    def __repr__(self) -> str:
+        """What differs from the defaults."""
+        changed = report.changed(self)
+        return f"IPUConfig({', '.join(f'{name}={value!r}' for name, value in changed.items())})"

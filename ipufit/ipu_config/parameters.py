@@ -1,0 +1,239 @@
+"""The parameters of IPUConfig: names, defaults, and which values each one takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import operator
+import os
+import reprlib
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
+
+__all__ = [
+    "OUTPUT_MODES",
+    "PARAMETERS",
+    "Parameter",
+    "check_value",
+    "is_default",
+    "nearest",
+    "shown",
+    "twin",
+]
+
+OUTPUT_MODES = ("all", "sum", "final", "default")
+_TWIN = "inference_"
+
+
+class _UnfitError(Exception):
+    """A value that the parameter doesn't take."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A set of values.
+
+    Attributes:
+        words: what a value must be, to follow "must be".
+        example: one, as Python.
+        read: the value in normal form, or _UnfitError.
+    """
+
+    words: str
+    example: str
+    read: Callable[[Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One parameter.
+
+    Attributes:
+        name: as optimum-graphcore has it.
+        default: its value where nothing was said; None where it follows from others.
+        kind: which values it takes.
+        optional: whether None is one of them.
+    """
+
+    name: str
+    default: Any
+    kind: Kind
+    optional: bool = False
+
+
+def _whole(value: Any, least: int) -> int:
+    if isinstance(value, bool):
+        raise _UnfitError
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise _UnfitError from None
+    if number < least:
+        raise _UnfitError
+    return number
+
+
+def _wholes(value: Any, least: int) -> List[int]:
+    if not isinstance(value, (list, tuple)) or not value:
+        raise _UnfitError
+    return [_whole(part, least) for part in value]
+
+
+def _seed(value: Any) -> int:
+    number = _whole(value, 0)
+    if number >= 2**64:
+        raise _UnfitError
+    return number
+
+
+def _proportion(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise _UnfitError
+    if not math.isfinite(value) or not 0 <= value <= 1:
+        raise _UnfitError
+    return float(value)
+
+
+def _proportions(value: Any) -> Any:
+    if isinstance(value, (list, tuple)) and value:
+        return [_proportion(part) for part in value]
+    return _proportion(value)
+
+
+def _splits(value: Any) -> List[int]:
+    splits = _wholes(value, 0)
+    used = [i for i, count in enumerate(splits) if count]
+    if not used or used != list(range(used[0], used[-1] + 1)):
+        raise _UnfitError
+    return splits
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _UnfitError
+    return value
+
+
+def _mode(value: Any) -> str:
+    if not isinstance(value, str) or value not in OUTPUT_MODES:
+        raise _UnfitError
+    return value
+
+
+def _folder(value: Any) -> str:
+    # Files of 2021 have null for no folder.
+    path = "" if value is None else os.fspath(value) if hasattr(value, "__fspath__") else value
+    if not isinstance(path, str):
+        raise _UnfitError
+    return path
+
+
+def _keywords(value: Any) -> Dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise _UnfitError
+    return dict(value)
+
+
+_COUNT = Kind("an integer of at least 1", "1", lambda value: _whole(value, 1))
+_LAYERS = Kind(
+    "a list with the number of layers of each IPU, -1 for an even share of the rest",
+    "[2, -1]",
+    lambda value: _wholes(value, -1),
+)
+_SPLITS = Kind(
+    "a list with the number of splits on each IPU, at least one in all and no IPU without any "
+    "between two that have some",
+    "[0, 2, 2, 0]",
+    _splits,
+)
+_MEMORY = Kind("a number from 0 to 1, or a list of such with one for each IPU", "0.2", _proportions)
+_FLAG = Kind("True or False", "True", _flag)
+_SEED = Kind("an integer of at least 0 and less than 2**64", "0", _seed)
+_MODE = Kind(f"one of {', '.join(map(repr, OUTPUT_MODES))}", "'final'", _mode)
+_FOLDER = Kind("the path of a folder as a string, '' for none", "''", _folder)
+_KEYWORDS = Kind("a dict by names of arguments", "{}", _keywords)
+
+
+def _all() -> Iterable[Parameter]:
+    yield Parameter("replication_factor", 1, _COUNT)
+    yield Parameter("inference_replication_factor", 1, _COUNT)
+    yield Parameter("gradient_accumulation_steps", 1, _COUNT)
+    yield Parameter("layers_per_ipu", (-1,), _LAYERS)
+    yield Parameter("inference_layers_per_ipu", None, _LAYERS, optional=True)
+    yield Parameter("ipus_per_replica", None, _COUNT, optional=True)
+    yield Parameter("inference_ipus_per_replica", None, _COUNT, optional=True)
+    yield Parameter("optimizer_state_offchip", False, _FLAG)
+    yield Parameter("replicated_tensor_sharding", False, _FLAG)
+    yield Parameter("matmul_proportion", 0.2, _MEMORY)
+    yield Parameter("inference_matmul_proportion", None, _MEMORY, optional=True)
+    yield Parameter("enable_half_partials", True, _FLAG)
+    for layer in ("embedding", "projection"):
+        yield Parameter(f"{layer}_serialization_factor", None, _COUNT, optional=True)
+        yield Parameter(f"inference_{layer}_serialization_factor", None, _COUNT, optional=True)
+        yield Parameter(f"serialized_{layer}_splits_per_ipu", None, _SPLITS, optional=True)
+        yield Parameter(
+            f"inference_serialized_{layer}_splits_per_ipu", None, _SPLITS, optional=True
+        )
+    yield Parameter("recompute_checkpoint_every_layer", False, _FLAG)
+    yield Parameter("device_iterations", 1, _COUNT)
+    yield Parameter("inference_device_iterations", 1, _COUNT)
+    yield Parameter("output_mode", "final", _MODE)
+    yield Parameter("seed", None, _SEED, optional=True)
+    yield Parameter("auto_loss_scaling", False, _FLAG)
+    yield Parameter("executable_cache_dir", "", _FOLDER)
+    yield Parameter("explicit_ir_inference", False, _FLAG)
+    yield Parameter("parallelize_kwargs", None, _KEYWORDS, optional=True)
+    yield Parameter("inference_parallelize_kwargs", None, _KEYWORDS, optional=True)
+
+
+PARAMETERS: Dict[str, Parameter] = {parameter.name: parameter for parameter in _all()}
+
+
+def is_default(name: str, value: Any) -> bool:
+    """Whether that is what holds where nothing was said."""
+    default = PARAMETERS[name].default
+    return type(value) is type(default) and bool(value == default)
+
+
+def twin(name: str) -> Optional[str]:
+    """The parameter that says the same of inference; None if there is none."""
+    return _TWIN + name if _TWIN + name in PARAMETERS else None
+
+
+def check_value(name: str, value: Any, said: str = "") -> Tuple[Any, Optional[str]]:
+    """The value in normal form, and what is wrong with it.
+
+    Args:
+        name: of the parameter.
+        value: what came.
+        said: how the user wrote the name, if not so.
+
+    Returns:
+        The value and None, or the default and a sentence.
+    """
+    parameter = PARAMETERS[name]
+    if value is None and parameter.optional:
+        return None, None
+    try:
+        return parameter.kind.read(value), None
+    except _UnfitError:
+        or_none = ", or None" if parameter.optional else ""
+        kind = parameter.kind
+        return parameter.default, (
+            f"IPUConfig.{said or name} must be {kind.words}{or_none}, got {shown(value)}. Try "
+            f"{kind.example}."
+        )
+
+
+def shown(value: Any) -> str:
+    """The value in a message, cut where it is long."""
+    short = reprlib.Repr()
+    short.maxlist = short.maxtuple = 64
+    short.maxstring = short.maxother = 80
+    return short.repr(value)
+
+
+def nearest(name: str, known: Iterable[str] = PARAMETERS) -> str:
+    """A hint at the name that was probably meant."""
+    close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
+    return f"Did you mean {close[0]!r}?" if close else "Leave it out."
