@@ -14,6 +14,7 @@ from ipufit.faults import Faults
 from ipufit.losses import Loss, resolve_loss
 from ipufit.metrics import MetricSet, resolve_metrics
 from ipufit.optimizers import resolve_optimizer
+from ipufit.parallel.serializing import serialized_while_checked
 from ipufit.program import Engine
 from ipufit.recipe import (
     LossScale,
@@ -59,6 +60,7 @@ class CompileRequest:
     output_every: Optional[int]
     gradient_reduction: str
     auto_round_ipus: bool
+    serialized_layers: Any
     run_eagerly: bool
     training_options: Any
     inference_options: Any
@@ -73,8 +75,15 @@ def compiled(
         ConfigurationError: something can't work; several faults as one error.
     """
     faults = Faults()
+    with serialized_while_checked(module, asked.serialized_layers, faults):
+        return _checked(module, make_engine, asked, faults)
+
+
+def _checked(
+    module: nn.Module, make_engine: Callable[[], Engine], asked: CompileRequest, faults: Faults
+) -> Session:
     resolved, metrics, optimizer = _what(module, asked, faults)
-    settings = _how(asked, faults)
+    settings = _how(module, asked, faults)
     faults.raise_all()
     assert resolved is not None
     schedule = resolve_schedule(asked.lr_scheduler, optimizer, asked.lr_scheduler_interval)
@@ -139,7 +148,7 @@ def _what(
     return loss, metrics, optimizer
 
 
-def _how(asked: CompileRequest, faults: Faults) -> Dict[str, Any]:
+def _how(module: nn.Module, asked: CompileRequest, faults: Faults) -> Dict[str, Any]:
     """The recipe, but for the schedule, which needs an optimizer that is known to be good."""
     settings: Dict[str, Any] = {"gradient_reduction": asked.gradient_reduction}
     with faults.collected():

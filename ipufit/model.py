@@ -110,6 +110,7 @@ class Model:
         output_every: Optional[int] = None,
         gradient_reduction: str = "mean",
         auto_round_ipus: bool = False,
+        serialized_layers: Optional[Mapping[str, Any]] = None,
         run_eagerly: bool = False,
         training_options: Any = None,
         inference_options: Any = None,
@@ -165,6 +166,8 @@ class Model:
                 means.
             auto_round_ipus: reserve the next power of two where ``ipus`` is none, and leave the
                 rest idle.
+            serialized_layers: embeddings and linear layers to cut into parts, as for
+                :func:`ipufit.parallel.serialize`, which this calls on the module; they stay cut.
             run_eagerly: run the module itself instead of a recorded program: the same numbers,
                 slower, and open to a debugger.
             training_options: ``poptorch.Options`` for training on an IPU, for what ipufit has no
@@ -207,6 +210,7 @@ class Model:
                 output_every=output_every,
                 gradient_reduction=gradient_reduction,
                 auto_round_ipus=auto_round_ipus,
+                serialized_layers=serialized_layers,
                 run_eagerly=run_eagerly,
                 training_options=training_options,
                 inference_options=inference_options,

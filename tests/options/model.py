@@ -128,6 +128,7 @@ of(
     output_every=With(1, 2, output_mode="every_n", **MEASURED),
     gradient_reduction=With("mean", "sum", work={"gradient_accumulation": 2}),
     auto_round_ipus=With(False, True, work={"ipus": 3}),
+    serialized_layers=(None, {"head": [3]}),
     run_eagerly=(False, True),
     training_options=(None, "refused"),
     inference_options=(None, "refused"),

@@ -16,6 +16,7 @@ from ipufit.engines.embedded.step import carries_loss
 from ipufit.errors import ConfigurationError
 from ipufit.logged import Entries, collecting
 from ipufit.losses import Loss, LossTerm, loss_of_valid
+from ipufit.parallel.tracing import traced_by
 from ipufit.program import MicroBatch, Mode, ProgramSpec
 
 __all__ = ["Form", "IpuStep", "Traced"]
@@ -112,7 +113,7 @@ class IpuStep(nn.Module):
         batch = tree.unflatten(leaves, self._form.structure)
         batch = with_inputs_in(self._precision, batch)
         before = self._versions()
-        with collecting() as entries:
+        with collecting() as entries, traced_by(self._sdk):
             outputs, term = self._call(batch, valid)
         self._note_changes(before)
         result: List[Tensor] = []
