@@ -14,6 +14,7 @@ from ipufit.faults import Faults
 from ipufit.losses import Loss, resolve_loss
 from ipufit.metrics import MetricSet, resolve_metrics
 from ipufit.optimizers import resolve_optimizer
+from ipufit.parallel.recomputation import resolve_recompute
 from ipufit.parallel.serializing import serialized_while_checked
 from ipufit.program import Engine
 from ipufit.recipe import (
@@ -61,6 +62,7 @@ class CompileRequest:
     gradient_reduction: str
     auto_round_ipus: bool
     serialized_layers: Any
+    recompute: Any
     run_eagerly: bool
     training_options: Any
     inference_options: Any
@@ -172,6 +174,8 @@ def _how(module: nn.Module, asked: CompileRequest, faults: Faults) -> Dict[str, 
         settings["output_mode"] = resolve_output_mode(asked.output_mode, asked.output_every)
         if asked.output_mode == "sum":
             refuse_metrics_of_sums(asked.metrics or asked.weighted_metrics)
+    with faults.collected():
+        settings["recompute"] = resolve_recompute(module, asked.recompute, asked.run_eagerly)
     for name, choices in _CHOICES.items():
         with faults.collected():
             one_of(name, getattr(asked, name), choices)

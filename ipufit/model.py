@@ -111,6 +111,7 @@ class Model:
         gradient_reduction: str = "mean",
         auto_round_ipus: bool = False,
         serialized_layers: Optional[Mapping[str, Any]] = None,
+        recompute: Union[bool, str, Sequence[str]] = False,
         run_eagerly: bool = False,
         training_options: Any = None,
         inference_options: Any = None,
@@ -168,6 +169,9 @@ class Model:
                 rest idle.
             serialized_layers: embeddings and linear layers to cut into parts, as for
                 :func:`ipufit.parallel.serialize`, which this calls on the module; they stay cut.
+            recompute: layers whose values are not kept for the backward pass but computed again in
+                it: names, also patterns such as "encoder.layers.*"; or True for every repeated
+                layer. The numbers stay the same.
             run_eagerly: run the module itself instead of a recorded program: the same numbers,
                 slower, and open to a debugger.
             training_options: ``poptorch.Options`` for training on an IPU, for what ipufit has no
@@ -211,6 +215,7 @@ class Model:
                 gradient_reduction=gradient_reduction,
                 auto_round_ipus=auto_round_ipus,
                 serialized_layers=serialized_layers,
+                recompute=recompute,
                 run_eagerly=run_eagerly,
                 training_options=training_options,
                 inference_options=inference_options,

@@ -129,6 +129,7 @@ of(
     gradient_reduction=With("mean", "sum", work={"gradient_accumulation": 2}),
     auto_round_ipus=With(False, True, work={"ipus": 3}),
     serialized_layers=(None, {"head": [3]}),
+    recompute=(False, "head"),
     run_eagerly=(False, True),
     training_options=(None, "refused"),
     inference_options=(None, "refused"),

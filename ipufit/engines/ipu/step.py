@@ -16,6 +16,7 @@ from ipufit.engines.embedded.step import carries_loss
 from ipufit.errors import ConfigurationError
 from ipufit.logged import Entries, collecting
 from ipufit.losses import Loss, LossTerm, loss_of_valid
+from ipufit.parallel.recomputation import outputs_checkpointed
 from ipufit.parallel.tracing import traced_by
 from ipufit.program import MicroBatch, Mode, ProgramSpec
 
@@ -95,6 +96,7 @@ class IpuStep(nn.Module):
         self._mode = spec.mode
         self.wants_outputs = spec.want_outputs
         self._precision = spec.recipe.precision
+        self._recompute = spec.recipe.recompute
         self._form = form
 
     @property
@@ -113,7 +115,9 @@ class IpuStep(nn.Module):
         batch = tree.unflatten(leaves, self._form.structure)
         batch = with_inputs_in(self._precision, batch)
         before = self._versions()
-        with collecting() as entries, traced_by(self._sdk):
+        kept = self._recompute if self.trains else ()
+        checkpointed = outputs_checkpointed(self._sdk, self.net, kept)
+        with collecting() as entries, traced_by(self._sdk), checkpointed:
             outputs, term = self._call(batch, valid)
         self._note_changes(before)
         result: List[Tensor] = []
