@@ -1,6 +1,6 @@
 """A Keras-like fit library for PyTorch whose whole training step is one traced program."""
 
-from ipufit import callbacks, engines, errors, optim, schedules
+from ipufit import callbacks, engines, errors, optim, parallel, schedules
 from ipufit.finders import BatchSize
 from ipufit.history import History
 from ipufit.ipu_config import IPUConfig
@@ -24,6 +24,7 @@ __all__ = [
     "errors",
     "log",
     "optim",
+    "parallel",
     "schedules",
     "seed_everything",
 ]

@@ -18,7 +18,9 @@ from ipufit.losses import Loss, resolve_loss
 from ipufit.metrics import MetricSet, resolve_metrics
 from ipufit.optimizers import resolve_optimizer
 from ipufit.parallel.partition import NOT_DIVIDED
+from ipufit.parallel.recomputation import resolve_recompute
 from ipufit.parallel.resolving import PartitionRequest, resolve_partitions
+from ipufit.parallel.serializing import serialized_while_checked
 from ipufit.program import Engine
 from ipufit.recipe import (
     LossScale,
@@ -64,6 +66,8 @@ class CompileRequest:
     output_every: Optional[int]
     gradient_reduction: str
     auto_round_ipus: bool
+    serialized_layers: Any
+    recompute: Any
     run_eagerly: bool
     training_options: Any
     inference_options: Any
@@ -92,8 +96,19 @@ def compiled(
     if asked.output_mode is None:
         mode = "all" if config is None else output_mode_of(config)
         asked = dataclasses.replace(asked, output_mode=mode)
+    with serialized_while_checked(module, asked.serialized_layers, faults):
+        return _checked(module, make_engine, asked, config, faults)
+
+
+def _checked(
+    module: nn.Module,
+    make_engine: Callable[[], Engine],
+    asked: CompileRequest,
+    config: Optional[IPUConfig],
+    faults: Faults,
+) -> Session:
     resolved, metrics, optimizer = _what(module, asked, faults)
-    settings = _how(asked, faults)
+    settings = _how(module, asked, faults)
     partitions = NOT_DIVIDED
     with faults.collected():
         partitions = resolve_partitions(module, asked.partition, asked.inference_partition)
@@ -180,7 +195,7 @@ def _what(
     return loss, metrics, optimizer
 
 
-def _how(asked: CompileRequest, faults: Faults) -> Dict[str, Any]:
+def _how(module: nn.Module, asked: CompileRequest, faults: Faults) -> Dict[str, Any]:
     """The recipe, but for the schedule, which needs an optimizer that is known to be good."""
     settings: Dict[str, Any] = {"gradient_reduction": asked.gradient_reduction}
     with faults.collected():
@@ -204,6 +219,8 @@ def _how(asked: CompileRequest, faults: Faults) -> Dict[str, Any]:
         settings["output_mode"] = resolve_output_mode(asked.output_mode, asked.output_every)
         if asked.output_mode == "sum":
             refuse_metrics_of_sums(asked.metrics or asked.weighted_metrics)
+    with faults.collected():
+        settings["recompute"] = resolve_recompute(module, asked.recompute, asked.run_eagerly)
     for name, choices in _CHOICES.items():
         with faults.collected():
             one_of(name, getattr(asked, name), choices)

@@ -119,6 +119,8 @@ class Model:
         inference_layers_per_ipu: Optional[Sequence[int]] = None,
         inference_strategy: Any = None,
         auto_round_ipus: bool = False,
+        serialized_layers: Optional[Mapping[str, Any]] = None,
+        recompute: Union[bool, str, Sequence[str]] = False,
         run_eagerly: bool = False,
         training_options: Any = None,
         inference_options: Any = None,
@@ -194,6 +196,11 @@ class Model:
                 don't fill runs sharded.
             auto_round_ipus: reserve the next power of two where ``ipus`` is none, and leave the
                 rest idle.
+            serialized_layers: embeddings and linear layers to cut into parts, as for
+                :func:`ipufit.parallel.serialize`, which this calls on the module; they stay cut.
+            recompute: layers whose values are not kept for the backward pass but computed again in
+                it: names, also patterns such as "encoder.layers.*"; or True for every repeated
+                layer. The numbers stay the same.
             run_eagerly: run the module itself instead of a recorded program: the same numbers,
                 slower, and open to a debugger.
             training_options: ``poptorch.Options`` for training on an IPU, for what ipufit has no
@@ -239,6 +246,8 @@ class Model:
                 output_every=output_every,
                 gradient_reduction=gradient_reduction,
                 auto_round_ipus=auto_round_ipus,
+                serialized_layers=serialized_layers,
+                recompute=recompute,
                 run_eagerly=run_eagerly,
                 training_options=training_options,
                 inference_options=inference_options,

@@ -145,6 +145,7 @@ class Recipe:
         averaging: None where weights are not averaged.
         schedule: hyper-parameters by update; None leaves them as the optimizer has them.
         output_mode: which outputs come back in training.
+        recompute: names of the layers whose values are computed again in the backward pass.
     """
 
     gradient_reduction: str = "mean"
@@ -155,6 +156,7 @@ class Recipe:
     averaging: Optional[Averaging] = None
     schedule: Optional[Schedule] = None
     output_mode: OutputMode = dataclasses.field(default_factory=OutputMode)
+    recompute: Tuple[str, ...] = ()
 
     @property
     def settings(self) -> Tuple[str, ...]:
@@ -183,6 +185,7 @@ class Recipe:
             "lr_scheduler": None if self.schedule is None else self.schedule.name,
             "output_mode": None if mode == "all" else mode,
             "output_every": every if mode == "every_n" else None,
+            "recompute": list(self.recompute) or None,
         }
         return {name: value for name, value in found.items() if value is not None}
 

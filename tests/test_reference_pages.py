@@ -19,6 +19,7 @@ PUBLIC = [
     "ipufit.callbacks",
     "ipufit.errors",
     "ipufit.optim",
+    "ipufit.parallel",
     "ipufit.schedules",
     "ipufit.testing",
 ]

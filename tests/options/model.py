@@ -148,6 +148,8 @@ of(
     inference_layers_per_ipu=With(None, [2, 1], stages={"1": 1}, **FILLED),
     inference_strategy=With(None, "sharded", stages={"1": 1}, **FILLED),
     auto_round_ipus=With(False, True, work={"ipus": 3}),
+    serialized_layers=(None, {"head": [3]}),
+    recompute=(False, "head"),
     run_eagerly=(False, True),
     training_options=(None, "refused"),
     inference_options=(None, "refused"),

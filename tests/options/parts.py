@@ -460,3 +460,33 @@ of(
     program,
     spec=(Made(spec), Made(lambda: spec(3))),
 )
+
+
+# Layers in parts
+
+
+def cut(module=None, layers=None):
+    found = ipufit.parallel.serialize(module or nn.Sequential(linear()), layers or {"0": 1})
+    return str(found), [(name, tuple(p.shape)) for name, p in found.named_parameters()]
+
+
+of(
+    "parallel.serialize",
+    cut,
+    module=(Made(lambda: nn.Sequential(linear())), Made(lambda: nn.Sequential(nn.Linear(2, 2)))),
+    layers=({"0": 1}, {"0": 3}),
+)
+of(
+    "parallel.to_dense",
+    lambda module: str(ipufit.parallel.to_dense(module)),
+    module=(Made(lambda: nn.Sequential(linear())), Made(lambda: nn.Sequential(nn.Linear(2, 2)))),
+)
+of(
+    "parallel.Serialization",
+    lambda **options: cut(
+        nn.Sequential(nn.Linear(6, 3)), {"0": ipufit.parallel.Serialization(**options)}
+    ),
+    factor=(1, 3),
+    splits_per_ipu=([3], [0, 3]),
+    mode=With("output_channels", "reducing_dim", splits_per_ipu=[3]),
+)

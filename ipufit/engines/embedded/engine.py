@@ -10,11 +10,12 @@ from collections import OrderedDict
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ipufit.engines.embedded.capture import capture, uses_random_numbers
 from ipufit.engines.embedded.fingerprint import fingerprint
 from ipufit.engines.embedded.inference import InferenceProgram
+from ipufit.engines.embedded.liveness import peak_bytes
 from ipufit.engines.embedded.precision import (
     autocast_state,
     computes_in_half,
@@ -22,6 +23,7 @@ from ipufit.engines.embedded.precision import (
     try_out,
     without_autocast,
 )
+from ipufit.engines.embedded.recompute import recompute_layers
 from ipufit.engines.embedded.replicas import ReplicaMemory
 from ipufit.engines.embedded.results import OutputShape, Reported
 from ipufit.engines.embedded.scaling import ScaleState
@@ -32,6 +34,7 @@ from ipufit.engines.embedded.transfer import Transfer
 from ipufit.engines.embedded.updater import Graphs
 from ipufit.losses import Loss
 from ipufit.program import MicroBatch, Mode, Program, ProgramSpec
+from ipufit.recipe import Recipe
 
 __all__ = ["EmbeddedEngine", "Recorded"]
 
@@ -80,6 +83,8 @@ class EmbeddedEngine:
         averages: moving averages of weights as the last training program left them, by name.
         scale: the loss scale as the last training program left it.
         check_late: look at losses after an execution, as on a device that is not the host.
+        recomputed: of the last training recording, the number of operators that run twice, and how
+            many bytes its values take at most without and with that; None without recomputation.
     """
 
     name = "embedded"
@@ -93,6 +98,7 @@ class EmbeddedEngine:
         self.averages: Dict[str, Tensor] = {}
         self.scale: Optional[ScaleState] = None
         self.check_late = False
+        self.recomputed: Optional[Tuple[int, int, int]] = None
         self._recorded: OrderedDict[Tuple[Any, ...], Recorded] = OrderedDict()
         self._steps: Dict[Tuple[int, int], StepModule] = {}
 
@@ -122,6 +128,7 @@ class EmbeddedEngine:
         step = self.step_module(spec.module, spec.loss)
         recipe = spec.recipe
         scaled = recipe.loss_scale is not None and layout is not None
+        recompute = recipe.recompute if layout is not None else ()
         frozen, held = fingerprint(step)
         key = (
             spec.mode,
@@ -133,7 +140,7 @@ class EmbeddedEngine:
             _partition(layout(trained)) if layout else (),
             tuple((t.shape, t.dtype, t.device, t.stride()) for t in [*state, *example.leaves]),
             frozen,
-            (recipe.precision, scaled),
+            (recipe.precision, scaled, recompute),
             autocast_state(state[0].device if state else torch.device("cpu")),
         )
         if key not in self._recorded:
@@ -149,11 +156,12 @@ class EmbeddedEngine:
                 recipe.precision,
                 scaled,
                 spec.partition,
+                recompute,
             )
             arguments = [*state, *example.leaves]
             if scaled:
                 arguments.append(torch.ones((), dtype=torch.float64, device=arguments[-1].device))
-            run, random = self._make(micro, step, arguments, spec.run_eagerly)
+            run, random = self._make(micro, step, arguments, spec.run_eagerly, recompute)
             self._recorded[key] = Recorded(run, micro, micro.outputs, micro.reached, random, held)
             if len(self._recorded) > _KEPT:
                 self._recorded.popitem(last=False)
@@ -161,7 +169,12 @@ class EmbeddedEngine:
         return self._recorded[key]
 
     def _make(
-        self, micro: MicroStep, step: StepModule, arguments: Sequence[Tensor], eagerly: bool
+        self,
+        micro: MicroStep,
+        step: StepModule,
+        arguments: Sequence[Tensor],
+        eagerly: bool,
+        recompute: Sequence[str],
     ) -> Tuple[Callable[..., List[Tensor]], bool]:
         """What to run for a micro-batch, and whether it may draw random numbers."""
         if eagerly:
@@ -171,6 +184,8 @@ class EmbeddedEngine:
             return micro, True
         with self.timed(), attributes_kept(step) as changed:
             graph = capture(micro, arguments)
+            if recompute:
+                self._recompute(graph)
         self.captures += 1
         if changed:
             warnings.warn(
@@ -188,6 +203,22 @@ class EmbeddedEngine:
             try_out(run, arguments)
         return run, uses_random_numbers(graph)
 
+    def _recompute(self, graph: fx.GraphModule) -> None:
+        before = peak_bytes(graph)
+        repeated = recompute_layers(graph)
+        self.recomputed = (repeated, before, peak_bytes(graph))
+
+    def explain(self, recipe: Recipe) -> List[str]:
+        """What is particular about how it runs, in sentences."""
+        if self.recomputed is None or not recipe.recompute:
+            return []
+        repeated, before, after = self.recomputed
+        return [
+            f"The backward pass computes {repeated} operators of {len(recipe.recompute)} layers "
+            f"again: values of a micro-batch take {_mebibytes(after)} at most, "
+            f"{_mebibytes(before)} without."
+        ]
+
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
         """Count the time of the block as spent on recording."""
@@ -196,6 +227,10 @@ class EmbeddedEngine:
             yield
         finally:
             self.seconds += time.perf_counter() - start
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:.3g} MiB"
 
 
 def _partition(blocks: Sequence[Block]) -> Tuple[Tuple[str, ...], ...]:

@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from ipufit import tree
 from ipufit.engines.embedded.fingerprint import called_objects
+from ipufit.engines.embedded.marks import backward_marked, layers_marked
 from ipufit.engines.embedded.precision import computing_in, with_inputs_in
 from ipufit.engines.embedded.results import OutputShape, Reported
 from ipufit.engines.embedded.storage import Block, storage_id
@@ -195,6 +196,7 @@ class MicroStep:
         precision: in which the module computes.
         scaled: whether a loss scale is the last tensor.
         partition: of the module over IPUs, whose rules are checked; None for one IPU.
+        recompute: names of the user's layers whose nodes are marked in a recording.
         want_outputs: return the module's outputs.
         layout: given the names that a gradient reached, the blocks to pack gradients into; None
             when no gradient is wanted. Asked once.
@@ -217,9 +219,11 @@ class MicroStep:
         precision: Precision,
         scaled: bool,
         partition: Optional[Partition] = None,
+        recompute: Sequence[str] = (),
     ) -> None:
         self._step = step
         self._partition = partition
+        self._recompute = recompute
         self._trained = list(trained)
         self._fixed = list(fixed)
         self._structure = example.structure
@@ -248,7 +252,9 @@ class MicroStep:
         result: List[Tensor] = []
         gradients: List[Tensor] = []
         with torch.set_grad_enabled(self._layout is not None):
-            with collecting() as entries, computing_in(self._precision, tensors[-1].device):
+            marked = layers_marked(self._step.net, self._recompute)
+            precision = computing_in(self._precision, tensors[-1].device)
+            with collecting() as entries, precision, marked:
                 batch = with_inputs_in(self._precision, batch)
                 with followed(self._partition, self._step.net):
                     arguments = (batch, state, self._with_loss)
@@ -285,7 +291,8 @@ class MicroStep:
         if loss.requires_grad:
             self._refuse_bypass(loss)
             objective = loss if scale is None else loss * scale.to(loss.dtype)
-            found = torch.autograd.grad(objective, weights, allow_unused=True)
+            with backward_marked():
+                found = torch.autograd.grad(objective, weights, allow_unused=True)
         by_name = {n: g for n, g in zip(self._trained, found) if g is not None}
         if not self.reached:
             self._lay_out(by_name)

@@ -18,6 +18,8 @@ from ipufit.errors import ConfigurationError
 from ipufit.logged import Entries, collecting
 from ipufit.losses import Loss, LossTerm, loss_of_valid
 from ipufit.parallel.following import followed
+from ipufit.parallel.recomputation import outputs_checkpointed
+from ipufit.parallel.tracing import traced_by
 from ipufit.program import MicroBatch, Mode, ProgramSpec
 
 __all__ = ["Form", "IpuStep", "Traced"]
@@ -96,6 +98,7 @@ class IpuStep(nn.Module):
         self._mode = spec.mode
         self.wants_outputs = spec.want_outputs
         self._precision = spec.recipe.precision
+        self._recompute = spec.recipe.recompute
         self._form = form
         self._partition = spec.partition
 
@@ -115,7 +118,9 @@ class IpuStep(nn.Module):
         batch = tree.unflatten(leaves, self._form.structure)
         batch = with_inputs_in(self._precision, batch)
         before = self._versions()
-        with collecting() as entries:
+        kept = self._recompute if self.trains else ()
+        checkpointed = outputs_checkpointed(self._sdk, self.net, kept)
+        with collecting() as entries, traced_by(self._sdk), checkpointed:
             outputs, term = self._call(batch, valid)
         self._note_changes(before)
         result: List[Tensor] = []

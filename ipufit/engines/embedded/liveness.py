@@ -1,0 +1,47 @@
+"""How much memory the values of a graph take while it runs."""
+
+from __future__ import annotations
+
+from typing import Dict, List
+
+from torch import Tensor, fx
+
+from ipufit.engines.embedded.aliases import Memories
+
+__all__ = ["peak_bytes"]
+
+
+def peak_bytes(graph: fx.GraphModule) -> int:
+    """The most memory that intermediate values and results take at one time, in bytes.
+
+    Counted from shapes: each value takes its memory when it is computed, and gives it back after
+    its last use. Arguments, and what operators need for themselves, are left out.
+    """
+    memories = Memories(graph.graph)
+    nodes: List[fx.Node] = list(graph.graph.nodes)
+    given = {memories.of(n) for n in nodes if n.op in ("placeholder", "get_attr")}
+    last: Dict[fx.Node, int] = {}
+    for index, node in enumerate(nodes):
+        for value in (node, *node.all_input_nodes):
+            last[memories.of(value)] = index
+    ends: Dict[int, List[fx.Node]] = {}
+    for memory, index in last.items():
+        ends.setdefault(index, []).append(memory)
+    size: Dict[fx.Node, int] = {}
+    now = most = 0
+    for index, node in enumerate(nodes):
+        memory = memories.of(node)
+        if memory not in given and memory not in size and isinstance(node.meta.get("val"), Tensor):
+            size[memory] = _bytes(node.meta["val"])
+            now += size[memory]
+        most = max(most, now)
+        for ended in ends.get(index, ()):
+            now -= size.get(ended, 0)
+    return most
+
+
+def _bytes(value: Tensor) -> int:
+    try:
+        return int(value.untyped_storage().nbytes())
+    except (RuntimeError, NotImplementedError):
+        return int(value.numel() * value.element_size())
