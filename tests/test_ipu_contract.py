@@ -31,6 +31,7 @@ def calls():
             ("lamb", {"gradient_reduction": "sum", "accumulation_dtype": torch.float32}),
             ("sgd", {"lr_scheduler": lambda optimizer: _halving(optimizer)}),
             ("rmsprop", {"training_options": ipufit.poptorch.Options().modelName("life")}),
+            ("sgd", {"serialized_layers": {"layers.0": 4, "layers.2": [5]}, "recompute": "layers"}),
         ):
             net = MLP().double()
             model = ipufit.Model(net, engine=lambda: IpuEngine(recorder, "ipu-standin"))
