@@ -9,7 +9,14 @@ import torch
 from torch import nn
 
 from ipufit.arguments import one_of
-from ipufit.configured import FixedWork, check_config, divided, load_config, output_mode_of
+from ipufit.configured import (
+    FixedWork,
+    check_config,
+    cut_layers,
+    divided,
+    load_config,
+    output_mode_of,
+)
 from ipufit.errors import ConfigurationError
 from ipufit.faults import Faults
 from ipufit.ipu_config import IPUConfig
@@ -93,6 +100,10 @@ def compiled(
         with faults.collected():
             first, second = divided(config, asked.partition, asked.inference_partition)
             asked = dataclasses.replace(asked, partition=first, inference_partition=second)
+        with faults.collected():
+            cuts = cut_layers(config, module, asked.serialized_layers)
+            recompute = asked.recompute or config.recompute_checkpoint_every_layer
+            asked = dataclasses.replace(asked, serialized_layers=cuts, recompute=recompute)
     if asked.output_mode is None:
         mode = "all" if config is None else output_mode_of(config)
         asked = dataclasses.replace(asked, output_mode=mode)

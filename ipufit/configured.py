@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from typing import Any, Dict, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
+
+from torch import nn
 
 from ipufit.errors import ConfigurationError, PlanError
 from ipufit.faults import Faults
 from ipufit.ipu_config import IPUConfig, Partition
 from ipufit.parallel.resolving import PartitionRequest
 
-__all__ = ["FixedWork", "check_config", "divided", "load_config", "output_mode_of"]
+__all__ = ["FixedWork", "check_config", "cut_layers", "divided", "load_config", "output_mode_of"]
 
 # What holds where neither an argument nor a configuration says anything.
 _DEFAULTS: Dict[str, Optional[int]] = {
@@ -154,9 +156,12 @@ def check_config(config: IPUConfig, asked: Any, faults: Faults) -> None:
                 "loss_scale must agree with IPUConfig.auto_loss_scaling, which is True, got "
                 f"{asked.loss_scale!r}. Leave one out."
             )
-    if asked.optimizer is not None:
-        _check_partition(config.partition(), "", faults)
-    _check_partition(config.partition(for_inference=True), "inference_", faults)
+    with faults.collected():
+        if config.recompute_checkpoint_every_layer and asked.recompute not in (False, True):
+            raise ConfigurationError(
+                "recompute must agree with IPUConfig.recompute_checkpoint_every_layer, which is "
+                f"True, got {asked.recompute!r}. Leave one out."
+            )
 
 
 def output_mode_of(config: IPUConfig) -> str:
@@ -214,26 +219,43 @@ def _divided(partition: Partition, asked: PartitionRequest) -> PartitionRequest:
     )
 
 
-def _check_partition(partition: Partition, prefix: str, faults: Faults) -> None:
-    """Refuse by name what cuts single layers."""
-    for name, plain in _PLAIN.items():
-        value = getattr(partition, name)
-        # A factor of None is beside splits, which are refused themselves.
-        if value is None or value == plain:
+def cut_layers(config: IPUConfig, module: nn.Module, asked: Any) -> Any:
+    """What ``serialized_layers`` would say of the embedding and the projection.
+
+    A configuration names no layers: the embedding is the one with most rows, the projection the
+    linear layer with most outputs.
+
+    Raises:
+        ConfigurationError: there is no such layer, or both say what is cut.
+    """
+    cuts: Dict[str, Any] = {}
+    for kind, layer, size in (
+        ("embedding", nn.Embedding, "num_embeddings"),
+        ("projection", nn.Linear, "out_features"),
+    ):
+        said, cut = _cut(config, kind)
+        if cut is None:
             continue
-        shown = list(value) if isinstance(value, tuple) else value
-        full = name if name.startswith("recompute") else prefix + name
-        with faults.collected():
+        if asked is not None:
             raise ConfigurationError(
-                f"IPUConfig.{full} must be {plain} in compile, which does not cut models yet, got "
-                f"{shown}. Change it to run the whole model on one IPU."
+                f"serialized_layers and IPUConfig.{said} both say which layers are cut. Leave one "
+                "out."
             )
+        found = {n: m for n, m in module.named_modules() if isinstance(m, layer)}
+        if not found:
+            raise ConfigurationError(
+                f"IPUConfig.{said} cuts an nn.{layer.__name__}, but {type(module).__name__} has "
+                "none. Leave it out, or name layers with serialized_layers of compile."
+            )
+        cuts[max(found, key=lambda name: int(getattr(found[name], size)))] = cut
+    return cuts if cuts else asked
 
 
-_PLAIN: Dict[str, Any] = {
-    "embedding_serialization_factor": 1,
-    "serialized_embedding_splits_per_ipu": None,
-    "projection_serialization_factor": 1,
-    "serialized_projection_splits_per_ipu": None,
-    "recompute_checkpoint_every_layer": False,
-}
+def _cut(config: IPUConfig, kind: str) -> Tuple[str, Union[int, List[int], None]]:
+    """The parameter that says how a layer is cut, and what it says; None for nothing."""
+    splits = f"serialized_{kind}_splits_per_ipu"
+    if getattr(config, splits) is not None:
+        return splits, list(getattr(config, splits))
+    factor = f"{kind}_serialization_factor"
+    value = getattr(config, factor)
+    return factor, None if value in (None, 1) else value

@@ -189,7 +189,8 @@ class Model:
                 there), or an object such as ``poptorch.PipelinedExecution(...)`` for a module with
                 blocks of its own. None is "pipelined".
             ipus_per_replica: for a module with blocks of its own (``poptorch.BeginBlock``,
-                ``Block``, ``BlockFunction``), how many IPUs they name.
+                ``Block``, ``BlockFunction``) or with layers split over IPUs, how many IPUs they
+                name.
             inference_stages: stages of validation, ``evaluate`` and ``predict``; None as training.
             inference_layers_per_ipu: the same instead of inference_stages.
             inference_strategy: None is that of training; a pipeline that the device iterations

@@ -305,6 +305,39 @@ def test_tied_weights_on_two_stages_are_refused(engine):
 
 
 @ENGINES
+def test_parts_of_a_layer_lie_on_the_ipus_of_a_replica(engine):
+    """They begin stages themselves, in the order of their IPUs."""
+    wrong = {"engine": engine, "serialized_layers": {"head": [1, 1]}}
+    assert message(PartitionError, **wrong) == (
+        "splits_per_ipu of serialised layers must have a number for each IPU of a replica, got 2 "
+        "and a replica has 1. Divide the module with stages, or pass ipus_per_replica=2."
+    )
+    assert message(PartitionError, **wrong, stages={"a": 1}, strategy="serial_phased") == (
+        "splits_per_ipu of serialised layers must have a number for each IPU of a replica, got 2 "
+        "and a replica has 1. Divide the module with stages, or pass ipus_per_replica=2."
+    )
+    assert message(PartitionError, **wrong, stages={"a": 1}, strategy="parallel_phased") == (
+        "splits_per_ipu put parts of one layer on several IPUs, which phases can't have, but the "
+        "strategy is 'parallel_phased'. Use a factor, or another strategy."
+    )
+    assert broken(compiled(Net(), stages={"a.1": 1}, **wrong)) == (
+        "stages must run in the order of their numbers, but 'head' has parts on IPU 0 and runs "
+        "after 'a.1' of stage 1. Split it over IPUs from 1 on."
+    )
+
+
+@ENGINES
+def test_a_table_split_over_ipus_can_not_come_twice(engine):
+    """Tied to the projection behind, its parts would be needed at both ends of the pipeline."""
+    net = Net(tied=True)
+    text = broken(compiled(net, engine, serialized_layers={"embed": [1, 1]}, ipus_per_replica=2))
+    assert text == (
+        "stages must run in the order of their numbers, but 'head' has parts on IPU 0 and runs "
+        "after 'embed' of stage 1. Split it over IPUs from 1 on."
+    )
+
+
+@ENGINES
 def test_tied_weights_on_one_stage_stay_tied(engine):
     net = Net(tied=True)
     fit(compiled(net, engine, stages={"a.1": 0, "a.2": 0}, ipus_per_replica=1))

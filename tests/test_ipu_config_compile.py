@@ -1,5 +1,7 @@
 """compile(config=...): what a configuration fixes, refuses and reports."""
 
+import textwrap
+
 import pytest
 import torch
 from test_ipu_config import OTHERS
@@ -332,28 +334,76 @@ def test_faults_of_a_configuration_come_with_all_others(tmp_path):
     assert "ipus_per_replica has 1" in fault(model_of, config)
 
 
+class Language(nn.Module):
+    """Two embeddings and two linear layers, of which the larger are meant."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.position, self.embed = nn.Embedding(4, 6), nn.Embedding(12, 6)
+        blocks = (nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+        self.body = nn.Sequential(*blocks)
+        self.head = nn.Linear(6, 12)
+
+    def forward(self, x):
+        return self.head(self.body(self.embed(x) + self.position(x % 4)))
+
+
 @pytest.mark.parametrize(
-    ("given", "texts"),
+    ("given", "cuts"),
     [
-        ({"embedding_serialization_factor": 2}, ["embedding_serialization_factor must be 1"]),
+        ({"embedding_serialization_factor": 2}, {"embed": "factor=2"}),
+        ({"projection_serialization_factor": 3}, {"head": "factor=3"}),
+        ({"serialized_embedding_splits_per_ipu": [2]}, {"embed": "splits_per_ipu=[2]"}),
         (
-            {"serialized_projection_splits_per_ipu": [2]},
-            ["serialized_projection_splits_per_ipu must be None"],
+            {"serialized_projection_splits_per_ipu": [4], "embedding_serialization_factor": 1},
+            {"head": "splits_per_ipu=[4]"},
+        ),
+        ({}, {}),
+    ],
+)
+def test_the_largest_embedding_and_projection_are_cut(given, cuts):
+    module = Language()
+    ipufit.Model(module).compile("sgd", "mse", config=IPUConfig(**given))
+    found = {n: m.parts.describe() for n, m in module.named_modules() if hasattr(m, "parts")}
+    assert found == cuts
+
+
+def test_every_layer_is_computed_again(capsys):
+    """Which is said; and bits stay as they are (test_recomputation.py)."""
+    model = ipufit.Model(Language())
+    model.compile("sgd", "mse", config=IPUConfig(recompute_checkpoint_every_layer=True))
+    assert model._session.recipe.recompute == ("body.0", "body.1")
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "text"),
+    [
+        (
+            {"embedding_serialization_factor": 2},
+            {"serialized_layers": {"head": 2}},
+            "serialized_layers and IPUConfig.embedding_serialization_factor both say which layers "
+            "are cut. Leave one out.",
         ),
         (
             {"recompute_checkpoint_every_layer": True},
-            ["recompute_checkpoint_every_layer must be False"],
+            {"recompute": "body.0"},
+            "recompute must agree with IPUConfig.recompute_checkpoint_every_layer, which is True, "
+            "got 'body.0'. Leave one out.",
         ),
     ],
 )
-def test_what_would_cut_the_model_is_refused_by_name(given, texts):
-    """Not ignored; and what is for training does not hinder a model that only predicts."""
-    lines = fault(model_of, IPUConfig(**given)).splitlines()
-    assert [
-        line.partition(" in compile, which does not cut models yet, got ")[0] for line in lines
-    ] == [f"IPUConfig.{text}" for text in texts]
-    inference = {"inference_layers_per_ipu": [-1], "inference_ipus_per_replica": 1}
-    model_of(IPUConfig(**{**given, **inference}), optimizer=None).predict(X, verbose=0)
+def test_what_is_cut_or_computed_again_is_said_once(given, options, text):
+    model = ipufit.Model(Language())
+    assert fault(model.compile, "sgd", "mse", config=IPUConfig(**given), **options) == text
+
+
+def test_a_module_without_the_layer_that_is_cut_is_refused():
+    config = IPUConfig(embedding_serialization_factor=2)
+    assert fault(model_of, config) == (
+        "IPUConfig.embedding_serialization_factor cuts an nn.Embedding, but Linear has none. Leave "
+        "it out, or name layers with serialized_layers of compile."
+    )
 
 
 def stack():
@@ -503,26 +553,22 @@ def test_every_parameter_does_what_its_list_says(name, engine, capsys):
 def test_compile_prints_the_three_lists(capsys):
     """Names of all, reasons of what was set and does not hold exactly."""
     model_of(IPUConfig(seed=0, enable_half_partials=False))
-    assert capsys.readouterr().out == (
-        "IPUConfig on engine 'embedded'; config.report('embedded') says why\n"
-        "  exact: replication_factor, inference_replication_factor, gradient_accumulation_steps,\n"
-        "      layers_per_ipu, inference_layers_per_ipu, ipus_per_replica, "
-        "inference_ipus_per_replica,\n"
-        "      embedding_serialization_factor, inference_embedding_serialization_factor,\n"
-        "      serialized_embedding_splits_per_ipu, "
-        "inference_serialized_embedding_splits_per_ipu,\n"
-        "      projection_serialization_factor, inference_projection_serialization_factor,\n"
-        "      serialized_projection_splits_per_ipu, "
-        "inference_serialized_projection_splits_per_ipu,\n"
-        "      recompute_checkpoint_every_layer, device_iterations, inference_device_iterations, "
-        "output_mode\n"
-        "  approximated: seed, auto_loss_scaling\n"
-        "    seed=0: seed of fit, of which other random numbers are made than on an IPU\n"
-        "  no effect here: optimizer_state_offchip, replicated_tensor_sharding, "
-        "matmul_proportion,\n"
-        "      inference_matmul_proportion, enable_half_partials, executable_cache_dir,\n"
-        "      explicit_ir_inference, parallelize_kwargs, inference_parallelize_kwargs\n"
-        "    enable_half_partials=False: torch chooses the type of partial sums\n"
+    assert capsys.readouterr().out == textwrap.dedent(
+        """\
+        IPUConfig on engine 'embedded'; config.report('embedded') says why
+          exact: replication_factor, inference_replication_factor, gradient_accumulation_steps,
+              layers_per_ipu, inference_layers_per_ipu, ipus_per_replica, inference_ipus_per_replica,
+              recompute_checkpoint_every_layer, device_iterations, inference_device_iterations, output_mode
+          approximated: embedding_serialization_factor, serialized_embedding_splits_per_ipu,
+              projection_serialization_factor, serialized_projection_splits_per_ipu, seed, auto_loss_scaling
+            seed=0: seed of fit, of which other random numbers are made than on an IPU
+          no effect here: optimizer_state_offchip, replicated_tensor_sharding, matmul_proportion,
+              inference_matmul_proportion, enable_half_partials, inference_embedding_serialization_factor,
+              inference_serialized_embedding_splits_per_ipu, inference_projection_serialization_factor,
+              inference_serialized_projection_splits_per_ipu, executable_cache_dir, explicit_ir_inference,
+              parallelize_kwargs, inference_parallelize_kwargs
+            enable_half_partials=False: torch chooses the type of partial sums
+        """  # noqa: E501
     )
     ipufit.Model(net()).compile("sgd", "cross_entropy")
     assert capsys.readouterr().out == ""

@@ -229,11 +229,11 @@ class Flat(nn.Module):
 def test_fit_gives_what_the_dense_module_gives(engine, tied):
     """Training, tails, state on a device and prediction included."""
 
-    def run(layers):
+    def run(layers, **divided):
         module = language(tied=tied)
         model = ipufit.Model(module, engine=engine)
         with float64_kept():
-            model.compile("adam", Flat(), serialized_layers=layers)
+            model.compile("adam", Flat(), serialized_layers=layers, **divided)
             history = model.fit(
                 TOKENS,
                 TARGETS,
@@ -247,10 +247,11 @@ def test_fit_gives_what_the_dense_module_gives(engine, tied):
             model.close()
         return module, history.history["loss"]
 
-    layers = {"embed": 4, "body.0": 2} if tied else {"embed": 4, "body.0": 2, "head": [1, 2]}
-    if engine == "ipu-standin" and not tied:
-        layers["head"] = [3]
-    net, losses = run(layers)
+    if tied:
+        net, losses = run({"embed": 4, "body.0": 2})
+    else:
+        layers = {"embed": 4, "body.0": 2, "head": [1, 2]}
+        net, losses = run(layers, ipus_per_replica=2, strategy="sharded")
     dense, expected = run(None)
     assert losses == pytest.approx(expected, abs=1e-12)
     assert_close(net, dense, atol=1e-11)
@@ -288,14 +289,14 @@ def test_poptorch_is_told_of_parts_and_their_places():
         "head": [0, 2],
     }
     with float64_kept():
-        model.compile("sgd", Flat(), serialized_layers=layers)
+        model.compile("sgd", Flat(), serialized_layers=layers, ipus_per_replica=2)
         model.fit(TOKENS, TARGETS, batch_size=2, gradient_accumulation=5, verbose=0)
         model.close()
     assert recorder_calls[:4] == [
-        ("embed/0", 0),
-        ("embed/2", 1),
+        ("ipufit embed/0", 0),
+        ("ipufit embed/2", 1),
         ("serializedMatMul", "ReducingDim", 4),
-        ("head/0", 1),
+        ("ipufit head/0", 1),
     ]
 
 

@@ -18,6 +18,10 @@ _ENGINES = ("embedded", "ipu", "ipu-standin")
 
 Row = Tuple[str, str]
 
+# A configuration names no layers.
+_EMBEDDING = "the embedding with most rows"
+_PROJECTION = "the linear layer with most outputs"
+
 _BOTH = {
     "replication_factor": (EXACT, "ipus = replication_factor x ipus_per_replica in fit"),
     "gradient_accumulation_steps": (EXACT, "gradient_accumulation in fit, reduced by the mean"),
@@ -26,14 +30,11 @@ _BOTH = {
     "layers_per_ipu": (EXACT, "layers_per_ipu of compile, which finds the layers by itself"),
     "output_mode": (EXACT, "output_mode of compile; the loss is the mean over all samples anyway"),
     "seed": (APPROXIMATED, "seed of fit, of which other random numbers are made than on an IPU"),
-    "embedding_serialization_factor": (EXACT, "1 cuts nothing; more is refused for now"),
-    "projection_serialization_factor": (EXACT, "1 cuts nothing; more is refused for now"),
-    "serialized_embedding_splits_per_ipu": (EXACT, "None cuts nothing; others are refused for now"),
-    "serialized_projection_splits_per_ipu": (
-        EXACT,
-        "None cuts nothing; others are refused for now",
-    ),
-    "recompute_checkpoint_every_layer": (EXACT, "no numbers change; True is refused for now"),
+    "embedding_serialization_factor": (APPROXIMATED, f"serialized_layers of {_EMBEDDING}"),
+    "projection_serialization_factor": (APPROXIMATED, f"serialized_layers of {_PROJECTION}"),
+    "serialized_embedding_splits_per_ipu": (APPROXIMATED, f"serialized_layers of {_EMBEDDING}"),
+    "serialized_projection_splits_per_ipu": (APPROXIMATED, f"serialized_layers of {_PROJECTION}"),
+    "recompute_checkpoint_every_layer": (EXACT, "recompute=True: every repeated layer"),
     "parallelize_kwargs": (NONE, "there is no method parallelize to give them to"),
 }
 _ON_IPU = {
@@ -65,11 +66,17 @@ _TABLES: Dict[str, Dict[str, Row]] = {
     "ipu": {**_BOTH, **_ON_IPU},
     "ipu-standin": {**_BOTH, **_EMBEDDED, **_STANDIN},
 }
+_SAME = (EXACT, "the same in evaluate, predict and the validation of fit")
+_CUT = (NONE, "a module has one form, that of training")
 _TWINS = {
-    "replication_factor": "the same in evaluate, predict and the validation of fit",
-    "device_iterations": "the same in evaluate, predict and the validation of fit",
-    "layers_per_ipu": "the same for inference, which is sharded",
-    "ipus_per_replica": "the IPUs of one copy in inference",
+    "replication_factor": _SAME,
+    "device_iterations": _SAME,
+    "layers_per_ipu": (EXACT, "the same for inference, which is sharded"),
+    "ipus_per_replica": (EXACT, "the IPUs of one copy in inference"),
+    "embedding_serialization_factor": _CUT,
+    "projection_serialization_factor": _CUT,
+    "serialized_embedding_splits_per_ipu": _CUT,
+    "serialized_projection_splits_per_ipu": _CUT,
 }
 
 
@@ -83,8 +90,8 @@ def lists(engine: str) -> Dict[str, Row]:
     rows: Dict[str, Row] = {}
     for name in PARAMETERS:
         base = name[len("inference_") :] if name.startswith("inference_") else name
-        kind, why = table[base]
-        rows[name] = (kind, _TWINS.get(base, why) if base != name else why)
+        row = table[base]
+        rows[name] = _TWINS.get(base, row) if base != name else row
     return rows
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ipufit.errors import PartitionError
 from ipufit.parallel.partition import BLOCK, Partition
+from ipufit.parallel.serialized import CutWeight, Serialized
+from ipufit.parallel.serializing import ipus_of
 
 __all__ = ["followed"]
 
@@ -33,13 +35,14 @@ def followed(
             a parameter is used in two; or the module has blocks of its own that contradict it.
     """
     with _own_blocks(partition):
-        if partition is None or not partition.begins:
+        if partition is None or not (partition.begins or ipus_of(module)):
             yield
             return
         walk = _Walk(partition, module, on_begin)
         # A hook for all modules: one of a module's own would switch off torch's fast paths.
         handle = register_module_forward_pre_hook(walk.on_call)
-        on_begin(0)
+        if partition.begins:
+            on_begin(0)
         try:
             yield
         finally:
@@ -97,6 +100,8 @@ class _Walk:
         stage = self._begins.get(name)
         if stage is not None:
             self._enter(name, stage)
+        if isinstance(part, Serialized) and part.parts.ipus:
+            self._spread(name, part.parts.ipus)
         self._called.setdefault(name, []).append((self._stage, self._last))
 
     def _enter(self, name: str, stage: int) -> None:
@@ -112,6 +117,16 @@ class _Walk:
             self._on_begin(stage)
         self._stage, self._last = stage, name
 
+    def _spread(self, name: str, ipus: Sequence[int]) -> None:
+        """A layer whose parts begin blocks by themselves."""
+        if ipus[0] < self._stage:
+            raise PartitionError(
+                f"stages must run in the order of their numbers, but {name!r} has parts on IPU "
+                f"{ipus[0]} and runs after {self._last!r} of stage {self._stage}. Split it over "
+                f"IPUs from {self._stage} on."
+            )
+        self._stage, self._last = ipus[-1], name
+
     def check_end(self) -> None:
         missing = [name for name in self._begins if name not in self._begun]
         if missing:
@@ -123,15 +138,20 @@ class _Walk:
         used: Dict[int, Tuple[int, str]] = {}
         for name, part in self._module.named_modules(remove_duplicate=False):
             for key, parameter in part._parameters.items():
-                for stage in self._stages_of(name) if parameter is not None else ():
+                for stage in self._stages_of(name, key) if parameter is not None else ():
                     full = f"{name}.{key}" if name else key
                     before, owner = used.setdefault(id(parameter), (stage, full))
                     if before != stage:
                         raise _tied(owner, before, full, stage)
 
-    def _stages_of(self, name: str) -> List[int]:
+    def _stages_of(self, name: str, key: str) -> List[int]:
         """The stages in which a module ran, or else the nearest one around it that did."""
-        part: Optional[str] = self._names.get(id(self._module.get_submodule(name)), name)
+        owner = self._module.get_submodule(name)
+        if isinstance(owner, CutWeight) and owner.parts.ipus and key in owner.piece_names():
+            ipu = owner.parts.ipu_of(owner.piece_names().index(key))
+            assert ipu is not None
+            return [ipu]
+        part: Optional[str] = self._names.get(id(owner), name)
         while part:
             if part in self._called:
                 return sorted({stage for stage, _ in self._called[part]})

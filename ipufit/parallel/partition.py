@@ -7,8 +7,8 @@ from typing import Any, Dict, List, Optional, Tuple
 
 __all__ = ["BLOCK", "NOT_DIVIDED", "STRATEGIES", "Partition", "Partitions"]
 
-# How the names of the blocks begin that stand for stages.
-BLOCK = "ipufit stage "
+# How the names of the blocks begin that ipufit begins itself.
+BLOCK = "ipufit "
 STRATEGIES = ("pipelined", "sharded", "serial_phased", "parallel_phased")
 
 

@@ -14,6 +14,7 @@ from torch.nn.modules.module import (
 
 from ipufit import tree
 from ipufit.errors import ConfigurationError, UnknownNameError
+from ipufit.parallel.repeated import stacks_of
 
 __all__ = ["calls_watched", "outputs_checkpointed", "resolve_recompute"]
 
@@ -47,20 +48,11 @@ def resolve_recompute(module: nn.Module, recompute: Any, run_eagerly: object) ->
 
 
 def _repeated(module: nn.Module) -> List[str]:
-    """The blocks of every ModuleList or Sequential of alike blocks, outermost first."""
+    """The blocks of every stack, but for those of single operators, which keep nothing."""
     found: List[str] = []
-    for name, part in module.named_modules():
-        if any(name.startswith(f"{block}.") for block in found):
-            continue
-        blocks = list(part.children())
-        # Blocks have parts of their own: a single operator keeps nothing that could be left out.
-        if (
-            isinstance(part, (nn.ModuleList, nn.Sequential))
-            and len(blocks) > 1
-            and len({type(block) for block in blocks}) == 1
-            and any(list(block.children()) for block in blocks)
-        ):
-            found += [f"{name}.{key}" if name else key for key, _ in part.named_children()]
+    for stack in stacks_of(module):
+        if any(list(module.get_submodule(layer).children()) for layer in stack.layers):
+            found += stack.layers
     if not found:
         raise ConfigurationError(
             "recompute=True means every repeated layer, the blocks of a ModuleList or Sequential "

@@ -13,6 +13,7 @@ from ipufit.errors import PartitionError, UnknownNameError
 from ipufit.faults import Faults
 from ipufit.parallel.partition import STRATEGIES, Partition, Partitions
 from ipufit.parallel.repeated import repeated_layers
+from ipufit.parallel.serializing import ipus_of
 
 __all__ = ["PartitionRequest", "resolve_partitions", "share_out"]
 
@@ -120,6 +121,7 @@ def _resolved(module: nn.Module, asked: PartitionRequest) -> Optional[Partition]
             f"{asked.name('ipus_per_replica')} must be the number of IPUs that the {strategy} "
             f"stages take, {ipus}, got {count}. Leave it out."
         )
+    _check_splits(module, strategy, ipus)
     if not begins and own is None and (count or 1) == 1:
         if asked.strategy is not None:
             raise PartitionError(
@@ -136,6 +138,22 @@ def _ipus(strategy: str, stages: int) -> int:
     if strategy == "serial_phased":
         return 1
     return min(stages, 2) if strategy == "parallel_phased" else stages
+
+
+def _check_splits(module: nn.Module, strategy: str, ipus: int) -> None:
+    """Refuse layers whose parts lie on other IPUs than a replica has."""
+    wanted = ipus_of(module)
+    if wanted and wanted != ipus:
+        raise PartitionError(
+            f"splits_per_ipu of serialised layers must have a number for each IPU of a replica, "
+            f"got {wanted} and a replica has {ipus}. Divide the module with stages, or pass "
+            f"ipus_per_replica={wanted}."
+        )
+    if wanted and "phased" in strategy:
+        raise PartitionError(
+            f"splits_per_ipu put parts of one layer on several IPUs, which phases can't have, but "
+            f"the strategy is {strategy!r}. Use a factor, or another strategy."
+        )
 
 
 def _strategy(asked: PartitionRequest) -> Tuple[str, Any]:

@@ -54,6 +54,11 @@ class Parts:
                 return ipu
         raise IndexError(part)
 
+    @property
+    def ipus(self) -> Tuple[int, ...]:
+        """The IPUs on which parts lie; empty where they stay together."""
+        return tuple(ipu for ipu, count in enumerate(self.per_ipu or ()) if count)
+
     def begins(self, part: int) -> bool:
         """Whether this is the first part on its IPU."""
         return self.per_ipu is not None and (

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ipufit.parallel.partition import BLOCK
 from ipufit.parallel.serialization import Parts
 from ipufit.parallel.tracing import sdk_in_use
 
@@ -70,7 +71,7 @@ class CutWeight(Serialized):
         sdk = sdk_in_use()
         for part, piece in enumerate(self.pieces()):
             if sdk is not None and self.parts.begins(part):
-                sdk.Block.start(f"{self.title}/{part}", ipu_id=self.parts.ipu_of(part))
+                sdk.Block.start(f"{BLOCK}{self.title}/{part}", ipu_id=self.parts.ipu_of(part))
             yield part, piece
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

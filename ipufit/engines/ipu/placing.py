@@ -13,7 +13,7 @@ __all__ = ["begin_loss", "block_of", "ipu_of", "place", "refuse_two_strategies"]
 
 def block_of(stage: int) -> str:
     """The name of a stage's block."""
-    return f"{BLOCK}{stage}"
+    return f"{BLOCK}stage {stage}"
 
 
 def ipu_of(partition: Optional[Partition], stage: int) -> int:
@@ -28,7 +28,7 @@ def begin_loss(sdk: Any, partition: Partition) -> None:
     A strategy of PopTorch's own form that names all blocks would not know another one.
     """
     if not partition.begins and partition.poptorch_strategy is None:
-        sdk.Block.start("ipufit loss", ipu_id=partition.ipus - 1)
+        sdk.Block.start(f"{BLOCK}loss", ipu_id=partition.ipus - 1)
 
 
 def place(sdk: Any, options: Any, partition: Partition, size: Size, training: bool) -> None:
