@@ -7,7 +7,18 @@ matrices with float32 partial sums by default, and rounds their result, so this 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, ContextManager, Dict, Iterable, Iterator, List, Mapping, Sequence, Tuple
+from typing import (
+    Any,
+    ContextManager,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    Sequence,
+    Set,
+    Tuple,
+)
 
 import torch
 from torch import Tensor, fx
@@ -19,15 +30,16 @@ __all__ = ["half_computed", "makes_half"]
 _HALF = torch.float16
 _MISSING = "not implemented for 'Half'"
 
+# Operators that have said so: being told takes torch longer than computing.
+_LACKING: Set[Any] = set()
+
 
 def makes_half(graph: fx.GraphModule) -> bool:
     """Whether a graph has float16 of its own: a constant, or a conversion to it."""
     return any(
         getattr(graph, node.target).dtype == _HALF
         if node.op == "get_attr"
-        else any(
-            isinstance(v, torch.dtype) and v == _HALF for v in (*node.args, *node.kwargs.values())
-        )
+        else _has_half([*node.args, *node.kwargs.values()])
         for node in graph.graph.nodes
     )
 
@@ -39,7 +51,7 @@ def half_computed(made: bool, tensors: Iterable[Tensor]) -> ContextManager[Any]:
         made: whether the graph makes some.
         tensors: what the graph is given.
     """
-    if made or any(tensor.dtype == _HALF for tensor in tensors):
+    if made or _has_half(list(tensors)):
         return _HalfComputed()  # type: ignore[no-untyped-call]
     return contextlib.nullcontext()
 
@@ -51,13 +63,20 @@ class _HalfComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        try:
-            return func(*args, **kwargs)
-        except RuntimeError as fault:
-            # Said before anything is computed or changed.
-            if _MISSING not in str(fault):
-                raise
+        if func not in _LACKING or not _has_half([*args, *kwargs.values()]):
+            try:
+                return func(*args, **kwargs)
+            except RuntimeError as fault:
+                # Said before anything is computed or changed.
+                if _MISSING not in str(fault):
+                    raise
+            _LACKING.add(func)
         return _in_single(func, args, kwargs)
+
+
+def _has_half(given: Sequence[Any]) -> bool:
+    dtypes = (value for value in given if isinstance(value, torch.dtype))
+    return _HALF in dtypes or any(tensor.dtype == _HALF for tensor in _tensors(given))
 
 
 def _in_single(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

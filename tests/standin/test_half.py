@@ -155,3 +155,17 @@ def test_other_errors_of_an_operator_are_left_alone():
 
     with pytest.raises((IndexError, RuntimeError), match=r"out of (bounds|range)"):
         poptorch.inferenceModel(Index())(half(2), torch.tensor([7]))
+
+
+def test_an_operator_that_lacks_half_is_left_alone_without_it(monkeypatch):
+    """Whole numbers give float32, and do not become half."""
+
+    class Ratio(nn.Module):
+        def forward(self, x, a, b):
+            return x / 3, a / b
+
+    monkeypatch.setattr("ipufit.poptorch._half._LACKING", {torch.ops.aten.div.Tensor})
+    thirds, ratio = poptorch.inferenceModel(Ratio())(half(2), torch.tensor([1]), torch.tensor([3]))
+    assert thirds.dtype == torch.float16
+    assert ratio.dtype == torch.float32
+    assert torch.equal(ratio, torch.tensor([1 / 3]))
