@@ -121,6 +121,25 @@ def test_a_constant_of_half_may_be_all_the_half_there_is():
     torch.testing.assert_close(out, expected.half().float(), **ROUNDED)
 
 
+@pytest.mark.parametrize(
+    ("layer", "size"),
+    [
+        (nn.MaxPool3d(2), (1, 2, 4, 4, 4)),
+        (nn.MaxPool3d(2, stride=1, return_indices=True), (1, 2, 4, 4, 4)),
+        (nn.RReLU(0.25, 0.25), (5, 3)),
+    ],
+)
+def test_layers_that_torch_can_not_record_in_half(layer, size):
+    """Of values alone that are among those that went in, or a quarter of one."""
+    x = half(*size)
+    found, expected = poptorch.inferenceModel(layer)(x), layer(x.float())
+    if isinstance(expected, tuple):
+        assert torch.equal(found[1], expected[1].int())
+        found, expected = found[0], expected[0]
+    assert found.dtype == torch.float16
+    assert torch.equal(found, expected.half())
+
+
 def test_an_operator_in_place_changes_the_tensor_that_it_was_given():
     x = half(4)
     given = x.clone()

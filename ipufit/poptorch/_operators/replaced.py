@@ -93,6 +93,21 @@ def instance_norm(
     return F.instance_norm(input, running_mean, running_var, *rest)
 
 
+def _in_single(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of half numbers, computed in float32: torch 2.0 can't record it in half."""
+
+    def computed(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if input.dtype not in (torch.float16, torch.bfloat16):
+            return function(input, *args, **kwargs)
+        results = function(input.float(), *args, **kwargs)
+        if isinstance(results, Tensor):
+            return results.to(input.dtype)
+        values, places = results
+        return values.to(input.dtype), places
+
+    return computed
+
+
 def mse_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """``torch.nn.functional.mse_loss``, of two types too, which torch 2.0 can't differentiate."""
     dtype = torch.promote_types(input.dtype, target.dtype)
@@ -119,7 +134,10 @@ REPLACED: Dict[Any, Callable[..., Tensor]] = {
     torch.ctc_loss: ctc_loss,
     F.batch_norm: batch_norm,
     F.instance_norm: instance_norm,
+    F.max_pool3d: _in_single(F.max_pool3d),
+    F.max_pool3d_with_indices: _in_single(F.max_pool3d_with_indices),
     F.mse_loss: mse_loss,
+    F.rrelu: _in_single(F.rrelu),
     torch.cumprod: _typed_by_out(torch.cumprod),
     torch.cumsum: _typed_by_out(torch.cumsum),
 }
