@@ -93,6 +93,30 @@ def test_a_product_of_rows_and_its_gradients(dim, include_self):
     )
 
 
+@pytest.mark.parametrize("rows", [True, False])
+def test_a_product_may_take_the_place_of_what_went_in(rows):
+    """A view of a tensor that is changed shows it, and gradients go through."""
+    x, source = numbers(3, 3), numbers(4, 3)
+    index = torch.tensor([1, 0, 1, 1])
+
+    def model(x, source):
+        changed = x * 1
+        view = changed[:2]
+        if rows:
+            changed.index_reduce_(0, index, source, "prod")
+        else:
+            changed.scatter_reduce_(0, PLACES, source, "prod")
+        return view
+
+    def expected(x, source):
+        return by_hand(x, index[:, None].expand(4, 3) if rows else PLACES, source, True)[:2]
+
+    recorded = record(lambda x, source: gradients(model, x, source), x, source)
+    torch.testing.assert_close(
+        recorded(x, source), gradients(expected, x, source), rtol=1e-12, atol=1e-12
+    )
+
+
 @pytest.mark.parametrize("reduce", ["sum", "mean", "amax", "amin", "prod"])
 def test_other_reductions_and_models_without_gradients_are_torchs_own(reduce):
     x, source = numbers(3, 3), numbers(4, 3)

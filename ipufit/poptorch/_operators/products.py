@@ -16,7 +16,7 @@ from typing import Any, Callable, Tuple
 import torch
 from torch import Tensor
 
-__all__ = ["index_reduce", "scatter_reduce"]
+__all__ = ["in_place", "index_reduce", "scatter_reduce"]
 
 
 class _Product(torch.autograd.Function):
@@ -98,3 +98,13 @@ def index_reduce(
         return index.to(torch.int64).reshape(shape).expand_as(source)
 
     return _product(torch.index_reduce, input, dim, index, source, reduce, include_self, scattered)
+
+
+def in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The one that changes its first argument."""
+
+    def changed(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # What gradients are computed from must stay as it was.
+        return input.copy_(function(input.clone(), *args, **kwargs))
+
+    return changed

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ipufit.poptorch._operators.ctc_loss import ctc_loss
-from ipufit.poptorch._operators.products import index_reduce, scatter_reduce
+from ipufit.poptorch._operators.products import in_place, index_reduce, scatter_reduce
 from ipufit.poptorch._tracing import tracing
 
 __all__ = ["REPLACED"]
@@ -141,8 +141,10 @@ REPLACED: Dict[Any, Callable[..., Tensor]] = {
     F.rrelu: _in_single(F.rrelu),
     torch.scatter_reduce: scatter_reduce,
     Tensor.scatter_reduce: scatter_reduce,
+    Tensor.scatter_reduce_: in_place(scatter_reduce),
     torch.index_reduce: index_reduce,
     Tensor.index_reduce: index_reduce,
+    Tensor.index_reduce_: in_place(index_reduce),
     torch.cumprod: _typed_by_out(torch.cumprod),
     torch.cumsum: _typed_by_out(torch.cumsum),
 }
