@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
-from typing import List, NoReturn, Optional, Sequence, Tuple
+from typing import Callable, List, NoReturn, Optional, Sequence, Tuple
 
 from ipufit import __version__
 from ipufit.finding_poptorch import CHOICES, offer_poptorch
-from ipufit.scripts import ScriptError, enter, read_script, run_script
+from ipufit.scripts import (
+    ScriptError,
+    enter,
+    enter_module,
+    read_script,
+    run_module,
+    run_script,
+)
 
 __all__ = ["main"]
 
 _RUN = """\
-Run an existing PopTorch script, with Python's own exit status, traceback, sys.argv and sys.path.
-Where the script says `import poptorch`, it gets the PopTorch of the Poplar SDK if that is installed
-and can be imported, and ipufit's stand-in in plain torch otherwise; a line on stderr says which.
+Run an existing PopTorch script, or a module as `python -m` does, with Python's own exit status,
+traceback, sys.argv and sys.path. Where it says `import poptorch`, it gets the PopTorch of the
+Poplar SDK if that is installed and can be imported, and ipufit's stand-in in plain torch otherwise;
+a line on stderr says which.
 """
 
 
@@ -36,13 +45,26 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     if options.command is None:
         parser.print_help()
         return
+    if (options.script is None) == (options.module is None):
+        run.error("give a script, or -m and a module")
+    execute = _found(run, options, rest)
+    offer_poptorch(options.poptorch, tell=_silent if options.quiet else _tell)
+    execute()
+
+
+def _found(
+    run: argparse.ArgumentParser, options: argparse.Namespace, rest: List[str]
+) -> Callable[[], None]:
+    """Enter what is to be run, and return what runs it."""
     try:
+        if options.module is not None:
+            enter_module(options.module, rest)
+            return functools.partial(run_module, options.module)
         script = read_script(options.script)
     except ScriptError as fault:
         _refuse(run, str(fault))
     enter(script, rest)
-    offer_poptorch(options.poptorch, tell=_silent if options.quiet else _tell)
-    run_script(script)
+    return functools.partial(run_script, script)
 
 
 def _parsers() -> Tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
@@ -56,7 +78,8 @@ def _parsers() -> Tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         "run",
         help="run a PopTorch script",
         description=_RUN,
-        usage="%(prog)s [-h] [--poptorch {auto,sdk,standin}] [--quiet] script [arguments ...]",
+        usage="%(prog)s [-h] [--poptorch {auto,sdk,standin}] [--quiet] "
+        "{script,-m module} [arguments ...]",
         allow_abbrev=False,
     )
     run.add_argument(
@@ -67,14 +90,16 @@ def _parsers() -> Tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         "the SDK's or an error (sdk), ipufit's (standin)",
     )
     run.add_argument("--quiet", action="store_true", help="don't say which PopTorch was imported")
-    run.add_argument("script", help="the file to run; what follows it is its own")
+    run.add_argument("-m", dest="module", help="the module to run; what follows it is its own")
+    run.add_argument("script", nargs="?", help="the file to run; what follows it is its own")
     return parser, run
 
 
 def _split(given: List[str]) -> Tuple[List[str], List[str]]:
-    """Cut a command line behind the script: what follows is its own, `--` included."""
+    """Cut a command line behind the script or module: what follows is its own, `--` included."""
     for place, word in enumerate(given[1:], 1):
-        if not word.startswith("-") and given[place - 1] != "--poptorch":
+        joined = word.startswith("-m") and word != "-m"
+        if joined or (not word.startswith("-") and given[place - 1] != "--poptorch"):
             return given[: place + 1], given[place + 1 :]
     return given, []
 

@@ -1,20 +1,31 @@
-"""Running a file as Python itself runs a script."""
+"""Running a file, or a module, as Python itself runs it."""
 
 from __future__ import annotations
 
 import builtins
 import importlib.machinery
+import importlib.util
 import os
+import runpy
 import sys
 import types
 from dataclasses import dataclass
-from typing import Optional, Sequence
+from typing import Callable, Optional, Sequence
 
-__all__ = ["Script", "ScriptError", "enter", "read_script", "run_script", "search_also"]
+__all__ = [
+    "Script",
+    "ScriptError",
+    "enter",
+    "enter_module",
+    "read_script",
+    "run_module",
+    "run_script",
+    "search_also",
+]
 
 
 class ScriptError(Exception):
-    """A script that can't be read."""
+    """A script that can't be read, or a module that is not there."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +68,32 @@ def enter(script: Script, arguments: Sequence[str]) -> None:
     They stay so when it has ended: threads, exit handlers and processes that it started go on
     needing them.
     """
-    sys.argv[:] = [script.path, *arguments]
+    _enter(script.path, os.path.dirname(os.path.realpath(script.path)), arguments)
+
+
+def enter_module(name: str, arguments: Sequence[str]) -> None:
+    """Make ``sys.argv`` and ``sys.path`` those of a module that ``python -m`` runs.
+
+    Nothing is imported yet, not even the package that the module is in.
+
+    Raises:
+        ScriptError: there is no such module, as far as that can be known without importing one.
+    """
+    _enter("-m", os.getcwd(), arguments)
+    outermost = name.partition(".")[0]
+    if not outermost or importlib.util.find_spec(outermost) is None:
+        raise ScriptError(
+            "`-m` must be followed by the name of a module that can be imported, but there is no "
+            f"module {outermost!r}. Install it for {sys.executable}, or start in the folder that "
+            f"it is in, not in {os.getcwd()}."
+        )
+
+
+def _enter(name: str, folder: str, arguments: Sequence[str]) -> None:
+    sys.argv[:] = [name, *arguments]
     if sys.flags.isolated or getattr(sys.flags, "safe_path", False):
         return  # Python has put no folder in front, either
-    left, sys.path[0] = sys.path[0], os.path.dirname(os.path.realpath(script.path))
+    left, sys.path[0] = sys.path[0], folder
     home = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     # A checkout that is not installed was found through the folder that has just gone.
     if os.path.realpath(left) == home and home not in map(os.path.realpath, sys.path):
@@ -85,8 +118,25 @@ def run_script(script: Script) -> None:
         exec(compile(script.source, file, "exec", dont_inherit=True), vars(main))
     except SystemExit:
         raise
-    except BaseException:
-        _show_from(file)
+    except BaseException as fault:
+        _show_from(fault, lambda path: path == file)
+        raise
+
+
+def run_module(name: str) -> None:
+    """Run it as ``__main__``, as ``python -m`` does.
+
+    Raises:
+        BaseException: what the module raises. Where it reaches the top, the traceback that Python
+            shows begins in the module.
+    """
+    try:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    except SystemExit:
+        raise
+    except BaseException as fault:
+        above = (__file__, runpy.run_module.__code__.co_filename)
+        _show_from(fault, lambda path: path not in above)
         raise
 
 
@@ -103,12 +153,21 @@ def search_also(folder: str) -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([*entries, folder])
 
 
-def _show_from(file: str) -> None:
-    """Leave out of the traceback that Python shows what lies above the script."""
+def _show_from(fault: BaseException, is_its: Callable[[str], bool]) -> None:
+    """Leave out of the traceback that Python shows what lies above the script's own code.
+
+    Args:
+        fault: as it was caught here.
+        is_its: whether a file, of those from here on, is the script's.
+    """
+    first = fault.__traceback__
+    while first is not None and not is_its(first.tb_frame.f_code.co_filename):
+        first = first.tb_next
+    frame = first.tb_frame if first is not None else None
     show = sys.excepthook
 
     def shown(kind: type, value: BaseException, traceback: Optional[types.TracebackType]) -> None:
-        while traceback is not None and traceback.tb_frame.f_code.co_filename != file:
+        while traceback is not None and traceback.tb_frame is not frame:
             traceback = traceback.tb_next
         show(kind, value.with_traceback(traceback), traceback)
 

@@ -246,7 +246,61 @@ def test_a_script_that_cannot_be_read_is_refused(name, text, tmp_path, capsys):
     assert capsys.readouterr().err == wanted + text.format(path) + "\n"
 
 
+def module_of_children(folder):
+    """A package whose module starts processes, and a folder to start it from."""
+    write(folder, "", "pack/__init__.py")
+    write(folder, CHILDREN.replace("from beside", "from pack.beside"), "pack/train.py")
+    write(folder, 'word = "near"', "pack/beside.py")
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+
+
+@pytest.mark.parametrize("spelt", [["-m", "pack.train"], ["-mpack.train"]])
+def test_a_module_and_the_processes_it_starts_find_the_stand_in(spelt, tmp_path):
+    environment = {**os.environ, **module_of_children(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "ipufit", "run", "--poptorch", "standin", *spelt, "-m", "--", "a"],
+        capture_output=True,
+        text=True,
+        cwd=str(tmp_path),
+        timeout=120,
+        env=environment,
+    )
+    assert done.returncode == 7, done.stderr
+    assert done.stdout.splitlines() == [
+        "near ['-m', '--', 'a'] True",
+        "('ipufit.poptorch', 'Own')",
+        "ipufit.poptorch",
+    ]
+
+
+def test_an_exception_ends_a_module_as_in_python_itself(tmp_path, clean, monkeypatch, capsys):
+    """The traceback begins in the module."""
+    path = write(tmp_path, "def f():\n    raise KeyError(3)\nf()\n", "failing_module.py")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KeyError) as caught:
+        main(["run", "-m", "failing_module"])
+    sys.excepthook(caught.type, caught.value, caught.tb)
+    shown = capsys.readouterr().err
+    assert re.findall('File "(.*?)", line (\\d+)', shown) == [(str(path), "3"), (str(path), "2")]
+    assert sys.argv == ["-m"]
+
+
+def test_a_module_that_is_not_there_is_refused(clean, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["run", "-m", "no_such_module.part"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == (
+        "ipufit run: `-m` must be followed by the name of a module that can be imported, but there "
+        f"is no module 'no_such_module'. Install it for {sys.executable}, or start in the folder "
+        f"that it is in, not in {os.getcwd()}.\n"
+    )
+
+
 def test_the_command_line_is_checked(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["run", "--quiet"])
+    assert caught.value.code == 2
+    assert "error: give a script, or -m and a module" in capsys.readouterr().err
     with pytest.raises(SystemExit) as caught:
         main(["run", "--poptorch", "other", "script.py"])
     assert caught.value.code == 2

@@ -724,14 +724,21 @@ class Masked(nn.Module):
         return self.head(self.encoder(x.squeeze(1), mask=self.mask, **self.said).mean(1))
 
 
-def test_a_mask_says_itself_whether_it_is_causal():
-    """torch compares it with a causal one, value by value."""
-    net = Masked(is_causal=True).double()
-    compiled(net).fit(loader(), verbose=0)
-    with pytest.raises(CaptureError) as caught:
-        compiled(Masked().double()).fit(loader(), verbose=0)
-    assert "pass is_causal=True, or False, beside the mask" in str(caught.value)
-    assert caught.value.file == __file__
+@pytest.mark.filterwarnings("ignore:Converting mask without torch.bool")  # torch 2.0, in eval mode
+def test_a_causal_mask_need_not_say_that_it_is_one():
+    """torch compares it with a causal one, value by value, to pick a faster kernel alone."""
+    finals = []
+    for said in ({}, {"is_causal": True}, {"is_causal": False}):
+        torch.manual_seed(0)
+        net = Masked(**said).double()
+        x = torch.randn(4, 3, 4, dtype=torch.float64)
+        expected = net(x).detach()
+        model = compiled(net)
+        torch.testing.assert_close(torch.as_tensor(model.predict(x, verbose=0)), expected)
+        model.fit(loader(), verbose=0)
+        finals.append([weight.detach().clone() for weight in net.parameters()])
+    for final in finals[1:]:
+        torch.testing.assert_close(final, finals[0])
 
 
 def test_a_value_read_in_a_layer_of_torchs_is_located_there():

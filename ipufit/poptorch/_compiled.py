@@ -15,6 +15,7 @@ from ipufit.poptorch._device import Device
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._execution import Execution, Shape
 from ipufit.poptorch._hooks import compile_hooks
+from ipufit.poptorch._logging import logger
 from ipufit.poptorch._modes import outside_inference_mode
 from ipufit.poptorch._narrowing import check_input, narrowed, narrowed_output
 from ipufit.poptorch._optimizer import DeviceOptimizer
@@ -132,6 +133,10 @@ class Compiled:
             Error: it names one, and those that there are.
         """
         self._anchored.check()
+        for name, _, mode, period in self._options.anchored_tensors.values():
+            # The mode that was asked for, which a device does not heed either.
+            shown = "Sum" if mode == OutputMode.Sum else OutputMode(mode).name.upper()
+            logger.debug("Anchored tensor %s %s/%d", name, shown, period)
 
     def _make_execution(self) -> Execution:
         options = self._options

@@ -57,6 +57,9 @@ def reserved(options: Options, needed: int) -> int:
     _check_most(needed)
     offline = options.connection_type == enums.ConnectionType.Never
     model = uses_ipu_model(options)
+    if options.exists("use_model"):
+        shown = "Enabled" if model else "Disabled"
+        logger.info("From the user configuration: Ipu model: %s", shown)
     if options._Popart.options.get("instrumentWithHardwareCycleCounter"):
         raise error(
             "Cycle count logging is only supported on actual IPU hardware. Leave out "

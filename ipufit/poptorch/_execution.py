@@ -19,6 +19,7 @@ from ipufit.poptorch._anchors import Anchored
 from ipufit.poptorch._counters import Counters
 from ipufit.poptorch._device import Device
 from ipufit.poptorch._floating_point import Checked
+from ipufit.poptorch._half import half_computed, makes_half
 from ipufit.poptorch._recording import Recorded
 from ipufit.poptorch.enums import OutputMode
 from ipufit.randomness import isolated, seed_generators, stream_key
@@ -155,6 +156,7 @@ class Execution:
         self._run: Callable[..., Sequence[Tensor]] = recorded.graph
         if check_floats:
             self._run = Checked(recorded.graph)
+        self._half = makes_half(recorded.graph)
         self._outputs = sum(recorded.outputs.computed)
 
     def run(self, inputs: Sequence[Tensor], seed: int, done: int) -> List[List[Tensor]]:
@@ -174,7 +176,11 @@ class Execution:
         pending: List[Tuple[Tuple[int, int, int], Mapping[str, Tensor]]] = []
         parts = [_parts(tensor, shape.micro_batches) for tensor in inputs]
         self._counters.begin(len(inputs), self._outputs)
-        with torch.no_grad(), isolated(_HOST) if recorded.random else contextlib.nullcontext():
+        with contextlib.ExitStack() as held:
+            held.enter_context(torch.no_grad())
+            if recorded.random:
+                held.enter_context(isolated(_HOST))
+            held.enter_context(half_computed(self._half, [*inputs, *self._device.state(0)]))
             for place in shape.places():
                 started = time.perf_counter()
                 leaves = [each[shape.input_place(*place)] for each in parts]

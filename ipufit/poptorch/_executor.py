@@ -166,7 +166,7 @@ class PoplarExecutor:
             _saving.check_state(saved, filename, program.device.example(), trained)
             self._let_go()
         if self._optimizer is not None:
-            self._optimizer.bind(program, trained)
+            self._optimizer.bind(program, trained, self._host)
         program.check_anchors()
         self._compiled = program
         self._seed = self._seed or [secrets.randbits(31), 0]

@@ -109,6 +109,13 @@ class Host:
         logger.debug("Writing weights from host to IPU memory")
         device.write(host_tensors(self._model))
 
+    def exchange(self, device: Device) -> None:
+        """Both ways: what training made of the weights comes back first."""
+        if self.is_dirty:
+            logger.debug("Implicit copyWeightsToHost()")
+            self.pull(device)
+        self.push(device)
+
     def is_behind(self) -> bool:
         """Whether a device that only reads has older weights than one that trains them."""
         return self._follower.is_behind(syncs_of(self._model))

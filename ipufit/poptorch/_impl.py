@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._tracing import tracing
 from ipufit.poptorch.poptorch_core import Error
@@ -25,6 +27,14 @@ def isRunningOnIpu() -> bool:
 def isDispatchTracing() -> bool:
     """The same: there is one way of recording."""
     return tracing() is not None
+
+
+def _restoreWrapperIfNecessary(obj: Any) -> Any:
+    """What files call by this name into which PopTorch pickled a wrapped model: it is plain here.
+
+    Our own files have plain modules and tensors, and don't call it.
+    """
+    return obj
 
 
 def poptorchAtExit() -> None:

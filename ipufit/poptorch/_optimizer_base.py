@@ -174,8 +174,8 @@ class StateSync:
     Args:
         optimizer: any; it is bound to this object until closed.
         read: gives the device's state as new tensors of the host.
-        write: puts state on the device; state that it does not find stays as it is there. Weights
-            that are newer on the device than here have to be read first.
+        write: puts state on the device; state that it does not find stays as it is there. It
+            reads weights first that are newer on the device than here.
     """
 
     def __init__(
@@ -217,11 +217,11 @@ class StateSync:
         if own is None:
             return
         if own.ipu_state_is_dirty and own.has_state():
+            self._write(own._state_dict)
             logger.debug(
                 "Writing optimiser state tensors from host to IPU memory: "
                 f"{_counted(own._state_dict)}."
             )
-            self._write(own._state_dict)
         own.ipu_state_is_dirty = False
 
     def refresh(self) -> None:

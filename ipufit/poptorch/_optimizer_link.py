@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, Optional, Sequence
+import functools
+from typing import Callable, Dict, List, Optional, Sequence
 
 import torch
 from torch import Tensor
 
 from ipufit.poptorch._compiled import Compiled
 from ipufit.poptorch._grouped_state import joined, split
+from ipufit.poptorch._host import Host
 from ipufit.poptorch._loss_scale import AutomaticLossScale
 from ipufit.poptorch._modes import outside_inference_mode
 from ipufit.poptorch._optimizer import DeviceOptimizer
@@ -21,6 +23,10 @@ from ipufit.poptorch.enums import MeanReductionStrategy, ReductionType
 from ipufit.poptorch.options import Options
 
 __all__ = ["OptimizerLink"]
+
+
+def _nothing() -> None:
+    """Without a program there is nothing to exchange."""
 
 
 class OptimizerLink:
@@ -38,6 +44,7 @@ class OptimizerLink:
     def __init__(self, options: Options, optimizer: torch.optim.Optimizer) -> None:
         self._options = options
         self._optimizer = optimizer
+        self._exchange_weights: Callable[[], None] = _nothing
         self._tracker = AttributeTracker(options._relax_optimizer_checks)
         self._device: Optional[DeviceOptimizer] = None
         self._settings = self._read(optimizer)
@@ -65,14 +72,17 @@ class OptimizerLink:
         return [group["params"] for group in self._optimizer.param_groups]
 
     @outside_inference_mode
-    def bind(self, program: Compiled, trained: Sequence[Sequence[str]]) -> None:
+    def bind(self, program: Compiled, trained: Sequence[Sequence[str]], host: Host) -> None:
         """Give the program its updates.
 
         Args:
             program: just compiled.
             trained: names of the parameters that want a gradient, by group.
+            host: where the weights are.
         """
         device, reached = program.device, set(program.recorded.reached)
+        # A device takes state together with the weights.
+        self._exchange_weights = functools.partial(host.exchange, device)
         groups = [
             list(device.parts([name for name in group if name in reached])) for group in trained
         ]
@@ -97,11 +107,15 @@ class OptimizerLink:
 
     def _new_sync(self) -> StateSync:
         assert self._device is not None
-        return StateSync(self._optimizer, self._read_state, self._write)
+        return StateSync(self._optimizer, self._read_state, self._write_along)
 
     def _read_state(self) -> DeviceState:
         assert self._device is not None
         return joined(self._device.state(), self._parts)
+
+    def _write_along(self, state: DeviceState) -> None:
+        self._exchange_weights()
+        self._write(state)
 
     def _write(self, state: DeviceState) -> None:
         assert self._device is not None
@@ -167,3 +181,4 @@ class OptimizerLink:
         if self._sync is not None:
             self._sync.close()
         self._sync = self._device = None
+        self._exchange_weights = _nothing

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from ipufit.engines.embedded.capture import capture
+from ipufit.poptorch._half import half_computed, makes_half
 from ipufit.poptorch._operators.routing import call
 from ipufit.poptorch._tracing import Trace, traced
 
@@ -27,7 +28,7 @@ class Recorded:
         self.graph, self.trace = graph, trace
 
     def __call__(self, *tensors: Tensor) -> List[Tensor]:
-        with torch.no_grad():
+        with torch.no_grad(), half_computed(makes_half(self.graph), tensors):
             return list(self.graph(*[tensor.clone() for tensor in tensors]))
 
     @property

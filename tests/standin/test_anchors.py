@@ -80,3 +80,23 @@ def test_an_unknown_name_is_refused_when_compiling_and_leaves_no_program():
         "from forward to look at it."
     )
     assert not model.isCompiled()
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ((poptorch.OutputMode.All, 3), "ALL/1"),
+        ((poptorch.OutputMode.EveryN, 4), "EVERYN/4"),
+        ((poptorch.OutputMode.Final,), "FINAL/1"),
+        ((poptorch.OutputMode.Sum,), "Sum/1"),
+        ((), "FINAL/1"),
+    ],
+)
+def test_the_log_says_which_mode_an_anchor_was_given(caplog, asked, said):
+    """As PopTorch's does, although what comes back follows the model's own mode, there as here."""
+    options = poptorch.Options()
+    options.anchorTensor("g", "Gradient___weight", *asked)
+    model = poptorch.trainingModel(Scaled(), options)
+    with caplog.at_level("DEBUG", poptorch.logger.name):
+        model.compile(torch.ones(1))
+    assert f"Anchored tensor Gradient___weight {said}" in caplog.messages

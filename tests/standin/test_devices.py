@@ -326,3 +326,16 @@ def test_the_mode_of_an_inference_model_is_its_own():
     model.model.eval()
     assert module.training
     assert model(ONE).item() == 3
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"), [(True, ["Enabled"]), (False, ["Disabled"]), (None, [])]
+)
+def test_the_log_says_whether_the_options_ask_for_the_ipu_model(caplog, asked, said):
+    options = poptorch.Options()
+    if asked is not None:
+        options.useIpuModel(asked)
+    with caplog.at_level("INFO", poptorch.logger.name):
+        poptorch.inferenceModel(torch.nn.Identity(), options).compile(torch.ones(1))
+    text = "From the user configuration: Ipu model: "
+    assert [m[len(text) :] for m in caplog.messages if m.startswith(text)] == said

@@ -160,28 +160,39 @@ def test_a_training_model_returns_the_last_micro_batch_of_each_replica_by_defaul
     assert loss.shape == (2,)
 
 
+class Normalised(nn.Module):
+    """Its running statistics change as it trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        return poptorch.identity_loss(self.norm(x), "mean")
+
+
 def test_batch_norm_sees_micro_batches_and_each_replica_may_keep_its_own_statistics():
     """Buffers are updated once per micro-batch; the host gets those of the first replica."""
     x = torch.randn(12, 3)
-    net = nn.BatchNorm1d(3)
+    net = Normalised()
     expected = nn.BatchNorm1d(3)
     for i in (0, 2):
         expected(x[i * 3 : i * 3 + 3])
     opts = options(2, replicas=2).broadcastBuffers(False)
-    model = poptorch.inferenceModel(net, opts)
+    model = poptorch.trainingModel(net, opts)
     model(x)
     model.copyWeightsToHost()
-    torch.testing.assert_close(net.running_mean, expected.running_mean)
-    torch.testing.assert_close(net.running_var, expected.running_var)
+    torch.testing.assert_close(net.norm.running_mean, expected.running_mean)
+    torch.testing.assert_close(net.norm.running_var, expected.running_var)
 
 
 def test_a_changed_buffer_needs_one_per_replica():
-    model = poptorch.inferenceModel(nn.BatchNorm1d(3), options(replicas=2))
+    model = poptorch.trainingModel(Normalised(), options(replicas=2))
     with pytest.raises(poptorch.Error, match=r"broadcastBuffers\(False\)") as caught:
         model(torch.randn(4, 3))
     assert str(caught.value) == (
         "'poptorch_py_error': PopTorch does not support broadcasting buffers. If your model is "
         "able to tolerate buffers becoming out of sync between replicas, you can disable buffer "
-        "broadcasting using poptorch.Options.broadcastBuffers(False). The buffer 'running_mean' "
-        "is changed in place on 2 replicas."
+        "broadcasting using poptorch.Options.broadcastBuffers(False). The buffer "
+        "'norm.running_mean' is changed in place on 2 replicas."
     )

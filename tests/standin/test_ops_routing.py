@@ -203,16 +203,6 @@ def near(dtype):
     return {"rtol": 2e-3, "atol": 2e-3} if dtype == HALF else {"rtol": 1e-6, "atol": 1e-6}
 
 
-def computed(function, *tensors):
-    recorded = record(function, *tensors)
-    try:
-        return recorded(*tensors)[0]
-    except RuntimeError as missing:
-        if "not implemented for 'Half'" in str(missing):
-            pytest.skip("this torch has no half kernel on the CPU")
-        raise
-
-
 LAYERS = [
     (lambda x, w, b: F.linear(x, w, b), (4, 3), (2, 3), (2,)),
     (lambda x, w, b: F.linear(x, weight=w, bias=b), (4, 3), (2, 3), (2,)),
@@ -238,7 +228,8 @@ def test_layers_compute_in_the_type_of_their_input(layer, x, weight, bias, of_in
         torch.randn(shape, generator=generator).to(HALF) for shape in (x, weight, bias)
     )
     expected = layer(x.double(), weight.double(), bias.double())
-    got = computed(layer, x.to(of_input), weight.to(of_weights), bias.to(of_weights))
+    given = x.to(of_input), weight.to(of_weights), bias.to(of_weights)
+    (got,) = record(layer, *given)(*given)
     assert got.dtype == of_input
     torch.testing.assert_close(got.double(), expected, **near(of_input))
 
@@ -251,7 +242,8 @@ def test_half_inputs_update_running_statistics_in_single_precision():
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(8, 3, generator=generator).to(HALF)
     mean, var, weight, bias = (torch.rand(3, generator=generator) for _ in range(4))
-    got = record(model, x, mean, var, weight, bias)(x, mean, var, weight, bias)
+    recorded = record(model, x, mean, var, weight, bias, training=True)
+    got = recorded(x, mean, var, weight, bias)
     expected = model(x.float(), mean.clone(), var.clone(), weight.to(HALF).float(), bias)
     assert [t.dtype for t in got] == [HALF, torch.float32, torch.float32]
     torch.testing.assert_close(got[0].float(), expected[0], rtol=2e-3, atol=2e-3)
@@ -266,7 +258,7 @@ def test_running_statistics_in_half_stay_in_half():
 
     x = torch.tensor([[1.0, 2.0, 3.0], [3.0, 6.0, 9.0]]).to(HALF)
     zero, one = torch.zeros(3, dtype=HALF), torch.ones(3, dtype=HALF)
-    y, mean, var = record(model, x, zero, one)(x, zero, one)
+    y, mean, var = record(model, x, zero, one, training=True)(x, zero, one)
     assert (mean.dtype, mean.tolist()) == (HALF, [1.0, 2.0, 3.0])
     assert var.tolist() == [1.5, 4.5, 9.5]
     assert torch.equal(y.sign(), torch.tensor([[-1.0] * 3, [1.0] * 3]).to(HALF))
@@ -279,7 +271,7 @@ def test_weights_stay_what_they_are_and_gradients_have_their_type():
         return gradient
 
     x, w = torch.ones(2, 3, dtype=HALF), torch.ones(1, 3)
-    got = computed(step, x, w)
+    (got,) = record(step, x, w)(x, w)
     assert (got.dtype, got.tolist()) == (torch.float32, [[2.0, 2.0, 2.0]])
 
 
@@ -293,3 +285,55 @@ def test_whole_numbers_are_not_cast():
         got_args, got_kwargs = cast(func, args, kwargs)
         assert all(a is b for a, b in zip(got_args, args))
         assert got_kwargs == kwargs
+
+
+@pytest.mark.parametrize("half", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_only_a_training_model_changes_running_statistics(training, half):
+    """In a model for inference a layer in training mode normalises alike, and changes nothing."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            y = self.norm(x)
+            return y, poptorch.identity_loss(y, "mean")
+
+    model = Model()
+    x = torch.tensor([[1.0, 2.0, 3.0], [3.0, 6.0, 9.0]])
+    wrap = poptorch.trainingModel if training else poptorch.inferenceModel
+    wrapped = wrap(model)
+    y, _ = wrapped(x.half() if half else x)
+    if training:
+        wrapped.copyWeightsToHost()
+    assert torch.equal(y.sign().float(), torch.tensor([[-1.0] * 3, [1.0] * 3]))
+    mean = torch.tensor([0.2, 0.4, 0.6] if training else [0.0] * 3)
+    torch.testing.assert_close(model.norm.running_mean, mean)
+
+
+@pytest.mark.parametrize("function", [torch.cumsum, torch.cumprod])
+@pytest.mark.parametrize("of_input", [torch.float32, torch.int32])
+@pytest.mark.parametrize("of_out", [torch.float32, torch.int32])
+def test_a_running_total_has_the_type_of_out(function, of_input, of_out):
+    def model(x):
+        return function(x, 0, out=torch.empty(4, dtype=of_out))
+
+    x = torch.tensor([1, 3, 2, -2]).to(of_input)
+    (got,) = record(model, x)(x)
+    assert got.dtype == of_out
+    assert torch.equal(got, model(x))
+
+
+@pytest.mark.parametrize(("of_input", "of_target"), [(HALF, torch.float32), (torch.float32, HALF)])
+def test_a_squared_error_of_two_types_is_of_the_wider(of_input, of_target):
+    def step(x, target):
+        x = x.detach().requires_grad_()
+        loss = F.mse_loss(x, target)
+        return [loss.detach(), *torch.autograd.grad([loss], [x])]
+
+    x, target = torch.tensor([1.0, 2.0]).to(of_input), torch.tensor([0.0, 4.0]).to(of_target)
+    loss, gradient = record(step, x, target)(x, target)
+    assert (loss.dtype, loss.item()) == (torch.float32, 2.5)
+    assert (gradient.dtype, gradient.tolist()) == (of_input, [1.0, -2.0])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ExponentialLR
 
+from ipufit import poptorch
 from ipufit.poptorch import Error, optim
 from ipufit.poptorch._loss_scale import AutomaticLossScale
 from ipufit.poptorch._optimizer import DeviceOptimizer
@@ -726,3 +727,43 @@ def test_gradients_of_micro_batches_count_where_they_are_shown():
     assert automatic.factor == 0.5
     device.apply(gradients(1))
     assert automatic.factor == 1.0
+
+
+class Weighted(torch.nn.Module):
+    """A loss with the gradient one for its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+
+    def forward(self, x):
+        return poptorch.identity_loss(self.weight * x, "sum")
+
+
+def test_state_that_was_loaded_goes_to_the_device_together_with_the_hosts_weights(caplog):
+    """What training made of them comes to the host first; what was changed there since, goes."""
+    net = Weighted()
+    optimizer = optim.SGD(net.parameters(), lr=1.0, momentum=0.5, use_combined_accum=False)
+    model = poptorch.trainingModel(net, optimizer=optimizer)
+    x = torch.ones(2)
+    model(x)  # momentum 1, weights -1
+    state = optimizer.state_dict()
+    model(x)  # momentum 1.5, weights -2.5
+    optimizer.load_state_dict(state)
+    with caplog.at_level("DEBUG", poptorch.logger.name):
+        model(x)  # momentum 1.5 again
+    texts = ("Implicit copyWeightsToHost()", "Writing weights from", "Writing optimiser state")
+    seen = [m.split(":")[0] for m in caplog.messages if m.startswith(texts)]
+    assert seen == [
+        "Implicit copyWeightsToHost()",
+        "Writing weights from IPU to host",
+        "Writing weights from host to IPU memory",
+        "Writing optimiser state tensors from host to IPU memory",
+    ]
+    torch.testing.assert_close(net.weight.detach(), torch.full((2,), -4.0))
+
+    with torch.no_grad():
+        net.weight.fill_(10.0)
+    optimizer.load_state_dict(state)
+    model(x)
+    torch.testing.assert_close(net.weight.detach(), torch.full((2,), 8.5))

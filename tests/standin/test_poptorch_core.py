@@ -1,5 +1,7 @@
 """Errors with their fields, questions about hardware, and what only the SDK can do."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -139,3 +141,15 @@ def test_comparing_something_else_is_refused():
         poptorch.testing.allclose({"a": torch.ones(1)}, {"a": torch.ones(1)})
     with pytest.raises(RuntimeError):
         poptorch.testing.allclose(torch.ones(1), torch.ones(1, dtype=torch.float64))
+
+
+def test_a_model_that_poptorch_pickled_while_it_was_wrapped_is_read_as_a_plain_one():
+    """Such a file calls a function of PopTorch's by name, with the plain object."""
+
+    class Pickled:
+        def __reduce__(self):
+            return _impl._restoreWrapperIfNecessary, (torch.nn.Linear(2, 3),)
+
+    found = pickle.loads(pickle.dumps(Pickled()))
+    assert type(found) is torch.nn.Linear
+    assert found.weight.shape == (3, 2)

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ipufit.engines.embedded.masks import unread_masks
 from ipufit.errors import CaptureError
 from ipufit.randomness import LOCK
 
@@ -150,16 +151,6 @@ def _shape_error(frame: Optional[Frame]) -> CaptureError:
     )
 
 
-def _mask_error(frame: Optional[Frame]) -> CaptureError:
-    return _error(
-        "torch looks whether the mask is a causal one, but the program is recorded once, before "
-        "there are values",
-        "Tell it: pass is_causal=True, or False, beside the mask (tgt_is_causal= for a decoder).",
-        frame,
-        "value",
-    )
-
-
 def _numpy_error(frame: Optional[Frame]) -> CaptureError:
     return _error(
         "a tensor was converted to NumPy, but the program is recorded once, before there are "
@@ -203,11 +194,7 @@ class _ValueGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.ops.aten.random_.to(args[0], high - low, **(kwargs or {})).add_(low)
         if fake and unknown:
             if torch.Tag.data_dependent_output in func.tags:
-                frames = _stack(sys._getframe())
-                layers = [path for path, _, _ in frames if path.startswith(_TORCH_MODULES)]
-                if layers and os.path.basename(layers[0]) == "transformer.py":
-                    raise _mask_error(_first_user_frame(frames))
-                raise _value_error(_first_user_frame(frames))
+                raise _value_error(_first_user_frame(_stack(sys._getframe())))
             if torch.Tag.dynamic_output_shape in func.tags and (
                 func is not torch.ops.aten.index.Tensor or _has_mask_index(args)
             ):
@@ -308,7 +295,9 @@ def capture(
 
     # A user's exception inside forward is theirs: it leaves as it is.
     try:
-        with LOCK, _quiet(), _recordable_kernels(), _no_value_checks(), _no_restored_generator():
+        with LOCK, _quiet(), _recordable_kernels(), _no_value_checks(), (
+            _no_restored_generator()
+        ), unread_masks():
             # Detached, so that one tensor in two places is two inputs: the next batch may differ.
             inputs = [argument.detach() for argument in args]
             graph = make_fx(guarded, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from ipufit.poptorch._errors import error
+from ipufit.poptorch._half import half_computed, makes_half
 from ipufit.poptorch._operators.recorder import tracer
 from ipufit.poptorch._tracing import tracing
 
@@ -47,6 +48,7 @@ class Body:
         self.graph = graph
         self.results = [Like(result.shape, result.dtype) for result in results]
         self.number = _number()
+        self._half = makes_half(graph)
         self._writes = any(_writes(node) for node in graph.graph.nodes)
 
     def run(self, inputs: Sequence[Tensor], captured: Sequence[Tensor]) -> List[Tensor]:
@@ -57,7 +59,8 @@ class Body:
         given = [*inputs, *captured]
         if self._writes:
             given = [tensor.clone() for tensor in given]
-        with torch.no_grad():
+        # The mode of the program around this operator does not reach into it.
+        with torch.no_grad(), half_computed(self._half, given):
             return list(self.graph(*given))
 
 

@@ -1,4 +1,4 @@
-"""Functions that torch computes through values, or not in half: the same ones, of fixed shapes."""
+"""Functions that torch, or its floor, can't record as they are: the same ones, which can be."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ipufit.poptorch._operators.ctc_loss import ctc_loss
+from ipufit.poptorch._operators.products import in_place, index_reduce, scatter_reduce
+from ipufit.poptorch._tracing import tracing
 
 __all__ = ["REPLACED"]
 
@@ -61,7 +63,14 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """``torch.nn.functional.batch_norm``, of half numbers too, with statistics of any type."""
+    """``torch.nn.functional.batch_norm``, of half numbers too, with statistics of any type.
+
+    A device changes running statistics along with the weights: not in a model for inference, even
+    where the layer is in training mode and normalises with the micro-batch's own.
+    """
+    trace = tracing()
+    if training and trace is not None and not trace.training:
+        running_mean = running_var = None
     rest = (weight, bias, training, momentum, eps)
     if input.dtype in (torch.float16, torch.bfloat16):
         return _normalised(F.batch_norm, input, (running_mean, running_var), *rest)
@@ -85,6 +94,38 @@ def instance_norm(
     return F.instance_norm(input, running_mean, running_var, *rest)
 
 
+def _in_single(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of half numbers, computed in float32: torch 2.0 can't record it in half."""
+
+    def computed(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if input.dtype not in (torch.float16, torch.bfloat16):
+            return function(input, *args, **kwargs)
+        results = function(input.float(), *args, **kwargs)
+        if isinstance(results, Tensor):
+            return results.to(input.dtype)
+        values, places = results
+        return values.to(input.dtype), places
+
+    return computed
+
+
+def mse_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """``torch.nn.functional.mse_loss``, of two types too, which torch 2.0 can't differentiate."""
+    dtype = torch.promote_types(input.dtype, target.dtype)
+    return F.mse_loss(input.to(dtype), target.to(dtype), *args, **kwargs)
+
+
+def _typed_by_out(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A running total in the type of ``out``: said, as torch 2.0 does not look when recording."""
+
+    def typed(*args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(kwargs.get("out"), Tensor) and kwargs.get("dtype") is None:
+            kwargs["dtype"] = kwargs["out"].dtype
+        return function(*args, **kwargs)
+
+    return typed
+
+
 # What takes the place of a function of torch, with the same arguments.
 REPLACED: Dict[Any, Callable[..., Tensor]] = {
     torch.bincount: bincount,
@@ -94,4 +135,16 @@ REPLACED: Dict[Any, Callable[..., Tensor]] = {
     torch.ctc_loss: ctc_loss,
     F.batch_norm: batch_norm,
     F.instance_norm: instance_norm,
+    F.max_pool3d: _in_single(F.max_pool3d),
+    F.max_pool3d_with_indices: _in_single(F.max_pool3d_with_indices),
+    F.mse_loss: mse_loss,
+    F.rrelu: _in_single(F.rrelu),
+    torch.scatter_reduce: scatter_reduce,
+    Tensor.scatter_reduce: scatter_reduce,
+    Tensor.scatter_reduce_: in_place(scatter_reduce),
+    torch.index_reduce: index_reduce,
+    Tensor.index_reduce: index_reduce,
+    Tensor.index_reduce_: in_place(index_reduce),
+    torch.cumprod: _typed_by_out(torch.cumprod),
+    torch.cumsum: _typed_by_out(torch.cumsum),
 }

@@ -1,0 +1,134 @@
+"""Half precision where torch lacks it: computed in float32, and rounded once.
+
+torch's kernels for the CPU know float16 in part, torch 2.0 hardly at all. A device multiplies half
+matrices with float32 partial sums by default, and rounds their result, so this is the nearest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import (
+    Any,
+    ContextManager,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    Sequence,
+    Set,
+    Tuple,
+)
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+__all__ = ["half_computed", "makes_half"]
+
+_HALF = torch.float16
+_MISSING = "not implemented for 'Half'"
+
+# Operators that have said so: being told takes torch longer than computing.
+_LACKING: Set[Any] = set()
+
+
+def makes_half(graph: fx.GraphModule) -> bool:
+    """Whether a graph has float16 of its own: a constant, or a conversion to it."""
+    return any(
+        getattr(graph, node.target).dtype == _HALF
+        if node.op == "get_attr"
+        else _has_half([*node.args, *node.kwargs.values()])
+        for node in graph.graph.nodes
+    )
+
+
+def half_computed(made: bool, tensors: Iterable[Tensor]) -> ContextManager[Any]:
+    """While a graph runs: let every operator of torch take float16.
+
+    Args:
+        made: whether the graph makes some.
+        tensors: what the graph is given.
+    """
+    if made or _has_half(list(tensors)):
+        return _HalfComputed()  # type: ignore[no-untyped-call]
+    return contextlib.nullcontext()
+
+
+class _HalfComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tries each operator as it is; torch knows which of them it lacks."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _LACKING or not _has_half([*args, *kwargs.values()]):
+            try:
+                return func(*args, **kwargs)
+            except RuntimeError as fault:
+                # Said before anything is computed or changed.
+                if _MISSING not in str(fault):
+                    raise
+            _LACKING.add(func)
+        return _in_single(func, args, kwargs)
+
+
+def _has_half(given: Sequence[Any]) -> bool:
+    dtypes = (value for value in given if isinstance(value, torch.dtype))
+    return _HALF in dtypes or any(tensor.dtype == _HALF for tensor in _tensors(given))
+
+
+def _in_single(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call an operator on float32 copies, and give back what it would give of float16."""
+    wide: Dict[int, Tensor] = {}
+
+    def widened(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dtype == _HALF:
+            return wide.setdefault(id(value), value.float())
+        return torch.float32 if isinstance(value, torch.dtype) and value == _HALF else value
+
+    result = func(*tree_map(widened, tuple(args)), **tree_map(widened, dict(kwargs)))
+    own: Dict[int, Tensor] = {}
+    for value in _written(func, args, kwargs):
+        if id(value) in wide:
+            copy = wide[id(value)]
+            own[id(copy)] = value.copy_(copy)
+    rounds = _rounds([*args, *kwargs.values()])
+
+    def rounded(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) in own:
+            return own[id(value)]
+        return value.to(_HALF) if rounds and value.dtype == torch.float32 else value
+
+    return tree_map(rounded, result)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> List[Tensor]:
+    """The tensors that an operator changes."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args))
+    given.update(kwargs)
+    return [
+        tensor
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in _tensors(given.get(argument.name))
+    ]
+
+
+def _rounds(given: Sequence[Any]) -> bool:
+    """Whether results are float16: by the type that was asked for, or as torch promotes types."""
+    asked = [value for value in given if isinstance(value, torch.dtype)]
+    if asked:
+        return asked[0] == _HALF
+    return not any(tensor.dtype == torch.float32 and tensor.dim() for tensor in _tensors(given))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
