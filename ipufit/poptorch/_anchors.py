@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ipufit.poptorch._device import Device
 from ipufit.poptorch._errors import error
-from ipufit.poptorch._recording import Recorded
+from ipufit.poptorch._recording import Recorded, Returned
 
 __all__ = ["Anchored"]
 
@@ -71,19 +71,15 @@ class Anchored:
             *self._settings(),
         ]
 
-    def of(
-        self, replica: int, leaves: Sequence[Tensor], returned: Sequence[Tensor]
-    ) -> Dict[str, Tensor]:
+    def of(self, replica: int, leaves: Sequence[Tensor], returned: Returned) -> Dict[str, Tensor]:
         """What a micro-batch has of the wanted tensors."""
         if not self.names:
             return {}
-        count = len(self._recorded.reached)
         found = dict(zip(self._inputs, leaves))
         found.update(zip(self._device.names, self._device.state(replica)))
-        gradients = returned[len(returned) - count :]
-        found.update((f"{_GRADIENT}{n}", g) for n, g in zip(self._recorded.reached, gradients))
-        if self._recorded.trace.training:
-            found["loss"] = returned[len(returned) - count - 1]
+        found.update((f"{_GRADIENT}{n}", g) for n, g in returned.gradients.items())
+        if returned.loss is not None:
+            found["loss"] = returned.loss
         found.update((name, torch.tensor(value)) for name, value in self._settings().items())
         return {name: found[name].clone() for name in self.names if name in found}
 

@@ -15,6 +15,7 @@ from ipufit.poptorch._device import Device
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._execution import Execution, Shape
 from ipufit.poptorch._hooks import compile_hooks
+from ipufit.poptorch._loss_scale import ScalingSettings
 from ipufit.poptorch._modes import outside_inference_mode
 from ipufit.poptorch._narrowing import check_input, narrowed, narrowed_output
 from ipufit.poptorch._optimizer import DeviceOptimizer
@@ -103,9 +104,10 @@ class Compiled:
         leaves = self._micro_batch(arguments)
         if recorded is None:
             state = self.device.example()
+            scaling = ScalingSettings.of(options._Popart.options) if training else None
             with compile_hooks(), _OverwriteContextManager():
                 recorded = record(
-                    model, state, reached, arguments.rebuild, leaves, training, self.wide
+                    model, state, reached, arguments.rebuild, leaves, training, self.wide, scaling
                 )
             recorded = through_cache(recorded, state, options)
         self.recorded = recorded

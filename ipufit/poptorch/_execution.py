@@ -181,12 +181,13 @@ class Execution:
                 self._counters.input(started, time.perf_counter())
                 if recorded.random:
                     self._start_random_numbers(seed, done, place)
-                returned = self._micro_batch(place[2], leaves)
+                returned = recorded.returned(self._micro_batch(place[2], leaves))
                 ready = time.perf_counter()
-                if results.add(place, returned[: self._outputs]):
+                if results.add(place, returned.outputs):
                     self._counters.output(ready, time.perf_counter())
-                gradients = returned[len(returned) - len(recorded.reached) :]
-                self._accumulate(total, place[2], gradients)
+                if returned.large is not None:
+                    self._device.observe(returned.large)
+                self._accumulate(total, place[2], returned.gradients)
                 pending.append((place, self._anchored.of(place[2], leaves, returned)))
                 if place[1:] == (shape.accumulation - 1, shape.replicas - 1):
                     self._update(total)
@@ -207,9 +208,9 @@ class Execution:
         return self._run(*self._device.state(replica), *leaves, scale)
 
     def _accumulate(
-        self, total: Dict[Tuple[str, int], Tensor], replica: int, gradients: Sequence[Tensor]
+        self, total: Dict[Tuple[str, int], Tensor], replica: int, gradients: Mapping[str, Tensor]
     ) -> None:
-        for name, gradient in zip(self._recorded.reached, gradients):
+        for name, gradient in gradients.items():
             key = (name, self._device.group_of(name, replica))
             if key in total:
                 total[key] += gradient.to(total[key].dtype)

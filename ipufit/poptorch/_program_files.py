@@ -44,6 +44,7 @@ def program_to_values(recorded: Recorded) -> Dict[str, Any]:
         "changed_state": list(recorded.changed_state),
         "random": recorded.random,
         "overlapped": recorded.overlapped,
+        "counted": recorded.counted,
         "training": recorded.trace.training,
         "entered": recorded.trace.blocks.entered,
     }
@@ -83,6 +84,7 @@ def program_from_values(values: Mapping[str, Any]) -> Recorded:
             bool(values["random"]),
             bool(values["overlapped"]),
             trace,
+            int(values["counted"]),
         )
     except InvalidContent:
         raise

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import torch
 from torch import Tensor, fx, nn
@@ -15,13 +26,15 @@ from ipufit.engines.embedded.capture import capture, uses_random_numbers
 from ipufit.errors import CaptureError
 from ipufit.poptorch._changes import changed_buffers, held_tensors
 from ipufit.poptorch._errors import error
+from ipufit.poptorch._large_gradients import count_large
+from ipufit.poptorch._loss_scale import ScalingSettings
 from ipufit.poptorch._operators import overlap
 from ipufit.poptorch._operators.bodies import everywhere
 from ipufit.poptorch._parsers import flattenTensorStructure, reconstructTensorStructure
 from ipufit.poptorch._tracing import Trace, traced
 from ipufit.poptorch._watching import watched
 
-__all__ = ["Recorded", "record"]
+__all__ = ["Recorded", "Returned", "record"]
 
 
 @dataclasses.dataclass
@@ -57,13 +70,29 @@ class Outputs:
         return reconstructTensorStructure(self.structure, every)
 
 
+class Returned(NamedTuple):
+    """What a micro-batch gives.
+
+    Attributes:
+        outputs: the computed ones of forward.
+        loss: None for inference.
+        large: number of large elements of gradients; None where they are not counted.
+        gradients: by the parameter's name.
+    """
+
+    outputs: Sequence[Tensor]
+    loss: Optional[Tensor]
+    large: Optional[Tensor]
+    gradients: Mapping[str, Tensor]
+
+
 @dataclasses.dataclass(frozen=True)
 class Recorded:
     """A micro-batch as a graph over (parameters and buffers, inputs, loss scale).
 
     Attributes:
-        graph: returns the computed outputs, the loss when training, and the gradients of
-            ``reached``.
+        graph: returns the computed outputs, the loss when training, the number of large elements
+            of gradients where they are counted, and the gradients of ``reached``.
         outputs: how its outputs become those of forward.
         reached: the parameters that a gradient reached, when training.
         changed_inputs: places of the inputs that forward changes.
@@ -71,6 +100,7 @@ class Recorded:
         random: whether it draws random numbers.
         overlapped: whether a transfer was asked to overlap with computing.
         trace: what was noted meanwhile.
+        counted: number of elements of gradients of which large ones are counted.
     """
 
     graph: fx.GraphModule
@@ -81,6 +111,18 @@ class Recorded:
     random: bool
     overlapped: bool
     trace: Trace
+    counted: int = 0
+
+    def returned(self, tensors: Sequence[Tensor]) -> Returned:
+        """What the graph returned, by what it is."""
+        outputs = sum(self.outputs.computed)
+        gradients = len(tensors) - len(self.reached)
+        return Returned(
+            tensors[:outputs],
+            tensors[outputs] if self.trace.training else None,
+            tensors[gradients - 1] if self.counted else None,
+            dict(zip(self.reached, tensors[gradients:])),
+        )
 
 
 class _Forward(nn.Module):
@@ -205,6 +247,7 @@ def record(
     leaves: Sequence[Tensor],
     training: bool,
     wide: bool = False,
+    scaling: Optional[ScalingSettings] = None,
 ) -> Recorded:
     """Record one micro-batch.
 
@@ -216,6 +259,7 @@ def record(
         leaves: one micro-batch of inputs; their values are not looked at.
         training: whether there is a loss to be followed.
         wide: let float64 be.
+        scaling: of an automatic loss scaling, which wants large gradients counted.
 
     Raises:
         Error: forward does what a program of the device can't.
@@ -237,6 +281,7 @@ def record(
     overlaps = _overlaps(graph, len(state), len(leaves), sum(step.outputs.computed))
     changed = _changed(graph)
     names = list(state)
+    counted = 0 if scaling is None else count_large(graph, scaling, len(step.reached))
     return Recorded(
         graph,
         step.outputs,
@@ -246,6 +291,7 @@ def record(
         any(uses_random_numbers(each) for each in everywhere(graph)),
         bool(overlaps.inputs or overlaps.outputs),
         trace,
+        counted,
     )
 
 

@@ -16,6 +16,7 @@ from ipufit.poptorch._codec import InvalidContent
 from ipufit.poptorch._compiled import Compiled
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._files import Path, file_to_write, invalid, read_file, write_file
+from ipufit.poptorch._loss_scale import ScalingSettings
 from ipufit.poptorch._module_files import (
     UnknownClass,
     WeightsOnly,
@@ -270,6 +271,10 @@ def _differing(saved: Options, own: Options, training: bool) -> List[str]:
             left, right = getattr(theirs, name), getattr(ours, name)
             if left != right:
                 texts.append(f"{setter} was {left!r}, and is {right!r}")
+    if training:
+        scalings = [ScalingSettings.of(options._Popart.options) for options in (saved, own)]
+        if scalings[0] != scalings[1]:
+            texts.append(f"automatic loss scaling was {scalings[0]}, and is {scalings[1]}")
     return texts
 
 

@@ -29,7 +29,11 @@ _LOCATIONS = {
 # Of the compiler's options: those with an effect here, and the setters of some others.
 _HONOURED = frozenset(
     (
+        "automaticLossScalingSettings.binEdgeLocation",
         "automaticLossScalingSettings.enabled",
+        "automaticLossScalingSettings.gradientTensorTrackingMethod",
+        "automaticLossScalingSettings.thresholdUpperCountProportion",
+        "automaticLossScalingSettings.updatePeriod",
         "cachePath",
         "enableEngineCaching",
         "enableFloatingPointChecks",
