@@ -18,7 +18,7 @@ from ipufit.poptorch._compiled import Compiled
 from ipufit.poptorch._counters import latency
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._files import Path
-from ipufit.poptorch._host import Host
+from ipufit.poptorch._host import Host, check_module
 from ipufit.poptorch._leases import Lease, acquire
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._optimizer_link import OptimizerLink
@@ -77,6 +77,7 @@ class PoplarExecutor:
             self._seed = [self._options.random_seed, 0]
         self._optimizer: Optional[OptimizerLink] = None
         if training:
+            check_module(self._user_model)
             # A look at the parameters of a wrapped model would ask this object, unfinished.
             own = optimizer or SGD(self._user_model.parameters(), lr=0.01)
             self._optimizer = OptimizerLink(self._options, own)
@@ -141,6 +142,7 @@ class PoplarExecutor:
         self, arguments: Arguments, saved: Optional[_saving.Saved] = None, filename: Path = ""
     ) -> None:
         """Record the program, or take that of a file."""
+        check_module(self._user_model)
         poptorch_core._validateOptions(self._options.toDict())
         report_ignored(self._options)
         trained: List[List[str]] = []

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import copyreg
-import functools
 import threading
 import types
 import weakref
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ipufit.poptorch._errors import error
+from ipufit.poptorch._plain import as_plain, reduced_as_plain
 from ipufit.poptorch._weights import WeightSource, WeightSync
 
 __all__ = [
@@ -82,32 +81,14 @@ class _Wrapped:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As of the plain class, so that a file can be read without this package."""
         _pull(self._poptorch_links)
-        with _as_plain(self), quietly():
-            function, args, *rest = self.__reduce_ex__(protocol)
-        if function is copyreg.__newobj__:  # type: ignore[attr-defined]
-            # Pickle insists that the class under this name is the object's own.
-            if args[1:]:
-                function, args = functools.partial(args[0].__new__, *args), ()
-            else:
-                function = copyreg._reconstructor  # type: ignore[attr-defined]
-                args = (args[0], object, None)
-        return (function, args, *rest)
+        with quietly():
+            return reduced_as_plain(self, self._poptorch_plain, protocol)
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> Any:
         """A plain copy: the executor's weights are not its own."""
         _pull(self._poptorch_links)
-        with _as_plain(self), quietly():
+        with as_plain(self, self._poptorch_plain), quietly():
             return copy.deepcopy(self, memo)
-
-
-@contextlib.contextmanager
-def _as_plain(value: Any) -> Iterator[None]:
-    wrapped = type(value)
-    value.__class__ = wrapped._poptorch_plain
-    try:
-        yield
-    finally:
-        value.__class__ = wrapped
 
 
 class _WrappedTensor(_Wrapped):
@@ -133,7 +114,7 @@ class _WrappedTensor(_Wrapped):
     def __repr__(self, **kwargs: Any) -> str:
         """As of the plain class."""
         _pull(self._poptorch_links)
-        with _as_plain(self), quietly():
+        with as_plain(self, self._poptorch_plain), quietly():
             return repr(self)
 
 
@@ -184,7 +165,7 @@ class _WrappedModel(_Wrapped, nn.Module):
     def __copy__(self) -> nn.Module:
         """A shallow copy with the same parameters is wrapped too."""
         wrapped = type(self)
-        with _as_plain(self):
+        with as_plain(self, self._poptorch_plain):
             result: nn.Module = copy.copy(self)
         result.__class__ = wrapped
         return result

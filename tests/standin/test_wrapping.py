@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ipufit import poptorch
 from ipufit.poptorch import _wrapping as wrapping
 from ipufit.poptorch._changes import changed_buffers, held_tensors
 from ipufit.poptorch._weights import WeightFollower, WeightSync
@@ -482,3 +483,22 @@ def test_batch_normalisation_may_rebind_its_statistics(kind):
     before = held_tensors(model)
     model[0].running_mean = torch.ones(2)
     changed_buffers(before, held_tensors(model))
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"), [(lambda x: x + 1, "function"), (torch.sin, "builtin_function_or_method")]
+)
+def test_a_function_is_no_model(function, kind):
+    """PopTorch looks at its signature, and fails as it looks for its modules."""
+    text = (
+        f"{kind!r} object has no attribute 'named_modules': a model must be a torch.nn.Module to "
+        f"be compiled, got a {kind}. Call it in the forward of a module, and wrap that."
+    )
+    model = poptorch.inferenceModel(function)
+    with pytest.raises(AttributeError) as failure:
+        model(torch.ones(1))
+    assert str(failure.value) == text
+    assert not model.isCompiled()
+    with pytest.raises(AttributeError) as failure:
+        poptorch.trainingModel(function)
+    assert str(failure.value) == text
