@@ -327,6 +327,9 @@ class PoplarExecutor:
             self.copyWeightsToDevice()
         arguments.check_like(program.arguments)
         if self._optimizer is not None:
+            if self._optimizer.has_unsent:
+                # PopTorch sends the weights along, and brings them up to date for that.
+                self.copyWeightsToHostIfNeeded()
             self._optimizer.send()
         with self._profiling.tracepoint("modelExecution"):
             result = program.run(arguments, self._seed[0], self._seed[1])

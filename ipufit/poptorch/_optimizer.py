@@ -262,10 +262,8 @@ class DeviceOptimizer:
         for member in self._members:
             name = f"Step___{member.name}"
             if not counts_steps(self._settings.kind):
-                # A velocity that comes from somewhere is no first one.
-                known = any(key in tensors for key in self._named(member))
-                member.updates = max(member.updates, float(known))
-            elif name in tensors:
+                continue
+            if name in tensors:
                 member.updates = float(tensors[name])
             else:
                 _warn_of_missing("state", name)

@@ -211,12 +211,18 @@ class StateSync:
         if self._optimizer is not None:
             self._optimizer.host_state_is_dirty = True
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether there is state here that the device does not have."""
+        own = self._optimizer
+        return own is not None and own.ipu_state_is_dirty and own.has_state()
+
     def send(self) -> None:
         """Write what the device does not have."""
         own = self._optimizer
         if own is None:
             return
-        if own.ipu_state_is_dirty and own.has_state():
+        if self.has_unsent:
             logger.debug(
                 "Writing optimiser state tensors from host to IPU memory: "
                 f"{_counted(own._state_dict)}."

@@ -132,6 +132,11 @@ class OptimizerLink:
             self._sync.begun()
             self._sync.send()
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether there is state that the device does not have."""
+        return self._sync is not None and self._sync.has_unsent
+
     def send(self) -> None:
         """Host to device: state that the device does not have."""
         if self._sync is not None:

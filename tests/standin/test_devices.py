@@ -123,6 +123,24 @@ def test_every_transfer_of_weights_is_in_the_log(caplog):
     ]
 
 
+def test_state_that_is_loaded_takes_weights_along(caplog):
+    """PopTorch writes both at once, so that it reads the weights back first."""
+    caplog.set_level("DEBUG", logger="poptorch::python")
+    model = Shift()
+    optimizer = poptorch.optim.Adam(model.parameters(), lr=1.0)
+    training = poptorch.trainingModel(model, options(), optimizer)
+    training(ONE, ONE)
+    optimizer.load_state_dict(optimizer.state_dict())
+    caplog.clear()
+    training(ONE, ONE)
+    lines = [r.getMessage().partition(":")[0] for r in caplog.records]
+    assert [line for line in lines if "copy" in line or line.startswith("Writing")] == [
+        "Implicit copyWeightsToHost()",
+        "Writing weights from IPU to host",
+        "Writing optimiser state tensors from host to IPU memory",
+    ]
+
+
 def test_the_ipu_model_is_nobodys_own():
     first, second = (reader(opts=options(1).useIpuModel(True)) for _ in range(2))
     first(ONE)
