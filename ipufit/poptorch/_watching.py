@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit.poptorch._errors import error
+from ipufit.poptorch._kept_values import KeptValues
 from ipufit.poptorch._operators.routing import call
 from ipufit.poptorch._tracing import Trace
 
@@ -98,10 +99,13 @@ def _narrowed(result: Any) -> Any:
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operator."""
 
-    def __init__(self, trace: Trace, calls: _Calls, constants: Sequence[Tensor]) -> None:
+    def __init__(
+        self, trace: Trace, calls: _Calls, constants: Sequence[Tensor], values: KeptValues
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
         self._calls = calls
+        self._values = values
         self._constants = {id(tensor) for tensor in constants}
 
     def __torch_dispatch__(
@@ -119,6 +123,8 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(inputs) > 1 and not all(self._is_host(tensor) for tensor in inputs):
             for tensor in filter(self._is_host, inputs):
                 self._refuse_host(tensor)
+        for tensor in _written(func, args, kwargs):
+            self._values.before_change(tensor)
         result = func(*args, **kwargs)
         results = list(_tensors(result))
         # torch.tensor is a call of torch's, torch.LongTensor is not.
@@ -145,6 +151,16 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             f'dtype={dtype}). Move a constant explicitly, with tensor.to("ipu"), make it a buffer '
             "of the module, or pass it as an input."
         )
+
+
+def _written(func: Any, args: Tuple[Any, ...], kwargs: Any) -> Iterator[Tensor]:
+    """The tensors that an operator writes to."""
+    schema = func._schema
+    if schema.is_mutable:
+        given = {**dict(zip((a.name for a in schema.arguments), args)), **kwargs}
+        for argument in schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from _tensors(given.get(argument.name))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -187,6 +203,7 @@ def watched(trace: Trace, constants: Sequence[Tensor], wide: bool = False) -> It
         constants: tensors of the host's that the model may use as they are.
         wide: let float64 be, for comparisons; a device has none.
     """
-    calls = _Calls(trace, wide)
-    with _Operators(trace, calls, constants), calls, _seen_on_device(trace, calls):
+    calls, values = _Calls(trace, wide), KeptValues()
+    kept = values.kept() if trace.training else contextlib.nullcontext()
+    with _Operators(trace, calls, constants, values), calls, _seen_on_device(trace, calls), kept:
         yield
