@@ -27,6 +27,7 @@ from ipufit.poptorch._options.of_model import of_model
 from ipufit.poptorch._printing import module_repr
 from ipufit.poptorch._replica_grouping import ParameterProxy, ReplicaGrouping
 from ipufit.poptorch._spans import spanned
+from ipufit.poptorch._tracing import untraced
 from ipufit.poptorch.enums import ConnectionType
 from ipufit.poptorch.optim import SGD
 from ipufit.poptorch.options import Options
@@ -296,7 +297,9 @@ class PoplarExecutor:
     def __del__(self) -> None:
         # Not of an object that was never finished, nor when Python itself is being taken down.
         if self.__dict__.get("_compiled") is not None and not sys.is_finalizing():
-            self._let_go()
+            # The garbage collector may come in the middle of another model's recording.
+            with untraced():
+                self._let_go()
 
     # Calling.
 
@@ -413,7 +416,7 @@ class PoplarExecutor:
         if self._options.connection_type == ConnectionType.Never:
             raise AssertionError("Trying to attach to an offline device (ConnectionType.Never)")
         if self._lease is not None:
-            raise error("Device is already attached")
+            raise error("Device is already attached. Ask isAttachedToDevice() first.")
         self._attach()
 
     def _attach_or_forget(self) -> None:
@@ -434,7 +437,7 @@ class PoplarExecutor:
         """Bring weights, optimizer state and random state back, and let the device go."""
         self._program()
         if self._lease is None:
-            raise error("Device is not attached")
+            raise error("Device is not attached. Ask isAttachedToDevice() first.")
         if self._training:
             self.copyWeightsToHostIfNeeded()
         if self._optimizer is not None:
@@ -462,7 +465,10 @@ class PoplarExecutor:
             AssertionError: not compiled.
         """
         if self._compiled is None:
-            raise AssertionError("Model must be compiled before calling getTensorNames")
+            raise AssertionError(
+                "Model must be compiled before calling getTensorNames: call it with inputs, or "
+                "call compile(), first."
+            )
         return self._compiled.tensor_names()
 
     def getAnchoredTensor(self, short_name: str) -> Tensor:
@@ -474,7 +480,8 @@ class PoplarExecutor:
         if short_name not in self._anchors:
             known = ", ".join(sorted(self._anchors)) or "none"
             raise AssertionError(
-                f"No tensor with name {short_name} found. Anchored, and run: {known}."
+                f"No tensor with name {short_name} found. Anchored, and run: {known}. Ask for one "
+                "with options.anchorTensor(short_name, long_name)."
             )
         return self._anchors[short_name]
 

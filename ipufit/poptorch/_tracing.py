@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 from typing import Dict, FrozenSet, Iterator, List, Optional, Sequence, Set
 
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ipufit.engines.embedded.storage import storage_id
 from ipufit.poptorch._blocks import Blocks
@@ -139,10 +141,11 @@ def tracing() -> Optional[Trace]:
 
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
-    """As if no recording were under way, for code of the user that runs beside it."""
+    """As if no recording were under way, for what computes for real beside it."""
     held, _stack[:] = list(_stack), []
     try:
-        yield
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            yield
     finally:
         _stack[:] = held
 

@@ -65,6 +65,8 @@ class _Calls(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         given = (*args, *kwargs.values())
         moves = any(_is_device(value) for value in given)
+        if moves:
+            self._refuse_gradients(args)
         if func in _LIKE_ANOTHER:
             others = (t for t in given[1:] if isinstance(t, FakeTensor))
             moves = moves or any(not self._is_host(other) for other in others)
@@ -82,9 +84,23 @@ class _Calls(TorchFunctionMode):
                 result = result.clone() if fake else lift(result)
         finally:
             self.inside = False
+        if isinstance(result, FakeTensor) and not result.numel():
+            raise error(
+                f"Zero-sized tensors are unsupported (Got shape {list(result.shape)}). Leave out "
+                "what is computed from it, or pad it."
+            )
         if not self._wide:
             result = _narrowed(result)
         return result
+
+    def _refuse_gradients(self, given: Tuple[Any, ...]) -> None:
+        """A tensor of the host's has no gradient on the device."""
+        for value in given[:1]:
+            if isinstance(value, Tensor) and value.requires_grad and self._is_host(value):
+                raise error(
+                    "An input tensor to an IPU model can not have requires_grad set to True. Move "
+                    "tensor.detach(), or make it a parameter of the module."
+                )
 
     def _is_host(self, tensor: Tensor) -> bool:
         return not isinstance(tensor, FakeTensor) or self._trace.is_on_host(tensor)

@@ -126,7 +126,8 @@ def validated(change):
                 poptorch.MeanReductionStrategy.PostAndLoss
             ),
             "The option meanAccumulationAndReplicationReductionStrategy has the values 0 ... 1, "
-            f"got {poptorch.MeanReductionStrategy.PostAndLoss!r}.",
+            f"got {poptorch.MeanReductionStrategy.PostAndLoss!r}. Use another member of the "
+            "enum: the device's compiler has no such one.",
         ),
         (
             lambda o: o._Popart.set("patterns", {"A": True}),
