@@ -19,8 +19,9 @@ _GRADIENT, _UPDATED = "Gradient___", "UpdatedVar___"
 class Anchored:
     """Finds tensors under the names that PopTorch gives them.
 
-    Those of inputs, parameters, gradients, updated parameters and the optimizer's settings are
-    known; what lies between the operators of forward has names that only PopART gives.
+    Those of inputs, parameters, gradients, updated parameters and the optimizer's settings are its
+    own; what lies between the operators of forward is named after torch's operators, where PopART
+    has others.
 
     Args:
         names: those that are wanted.
@@ -55,8 +56,7 @@ class Anchored:
             if name not in known:
                 raise error(
                     f"no tensor of the program is called {name!r}. This engine knows those that "
-                    "getTensorNames() lists; tensors inside forward have names in PopART only: "
-                    "return one from forward to look at it."
+                    "getTensorNames() lists, where operators have torch's names, not PopART's."
                 )
 
     def known(self) -> List[str]:
@@ -69,7 +69,12 @@ class Anchored:
             *(f"{_GRADIENT}{name}" for name in reached),
             *(f"{_UPDATED}{name}" for name in reached),
             *self._settings(),
+            *self._recorded.activations,
         ]
+
+    def inner(self) -> List[str]:
+        """Of the wanted names, those of what lies between the operators of forward."""
+        return [name for name in dict.fromkeys(self.names) if name in self._recorded.activations]
 
     def of(self, replica: int, leaves: Sequence[Tensor], returned: Returned) -> Dict[str, Tensor]:
         """What a micro-batch has of the wanted tensors."""

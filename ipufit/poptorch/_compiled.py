@@ -107,7 +107,15 @@ class Compiled:
             scaling = ScalingSettings.of(options._Popart.options) if training else None
             with compile_hooks(), _OverwriteContextManager():
                 recorded = record(
-                    model, state, reached, arguments.rebuild, leaves, training, self.wide, scaling
+                    model,
+                    state,
+                    reached,
+                    arguments.rebuild,
+                    leaves,
+                    training,
+                    self.wide,
+                    scaling,
+                    options._module_namescope_enabled,
                 )
             recorded = through_cache(recorded, state, options)
         self.recorded = recorded

@@ -15,6 +15,7 @@ from typing import Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 import torch
 from torch import Tensor
 
+from ipufit.poptorch._activations import returning
 from ipufit.poptorch._anchors import Anchored
 from ipufit.poptorch._counters import Counters
 from ipufit.poptorch._device import Device
@@ -152,9 +153,9 @@ class Execution:
         self._scale = scale
         self._counters = counters
         self._anchored = anchored
-        self._run: Callable[..., Sequence[Tensor]] = recorded.graph
-        if check_floats:
-            self._run = Checked(recorded.graph)
+        self._inner = anchored.inner()
+        graph = returning(recorded.graph, [recorded.activations[name] for name in self._inner])
+        self._run: Callable[..., Sequence[Tensor]] = Checked(graph) if check_floats else graph
         self._outputs = sum(recorded.outputs.computed)
 
     def run(self, inputs: Sequence[Tensor], seed: int, done: int) -> List[List[Tensor]]:
@@ -181,14 +182,17 @@ class Execution:
                 self._counters.input(started, time.perf_counter())
                 if recorded.random:
                     self._start_random_numbers(seed, done, place)
-                returned = recorded.returned(self._micro_batch(place[2], leaves))
+                tensors = self._micro_batch(place[2], leaves)
+                own = len(tensors) - len(self._inner)
+                returned, inner = recorded.returned(tensors[:own]), tensors[own:]
                 ready = time.perf_counter()
                 if results.add(place, returned.outputs):
                     self._counters.output(ready, time.perf_counter())
                 if returned.large is not None:
                     self._device.observe(returned.large)
                 self._accumulate(total, place[2], returned.gradients)
-                pending.append((place, self._anchored.of(place[2], leaves, returned)))
+                found = self._anchored.of(place[2], leaves, returned)
+                pending.append((place, {**found, **dict(zip(self._inner, inner))}))
                 if place[1:] == (shape.accumulation - 1, shape.replicas - 1):
                     self._update(total)
                     for each, values in pending:

@@ -45,6 +45,7 @@ def program_to_values(recorded: Recorded) -> Dict[str, Any]:
         "random": recorded.random,
         "overlapped": recorded.overlapped,
         "counted": recorded.counted,
+        "activations": dict(recorded.activations),
         "training": recorded.trace.training,
         "entered": recorded.trace.blocks.entered,
     }
@@ -85,6 +86,7 @@ def program_from_values(values: Mapping[str, Any]) -> Recorded:
             bool(values["overlapped"]),
             trace,
             int(values["counted"]),
+            {str(name): str(node) for name, node in values["activations"].items()},
         )
     except InvalidContent:
         raise

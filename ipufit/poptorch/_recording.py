@@ -101,6 +101,7 @@ class Recorded:
         overlapped: whether a transfer was asked to overlap with computing.
         trace: what was noted meanwhile.
         counted: number of elements of gradients of which large ones are counted.
+        activations: for names of what lies between its operators, those of the graph's nodes.
     """
 
     graph: fx.GraphModule
@@ -112,6 +113,7 @@ class Recorded:
     overlapped: bool
     trace: Trace
     counted: int = 0
+    activations: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def returned(self, tensors: Sequence[Tensor]) -> Returned:
         """What the graph returned, by what it is."""
@@ -150,7 +152,9 @@ class _Step:
         call: Callable[[Sequence[Tensor]], Tuple[Sequence[Any], Mapping[str, Any]]],
         trace: Trace,
         wide: bool,
+        scoped: bool,
     ) -> None:
+        self._scoped = scoped
         self._forward = _Forward(model)
         self._model = model
         self._names = list(names)
@@ -174,7 +178,8 @@ class _Step:
         args, kwargs = self._call([leaf.detach() for leaf in tensors[count:-1]])
         before = {name: tensor._version for name, tensor in state.items()}
         with torch.set_grad_enabled(training), traced(self._trace):
-            with watched(self._trace, _constants(self._model), self._wide):
+            scopes = self._trace.activations.named_by(self._model, self._scoped)
+            with watched(self._trace, _constants(self._model), self._wide), scopes:
                 in_place = {f"model.{name}": tensor for name, tensor in state.items()}
                 result = functional_call(self._forward, in_place, (args, kwargs))
             found = flattenTensorStructure(result) if result is not None else []
@@ -248,6 +253,7 @@ def record(
     training: bool,
     wide: bool = False,
     scaling: Optional[ScalingSettings] = None,
+    scoped: bool = True,
 ) -> Recorded:
     """Record one micro-batch.
 
@@ -260,12 +266,13 @@ def record(
         training: whether there is a loss to be followed.
         wide: let float64 be.
         scaling: of an automatic loss scaling, which wants large gradients counted.
+        scoped: whether names within the program have those of the modules before them.
 
     Raises:
         Error: forward does what a program of the device can't.
     """
     trace = Trace(training)
-    step = _Step(model, list(state), trained, call, trace, wide)
+    step = _Step(model, list(state), trained, call, trace, wide, scoped)
     tensors = [*state.values(), *leaves, torch.ones(())]
     try:
         with _attributes_kept(model):
@@ -292,6 +299,7 @@ def record(
         bool(overlaps.inputs or overlaps.outputs),
         trace,
         counted,
+        trace.activations.of(graph),
     )
 
 

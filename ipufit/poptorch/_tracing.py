@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ipufit.engines.embedded.storage import storage_id
+from ipufit.poptorch._activations import Activations
 from ipufit.poptorch._blocks import Blocks
 from ipufit.poptorch._errors import error
 
@@ -40,6 +41,7 @@ class Trace:
         blocks: where the model says that its operators go.
         kept: what has to live as long as the recorded graph.
         losses: number of tensors that were said to be losses.
+        activations: names of what its operators make.
     """
 
     def __init__(self, training: bool) -> None:
@@ -47,6 +49,7 @@ class Trace:
         self.blocks = Blocks()
         self.kept: List[object] = []
         self.losses = 0
+        self.activations = Activations()
         self._losses: List[_Loss] = []
         self._reaching: Dict[int, Set[int]] = {}
         self._foreign: Set[int] = set()

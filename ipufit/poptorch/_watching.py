@@ -148,6 +148,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._trace.made_on_host(results[0])
         if fake or any(isinstance(tensor, FakeTensor) for tensor in results):
             self._trace.blocks.on_operator()
+            self._trace.activations.made(func, results)
             changed = [] if not func._schema.is_mutable else inputs[:1]
             self._trace.computed(inputs, [*results, *changed])
         return result

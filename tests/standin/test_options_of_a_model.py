@@ -224,7 +224,7 @@ LOCATION = poptorch.TensorLocationSettings().useOnChipStorage(False)
         ),
         (lambda o: o.useIpuId(0), []),
         (lambda o: o.sourceLocationExcludes(["x"]), ["sourceLocationExcludes"]),
-        (lambda o: o.disableModuleNamescope(), ["disableModuleNamescope"]),
+        (lambda o: o.disableModuleNamescope(), []),
         (lambda o: o.enableStableNorm(True), ["enableStableNorm"]),
         (lambda o: o.enableStableNorm(False), []),
         (

@@ -252,7 +252,7 @@ ROWS = [
         lambda: infer(same, change=lambda o: o.anchorTensor("a", "b")),
         poptorch.Error,
         "no tensor of the program is called 'b'. This",
-        "return one from forward to look at it.",
+        "have torch's names, not PopART's.",
     ),
     Row(
         "a file of another version",
