@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ipufit.poptorch._device import Device
 from ipufit.poptorch._errors import error
-from ipufit.poptorch._recording import Recorded, Returned
+from ipufit.poptorch._recorded import Recorded, Returned
 
 __all__ = ["Anchored"]
 

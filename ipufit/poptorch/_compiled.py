@@ -22,7 +22,8 @@ from ipufit.poptorch._optimizer import DeviceOptimizer
 from ipufit.poptorch._placement import placed
 from ipufit.poptorch._precision import keeps_float64
 from ipufit.poptorch._program_files import through_cache
-from ipufit.poptorch._recording import Recorded, record
+from ipufit.poptorch._recorded import Recorded
+from ipufit.poptorch._recording import record
 from ipufit.poptorch._replica_grouping import ReplicaGrouping
 from ipufit.poptorch._substitutions import _OverwriteContextManager
 from ipufit.poptorch.enums import CommGroupType, OutputMode, ReductionType

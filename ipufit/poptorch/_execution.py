@@ -20,7 +20,7 @@ from ipufit.poptorch._anchors import Anchored
 from ipufit.poptorch._counters import Counters
 from ipufit.poptorch._device import Device
 from ipufit.poptorch._floating_point import Checked
-from ipufit.poptorch._recording import Recorded
+from ipufit.poptorch._recorded import Recorded
 from ipufit.poptorch.enums import OutputMode
 from ipufit.randomness import isolated, seed_generators, stream_key
 

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.poptorch import _saving, poptorch_core, profiling
-from ipufit.poptorch._arguments import ArgumentParser, Arguments
+from ipufit.poptorch._arguments import Arguments
+from ipufit.poptorch._binding import ArgumentParser
 from ipufit.poptorch._compiled import Compiled
 from ipufit.poptorch._counters import latency
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._files import Path
+from ipufit.poptorch._fitting import check_fits, check_state
 from ipufit.poptorch._host import Host, check_module
 from ipufit.poptorch._leases import Lease, acquire
 from ipufit.poptorch._logging import logger
@@ -166,7 +168,7 @@ class PoplarExecutor:
                 None if saved is None else saved.wide,
             )
         if saved is not None:
-            _saving.check_state(saved, filename, program.device.example(), trained)
+            check_state(saved, filename, program.device.example(), trained)
             self._let_go()
         if self._optimizer is not None:
             self._optimizer.bind(program, trained)
@@ -231,7 +233,7 @@ class PoplarExecutor:
         self._install(dataclasses.replace(saved, optimizer_state=None, rng_state=None), filename)
 
     def _install(self, saved: _saving.Saved, filename: Path) -> None:
-        _saving.check_fits(saved, filename, self._training, self._options, self._groupings)
+        check_fits(saved, filename, self._training, self._options, self._groupings)
         self._set_program(saved.arguments, saved, filename)
         if saved.optimizer_state is not None and self._optimizer is not None:
             self._optimizer.restore(saved.optimizer_state)

@@ -14,7 +14,7 @@ from ipufit.poptorch._codec import InvalidContent
 from ipufit.poptorch._devices import uses_ipu_model
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._operators.bodies import Body, Like, bodies_in, register, renumber
-from ipufit.poptorch._recording import Outputs, Recorded
+from ipufit.poptorch._recorded import Outputs, Recorded
 from ipufit.poptorch._tracing import Trace
 from ipufit.poptorch.options import Options
 
