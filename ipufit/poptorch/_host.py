@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ipufit.poptorch._device import Device
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._weights import WeightFollower, WeightSource, WeightSync
-from ipufit.poptorch._wrapping import host_tensors, quietly, syncs_of, unwrap, wrap
+from ipufit.poptorch._wrapped import quietly, unwrap
+from ipufit.poptorch._wrapping import host_tensors, syncs_of, wrap
 
 __all__ = ["Host", "check_module"]
 
