@@ -12,8 +12,9 @@ from torch import Tensor, fx
 from ipufit.poptorch._cache import ExecutableCache
 from ipufit.poptorch._codec import InvalidContent
 from ipufit.poptorch._devices import uses_ipu_model
+from ipufit.poptorch._graph_files import CALL_CPU
 from ipufit.poptorch._logging import logger
-from ipufit.poptorch._operators.bodies import Body, Like, bodies_in, register, renumber
+from ipufit.poptorch._operators.bodies import Body, Like, bodies_in, everywhere, register, renumber
 from ipufit.poptorch._recorded import Outputs, Recorded
 from ipufit.poptorch._tracing import Trace
 from ipufit.poptorch.options import Options
@@ -108,6 +109,15 @@ def _bodies(entries: Any, graph: fx.GraphModule) -> List[Body]:
     return bodies
 
 
+def _calls_python(graph: fx.GraphModule) -> bool:
+    schemas = (
+        getattr(node.target, "_schema", None)
+        for each in everywhere(graph)
+        for node in each.graph.nodes
+    )
+    return any(schema is not None and schema.name == CALL_CPU for schema in schemas)
+
+
 def through_cache(recorded: Recorded, state: Mapping[str, Tensor], options: Options) -> Recorded:
     """What the cache keeps in the place of this program; it keeps this one if there is none.
 
@@ -125,6 +135,9 @@ def through_cache(recorded: Recorded, state: Mapping[str, Tensor], options: Opti
     if not settings.get("enableEngineCaching") or not folder or uses_ipu_model(options):
         if several:
             logger.info("Each process compiles for itself, without a cache")
+        return recorded
+    if _calls_python(recorded.graph):
+        logger.info("Compiled without the cache: the model calls poptorch.CPU, which no file holds")
         return recorded
     cache = ExecutableCache(folder)
     values = program_to_values(recorded)
