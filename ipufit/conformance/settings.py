@@ -102,9 +102,7 @@ def _sgd(w: Tensor, g: Tensor, state: State, t: int, a: Mapping[str, Any]) -> An
     g = g + a.get("weight_decay", 0.0) * w
     if not momentum:
         return a["lr"] * g
-    # The first velocity is the gradient itself, without dampening.
-    v = g if t == 1 else momentum * state["v"] + (1 - a.get("dampening", 0.0)) * g
-    state["v"] = v
+    state["v"] = v = momentum * state.get("v", torch.zeros_like(g)) + g
     return a["lr"] * (g + momentum * v if a.get("nesterov") else v)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ipufit.poptorch._device import Device
 from ipufit.poptorch._errors import error
-from ipufit.poptorch._recording import Recorded
+from ipufit.poptorch._recorded import Recorded, Returned
 
 __all__ = ["Anchored"]
 
@@ -19,8 +19,9 @@ _GRADIENT, _UPDATED = "Gradient___", "UpdatedVar___"
 class Anchored:
     """Finds tensors under the names that PopTorch gives them.
 
-    Those of inputs, parameters, gradients, updated parameters and the optimizer's settings are
-    known; what lies between the operators of forward has names that only PopART gives.
+    Those of inputs, parameters, gradients, updated parameters and the optimizer's settings are its
+    own; what lies between the operators of forward is named after torch's operators, where PopART
+    has others.
 
     Args:
         names: those that are wanted.
@@ -55,8 +56,7 @@ class Anchored:
             if name not in known:
                 raise error(
                     f"no tensor of the program is called {name!r}. This engine knows those that "
-                    "getTensorNames() lists; tensors inside forward have names in PopART only: "
-                    "return one from forward to look at it."
+                    "getTensorNames() lists, where operators have torch's names, not PopART's."
                 )
 
     def known(self) -> List[str]:
@@ -69,21 +69,22 @@ class Anchored:
             *(f"{_GRADIENT}{name}" for name in reached),
             *(f"{_UPDATED}{name}" for name in reached),
             *self._settings(),
+            *self._recorded.activations,
         ]
 
-    def of(
-        self, replica: int, leaves: Sequence[Tensor], returned: Sequence[Tensor]
-    ) -> Dict[str, Tensor]:
+    def inner(self) -> List[str]:
+        """Of the wanted names, those of what lies between the operators of forward."""
+        return [name for name in dict.fromkeys(self.names) if name in self._recorded.activations]
+
+    def of(self, replica: int, leaves: Sequence[Tensor], returned: Returned) -> Dict[str, Tensor]:
         """What a micro-batch has of the wanted tensors."""
         if not self.names:
             return {}
-        count = len(self._recorded.reached)
         found = dict(zip(self._inputs, leaves))
         found.update(zip(self._device.names, self._device.state(replica)))
-        gradients = returned[len(returned) - count :]
-        found.update((f"{_GRADIENT}{n}", g) for n, g in zip(self._recorded.reached, gradients))
-        if self._recorded.trace.training:
-            found["loss"] = returned[len(returned) - count - 1]
+        found.update((f"{_GRADIENT}{n}", g) for n, g in returned.gradients.items())
+        if returned.loss is not None:
+            found["loss"] = returned.loss
         found.update((name, torch.tensor(value)) for name, value in self._settings().items())
         return {name: found[name].clone() for name in self.names if name in found}
 

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-from typing import Any, Dict, Iterator, List, Mapping, NoReturn, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ipufit.poptorch._errors import error
+from ipufit.poptorch._likeness import ADVICE, compare, compare_keys
 from ipufit.poptorch._parsers import (
     flattenTensorStructure,
-    parser_of,
     reconstructTensorStructure,
 )
 
-__all__ = ["ArgumentParser", "Arguments"]
+__all__ = ["Arguments"]
 
 _logger = logging.getLogger("poptorch::python")
-
-_ADVICE = (
-    " The model is compiled for the arguments of its first call. To compile it for these, call "
-    "destroy() on it and call it again, or wrap the module in a new inferenceModel() or "
-    "trainingModel()."
-)
-
-_Kind = inspect.Parameter
 
 
 class Arguments:
@@ -92,14 +83,14 @@ class Arguments:
         if len(self.args) != len(compiled.args):
             raise error(
                 f"Number of positional arguments mismatch: expected {len(compiled.args)} arguments "
-                f"but got {len(self.args)}.{_ADVICE}"
+                f"but got {len(self.args)}.{ADVICE}"
             )
         differing: Set[str] = set()
         for name, expected, got in zip(compiled.names, compiled.args, self.args):
-            _compare(name, expected, got, differing)
-        _compare_keys("named arguments", compiled.kwargs, self.kwargs)
+            compare(name, expected, got, differing)
+        compare_keys("named arguments", compiled.kwargs, self.kwargs)
         for name, expected in compiled.kwargs.items():
-            _compare(name, expected, self.kwargs[name], differing)
+            compare(name, expected, self.kwargs[name], differing)
         if differing and not compiled._warned:
             compiled._warned = True
             _logger.warning(
@@ -112,236 +103,3 @@ class Arguments:
 
 def _flat(structure: Tuple[Any, Any], like: Optional[Arguments]) -> List[Tensor]:
     return flattenTensorStructure(structure, None if like is None else (like.args, like.kwargs))
-
-
-def _mismatch(what: str, name: str, expected: Any, got: Any) -> NoReturn:
-    raise error(f"{what} mismatch for {name}: expected {expected} but got {got}.{_ADVICE}")
-
-
-def _type_name(value: Any) -> str:
-    kind = type(value)
-    prefix = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-    return f"{prefix}{kind.__qualname__}"
-
-
-def _compare(name: str, compiled: Any, given: Any, differing: Set[str]) -> None:
-    """Raise at the first difference; add to ``differing`` a list whose other items changed."""
-    if isinstance(compiled, Tensor) and isinstance(given, Tensor):
-        if compiled.dtype != given.dtype:
-            _mismatch("Data type", name, compiled.dtype, given.dtype)
-        if compiled.shape != given.shape:
-            _mismatch("Shape", name, compiled.shape, given.shape)
-        return
-    if type(compiled) is not type(given):
-        _mismatch("Type", name, _type_name(compiled), _type_name(given))
-    if parser_of(compiled) is not None:
-        _compare_tensors(name, compiled, given, differing)
-    elif isinstance(compiled, dict):
-        _compare_keys(name, compiled, given)
-        for key, item in compiled.items():
-            _compare(f"{name}[{key}]", item, given[key], differing)
-    elif isinstance(compiled, tuple):
-        _compare_items(name, compiled, given, differing)
-    elif isinstance(compiled, list) and flattenTensorStructure(compiled):
-        _compare_tensors(name, compiled, given, differing)
-        if _differ(list(_constants(compiled)), list(_constants(given))):
-            differing.add(name)
-    elif _differ(compiled, given):
-        _mismatch("Value", name, compiled, given)
-
-
-def _compare_items(
-    name: str, compiled: Sequence[Any], given: Sequence[Any], differing: Set[str]
-) -> None:
-    if len(compiled) != len(given):
-        raise error(
-            f"Length mismatch for {name}: expected {len(compiled)} elements but got {len(given)}."
-            f"{_ADVICE}"
-        )
-    for i, item in enumerate(compiled):
-        _compare(f"{name}[{i}]", item, given[i], differing)
-
-
-def _compare_tensors(name: str, compiled: Any, given: Any, differing: Set[str]) -> None:
-    """Only the tensors of both, in order: a list, or a type with a parser of its own."""
-    _compare_items(name, flattenTensorStructure(compiled), flattenTensorStructure(given), differing)
-
-
-def _compare_keys(name: str, compiled: Mapping[Any, Any], given: Mapping[Any, Any]) -> None:
-    details = []
-    for what, keys in [
-        ("Unexpected", given.keys() - compiled.keys()),
-        ("Missing", compiled.keys() - given.keys()),
-    ]:
-        if keys:
-            details.append(f"{what} arguments: {', '.join(sorted(map(str, keys)))}")
-    if details:
-        raise error(f"Keys mismatch for {name}: {'. '.join(details)}.{_ADVICE}")
-
-
-def _constants(value: Any) -> Iterator[Any]:
-    """What is no tensor, and what holds it, in order."""
-    if isinstance(value, dict):
-        for item in value.values():
-            yield from _constants(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _constants(item)
-    elif not isinstance(value, Tensor) and parser_of(value) is None:
-        yield value
-
-
-def _differ(compiled: Any, given: Any) -> bool:
-    if compiled is given:
-        return False
-    if isinstance(compiled, float) and isinstance(given, float) and compiled != compiled:
-        return given == given  # a nan is like another nan
-    different = compiled != given
-    try:
-        return bool(different)
-    except (ValueError, RuntimeError):  # arrays compare element by element
-        return bool(different.any())
-
-
-class ArgumentParser:
-    """Binds calls to the parameters of a module's forward, as it is now.
-
-    Args:
-        model: the module, before it is wrapped, or any callable.
-    Raises:
-        TypeError: it is neither.
-    """
-
-    def __init__(self, model: Any) -> None:
-        if not isinstance(model, nn.Module) and not callable(model):
-            raise TypeError(
-                "Expected a torch.nn.Module or a callable, got "
-                f"{type(model).__name__}. Pass the module itself."
-            )
-        function = model.forward if isinstance(model, nn.Module) else model
-        try:
-            self._parameters = list(inspect.signature(function).parameters.values())
-        except ValueError:  # a compiled function may have no signature
-            self._parameters = [
-                _Kind("args", _Kind.VAR_POSITIONAL),
-                _Kind("kwargs", _Kind.VAR_KEYWORD),
-            ]
-        self._kinds = {parameter.kind for parameter in self._parameters}
-        self._warned_contiguous = False
-
-    def __call__(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], fast_path: bool = False
-    ) -> Arguments:
-        """The arguments of a call in normal form.
-
-        Tensors are made dense and are detached; ``Arguments.callers`` still has the caller's own.
-
-        Args:
-            args, kwargs: as the caller passed them.
-            fast_path: the model is compiled: what only compiling warns about is not said again.
-        Raises:
-            AssertionError: too many arguments, one of an unknown name, or one passed twice.
-            Error: one is missing.
-        """
-        names, positional, named = self._bound(args, kwargs)
-        structure = (tuple(positional), named)
-        if not fast_path:
-            _warn_of_dicts(structure)
-        tensors = flattenTensorStructure(structure)
-        dense = all(tensor.is_contiguous() for tensor in tensors)
-        detached = not any(tensor.requires_grad for tensor in tensors)
-        if dense and detached:
-            return Arguments(structure[0], names, named)
-        if not dense and not self._warned_contiguous:
-            self._warned_contiguous = True
-            _logger.warning(
-                "At least one input tensor is not contiguous: non-contiguous tensors will be "
-                "converted. Pass tensor.contiguous() to do this once."
-            )
-        if not detached and not fast_path:
-            _logger.warning(
-                "Input tensor has requires_grad=True set. This tensor will be detached because "
-                "backward pass via inputs is not supported. Gradients of a model's inputs can't be "
-                "asked for from outside. Call requires_grad_() on it in forward, and return its "
-                "gradient as an output."
-            )
-        used = [tensor.detach().contiguous() for tensor in tensors]
-        new_args, new_kwargs = reconstructTensorStructure(structure, used)
-        return Arguments(new_args, names, new_kwargs, given=structure)
-
-    def _bound(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Tuple[List[str], List[Any], Dict[str, Any]]:
-        self._check_names(args, kwargs)
-        names: List[str] = []
-        positional: List[Any] = []
-        named: Dict[str, Any] = {}
-        left = dict(kwargs)
-        for parameter in self._parameters:
-            name, kind = parameter.name, parameter.kind
-            if kind is _Kind.VAR_POSITIONAL:
-                rest = args[len(positional) :]
-                names += [f"*{name}[{i}]" for i in range(len(rest))]
-                positional += rest
-            elif kind is _Kind.VAR_KEYWORD:
-                continue
-            elif kind is _Kind.KEYWORD_ONLY:
-                named[name] = left.pop(name) if name in left else _default(parameter)
-            else:
-                names.append(name)
-                if len(positional) < len(args):
-                    positional.append(args[len(positional)])
-                elif name in left and kind is not _Kind.POSITIONAL_ONLY:
-                    positional.append(left.pop(name))
-                else:
-                    positional.append(_default(parameter))
-        named.update(left)
-        return names, positional, named
-
-    def _check_names(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        by_position = [
-            parameter.name
-            for parameter in self._parameters
-            if parameter.kind in (_Kind.POSITIONAL_ONLY, _Kind.POSITIONAL_OR_KEYWORD)
-        ]
-        all_names = [parameter.name for parameter in self._parameters]
-        if _Kind.VAR_POSITIONAL not in self._kinds and len(args) > len(by_position):
-            raise AssertionError(
-                f"Too many arguments provided: expected {', '.join(by_position) or 'none'} "
-                f"({len(by_position)}) but got {len(args)} by position. Pass what forward takes."
-            )
-        by_keyword = {
-            parameter.name
-            for parameter in self._parameters
-            if parameter.kind in (_Kind.POSITIONAL_OR_KEYWORD, _Kind.KEYWORD_ONLY)
-        }
-        for name in kwargs:
-            if name not in by_keyword and _Kind.VAR_KEYWORD not in self._kinds:
-                raise AssertionError(
-                    f"{name} is not a valid parameter. Allowed values are "
-                    f"{', '.join(all_names) or 'none'}."
-                )
-            if name in by_position[: len(args)] and name in by_keyword:
-                raise AssertionError(
-                    f"Parameter {name} was passed more than once. Pass it by position or by name."
-                )
-
-
-def _default(parameter: inspect.Parameter) -> Any:
-    if parameter.default is _Kind.empty:
-        raise error(f"Mandatory parameter {parameter.name} missing. Pass a value for it.")
-    return parameter.default
-
-
-def _warn_of_dicts(structure: Any) -> None:
-    left = [structure[0], *structure[1].values()]
-    while left:
-        value = left.pop()
-        if isinstance(value, dict):
-            _logger.warning(
-                "A dict among the inputs is taken apart by the keys of the first call: later calls "
-                "must have the same keys. A tuple says this by itself."
-            )
-            return
-        if isinstance(value, (list, tuple)):
-            left.extend(value)

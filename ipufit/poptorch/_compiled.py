@@ -16,13 +16,15 @@ from ipufit.poptorch._errors import error
 from ipufit.poptorch._execution import Execution, Shape
 from ipufit.poptorch._hooks import compile_hooks
 from ipufit.poptorch._logging import logger
+from ipufit.poptorch._loss_scale import ScalingSettings
 from ipufit.poptorch._modes import outside_inference_mode
 from ipufit.poptorch._narrowing import check_input, narrowed, narrowed_output
 from ipufit.poptorch._optimizer import DeviceOptimizer
 from ipufit.poptorch._placement import placed
 from ipufit.poptorch._precision import keeps_float64
 from ipufit.poptorch._program_files import through_cache
-from ipufit.poptorch._recording import Recorded, record
+from ipufit.poptorch._recorded import Recorded
+from ipufit.poptorch._recording import record
 from ipufit.poptorch._replica_grouping import ReplicaGrouping
 from ipufit.poptorch._substitutions import _OverwriteContextManager
 from ipufit.poptorch.enums import CommGroupType, OutputMode, ReductionType
@@ -104,9 +106,18 @@ class Compiled:
         leaves = self._micro_batch(arguments)
         if recorded is None:
             state = self.device.example()
+            scaling = ScalingSettings.of(options._Popart.options) if training else None
             with compile_hooks(), _OverwriteContextManager():
                 recorded = record(
-                    model, state, reached, arguments.rebuild, leaves, training, self.wide
+                    model,
+                    state,
+                    reached,
+                    arguments.rebuild,
+                    leaves,
+                    training,
+                    self.wide,
+                    scaling,
+                    options._module_namescope_enabled,
                 )
             recorded = through_cache(recorded, state, options)
         self.recorded = recorded

@@ -24,6 +24,10 @@ class Updates(Protocol):
         """In which type gradients of a weight of this type are added up."""
         ...
 
+    def observe(self, large: Tensor) -> None:
+        """See how many elements of a micro-batch's gradients are large."""
+        ...
+
 
 def narrowed(tensor: Tensor, wide: bool) -> Tensor:
     """A copy as the device holds it: a device has no float64."""
@@ -106,6 +110,11 @@ class Device:
     def accumulator(self, weight: torch.dtype) -> torch.dtype:
         """In which type gradients of a weight of this type are added up."""
         return weight if self.updates is None else self.updates.accumulator(weight)
+
+    def observe(self, large: Tensor) -> None:
+        """See how many elements of a micro-batch's gradients are large."""
+        if self.updates is not None:
+            self.updates.observe(large)
 
     def update(self, gradients: Mapping[str, Tensor]) -> None:
         """One weight update."""

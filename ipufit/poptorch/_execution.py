@@ -15,12 +15,13 @@ from typing import Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 import torch
 from torch import Tensor
 
+from ipufit.poptorch._activations import returning
 from ipufit.poptorch._anchors import Anchored
 from ipufit.poptorch._counters import Counters
 from ipufit.poptorch._device import Device
 from ipufit.poptorch._floating_point import Checked
 from ipufit.poptorch._half import half_computed, makes_half
-from ipufit.poptorch._recording import Recorded
+from ipufit.poptorch._recorded import Recorded
 from ipufit.poptorch.enums import OutputMode
 from ipufit.randomness import isolated, seed_generators, stream_key
 
@@ -153,9 +154,9 @@ class Execution:
         self._scale = scale
         self._counters = counters
         self._anchored = anchored
-        self._run: Callable[..., Sequence[Tensor]] = recorded.graph
-        if check_floats:
-            self._run = Checked(recorded.graph)
+        self._inner = anchored.inner()
+        graph = returning(recorded.graph, [recorded.activations[name] for name in self._inner])
+        self._run: Callable[..., Sequence[Tensor]] = Checked(graph) if check_floats else graph
         self._half = makes_half(recorded.graph)
         self._outputs = sum(recorded.outputs.computed)
 
@@ -187,13 +188,17 @@ class Execution:
                 self._counters.input(started, time.perf_counter())
                 if recorded.random:
                     self._start_random_numbers(seed, done, place)
-                returned = self._micro_batch(place[2], leaves)
+                tensors = self._micro_batch(place[2], leaves)
+                own = len(tensors) - len(self._inner)
+                returned, inner = recorded.returned(tensors[:own]), tensors[own:]
                 ready = time.perf_counter()
-                if results.add(place, returned[: self._outputs]):
+                if results.add(place, returned.outputs):
                     self._counters.output(ready, time.perf_counter())
-                gradients = returned[len(returned) - len(recorded.reached) :]
-                self._accumulate(total, place[2], gradients)
-                pending.append((place, self._anchored.of(place[2], leaves, returned)))
+                if returned.large is not None:
+                    self._device.observe(returned.large)
+                self._accumulate(total, place[2], returned.gradients)
+                found = self._anchored.of(place[2], leaves, returned)
+                pending.append((place, {**found, **dict(zip(self._inner, inner))}))
                 if place[1:] == (shape.accumulation - 1, shape.replicas - 1):
                     self._update(total)
                     for each, values in pending:
@@ -213,9 +218,9 @@ class Execution:
         return self._run(*self._device.state(replica), *leaves, scale)
 
     def _accumulate(
-        self, total: Dict[Tuple[str, int], Tensor], replica: int, gradients: Sequence[Tensor]
+        self, total: Dict[Tuple[str, int], Tensor], replica: int, gradients: Mapping[str, Tensor]
     ) -> None:
-        for name, gradient in zip(self._recorded.reached, gradients):
+        for name, gradient in gradients.items():
             key = (name, self._device.group_of(name, replica))
             if key in total:
                 total[key] += gradient.to(total[key].dtype)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import secrets
 import sys
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional
 
 import torch
 from torch import Tensor, nn
 
 from ipufit.poptorch import _saving, poptorch_core, profiling
-from ipufit.poptorch._arguments import ArgumentParser, Arguments
+from ipufit.poptorch._arguments import Arguments
+from ipufit.poptorch._binding import ArgumentParser
 from ipufit.poptorch._compiled import Compiled
-from ipufit.poptorch._counters import latency
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._files import Path
-from ipufit.poptorch._host import Host
+from ipufit.poptorch._fitting import check_fits, check_state
+from ipufit.poptorch._host import Host, check_module
+from ipufit.poptorch._inspection import Inspection
 from ipufit.poptorch._leases import Lease, acquire
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._optimizer_link import OptimizerLink
@@ -26,7 +27,9 @@ from ipufit.poptorch._options.ignored import report_ignored
 from ipufit.poptorch._options.of_model import of_model
 from ipufit.poptorch._printing import module_repr
 from ipufit.poptorch._replica_grouping import ParameterProxy, ReplicaGrouping
+from ipufit.poptorch._results import without_backward
 from ipufit.poptorch._spans import spanned
+from ipufit.poptorch._tracing import untraced
 from ipufit.poptorch.enums import ConnectionType
 from ipufit.poptorch.optim import SGD
 from ipufit.poptorch.options import Options
@@ -38,10 +41,8 @@ _NO_PROGRAM = (
     "first."
 )
 
-Latency = Tuple[float, float, float]
 
-
-class PoplarExecutor:
+class PoplarExecutor(Inspection):
     """What :func:`trainingModel` and :func:`inferenceModel` return; not to be made directly.
 
     Args:
@@ -77,6 +78,7 @@ class PoplarExecutor:
             self._seed = [self._options.random_seed, 0]
         self._optimizer: Optional[OptimizerLink] = None
         if training:
+            check_module(self._user_model)
             # A look at the parameters of a wrapped model would ask this object, unfinished.
             own = optimizer or SGD(self._user_model.parameters(), lr=0.01)
             self._optimizer = OptimizerLink(self._options, own)
@@ -141,6 +143,7 @@ class PoplarExecutor:
         self, arguments: Arguments, saved: Optional[_saving.Saved] = None, filename: Path = ""
     ) -> None:
         """Record the program, or take that of a file."""
+        check_module(self._user_model)
         poptorch_core._validateOptions(self._options.toDict())
         report_ignored(self._options)
         trained: List[List[str]] = []
@@ -163,7 +166,7 @@ class PoplarExecutor:
                 None if saved is None else saved.wide,
             )
         if saved is not None:
-            _saving.check_state(saved, filename, program.device.example(), trained)
+            check_state(saved, filename, program.device.example(), trained)
             self._let_go()
         if self._optimizer is not None:
             self._optimizer.bind(program, trained, self._host)
@@ -228,45 +231,13 @@ class PoplarExecutor:
         self._install(dataclasses.replace(saved, optimizer_state=None, rng_state=None), filename)
 
     def _install(self, saved: _saving.Saved, filename: Path) -> None:
-        _saving.check_fits(saved, filename, self._training, self._options, self._groupings)
+        check_fits(saved, filename, self._training, self._options, self._groupings)
         self._set_program(saved.arguments, saved, filename)
         if saved.optimizer_state is not None and self._optimizer is not None:
             self._optimizer.restore(saved.optimizer_state)
         self._seed = saved.rng_state or self._seed
         if self._options.connection_type == ConnectionType.Always:
             self._attach_or_forget()
-
-    def compilationTime(self) -> datetime.timedelta:
-        """How long compiling took.
-
-        Raises:
-            Error: not compiled, or the progress bar is off.
-        Returns:
-            Zero for a program that came out of a file.
-        """
-        if self._compiled is None:
-            raise error("Please compile the model before obtaining compilation time.")
-        if not self._options._show_compilation_progress_bar:
-            raise error("Please set showCompilationProgressBar option to obtain compilation time.")
-        return self._options._progress_bar.compilation_time or datetime.timedelta()
-
-    def cycleCount(self) -> int:
-        """Cycles of the last run, which only hardware counts.
-
-        Raises:
-            Error: always.
-        """
-        if not self._options._Popart.options.get("instrumentWithHardwareCycleCounter", False):
-            raise error(
-                "Cycle count logging is disabled. Please set option logCycleCount to True to "
-                "enable."
-            )
-        if self._compiled is None:
-            raise error("Please run the model at least once before obtaining cycle count.")
-        raise error(
-            "Cycles can be counted on IPU hardware only, and this model runs in plain torch. "
-            "getLatency() measures seconds."
-        )
 
     @spanned
     def destroy(self) -> None:
@@ -294,7 +265,9 @@ class PoplarExecutor:
     def __del__(self) -> None:
         # Not of an object that was never finished, nor when Python itself is being taken down.
         if self.__dict__.get("_compiled") is not None and not sys.is_finalizing():
-            self._let_go()
+            # The garbage collector may come in the middle of another model's recording.
+            with untraced():
+                self._let_go()
 
     # Calling.
 
@@ -332,7 +305,7 @@ class PoplarExecutor:
         self._anchors = program.anchors
         if not program.is_synthetic:
             self._ran()
-        return _without_backward(result)
+        return without_backward(result)
 
     def _ran(self) -> None:
         if self._training:
@@ -408,7 +381,7 @@ class PoplarExecutor:
         if self._options.connection_type == ConnectionType.Never:
             raise AssertionError("Trying to attach to an offline device (ConnectionType.Never)")
         if self._lease is not None:
-            raise error("Device is already attached")
+            raise error("Device is already attached. Ask isAttachedToDevice() first.")
         self._attach()
 
     def _attach_or_forget(self) -> None:
@@ -429,7 +402,7 @@ class PoplarExecutor:
         """Bring weights, optimizer state and random state back, and let the device go."""
         self._program()
         if self._lease is None:
-            raise error("Device is not attached")
+            raise error("Device is not attached. Ask isAttachedToDevice() first.")
         if self._training:
             self.copyWeightsToHostIfNeeded()
         if self._optimizer is not None:
@@ -447,87 +420,3 @@ class PoplarExecutor:
     def rng_state(self, state: List[int]) -> None:
         self._program()
         self._seed = [*state, 0][:2]
-
-    # Looking inside.
-
-    def getTensorNames(self) -> List[str]:
-        """Names that :meth:`Options.anchorTensor` takes.
-
-        Raises:
-            AssertionError: not compiled.
-        """
-        if self._compiled is None:
-            raise AssertionError("Model must be compiled before calling getTensorNames")
-        return self._compiled.tensor_names()
-
-    def getAnchoredTensor(self, short_name: str) -> Tensor:
-        """A tensor that was anchored under this name, as it was in the last call.
-
-        Raises:
-            AssertionError: there is none.
-        """
-        if short_name not in self._anchors:
-            known = ", ".join(sorted(self._anchors)) or "none"
-            raise AssertionError(
-                f"No tensor with name {short_name} found. Anchored, and run: {known}."
-            )
-        return self._anchors[short_name]
-
-    def getPerfCounters(self) -> Dict[str, List[List[float]]]:
-        """When inputs and outputs of the last call were there, in seconds since some moment.
-
-        Returns:
-            By event ("input", "input_complete", "output", "output_complete"): for every tensor, the
-            time of every micro-batch.
-        """
-        if self._compiled is None:
-            return {e: [[]] for e in ("input", "input_complete", "output", "output_complete")}
-        return self._compiled.counters.times()
-
-    def _latency(self, start: str, first: Any, end: str) -> Latency:
-        times = self.getPerfCounters()
-        return latency(times[start], times[end], first, max)
-
-    def getHostIpuLatency(self) -> Latency:
-        """Smallest, largest and mean seconds from asking for inputs to having them."""
-        return self._latency("input", min, "input_complete")
-
-    def getComputeLatency(self) -> Latency:
-        """Smallest, largest and mean seconds from having inputs to having outputs."""
-        return self._latency("input_complete", max, "output")
-
-    def getIpuHostLatency(self) -> Latency:
-        """Smallest, largest and mean seconds from having outputs to having them on the host."""
-        return self._latency("output", min, "output_complete")
-
-    def getLatency(self) -> Latency:
-        """Smallest, largest and mean seconds from asking for inputs to outputs on the host."""
-        return self._latency("input", min, "output_complete")
-
-    def _debugGetPopartIR(self) -> str:
-        raise error(
-            "There is no PopART IR: this model runs in plain torch. Only the SDK compiles one."
-        )
-
-
-def _without_backward(result: Any) -> Any:
-    """Outputs that say why there is nothing to go back through."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise error(
-            "backward() cannot be called explicitly on outputs of a PopTorch model. If you're "
-            "using a trainingModel, the backwards pass is performed automatically when invoking "
-            "the model. If you're using an inferenceModel, you should use a trainingModel instead."
-        )
-
-    def visit(value: Any) -> None:
-        if isinstance(value, (list, tuple)):
-            for each in value:
-                visit(each)
-        elif isinstance(value, dict):
-            visit(list(value.values()))
-        elif isinstance(value, Tensor):
-            value.backward = refuse  # type: ignore[method-assign]
-
-    visit(result)
-    return result

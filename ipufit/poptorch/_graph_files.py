@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from ipufit.poptorch._codec import Decoder, Encoder, InvalidContent
 from ipufit.poptorch._errors import error
 
-__all__ = ["graph_from_json", "graph_to_json", "reads_graphs", "writes_graphs"]
+__all__ = ["CALL_CPU", "graph_from_json", "graph_to_json", "reads_graphs", "writes_graphs"]
 
 _NAMESPACES = ("aten", "prims", "ipufit_poptorch")
 # These open files, take memory as it is, or call Python: nothing that a file may ask for.
@@ -28,6 +28,8 @@ _REFUSED = {
     "set",
     "set_",
 }
+# A Python function of the process that recorded it.
+CALL_CPU = "ipufit_poptorch::call_cpu"
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
@@ -114,6 +116,11 @@ def _function_name(target: Any) -> str:
         overload = target._schema.overload_name or "default"
         if space in _NAMESPACES and name not in _REFUSED:
             return f"{space}.{name}.{overload}"
+        if target._schema.name == CALL_CPU:
+            raise error(
+                "the recorded program calls poptorch.CPU, a Python function, which a file can't "
+                "hold: nothing in a file is ever run. Compile such a model where it is used."
+            )
     raise error(
         f"the recorded program calls {target}, which a file can't hold: it holds operators of "
         f"{', '.join(_NAMESPACES)}. Leave this operator out, or save the module's state_dict() "

@@ -12,9 +12,24 @@ from torch import Tensor, nn
 from ipufit.poptorch._device import Device
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._weights import WeightFollower, WeightSource, WeightSync
-from ipufit.poptorch._wrapping import host_tensors, quietly, syncs_of, unwrap, wrap
+from ipufit.poptorch._wrapped import quietly, unwrap
+from ipufit.poptorch._wrapping import host_tensors, syncs_of, wrap
 
-__all__ = ["Host"]
+__all__ = ["Host", "check_module"]
+
+
+def check_module(model: object) -> None:
+    """Refuse what has no weights that could go to a device, as PopTorch does.
+
+    Raises:
+        AttributeError: it is a function, say.
+    """
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise AttributeError(
+            f"{kind!r} object has no attribute 'named_modules': a model must be a torch.nn.Module "
+            f"to be compiled, got a {kind}. Call it in the forward of a module, and wrap that."
+        )
 
 
 def _nobody() -> None:

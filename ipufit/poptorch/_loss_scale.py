@@ -2,72 +2,124 @@
 
 from __future__ import annotations
 
-from typing import Iterable, Optional
+import dataclasses
+import enum
+from typing import Any, Mapping, Optional
 
-import torch
 from torch import Tensor
 
-__all__ = ["FINAL", "NAME", "AutomaticLossScale"]
+from ipufit.poptorch._errors import error
+
+__all__ = ["FINAL", "NAME", "AutomaticLossScale", "ScalingSettings", "Tracked"]
 
 NAME = "lossScaleUpdateFactor"
 
 # The factor by the optimizer's loss scaling.
 FINAL = "finalLossScale"
 
-_LARGEST = 65504.0
+_PREFIX = "automaticLossScalingSettings."
+
+
+class Tracked(enum.IntEnum):
+    """Which gradients are looked at, as PopART numbers them."""
+
+    All = 0
+    Products = 1
+    Named = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class ScalingSettings:
+    """The compiler's options ``automaticLossScalingSettings``.
+
+    Attributes:
+        edge: from which part of float16's largest number an element counts as large
+            (``binEdgeLocation``).
+        threshold: the part of all elements that may be large (``thresholdUpperCountProportion``).
+        period: from one update that the factor changes after to the next (``updatePeriod``).
+        tracked: which gradients are looked at (``gradientTensorTrackingMethod``).
+    """
+
+    edge: float = 0.125
+    threshold: float = 1e-7
+    period: int = 1
+    tracked: Tracked = Tracked.All
+
+    @staticmethod
+    def enabled(options: Mapping[str, Any]) -> bool:
+        """Whether the options say that the loss scaling is automatic."""
+        return bool(options.get(f"{_PREFIX}enabled", False))
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Optional[ScalingSettings]:
+        """What the options say; None if the loss scaling is not automatic.
+
+        Args:
+            options: the compiler's, by name.
+        Raises:
+            Error: a value that the compiler refuses.
+        """
+        if not cls.enabled(options):
+            return None
+        for name in ("binEdgeLocation", "thresholdUpperCountProportion"):
+            value = options.get(_PREFIX + name, 0.0)
+            if not isinstance(value, float) or not 0 <= value <= 1:
+                raise error(
+                    f"Out of range value for '{name}'. The current value is {value}, but it should "
+                    f'be in the range [0, 1]. Set it with options._Popart.set("{_PREFIX}{name}", '
+                    "value)."
+                )
+        method = options.get(f"{_PREFIX}gradientTensorTrackingMethod", Tracked.All)
+        if method not in (Tracked.All, Tracked.Products):
+            raise error(
+                "gradientTensorTrackingMethod must be 0 (all gradients) or 1 (those of matrix "
+                f"products and convolutions), got {int(method)}: the tensors that 2 stands for "
+                "can't be named through PopTorch. Leave it out for 0."
+            )
+        return cls(
+            float(options.get(f"{_PREFIX}binEdgeLocation", cls.edge)),
+            float(options.get(f"{_PREFIX}thresholdUpperCountProportion", cls.threshold)),
+            max(1, int(options.get(f"{_PREFIX}updatePeriod", cls.period))),
+            Tracked(method),
+        )
 
 
 class AutomaticLossScale:
-    """Doubled with every update, halved where too many elements come near float16's largest.
+    """Doubled after an update, halved where too many elements come near float16's largest.
 
-    No update is left out: the factor is kept so that gradients don't leave float16's range.
+    No update is left out: the factor is kept so that gradients don't leave float16's range. Of
+    every ``period`` updates the first is looked at, and changes the factor.
 
     Args:
-        bin_edge: from which part of float16's largest number an element counts as large
-            (``automaticLossScalingSettings.binEdgeLocation``).
-        threshold: the part of all elements that may be large (``thresholdUpperCountProportion``).
-        period: updates from one change to the next (``updatePeriod``).
+        settings: how it follows.
+        elements: number of elements that are looked at in a micro-batch.
 
     Attributes:
         factor: by which the optimizer's loss scaling is multiplied in the coming update.
     """
 
-    def __init__(self, bin_edge: float = 0.125, threshold: float = 1e-7, period: int = 1) -> None:
+    def __init__(self, settings: Optional[ScalingSettings] = None, elements: int = 1) -> None:
         self.factor = 1.0
-        self._edge = bin_edge * _LARGEST
-        self._threshold = threshold
-        self._period = period
+        self._settings = settings or ScalingSettings()
+        self._elements = elements
         self._updates = 0
         self._large: Optional[Tensor] = None
-        self._elements = 0
+        self._seen = 0
 
-    @property
-    def observed(self) -> bool:
-        """Whether gradients were seen since the last update."""
-        return self._large is not None
-
-    def observe(self, gradients: Iterable[Tensor]) -> None:
-        """See gradients of a micro-batch, multiplied by the loss scaling; does not synchronise.
+    def observe(self, large: Tensor) -> None:
+        """See a micro-batch; does not synchronise.
 
         Args:
-            gradients: of float16 where the program computes in it; others are not looked at where
-                there are any of float16.
+            large: shape (), number of elements that are large.
         """
-        tensors = list(gradients)
-        halves = [tensor for tensor in tensors if tensor.dtype == torch.float16]
-        for tensor in halves or tensors:
-            # Not `>`: what is no number is not small either.
-            large = (~(tensor.detach().abs() <= self._edge)).sum()
-            self._large = (
-                large if self._large is None else self._large + large.to(self._large.device)
-            )
-            self._elements += tensor.numel()
+        self._large = large if self._large is None else self._large + large
+        self._seen += self._elements
 
     def update(self) -> None:
         """Change the factor, after the update that it was used in."""
-        self._updates += 1
-        if self._updates % self._period == 0:
-            large = 0.0 if self._large is None else float(self._large)
-            crowded = large > self._threshold * self._elements
+        if self._updates % self._settings.period == 0:
+            large = 0 if self._large is None else int(self._large)
+            crowded = large > self._settings.threshold * self._seen
             self.factor *= 0.5 if crowded else 2.0
-        self._large, self._elements = None, 0
+        self._updates += 1
+        self._large, self._seen = None, 0

@@ -33,6 +33,7 @@ def trainingModel(
             latter; without one, SGD with a learning rate of 0.01.
 
     Raises:
+        AttributeError: not a module.
         RuntimeError: the module is wrapped already.
         AssertionError: another kind of optimizer.
     """
@@ -47,7 +48,8 @@ def inferenceModel(
     """Wrap a module to run its forward alone.
 
     Args:
-        model: a module, or the training model whose weights are to be shared.
+        model: a module, or the training model whose weights are to be shared. A function is taken
+            too, and refused when it is compiled.
         options: frozen from here on; the model goes by a copy.
 
     Raises:

@@ -134,9 +134,6 @@ class DeviceOptimizer:
         """
         if not self._parts:
             return
-        automatic = self._automatic
-        if automatic is not None and not automatic.observed:
-            automatic.observe(gradients[member.name] for member in self._members)
         flats = [part.block.gather(gradients) for part in self._parts]  # type: ignore[arg-type]
         arguments = [*self._rows(), *self._storage.flats, *flats]
         arguments += [tensor for part in self._parts for tensor in part.state.values()]
@@ -146,8 +143,17 @@ class DeviceOptimizer:
         self._graphs[key](*arguments)
         for member in self._members:
             member.updates += 1
-        if automatic is not None:
-            automatic.update()
+        if self._automatic is not None:
+            self._automatic.update()
+
+    def observe(self, large: Tensor) -> None:
+        """See a micro-batch of the coming update.
+
+        Args:
+            large: shape (), number of elements of its gradients that are large.
+        """
+        if self._automatic is not None:
+            self._automatic.observe(large)
 
     def _rows(self) -> List[Tensor]:
         """The coefficients of the coming update, and by what its gradients are multiplied first."""
@@ -256,10 +262,8 @@ class DeviceOptimizer:
         for member in self._members:
             name = f"Step___{member.name}"
             if not counts_steps(self._settings.kind):
-                # A velocity that comes from somewhere is no first one.
-                known = any(key in tensors for key in self._named(member))
-                member.updates = max(member.updates, float(known))
-            elif name in tensors:
+                continue
+            if name in tensors:
                 member.updates = float(tensors[name])
             else:
                 _warn_of_missing("state", name)

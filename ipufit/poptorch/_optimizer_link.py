@@ -11,7 +11,7 @@ from torch import Tensor
 from ipufit.poptorch._compiled import Compiled
 from ipufit.poptorch._grouped_state import joined, split
 from ipufit.poptorch._host import Host
-from ipufit.poptorch._loss_scale import AutomaticLossScale
+from ipufit.poptorch._loss_scale import AutomaticLossScale, ScalingSettings
 from ipufit.poptorch._modes import outside_inference_mode
 from ipufit.poptorch._optimizer import DeviceOptimizer
 from ipufit.poptorch._optimizer_base import DeviceState, StateSync
@@ -56,13 +56,8 @@ class OptimizerLink:
         """The present one."""
         return self._optimizer
 
-    @property
-    def _scales_itself(self) -> bool:
-        settings = self._options._Popart.options
-        return bool(settings.get("automaticLossScalingSettings.enabled", False))
-
     def _read(self, optimizer: torch.optim.Optimizer) -> Settings:
-        settings = settings_of(optimizer, self._scales_itself)
+        settings = settings_of(optimizer, ScalingSettings.enabled(self._options._Popart.options))
         self._tracker.look(optimizer)
         select_mean_strategy(optimizer, self._options, self._device is not None)
         return settings
@@ -87,6 +82,7 @@ class OptimizerLink:
             list(device.parts([name for name in group if name in reached])) for group in trained
         ]
         training = self._options.Training
+        scaling = ScalingSettings.of(self._options._Popart.options)
         strategy = training.meanAccumulationAndReplicationReductionStrategy
         factors = Factors(
             training.gradient_accumulation,
@@ -99,7 +95,7 @@ class OptimizerLink:
             groups,
             device.parts(program.recorded.reached),
             factors,
-            AutomaticLossScale() if self._scales_itself else None,
+            None if scaling is None else AutomaticLossScale(scaling, program.recorded.counted),
         )
         device.updates = self._device
         self._parts = {name: list(device.parts([name])) for name in device.grouped}

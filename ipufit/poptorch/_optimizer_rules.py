@@ -23,8 +23,21 @@ from ipufit.poptorch._optimizer_settings import Kind, Settings, Value, Values
 __all__ = ["PREFIXES", "counts_steps", "group_of", "initial", "rule_of", "state_dtype"]
 
 
-class VelocityRule(SGDRule):
-    """torch.optim.SGD, with a factor within its velocity that cancels out.
+class DeviceSGDRule(SGDRule):
+    """SGD as PopART has it: like torch's, but for dampening.
+
+    Velocities start at zero, so that the first gradient is dampened too, which torch takes whole;
+    and without momentum dampening makes the learning rate smaller, where torch leaves it aside.
+    """
+
+    def coefficients(self, group: Group, step: float) -> List[float]:
+        lr, momentum, _, decay = super().coefficients(group, step)
+        taken = 1 - group["dampening"]
+        return [lr if self.tensors else lr * taken, momentum, taken, decay]
+
+
+class VelocityRule(DeviceSGDRule):
+    """The same, with a factor within its velocity that cancels out.
 
     Only while the factor stays as it is: a velocity that was made with another one is taken for
     more, or less, than it is.
@@ -42,8 +55,8 @@ class VelocityRule(SGDRule):
         super().update(p, g * scale, state, plain, segments)
 
 
-class CombinedRule(SGDRule):
-    """torch.optim.SGD with its gradients added to its velocity, so that there is one tensor.
+class CombinedRule(DeviceSGDRule):
+    """The same with its gradients added to its velocity, so that there is one tensor.
 
     Between two updates the velocity has the coming update's momentum and weight decay within it,
     worked out with the numbers of the one before: new ones come into full effect an update later.
@@ -51,9 +64,8 @@ class CombinedRule(SGDRule):
 
     def coefficients(self, group: Group, step: float) -> List[float]:
         lr, momentum, taken, decay = super().coefficients(group, step)
-        coming = super().coefficients(group, step + 1)[2]
         scale = group["velocity_scaling"]
-        return [lr / scale, momentum, taken * scale, decay * scale, scale, coming * decay * scale]
+        return [lr / scale, momentum, taken * scale, decay * scale, scale, taken * decay * scale]
 
     def update(
         self, p: Tensor, g: Tensor, state: State, c: Sequence[Tensor], segments: Sequence[slice]
@@ -113,9 +125,9 @@ def rule_of(settings: Settings, group: int) -> Rule:
 def _class(settings: Settings, values: Values) -> Type[Rule]:
     if settings.kind in (Kind.SGD_COMBINED, Kind.SGD_SEPARATE):
         if not settings.has_velocity(values):
-            return SGDRule
+            return DeviceSGDRule
         if settings.kind is Kind.SGD_SEPARATE and values["velocity_scaling"] == Value(1.0, True):
-            return SGDRule
+            return DeviceSGDRule
         return CombinedRule if settings.kind is Kind.SGD_COMBINED else VelocityRule
     if settings.kind in (Kind.RMSPROP, Kind.RMSPROP_CENTERED):
         return TensorFlowRMSpropRule if settings.tensorflow else RMSpropRule
@@ -159,7 +171,7 @@ def initial(settings: Settings, name: str, weight: Tensor, numbers: Mapping[str,
     if settings.tensorflow and name == "square_avg":
         return torch.ones_like(weight, dtype=dtype)
     if settings.kind is Kind.SGD_COMBINED:
-        decay = numbers["weight_decay"] * numbers["velocity_scaling"]
+        decay = numbers["weight_decay"] * numbers["velocity_scaling"] * (1 - numbers["dampening"])
         return weight.detach() * decay if math.isfinite(decay) and decay else _zeros(weight, dtype)
     return _zeros(weight, dtype)
 

@@ -12,9 +12,10 @@ from torch import Tensor, fx
 from ipufit.poptorch._cache import ExecutableCache
 from ipufit.poptorch._codec import InvalidContent
 from ipufit.poptorch._devices import uses_ipu_model
+from ipufit.poptorch._graph_files import CALL_CPU
 from ipufit.poptorch._logging import logger
-from ipufit.poptorch._operators.bodies import Body, Like, bodies_in, register, renumber
-from ipufit.poptorch._recording import Outputs, Recorded
+from ipufit.poptorch._operators.bodies import Body, Like, bodies_in, everywhere, register, renumber
+from ipufit.poptorch._recorded import Outputs, Recorded
 from ipufit.poptorch._tracing import Trace
 from ipufit.poptorch.options import Options
 
@@ -44,6 +45,8 @@ def program_to_values(recorded: Recorded) -> Dict[str, Any]:
         "changed_state": list(recorded.changed_state),
         "random": recorded.random,
         "overlapped": recorded.overlapped,
+        "counted": recorded.counted,
+        "activations": dict(recorded.activations),
         "training": recorded.trace.training,
         "entered": recorded.trace.blocks.entered,
     }
@@ -83,6 +86,8 @@ def program_from_values(values: Mapping[str, Any]) -> Recorded:
             bool(values["random"]),
             bool(values["overlapped"]),
             trace,
+            int(values["counted"]),
+            {str(name): str(node) for name, node in values["activations"].items()},
         )
     except InvalidContent:
         raise
@@ -104,6 +109,15 @@ def _bodies(entries: Any, graph: fx.GraphModule) -> List[Body]:
     return bodies
 
 
+def _calls_python(graph: fx.GraphModule) -> bool:
+    schemas = (
+        getattr(node.target, "_schema", None)
+        for each in everywhere(graph)
+        for node in each.graph.nodes
+    )
+    return any(schema is not None and schema.name == CALL_CPU for schema in schemas)
+
+
 def through_cache(recorded: Recorded, state: Mapping[str, Tensor], options: Options) -> Recorded:
     """What the cache keeps in the place of this program; it keeps this one if there is none.
 
@@ -121,6 +135,9 @@ def through_cache(recorded: Recorded, state: Mapping[str, Tensor], options: Opti
     if not settings.get("enableEngineCaching") or not folder or uses_ipu_model(options):
         if several:
             logger.info("Each process compiles for itself, without a cache")
+        return recorded
+    if _calls_python(recorded.graph):
+        logger.info("Compiled without the cache: the model calls poptorch.CPU, which no file holds")
         return recorded
     cache = ExecutableCache(folder)
     values = program_to_values(recorded)

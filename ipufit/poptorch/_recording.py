@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import torch
 from torch import Tensor, fx, nn
@@ -15,72 +24,17 @@ from ipufit.engines.embedded.capture import capture, uses_random_numbers
 from ipufit.errors import CaptureError
 from ipufit.poptorch._changes import changed_buffers, held_tensors
 from ipufit.poptorch._errors import error
+from ipufit.poptorch._large_gradients import count_large
+from ipufit.poptorch._loss_scale import ScalingSettings
 from ipufit.poptorch._operators import overlap
 from ipufit.poptorch._operators.bodies import everywhere
-from ipufit.poptorch._parsers import flattenTensorStructure, reconstructTensorStructure
+from ipufit.poptorch._parsers import flattenTensorStructure
+from ipufit.poptorch._recorded import Outputs, Recorded
 from ipufit.poptorch._tracing import Trace, traced
 from ipufit.poptorch._watching import watched
+from ipufit.poptorch._writes import changed
 
-__all__ = ["Recorded", "record"]
-
-
-@dataclasses.dataclass
-class Outputs:
-    """What forward returned: tensors of the device by place, and the rest as it was.
-
-    Attributes:
-        structure: what forward returned, its tensors without data.
-        computed: for each tensor of the structure, whether a micro-batch computes it.
-        constants: the tensors that none computes, None elsewhere.
-    """
-
-    structure: Any
-    computed: List[bool]
-    constants: List[Optional[Tensor]]
-
-    def forget(self) -> None:
-        """Let go of the tensors of the recording, which have no values; keep those of the host."""
-        self.constants = [None if t is None else t.detach().clone() for t in self.constants]
-        if self.structure is not None:
-            empty = [torch.empty(0) if t is None else t for t in self.constants]
-            self.structure = reconstructTensorStructure(self.structure, empty)
-
-    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
-        """The same containers around the tensors that were computed."""
-        if self.structure is None:
-            return None
-        source = iter(tensors)
-        every = [
-            next(source) if computed else constant
-            for computed, constant in zip(self.computed, self.constants)
-        ]
-        return reconstructTensorStructure(self.structure, every)
-
-
-@dataclasses.dataclass(frozen=True)
-class Recorded:
-    """A micro-batch as a graph over (parameters and buffers, inputs, loss scale).
-
-    Attributes:
-        graph: returns the computed outputs, the loss when training, and the gradients of
-            ``reached``.
-        outputs: how its outputs become those of forward.
-        reached: the parameters that a gradient reached, when training.
-        changed_inputs: places of the inputs that forward changes.
-        changed_state: names of what forward changes of parameters and buffers.
-        random: whether it draws random numbers.
-        overlapped: whether a transfer was asked to overlap with computing.
-        trace: what was noted meanwhile.
-    """
-
-    graph: fx.GraphModule
-    outputs: Outputs
-    reached: Tuple[str, ...]
-    changed_inputs: Tuple[int, ...]
-    changed_state: Tuple[str, ...]
-    random: bool
-    overlapped: bool
-    trace: Trace
+__all__ = ["record"]
 
 
 class _Forward(nn.Module):
@@ -108,7 +62,9 @@ class _Step:
         call: Callable[[Sequence[Tensor]], Tuple[Sequence[Any], Mapping[str, Any]]],
         trace: Trace,
         wide: bool,
+        scoped: bool,
     ) -> None:
+        self._scoped = scoped
         self._forward = _Forward(model)
         self._model = model
         self._names = list(names)
@@ -132,7 +88,8 @@ class _Step:
         args, kwargs = self._call([leaf.detach() for leaf in tensors[count:-1]])
         before = {name: tensor._version for name, tensor in state.items()}
         with torch.set_grad_enabled(training), traced(self._trace):
-            with watched(self._trace, _constants(self._model), self._wide):
+            scopes = self._trace.activations.named_by(self._model, self._scoped)
+            with watched(self._trace, _constants(self._model), self._wide), scopes:
                 in_place = {f"model.{name}": tensor for name, tensor in state.items()}
                 result = functional_call(self._forward, in_place, (args, kwargs))
             found = flattenTensorStructure(result) if result is not None else []
@@ -205,6 +162,8 @@ def record(
     leaves: Sequence[Tensor],
     training: bool,
     wide: bool = False,
+    scaling: Optional[ScalingSettings] = None,
+    scoped: bool = True,
 ) -> Recorded:
     """Record one micro-batch.
 
@@ -216,12 +175,14 @@ def record(
         leaves: one micro-batch of inputs; their values are not looked at.
         training: whether there is a loss to be followed.
         wide: let float64 be.
+        scaling: of an automatic loss scaling, which wants large gradients counted.
+        scoped: whether names within the program have those of the modules before them.
 
     Raises:
         Error: forward does what a program of the device can't.
     """
     trace = Trace(training)
-    step = _Step(model, list(state), trained, call, trace, wide)
+    step = _Step(model, list(state), trained, call, trace, wide, scoped)
     tensors = [*state.values(), *leaves, torch.ones(())]
     try:
         with _attributes_kept(model):
@@ -235,17 +196,20 @@ def record(
     step.outputs.forget()
     _own_constants(graph)
     overlaps = _overlaps(graph, len(state), len(leaves), sum(step.outputs.computed))
-    changed = _changed(graph)
+    writes = changed(graph)
     names = list(state)
+    counted = 0 if scaling is None else count_large(graph, scaling, len(step.reached))
     return Recorded(
         graph,
         step.outputs,
         step.reached,
-        tuple(i - len(names) for i in changed if len(names) <= i < len(tensors) - 1),
-        tuple(names[i] for i in changed if i < len(names)),
+        tuple(i - len(names) for i in writes if len(names) <= i < len(tensors) - 1),
+        tuple(names[i] for i in writes if i < len(names)),
         any(uses_random_numbers(each) for each in everywhere(graph)),
         bool(overlaps.inputs or overlaps.outputs),
         trace,
+        counted,
+        trace.activations.of(graph),
     )
 
 
@@ -279,41 +243,3 @@ def _translated(failure: CaptureError) -> Exception:
     if failure.cause == "value":
         return error(f"aten::item is only supported in eager mode: {failure.brief}")
     return error(failure.brief)
-
-
-def _changed(graph: fx.GraphModule) -> List[int]:
-    """Which placeholders the graph changes in place, through whatever views of them."""
-    place: Dict[fx.Node, int] = {}
-    changed: List[int] = []
-    for node in graph.graph.nodes:
-        if node.op == "placeholder":
-            place[node] = len(place)
-            continue
-        schema = getattr(node.target, "_schema", None)
-        if schema is None:
-            # A member of several results: of a split, say.
-            source = node.args[0] if node.args else None
-            if isinstance(source, fx.Node) and source in place:
-                place[node] = place[source]
-            continue
-        _follow(node, schema, place, changed)
-    return sorted(set(changed))
-
-
-def _follow(node: fx.Node, schema: Any, place: Dict[fx.Node, int], changed: List[int]) -> None:
-    batch_norm = "batch_norm" in schema.name
-    given: Dict[str, Any] = dict(zip((a.name for a in schema.arguments), node.args))
-    given.update(node.kwargs)
-    for argument in schema.arguments:
-        value = given.get(argument.name)
-        for each in value if isinstance(value, (list, tuple)) else [value]:
-            if not isinstance(each, fx.Node) or each not in place:
-                continue
-            alias = argument.alias_info
-            if alias is not None:
-                if alias.is_write:
-                    changed.append(place[each])
-                place[node] = place[each]
-            elif batch_norm and argument.name in ("running_mean", "running_var"):
-                # It changes them without saying so in its schema.
-                changed.append(place[each])

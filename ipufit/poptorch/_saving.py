@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Dict, List, Mapping, Optional
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ipufit.poptorch._arguments import Arguments
 from ipufit.poptorch._codec import InvalidContent
 from ipufit.poptorch._compiled import Compiled
-from ipufit.poptorch._errors import error
 from ipufit.poptorch._files import Path, file_to_write, invalid, read_file, write_file
 from ipufit.poptorch._module_files import (
     UnknownClass,
@@ -28,27 +27,12 @@ from ipufit.poptorch._optimizer_link import OptimizerLink
 from ipufit.poptorch._options.saved import from_data, to_data
 from ipufit.poptorch._parsers import flattenTensorStructure
 from ipufit.poptorch._program_files import program_from_values, program_to_values
-from ipufit.poptorch._recording import Recorded
+from ipufit.poptorch._recorded import Recorded
 from ipufit.poptorch._replica_grouping import ReplicaGrouping
 from ipufit.poptorch.enums import CommGroupType, ConnectionType, VariableRetrievalMode
 from ipufit.poptorch.options import Options
 
-__all__ = ["Saved", "check_fits", "check_state", "read", "write"]
-
-# Of the options, those that a program is compiled for, by the setter.
-_COMPILED_FOR = {
-    "broadcast_buffers": "broadcastBuffers",
-    "device_iterations": "deviceIterations",
-    "input_cgt": "inputReplicaGrouping",
-    "input_group_size": "inputReplicaGrouping",
-    "output_mode": "outputMode",
-    "output_return_period": "outputMode",
-    "replication_factor": "replicationFactor",
-}
-_COMPILED_FOR_IN_TRAINING = {
-    "accumulation_and_replication_reduction_type": "accumulationAndReplicationReductionType",
-    "gradient_accumulation": "gradientAccumulation",
-}
+__all__ = ["Saved", "read", "write"]
 
 
 @dataclasses.dataclass
@@ -221,93 +205,3 @@ def _weights_only(path: str, values: Any) -> nn.Module:
         for name, number in entry["modules"]:
             module.add_module(name, None if number is None else modules[number])
     return modules[0]
-
-
-def check_fits(
-    saved: Saved,
-    filename: Path,
-    training: bool,
-    options: Options,
-    groupings: Mapping[str, ReplicaGrouping],
-) -> None:
-    """Refuse a program that was compiled for another kind of model, or other options.
-
-    Args:
-        saved: what the file holds.
-        filename: it.
-        training, options, groupings: of the executor.
-
-    Raises:
-        Error: what differs, and how.
-    """
-    if saved.recorded.trace.training != training:
-        theirs, own = ("inference", "training") if training else ("training", "inference")
-        raise error(
-            f"{filename} holds a program for {theirs}, and this model is for {own}. Wrap the "
-            f"module with poptorch.{theirs}Model."
-        )
-    differing = _differing(saved.options, options, training)
-    if differing:
-        raise error(
-            f"{filename} was compiled with other options than these of the model: "
-            f"{'; '.join(differing)}. Set them alike, or compile the model anew."
-        )
-    if dict(saved.groupings) != dict(groupings):
-        raise error(
-            f"{filename} was compiled with replicaGrouping of "
-            f"{', '.join(sorted(saved.groupings)) or 'no parameter'}, and the model has it for "
-            f"{', '.join(sorted(groupings)) or 'none'}. Set it alike before loadExecutable()."
-        )
-
-
-def _differing(saved: Options, own: Options, training: bool) -> List[str]:
-    texts = []
-    groups: List[Any] = [(saved, own, _COMPILED_FOR)]
-    if training:
-        groups.append((saved.Training, own.Training, _COMPILED_FOR_IN_TRAINING))
-    for theirs, ours, names in groups:
-        for name, setter in names.items():
-            left, right = getattr(theirs, name), getattr(ours, name)
-            if left != right:
-                texts.append(f"{setter} was {left!r}, and is {right!r}")
-    return texts
-
-
-def check_state(
-    saved: Saved, filename: Path, state: Mapping[str, Tensor], trained: Sequence[Sequence[str]]
-) -> None:
-    """Refuse a program that was compiled for other weights.
-
-    Args:
-        saved: what the file holds.
-        filename: it.
-        state: the device's parameters and buffers by name.
-        trained: names of the parameters of the executor's optimizer.
-
-    Raises:
-        Error: what differs, and how.
-    """
-
-    def shown(tensors: Mapping[str, Tensor]) -> Dict[str, str]:
-        return {
-            name: f"{str(t.dtype).partition('.')[2]}{list(t.shape)}" for name, t in tensors.items()
-        }
-
-    expected, got = shown(saved.state), shown(state)
-    # The program takes them in this order.
-    if list(expected.items()) != list(got.items()):
-        texts = [
-            f"{name}: {expected.get(name, 'none')}, here {got.get(name, 'none')}"
-            for name in sorted({*expected, *got})
-            if expected.get(name) != got.get(name)
-        ]
-        raise error(
-            f"{filename} was compiled for a model with other parameters and buffers: "
-            f"{'; '.join(texts) or 'their order'}. Build the model as it was when it was saved."
-        )
-    missing = sorted(set(saved.recorded.reached) - {name for group in trained for name in group})
-    if missing:
-        raise error(
-            f"{filename} trains {', '.join(missing)}, which the optimizer has not, or which has "
-            "requires_grad=False. Build the optimizer as it was when the model was saved."
-        )

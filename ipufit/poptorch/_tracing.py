@@ -6,9 +6,12 @@ import contextlib
 import dataclasses
 from typing import Dict, FrozenSet, Iterator, List, Optional, Sequence, Set
 
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ipufit.engines.embedded.storage import storage_id
+from ipufit.poptorch._activations import Activations
 from ipufit.poptorch._blocks import Blocks
 from ipufit.poptorch._errors import error
 
@@ -38,6 +41,7 @@ class Trace:
         blocks: where the model says that its operators go.
         kept: what has to live as long as the recorded graph.
         losses: number of tensors that were said to be losses.
+        activations: names of what its operators make.
     """
 
     def __init__(self, training: bool) -> None:
@@ -45,6 +49,7 @@ class Trace:
         self.blocks = Blocks()
         self.kept: List[object] = []
         self.losses = 0
+        self.activations = Activations()
         self._losses: List[_Loss] = []
         self._reaching: Dict[int, Set[int]] = {}
         self._foreign: Set[int] = set()
@@ -139,10 +144,11 @@ def tracing() -> Optional[Trace]:
 
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
-    """As if no recording were under way, for code of the user that runs beside it."""
+    """As if no recording were under way, for what computes for real beside it."""
     held, _stack[:] = list(_stack), []
     try:
-        yield
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            yield
     finally:
         _stack[:] = held
 

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit.poptorch._errors import error
+from ipufit.poptorch._kept_values import KeptValues
 from ipufit.poptorch._operators.routing import call
 from ipufit.poptorch._tracing import Trace
 
@@ -64,6 +65,8 @@ class _Calls(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         given = (*args, *kwargs.values())
         moves = any(_is_device(value) for value in given)
+        if moves:
+            self._refuse_gradients(args)
         if func in _LIKE_ANOTHER:
             others = (t for t in given[1:] if isinstance(t, FakeTensor))
             moves = moves or any(not self._is_host(other) for other in others)
@@ -81,9 +84,23 @@ class _Calls(TorchFunctionMode):
                 result = result.clone() if fake else lift(result)
         finally:
             self.inside = False
+        if isinstance(result, FakeTensor) and not result.numel():
+            raise error(
+                f"Zero-sized tensors are unsupported (Got shape {list(result.shape)}). Leave out "
+                "what is computed from it, or pad it."
+            )
         if not self._wide:
             result = _narrowed(result)
         return result
+
+    def _refuse_gradients(self, given: Tuple[Any, ...]) -> None:
+        """A tensor of the host's has no gradient on the device."""
+        for value in given[:1]:
+            if isinstance(value, Tensor) and value.requires_grad and self._is_host(value):
+                raise error(
+                    "An input tensor to an IPU model can not have requires_grad set to True. Move "
+                    "tensor.detach(), or make it a parameter of the module."
+                )
 
     def _is_host(self, tensor: Tensor) -> bool:
         return not isinstance(tensor, FakeTensor) or self._trace.is_on_host(tensor)
@@ -98,10 +115,13 @@ def _narrowed(result: Any) -> Any:
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operator."""
 
-    def __init__(self, trace: Trace, calls: _Calls, constants: Sequence[Tensor]) -> None:
+    def __init__(
+        self, trace: Trace, calls: _Calls, constants: Sequence[Tensor], values: KeptValues
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
         self._calls = calls
+        self._values = values
         self._constants = {id(tensor) for tensor in constants}
 
     def __torch_dispatch__(
@@ -119,6 +139,8 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(inputs) > 1 and not all(self._is_host(tensor) for tensor in inputs):
             for tensor in filter(self._is_host, inputs):
                 self._refuse_host(tensor)
+        for tensor in _written(func, args, kwargs):
+            self._values.before_change(tensor)
         result = func(*args, **kwargs)
         results = list(_tensors(result))
         # torch.tensor is a call of torch's, torch.LongTensor is not.
@@ -126,6 +148,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._trace.made_on_host(results[0])
         if fake or any(isinstance(tensor, FakeTensor) for tensor in results):
             self._trace.blocks.on_operator()
+            self._trace.activations.made(func, results)
             changed = [] if not func._schema.is_mutable else inputs[:1]
             self._trace.computed(inputs, [*results, *changed])
         return result
@@ -145,6 +168,16 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             f'dtype={dtype}). Move a constant explicitly, with tensor.to("ipu"), make it a buffer '
             "of the module, or pass it as an input."
         )
+
+
+def _written(func: Any, args: Tuple[Any, ...], kwargs: Any) -> Iterator[Tensor]:
+    """The tensors that an operator writes to."""
+    schema = func._schema
+    if schema.is_mutable:
+        given = {**dict(zip((a.name for a in schema.arguments), args)), **kwargs}
+        for argument in schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from _tensors(given.get(argument.name))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -187,6 +220,7 @@ def watched(trace: Trace, constants: Sequence[Tensor], wide: bool = False) -> It
         constants: tensors of the host's that the model may use as they are.
         wide: let float64 be, for comparisons; a device has none.
     """
-    calls = _Calls(trace, wide)
-    with _Operators(trace, calls, constants), calls, _seen_on_device(trace, calls):
+    calls, values = _Calls(trace, wide), KeptValues()
+    kept = values.kept() if trace.training else contextlib.nullcontext()
+    with _Operators(trace, calls, constants, values), calls, _seen_on_device(trace, calls), kept:
         yield

@@ -6,193 +6,35 @@ exchanged for subclasses that call the training executor back.
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import copyreg
-import functools
-import threading
-import types
 import weakref
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple, Type
+from typing import Dict, List, Mapping, Optional, Tuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._weights import WeightSource, WeightSync
+from ipufit.poptorch._wrapped import (
+    Link,
+    WrappedModel,
+    WrappedTensor,
+    isWrapped,
+    living,
+    pull,
+    quietly,
+    set_links,
+    subclass,
+    tensors_of,
+    unwrap,
+)
 
 __all__ = [
     "check_not_wrapped",
     "host_tensors",
-    "isWrapped",
-    "quietly",
     "syncs_of",
-    "unwrap",
     "wrap",
     "write_host_tensors",
 ]
-
-
-class _Link:
-    """From a wrapped object to its executor, which it does not keep alive."""
-
-    def __init__(self, source: WeightSource, sync: WeightSync) -> None:
-        self.source = weakref.ref(source)
-        self.sync = sync
-        self.model: Optional[weakref.ref[nn.Module]] = None
-        self.tensors: List[weakref.ref[Tensor]] = []
-
-
-class _Quiet(threading.local):
-    depth = 0
-
-
-_quiet = _Quiet()
-
-
-@contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """Inside, host weights are read and written as they are, without asking the device."""
-    _quiet.depth += 1
-    try:
-        yield
-    finally:
-        _quiet.depth -= 1
-
-
-def _pull(links: Tuple[_Link, ...]) -> bool:
-    if _quiet.depth:
-        return False
-    changed = False
-    with quietly():
-        for link in links:
-            source = link.source()
-            if source is not None:
-                changed |= source.copyWeightsToHostIfNeeded()
-    return changed
-
-
-class _Wrapped:
-    """What wrapped objects have in common; the class attributes are those of one wrapping."""
-
-    _poptorch_plain: Type[Any]
-    _poptorch_links: Tuple[_Link, ...]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """As of the plain class, so that a file can be read without this package."""
-        _pull(self._poptorch_links)
-        with _as_plain(self), quietly():
-            function, args, *rest = self.__reduce_ex__(protocol)
-        if function is copyreg.__newobj__:  # type: ignore[attr-defined]
-            # Pickle insists that the class under this name is the object's own.
-            if args[1:]:
-                function, args = functools.partial(args[0].__new__, *args), ()
-            else:
-                function = copyreg._reconstructor  # type: ignore[attr-defined]
-                args = (args[0], object, None)
-        return (function, args, *rest)
-
-    def __deepcopy__(self, memo: Dict[int, Any]) -> Any:
-        """A plain copy: the executor's weights are not its own."""
-        _pull(self._poptorch_links)
-        with _as_plain(self), quietly():
-            return copy.deepcopy(self, memo)
-
-
-@contextlib.contextmanager
-def _as_plain(value: Any) -> Iterator[None]:
-    wrapped = type(value)
-    value.__class__ = wrapped._poptorch_plain
-    try:
-        yield
-    finally:
-        value.__class__ = wrapped
-
-
-class _WrappedTensor(_Wrapped):
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Tuple[Type[Any], ...],
-        args: Tuple[Any, ...] = (),
-        kwargs: Optional[Dict[str, Any]] = None,
-    ) -> Any:
-        """Every function of torch and every attribute of a tensor comes by here."""
-        for kind in types:
-            if issubclass(kind, _WrappedTensor):
-                _pull(kind._poptorch_links)
-        own = cls._poptorch_plain.__torch_function__
-        if own in _PLAIN_FUNCTIONS:
-            # What comes out is a plain tensor, and an in-place function returns this very one.
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[misc]
-
-    def __repr__(self, **kwargs: Any) -> str:
-        """As of the plain class."""
-        _pull(self._poptorch_links)
-        with _as_plain(self), quietly():
-            return repr(self)
-
-
-# A bound method is made anew at each access, and is equal to the one before.
-_PLAIN_FUNCTIONS = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
-
-
-class _WrappedModel(_Wrapped, nn.Module):
-    def copyWeightsToHostIfNeeded(self) -> bool:
-        """Read the weights back if the device has newer ones; whether it had."""
-        return _pull(type(self)._poptorch_links)
-
-    def destroy(self) -> None:
-        """Free the device and make this a plain module again, which can be wrapped anew."""
-        source = type(self)._poptorch_links[0].source()
-        if source is not None:
-            source.destroy()
-        else:  # the executor is gone
-            unwrap(self)
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("_buffers", "_parameters", "forward"):
-            _pull(type(self)._poptorch_links)
-        return super().__getattribute__(name)
-
-    def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
-        if isinstance(value, Tensor):
-            _pull(type(self)._poptorch_links)
-        return value
-
-    def state_dict(
-        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
-    ) -> Any:
-        """As of the plain class, with plain tensors that share the host's memory."""
-        _pull(type(self)._poptorch_links)
-        with quietly():
-            state = super().state_dict(
-                *args, destination=destination, prefix=prefix, keep_vars=keep_vars
-            )
-            plain: Dict[int, Any] = {}
-            for name, value in state.items():
-                if isinstance(value, _WrappedTensor):
-                    # One tensor of two names stays one.
-                    state[name] = plain.setdefault(id(value), copy.copy(value))
-        return state
-
-    def __copy__(self) -> nn.Module:
-        """A shallow copy with the same parameters is wrapped too."""
-        wrapped = type(self)
-        with _as_plain(self):
-            result: nn.Module = copy.copy(self)
-        result.__class__ = wrapped
-        return result
-
-
-def isWrapped(value: Any) -> bool:
-    """Whether a module, parameter or buffer is one that a training executor has wrapped."""
-    return isinstance(value, _Wrapped)
 
 
 def check_not_wrapped(model: nn.Module) -> None:
@@ -222,7 +64,7 @@ def wrap(model: nn.Module, source: WeightSource, sync: WeightSync) -> None:
         check_not_wrapped(model)
         if isWrapped(model):
             unwrap(model)
-        link = _Link(source, sync)
+        link = Link(source, sync)
     with quietly():
         parameters: List[Tuple[str, Tensor]] = list(model.named_parameters())
         buffers = list(model.named_buffers())
@@ -235,17 +77,12 @@ def wrap(model: nn.Module, source: WeightSource, sync: WeightSync) -> None:
     if not isWrapped(model):
         plain = type(model)
         link.model = weakref.ref(model)
-        model.__class__ = _subclass(f"Poptorch{plain.__name__}", _WrappedModel, plain, (link,))
+        model.__class__ = subclass(f"Poptorch{plain.__name__}", WrappedModel, plain, (link,))
 
 
-def _link_of(model: nn.Module, source: WeightSource) -> Optional[_Link]:
-    links: Tuple[_Link, ...] = getattr(type(model), "_poptorch_links", ())
+def _link_of(model: nn.Module, source: WeightSource) -> Optional[Link]:
+    links: Tuple[Link, ...] = getattr(type(model), "_poptorch_links", ())
     return next((link for link in links if link.source() is source), None)
-
-
-def _tensors(model: nn.Module) -> List[Tuple[str, Tensor]]:
-    with quietly():
-        return [*model.named_parameters(), *model.named_buffers()]
 
 
 def _check_parameter(name: str, parameter: Tensor) -> None:
@@ -256,13 +93,13 @@ def _check_parameter(name: str, parameter: Tensor) -> None:
         )
 
 
-def _check_buffer(name: str, buffer: Tensor, link: _Link) -> None:
+def _check_buffer(name: str, buffer: Tensor, link: Link) -> None:
     _check_parameter(name, buffer)
     kind = type(buffer)
     if kind is Tensor:
         return
-    if issubclass(kind, _WrappedTensor) and kind._poptorch_plain is Tensor:
-        if link in kind._poptorch_links or not _living(kind._poptorch_links):
+    if issubclass(kind, WrappedTensor) and kind._poptorch_plain is Tensor:
+        if link in kind._poptorch_links or not living(kind._poptorch_links):
             return
         raise error(
             f"All buffers must be an instance of torch.Tensor, but the buffer {name!r} belongs to "
@@ -274,77 +111,18 @@ def _check_buffer(name: str, buffer: Tensor, link: _Link) -> None:
     )
 
 
-def _living(links: Tuple[_Link, ...]) -> Tuple[_Link, ...]:
-    return tuple(link for link in links if link.source() is not None)
-
-
-def _wrap_tensor(tensor: Tensor, link: _Link) -> None:
+def _wrap_tensor(tensor: Tensor, link: Link) -> None:
     kind = type(tensor)
-    links: Tuple[_Link, ...] = ()
-    if issubclass(kind, _WrappedTensor):
+    links: Tuple[Link, ...] = ()
+    if issubclass(kind, WrappedTensor):
         links = kind._poptorch_links
         if link in links:
             return
         with quietly():
             tensor.__class__ = kind._poptorch_plain
     # A parameter may be in several models that are trained: each is asked.
-    _set_links(tensor, (*_living(links), link))
+    set_links(tensor, (*living(links), link))
     link.tensors.append(weakref.ref(tensor))
-
-
-def _set_links(tensor: Tensor, links: Tuple[_Link, ...]) -> None:
-    """Wrap a plain tensor for these executors; none leaves it plain."""
-    if not links:
-        return
-    plain = type(tensor)
-    name = "PoptorchParameter" if isinstance(tensor, nn.Parameter) else "PoptorchBuffer"
-    tensor.__class__ = _subclass(name, _WrappedTensor, plain, links)
-
-
-_classes: weakref.WeakValueDictionary[Tuple[Any, ...], type] = weakref.WeakValueDictionary()
-
-
-def _subclass(name: str, mixin: type, plain: type, links: Tuple[_Link, ...]) -> type:
-    key = (name, plain, tuple(id(link) for link in links))
-    found = _classes.get(key)
-    if found is not None and found._poptorch_links == links:  # type: ignore[attr-defined]
-        return found
-    namespace = {
-        "_poptorch_plain": plain,
-        "_poptorch_links": links,
-        "__module__": plain.__module__,
-        "__doc__": plain.__doc__,
-    }
-    made = types.new_class(name, (mixin, plain), exec_body=lambda body: body.update(namespace))
-    _classes[key] = made
-    return made
-
-
-def unwrap(model: nn.Module, source: Optional[WeightSource] = None) -> None:
-    """Make the module, its parameters and its buffers plain again; nothing is read back.
-
-    Args:
-        source: whose wrapping goes; by default that of the module, whoever made it. Parameters
-            that another executor has wrapped too stay wrapped for that one.
-    """
-    links: Tuple[_Link, ...] = getattr(type(model), "_poptorch_links", ())
-    if source is not None:
-        links = tuple(link for link in links if link.source() is source)
-    with quietly():
-        for link in links:
-            held = [reference() for reference in link.tensors]
-            for tensor in [*held, *(tensor for _, tensor in _tensors(model))]:
-                if tensor is not None:
-                    _unwrap_tensor(tensor, link)
-        if links and isWrapped(model):
-            model.__class__ = type(model)._poptorch_plain  # type: ignore[attr-defined]
-
-
-def _unwrap_tensor(tensor: Tensor, link: _Link) -> None:
-    kind = type(tensor)
-    if issubclass(kind, _WrappedTensor) and link in kind._poptorch_links:
-        tensor.__class__ = kind._poptorch_plain
-        _set_links(tensor, tuple(other for other in kind._poptorch_links if other is not link))
 
 
 def syncs_of(model: nn.Module) -> List[WeightSync]:
@@ -352,11 +130,11 @@ def syncs_of(model: nn.Module) -> List[WeightSync]:
 
     Each is asked to read back what it has newer.
     """
-    found: Dict[WeightSync, _Link] = {}
-    for value in [model, *(tensor for _, tensor in _tensors(model))]:
+    found: Dict[WeightSync, Link] = {}
+    for value in [model, *(tensor for _, tensor in tensors_of(model))]:
         if isWrapped(value):
             found.update({link.sync: link for link in type(value)._poptorch_links})  # type: ignore[attr-defined]
-    _pull(tuple(found.values()))
+    pull(tuple(found.values()))
     return list(found)
 
 
@@ -366,7 +144,7 @@ def host_tensors(model: nn.Module) -> Dict[str, Tensor]:
     A tensor of several names is there under its first.
     """
     with quietly():
-        return {name: tensor.detach() for name, tensor in _tensors(model)}
+        return {name: tensor.detach() for name, tensor in tensors_of(model)}
 
 
 def write_host_tensors(model: nn.Module, values: Mapping[str, Tensor]) -> None:

@@ -6,11 +6,13 @@ PopTorch hands them to its own profiler, which comes with the SDK; here ``torch.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, ContextManager, TypeVar
+import functools
+from typing import Any, Callable, ContextManager, Type, TypeVar
 
 import torch
 
 from ipufit.poptorch._logging import logger
+from ipufit.poptorch._plain import reduced_as_plain
 from ipufit.poptorch._tracing import tracing
 
 __all__ = ["Channel", "logger"]
@@ -38,11 +40,23 @@ class Channel:
     def instrument(self, obj: T, *methods: str) -> T:
         """Make every call of these methods of one object a span of their name.
 
+        Methods that Python itself calls, such as ``__getitem__`` of a dataset or ``__iter__`` of a
+        data loader, are looked up in the class: the object then gets a subclass of its class. A
+        pickle or a copy of it is of the class itself. Nothing happens to an object that takes
+        neither, such as a list.
+
         Raises:
             AttributeError: the object has no such method.
         """
         for name in methods:
-            setattr(obj, name, _Measured(self, name, getattr(obj, name)))
+            method = getattr(obj, name)
+            try:
+                if name.startswith("__") and hasattr(type(obj), name):
+                    obj.__class__ = _measuring(type(obj), name, self)
+                else:
+                    setattr(obj, name, _Measured(self, name, method))
+            except (AttributeError, TypeError):
+                logger.debug("A %s can't be instrumented", type(obj).__name__)
         return obj
 
 
@@ -50,6 +64,8 @@ class _Measured:
     """A method whose calls are spans; an object of a class, so that it can be sent to a process."""
 
     def __init__(self, channel: Channel, name: str, method: Callable[..., Any]) -> None:
+        # So that a signature is the method's.
+        functools.update_wrapper(self, method)
         self._channel = channel
         self._name = name
         self._method = method
@@ -57,3 +73,30 @@ class _Measured:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._channel.tracepoint(self._name):
             return self._method(*args, **kwargs)
+
+
+def _measuring(kind: Type[Any], name: str, channel: Channel) -> Type[Any]:
+    """A subclass with this method as spans."""
+    method = getattr(kind, name)
+
+    @functools.wraps(method)
+    def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with channel.tracepoint(name):
+            return method(self, *args, **kwargs)
+
+    plain = getattr(kind, "_instrumented", kind)
+
+    def reduced(self: Any, protocol: Any) -> Any:
+        return reduced_as_plain(self, plain, protocol)
+
+    namespace = {
+        name: measured,
+        "__reduce_ex__": reduced,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "_instrumented": plain,
+    }
+    exact: Any = type(kind)
+    made: Type[Any] = exact(kind.__name__, (kind,), namespace)
+    return made

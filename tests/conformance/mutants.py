@@ -290,7 +290,8 @@ def _last(original):
 @mutant("a gradient of one replica only", EXECUTION + "Execution._accumulate", "*R=2*")
 def _one_replica(original):
     def accumulate(self, total, replica, gradients):
-        scaled = [g * self._shape.replicas * (replica == 0) for g in gradients]
+        factor = self._shape.replicas * (replica == 0)
+        scaled = {name: g * factor for name, g in gradients.items()}
         return original(self, total, replica, scaled)
 
     return accumulate
@@ -320,14 +321,38 @@ def _identity(original):
 # Optimizers.
 
 
-@mutant("dampening from the first update on", RULES + "SGDRule.coefficients", "optimizer/*SGD*")
+@mutant(
+    "the first gradient is not dampened",
+    "ipufit.poptorch._optimizer_rules:DeviceSGDRule.coefficients",
+    "optimizer/*dampens*",
+)
 def _dampening(original):
-    return lambda self, group, step: original(self, group, step + 1)
+    def coefficients(self, group, step):
+        return original(self, {**group, "dampening": group["dampening"] if step > 1 else 0}, step)
+
+    return coefficients
 
 
-@mutant("no dampening at all", RULES + "SGDRule.coefficients", "optimizer/*SGD*")
+@mutant(
+    "no dampening at all",
+    "ipufit.poptorch._optimizer_rules:DeviceSGDRule.coefficients",
+    "optimizer/*dampens*",
+)
 def _undampened(original):
-    return lambda self, group, step: original(self, group, 1)
+    return lambda self, group, step: original(self, {**group, "dampening": 0}, step)
+
+
+@mutant(
+    "dampening needs momentum",
+    "ipufit.poptorch._optimizer_rules:DeviceSGDRule.coefficients",
+    "optimizer/*dampens*",
+)
+def _dampening_without_momentum(original):
+    def coefficients(self, group, step):
+        own = group["dampening"] if group["momentum"] else 0
+        return original(self, {**group, "dampening": own}, step)
+
+    return coefficients
 
 
 @mutant("nesterov is ignored", RULES + "SGDRule.update", "optimizer/*nesterov*")
@@ -615,13 +640,3 @@ def _engine_sum(original):
         return original(self, loss_scale)
 
     return reduced
-
-
-@mutant(
-    "the engine's velocity is dampened at once",
-    RULES + "SGDRule.coefficients",
-    "optimizer/torch.optim.SGD*",
-    engine="embedded",
-)
-def _engine_dampening(original):
-    return lambda self, group, step: original(self, group, step + 1)

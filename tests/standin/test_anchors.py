@@ -33,7 +33,8 @@ def training(optimizer=None, automatic=False, model=None, **anchors):
 def test_names_of_inputs_weights_gradients_and_settings_can_be_asked_for():
     model = training()
     model.compile(torch.ones(1))
-    assert model.getTensorNames() == [
+    names = model.getTensorNames()
+    assert [name for name in names if ":" not in name] == [
         "input",
         "weight",
         "loss",
@@ -76,8 +77,7 @@ def test_an_unknown_name_is_refused_when_compiling_and_leaves_no_program():
         model.compile(torch.ones(1))
     assert failure.value.message == (
         "no tensor of the program is called 'Accl___weight'. This engine knows those that "
-        "getTensorNames() lists; tensors inside forward have names in PopART only: return one "
-        "from forward to look at it."
+        "getTensorNames() lists, where operators have torch's names, not PopART's."
     )
     assert not model.isCompiled()
 
@@ -100,3 +100,72 @@ def test_the_log_says_which_mode_an_anchor_was_given(caplog, asked, said):
     with caplog.at_level("DEBUG", poptorch.logger.name):
         model.compile(torch.ones(1))
     assert f"Anchored tensor Gradient___weight {said}" in caplog.messages
+
+
+class Deep(nn.Module):
+    """Layers within layers, a scope of its own, and a value that is overwritten."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+
+    def forward(self, x):
+        with poptorch.NameScope("own"):
+            y = self.body(x).exp()
+        y.add_(1)
+        z = y.exp()
+        return poptorch.identity_loss(z.sum(), reduction="sum")
+
+
+def inner(model):
+    return [name for name in model.getTensorNames() if ":" in name]
+
+
+def test_what_lies_between_operators_is_named_after_them_and_their_modules():
+    model = poptorch.trainingModel(Deep())
+    model.compile(torch.ones(1, 2))
+    names = inner(model)
+    wanted = ["own/body/0/addmm:0", "own/body/1/tanh:0", "own/exp:0", "add_:0", "exp:0", "sum:0"]
+    assert [name for name in names if name in wanted] == wanted
+    options = poptorch.Options().disableModuleNamescope()
+    model = poptorch.inferenceModel(nn.Sequential(nn.Tanh(), nn.Tanh()), options)
+    model.compile(torch.ones(1, 2))
+    assert inner(model) == ["tanh:0", "tanh:0/1"]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_lies_between_operators_can_be_anchored(training, tmp_path):
+    """As it was made, whatever is written into it later; of every micro-batch that comes back."""
+    torch.manual_seed(0)
+    options = poptorch.Options().deviceIterations(2).outputMode(poptorch.OutputMode.All)
+    for short, name in [("h", "own/body/1/tanh:0"), ("e", "own/exp:0"), ("w", "body.0.weight")]:
+        options.anchorTensor(short, name)
+    net, x = Deep(), torch.randn(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    if training:
+        model = poptorch.trainingModel(net, options, optimizer)
+    else:
+        model = poptorch.inferenceModel(net, options)
+    loss = model(x)
+    hidden = torch.tanh(net.body[0](x)).detach()
+    values = {"h": hidden, "e": hidden.exp()}
+    for short, value in values.items():
+        torch.testing.assert_close(model.getAnchoredTensor(short), value, rtol=1e-6, atol=1e-6)
+    expected = (hidden.exp() + 1).exp().view(2, -1).sum(1)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    file = str(tmp_path / "model")
+    model.save(file)
+    again = poptorch.load(file)
+    assert torch.equal(again(x), loss)
+    assert torch.equal(again.getAnchoredTensor("e"), model.getAnchoredTensor("e"))
+
+
+def test_what_a_body_of_a_loop_makes_is_the_loops_own():
+    class Loop(nn.Module):
+        def forward(self, x):
+            return poptorch.for_loop(3, lambda y: [y.exp()], [x])[0].tanh()
+
+    model = poptorch.inferenceModel(Loop())
+    model.compile(torch.ones(2))
+    assert not any("exp" in name for name in inner(model))
+    assert "tanh:0" in inner(model)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ipufit.poptorch import _parsers as parsers
-from ipufit.poptorch._arguments import ArgumentParser
+from ipufit.poptorch._binding import ArgumentParser
 from ipufit.poptorch._combined_batch import CombinedBatch
 from ipufit.poptorch._narrowing import (
     DEVICE_DTYPES,

@@ -13,7 +13,8 @@ from torch import fx, nn
 
 from ipufit.engines.embedded.capture import capture
 from ipufit.poptorch import _files as files
-from ipufit.poptorch._arguments import ArgumentParser, Arguments
+from ipufit.poptorch._arguments import Arguments
+from ipufit.poptorch._binding import ArgumentParser
 from ipufit.poptorch._cache import ExecutableCache
 from ipufit.poptorch._codec import InvalidContent
 from ipufit.poptorch._graph_files import graph_from_json, graph_to_json

@@ -1,5 +1,7 @@
 """Models compiled and run within modes of the caller's."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -58,3 +60,23 @@ def test_inputs_made_in_inference_mode_are_inputs():
         x = torch.tensor([3.0, 4.0])
         assert model(x).tolist() == [6.0]
     assert model(x).tolist() == [6.0]
+
+
+def test_a_model_that_goes_while_another_is_recorded_brings_its_weights_back():
+    """The garbage collector may come at any time; the other program has nothing of it."""
+    gone = Line()
+    executors = [poptorch.trainingModel(gone, optimizer=torch.optim.SGD(gone.parameters(), lr=0.5))]
+    executors[0](torch.ones(1))
+
+    class Other(nn.Module):
+        def forward(self, x):
+            x = x + 1
+            executors.clear()
+            gc.collect()
+            return x * 2
+
+    other = poptorch.inferenceModel(Other())
+    assert other(torch.ones(1)).item() == 4.0
+    assert gone.weight.item() == 1.5
+    nodes = other._compiled.recorded.graph.graph.nodes
+    assert sum(node.op == "call_function" for node in nodes) == 2

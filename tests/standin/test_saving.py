@@ -240,7 +240,7 @@ def test_a_function_of_the_host_can_not_be_saved(path):
 
     executor = poptorch.inferenceModel(Host())
     executor.compile(torch.zeros(2))
-    with pytest.raises(Error, match=r"call_cpu.* which a file can't hold"):
+    with pytest.raises(Error, match=r"poptorch\.CPU, a Python function, which a file"):
         executor.save(path, export_model=False)
 
 
@@ -611,6 +611,21 @@ def test_a_damaged_program_in_the_cache_is_recorded_again(tmp_path, caplog):
     assert any("The model is compiled again" in r.getMessage() for r in caplog.records)
     with zipfile.ZipFile(folder / name) as file:
         assert len(file.namelist()) == 2
+
+
+def test_a_model_that_calls_python_is_compiled_without_the_cache(tmp_path):
+    class Host(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.host = poptorch.CPU(torch.neg, "neg")
+
+        def forward(self, x):
+            return self.host(x) + 1
+
+    options = poptorch.Options().enableExecutableCaching(str(tmp_path / "cache"))
+    model = poptorch.inferenceModel(Host(), options)
+    assert model(torch.ones(2)).tolist() == [0.0, 0.0]
+    assert not (tmp_path / "cache").exists()
 
 
 def test_the_ipu_model_has_no_cache(tmp_path, caplog):

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ipufit import poptorch
 from ipufit.poptorch import _wrapping as wrapping
 from ipufit.poptorch._changes import changed_buffers, held_tensors
 from ipufit.poptorch._weights import WeightFollower, WeightSync
+from ipufit.poptorch._wrapped import isWrapped, quietly, unwrap
 from ipufit.poptorch.poptorch_core import Error
 
 
@@ -42,7 +44,7 @@ class Device:
 
     def destroy(self):
         self.copyWeightsToHostIfNeeded()
-        wrapping.unwrap(self.model, self)
+        unwrap(self.model, self)
 
 
 class Net(nn.Module):
@@ -81,14 +83,14 @@ def test_the_object_and_its_tensors_stay_the_users_own(net):
     assert net.offset is offset
     assert type(offset).__name__ == "PoptorchBuffer"
     assert net.tied is net.lin
-    assert wrapping.isWrapped(net)
-    assert wrapping.isWrapped(weight)
+    assert isWrapped(net)
+    assert isWrapped(weight)
     device.destroy()
     assert type(net) is Net
     assert type(weight) is nn.Parameter
     assert type(offset) is Tensor
     assert type(net.norm.running_mean) is Tensor
-    assert not wrapping.isWrapped(net)
+    assert not isWrapped(net)
 
 
 LOOKS = {
@@ -247,7 +249,7 @@ def test_a_module_with_a_deepcopy_of_its_own_keeps_it():
 
 def test_quietly_looks_without_asking(net, device):
     device.train()
-    with wrapping.quietly():
+    with quietly():
         assert torch.equal(net.weight, torch.zeros(2))
     assert torch.equal(wrapping.host_tensors(net)["weight"], torch.zeros(2))
     assert device.copies == 0
@@ -332,7 +334,7 @@ def test_a_parameter_in_two_models_asks_both_executors():
     assert (one.copies, two.copies) == (1, 1)
     one.destroy()
     two.train()
-    assert wrapping.isWrapped(shared.weight)
+    assert isWrapped(shared.weight)
     str(shared.weight)
     assert two.copies == 2
     two.destroy()
@@ -482,3 +484,22 @@ def test_batch_normalisation_may_rebind_its_statistics(kind):
     before = held_tensors(model)
     model[0].running_mean = torch.ones(2)
     changed_buffers(before, held_tensors(model))
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"), [(lambda x: x + 1, "function"), (torch.sin, "builtin_function_or_method")]
+)
+def test_a_function_is_no_model(function, kind):
+    """PopTorch looks at its signature, and fails as it looks for its modules."""
+    text = (
+        f"{kind!r} object has no attribute 'named_modules': a model must be a torch.nn.Module to "
+        f"be compiled, got a {kind}. Call it in the forward of a module, and wrap that."
+    )
+    model = poptorch.inferenceModel(function)
+    with pytest.raises(AttributeError) as failure:
+        model(torch.ones(1))
+    assert str(failure.value) == text
+    assert not model.isCompiled()
+    with pytest.raises(AttributeError) as failure:
+        poptorch.trainingModel(function)
+    assert str(failure.value) == text

@@ -101,7 +101,6 @@ def _optimizers() -> None:
             ("SGD", {"lr": 0.1}),
             ("SGD", {"lr": 0.1, "weight_decay": 0.1}),
             ("SGD", {"lr": 0.1, "momentum": 0.9}),
-            ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
             ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
             ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
             ("Adam", {"lr": 0.05}),

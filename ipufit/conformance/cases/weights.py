@@ -20,6 +20,18 @@ class Regression(nn.Module):
         return out if y is None else (out, nn.functional.mse_loss(out, y))
 
 
+class Slope(nn.Module):
+    """A loss whose gradient is the input."""
+
+    def __init__(self, kit: Kit) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(kit.rows(1, 3, 20)[0])
+        self._marked = kit.poptorch.identity_loss
+
+    def forward(self, x):
+        return self._marked((x * self.weight).sum(), "none")
+
+
 class ByHand:
     """The same with plain SGD, in float64."""
 
@@ -239,3 +251,20 @@ def _detach(kit: Kit) -> None:
             model.detachFromDevice()
             kit.equal("attached", model.isAttachedToDevice(), False)
     model.destroy()
+
+
+@judged("optimizer/SGD dampens the first gradient too, and the rate without momentum")
+def _dampened(kit: Kit) -> None:
+    """Unlike torch: velocities start at zero in PopART."""
+    for home in (torch.optim, kit.poptorch.optim):
+        for momentum, dampening, taken in [(0.5, 0.25, [0.75, 1.125]), (0.0, 0.25, [0.75, 0.75])]:
+            net, hand = Slope(kit), Slope(kit).weight.detach().double()
+            settings = {"momentum": momentum, "dampening": dampening}
+            optimizer = home.SGD(net.parameters(), lr=0.5, **settings)
+            model = kit.poptorch.trainingModel(net, kit.options(), optimizer)
+            for call, part in enumerate(taken):
+                model(kit.rows(1))
+                hand = hand - 0.5 * part * kit.rows(1)[0].double()
+                what = f"weight after call {call} with momentum {momentum}"
+                kit.close(what, net.weight, hand)
+            model.destroy()

@@ -7,7 +7,6 @@ from typing import Any, Callable, List, Optional, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._operators.library import define
@@ -139,7 +138,7 @@ class CPU:
         """What it returns for zeros, computed for real beside the recording."""
         # Fake tensors have no values, so only their shapes go in.
         looks = [(tensor.shape, tensor.dtype) for tensor in inputs]
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), untraced():
+        with untraced():
             zeros = [torch.zeros(shape, dtype=dtype) for shape, dtype in looks]
             with torch.no_grad():
                 return self._layer_to_call(*zeros)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from typing import Any, List, Optional, Sequence, Tuple, Union
+from typing import Any, ContextManager, List, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -142,7 +143,7 @@ class MultiConv:
 
 
 class NameScope:
-    """Operators inside are named after this; names change nothing here.
+    """Operators inside have this in their names, which ``getTensorNames`` lists.
 
     Args:
         name: the prefix.
@@ -152,9 +153,13 @@ class NameScope:
         if not isinstance(name, str):
             raise AssertionError(f"Parameter to NameScope must be a string, got {name!r}.")
         self.name = name
+        self._inside: List[ContextManager[None]] = []
 
     def __enter__(self) -> None:
-        pass
+        trace = tracing()
+        inside = contextlib.nullcontext() if trace is None else trace.activations.scope(self.name)
+        self._inside.append(inside)
+        inside.__enter__()
 
     def __exit__(self, type: Any, value: Any, traceback: Any) -> None:
-        pass
+        self._inside.pop().__exit__(type, value, traceback)

@@ -124,7 +124,10 @@ def validate(values: Dict[str, Any]) -> None:
                 "poptorch.Options._Popart.set, which takes any name."
             )
         if kind == "uint64" and value > _LARGEST.get(name, value):
-            raise error(f"The option {name} has the values 0 ... {_LARGEST[name]}, got {value!r}.")
+            raise error(
+                f"The option {name} has the values 0 ... {_LARGEST[name]}, got {value!r}. Use "
+                "another member of the enum: the device's compiler has no such one."
+            )
         _log(name, value)
     if "patterns" in values and "patterns_level" not in values:
         raise error(

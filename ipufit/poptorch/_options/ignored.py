@@ -29,7 +29,11 @@ _LOCATIONS = {
 # Of the compiler's options: those with an effect here, and the setters of some others.
 _HONOURED = frozenset(
     (
+        "automaticLossScalingSettings.binEdgeLocation",
         "automaticLossScalingSettings.enabled",
+        "automaticLossScalingSettings.gradientTensorTrackingMethod",
+        "automaticLossScalingSettings.thresholdUpperCountProportion",
+        "automaticLossScalingSettings.updatePeriod",
         "cachePath",
         "enableEngineCaching",
         "enableFloatingPointChecks",
@@ -83,8 +87,6 @@ def ignored(options: Options) -> List[str]:
     names.update(setter for key, setter in _LOCATIONS.items() if locations.get(key))
     if tuple(options._source_location_excludes) != DEFAULT_EXCLUDES:
         names.add("sourceLocationExcludes")
-    if not options._module_namescope_enabled:
-        names.add("disableModuleNamescope")
     for key, value in options._Popart.options.items():
         # False is the default of every setter's option.
         if key not in _HONOURED and not (key in _SETTERS and value is False):

@@ -1,0 +1,110 @@
+"""Names of what lies between the operators of forward.
+
+PopART names a tensor after its operator, within the names of the modules around it; here the
+operators are torch's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Dict, Iterator, List, Sequence
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from ipufit.poptorch._operators.recorder import node_of, tracer
+
+__all__ = ["Activations", "returning"]
+
+
+class Activations:
+    """What forward computes, by name: ``module/submodule/operator:0``, then ``operator:0/1``."""
+
+    def __init__(self) -> None:
+        self._scopes: List[str] = []
+        self._nodes: Dict[str, fx.Node] = {}
+        self._counts: Dict[str, int] = {}
+        self._graph: Any = None
+
+    @contextlib.contextmanager
+    def named_by(self, model: nn.Module, enabled: bool) -> Iterator[None]:
+        """Forward is being recorded.
+
+        Args:
+            model: whose modules give their names.
+            enabled: whether they do.
+        """
+        current = tracer()
+        self._graph = None if current is None else current.graph
+        names = {m: name.rpartition(".")[2] for name, m in model.named_modules() if name}
+        with contextlib.ExitStack() as hooks:
+            if enabled:
+                # Hooks of the modules themselves would switch off torch's fused layers.
+                before = register_module_forward_pre_hook(
+                    lambda module, args: self._enter(names.get(module))
+                )
+                after = register_module_forward_hook(
+                    lambda module, args, result: self._leave(names.get(module))
+                )
+                hooks.callback(before.remove)
+                hooks.callback(after.remove)
+            yield
+
+    def _enter(self, name: Any) -> None:
+        if name is not None:
+            self._scopes.append(name)
+
+    def _leave(self, name: Any) -> None:
+        if name is not None:
+            self._scopes.pop()
+
+    @contextlib.contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Everything inside has this in its name."""
+        self._scopes.append(name)
+        try:
+            yield
+        finally:
+            self._scopes.pop()
+
+    def made(self, func: Any, results: Sequence[Tensor]) -> None:
+        """An operator has made these."""
+        operator = func.name().partition("::")[2].partition(".")[0]
+        for place, result in enumerate(results):
+            node = node_of(result)
+            # What a body of a loop makes is the loop's own.
+            if node is None or node.graph is not self._graph:
+                continue
+            name = "/".join([*self._scopes, f"{operator}:{place}"])
+            count = self._counts.get(name, 0)
+            self._counts[name] = count + 1
+            self._nodes[f"{name}/{count}" if count else name] = node
+
+    def of(self, graph: fx.GraphModule) -> Dict[str, str]:
+        """Names of nodes, by their own, of those that a finished graph still has."""
+        there = {node.name for node in graph.graph.nodes}
+        return {name: node.name for name, node in self._nodes.items() if node.name in there}
+
+
+def returning(graph: fx.GraphModule, nodes: Sequence[str]) -> fx.GraphModule:
+    """A program that returns these nodes too, last of all, with the values they are made with.
+
+    Args:
+        graph: left as it is.
+        nodes: their names.
+    """
+    if not nodes:
+        return graph
+    copied = fx.Graph()
+    places: Dict[fx.Node, fx.Node] = {}
+    returned = copied.graph_copy(graph.graph, places)
+    by_name = {node.name: copy for node, copy in places.items()}
+    extra = []
+    for name in nodes:
+        made = by_name[name]
+        with copied.inserting_after(made):
+            # Whatever is written into it later.
+            extra.append(copied.call_function(torch.ops.aten.clone.default, (made,)))
+    copied.output([*returned, *extra])  # type: ignore[misc]
+    return fx.GraphModule(graph, copied)

@@ -1,0 +1,238 @@
+"""Modules and tensors of another class, which ask the device before they are looked at."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import types
+import weakref
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Type
+
+import torch
+from torch import Tensor, nn
+
+from ipufit.poptorch._plain import as_plain, reduced_as_plain
+from ipufit.poptorch._weights import WeightSource, WeightSync
+
+__all__ = [
+    "Link",
+    "WrappedModel",
+    "WrappedTensor",
+    "isWrapped",
+    "living",
+    "pull",
+    "quietly",
+    "set_links",
+    "subclass",
+    "tensors_of",
+    "unwrap",
+    "unwrap_tensor",
+]
+
+
+class Link:
+    """From a wrapped object to its executor, which it does not keep alive."""
+
+    def __init__(self, source: WeightSource, sync: WeightSync) -> None:
+        self.source = weakref.ref(source)
+        self.sync = sync
+        self.model: Optional[weakref.ref[nn.Module]] = None
+        self.tensors: List[weakref.ref[Tensor]] = []
+
+
+class _Quiet(threading.local):
+    depth = 0
+
+
+_quiet = _Quiet()
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Inside, host weights are read and written as they are, without asking the device."""
+    _quiet.depth += 1
+    try:
+        yield
+    finally:
+        _quiet.depth -= 1
+
+
+def pull(links: Tuple[Link, ...]) -> bool:
+    if _quiet.depth:
+        return False
+    changed = False
+    with quietly():
+        for link in links:
+            source = link.source()
+            if source is not None:
+                changed |= source.copyWeightsToHostIfNeeded()
+    return changed
+
+
+class _Wrapped:
+    """What wrapped objects have in common; the class attributes are those of one wrapping."""
+
+    _poptorch_plain: Type[Any]
+    _poptorch_links: Tuple[Link, ...]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As of the plain class, so that a file can be read without this package."""
+        pull(self._poptorch_links)
+        with quietly():
+            return reduced_as_plain(self, self._poptorch_plain, protocol)
+
+    def __deepcopy__(self, memo: Dict[int, Any]) -> Any:
+        """A plain copy: the executor's weights are not its own."""
+        pull(self._poptorch_links)
+        with as_plain(self, self._poptorch_plain), quietly():
+            return copy.deepcopy(self, memo)
+
+
+class WrappedTensor(_Wrapped):
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Tuple[Type[Any], ...],
+        args: Tuple[Any, ...] = (),
+        kwargs: Optional[Dict[str, Any]] = None,
+    ) -> Any:
+        """Every function of torch and every attribute of a tensor comes by here."""
+        for kind in types:
+            if issubclass(kind, WrappedTensor):
+                pull(kind._poptorch_links)
+        own = cls._poptorch_plain.__torch_function__
+        if own in _PLAIN_FUNCTIONS:
+            # What comes out is a plain tensor, and an in-place function returns this very one.
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[misc]
+
+    def __repr__(self, **kwargs: Any) -> str:
+        """As of the plain class."""
+        pull(self._poptorch_links)
+        with as_plain(self, self._poptorch_plain), quietly():
+            return repr(self)
+
+
+# A bound method is made anew at each access, and is equal to the one before.
+_PLAIN_FUNCTIONS = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
+
+
+class WrappedModel(_Wrapped, nn.Module):
+    def copyWeightsToHostIfNeeded(self) -> bool:
+        """Read the weights back if the device has newer ones; whether it had."""
+        return pull(type(self)._poptorch_links)
+
+    def destroy(self) -> None:
+        """Free the device and make this a plain module again, which can be wrapped anew."""
+        source = type(self)._poptorch_links[0].source()
+        if source is not None:
+            source.destroy()
+        else:  # the executor is gone
+            unwrap(self)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("_buffers", "_parameters", "forward"):
+            pull(type(self)._poptorch_links)
+        return super().__getattribute__(name)
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if isinstance(value, Tensor):
+            pull(type(self)._poptorch_links)
+        return value
+
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
+        """As of the plain class, with plain tensors that share the host's memory."""
+        pull(type(self)._poptorch_links)
+        with quietly():
+            state = super().state_dict(
+                *args, destination=destination, prefix=prefix, keep_vars=keep_vars
+            )
+            plain: Dict[int, Any] = {}
+            for name, value in state.items():
+                if isinstance(value, WrappedTensor):
+                    # One tensor of two names stays one.
+                    state[name] = plain.setdefault(id(value), copy.copy(value))
+        return state
+
+    def __copy__(self) -> nn.Module:
+        """A shallow copy with the same parameters is wrapped too."""
+        wrapped = type(self)
+        with as_plain(self, self._poptorch_plain):
+            result: nn.Module = copy.copy(self)
+        result.__class__ = wrapped
+        return result
+
+
+def isWrapped(value: Any) -> bool:
+    """Whether a module, parameter or buffer is one that a training executor has wrapped."""
+    return isinstance(value, _Wrapped)
+
+
+def living(links: Tuple[Link, ...]) -> Tuple[Link, ...]:
+    return tuple(link for link in links if link.source() is not None)
+
+
+def set_links(tensor: Tensor, links: Tuple[Link, ...]) -> None:
+    """Wrap a plain tensor for these executors; none leaves it plain."""
+    if not links:
+        return
+    plain = type(tensor)
+    name = "PoptorchParameter" if isinstance(tensor, nn.Parameter) else "PoptorchBuffer"
+    tensor.__class__ = subclass(name, WrappedTensor, plain, links)
+
+
+_classes: weakref.WeakValueDictionary[Tuple[Any, ...], type] = weakref.WeakValueDictionary()
+
+
+def subclass(name: str, mixin: type, plain: type, links: Tuple[Link, ...]) -> type:
+    key = (name, plain, tuple(id(link) for link in links))
+    found = _classes.get(key)
+    if found is not None and found._poptorch_links == links:  # type: ignore[attr-defined]
+        return found
+    namespace = {
+        "_poptorch_plain": plain,
+        "_poptorch_links": links,
+        "__module__": plain.__module__,
+        "__doc__": plain.__doc__,
+    }
+    made = types.new_class(name, (mixin, plain), exec_body=lambda body: body.update(namespace))
+    _classes[key] = made
+    return made
+
+
+def unwrap_tensor(tensor: Tensor, link: Link) -> None:
+    kind = type(tensor)
+    if issubclass(kind, WrappedTensor) and link in kind._poptorch_links:
+        tensor.__class__ = kind._poptorch_plain
+        set_links(tensor, tuple(other for other in kind._poptorch_links if other is not link))
+
+
+def unwrap(model: nn.Module, source: Optional[WeightSource] = None) -> None:
+    """Make the module, its parameters and its buffers plain again; nothing is read back.
+
+    Args:
+        source: whose wrapping goes; by default that of the module, whoever made it. Parameters
+            that another executor has wrapped too stay wrapped for that one.
+    """
+    links: Tuple[Link, ...] = getattr(type(model), "_poptorch_links", ())
+    if source is not None:
+        links = tuple(link for link in links if link.source() is source)
+    with quietly():
+        for link in links:
+            held = [reference() for reference in link.tensors]
+            for tensor in [*held, *(tensor for _, tensor in tensors_of(model))]:
+                if tensor is not None:
+                    unwrap_tensor(tensor, link)
+        if links and isWrapped(model):
+            model.__class__ = type(model)._poptorch_plain  # type: ignore[attr-defined]
+
+
+def tensors_of(model: nn.Module) -> List[Tuple[str, Tensor]]:
+    with quietly():
+        return [*model.named_parameters(), *model.named_buffers()]
