@@ -261,7 +261,8 @@ class Session:
         more = [f"{name}={value!r}" for name, value in self.recipe.extras().items()]
         text += f"\nCompiled with {', '.join(more)}." if more else ""
         explain = getattr(self.engine, "explain", None)
-        return "\n".join([text, *(explain(self.recipe) if explain is not None else ())])
+        particular = explain(self.recipe, self._options) if explain is not None else ()
+        return "\n".join([text, *particular])
 
     def retire(self) -> None:
         """The model has been compiled anew, or closed: let go of what the engine keeps."""

@@ -137,11 +137,10 @@ class Trained:
         """PopTorch's."""
         return self.unit.executor
 
-    def compile(self, example: MicroBatch) -> List[str]:
-        """Compile for micro-batches like this one; what forward sets on itself."""
-        changed = self.unit.compile(example)
+    def compile(self, example: MicroBatch) -> None:
+        """Compile for micro-batches like this one."""
+        self.unit.compile(example)
         self.optimizer.load()
-        return changed
 
     def load(self) -> None:
         """Take over the user's tensors and the state of torch's optimizer."""

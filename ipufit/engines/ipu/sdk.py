@@ -8,13 +8,21 @@ import importlib.util
 import platform
 import types
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, List, Optional
 
 import torch
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["find_sdk", "keeps_float64", "load_sdk", "load_standin", "why_no_device", "why_no_sdk"]
+__all__ = [
+    "find_sdk",
+    "ignored_options",
+    "keeps_float64",
+    "load_sdk",
+    "load_standin",
+    "why_no_device",
+    "why_no_sdk",
+]
 
 _STANDIN = "ipufit.poptorch"
 
@@ -95,3 +103,11 @@ def keeps_float64(module: Any) -> bool:
     if module.__name__ != _STANDIN:
         return False
     return bool(importlib.import_module(f"{_STANDIN}._precision").keeps_float64())
+
+
+def ignored_options(module: Any, options: Any) -> List[str]:
+    """Names of the setters that were used and change nothing; the SDK's PopTorch ignores none."""
+    if options is None or module.__name__ != _STANDIN:
+        return []
+    found = importlib.import_module(f"{_STANDIN}._options.ignored").ignored(options)
+    return list(found)
