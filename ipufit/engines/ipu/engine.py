@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from ipufit.engines.embedded.fingerprint import fingerprint
+from ipufit.engines.embedded.step import StepModule
 from ipufit.engines.ipu.device import OWNER
 from ipufit.engines.ipu.failures import told
 from ipufit.engines.ipu.inference import InferenceProgram
-from ipufit.engines.ipu.limits import check_request
+from ipufit.engines.ipu.limits import check_autocast, check_request
 from ipufit.engines.ipu.options import check_options, make_options, role_of
 from ipufit.engines.ipu.sdk import ignored_options, keeps_float64
 from ipufit.engines.ipu.size import Size
@@ -84,13 +85,14 @@ class IpuEngine:
     def build(self, spec: ProgramSpec) -> Program:
         """A program for the spec; it is compiled when the first micro-batch of a shape comes."""
         check_options(self.sdk, spec.options, role_of(spec.mode))
+        check_autocast()
         if spec.mode is Mode.TRAIN:
             return TrainingProgram(self, spec)
         return InferenceProgram(self, spec)
 
     def inference_unit(self, spec: ProgramSpec, size: Size, example: MicroBatch) -> Unit:
         """The compiled program for the example's shapes; compiled now if it is new."""
-        frozen, held = fingerprint(spec.module)
+        frozen, held = fingerprint(StepModule(spec.module, spec.loss))
         forms = tuple((leaf.dtype, leaf.shape[1:]) for leaf in example.leaves)
         key = (
             spec.mode,

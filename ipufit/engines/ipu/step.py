@@ -13,7 +13,7 @@ from ipufit.engines.embedded.fingerprint import called_objects
 from ipufit.engines.embedded.precision import with_inputs_in
 from ipufit.engines.embedded.rebinding import refuse_rebinding, storages
 from ipufit.engines.embedded.results import OutputShape, Reported
-from ipufit.engines.embedded.step import carries_loss
+from ipufit.engines.embedded.step import StepModule, carries_loss
 from ipufit.errors import ConfigurationError
 from ipufit.logged import Entries, collecting
 from ipufit.losses import Loss, LossTerm, loss_of_valid
@@ -108,6 +108,10 @@ class IpuStep(nn.Module):
     def reports(self) -> bool:
         """Whether there are numbers among the results."""
         return self._loss is not None and self._mode is not Mode.PREDICT
+
+    def whole(self) -> StepModule:
+        """The user's part of it: module and loss."""
+        return StepModule(self.net, self._loss)
 
     def forward(self, *tensors: Tensor) -> Tuple[Tensor, ...]:
         """One micro-batch."""

@@ -11,11 +11,12 @@ import torch
 
 from ipufit.engines.embedded.fingerprint import fingerprint
 from ipufit.engines.embedded.reduction import Reduction
-from ipufit.engines.embedded.step import public_name
+from ipufit.engines.embedded.step import StepModule, public_name
 from ipufit.engines.embedded.training import signature
 from ipufit.engines.ipu.copies import Host, Trained, plain
 from ipufit.engines.ipu.device import OWNER
 from ipufit.engines.ipu.failures import told
+from ipufit.engines.ipu.limits import check_trained
 from ipufit.engines.ipu.options import make_options, seed_of
 from ipufit.engines.ipu.reading import anchors_of
 from ipufit.engines.ipu.size import Size
@@ -60,6 +61,11 @@ class TrainingProgram:
                 "optimizer holds requires gradients any more. Unfreeze one with "
                 "requires_grad_(True), and call compile again if it was frozen then."
             )
+        check_trained(
+            spec.optimizer, list(self._host.trained), self._host.parameters, self._host.buffers()
+        )
+        # What it does depends on all that these hold.
+        self._whole = StepModule(spec.module, spec.loss)
         self._reduction = Reduction(spec)
         self._scheduled = _scheduled(spec)
         self._size = Size.of(spec.plan)
@@ -101,7 +107,7 @@ class TrainingProgram:
 
     def _prepared_main(self) -> Trained:
         self._refuse_frozen()
-        frozen, held = fingerprint(self._spec.module)
+        frozen, held = fingerprint(self._whole)
         if self._frozen is not None and unwrapped(frozen) != self._frozen:
             self._drop()
         self._frozen, self._held = unwrapped(frozen), held
@@ -223,6 +229,7 @@ class TrainingProgram:
 
     def run(self, batch: CombinedBatch) -> Anchors:
         """One execution: every update in turn, its micro-batches in stream order."""
+        self._host.refuse_changes()
         self._follow_the_optimizer()
         per_update = self._size.per_update
         work = list(batch.micro_batches)

@@ -67,7 +67,7 @@ class Unit:
         batch = [example] * self.size.micro_batches
         extra = self._padding([1.0] * len(batch), [example.size] * len(batch))
         arguments = [*self._combined(batch), *extra]
-        with told(self._sdk, "compiling"), attributes_kept(self.step.net):
+        with told(self._sdk, "compiling"), attributes_kept(self.step.whole()):
             OWNER.compile(self.executor, arguments)
         _warn_of_attributes(self.traced.attributes)
 
