@@ -1,6 +1,8 @@
 """Random numbers: where each stream starts, and how streams are kept apart.
 
 A micro-batch draws from a stream of its own, keyed by (seed, domain, update, place in the update).
+The updates of a run have consecutive numbers, so that one number says where an execution starts: an
+IPU is given it as its seed, and a program over the stand-in for one draws the same numbers.
 The place is ``a * R + r``, so replicas never share a stream; the key does not hold
 ``device_iterations``, so the numbers are the same for every value of it; and nothing has to be
 stored to resume but the update counter. Validation lives in another domain and cannot disturb
@@ -20,7 +22,16 @@ from typing import Iterator, Optional
 
 import torch
 
-__all__ = ["LOCK", "DataStream", "draw_seed", "isolated", "seed_generators", "stream_key"]
+__all__ = [
+    "LOCK",
+    "DataStream",
+    "draw_seed",
+    "isolated",
+    "micro_batch_key",
+    "seed_generators",
+    "stream_key",
+    "update_key",
+]
 
 
 # torch has one generator and one recorder in a process: threads take turns.
@@ -39,6 +50,21 @@ def stream_key(seed: int, *parts: object) -> int:
     """
     text = "/".join(str(part) for part in (seed, *parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def update_key(seed: int, domain: str, update: int) -> int:
+    """The number of an update, or of a forward pass of inference; the next one's is the next."""
+    return stream_key(seed, domain) + update
+
+
+def micro_batch_key(update: int, place: int) -> int:
+    """The generator seed of the micro-batch at a place of an update.
+
+    Args:
+        update: of :func:`update_key`.
+        place: within the update.
+    """
+    return stream_key(update, place)
 
 
 def seed_generators(key: int, device: torch.device) -> None:

@@ -277,7 +277,8 @@ class Session:
             f"\nWork, seed and options are those of {self.fixed.said}." if self.fixed.said else ""
         )
         explain = getattr(self.engine, "explain", None)
-        return "\n".join([text, *(explain(self.recipe) if explain is not None else ())])
+        particular = explain(self.recipe, self._options) if explain is not None else ()
+        return "\n".join([text, *particular])
 
     def retire(self) -> None:
         """The model has been compiled anew, or closed: let go of what the engine keeps."""

@@ -2,6 +2,7 @@
 
 import collections
 import os
+import pathlib
 import signal
 import zlib
 
@@ -24,9 +25,19 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 SAMPLE = 7
 EXAMPLES, ALL_EXAMPLES = 200, 2000
 
+# The tests of this folder itself are those of Model, which run on either engine.
+MODEL_SUITE = pathlib.Path(__file__).parent
+ENGINES = ("embedded", "ipu-standin")
+
 
 def pytest_addoption(parser):
-    """Offer all points of the grids."""
+    """Offer the other engine, and all points of the grids."""
+    parser.addoption(
+        "--engine",
+        choices=ENGINES,
+        default=ENGINES[0],
+        help="what runs the models of tests/test_*.py that choose no engine themselves",
+    )
     parser.addoption(
         "--exhaustive",
         action="store_true",
@@ -62,15 +73,19 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=left_out)
 
 
-@pytest.fixture(params=["embedded", "ipu-standin"])
+@pytest.fixture(autouse=True)
 def engine(request, monkeypatch):
-    """Every model of the test runs on this engine, in float64 also on the stand-in for an IPU.
+    """The engine that runs the model, in float64 also on the stand-in for an IPU.
 
     A test marked ``embedded_only(reason)`` is about what an IPU can't do, or does otherwise.
     """
-    monkeypatch.setenv("IPUFIT_ENGINE", request.param)
-    if request.param == "embedded":
-        yield request.param
+    name = request.config.getoption("--engine")
+    if request.path.parent != MODEL_SUITE:
+        yield name
+        return
+    monkeypatch.setenv("IPUFIT_ENGINE", name)
+    if name == "embedded":
+        yield name
         return
     marker = request.node.get_closest_marker("embedded_only")
     if marker is not None:
@@ -78,7 +93,7 @@ def engine(request, monkeypatch):
     from ipufit.poptorch._precision import float64_kept
 
     with float64_kept():
-        yield request.param
+        yield name
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import copy
 import torch
 from torch.func import functional_call
 
-from ipufit.randomness import stream_key
+from ipufit.randomness import micro_batch_key, update_key
 
 
 def cut(n, micro_batch):
@@ -59,7 +59,7 @@ def train(
             for place, rows in enumerate(group):
                 replica = place % replicas
                 if seed is not None:
-                    torch.manual_seed(stream_key(seed, "train", update, place))
+                    torch.manual_seed(micro_batch_key(update_key(seed, "train", update), place))
                 inputs, target = x[rows.start : rows.stop], y[rows.start : rows.stop]
                 prediction = functional_call(net, {**parameters, **buffers[replica]}, (inputs,))
                 value = loss(prediction, target)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import ipufit
 from ipufit.errors import DataError
+from tests.engines import embedded_only
 from tests.faulty import (
     SEVERAL,
     Batches,
@@ -322,6 +323,7 @@ def test_an_error_of_the_dataset_names_its_sample(di):
     assert fit(model).epoch == [0]
 
 
+@embedded_only("a device looks at no values: what it makes of such a target is its own affair")
 def test_a_target_outside_the_classes_ends_training_before_its_update():
     """Only a value shows it, in the middle of an execution: earlier updates of it are kept."""
     items = [(x, torch.zeros(4, dtype=torch.int64)) for x, _ in batches(6)]

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ipufit.errors import NonFiniteLossError
+from tests.engines import runs_eagerly
 from tests.faulty import (
     Net,
     Told,
@@ -142,6 +143,7 @@ def flat_weights(model):
     return {name: t.clone() for name, t in model.module.state_dict().items()}
 
 
+@runs_eagerly
 def test_eagerly_a_loss_that_is_no_number_is_reported_alike():
     """The debugging mode must stop at the same place."""
     items = batches(10)
@@ -294,6 +296,7 @@ class Signalled(Net):
 
 @pytest.mark.parametrize(("di", "kept"), [(1, 7), (4, 8)])
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+@runs_eagerly
 def test_ctrl_c_within_an_execution_waits_for_its_end(di, kept, late):
     """Half an execution would leave weights that no plan can tell of."""
     engine = Watched(late=late)
@@ -323,6 +326,7 @@ def test_ctrl_c_within_a_recorded_execution_waits_for_its_end():
     assert_ended_like(model, twin, expected, told, engine)
 
 
+@runs_eagerly
 def test_a_second_ctrl_c_interrupts_at_once_between_two_updates():
     """A long execution must not hold the terminal; the update that was begun is not half done."""
     engine = Watched()

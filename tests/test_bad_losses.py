@@ -6,6 +6,7 @@ from torch import nn
 
 import ipufit
 from ipufit.errors import LossError, OptimizerError
+from tests.engines import EAGER_OR_NOT, embedded_only, runs_eagerly
 from tests.faulty import (
     Net,
     Told,
@@ -22,7 +23,7 @@ from tests.faulty import (
 # ---- losses -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
 @pytest.mark.parametrize(
     ("loss", "text"),
     [
@@ -112,6 +113,7 @@ def test_a_module_frozen_after_compile_is_refused():
     assert fit(model).epoch == [0]
 
 
+@embedded_only("PopTorch has no sparse embedding, which it says itself")
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_sparse_gradients_are_refused(run_eagerly):
     """Flat dense updates would silently turn a sparse layer into a slow one, or fail late."""
@@ -143,7 +145,7 @@ class MineError(Exception):
     """An error that ipufit has never heard of."""
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
 @pytest.mark.parametrize(
     "mine",
     [
@@ -173,6 +175,7 @@ def test_an_error_of_forward_surfaces_as_it_is(mine, run_eagerly):
         model.evaluate(loader(), verbose=0)
 
 
+@runs_eagerly
 def test_an_error_of_a_later_forward_keeps_the_updates_before_it():
     """Eagerly a value can raise in the middle of an execution; its update is not begun."""
 

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ipufit
 from ipufit.randomness import DataStream, isolated, stream_key
+from tests.engines import counts_in_a_buffer, ragged, replicas_meet, runs_eagerly
 from tests.nets import CNN, Running, data
 
 
@@ -33,17 +34,19 @@ def equal(first, second):
 
 
 @functools.lru_cache(maxsize=None)
-def one_by_one(ga, replicas):
+def one_by_one(ga, replicas, n):
     """The same with an execution for every update."""
-    return fit(gradient_accumulation=ga, ipus=replicas)
+    return fit(n, gradient_accumulation=ga, ipus=replicas)
 
 
 @pytest.mark.parametrize("di", [2, 3, 5, 16, 100])
-@pytest.mark.parametrize(("ga", "replicas"), [(1, 1), (3, 2)])
-def test_device_iterations_do_not_change_a_bit(di, ga, replicas):
+@pytest.mark.parametrize(
+    ("ga", "replicas", "n"), [(1, 1, 70), pytest.param(3, 2, 70, marks=ragged), (3, 1, 72)]
+)
+def test_device_iterations_do_not_change_a_bit(di, ga, replicas, n):
     """How many updates share an execution is a matter of speed alone."""
-    found = fit(device_iterations=di, gradient_accumulation=ga, ipus=replicas)
-    assert equal(found, one_by_one(ga, replicas))
+    found = fit(n, device_iterations=di, gradient_accumulation=ga, ipus=replicas)
+    assert equal(found, one_by_one(ga, replicas, n))
 
 
 def test_one_seed_gives_one_result():
@@ -66,6 +69,7 @@ def test_without_a_seed_torch_manual_seed_fixes_the_run():
     assert equal(fit(seed=None), fit(seed=None))
 
 
+@runs_eagerly
 def test_a_run_without_capture_has_the_same_bits():
     """run_eagerly is the first debugging tool: it must show the same numbers."""
     work = {"device_iterations": 3, "gradient_accumulation": 2, "ipus": 2}
@@ -115,6 +119,7 @@ class Echo(nn.Module):
         return noise + self.weight * x[:, 0]
 
 
+@runs_eagerly
 def test_replicas_and_updates_draw_from_streams_of_their_own():
     """Two micro-batches with the same dropout mask would be a silent loss of randomness."""
     net = Echo()
@@ -140,19 +145,27 @@ def test_replicas_times_accumulation_decides_not_either():
             torch.testing.assert_close(value, results[0][0][name], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [CNN, Running], ids=lambda kind: kind.__name__)
-def test_two_fits_go_on_where_one_would(kind):
+@pytest.mark.parametrize(
+    ("kind", "ipus"),
+    [
+        (CNN, 1),
+        pytest.param(CNN, 2, marks=replicas_meet),
+        pytest.param(Running, 2, marks=counts_in_a_buffer),
+    ],
+)
+def test_two_fits_go_on_where_one_would(kind, ipus):
     """A second fit continues the counts, the optimizer's state and the buffers of every replica."""
     start = kind().double()
     net = copy.deepcopy(start)
     model = ipufit.Model(net)
     model.compile("adam", "cross_entropy")
-    loader = DataLoader(TensorDataset(*data(70)), batch_size=4)
-    losses = []
+    n = 72 if ipus == 1 else 70
+    loader = DataLoader(TensorDataset(*data(n)), batch_size=4)
+    losses, plan = [], {"ipus": ipus, "gradient_accumulation": 2}
     for epoch in range(2):
-        work = {"initial_epoch": epoch, "epochs": epoch + 1, "ipus": 2, "gradient_accumulation": 2}
+        work = {"initial_epoch": epoch, "epochs": epoch + 1, **plan}
         losses += model.fit(loader, seed=7, verbose=0, **work).history["loss"]
-    once = fit(net=copy.deepcopy(start), shuffle=False, ipus=2, gradient_accumulation=2)
+    once = fit(net=copy.deepcopy(start), n=n, shuffle=False, **plan)
     assert equal((net.state_dict(), {"loss": losses}), once)
 
 

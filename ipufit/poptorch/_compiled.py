@@ -212,13 +212,12 @@ class Compiled:
         return updates.loss_scaling if isinstance(updates, DeviceOptimizer) else 1.0
 
     @outside_inference_mode
-    def run(self, arguments: Arguments, seed: int, done: int) -> Any:
+    def run(self, arguments: Arguments, seed: int) -> Any:
         """One call.
 
         Args:
             arguments: like those that it was compiled for.
-            seed: of the random numbers.
-            done: iterations since the seed was set.
+            seed: of the first iteration's random numbers; the next one's is the next number.
         Returns:
             What forward returns, each tensor holding the micro-batches that come back.
         """
@@ -228,7 +227,7 @@ class Compiled:
         changed = self.recorded.changed_inputs
         for place in changed:
             inputs[place] = inputs[place].clone()
-        outputs, anchors = self._execution.run(inputs, seed, done)
+        outputs, anchors = self._execution.run(inputs, seed)
         self.anchors = dict(zip(self._options.anchored_tensors, anchors))
         if self.is_synthetic:
             # Nothing comes back of a run on made-up data.

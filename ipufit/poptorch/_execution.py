@@ -23,7 +23,7 @@ from ipufit.poptorch._floating_point import Checked
 from ipufit.poptorch._half import half_computed, makes_half
 from ipufit.poptorch._recorded import Recorded
 from ipufit.poptorch.enums import OutputMode
-from ipufit.randomness import isolated, seed_generators, stream_key
+from ipufit.randomness import isolated, micro_batch_key, seed_generators
 
 __all__ = ["Execution", "Shape"]
 
@@ -160,13 +160,12 @@ class Execution:
         self._half = makes_half(recorded.graph)
         self._outputs = sum(recorded.outputs.computed)
 
-    def run(self, inputs: Sequence[Tensor], seed: int, done: int) -> List[List[Tensor]]:
+    def run(self, inputs: Sequence[Tensor], seed: int) -> List[List[Tensor]]:
         """One call.
 
         Args:
             inputs: combined batches, the device's own copies; changed where forward changes them.
-            seed: of the random numbers.
-            done: iterations since the seed was set.
+            seed: of the first iteration's random numbers; the next one's is the next number.
         Returns:
             The computed outputs of forward, and the tensors that were anchored.
         """
@@ -187,7 +186,7 @@ class Execution:
                 leaves = [each[shape.input_place(*place)] for each in parts]
                 self._counters.input(started, time.perf_counter())
                 if recorded.random:
-                    self._start_random_numbers(seed, done, place)
+                    self._start_random_numbers(seed, place)
                 tensors = self._micro_batch(place[2], leaves)
                 own = len(tensors) - len(self._inner)
                 returned, inner = recorded.returned(tensors[:own]), tensors[own:]
@@ -206,12 +205,11 @@ class Execution:
                     total, pending = {}, []
         return [results.joined(), anchors.joined()]
 
-    def _start_random_numbers(self, seed: int, done: int, place: Tuple[int, int, int]) -> None:
-        """Those of ``ipufit.Model`` for the same seed, update and place in it."""
+    def _start_random_numbers(self, seed: int, place: Tuple[int, int, int]) -> None:
+        """Those of ``ipufit.Model`` for the same number of an update, and place in it."""
         iteration, step, replica = place
-        domain = "train" if self._recorded.trace.training else "infer"
         within = step * self._shape.replicas + replica
-        seed_generators(stream_key(seed, domain, done + iteration, within), _HOST)
+        seed_generators(micro_batch_key(seed + iteration, within), _HOST)
 
     def _micro_batch(self, replica: int, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
         scale = torch.tensor(self._scale())

@@ -73,9 +73,10 @@ class PoplarExecutor(Inspection):
         self._lease: Optional[Lease] = None
         self._groupings: Dict[str, ReplicaGrouping] = {}
         self._anchors: Dict[str, Tensor] = {}
-        self._seed: List[int] = []
+        # Of the next device iteration's random numbers; None until it is drawn.
+        self._seed: Optional[int] = None
         if self._options.exists("random_seed"):
-            self._seed = [self._options.random_seed, 0]
+            self._seed = self._options.random_seed
         self._optimizer: Optional[OptimizerLink] = None
         if training:
             check_module(self._user_model)
@@ -172,7 +173,8 @@ class PoplarExecutor(Inspection):
             self._optimizer.bind(program, trained, self._host)
         program.check_anchors()
         self._compiled = program
-        self._seed = self._seed or [secrets.randbits(31), 0]
+        if self._seed is None:
+            self._seed = secrets.randbits(31)
 
     @spanned
     def compileAndExport(
@@ -235,7 +237,8 @@ class PoplarExecutor(Inspection):
         self._set_program(saved.arguments, saved, filename)
         if saved.optimizer_state is not None and self._optimizer is not None:
             self._optimizer.restore(saved.optimizer_state)
-        self._seed = saved.rng_state or self._seed
+        if saved.rng_state is not None:
+            self._seed = saved.rng_state[0]
         if self._options.connection_type == ConnectionType.Always:
             self._attach_or_forget()
 
@@ -300,8 +303,8 @@ class PoplarExecutor(Inspection):
         if self._optimizer is not None:
             self._optimizer.send()
         with self._profiling.tracepoint("modelExecution"):
-            result = program.run(arguments, self._seed[0], self._seed[1])
-        self._seed = [self._seed[0], self._seed[1] + self._options.device_iterations]
+            result = program.run(arguments, self.rng_state[0])
+        self.rng_state = [self.rng_state[0] + self._options.device_iterations]
         self._anchors = program.anchors
         if not program.is_synthetic:
             self._ran()
@@ -412,11 +415,12 @@ class PoplarExecutor(Inspection):
 
     @property
     def rng_state(self) -> List[int]:
-        """Seed of the random numbers, and how many device iterations have drawn from them."""
+        """The seed of the next device iteration's random numbers: each takes the next number."""
         self._program()
-        return list(self._seed)
+        assert self._seed is not None, "drawn at the latest when compiling"
+        return [self._seed]
 
     @rng_state.setter
     def rng_state(self, state: List[int]) -> None:
         self._program()
-        self._seed = [*state, 0][:2]
+        self._seed = state[0]

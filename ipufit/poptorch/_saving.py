@@ -153,7 +153,7 @@ def _saved(values: Mapping[str, Any]) -> Saved:
         model,
         optimizer_from_values(values["optimizer"]),
         values["optimizer_state"],
-        None if rng is None else [int(number) for number in rng],
+        None if rng is None else [int(rng[0])],
     )
 
 

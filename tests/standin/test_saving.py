@@ -285,11 +285,11 @@ def test_loading_replaces_the_program_and_keeps_the_training(path):
 def test_the_state_of_random_numbers_is_saved_unless_unwanted(path):
     executor, batch = trainer(), data()
     executor(*batch)
-    assert executor.rng_state == [3, 2]
+    assert executor.rng_state == [5]
     executor.save(path)
-    assert poptorch.load(path).rng_state == [3, 2]
+    assert poptorch.load(path).rng_state == [5]
     executor.save(path, save_rng_state=False)
-    assert poptorch.load(path).rng_state == [3, 0]
+    assert poptorch.load(path).rng_state == [3]
 
 
 def test_a_folder_gets_a_file_inside_and_a_file_is_no_folder(tmp_path):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ipufit.engines.embedded.precision import check_precision
 from ipufit.engines.embedded.step import public_name
 from ipufit.program import MicroBatch, Prepared, ProgramSpec
-from ipufit.randomness import isolated, seed_generators, stream_key
+from ipufit.randomness import isolated, micro_batch_key, seed_generators, update_key
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
@@ -58,10 +58,10 @@ class BaseProgram:
         with torch.no_grad(), isolated(self._device) if random else contextlib.nullcontext():
             yield
 
-    def _seed(self, recorded: Recorded, *place: int) -> None:
+    def _seed(self, recorded: Recorded, update: int, place: int = 0) -> None:
         if recorded.random:
-            key = stream_key(self._spec.seed, self._spec.domain, *place)
-            seed_generators(key, self._device)
+            key = update_key(self._spec.seed, self._spec.domain, update)
+            seed_generators(micro_batch_key(key, place), self._device)
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> Dict[str, Tensor]:

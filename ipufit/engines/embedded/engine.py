@@ -7,7 +7,7 @@ import dataclasses
 import time
 import warnings
 from collections import OrderedDict
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -208,8 +208,13 @@ class EmbeddedEngine:
         repeated = recompute_layers(graph)
         self.recomputed = (repeated, before, peak_bytes(graph))
 
-    def explain(self, recipe: Recipe) -> List[str]:
-        """What is particular about how it runs, in sentences."""
+    def explain(self, recipe: Recipe, options: Mapping[str, Any]) -> List[str]:
+        """What is particular about how it runs, in sentences.
+
+        Args:
+            recipe: how an update is made.
+            options: those of an IPU; here there are none.
+        """
         if self.recomputed is None or not recipe.recompute:
             return []
         repeated, before, after = self.recomputed

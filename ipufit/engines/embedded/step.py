@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-import re
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
@@ -15,6 +13,7 @@ from ipufit import tree
 from ipufit.engines.embedded.fingerprint import called_objects
 from ipufit.engines.embedded.marks import backward_marked, layers_marked
 from ipufit.engines.embedded.precision import computing_in, with_inputs_in
+from ipufit.engines.embedded.rebinding import public_name, refuse_rebinding, storages
 from ipufit.engines.embedded.results import OutputShape, Reported
 from ipufit.engines.embedded.storage import Block, storage_id
 from ipufit.errors import CaptureError, LossError
@@ -54,7 +53,7 @@ class StepModule(nn.Module):
             with_loss: whether to compute it.
         """
         args, kwargs, target, sample_weight = batch
-        storages = {name: storage_id(tensor) for name, tensor in tensors.items()}
+        before = storages(tensors)
         result = self.net(*args, **kwargs)
         outputs, term = result, None
         if self._loss is not None and self._loss.in_module:
@@ -62,69 +61,8 @@ class StepModule(nn.Module):
                 outputs, term = self._loss.split(result)
         elif with_loss and self._loss is not None:
             term = self._loss(result, target, sample_weight)
-        self._refuse_rebinding(tensors, storages)
+        refuse_rebinding(self, tensors, before)
         return outputs, term if with_loss else None
-
-    def _refuse_rebinding(self, tensors: Mapping[str, Tensor], storages: Mapping[str, int]) -> None:
-        now: Dict[str, Tensor] = dict(self.named_parameters())
-        now.update(self.named_buffers())
-        for name in sorted({*tensors, *now}):
-            tensor = tensors.get(name)
-            if (
-                tensor is None
-                or now.get(name) is not tensor
-                or storage_id(tensor) != storages[name]
-            ):
-                raise self._rebound(name, new=tensor is None)
-
-    def _rebound(self, name: str, new: bool) -> CaptureError:
-        path, _, attribute = name.rpartition(".")
-        parts = path.split(".")
-        owners = [self.get_submodule(".".join(parts[:i])) for i in range(len(parts), 0, -1)]
-        file, line = _assignment([type(owner) for owner in owners], attribute)
-        if new:
-            what = "registered"
-            instead = "Register it in __init__, and change it in place in forward"
-        elif attribute in owners[0]._parameters:
-            what = "replaced by another tensor"
-            instead = "Keep the new value under another name, or make it a buffer"
-        else:
-            what = "replaced by another tensor"
-            instead = f"Change it in place: self.{attribute}.copy_(new_value)"
-        at = f", at {file}:{line}" if file else ""
-        return CaptureError(
-            f"{public_name(name)!r} was {what} inside forward{at}, and the program would never see "
-            f"the new one. {instead}.",
-            file,
-            line,
-        )
-
-
-def public_name(name: str) -> str:
-    """The user's name for the step module's ``net.name``; the loss keeps its prefix."""
-    return name[len("net.") :] if name.startswith("net.") else name
-
-
-def _assignment(owners: Sequence[type], attribute: str) -> Tuple[Optional[str], Optional[int]]:
-    """File and line where a forward of the user's sets the attribute, or else where one begins."""
-    name = re.escape(attribute)
-    setting = re.compile(rf"\.{name}(\.data)?\s*=(?!=)|[\"']{name}[\"']")
-    begin: Tuple[Optional[str], Optional[int]] = (None, None)
-    for owner in owners:
-        if owner.__module__.partition(".")[0] == "torch":
-            continue
-        try:
-            forward = inspect.unwrap(owner.forward)  # type: ignore[attr-defined]
-            file = inspect.getsourcefile(forward)
-            lines, first = inspect.getsourcelines(forward)
-        except (OSError, TypeError, AttributeError):
-            continue
-        for number, line in enumerate(lines, first):
-            if setting.search(line):
-                return file, number
-        if begin == (None, None):
-            begin = file, first
-    return begin
 
 
 @contextlib.contextmanager

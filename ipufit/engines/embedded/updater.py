@@ -29,7 +29,7 @@ from ipufit.engines.embedded.rules import Rule, rule_for
 from ipufit.engines.embedded.storage import Block, FlatStorage, group_alike
 from ipufit.errors import OptimizerError
 
-__all__ = ["Graphs", "Updater", "torchs_step", "updater_for"]
+__all__ = ["Graphs", "Updater", "refuse_step_hooks", "torchs_step", "updater_for"]
 
 
 # Recorded updates, by all that they depend on.
@@ -75,6 +75,20 @@ class Updater(Protocol):
         ...
 
 
+def refuse_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Nothing would call them.
+
+    Raises:
+        OptimizerError: there are hooks on ``step``.
+    """
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if getattr(optimizer, name, None):
+            raise OptimizerError(
+                f"hooks on the step of {type(optimizer).__name__} can't run: in one program there "
+                "is no call of step. Remove them, or do their work in a callback."
+            )
+
+
 def updater_for(
     optimizer: torch.optim.Optimizer,
     graphs: Graphs,
@@ -94,12 +108,7 @@ def updater_for(
         OptimizerError: hooks on ``step``, or a schedule for an optimizer whose hyper-parameters are
             constants.
     """
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        if getattr(optimizer, name, None):
-            raise OptimizerError(
-                f"hooks on the step of {type(optimizer).__name__} can't run: in one program there "
-                "is no call of step. Remove them, or do their work in a callback."
-            )
+    refuse_step_hooks(optimizer)
     rule = rule_for(optimizer)
     if rule is not None:
         # A decay that is zero now and then is still a decay: times zero it changes nothing.

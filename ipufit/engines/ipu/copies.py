@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Dict, FrozenSet, List, Optional, Sequence
+from typing import Any, Dict, FrozenSet, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
+from ipufit.engines.embedded.following import changed_shape, refuse_replaced
+from ipufit.engines.embedded.step import StepModule
 from ipufit.engines.ipu.device import OWNER
 from ipufit.engines.ipu.failures import told
 from ipufit.engines.ipu.optimizers import DeviceOptimizer
@@ -40,12 +42,15 @@ class Host:
             "net": spec.module,
             "loss_module": spec.loss.module if spec.loss is not None else None,
         }
+        self._whole = StepModule(spec.module, spec.loss)
         groups = spec.optimizer.param_groups if spec.optimizer is not None else []
         owned = {id(p) for group in groups for p in group["params"]}
         self.parameters: Dict[str, nn.Parameter] = dict(self._named("named_parameters"))
         self.trained = {
             name: p for name, p in self.parameters.items() if p.requires_grad and id(p) in owned
         }
+        self._at_start = self.tensors()
+        self._forms = {name: _form(p) for name, p in self.parameters.items()}
         # By this way round what PopTorch wraps, they can be changed without fetching all weights.
         self._counters: Dict[str, Tensor] = {
             name: buffer.detach()
@@ -61,6 +66,17 @@ class Host:
                     seen.add(id(tensor))
                     found.append((f"{prefix}.{name}", tensor))
         return found
+
+    def refuse_changes(self) -> None:
+        """Make sure that what was there at the start is there, and as it was.
+
+        Raises:
+            ConfigurationError: a parameter or buffer was replaced, or changed its shape or dtype.
+        """
+        refuse_replaced(self._whole, self._at_start)
+        for name, form in self._forms.items():
+            if _form(self.parameters[name]) != form:
+                raise changed_shape(name)
 
     def count(self, name: str, times: int) -> None:
         """Let a counter go on, which a device leaves alone."""
@@ -137,11 +153,10 @@ class Trained:
         """PopTorch's."""
         return self.unit.executor
 
-    def compile(self, example: MicroBatch) -> List[str]:
-        """Compile for micro-batches like this one; what forward sets on itself."""
-        changed = self.unit.compile(example)
+    def compile(self, example: MicroBatch) -> None:
+        """Compile for micro-batches like this one."""
+        self.unit.compile(example)
         self.optimizer.load()
-        return changed
 
     def load(self) -> None:
         """Take over the user's tensors and the state of torch's optimizer."""
@@ -178,6 +193,11 @@ class Trained:
         for tensor, kind in self._kinds:
             if type(tensor) is not kind:
                 tensor.__class__ = kind
+
+
+def _form(parameter: Tensor) -> Tuple[Any, ...]:
+    # See versions.
+    return tuple(object.__getattribute__(parameter, name) for name in ("shape", "dtype"))
 
 
 def _copy(source: Dict[str, Tensor], target: Dict[str, Tensor]) -> None:

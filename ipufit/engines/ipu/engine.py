@@ -5,20 +5,21 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import OrderedDict
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 import torch
 from torch import nn
 
 from ipufit.engines.embedded.fingerprint import fingerprint
+from ipufit.engines.embedded.step import StepModule
 from ipufit.engines.ipu.device import OWNER
 from ipufit.engines.ipu.failures import told
 from ipufit.engines.ipu.from_config import engine_options
 from ipufit.engines.ipu.inference import InferenceProgram
-from ipufit.engines.ipu.limits import check_request
+from ipufit.engines.ipu.limits import check_autocast, check_request
 from ipufit.engines.ipu.options import check_options, make_options, role_of
 from ipufit.engines.ipu.placing import refuse_two_strategies
-from ipufit.engines.ipu.sdk import keeps_float64
+from ipufit.engines.ipu.sdk import ignored_options, keeps_float64
 from ipufit.engines.ipu.size import Size
 from ipufit.engines.ipu.step import Form, IpuStep
 from ipufit.engines.ipu.training import TrainingProgram, unwrapped
@@ -99,15 +100,15 @@ class IpuEngine:
     def build(self, spec: ProgramSpec) -> Program:
         """A program for the spec; it is compiled when the first micro-batch of a shape comes."""
         check_options(self.sdk, spec.options, role_of(spec.mode))
+        check_autocast()
         if spec.mode is Mode.TRAIN:
             return TrainingProgram(self, spec)
         return InferenceProgram(self, spec)
 
     def inference_unit(self, spec: ProgramSpec, size: Size, example: MicroBatch) -> Unit:
         """The compiled program for the example's shapes; compiled now if it is new."""
-        frozen, held = fingerprint(spec.module)
+        frozen, held = fingerprint(StepModule(spec.module, spec.loss))
         forms = tuple((leaf.dtype, leaf.shape[1:]) for leaf in example.leaves)
-        # Random numbers are a program's own: one for each seed and use of them.
         key = (
             spec.mode,
             spec.want_outputs,
@@ -127,7 +128,7 @@ class IpuEngine:
         return self._inference[key][0]
 
     def _compiled(self, spec: ProgramSpec, size: Size, example: MicroBatch) -> Unit:
-        options = make_options(self.sdk, spec.options, spec, size, spec.first_update)
+        options = make_options(self.sdk, spec.options, spec, size)
         step = IpuStep(self.sdk, spec.module, spec.loss, spec, Form.of(example, size.padding))
         step.training = spec.module.training
         with self.timed(), told(self.sdk, "wrapping the module"):
@@ -152,8 +153,13 @@ class IpuEngine:
         while self._inference:
             self._destroy(self._inference.popitem(last=False)[1][0])
 
-    def explain(self, recipe: Recipe) -> List[str]:
-        """What is particular about how it runs, in sentences."""
+    def explain(self, recipe: Recipe, options: Mapping[str, Any]) -> List[str]:
+        """What is particular about how it runs, in sentences.
+
+        Args:
+            recipe: how an update is made.
+            options: as for :meth:`check`.
+        """
         lines = []
         schedule = recipe.schedule
         if schedule is not None and schedule.per_update:
@@ -168,6 +174,10 @@ class IpuEngine:
                 f"output_mode={recipe.output_mode.kind!r} chooses on the host: the device hands "
                 "back all outputs, because losses come back from every micro-batch."
             )
+        for role, given in options.items():
+            names = ignored_options(self.sdk, given)
+            if names:
+                lines.append(f"Of {role}, these change nothing on {self.name}: {', '.join(names)}.")
         return lines
 
     @contextlib.contextmanager

@@ -10,6 +10,7 @@ from ipufit.engines.embedded.step import public_name
 from ipufit.engines.ipu.copies import Host, plain
 from ipufit.engines.ipu.device import OWNER
 from ipufit.engines.ipu.failures import told
+from ipufit.engines.ipu.options import seed_of
 from ipufit.engines.ipu.reading import anchors_of
 from ipufit.engines.ipu.size import Size
 from ipufit.engines.ipu.unit import Result, Unit
@@ -40,6 +41,7 @@ class InferenceProgram:
         self._spec = spec
         self._host = Host(spec)
         self._size = Size.of(spec.plan)
+        self._passes = 0
         self.updates = spec.first_update
 
     def _unit(self, example: MicroBatch) -> Unit:
@@ -80,7 +82,8 @@ class InferenceProgram:
         for first in range(0, len(work), count):
             part = list(work[first : first + count])
             full = part + [part[-1]] * (count - len(part))
-            results += unit.run(full)[: len(part)]
+            results += unit.run(full, seed_of(self._spec, self._passes))[: len(part)]
+            self._passes += len(part)
         return results
 
     def read_state(self) -> TrainState:

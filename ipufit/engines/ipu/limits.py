@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Iterator, Optional, Tuple
+from typing import Iterator, Mapping, Optional, Sequence, Tuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ipufit.engines.embedded.precision import autocast_state
+from ipufit.engines.embedded.rules import rule_for
+from ipufit.engines.embedded.sharing import refuse_shared_memory
+from ipufit.engines.embedded.updater import refuse_step_hooks
 from ipufit.engines.ipu.optimizers import check_optimizer
 from ipufit.errors import ConfigurationError
 from ipufit.faults import Faults
 from ipufit.losses import Loss
 from ipufit.recipe import Recipe
 
-__all__ = ["check_request"]
+__all__ = ["check_autocast", "check_request", "check_trained"]
 
 
 def check_request(
@@ -45,6 +49,36 @@ def check_request(
     with faults.collected():
         _check_tensors(module, loss, wide)
     faults.raise_all()
+
+
+def check_autocast() -> None:
+    """Make sure that no autocast of the user's is on while something is compiled.
+
+    Raises:
+        ConfigurationError: one is.
+    """
+    if autocast_state(torch.device("cpu"))[0]:
+        raise ConfigurationError(
+            "an IPU can't run under torch.autocast: PopTorch has no autocast. Leave it out, "
+            "convert the module with module.half(), or use engine='embedded'."
+        )
+
+
+def check_trained(
+    optimizer: torch.optim.Optimizer,
+    trained: Sequence[str],
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+) -> None:
+    """Make sure that no program would lose what torch's own step does, here or on any engine.
+
+    Raises:
+        OptimizerError: hooks on ``step``, a graph through it, or complex parameters.
+        ConfigurationError: parameters that share memory without being one.
+    """
+    refuse_step_hooks(optimizer)
+    rule_for(optimizer)
+    refuse_shared_memory(trained, parameters, buffers)
 
 
 def _refused(recipe: Recipe, run_eagerly: bool) -> Iterator[Tuple[str, str, str]]:
@@ -102,7 +136,7 @@ def _check_tensors(module: nn.Module, loss: Loss, wide: bool) -> None:
                     "with module.float(), or use engine='embedded'."
                 )
     for name, parameter in module.named_parameters():
-        if parameter._backward_hooks:
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ConfigurationError(
                 f"an IPU runs no hooks on gradients, but {name!r} has one. Remove it, or use "
                 "engine='embedded'."

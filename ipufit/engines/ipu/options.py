@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Mapping, Tuple
 
-import torch
-
 from ipufit.engines.ipu.placing import place
 from ipufit.engines.ipu.size import Size
 from ipufit.errors import ConfigurationError
 from ipufit.program import Mode, ProgramSpec
-from ipufit.randomness import isolated, stream_key
+from ipufit.randomness import update_key
 
-__all__ = ["check_options", "make_options", "role_of"]
-
-_HOST = torch.device("cpu")
-# A device takes a seed of 32 bits.
-_SEEDS = 2**31
+__all__ = ["check_options", "make_options", "role_of", "seed_of"]
 
 
 def role_of(mode: Mode) -> str:
@@ -44,7 +38,18 @@ def check_options(sdk: Any, options: Any, role: str) -> None:
         )
 
 
-def make_options(sdk: Any, given: Any, spec: ProgramSpec, size: Size, first_seed: int) -> Any:
+def seed_of(spec: ProgramSpec, updates: int) -> int:
+    """What a device's random numbers start from after so many updates, or passes of inference.
+
+    It is set before every call, and so they depend on nothing that ran before. ``randomSeed`` in
+    the user's options takes the place of the seed of ``fit``.
+    """
+    given = spec.options
+    own = given is not None and given.exists("random_seed")
+    return update_key(given.random_seed if own else spec.seed, spec.domain, updates)
+
+
+def make_options(sdk: Any, given: Any, spec: ProgramSpec, size: Size) -> Any:
     """Options of a program of this size; the user's own object stays as it is.
 
     Args:
@@ -52,12 +57,15 @@ def make_options(sdk: Any, given: Any, spec: ProgramSpec, size: Size, first_seed
         given: ``poptorch.Options`` or None.
         spec: what is built.
         size: of one call.
-        first_seed: keeps programs of one kind apart.
 
     Raises:
         ConfigurationError: the user's options contradict the plan; with all contradictions.
     """
-    options = given.clone() if given is not None else sdk.Options()
+    if given is not None:
+        options = given.clone()
+    else:
+        # PopTorch's bar would be drawn into logs, and whatever verbose says.
+        options = sdk.Options().showCompilationProgressBar(False)
     training = spec.mode is Mode.TRAIN
     wanted = _wanted(spec)
     _refuse_contradictions(sdk, options, role_of(spec.mode), wanted)
@@ -77,10 +85,6 @@ def make_options(sdk: Any, given: Any, spec: ProgramSpec, size: Size, first_seed
     if size.replicas > 1:
         # Each replica has running statistics of its own.
         options.broadcastBuffers(False)
-    if not options.exists("random_seed"):
-        # PopTorch seeds torch's own generator at once, which is the user's.
-        with isolated(_HOST):
-            options.randomSeed(stream_key(spec.seed, spec.domain, first_seed) % _SEEDS)
     return options
 
 

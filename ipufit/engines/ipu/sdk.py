@@ -8,7 +8,7 @@ import importlib.util
 import platform
 import types
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, List, Optional
 
 import torch
 
@@ -16,6 +16,7 @@ from ipufit.errors import ConfigurationError
 
 __all__ = [
     "find_sdk",
+    "ignored_options",
     "is_standin",
     "keeps_float64",
     "load_sdk",
@@ -114,3 +115,11 @@ def keeps_float64(module: Any) -> bool:
     if not is_standin(module):
         return False
     return bool(importlib.import_module(f"{_STANDIN}._precision").keeps_float64())
+
+
+def ignored_options(module: Any, options: Any) -> List[str]:
+    """Names of the setters that were used and change nothing; the SDK's PopTorch ignores none."""
+    if options is None or not is_standin(module):
+        return []
+    found = importlib.import_module(f"{_STANDIN}._options.ignored").ignored(options)
+    return list(found)

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from ipufit import tree
 from ipufit.engines.embedded.fingerprint import called_objects
 from ipufit.engines.embedded.precision import with_inputs_in
+from ipufit.engines.embedded.rebinding import refuse_rebinding, storages
 from ipufit.engines.embedded.results import OutputShape, Reported
-from ipufit.engines.embedded.step import carries_loss
+from ipufit.engines.embedded.step import StepModule, carries_loss
 from ipufit.engines.ipu.placing import begin_loss, block_of, ipu_of
 from ipufit.errors import ConfigurationError
 from ipufit.logged import Entries, collecting
@@ -56,6 +57,7 @@ class Traced:
         reported: what the numbers are.
         counters: how often one micro-batch runs through each BatchNorm that counts.
         changed: names of the floating-point buffers that forward changes.
+        attributes: what forward sets on itself, as "Class.attribute".
     """
 
     outputs: OutputShape = dataclasses.field(default_factory=lambda: OutputShape(None))
@@ -63,6 +65,7 @@ class Traced:
     reported: Reported = dataclasses.field(default_factory=Reported)
     counters: Dict[str, int] = dataclasses.field(default_factory=dict)
     changed: Tuple[str, ...] = ()
+    attributes: Tuple[str, ...] = ()
 
 
 class IpuStep(nn.Module):
@@ -112,17 +115,24 @@ class IpuStep(nn.Module):
         """Whether there are numbers among the results."""
         return self._loss is not None and self._mode is not Mode.PREDICT
 
+    def whole(self) -> StepModule:
+        """The user's part of it: module and loss."""
+        return StepModule(self.net, self._loss)
+
     def forward(self, *tensors: Tensor) -> Tuple[Tensor, ...]:
         """One micro-batch."""
         leaves, share, valid = self._taken_apart(tensors)
         batch = tree.unflatten(leaves, self._form.structure)
         batch = with_inputs_in(self._precision, batch)
-        before = self._versions()
+        own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        versions, places, attributes = self._versions(), storages(own), self._attributes()
         kept = self._recompute if self.trains else ()
         checkpointed = outputs_checkpointed(self._sdk, self.net, kept)
         with collecting() as entries, traced_by(self._sdk), checkpointed:
             outputs, term = self._call(batch, valid)
-        self._note_changes(before)
+        refuse_rebinding(self, own, places)
+        self._note_attributes(attributes)
+        self._note_changes(versions)
         result: List[Tensor] = []
         if term is not None:
             self.traced.reported, numbers = Reported.of(term, entries)
@@ -188,6 +198,31 @@ class IpuStep(nn.Module):
         marked: Tensor = self._sdk.identity_loss(value, reduction="none")
         return marked.reshape(1)
 
+    def _attributes(self) -> List[Tuple[object, Dict[str, Any], Dict[str, int]]]:
+        """What the user's modules hold: values, and lengths of containers."""
+        parts = [*self.net.modules(), *self.called]
+        return [
+            (part, dict(vars(part)), _lengths(part))
+            for part in parts
+            if type(part).__module__.partition(".")[0] != "torch"
+        ]
+
+    def _note_attributes(
+        self, before: Sequence[Tuple[object, Dict[str, Any], Dict[str, int]]]
+    ) -> None:
+        # Noted here, since a PopTorch may put them back when it has traced.
+        found = []
+        for part, values, lengths in before:
+            now = vars(part)
+            names = {name for name in now if values.get(name, before) is not now[name]}
+            names.update(
+                name
+                for name, length in _lengths(part).items()
+                if lengths.get(name, length) != length
+            )
+            found += [f"{type(part).__name__}.{name}" for name in names]
+        self.traced.attributes = tuple(sorted(set(found)))
+
     def _versions(self) -> Dict[str, int]:
         return {name: buffer._version for name, buffer in self.named_buffers()}
 
@@ -221,3 +256,11 @@ class IpuStep(nn.Module):
         owner = self.get_submodule(path)
         is_norm = isinstance(owner, nn.modules.batchnorm._BatchNorm)
         return attribute == "num_batches_tracked" and is_norm and owner.momentum is not None
+
+
+def _lengths(part: object) -> Dict[str, int]:
+    return {
+        name: len(value)
+        for name, value in vars(part).items()
+        if type(value) in (list, dict, set) and not name.startswith("_")
+    }

@@ -5,19 +5,19 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import warnings
 from typing import TYPE_CHECKING, Any, Dict, FrozenSet, List, Optional, Sequence, Tuple
 
 import torch
 
 from ipufit.engines.embedded.fingerprint import fingerprint
 from ipufit.engines.embedded.reduction import Reduction
-from ipufit.engines.embedded.step import public_name
+from ipufit.engines.embedded.step import StepModule, public_name
 from ipufit.engines.embedded.training import signature
 from ipufit.engines.ipu.copies import Host, Trained, plain
 from ipufit.engines.ipu.device import OWNER
 from ipufit.engines.ipu.failures import told
-from ipufit.engines.ipu.options import make_options
+from ipufit.engines.ipu.limits import check_trained
+from ipufit.engines.ipu.options import make_options, seed_of
 from ipufit.engines.ipu.reading import anchors_of
 from ipufit.engines.ipu.size import Size
 from ipufit.engines.ipu.tails import filled, padded, padding_needed, samples_stand_apart
@@ -61,6 +61,11 @@ class TrainingProgram:
                 "optimizer holds requires gradients any more. Unfreeze one with "
                 "requires_grad_(True), and call compile again if it was frozen then."
             )
+        check_trained(
+            spec.optimizer, list(self._host.trained), self._host.parameters, self._host.buffers()
+        )
+        # What it does depends on all that these hold.
+        self._whole = StepModule(spec.module, spec.loss)
         self._reduction = Reduction(spec)
         self._scheduled = _scheduled(spec)
         self._size = Size.of(spec.plan)
@@ -102,7 +107,7 @@ class TrainingProgram:
 
     def _prepared_main(self) -> Trained:
         self._refuse_frozen()
-        frozen, held = fingerprint(self._spec.module)
+        frozen, held = fingerprint(self._whole)
         if self._frozen is not None and unwrapped(frozen) != self._frozen:
             self._drop()
         self._frozen, self._held = unwrapped(frozen), held
@@ -128,7 +133,7 @@ class TrainingProgram:
             example = example.cut(size.micro_batch)
         self._leave()
         engine, spec = self._engine, self._spec
-        options = make_options(engine.sdk, spec.options, spec, size, self.updates)
+        options = make_options(engine.sdk, spec.options, spec, size)
         with engine.timed():
             program = Trained(
                 engine.sdk,
@@ -142,9 +147,8 @@ class TrainingProgram:
                 wide=engine.wide,
             )
             self._programs[size] = program
-            changed = program.compile(example)
+            program.compile(example)
         engine.compiled += 1
-        _warn_of_attributes(changed)
         self._refuse_shared_count(program)
         self._enter(program)
         if self._published is None:
@@ -225,6 +229,7 @@ class TrainingProgram:
 
     def run(self, batch: CombinedBatch) -> Anchors:
         """One execution: every update in turn, its micro-batches in stream order."""
+        self._host.refuse_changes()
         self._follow_the_optimizer()
         per_update = self._size.per_update
         work = list(batch.micro_batches)
@@ -255,7 +260,7 @@ class TrainingProgram:
                 self._turn_to(main)
                 main.send(rows[first])
                 joined = [micro_batch for update in group for micro_batch in update]
-                results += self._done(main, main.unit.run(joined), len(group))
+                results += self._done(main, main.unit.run(joined, self._seed()), len(group))
                 continue
             for index, update in enumerate(group, first):
                 results += self._run_one(update, rows[index])
@@ -271,11 +276,15 @@ class TrainingProgram:
         batch, valid = filled(update, size)
         shares = self._shares(sizes, size, program.unit.traced.reported.counted)
         shares += [0.0] * (len(batch) - len(shares))
-        results = self._done(program, program.unit.run(batch, shares, valid)[: len(update)], 1)
+        results = program.unit.run(batch, self._seed(), shares, valid)[: len(update)]
+        results = self._done(program, results, 1)
         if program.own:
             # The user's module, which callbacks look at, belongs to the main program.
             self._leave()
         return results
+
+    def _seed(self) -> int:
+        return seed_of(self._spec, self.updates)
 
     def _done(self, program: Trained, results: List[Result], updates: int) -> List[Result]:
         """Count, and look at the losses.
@@ -503,14 +512,3 @@ def unwrapped(frozen: Tuple[Any, ...]) -> Tuple[Any, ...]:
 
 def _is_parameter(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, torch.nn.Parameter)
-
-
-def _warn_of_attributes(changed: Sequence[str]) -> None:
-    if changed:
-        warnings.warn(
-            f"forward sets {', '.join(sorted(set(changed)))}, but it runs once, to be traced, and "
-            "the attribute keeps the value that it had. To carry a value from one micro-batch to "
-            "the next, register a buffer of floating point and change it in place.",
-            UserWarning,
-            stacklevel=2,
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
@@ -57,22 +58,23 @@ class Unit:
         """What is known of the step since it was compiled."""
         return self.step.traced
 
-    def compile(self, example: MicroBatch) -> List[str]:
-        """Compile for micro-batches like this one.
+    def compile(self, example: MicroBatch) -> None:
+        """Compile for micro-batches like this one; attributes that forward sets stay as they were.
 
-        Returns:
-            What forward sets on itself, as "Class.attribute": it keeps what it was.
+        Warns:
+            UserWarning: it sets some.
         """
         batch = [example] * self.size.micro_batches
         extra = self._padding([1.0] * len(batch), [example.size] * len(batch))
         arguments = [*self._combined(batch), *extra]
-        with told(self._sdk, "compiling"), attributes_kept(self.step.net) as changed:
+        with told(self._sdk, "compiling"), attributes_kept(self.step.whole()):
             OWNER.compile(self.executor, arguments)
-        return changed
+        _warn_of_attributes(self.traced.attributes)
 
     def run(
         self,
         batch: Sequence[MicroBatch],
+        seed: int,
         shares: Optional[Sequence[float]] = None,
         sizes: Optional[Sequence[int]] = None,
     ) -> List[Result]:
@@ -80,6 +82,7 @@ class Unit:
 
         Args:
             batch: as many micro-batches as the size says, all full.
+            seed: of the first iteration's random numbers.
             shares: what the gradient of each is multiplied with, where they may be padding.
             sizes: how many samples of each count.
         """
@@ -88,6 +91,7 @@ class Unit:
         extra = self._padding(shares or [1.0] * count, sizes or [self.size.micro_batch] * count)
         arguments = [*self._combined(batch), *extra]
         with told(self._sdk, "running"):
+            self.executor.rng_state = [seed]
             returned = self.executor(*arguments)
         return self._results(list(returned), sizes or [self.size.micro_batch] * count)
 
@@ -158,3 +162,14 @@ def cut_rows(tensors: Sequence[Tensor], rows: int, samples: int) -> List[Tensor]
     if samples == rows:
         return list(tensors)
     return [t[:samples] if t.dim() and t.shape[0] == rows else t for t in tensors]
+
+
+def _warn_of_attributes(changed: Sequence[str]) -> None:
+    if changed:
+        warnings.warn(
+            f"forward sets {', '.join(changed)}, but it runs once, to be traced, and "
+            "the attribute keeps the value that it had. To carry a value from one micro-batch to "
+            "the next, register a buffer of floating point and change it in place.",
+            UserWarning,
+            stacklevel=2,
+        )
