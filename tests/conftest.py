@@ -57,6 +57,10 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     """Leave out what a sample of the grids does without; a test asked for alone is run."""
+    for item in items:
+        marker = item.get_closest_marker("embedded_only")
+        if marker is not None and not (len(marker.args) == 1 and marker.args[0].strip()):
+            raise pytest.UsageError(f"{item.nodeid}: embedded_only needs one reason")
     if config.getoption("--exhaustive"):
         return
     tests = [item.nodeid.partition("[")[0] for item in items]

@@ -13,6 +13,7 @@ from torchmetrics.regression import MeanSquaredError
 import ipufit
 from ipufit.callbacks import Callback, CallbackList, History
 from ipufit.errors import ConfigurationError, NonFiniteLossError
+from tests.engines import takes_back
 from tests.faulty import Told, assert_same_bits, batches, compiled, fit, loader, state
 
 
@@ -257,6 +258,7 @@ def bad_in(epoch, index, count=4):
 
 
 @pytest.mark.parametrize("di", [1, 4])
+@takes_back
 def test_a_callback_may_end_training_at_a_loss_that_is_no_number(di):
     """The epoch is finished as one that was stopped, with the loss that came."""
     told, accepts = Told(), Accepts()

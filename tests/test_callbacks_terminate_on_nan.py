@@ -7,6 +7,7 @@ import torch
 
 from ipufit.callbacks import LambdaCallback, TerminateOnNaN
 from ipufit.errors import NonFiniteLossError
+from tests.engines import takes_back
 from tests.faulty import Told, assert_same_bits, batches, compiled, fit, state
 from tests.told import Gives, refused
 
@@ -21,6 +22,7 @@ def spoilt(index, value=math.nan, count=6):
 
 @pytest.mark.parametrize(("value", "shown"), [(math.nan, "nan"), (1e30, "inf")])
 @pytest.mark.parametrize("di", [1, 4])
+@takes_back
 def test_training_ends_in_order_before_the_bad_update(capsys, di, value, shown):
     """With validation, the last hooks, and an epoch in History, as in Keras."""
     told = Told()

@@ -10,6 +10,7 @@ from options import FLIPS, callbacks, config, model, observed, parts
 import ipufit
 from ipufit.callbacks import Callback
 from ipufit.program import Engine, Program
+from tests.engines import embedded_only
 
 __all__ = ["callbacks", "config", "model", "parts"]
 
@@ -103,6 +104,7 @@ def test_every_flip_has_an_option():
 
 
 @pytest.mark.parametrize(("function", "option"), FLIPS)
+@embedded_only("its models run eagerly, because hundreds of them are compiled")
 def test_the_option_changes_something(function, option):
     """A result, a report or an exception; and the same value twice changes nothing."""
     observe, name, flip = FLIPS[function, option]

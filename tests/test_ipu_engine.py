@@ -435,6 +435,7 @@ def test_an_sdk_for_another_torch_or_python_is_told_as_such(tmp_path, monkeypatc
     (package / "poptorch_core.so").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "poptorch", raising=False)
+    monkeypatch.delenv("IPUFIT_ENGINE")
     importlib.invalidate_caches()
     assert sdk.find_sdk() is not None
     ipu = next(status for status in ipufit.engines() if status.name == "ipu")

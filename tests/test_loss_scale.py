@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ipufit
 from ipufit.engines.embedded.scaling import Scaler, ScaleState
 from ipufit.errors import ConfigurationError, NonFiniteLossError
+from tests.engines import scales_itself
 from tests.faulty import assert_clean
 from tests.fitting import WAYS, Plan, assert_equal, compiled, fit
 from tests.nets import MLP, data
@@ -235,6 +236,7 @@ def test_any_scale_is_exact_in_float64(scale, way):
         torch.testing.assert_close(value, plain.module.state_dict()[name], rtol=1e-11, atol=1e-12)
 
 
+@scales_itself
 def test_the_scale_goes_on_in_a_second_fit_and_starts_anew_with_compile():
     x, y = samples(1.0, HUGE, 2.0, 1.0)
     scale = ipufit.LossScale(2.0**30, growth_interval=5)

@@ -17,6 +17,7 @@ from torch.nn import functional
 import ipufit
 from ipufit.errors import LossError, UnknownNameError
 from ipufit.losses import check_loss_value, resolve_loss
+from tests.engines import EAGER_OR_NOT
 
 KNOWN = (
     "bce, bce_with_logits, binary_cross_entropy, binary_cross_entropy_with_logits, cross_entropy, "
@@ -590,7 +591,7 @@ class Penalty:
     ],
     ids=["object", "method", "partial", "several"],
 )
-@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
 @pytest.mark.filterwarnings("ignore:forward sets Penalty.last")
 def test_attributes_of_a_loss_that_is_an_object_may_change_between_epochs(loss_of, run_eagerly):
     """They are recorded as constants, so a change needs another recording, and an old one returns.

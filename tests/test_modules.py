@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ipufit
+from tests.engines import EAGER_OR_NOT, counts_in_a_buffer, embedded_only
 from tests.nets import CNN, MLP, Running, Transformer, data
 
 
@@ -101,6 +102,7 @@ def test_parametrized_weights():
     fit_like_by_hand(net, plain, loader())
 
 
+@counts_in_a_buffer
 def test_buffers_that_forward_changes_in_place():
     """Statistics of a user's own are kept like those of BatchNorm."""
     net = Running().double()
@@ -108,6 +110,7 @@ def test_buffers_that_forward_changes_in_place():
     assert net.seen.item() == 22
 
 
+@counts_in_a_buffer
 def test_each_replica_has_buffers_of_its_own():
     """Replica 0's go into the module, with what replica 0 has seen."""
     net = Running().double()
@@ -245,7 +248,7 @@ LOGITS = {
 }
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["traced", "eager"])
+@pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
 @pytest.mark.parametrize("kind", LOGITS)
 def test_nested_outputs(kind, eager):
     """Outputs keep their structure on the way to loss, metrics and predict."""
@@ -328,6 +331,7 @@ def test_a_dict_batch_for_a_module_with_a_loss_of_its_own():
     assert model.predict(batches, verbose=0)["logits"].shape == (22, 5)
 
 
+@embedded_only("PopTorch refuses a cross entropy with weights")
 def test_a_loss_with_weights_of_its_own_is_trained_too():
     """A learned temperature belongs to the loss, and to the optimizer."""
 
@@ -529,7 +533,7 @@ def test_predictions_do_not_share_memory_with_weights_or_data():
     assert not weight.requires_grad
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["traced", "eager"])
+@pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
 def test_an_output_that_is_a_weight_is_that_of_its_own_update(eager):
     """Metrics are worked out after an execution, when the weight has moved on."""
 
@@ -553,6 +557,7 @@ def test_an_output_that_is_a_weight_is_that_of_its_own_update(eager):
     assert values[0] == values[1]
 
 
+@embedded_only("an IPU runs no hooks on gradients")
 def test_hooks_on_parameters_are_honoured():
     """A hook that scales or masks a gradient is part of the user's model."""
     net = MLP().double()
@@ -581,6 +586,7 @@ def test_hooks_on_parameters_are_honoured():
 @pytest.mark.skipif(
     not hasattr(torch.Tensor, "register_post_accumulate_grad_hook"), reason="torch before 2.1"
 )
+@embedded_only("an IPU runs no hooks on gradients, and refuses them at compile")
 def test_a_hook_for_after_accumulation_is_refused():
     """There is no .grad to fill inside one program, and silence would skip the hook."""
     net = MLP().double()

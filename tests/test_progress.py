@@ -168,7 +168,7 @@ def test_auto_is_a_line_an_epoch_outside_a_terminal(monkeypatch):
     assert isinstance(ProgbarLogger(1), ipufit.callbacks.Callback)
 
 
-def test_history_is_keras():
+def test_history_is_keras(engine):
     """Lists by name, one value an epoch, validation under val_."""
     model, loader = model_and_loader()
     history = model.fit(loader, epochs=3, validation_data=loader, seed=4, ipus=2, verbose=0)
@@ -192,7 +192,7 @@ def test_history_is_keras():
         },
         "adds": [],
         "gradient_reduction": "mean",
-        "engine": "embedded",
+        "engine": engine,
         "seed": 4,
         "micro_batch_size": 2,
         "gradient_accumulation": 1,

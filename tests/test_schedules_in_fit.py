@@ -21,13 +21,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import ipufit
 from ipufit.errors import ConfigurationError, NonFiniteLossError, OptimizerError
 from ipufit.schedules import AtEpochEnd
+from tests.engines import EAGER_OR_NOT, embedded_only
 from tests.nets import CNN, MLP, data
 
 X, Y = data(50)
 LOADER = DataLoader(TensorDataset(X, Y), 5)
-
-pytestmark = pytest.mark.usefixtures("engine")
-embedded_only = pytest.mark.embedded_only
 
 
 def warm_up(optimizer):
@@ -52,7 +50,7 @@ def fit(
 
 @pytest.mark.parametrize(
     "eager",
-    [False, pytest.param(True, marks=embedded_only("a device runs compiled programs only"))],
+    EAGER_OR_NOT,
     ids=["traced", "eager"],
 )
 def test_warm_up_gives_the_same_bits_for_every_device_iterations(eager):

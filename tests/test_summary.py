@@ -254,13 +254,13 @@ def test_a_sample_that_can_be_read_once_is_refused():
         model.summary(3)
 
 
-def test_after_fit_shapes_and_plan_are_there():
+def test_after_fit_shapes_and_plan_are_there(engine):
     """With what the last fit saw and did; explain says the same."""
     model = ipufit.Model(nn.Linear(3, 2))
     before = text_of(model, X[:4])
     model.compile("sgd", "cross_entropy")
     compiled = text_of(model, X[:4])
-    how = "Runs one recorded program on the embedded engine, device cpu, with SGD"
+    how = f"Runs one recorded program on the {engine} engine, device cpu, with SGD"
     assert compiled.startswith(before + "\n" + how)
     loader = DataLoader(TensorDataset(X, Y), batch_size=4)
     model.fit(loader, ipus=2, verbose=0)

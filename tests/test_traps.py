@@ -12,6 +12,14 @@ from torch.utils.data import DataLoader, TensorDataset
 import ipufit
 from ipufit.callbacks import Callback
 from ipufit.errors import CaptureError, ConfigurationError, DataError, OptimizerError
+from tests.engines import (
+    EAGER,
+    EAGER_OR_NOT,
+    counts_in_a_buffer,
+    embedded_only,
+    own_step,
+    replicas_meet,
+)
 from tests.nets import MLP, data
 
 
@@ -27,7 +35,7 @@ def descent(parameters):
 
 def compiled(net, loss="cross_entropy", optimizer=descent, **options):
     """A compiled model."""
-    model = ipufit.Model(net)
+    model = ipufit.Model(net, engine=options.pop("engine", "auto"))
     model.compile(optimizer, loss, **options)
     return model
 
@@ -38,7 +46,8 @@ def assert_same(net, other, atol=1e-12):
         torch.testing.assert_close(value, wanted, rtol=0, atol=atol, msg=name)
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["traced", "eager"])
+@pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
+@embedded_only("the parameters in such a list are the program's own on an IPU")
 def test_a_parameter_reached_past_the_module_is_refused(eager):
     """A penalty over a list of parameters made before would silently be zero."""
     net = MLP().double()
@@ -88,6 +97,7 @@ class Checkpointed(nn.Module):
         return self.head(checkpoint(self.part, x.flatten(1), use_reentrant=False))
 
 
+@embedded_only("torch.utils.checkpoint asks for a torch.ipu, and is refused in other words")
 def test_checkpointing_is_recorded_and_with_dropout_refused():
     """The repeated forward would draw another mask than the first one."""
     net = Checkpointed(0.0).double()
@@ -138,7 +148,7 @@ class WithAttribute(torch.optim.SGD):
                 p.sub_(p.grad * group["lr"] * self.scale)
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["traced", "eager"])
+@pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
@@ -146,6 +156,7 @@ class WithAttribute(torch.optim.SGD):
         (Rebinding, "it replaces the parameters' data instead of changing it in place"),
     ],
 )
+@own_step
 def test_an_optimizer_that_cannot_be_followed_is_refused(kind, reason, eager):
     """Its counter would stand still, or its weights never move."""
     net = MLP().double()
@@ -156,6 +167,7 @@ def test_an_optimizer_that_cannot_be_followed_is_refused(kind, reason, eager):
     assert_same(net, before, atol=0)
 
 
+@own_step
 def test_an_optimizer_with_attributes_of_its_own_runs():
     """They are not in what an optimizer pickles."""
     net = MLP().double()
@@ -264,6 +276,7 @@ def test_a_module_changed_in_a_callback_is_refused(change, text):
     assert str(caught.value) == text
 
 
+@embedded_only("PopTorch has no autocast, and that of the user is refused")
 def test_autocast_is_part_of_the_recording():
     """What was recorded in lower precision must not serve outside, nor the other way round."""
     x = torch.randn(8, 12)
@@ -356,6 +369,7 @@ class Counter(MLP):
         return super().forward(x)
 
 
+@counts_in_a_buffer
 def test_validation_leaves_the_statistics_of_loss_and_module_alone():
     """A loss is in eval mode with its module, and looking counts nothing."""
     states = []
@@ -417,6 +431,7 @@ def test_a_second_reader_of_a_loader_with_persistent_workers_is_refused():
     assert model.fit(batches, validation_data=batches, epochs=2, verbose=0).epoch == [0, 1]
 
 
+@replicas_meet
 def test_buffers_with_nan_do_not_make_replicas_forget():
     """NaN is not equal to itself, but a buffer that holds one is unchanged."""
 
@@ -441,6 +456,7 @@ def test_buffers_with_nan_do_not_make_replicas_forget():
     assert_same(*nets, atol=0)
 
 
+@embedded_only("a tensor that is no buffer is a constant on an IPU, and forward may not change it")
 def test_a_tensor_that_forward_changes_is_not_changed_by_the_recording():
     """It is no buffer, but still counts right."""
 
@@ -481,6 +497,7 @@ def test_a_config_object_is_part_of_the_recording():
     torch.testing.assert_close(model.predict(loader(), verbose=0), 3 * once)
 
 
+@embedded_only("the gradients of an update stay on the device")
 def test_a_gradient_that_is_not_finite_is_named_as_the_cause():
     """The loss of its own update is finite, so the next one is the first to be seen."""
 
@@ -510,11 +527,11 @@ def test_distributions_are_recorded():
 
     before = torch.distributions.Distribution._validate_args
     results = []
-    for eager in (False, True):
+    for options in ({}, EAGER):
         torch.manual_seed(0)
         net = Variational().double()
         # In eager mode the checks run, and pass.
-        compiled(net, run_eagerly=eager).fit(loader(), seed=0, verbose=0)
+        compiled(net, **options).fit(loader(20), seed=0, verbose=0)
         results.append(net)
     assert_same(*results, atol=0)
     assert torch.distributions.Distribution._validate_args is before
@@ -612,7 +629,7 @@ class BetweenEpochs(Callback):
             self.change(self.model)
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["traced", "eager"])
+@pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
 @pytest.mark.parametrize("change", [anneal, freeze_statistics, forget, shrink])
 def test_a_change_between_two_epochs_counts_as_one_between_two_fits(change, eager):
     """Annealing, freezing statistics and resetting momentum are usual recipes for callbacks."""
@@ -750,6 +767,7 @@ def test_a_value_read_in_a_layer_of_torchs_is_located_there():
     assert "num_batches_tracked" in str(caught.value)
 
 
+@embedded_only("torch.utils.checkpoint asks for a torch.ipu, and is refused in other words")
 def test_reentrant_checkpointing_is_refused_with_the_way_out():
     """torch's own error does not name the argument."""
 

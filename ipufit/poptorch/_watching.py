@@ -36,11 +36,11 @@ def _narrow(dtype: Any) -> Any:
     return torch.float32 if dtype == torch.float64 else dtype
 
 
-def _on_device(value: Any) -> Any:
+def _on_device(value: Any, wide: bool) -> Any:
     """An argument as the engine understands it."""
     if _is_device(value):
         return _HOST
-    if isinstance(value, torch.dtype):
+    if isinstance(value, torch.dtype) and not wide:
         return _narrow(value)
     return value
 
@@ -71,8 +71,8 @@ class _Calls(TorchFunctionMode):
             others = (t for t in given[1:] if isinstance(t, FakeTensor))
             moves = moves or any(not self._is_host(other) for other in others)
         if not self._wide or moves:
-            args = tuple(_on_device(value) for value in args)
-            kwargs = {name: _on_device(value) for name, value in kwargs.items()}
+            args = tuple(_on_device(value, self._wide) for value in args)
+            kwargs = {name: _on_device(value, self._wide) for name, value in kwargs.items()}
         self.inside = True
         try:
             result = call(func, args, kwargs)

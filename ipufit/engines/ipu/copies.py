@@ -92,8 +92,11 @@ class Host:
 
     def versions(self) -> List[int]:
         """Other numbers after any change in place. Does not bring weights back to look."""
-        # What PopTorch wraps fetches the weights from the device when an attribute is asked for.
-        return [object.__getattribute__(p, "_version") for p in self.parameters.values()]
+        return [_version(parameter) for parameter in self.parameters.values()]
+
+    def all_versions(self) -> List[int]:
+        """Those of buffers as well."""
+        return [*self.versions(), *map(_version, self.buffers().values())]
 
 
 class Trained:
@@ -195,8 +198,13 @@ class Trained:
                 tensor.__class__ = kind
 
 
+def _version(tensor: Tensor) -> int:
+    # What PopTorch wraps fetches the weights from the device when an attribute is asked for.
+    return int(object.__getattribute__(tensor, "_version"))
+
+
 def _form(parameter: Tensor) -> Tuple[Any, ...]:
-    # See versions.
+    # As above.
     return tuple(object.__getattribute__(parameter, name) for name in ("shape", "dtype"))
 
 

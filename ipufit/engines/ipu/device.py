@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from typing import Any, List, Optional
+from typing import Any, Callable, List, Optional, TypeVar, cast
 
-__all__ = ["OWNER", "Owner"]
+from ipufit.randomness import LOCK
+
+__all__ = ["OWNER", "Owner", "alone"]
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def alone(method: _Method) -> _Method:
+    """Threads take turns: another one could take the device in the middle of this."""
+
+    @functools.wraps(method)
+    def locked(*args: Any, **kwargs: Any) -> Any:
+        with LOCK:
+            return method(*args, **kwargs)
+
+    return cast(_Method, locked)
 
 
 class Owner:

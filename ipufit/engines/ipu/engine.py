@@ -12,7 +12,7 @@ from torch import nn
 
 from ipufit.engines.embedded.fingerprint import fingerprint
 from ipufit.engines.embedded.step import StepModule
-from ipufit.engines.ipu.device import OWNER
+from ipufit.engines.ipu.device import OWNER, alone
 from ipufit.engines.ipu.failures import told
 from ipufit.engines.ipu.from_config import engine_options
 from ipufit.engines.ipu.inference import InferenceProgram
@@ -148,6 +148,7 @@ class IpuEngine:
         for unit, _ in self._inference.values():
             OWNER.release(unit.executor)
 
+    @alone
     def close(self) -> None:
         """Let go of all compiled programs; safe twice."""
         while self._inference:

@@ -8,7 +8,7 @@ import torch
 
 from ipufit.engines.embedded.step import public_name
 from ipufit.engines.ipu.copies import Host, plain
-from ipufit.engines.ipu.device import OWNER
+from ipufit.engines.ipu.device import OWNER, alone
 from ipufit.engines.ipu.failures import told
 from ipufit.engines.ipu.options import seed_of
 from ipufit.engines.ipu.reading import anchors_of
@@ -42,6 +42,7 @@ class InferenceProgram:
         self._host = Host(spec)
         self._size = Size.of(spec.plan)
         self._passes = 0
+        self._versions: List[int] = []
         self.updates = spec.first_update
 
     def _unit(self, example: MicroBatch) -> Unit:
@@ -50,16 +51,19 @@ class InferenceProgram:
             size = Size(1, 1, 1, example.size)
         return self._engine.inference_unit(self._spec, size, example)
 
+    @alone
     def prepare(self, example: MicroBatch) -> Prepared:
         """Compile for micro-batches like this one, and bring the present weights over."""
         unit = self._unit(example)
         with told(self._engine.sdk, "bringing weights to the device"):
             if not OWNER.take(unit.executor):
                 unit.executor.copyWeightsToDevice()
+        self._versions = self._host.all_versions()
         traced = unit.traced
         outputs = traced.outputs.rebuild(traced.outputs.tensors)
         return Prepared(outputs if self._spec.want_outputs else None, traced.reported.rules)
 
+    @alone
     def run(self, batch: CombinedBatch) -> Anchors:
         """One execution."""
         results: List[Result] = []
@@ -77,8 +81,12 @@ class InferenceProgram:
     def _run_alike(self, unit: Unit, work: Sequence[MicroBatch]) -> List[Result]:
         count = unit.size.micro_batches
         results: List[Result] = []
+        versions = self._host.all_versions()
         with told(self._engine.sdk, "taking the device"):
-            OWNER.take(unit.executor)
+            # A callback may have changed weights.
+            if not OWNER.take(unit.executor) and versions != self._versions:
+                unit.executor.copyWeightsToDevice()
+        self._versions = versions
         for first in range(0, len(work), count):
             part = list(work[first : first + count])
             full = part + [part[-1]] * (count - len(part))
@@ -92,6 +100,7 @@ class InferenceProgram:
         buffers = {public_name(name): plain(b) for name, b in self._host.buffers().items()}
         return TrainState(weights, [buffers], {}, self._spec.seed, self.updates)
 
+    @alone
     def write_state(self, state: TrainState) -> None:
         """Other weights and buffers, in place; the device gets them with the next program."""
         with torch.no_grad():

@@ -193,8 +193,8 @@ class DeviceOptimizer:
                     raise OptimizerError(
                         f"{name} of parameter group {index} can't change during fit from "
                         f"PopTorch's default ({before[name]}), which is a constant of the program, "
-                        f"to {value}. Start with another value, or change it between two calls of "
-                        "fit."
+                        f"to {value}. Change it between two calls of fit, or start with another "
+                        "value."
                     )
         for own, after in zip(self.own.param_groups, values):
             own.update({name: value for name, value in after.items() if name in self._explicit})

@@ -15,7 +15,7 @@ from ipufit.engines.embedded.rebinding import refuse_rebinding, storages
 from ipufit.engines.embedded.results import OutputShape, Reported
 from ipufit.engines.embedded.step import StepModule, carries_loss
 from ipufit.engines.ipu.placing import begin_loss, block_of, ipu_of
-from ipufit.errors import ConfigurationError
+from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.logged import Entries, collecting
 from ipufit.losses import Loss, LossTerm, loss_of_valid
 from ipufit.parallel.following import followed
@@ -164,7 +164,7 @@ class IpuStep(nn.Module):
     ) -> Tuple[Any, Optional[LossTerm]]:
         args, kwargs, target, sample_weight = batch
         with followed(self._partition, self.net, self._begin):
-            result = self.net(*args, **kwargs)
+            result = self._called(*args, **kwargs)
         if self._partition is not None:
             begin_loss(self._sdk, self._partition)
         if self._loss is None:
@@ -186,6 +186,17 @@ class IpuStep(nn.Module):
     def _begin(self, stage: int) -> None:
         self._sdk.Block.start(block_of(stage), ipu_id=ipu_of(self._partition, stage))
 
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.net(*args, **kwargs)
+        except AttributeError as error:
+            if "has no attribute 'ipu'" not in str(error):
+                raise
+            raise CaptureError(
+                "torch.utils.checkpoint can't be traced for an IPU: it asks for a torch.ipu, which "
+                "there is not. Call what it wraps directly, or use engine='embedded'."
+            ) from error
+
     def _objective(self, term: LossTerm, entries: Entries, share: Optional[Tensor]) -> Tensor:
         """The loss that is followed."""
         value = term.value if share is None else term.value * share.to(term.value.dtype)
@@ -199,7 +210,7 @@ class IpuStep(nn.Module):
         return marked.reshape(1)
 
     def _attributes(self) -> List[Tuple[object, Dict[str, Any], Dict[str, int]]]:
-        """What the user's modules hold: values, and lengths of containers."""
+        """What the user's modules hold: values, lengths of containers, versions of tensors."""
         parts = [*self.net.modules(), *self.called]
         return [
             (part, dict(vars(part)), _lengths(part))
@@ -210,10 +221,25 @@ class IpuStep(nn.Module):
     def _note_attributes(
         self, before: Sequence[Tuple[object, Dict[str, Any], Dict[str, int]]]
     ) -> None:
+        """Look at what forward has set.
+
+        Raises:
+            ConfigurationError: it changed a tensor that is neither parameter nor buffer.
+        """
         # Noted here, since a PopTorch may put them back when it has traced.
         found = []
         for part, values, lengths in before:
             now = vars(part)
+            for name, value in now.items():
+                if (
+                    isinstance(value, Tensor)
+                    and lengths.get(name, value._version) != value._version
+                ):
+                    raise ConfigurationError(
+                        f"forward must not change {type(part).__name__}.{name} on an IPU, where a "
+                        "tensor that is no buffer is a constant. Register it as a buffer of "
+                        "float32, or use engine='embedded'."
+                    )
             names = {name for name in now if values.get(name, before) is not now[name]}
             names.update(
                 name
@@ -259,8 +285,10 @@ class IpuStep(nn.Module):
 
 
 def _lengths(part: object) -> Dict[str, int]:
-    return {
+    found = {
         name: len(value)
         for name, value in vars(part).items()
         if type(value) in (list, dict, set) and not name.startswith("_")
     }
+    tensors = {name: value for name, value in vars(part).items() if isinstance(value, Tensor)}
+    return {**found, **{name: tensor._version for name, tensor in tensors.items()}}

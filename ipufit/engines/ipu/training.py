@@ -14,7 +14,7 @@ from ipufit.engines.embedded.reduction import Reduction
 from ipufit.engines.embedded.step import StepModule, public_name
 from ipufit.engines.embedded.training import signature
 from ipufit.engines.ipu.copies import Host, Trained, plain
-from ipufit.engines.ipu.device import OWNER
+from ipufit.engines.ipu.device import OWNER, alone
 from ipufit.engines.ipu.failures import told
 from ipufit.engines.ipu.limits import check_trained
 from ipufit.engines.ipu.options import make_options, seed_of
@@ -88,6 +88,7 @@ class TrainingProgram:
 
     # Building.
 
+    @alone
     def prepare(self, example: MicroBatch) -> Prepared:
         """Compile for micro-batches like this one, or look again what was compiled.
 
@@ -227,6 +228,7 @@ class TrainingProgram:
 
     # Running.
 
+    @alone
     def run(self, batch: CombinedBatch) -> Anchors:
         """One execution: every update in turn, its micro-batches in stream order."""
         self._host.refuse_changes()
@@ -411,6 +413,7 @@ class TrainingProgram:
         reported = self._built(self._size).unit.traced.reported
         return anchors_of(results, reported, self._spec, settings)
 
+    @alone
     def publish(self) -> None:
         """Write the optimizer's state where torch keeps it."""
         if self._current is not None and self._unstored:
@@ -423,6 +426,7 @@ class TrainingProgram:
         self._published = signature(self._optimizer)
         self._published_at = self.updates
 
+    @alone
     def read_state(self) -> TrainState:
         """Copies of everything that training has changed; of buffers, those of replica 0."""
         self.publish()
@@ -437,6 +441,7 @@ class TrainingProgram:
             schedule=schedule.state_dict() if schedule is not None else None,
         )
 
+    @alone
     def write_state(self, state: TrainState) -> None:
         """Continue from another state; all replicas begin with the buffers of the first."""
         self._leave()
@@ -465,6 +470,7 @@ class TrainingProgram:
             program.destroy()
         self._apart = None
 
+    @alone
     def close(self) -> None:
         """Weights and optimizer state are the user's again, the module is unwrapped; safe twice."""
         if not self._closed:
