@@ -6,6 +6,7 @@ from ipufit.history import History
 from ipufit.logged import log
 from ipufit.lr_finder import LearningRates
 from ipufit.model import Model
+from ipufit.parallel.partition_plan import PartitionPlan
 from ipufit.plan import Plan
 from ipufit.recipe import LossScale
 from ipufit.seeding import seed_everything
@@ -16,6 +17,7 @@ __all__ = [
     "LearningRates",
     "LossScale",
     "Model",
+    "PartitionPlan",
     "Plan",
     "callbacks",
     "engines",
