@@ -278,12 +278,13 @@ def test_the_least_accumulation_of_a_plan_reaches_the_wish():
 TABLE = """\
 Estimate for training Sequential on 2 replicas of 2 IPUs, pipelined
 micro-batches of 5, 6 of them per update
-stage begins with  parameters  weights  gradients  optimizer  activations  recomputed    total   of IPU  forward  backward    time
-----------------------------------------------------------------------------------------------------------------------------------
-0 0                       103    412 B      412 B      840 B       1.1 KiB       620 B  2.7 KiB  < 0.1 %      900     1.3 k  57.7 %
-1 2                        99    396 B      396 B      808 B         540 B       540 B  2.1 KiB  < 0.1 %      840     1.7 k  42.3 %
-Total: with activations as kept, of all micro-batches in flight. FLOPs: of one micro-batch.
-"""
+stage begins with  parameters  weights  gradients  optimizer  activations  recomputed    total   of IPU  forward FLOPs  backward FLOPs    time
+----------------------------------------------------------------------------------------------------------------------------------------------
+0 0                       103    412 B      412 B      840 B      1.1 KiB       620 B  2.7 KiB  < 0.1 %            900           1.3 k  44.2 %
+1 2                        99    396 B      396 B      808 B        484 B       484 B  2.0 KiB  < 0.1 %            840           1.7 k  55.8 %
+Total: with activations as kept, of all micro-batches in flight. FLOPs are those of one micro-batch.
+Memory of an IPU: 897.0 MiB = 1,472 tiles x 624 KiB; stage 0 takes most, and fits. Code, exchange and temporary tensors are not counted.
+"""  # noqa: E501
 
 
 def test_the_table():
@@ -291,9 +292,7 @@ def test_the_table():
     model = compiled()
     plan = model.plan((X, Y), ipus=4, gradient_accumulation=6, stages={"2": 1})
     text = str(plan)
-    assert text.splitlines()[:2] == TABLE.splitlines()[:2]
-    assert text.splitlines()[2].split() == TABLE.splitlines()[2].split()
-    assert "897.0 MiB = 1,472 tiles x 624 KiB; stage 0 takes most, and fits. Code," in text
+    assert text.splitlines()[:8] == TABLE.splitlines()
     assert [line.split()[0] for line in text.splitlines()[-5:]] == [
         "-" * len(text.splitlines()[-5]),
         "grouped",

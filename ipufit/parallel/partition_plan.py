@@ -29,8 +29,8 @@ _COLUMNS = (
     "recomputed",
     "total",
     "of IPU",
-    "forward",
-    "backward",
+    "forward FLOPs",
+    "backward FLOPs",
     "time",
 )
 
@@ -280,8 +280,8 @@ class PartitionPlan:
         counted = "as recomputed" if planned.recompute else "as kept"
         lines = [
             *columns(rows),
-            f"Total: with activations {counted}, of all micro-batches in flight. FLOPs: of one "
-            "micro-batch.",
+            f"Total: with activations {counted}, of all micro-batches in flight. FLOPs are those "
+            "of one micro-batch.",
         ]
         whole = planned.memory == TILES * TILE_MEMORY
         parts = f" = {TILES:,} tiles x {TILE_MEMORY // 1024} KiB" if whole else ""
