@@ -6,10 +6,10 @@ import dataclasses
 from typing import Any, List, Optional, Sequence, Tuple
 
 from ipufit.arguments import one_of
-from ipufit.errors import ConfigurationError, PartitionError
+from ipufit.errors import ConfigurationError, PartitionError, UnknownNameError
 from ipufit.faults import Faults
 from ipufit.parallel.costs import IPU_MEMORY, StageCost
-from ipufit.parallel.partition import Partition
+from ipufit.parallel.partition import STRATEGIES, Partition
 from ipufit.parallel.partition_plan import PartitionPlan, Planned
 from ipufit.parallel.planning import Estimator, schedule_of
 from ipufit.parallel.resolving import AUTO, PartitionRequest, resolve_partition
@@ -131,6 +131,8 @@ class _Wanted:
 
 def _wanted(session: Session, asked: PartitionRequest, ipus: Optional[int]) -> _Wanted:
     compiled = session.partitions.training
+    if asked.strategy is not None and asked.strategy not in STRATEGIES:
+        raise UnknownNameError("strategy", str(asked.strategy), STRATEGIES)
     if asked.strategy is None and compiled is not None:
         asked = dataclasses.replace(asked, strategy=compiled.strategy)
     is_given = asked.stages not in (None, AUTO) or asked.layers_per_ipu is not None

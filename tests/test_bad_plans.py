@@ -109,6 +109,8 @@ def test_stages_that_can_not_work_are_refused_by_a_plan():
     """With the texts of fit."""
     text = refused(UnknownNameError, lambda: compiled().plan((X, Y), stages={"3": 1}))
     assert text.startswith("unknown module in stages '3'.")
+    text = refused(UnknownNameError, lambda: compiled().plan((X, Y), strategy="shared"))
+    assert text.startswith("unknown strategy 'shared'. Did you mean 'sharded'?")
     text = refused(PartitionError, lambda: compiled().plan((X, Y), stages={"2": 0, "1": 1}))
     assert text.startswith("stages must run in the order of their numbers, but '2' of stage 0")
 

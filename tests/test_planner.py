@@ -323,3 +323,56 @@ def test_the_picture_has_a_bar_for_every_task_and_every_part_of_memory(tmp_path)
     assert not memory.lines
     full = compiled().plan((X, Y), stages={"1": 1}, ipu_memory=3000).plot()
     assert len(full.axes[1].lines) == 1
+
+
+class OwnLoss(nn.Module):
+    """Computes its loss, of a part of a dict that is the target."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x, labels):
+        out = self.head(self.body(x))
+        return out, nn.functional.cross_entropy(out, labels)
+
+
+def test_a_module_with_a_loss_of_its_own_is_planned_with_it():
+    """The batch holds all that forward takes."""
+    model = ipufit.Model(OwnLoss())
+    model.compile("sgd", stages={"head": 1})
+    plan = model.plan({"x": X, "labels": Y})
+    parted = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+    other = compiled(parted, "sgd", stages={"1": 1}).plan((X, Y))
+    assert [c.activation_bytes for c in plan.costs] == [c.activation_bytes for c in other.costs]
+    assert plan.memory == other.memory
+
+
+def test_a_model_that_does_not_train_has_weights_alone():
+    """No gradients, no state, nothing kept for a backward pass."""
+    plan = compiled(optimizer=None, stages="auto", ipus_per_replica=2).plan((X, Y))
+    for cost, memory in zip(plan.costs, plan.memory):
+        assert memory == cost.weight_bytes > 0
+        assert (cost.gradient_bytes, cost.optimizer_bytes, cost.activation_bytes) == (0, 0, 0)
+        assert (cost.backward_flops, cost.backward_clocks) == (0, 0)
+        assert cost.forward_flops > 0
+
+
+def test_a_loss_with_weights_of_its_own_counts_on_the_last_stage():
+    """And weights that it shares with the module count once."""
+
+    class Scaled(nn.Module):
+        def __init__(self, shared):
+            super().__init__()
+            self.shared, self.scale = shared, nn.Parameter(torch.ones(3))
+
+        def forward(self, prediction, target):
+            return nn.functional.cross_entropy(prediction * self.scale, target)
+
+    module = net()
+    model = ipufit.Model(module)
+    model.compile("adam", Scaled(module[3]), stages={"2": 1})
+    plan = model.plan((X, Y))
+    alone = compiled(stages={"2": 1}).plan((X, Y))
+    extra = [a.parameters - b.parameters for a, b in zip(plan.costs, alone.costs)]
+    assert (extra, plan.planned.unused) == ([0, 3], ())

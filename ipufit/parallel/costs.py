@@ -104,9 +104,12 @@ class Costs:
         self.trace = trace
         self._states: List[_State] = []
         named: Dict[str, Tensor] = {}
+        seen: Set[int] = set()
         for prefix, module in modules.items():
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                named[f"{prefix}.{name}"] = tensor
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    named[f"{prefix}.{name}"] = tensor
         first: Dict[str, int] = {}
         for number, segment in enumerate(trace.segments):
             for name in segment.state:

@@ -229,13 +229,13 @@ for method in ("utilisation", "timeline"):
         f"PartitionPlan.{method}",
         asked(method),
         gradient_accumulation=(None, 4),
-        schedule=(None, "interleaved"),
+        schedule=(None, "sequential"),
     )
 of(
     "PartitionPlan.least_accumulation",
     asked("least_accumulation"),
     utilisation=(0.8, 0.9),
-    schedule=With(None, "interleaved", utilisation=0.8),
+    schedule=With(None, "sequential", utilisation=0.4),
 )
 of("PartitionPlan.plot", bars, path=(None, "plan.png"))
 
