@@ -280,8 +280,8 @@ Estimate for training Sequential on 2 replicas of 2 IPUs, pipelined
 micro-batches of 5, 6 of them per update
 stage begins with  parameters  weights  gradients  optimizer  activations  recomputed    total   of IPU  forward FLOPs  backward FLOPs    time
 ----------------------------------------------------------------------------------------------------------------------------------------------
-0 0                       103    412 B      412 B      840 B      1.1 KiB       620 B  2.7 KiB  < 0.1 %            900           1.3 k  44.2 %
-1 2                        99    396 B      396 B      808 B        484 B       484 B  2.0 KiB  < 0.1 %            840           1.7 k  55.8 %
+0: 0                      103    412 B      412 B      840 B      1.1 KiB       620 B  2.7 KiB  < 0.1 %            900           1.3 k  44.2 %
+1: 2                       99    396 B      396 B      808 B        484 B       484 B  2.0 KiB  < 0.1 %            840           1.7 k  55.8 %
 Total: with activations as kept, of all micro-batches in flight. FLOPs are those of one micro-batch.
 Memory of an IPU: 897.0 MiB = 1,472 tiles x 624 KiB; stage 0 takes most, and fits. Code, exchange and temporary tensors are not counted.
 """  # noqa: E501

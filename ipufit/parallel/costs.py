@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ipufit.parallel.measuring import Segment, Trace
 from ipufit.parallel.schedule import in_flight
 
-__all__ = ["IPU_MEMORY", "Costs", "StageCost", "spans_of"]
+__all__ = ["IPU_MEMORY", "Costs", "StageCost", "memory_of", "spans_of", "times_of"]
 
 # In-Processor memory of an IPU, of both generations that PopTorch 3.4 knows.
 TILES, TILE_MEMORY = 1472, 624 * 1024
@@ -67,6 +67,22 @@ class StageCost:
         """Bytes in all, as this stage of so many."""
         fixed = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
         return fixed + self.activations(in_flight(schedule, stage, stages), recompute)
+
+
+def memory_of(costs: Sequence[StageCost], schedule: str, recompute: bool) -> List[int]:
+    """Bytes on the IPU of each stage."""
+    return [c.memory(stage, len(costs), schedule, recompute) for stage, c in enumerate(costs)]
+
+
+def times_of(
+    costs: Sequence[StageCost], schedule: str, recompute: bool
+) -> Tuple[List[float], List[float]]:
+    """Clocks of every stage's forward and backward passes."""
+    backward = [
+        cost.backward(in_flight(schedule, stage, len(costs)), recompute)
+        for stage, cost in enumerate(costs)
+    ]
+    return [cost.forward_clocks for cost in costs], backward
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import os
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 from ipufit.errors import ConfigurationError, UnknownNameError
-from ipufit.parallel.costs import TILE_MEMORY, TILES, StageCost
+from ipufit.parallel.costs import StageCost, memory_of, times_of
 from ipufit.parallel.schedule import (
     SCHEDULES,
     Timeline,
@@ -15,24 +15,9 @@ from ipufit.parallel.schedule import (
     least_accumulation,
     simulate,
 )
-from ipufit.parallel.texts import columns, flops, share, size
+from ipufit.parallel.texts import share
 
 __all__ = ["PartitionPlan", "Planned"]
-
-_COLUMNS = (
-    "stage begins with",
-    "parameters",
-    "weights",
-    "gradients",
-    "optimizer",
-    "activations",
-    "recomputed",
-    "total",
-    "of IPU",
-    "forward FLOPs",
-    "backward FLOPs",
-    "time",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +73,7 @@ class PartitionPlan:
     @property
     def memory(self) -> List[int]:
         """Bytes on the IPU of each stage."""
-        return self._memory(self.planned.schedule)
+        return memory_of(self.costs, self.planned.schedule, self.planned.recompute)
 
     @property
     def fits(self) -> bool:
@@ -98,7 +83,7 @@ class PartitionPlan:
     @property
     def time_shares(self) -> List[float]:
         """Time of each stage as a part of that of all, about; they add up to 1."""
-        forward, backward = self._times(self.planned.schedule)
+        forward, backward = times_of(self.costs, self.planned.schedule, self.planned.recompute)
         whole = sum(forward) + sum(backward)
         return [(f + b) / whole if whole else 0.0 for f, b in zip(forward, backward)]
 
@@ -139,7 +124,9 @@ class PartitionPlan:
                 f"utilisation must be a number above 0 and at most 1, got {utilisation!r}. Write "
                 "0.9 for 90 %."
             )
-        found, limit = least_accumulation(schedule, *self._times(schedule), utilisation)
+        found, limit = least_accumulation(
+            schedule, *times_of(self.costs, schedule, self.planned.recompute), utilisation
+        )
         if found is None:
             raise ConfigurationError(
                 f"a utilisation of {share(utilisation)} is out of reach of the {schedule} "
@@ -168,7 +155,7 @@ class PartitionPlan:
                 f"gradient_accumulation must be a positive whole number or None, got {count!r}."
             )
         schedule = self._schedule(schedule)
-        forward, backward = self._times(schedule)
+        forward, backward = times_of(self.costs, schedule, self.planned.recompute)
         unit = sum(forward) + sum(backward) or 1.0
         forward, backward = ([time / unit for time in times] for times in (forward, backward))
         return simulate(schedule, forward, backward, count)
@@ -217,7 +204,9 @@ class PartitionPlan:
         return draw(self, path)
 
     def __str__(self) -> str:
-        return "\n".join([*self._head(), *self._stage_table(), *self._pipeline_table()])
+        from ipufit.parallel.tables import told
+
+        return told(self)
 
     def __repr__(self) -> str:
         planned = self.planned
@@ -232,91 +221,3 @@ class PartitionPlan:
         if schedule not in SCHEDULES:
             raise UnknownNameError("schedule", str(schedule), SCHEDULES)
         return schedule
-
-    def _times(self, schedule: str) -> Tuple[List[float], List[float]]:
-        count, recompute = len(self.costs), self.planned.recompute
-        backward = [
-            cost.backward(in_flight(schedule, stage, count), recompute)
-            for stage, cost in enumerate(self.costs)
-        ]
-        return [cost.forward_clocks for cost in self.costs], backward
-
-    def _memory(self, schedule: str) -> List[int]:
-        count, recompute = len(self.costs), self.planned.recompute
-        return [c.memory(stage, count, schedule, recompute) for stage, c in enumerate(self.costs)]
-
-    def _head(self) -> List[str]:
-        planned, count = self.planned, len(self.costs)
-        ipus = f"{count} IPUs, {planned.strategy}" if count > 1 else "1 IPU"
-        copies = f"{planned.replicas} replicas of {ipus}" if planned.replicas > 1 else ipus
-        return [
-            f"Estimate for training {planned.title} on {copies}",
-            f"micro-batches of {planned.micro_batch_size}, {planned.gradient_accumulation} of "
-            "them per update",
-        ]
-
-    def _stage_table(self) -> List[str]:
-        planned, count = self.planned, len(self.costs)
-        rows = [list(_COLUMNS)]
-        shares = self.time_shares
-        for stage, (cost, total) in enumerate(zip(self.costs, self.memory)):
-            flights = in_flight(planned.schedule, stage, count)
-            rows.append(
-                [
-                    f"{stage} {cost.name or 'the start'}",
-                    f"{cost.parameters:,}",
-                    size(cost.weight_bytes),
-                    size(cost.gradient_bytes),
-                    size(cost.optimizer_bytes),
-                    size(cost.activations(flights)),
-                    size(cost.activations(flights, True)),
-                    size(total),
-                    share(total / planned.memory),
-                    flops(cost.forward_flops),
-                    flops(cost.backward_flops),
-                    share(shares[stage]),
-                ]
-            )
-        counted = "as recomputed" if planned.recompute else "as kept"
-        lines = [
-            *columns(rows),
-            f"Total: with activations {counted}, of all micro-batches in flight. FLOPs are those "
-            "of one micro-batch.",
-        ]
-        whole = planned.memory == TILES * TILE_MEMORY
-        parts = f" = {TILES:,} tiles x {TILE_MEMORY // 1024} KiB" if whole else ""
-        fullest = max(range(count), key=self.memory.__getitem__)
-        verdict = "fits" if self.fits else "does not fit"
-        lines.append(
-            f"Memory of an IPU: {size(planned.memory)}{parts}; stage {fullest} takes most, and "
-            f"{verdict}. Code, exchange and temporary tensors are not counted."
-        )
-        if planned.unused:
-            some = ", ".join(planned.unused[:5]) + (", ..." if len(planned.unused) > 5 else "")
-            lines.append(f"Not used by forward, and not counted: {some}.")
-        return lines
-
-    def _pipeline_table(self) -> List[str]:
-        count, planned = len(self.costs), self.planned
-        if count == 1:
-            return []
-        rows = [["schedule", "utilisation", "bubble", "in flight", "largest stage", "90 % from"]]
-        for name in SCHEDULES:
-            utilisation = self.utilisation(schedule=name)
-            least, limit = least_accumulation(name, *self._times(name), 0.9)
-            flights = ", ".join(str(in_flight(name, s, count)) for s in range(count))
-            rows.append(
-                [
-                    name + (" *" if name == planned.schedule else ""),
-                    share(utilisation),
-                    share(1 - utilisation),
-                    flights,
-                    size(max(self._memory(name))),
-                    f"{least:,}" if least is not None else f"never ({share(limit)})",
-                ]
-            )
-        return [
-            *columns(rows),
-            f"* assumed above. Utilisation: with gradient_accumulation="
-            f"{planned.gradient_accumulation}; the last column says which reaches 90 %.",
-        ]

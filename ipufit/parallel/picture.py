@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from ipufit.errors import ConfigurationError
 from ipufit.parallel.schedule import in_flight
+from ipufit.parallel.tables import stage_title
 from ipufit.parallel.texts import share, size
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def draw(plan: PartitionPlan, path: Union[str, os.PathLike[str], None]) -> Any:
     for panel in (above, below):
         panel.set_yticks(range(stages))
         panel.set_yticklabels(
-            [f"{stage} {cost.name or 'the start'}" for stage, cost in enumerate(plan.costs)]
+            [f"stage {stage_title(stage, cost)}" for stage, cost in enumerate(plan.costs)]
         )
         panel.set_ylim(stages - 0.5, -0.5)
         panel.spines[["top", "right"]].set_visible(False)

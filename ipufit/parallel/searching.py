@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Callable, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 from torch import nn
 
@@ -13,6 +13,10 @@ from ipufit.parallel.repeated import stacks_of
 from ipufit.parallel.schedule import in_flight
 
 __all__ = ["Cut", "best_cuts", "best_division", "cuts_of"]
+
+
+# Time of the slowest stage, sum of squares of all times, first part of every stage.
+_Found = Tuple[float, float, Tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,10 +93,9 @@ def best_cuts(
     Returns:
         None where nothing fits.
     """
-    value = Tuple[float, float, Tuple[int, ...]]
-    best: Dict[int, value] = {0: (0.0, 0.0, ())}
+    best: Dict[int, _Found] = {0: (0.0, 0.0, ())}
     for stage in range(stages):
-        following: Dict[int, value] = {}
+        following: Dict[int, _Found] = {}
         for begin, (slowest, spread, begins) in best.items():
             for end in range(begin + 1, parts - (stages - stage - 1) + 1):
                 if stage == stages - 1 and end < parts:
@@ -136,14 +139,13 @@ def best_division(
     def of(begin: int, end: int) -> StageCost:
         return table[begin][end - begin - 1]
 
-    # Recomputation makes all stages but the last slower.
-    flights: Set[bool] = {recompute and in_flight(schedule, 0, stages) > 1}
-    again = 1.0 if True in flights else 0.0
+    # Of the last stage nothing is recomputed: it has one micro-batch in flight.
+    recomputes = recompute and in_flight(schedule, 0, stages) > 1
 
     def time(begin: int, end: int) -> float:
         cost = of(begin, end)
-        slower = again if end < len(cuts) else 0.0
-        return cost.forward_clocks * (1 + slower) + cost.backward_clocks
+        again = cost.forward_clocks if recomputes and end < len(cuts) else 0.0
+        return cost.forward_clocks + cost.backward_clocks + again
 
     def fits(stage: int, begin: int, end: int) -> bool:
         return memory is None or of(begin, end).memory(stage, stages, schedule, recompute) <= memory
