@@ -7,6 +7,7 @@ from ipufit.ipu_config import IPUConfig
 from ipufit.logged import log
 from ipufit.lr_finder import LearningRates
 from ipufit.model import Model
+from ipufit.parallel.partition_plan import PartitionPlan
 from ipufit.plan import Plan
 from ipufit.recipe import LossScale
 from ipufit.seeding import seed_everything
@@ -18,6 +19,7 @@ __all__ = [
     "LearningRates",
     "LossScale",
     "Model",
+    "PartitionPlan",
     "Plan",
     "callbacks",
     "engines",

@@ -31,7 +31,9 @@ from ipufit.finders import BatchSize, Trial
 from ipufit.fit_data import FitRequest
 from ipufit.history import History
 from ipufit.lr_finder import LearningRates
+from ipufit.parallel.partition_plan import PartitionPlan
 from ipufit.parallel.resolving import PartitionRequest
+from ipufit.planned import planned
 from ipufit.program import Engine, Mode
 from ipufit.recipe import LossScale
 from ipufit.recordable import refuse_unrecordable
@@ -110,7 +112,7 @@ class Model:
         output_mode: Optional[str] = None,
         output_every: Optional[int] = None,
         gradient_reduction: str = "mean",
-        stages: Optional[Mapping[str, int]] = None,
+        stages: Union[Mapping[str, int], str, None] = None,
         layers_per_ipu: Optional[Sequence[int]] = None,
         layers: Union[str, Sequence[str], None] = None,
         strategy: Any = None,
@@ -178,7 +180,9 @@ class Model:
                 means.
             stages: modules that begin a stage, by name, with its number from 0: a stage goes on
                 until another begins, and has an IPU of its own. It changes no number, only where
-                on IPUs things are.
+                on IPUs things are. "auto" finds, when the first micro-batch is known,
+                ipus_per_replica stages of which the slowest is as fast as it can be and which fit
+                memory, by the estimate of :meth:`plan`.
             layers_per_ipu: instead of stages, how many of the repeated layers are on each IPU; -1
                 for an even share of the rest, what does not divide on the last such IPU. What
                 comes before the layers is on the first IPU, what comes after on the last.
@@ -190,7 +194,7 @@ class Model:
                 blocks of its own. None is "pipelined".
             ipus_per_replica: for a module with blocks of its own (``poptorch.BeginBlock``,
                 ``Block``, ``BlockFunction``) or with layers split over IPUs, how many IPUs they
-                name.
+                name; with stages="auto", how many stages to make.
             inference_stages: stages of validation, ``evaluate`` and ``predict``; None as training.
             inference_layers_per_ipu: the same instead of inference_stages.
             inference_strategy: None is that of training; a pipeline that the device iterations
@@ -771,6 +775,55 @@ class Model:
         check_options(line_length, depth, expand_nested, print_fn)
         levels = depth if expand_nested else 1
         (print_fn or print)(summarized(self.module, self._session, x, line_length, levels))
+
+    def plan(
+        self,
+        x: Any = None,
+        *,
+        ipus: Optional[int] = None,
+        gradient_accumulation: Optional[int] = None,
+        ipus_per_replica: Optional[int] = None,
+        stages: Union[Mapping[str, int], str, None] = None,
+        layers_per_ipu: Optional[Sequence[int]] = None,
+        layers: Union[str, Sequence[str], None] = None,
+        strategy: Optional[str] = None,
+        schedule: str = "grouped",
+        recompute: bool = False,
+        ipu_memory: Optional[int] = None,
+    ) -> PartitionPlan:
+        """Estimate what training takes on IPUs: memory, FLOPs and time of every stage.
+
+        One micro-batch goes through module, loss and backward pass as tensors without values;
+        nothing is changed. Without a division of its own and of ``compile``, the plan finds one:
+        the smallest power of two of stages that fits memory, the slowest stage as fast as it can
+        be; its ``stages`` are for ``compile``.
+
+        Args:
+            x: a micro-batch as ``predict`` takes it, a tuple ``(inputs, target)``, with which the
+                loss is counted too, or a loader, whose first batch is read. Only shapes and dtypes
+                matter. None takes those of the last ``fit``.
+            ipus: as for ``fit``; at most so many are looked for.
+            gradient_accumulation: as for ``fit``; None is the smallest that fills the pipeline.
+            ipus_per_replica: find a division into so many stages.
+            stages: as for ``compile``; None is what ``compile`` was told, "auto" to find them.
+            layers_per_ipu: as for ``compile``.
+            layers: as for ``compile``.
+            strategy: "pipelined" or "sharded"; None is what ``compile`` was told.
+            schedule: of a pipeline: "grouped", as PopTorch's, "interleaved" or "sequential".
+            recompute: keep the inputs of a stage alone, and compute its activations anew.
+            ipu_memory: bytes of an IPU to fill at most; None is all of 1,472 tiles x 624 KiB.
+
+        Raises:
+            NotCompiledError: before ``compile``.
+            ConfigurationError: neither a batch nor an earlier ``fit``, or arguments that can't
+                work; ``PartitionError`` and ``PlanError`` are two kinds of it.
+            DataError: the batch can't be fed.
+            CaptureError: the module can't be recorded.
+        """
+        session = self._compiled("plan")
+        asked = PartitionRequest(stages, layers_per_ipu, layers, strategy, ipus_per_replica)
+        work = (ipus, gradient_accumulation)
+        return planned(session, x, asked, work, (schedule, recompute, ipu_memory))
 
     def save_weights(self, path: Union[str, os.PathLike[str]]) -> None:
         """Write the module's weights to one file; from a callback too.

@@ -23,7 +23,8 @@ from ipufit.losses import Loss
 from ipufit.meter import Meter
 from ipufit.metrics import MetricSet
 from ipufit.names import check_log_name
-from ipufit.parallel.partition import NOT_DIVIDED, Partitions
+from ipufit.parallel.partition import NOT_DIVIDED, Partition, Partitions
+from ipufit.parallel.planning import Estimator
 from ipufit.plan import Plan
 from ipufit.program import Engine, MicroBatch, Mode, Program, ProgramSpec
 from ipufit.randomness import draw_seed
@@ -213,6 +214,7 @@ class Session:
         wants_outputs: bool,
     ) -> Job:
         check_call(self.module, first, self.loss, source)
+        self._divide(first)
         plan = dataclasses.replace(plan, micro_batch_size=feed.micro_batch_size or first.size)
         metrics = MetricSet() if mode is Mode.PREDICT else self.metrics.fresh()
         spec = self._spec(plan, mode, seed, domain, bool(metrics) or wants_outputs)
@@ -237,6 +239,19 @@ class Session:
         settings = self.recipe.settings if mode is Mode.TRAIN else ()
         meter = Meter(metrics, plan, self.loss, prepared.rules, settings)
         return Job(program, feed, plan, meter, first)
+
+    def estimator(self, sample: MicroBatch, partition: Optional[Partition] = None) -> Estimator:
+        """Says what divisions of the module take; see :class:`Estimator`."""
+        return Estimator(self.module, self.loss, self._optimizer, self.recipe, sample, partition)
+
+    def _divide(self, first: MicroBatch) -> None:
+        """Find the stages that ``stages="auto"`` left open, once."""
+        partition = self.partitions.open
+        if partition is not None:
+            with deferred():
+                estimator = self.estimator(first)
+                begins = estimator.automatic(partition.stages, partition.strategy)
+            self.partitions = self.partitions.found(begins)
 
     def _spec(
         self, plan: Plan, mode: Mode, seed: int, domain: str, has_metrics: bool

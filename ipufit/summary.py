@@ -54,8 +54,14 @@ def check_options(line_length: Any, depth: Any, expand_nested: Any, print_fn: An
         )
 
 
-def sample_of(x: Any, own_loss: bool) -> MicroBatch:
+def sample_of(x: Any, own_loss: bool, asks: str = "summary", target: bool = False) -> MicroBatch:
     """A micro-batch from one batch of inputs, as ``predict`` takes it, or from a loader's first.
+
+    Args:
+        x: the batch or the loader.
+        own_loss: whether the module computes its own loss.
+        asks: the method that asks, for messages.
+        target: whether to keep the target of a batch that has one.
 
     Raises:
         ConfigurationError: a loader that can be read only once, or is empty.
@@ -65,15 +71,17 @@ def sample_of(x: Any, own_loss: bool) -> MicroBatch:
     if not isinstance(x, (Tensor, tuple, Mapping)) and type(x).__module__ != "numpy":
         if isinstance(x, collections.abc.Iterator):
             raise ConfigurationError(
-                "summary needs a batch, or a loader that can be read again, got "
+                f"{asks} needs a batch, or a loader that can be read again, got "
                 f"{type(x).__name__}, which would lose its first batch. Pass one batch."
             )
         # The order of a shuffled loader must not depend on who has looked into it.
         with isolated(torch.device("cpu")):
             batch = next(iter(Source(x, "the sample").loader), None)
         if batch is None:
-            raise ConfigurationError("summary needs a batch, but the loader has none. Pass one.")
-    mode = Mode.TRAIN if own_loss else Mode.PREDICT
+            raise ConfigurationError(f"{asks} needs a batch, but the loader has none. Pass one.")
+    with_target = target and isinstance(batch, (tuple, list)) and len(batch) in (2, 3)
+    with_target = with_target and batch[1] is not None
+    mode = Mode.TRAIN if own_loss or with_target else Mode.PREDICT
     return Unpacker(Source([batch], "the sample"), mode, own_loss)(batch, 0)
 
 

@@ -161,6 +161,17 @@ def test_a_divided_module_trains_to_the_same_bits(whole, kind, division, strateg
     assert found[1:] == expected[1:]
 
 
+@pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
+@pytest.mark.parametrize("kind", list(DIVIDED))
+@pytest.mark.grid
+def test_a_module_that_ipufit_divides_trains_to_the_same_bits(whole, kind, engine):
+    """The stages are found when the first micro-batch is known."""
+    expected = whole(kind, engine)
+    found = trained(kind, engine, stages="auto", ipus_per_replica=4)
+    assert_equal(found[0], expected[0])
+    assert found[1:] == expected[1:]
+
+
 @pytest.mark.parametrize(
     ("strategy", "kind", "ipus"),
     [

@@ -26,6 +26,8 @@ class Partition:
             of an inference gives way to "sharded".
         poptorch_strategy: an object of PopTorch's instead, as the user made it, or None.
         ipus: IPUs of one replica.
+        is_automatic: whether ipufit divides the module, which it does when it knows a micro-batch;
+            until then ``begins`` is empty.
     """
 
     begins: Tuple[Tuple[str, int], ...]
@@ -34,6 +36,12 @@ class Partition:
     is_chosen: bool
     ipus: int
     poptorch_strategy: Any = None
+    is_automatic: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is yet to be found where the stages begin."""
+        return self.is_automatic and self.stages > 1 and not self.begins
 
     @property
     def is_pipelined(self) -> bool:
@@ -52,6 +60,9 @@ class Partition:
 
     def describe(self) -> str:
         """Strategy and beginnings, in one line."""
+        if self.is_open:
+            how = "divided when the first micro-batch is known"
+            return f"{self.strategy} over {self.stages} stages, {how}"
         if not self.begins:
             return f"{self.strategy} over {self.ipus} IPUs by the module's own blocks"
         unit = "phase" if "phased" in self.strategy else "stage"
@@ -59,7 +70,8 @@ class Partition:
         for name, stage in self.begins:
             first.setdefault(stage, name)
         begins = "; ".join(f"{unit} {stage} from {name}" for stage, name in first.items())
-        return f"{self.strategy} over {self.stages} {unit}s: {begins}"
+        found = " found by ipufit" if self.is_automatic else ""
+        return f"{self.strategy} over {self.stages} {unit}s{found}: {begins}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +84,20 @@ class Partitions:
     def of(self, training: bool) -> Optional[Partition]:
         """One of the two."""
         return self.training if training else self.inference
+
+    @property
+    def open(self) -> Optional[Partition]:
+        """That of training or that of inference, where it is yet to be found; else None."""
+        both = (self.training, self.inference)
+        return next((p for p in both if p is not None and p.is_open), None)
+
+    def found(self, begins: Tuple[Tuple[str, int], ...]) -> Partitions:
+        """The same with what was yet to be found."""
+        training, inference = (
+            dataclasses.replace(p, begins=begins) if p is not None and p.is_open else p
+            for p in (self.training, self.inference)
+        )
+        return Partitions(training, inference)
 
     def describe(self) -> List[str]:
         """In words, a line each; what they share once."""

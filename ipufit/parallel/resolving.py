@@ -15,7 +15,10 @@ from ipufit.parallel.partition import STRATEGIES, Partition, Partitions
 from ipufit.parallel.repeated import repeated_layers
 from ipufit.parallel.serializing import ipus_of
 
-__all__ = ["PartitionRequest", "resolve_partitions", "share_out"]
+__all__ = ["AUTO", "PartitionRequest", "resolve_partition", "resolve_partitions", "share_out"]
+
+# The value of ``stages`` that leaves the division to ipufit.
+AUTO = "auto"
 
 _POPTORCH_STRATEGIES = {
     "ShardedExecution": "sharded",
@@ -58,7 +61,7 @@ def resolve_partitions(
     faults = Faults()
     first = second = None
     with faults.collected():
-        first = _resolved(module, training)
+        first = resolve_partition(module, training)
         second = _inherited(first)
     if not inference.is_empty:
         if inference.stages is None and inference.layers_per_ipu is None:
@@ -67,7 +70,7 @@ def resolve_partitions(
         elif inference.layers_per_ipu is not None:
             inference = dataclasses.replace(inference, layers=training.layers)
         with faults.collected():
-            second = _resolved(module, inference)
+            second = resolve_partition(module, inference)
     faults.raise_all()
     return Partitions(first, second)
 
@@ -77,7 +80,7 @@ def _inherited(partition: Optional[Partition]) -> Optional[Partition]:
     return None if partition is None else dataclasses.replace(partition, is_chosen=False)
 
 
-def _resolved(module: nn.Module, asked: PartitionRequest) -> Optional[Partition]:
+def resolve_partition(module: nn.Module, asked: PartitionRequest) -> Optional[Partition]:
     """Normal form, or None where everything is on one IPU and nobody said otherwise.
 
     Raises:
@@ -103,7 +106,9 @@ def _resolved(module: nn.Module, asked: PartitionRequest) -> Optional[Partition]
                 "layers says which layers layers_per_ipu counts, but there is no layers_per_ipu. "
                 "Give both or none."
             )
-        if asked.stages is not None:
+        if _is_auto(asked):
+            _check_auto(asked, strategy, own)
+        elif asked.stages is not None:
             begins = _named(module, asked.stages, asked.name("stages"))
         elif asked.layers_per_ipu is not None:
             begins = _counted(module, asked)
@@ -130,7 +135,37 @@ def _resolved(module: nn.Module, asked: PartitionRequest) -> Optional[Partition]
                 "module with blocks of its own."
             )
         return None
-    return Partition(begins, stages, strategy, asked.strategy is not None, ipus, own)
+    chosen = asked.strategy is not None
+    return Partition(begins, stages, strategy, chosen, ipus, own, _is_auto(asked))
+
+
+def _is_auto(asked: PartitionRequest) -> bool:
+    return isinstance(asked.stages, str) and asked.stages == AUTO
+
+
+def _check_auto(asked: PartitionRequest, strategy: str, own: Any) -> None:
+    """Refuse what leaves open how many stages to make, or is no pipeline.
+
+    Raises:
+        PartitionError: with what to say instead.
+    """
+    name = asked.name("stages")
+    if asked.prefix:
+        raise PartitionError(
+            f"{name} must map names of modules to numbers of stages, got 'auto'. Leave it out, so "
+            "that inference has the stages of training, which stages='auto' finds."
+        )
+    if own is not None or strategy not in ("pipelined", "sharded"):
+        raise PartitionError(
+            "stages='auto' divides a module for strategy='pipelined' or 'sharded', got "
+            f"{asked.strategy!r}. Use one of them, or name the stages."
+        )
+    if asked.ipus_per_replica is None:
+        raise PartitionError(
+            "stages='auto' needs to know how many stages to make, for the IPUs of a replica must "
+            "be known before the data. Pass ipus_per_replica=2, say, or ask model.plan(x), which "
+            "finds the smallest number, and pass stages=model.plan(x).stages."
+        )
 
 
 def _ipus(strategy: str, stages: int) -> int:

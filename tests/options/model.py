@@ -143,7 +143,7 @@ of(
     layers_per_ipu=With(None, [1, 2], **FILLED),
     layers=With(None, "b", layers_per_ipu=[1, -1], net=stacks, work=FILLED["work"]),
     strategy=With(None, "sharded", stages={"1": 1}, **FILLED),
-    ipus_per_replica=With(None, 2, **FILLED),
+    ipus_per_replica=With(None, 2, stages="auto", **FILLED),
     inference_stages=With(None, {"2": 1}, stages={"1": 1}, **FILLED),
     inference_layers_per_ipu=With(None, [2, 1], stages={"1": 1}, **FILLED),
     inference_strategy=With(None, "sharded", stages={"1": 1}, **FILLED),
@@ -404,4 +404,31 @@ of(
     loaded,
     path=With("one.safetensors", "other.safetensors", strict=False),
     strict=With(True, False, path="other.safetensors"),
+)
+
+
+# The plan of a partition
+
+
+def planned(**options):
+    """What a plan of three layers says."""
+    model = ipufit.Model(stack())
+    model.compile("sgd", "cross_entropy", stages={"1": 1})
+    return str(model.plan(**{"x": (X, Y), **options}))
+
+
+of(
+    "Model.plan",
+    planned,
+    x=((X, Y), X[:3]),
+    ipus=(None, 4),
+    gradient_accumulation=(None, 5),
+    ipus_per_replica=With(1, 2, ipus=2),
+    stages=(None, {"2": 1}),
+    layers_per_ipu=(None, [2, 1]),
+    layers=(None, ""),
+    strategy=(None, "sharded"),
+    schedule=("grouped", "interleaved"),
+    recompute=(False, True),
+    ipu_memory=(None, 5000),
 )

@@ -6,8 +6,20 @@ import torch
 from torch import nn
 
 import ipufit
-from ipufit import BatchSize, History, LearningRates, LossScale, Plan, errors, schedules, testing
+from ipufit import (
+    BatchSize,
+    History,
+    LearningRates,
+    LossScale,
+    PartitionPlan,
+    Plan,
+    errors,
+    schedules,
+    testing,
+)
 from ipufit.optim import LAMB
+from ipufit.parallel.costs import StageCost
+from ipufit.parallel.partition_plan import Planned
 from ipufit.program import Mode, ProgramSpec
 
 from . import FLIPS, Made, With, X, Y, files, folder, linear, of, told
@@ -180,6 +192,52 @@ of(
     position=(0, 1),
 )
 of("Plan.updates", lambda samples: list(Plan(**SIZES).updates(samples)), samples=(7, 8))
+
+
+# The plan of a partition
+
+
+def costs(values):
+    numbers = dict.fromkeys([f.name for f in dataclasses.fields(StageCost)], 40)
+    return [StageCost(**{**numbers, "name": name, "parameters": values}) for name in "ab"]
+
+
+USE = Planned("Net", (("a", 0), ("b", 1)), 4, 3, 1, "pipelined", "grouped", False, 900)
+
+
+def asked(method):
+    def observe(**options):
+        return getattr(PartitionPlan(costs(7), USE), method)(**options)
+
+    return observe
+
+
+def bars(path=None):
+    with folder() as place:
+        figure = PartitionPlan(costs(7), USE).plot(None if path is None else place / path)
+        return [len(panel.patches) for panel in figure.axes], sorted(files(place))
+
+
+of(
+    "PartitionPlan",
+    lambda **given: str(PartitionPlan(**{"costs": costs(7), "planned": USE, **given})),
+    costs=(costs(7), costs(8)),
+    planned=(USE, dataclasses.replace(USE, recompute=True)),
+)
+for method in ("utilisation", "timeline"):
+    of(
+        f"PartitionPlan.{method}",
+        asked(method),
+        gradient_accumulation=(None, 4),
+        schedule=(None, "sequential"),
+    )
+of(
+    "PartitionPlan.least_accumulation",
+    asked("least_accumulation"),
+    utilisation=(0.8, 0.9),
+    schedule=With(None, "sequential", utilisation=0.4),
+)
+of("PartitionPlan.plot", bars, path=(None, "plan.png"))
 
 
 # Logged values, seeds, loss scale

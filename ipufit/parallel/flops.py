@@ -1,0 +1,120 @@
+"""What an operator computes and moves: a table of our own, for torch has none before 2.1."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Callable, Dict, List, Sequence
+
+import torch
+from torch import Tensor
+
+from ipufit import tree
+
+__all__ = ["Work", "work_of"]
+
+# What a tile can do per clock at best: FLOPs of a matrix product in 32 and in 16 bits, and bytes
+# between its memory and its registers. Only the ratio of two operators' times is ever used.
+_FLOPS_32, _FLOPS_16, _BYTES = 32, 128, 24
+
+
+@dataclasses.dataclass
+class Work:
+    """A sum over operators.
+
+    Attributes:
+        flops: of matrix products, convolutions and attention, two per multiply-add.
+        clocks: of one tile, had it to do all of it at its best rate: a measure to compare with,
+            no prediction.
+    """
+
+    flops: int = 0
+    clocks: float = 0.0
+
+    def add(self, other: Work) -> None:
+        """Count another sum in."""
+        self.flops += other.flops
+        self.clocks += other.clocks
+
+
+def work_of(operator: Any, args: Sequence[Any], kwargs: Dict[str, Any], result: Any) -> Work:
+    """The work of one call of an ATen operator; a view has none.
+
+    An operator takes the longer of computing its matrix product and of moving its tensors.
+    """
+    if _is_view(operator):
+        return Work()
+    inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+    flops = _flops(operator, args, result)
+    rate = _FLOPS_16 if outputs and outputs[0].element_size() <= 2 else _FLOPS_32
+    moved = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
+    return Work(flops, max(flops / rate, moved / _BYTES))
+
+
+def _tensors(values: Any) -> List[Tensor]:
+    return [leaf for leaf in tree.flatten(values)[0] if isinstance(leaf, Tensor)]
+
+
+def _is_view(operator: Any) -> bool:
+    """Whether it gives another look at its argument, without a copy."""
+    if operator is torch.ops.aten.detach.default:
+        return True
+    returns = operator._schema.returns
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _flops(operator: Any, args: Sequence[Any], result: Any) -> int:
+    name = operator._schema.name.partition("::")[2]
+    if name in _TABLE:
+        return _TABLE[name](args, result)
+    if name.startswith("_scaled_dot_product_") and "attention" in name:
+        return _attention_backward(args) if name.endswith("_backward") else _attention(args)
+    return 0
+
+
+def _product(first: int) -> Callable[[Sequence[Any], Any], int]:
+    """Of a matrix product whose left factor is the argument of that index."""
+    return lambda args, result: 2 * result.numel() * args[first].shape[-1]
+
+
+def _convolution(args: Sequence[Any], result: Any) -> int:
+    """Every input value of a transposed one meets a filter, and so does every output of others."""
+    weight, transposed = args[1], args[6]
+    places = args[0].numel() if transposed else result.numel()
+    return int(2 * places * math.prod(weight.shape[1:]))
+
+
+def _convolution_backward(args: Sequence[Any], result: Any) -> int:
+    """As much for the gradient of the input, and for that of the weight, as forward."""
+    gradient, inputs, weight, transposed, mask = args[0], args[1], args[2], args[7], args[10]
+    places = inputs.numel() if transposed else gradient.numel()
+    return int(2 * places * math.prod(weight.shape[1:])) * (int(mask[0]) + int(mask[1]))
+
+
+def _attention(args: Sequence[Any]) -> int:
+    """Scores, and their product with the values."""
+    query, key, value = args[:3]
+    pairs = query.numel() // query.shape[-1] * key.shape[-2]
+    return int(2 * pairs * (query.shape[-1] + value.shape[-1]))
+
+
+def _attention_backward(args: Sequence[Any]) -> int:
+    """Scores anew, then gradients of values, of scores, of queries and of keys."""
+    query, key, value = args[1:4]
+    pairs = query.numel() // query.shape[-1] * key.shape[-2]
+    return int(2 * pairs * (3 * query.shape[-1] + 2 * value.shape[-1]))
+
+
+_TABLE: Dict[str, Callable[[Sequence[Any], Any], int]] = {
+    "mm": _product(0),
+    "bmm": _product(0),
+    "mv": _product(0),
+    "addmm": _product(1),
+    "baddbmm": _product(1),
+    "addmv": _product(1),
+    "dot": _product(0),
+    "vdot": _product(0),
+    "addbmm": lambda args, result: 2 * args[1].numel() * args[2].shape[-1],
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+}

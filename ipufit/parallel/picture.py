@@ -1,0 +1,146 @@
+"""The picture of a plan: the timeline of one update, and the memory of every stage."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Union
+
+from ipufit.errors import ConfigurationError
+from ipufit.parallel.schedule import in_flight
+from ipufit.parallel.tables import stage_title
+from ipufit.parallel.texts import share, size
+
+if TYPE_CHECKING:
+    from ipufit.parallel.partition_plan import PartitionPlan
+
+__all__ = ["draw"]
+
+# Dark and light, plain and hatched: apart in grey and for any eye.
+_PASSES = (("forward", "#12466b", ""), ("backward", "#e9a13b", "//"))
+_PARTS = (
+    ("weights", "#12466b", ""),
+    ("gradients", "#4d8ab5", "//"),
+    ("optimizer", "#a8c8de", ""),
+    ("activations", "#e9a13b", "\\\\"),
+)
+# Numbers of more micro-batches than this would not fit into their bars.
+_NUMBERED = 24
+
+
+def draw(plan: PartitionPlan, path: Union[str, os.PathLike[str], None]) -> Any:
+    """Two panels; see :meth:`PartitionPlan.plot`."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigurationError(
+            "PartitionPlan.plot needs matplotlib, which is not installed. Run: "
+            "pip install ipufit[plot]"
+        ) from error
+    stages = len(plan.costs)
+    figure = Figure(figsize=(11, 2.6 + 0.75 * stages), layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, 1)
+    _draw_timeline(above, plan)
+    _draw_memory(below, plan)
+    for panel in (above, below):
+        panel.set_yticks(range(stages))
+        panel.set_yticklabels(
+            [f"stage {stage_title(stage, cost)}" for stage, cost in enumerate(plan.costs)]
+        )
+        panel.set_ylim(stages - 0.5, -0.5)
+        panel.spines[["top", "right"]].set_visible(False)
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure
+
+
+def _draw_timeline(panel: Any, plan: PartitionPlan) -> None:
+    line = plan.timeline()
+    planned = plan.planned
+    count = planned.gradient_accumulation
+    for is_backward, (label, color, hatch) in enumerate(_PASSES):
+        tasks = [task for task in line.tasks if task.is_backward == bool(is_backward)]
+        panel.barh(
+            [task.stage for task in tasks],
+            [task.end - task.begin for task in tasks],
+            left=[task.begin for task in tasks],
+            height=0.72,
+            color=color,
+            hatch=hatch,
+            edgecolor="white",
+            linewidth=0.6,
+            label=label,
+        )
+    for task in line.tasks if count <= _NUMBERED else ():
+        wide = task.end - task.begin > 0.012 * line.total
+        if wide:
+            middle = (task.begin + task.end) / 2
+            color = "black" if task.is_backward else "white"
+            panel.text(
+                middle,
+                task.stage,
+                str(task.micro_batch),
+                ha="center",
+                va="center",
+                fontsize=7,
+                color=color,
+                bbox={"boxstyle": "round,pad=0.1", "fc": _PASSES[task.is_backward][1], "lw": 0},
+            )
+    title = f"One update of {count} micro-batches"
+    if len(plan.costs) > 1:
+        title += f", {planned.schedule}: {share(line.utilisation)} busy"
+    panel.set_title(title, fontsize="medium", fontweight="bold", loc="left")
+    panel.set_xlabel("time, in that of one micro-batch through all stages and back")
+    panel.set_xlim(0, line.total or 1)
+    _legend(panel)
+
+
+def _draw_memory(panel: Any, plan: PartitionPlan) -> None:
+    planned, stages = plan.planned, len(plan.costs)
+    begins = [0.0] * stages
+    unit, name = _unit(max(plan.memory))
+    for label, color, hatch in _PARTS:
+        widths = []
+        for stage, cost in enumerate(plan.costs):
+            flights = in_flight(planned.schedule, stage, stages)
+            sizes = {
+                "weights": cost.weight_bytes,
+                "gradients": cost.gradient_bytes,
+                "optimizer": cost.optimizer_bytes,
+                "activations": cost.activations(flights, planned.recompute),
+            }
+            widths.append(sizes[label] / unit)
+        style = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0.6}
+        panel.barh(range(stages), widths, left=begins, height=0.72, label=label, **style)
+        begins = [begin + width for begin, width in zip(begins, widths)]
+    if max(begins) > 0.3 * planned.memory / unit:
+        panel.axvline(planned.memory / unit, color="#b00020", linestyle="--", linewidth=1.2)
+    ends = max(max(begins), planned.memory / unit if len(panel.lines) else 0.0)
+    panel.set_xlim(0, 1.05 * ends or 1)
+    panel.set_title(
+        f"Memory, estimated, of {size(planned.memory)} per IPU",
+        fontsize="medium",
+        fontweight="bold",
+        loc="left",
+    )
+    panel.set_xlabel(name)
+    _legend(panel)
+
+
+def _unit(most: int) -> tuple[int, str]:
+    for power, name in ((20, "MiB"), (10, "KiB")):
+        if most >= 1 << power:
+            return 1 << power, name
+    return 1, "bytes"
+
+
+def _legend(panel: Any) -> None:
+    panel.legend(
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        ncols=len(_PARTS),
+        fontsize="small",
+        frameon=False,
+        borderaxespad=0.1,
+    )

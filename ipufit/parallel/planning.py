@@ -1,0 +1,171 @@
+"""From a model and a micro-batch to a plan of its partition."""
+
+from __future__ import annotations
+
+from typing import Dict, List, Optional, Sequence, Tuple
+
+import torch
+from torch import nn
+
+from ipufit.errors import PartitionError
+from ipufit.losses import Loss
+from ipufit.parallel.costs import IPU_MEMORY, Costs, StageCost
+from ipufit.parallel.measuring import Trace, measure
+from ipufit.parallel.optimizer_state import state_bytes
+from ipufit.parallel.partition import Partition
+from ipufit.parallel.schedule import SCHEDULES
+from ipufit.parallel.searching import Cut, best_division, cuts_of
+from ipufit.parallel.texts import size
+from ipufit.program import MicroBatch
+from ipufit.recipe import Recipe
+
+__all__ = ["Estimator", "schedule_of"]
+
+
+def schedule_of(strategy: str, schedule: Optional[str] = None) -> str:
+    """That of PopTorch's pipeline, or what was asked for; one stage at a time where sharded."""
+    if strategy == "sharded":
+        return "sequential"
+    return schedule or SCHEDULES[0]
+
+
+class Estimator:
+    """Traces a model once, and says what its divisions take.
+
+    Args:
+        module: the user's.
+        loss: its normal form.
+        optimizer: None for a model that only evaluates and predicts.
+        recipe: precision and accumulation.
+        sample: a micro-batch.
+        partition: whose rules are checked on the way; None for one that is yet to be found.
+
+    Raises:
+        CaptureError: the module needs a value.
+        PartitionError: the partition can't work, or the optimizer's state can't be found out.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Loss,
+        optimizer: Optional[torch.optim.Optimizer],
+        recipe: Recipe,
+        sample: MicroBatch,
+        partition: Optional[Partition] = None,
+    ) -> None:
+        groups = optimizer.param_groups if optimizer is not None else []
+        trained = [p for group in groups for p in group["params"] if p.requires_grad]
+        precision, wide = recipe.precision, recipe.accumulation_dtype
+        trace = measure(module, loss, sample, trained, precision, partition)
+        modules = {"net": module}
+        if loss.module is not None:
+            modules["loss_module"] = loss.module
+        self._module = module
+        self._costs = Costs(
+            trace, modules, state_bytes(optimizer) if optimizer is not None else {}, wide
+        )
+
+    @property
+    def unused(self) -> Tuple[str, ...]:
+        """Parameters that the module does not use."""
+        return tuple(self._costs.unused)
+
+    @property
+    def _trace(self) -> Trace:
+        return self._costs.trace
+
+    def given(self, partition: Optional[Partition]) -> List[StageCost]:
+        """What the stages of a partition take, in their order.
+
+        Raises:
+            PartitionError: it is that of the module's own blocks, which has no names.
+        """
+        if partition is None or partition.stages == 1:
+            return [self._costs.of(0, len(self._trace.segments), self._first())]
+        if not partition.begins:
+            raise PartitionError(
+                "plan needs to know which modules begin the stages, but this model is divided by "
+                "its own blocks. Pass stages={'name of a module': number of its stage}, or "
+                "stages='auto'."
+            )
+        calls: Dict[str, int] = {}
+        for number, segment in enumerate(self._trace.segments):
+            calls.setdefault(segment.name, number)
+        starts: Dict[int, Cut] = {}
+        for name, stage in partition.begins:
+            cut = Cut(name, calls[name])
+            if stage not in starts or cut.segment < starts[stage].segment:
+                starts[stage] = cut
+        starts.setdefault(0, Cut(self._first(), 0))
+        return self._along([starts[stage] for stage in range(partition.stages)])
+
+    def divided(
+        self, stages: int, schedule: str, recompute: bool = False, memory: Optional[int] = None
+    ) -> Optional[List[StageCost]]:
+        """The best division into so many stages.
+
+        Args:
+            stages: how many.
+            schedule: of the pipeline.
+            recompute: whether activations are recomputed.
+            memory: bytes of an IPU; None for no limit.
+
+        Returns:
+            What the stages take, in their order; None where nothing fits.
+
+        Raises:
+            PartitionError: no so many can be made.
+        """
+        if stages == 1:
+            whole = self._costs.of(0, len(self._trace.segments), self._first())
+            taken = whole.memory(0, 1, schedule, recompute)
+            return [whole] if memory is None or taken <= memory else None
+        most = 0
+        for fine in (False, True):
+            cuts = cuts_of(self._trace, self._module, fine)
+            most = max(most, len(cuts))
+            found = best_division(self._costs, cuts, stages, schedule, recompute, memory)
+            if found is not None:
+                return self._along(found)
+        if most < stages:
+            raise PartitionError(
+                f"the module can be divided into {most} stage{'s' if most != 1 else ''} at most, "
+                f"got {stages}: a stage begins with a module that is called once, and none "
+                "begins between two uses of a parameter. Use fewer IPUs, or untie weights."
+            )
+        return None
+
+    def automatic(
+        self, stages: int, strategy: str, schedule: Optional[str] = None
+    ) -> Tuple[Tuple[str, int], ...]:
+        """What ``compile(stages="auto")`` makes of it: the modules that begin a stage.
+
+        Raises:
+            PartitionError: no so many stages can be made, or they don't fit memory.
+        """
+        kind = schedule_of(strategy, schedule)
+        found = self.divided(stages, kind, memory=IPU_MEMORY)
+        if found is None:
+            least = self.divided(stages, kind)
+            assert least is not None
+            most = max(c.memory(s, stages, kind, False) for s, c in enumerate(least))
+            raise PartitionError(
+                f"stages='auto' must find stages that fit in an IPU's {size(IPU_MEMORY)}, but none "
+                f"of {stages} do: of the evenest ones the largest takes about {size(most)}. Use "
+                "a larger ipus_per_replica, or smaller micro-batches, or name the stages, which "
+                "are not held against this estimate."
+            )
+        return tuple((cost.name, stage) for stage, cost in enumerate(found) if cost.name)
+
+    def _along(self, cuts: Sequence[Cut]) -> List[StageCost]:
+        """Stages that begin at these cuts; the first takes what comes before it too."""
+        bounds = [0, *(cut.segment for cut in cuts[1:]), len(self._trace.segments)]
+        return [
+            self._costs.of(begin, end, cut.name)
+            for cut, begin, end in zip(cuts, bounds, bounds[1:])
+        ]
+
+    def _first(self) -> str:
+        cuts = cuts_of(self._trace, self._module, fine=False)
+        return cuts[0].name if cuts else ""

@@ -1,0 +1,128 @@
+"""How micro-batches go through a pipeline, step by step, and how busy its IPUs are."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import List, Optional, Sequence, Tuple
+
+__all__ = ["SCHEDULES", "Task", "Timeline", "in_flight", "least_accumulation", "simulate"]
+
+SCHEDULES = ("grouped", "interleaved", "sequential")
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """The work of one stage on one micro-batch.
+
+    Attributes:
+        stage, micro_batch: which, from 0.
+        is_backward: whether it is the backward pass.
+        begin, end: when, in the unit of the stages' times.
+    """
+
+    stage: int
+    micro_batch: int
+    is_backward: bool
+    begin: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """All tasks of one weight update.
+
+    Attributes:
+        tasks: in the order of their beginning.
+        total: end of the last one.
+        utilisation: share of the time that a stage works, over all stages.
+    """
+
+    tasks: Tuple[Task, ...]
+    total: float
+    utilisation: float
+
+
+def simulate(
+    schedule: str, forward: Sequence[float], backward: Sequence[float], micro_batches: int
+) -> Timeline:
+    """One weight update, whose steps end on all stages at the same time.
+
+    Args:
+        schedule: "grouped": a stage does a forward and a backward pass in each step, of different
+            micro-batches; "interleaved": one of them in turn; "sequential": one stage works at a
+            time.
+        forward, backward: time of each stage's passes.
+        micro_batches: the gradient accumulation.
+    """
+    times = (forward, backward)
+    tasks: List[Task] = []
+    now = 0.0
+    for step in _steps(schedule, len(forward), micro_batches):
+        ends = [now] * len(forward)
+        for stage, micro_batch, is_backward in step:
+            begin = ends[stage]
+            ends[stage] += times[is_backward][stage]
+            tasks.append(Task(stage, micro_batch, is_backward, begin, ends[stage]))
+        now = max(ends)
+    busy = micro_batches * (sum(forward) + sum(backward))
+    tasks.sort(key=lambda task: (task.begin, task.stage))
+    return Timeline(tuple(tasks), now, busy / (len(forward) * now) if now else 1.0)
+
+
+def _steps(schedule: str, stages: int, micro_batches: int) -> List[List[Tuple[int, int, bool]]]:
+    """(stage, micro-batch, is it backward) of every step; a forward pass comes first in it."""
+    last = stages - 1
+    if schedule == "sequential":
+        way = [(s, False) for s in range(stages)] + [(s, True) for s in reversed(range(stages))]
+        return [[(s, m, back)] for m in range(micro_batches) for s, back in way]
+    apart, turn = (1, 0) if schedule == "grouped" else (2, 1)
+    steps: List[List[Tuple[int, int, bool]]] = [
+        [] for _ in range(apart * (micro_batches - 1) + 2 * last + 1 + turn)
+    ]
+    for is_backward in (False, True):
+        for m in range(micro_batches):
+            for stage in range(stages):
+                step = apart * m + (2 * last - stage + turn if is_backward else stage)
+                steps[step].append((stage, m, is_backward))
+    return steps
+
+
+def in_flight(schedule: str, stage: int, stages: int) -> int:
+    """Micro-batches whose activations a stage holds, at most, in a pipeline that is full."""
+    steps = 2 * (stages - 1 - stage) + 1
+    if schedule == "grouped":
+        return steps
+    return (steps + 1) // 2 if schedule == "interleaved" else 1
+
+
+def least_accumulation(
+    schedule: str, forward: Sequence[float], backward: Sequence[float], utilisation: float
+) -> Tuple[Optional[int], float]:
+    """The smallest accumulation that fills the pipeline and reaches a utilisation.
+
+    Returns:
+        It, or None where no number is large enough; and the utilisation that is never exceeded.
+    """
+    stages = len(forward)
+    least = 1 if schedule == "sequential" else 2 * stages - 1
+    # From a full pipeline on, every further micro-batch takes the same time.
+    total, more = (simulate(schedule, forward, backward, least + n).total for n in (0, 1))
+    work, period = sum(forward) + sum(backward), more - total
+    if not work:
+        return least, 1.0
+    limit = work / (stages * period)
+
+    def reached(count: int) -> bool:
+        time = total + (count - least) * period
+        return count * work / (stages * time) >= utilisation * (1 - 1e-12)
+
+    if reached(least):
+        return least, limit
+    if limit <= utilisation:
+        return None, limit
+    excess = utilisation * stages * (total - least * period)
+    count = max(least, math.floor(excess / (work - utilisation * stages * period)) - 1)
+    while not reached(count):
+        count += 1
+    return count, limit

@@ -1,0 +1,118 @@
+"""A plan of a partition as tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, List
+
+from ipufit.parallel.costs import TILE_MEMORY, TILES, StageCost, memory_of, times_of
+from ipufit.parallel.schedule import SCHEDULES, in_flight, least_accumulation
+from ipufit.parallel.texts import columns, flops, share, size
+
+if TYPE_CHECKING:
+    from ipufit.parallel.partition_plan import PartitionPlan
+
+__all__ = ["stage_title", "told"]
+
+_COLUMNS = (
+    "stage begins with",
+    "parameters",
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "recomputed",
+    "total",
+    "of IPU",
+    "forward FLOPs",
+    "backward FLOPs",
+    "time",
+)
+
+
+def told(plan: PartitionPlan) -> str:
+    """The stages, and the pipeline where there are several."""
+    return "\n".join([*_head(plan), *_stage_table(plan), *_pipeline_table(plan)])
+
+
+def stage_title(stage: int, cost: StageCost) -> str:
+    """What a stage is called."""
+    return f"{stage}: {cost.name or 'the start'}"
+
+
+def _head(plan: PartitionPlan) -> List[str]:
+    planned, count = plan.planned, len(plan.costs)
+    ipus = f"{count} IPUs, {planned.strategy}" if count > 1 else "1 IPU"
+    copies = f"{planned.replicas} replicas of {ipus}" if planned.replicas > 1 else ipus
+    return [
+        f"Estimate for training {planned.title} on {copies}",
+        f"micro-batches of {planned.micro_batch_size}, {planned.gradient_accumulation} of "
+        "them per update",
+    ]
+
+
+def _stage_table(plan: PartitionPlan) -> List[str]:
+    planned, count = plan.planned, len(plan.costs)
+    rows = [list(_COLUMNS)]
+    shares = plan.time_shares
+    for stage, (cost, total) in enumerate(zip(plan.costs, plan.memory)):
+        flights = in_flight(planned.schedule, stage, count)
+        rows.append(
+            [
+                stage_title(stage, cost),
+                f"{cost.parameters:,}",
+                size(cost.weight_bytes),
+                size(cost.gradient_bytes),
+                size(cost.optimizer_bytes),
+                size(cost.activations(flights)),
+                size(cost.activations(flights, True)),
+                size(total),
+                share(total / planned.memory),
+                flops(cost.forward_flops),
+                flops(cost.backward_flops),
+                share(shares[stage]),
+            ]
+        )
+    counted = "as recomputed" if planned.recompute else "as kept"
+    lines = [
+        *columns(rows),
+        f"Total: with activations {counted}, of all micro-batches in flight. FLOPs are those "
+        "of one micro-batch.",
+    ]
+    whole = planned.memory == TILES * TILE_MEMORY
+    parts = f" = {TILES:,} tiles x {TILE_MEMORY // 1024} KiB" if whole else ""
+    fullest = max(range(count), key=plan.memory.__getitem__)
+    verdict = "fits" if plan.fits else "does not fit"
+    lines.append(
+        f"Memory of an IPU: {size(planned.memory)}{parts}; stage {fullest} takes most, and "
+        f"{verdict}. Code, exchange and temporary tensors are not counted."
+    )
+    if planned.unused:
+        some = ", ".join(planned.unused[:5]) + (", ..." if len(planned.unused) > 5 else "")
+        lines.append(f"Not used by forward, and not counted: {some}.")
+    return lines
+
+
+def _pipeline_table(plan: PartitionPlan) -> List[str]:
+    count, planned = len(plan.costs), plan.planned
+    if count == 1:
+        return []
+    rows = [["schedule", "utilisation", "bubble", "in flight", "largest stage", "90 % from"]]
+    for name in SCHEDULES:
+        utilisation = plan.utilisation(schedule=name)
+        least, limit = least_accumulation(name, *times_of(plan.costs, name, planned.recompute), 0.9)
+        flights = ", ".join(str(in_flight(name, s, count)) for s in range(count))
+        rows.append(
+            [
+                name + (" *" if name == planned.schedule else ""),
+                share(utilisation),
+                share(1 - utilisation),
+                flights,
+                size(max(memory_of(plan.costs, name, planned.recompute))),
+                f"{least:,}" if least is not None else f"never ({share(limit)})",
+            ]
+        )
+    return [
+        *columns(rows),
+        f"* assumed above. Utilisation: with gradient_accumulation="
+        f"{planned.gradient_accumulation}; the last column says which reaches 90 %.",
+    ]
