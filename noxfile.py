@@ -34,7 +34,11 @@ def group(*names: str) -> tuple[str, ...]:
 def tests(session: nox.Session) -> None:
     """Run the tests on this Python with the pinned torch."""
     session.install("-e", ".[plot,pandas,tensorboard]", *group("test", "torch"))
-    run_tests(session)
+    session.run("python", "-m", "pytest", *PARALLEL, *session.posargs)
+    if not session.posargs:
+        # Those of Model once more, on the stand-in for an IPU.
+        suite = sorted(map(str, Path("tests").glob("test_*.py")))
+        session.run("python", "-m", "pytest", "--engine=ipu-standin", *PARALLEL, *suite)
 
 
 @nox.session
@@ -54,15 +58,7 @@ def minimums(session: nox.Session) -> None:
     floors = [requirement.replace(">=", "==") for requirement in promised]
     # torch 2.0 was built against NumPy 1 and can't hand arrays over to NumPy 2.
     session.install("-e", ".[plot,pandas,tensorboard]", *floors, "numpy<2", *group("test"))
-    run_tests(session)
-
-
-def run_tests(session: nox.Session) -> None:
-    """Run all tests, and those of Model once more on the stand-in for an IPU."""
     session.run("python", "-m", "pytest", *PARALLEL, *session.posargs)
-    if not session.posargs:
-        suite = sorted(map(str, Path("tests").glob("test_*.py")))
-        session.run("python", "-m", "pytest", "--engine=ipu-standin", *PARALLEL, *suite)
 
 
 @nox.session

@@ -12,6 +12,7 @@ runs_eagerly = embedded_only("an IPU runs compiled programs only, so run_eagerly
 takes_back = embedded_only("an IPU can't go back to the update before the bad one")
 keeps_averages = embedded_only("PopTorch keeps no averages of weights, so use_ema is refused")
 scales_itself = embedded_only("PopTorch does not tell its factor, so a LossScale is refused")
+skips_updates = embedded_only("PopTorch makes every update, also one that is not finite")
 clips_apart = embedded_only("PopTorch bounds the norm of all gradients together only")
 own_step = embedded_only("an IPU has five optimizers, and runs no step of another")
 has_no_variant = embedded_only("PopTorch has no such variant of the optimizer, so it is refused")

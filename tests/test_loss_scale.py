@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ipufit
 from ipufit.engines.embedded.scaling import Scaler, ScaleState
 from ipufit.errors import ConfigurationError, NonFiniteLossError
-from tests.engines import scales_itself
+from tests.engines import embedded_only, scales_itself, skips_updates
 from tests.faulty import assert_clean
 from tests.fitting import WAYS, Plan, assert_equal, compiled, fit
 from tests.nets import MLP, data
@@ -290,6 +290,7 @@ def test_the_state_goes_out_and_in_again(late):
     assert torch.equal(other.module.b, whole.module.b)
 
 
+@skips_updates
 def test_an_epoch_without_any_update_warns():
     """A scale that is too large for ever trains nothing, without an error."""
     x, y = samples(HUGE, HUGE)
@@ -407,6 +408,7 @@ def test_logged_values_of_skipped_updates_count_too(way):
     assert history["loss"][0] > HUGE / 10
 
 
+@skips_updates
 def test_a_sum_that_does_not_fit_into_the_weights_dtype_is_an_overflow():
     """Finite in float32, infinite as the float16 gradient that the optimizer would get."""
     x, y = samples(1.0, 6e4, 1.0)
@@ -451,6 +453,7 @@ def test_a_static_scale_may_be_as_small_as_one_likes():
     assert scaler.value == 2.0**-40
 
 
+@embedded_only("the gradients of an update stay on the device")
 def test_without_a_scale_an_infinite_gradient_is_not_hidden():
     """Nobody asked for updates to be left out: the next loss tells."""
     x, y = samples(1.0, 0.0, 1.0, 1.0)

@@ -245,7 +245,7 @@ def test_an_interval_that_does_not_fit_is_refused_before_any_work():
     assert str(caught.value) == (
         "output_every must divide device_iterations (6), got 4. Choose one of 1, 2, 3, 6."
     )
-    assert engine.captures == 0
+    assert engine.seconds == 0
     assert_equal(model.module, net)
 
 

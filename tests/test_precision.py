@@ -11,6 +11,7 @@ import ipufit
 from ipufit.engines.embedded.precision import autocast_state, check_precision, refuse_missing_half
 from ipufit.errors import ConfigurationError, IpufitError
 from ipufit.recipe import resolve_precision
+from tests.engines import embedded_only
 from tests.fitting import WAYS, Plan, assert_close, assert_equal, compiled, fit
 from tests.nets import CNN, MLP, data
 from tests.reference import train
@@ -282,6 +283,7 @@ def test_the_precision_asked_for_wins_over_an_autocast_around_fit(way):
     assert_close(inside.module, model.module, atol=2e-3)
 
 
+@embedded_only("PopTorch has no autocast, and that of the user is refused")
 def test_an_autocast_that_comes_or_goes_is_recorded_anew():
     """A recording holds its casts."""
     model, engine = compiled(MLP(), sgd)
@@ -393,7 +395,7 @@ def test_a_module_of_another_dtype_is_refused(precision, net, text):
     with pytest.raises(ConfigurationError) as caught:
         fit(model, X, Y)
     assert str(caught.value) == text
-    assert engine.captures == 0
+    assert engine.seconds == 0
 
 
 @pytest.mark.parametrize("precision", ["half", 16, "mixed"])
@@ -416,4 +418,4 @@ def test_mixed_float16_that_the_cpu_lacks_is_refused():
         "precision='mixed_float16' needs autocast to float16 on cpu, which torch "
         f"{torch.__version__} does not have. Use 'mixed_bfloat16', a newer torch, or None."
     )
-    assert engine.captures == 0
+    assert engine.seconds == 0

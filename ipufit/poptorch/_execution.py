@@ -212,7 +212,7 @@ class Execution:
         seed_generators(micro_batch_key(seed + iteration, within), _HOST)
 
     def _micro_batch(self, replica: int, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
-        scale = torch.tensor(self._scale())
+        scale = torch.tensor(self._scale(), dtype=torch.float64)
         return self._run(*self._device.state(replica), *leaves, scale)
 
     def _accumulate(

@@ -183,7 +183,7 @@ def record(
     """
     trace = Trace(training)
     step = _Step(model, list(state), trained, call, trace, wide, scoped)
-    tensors = [*state.values(), *leaves, torch.ones(())]
+    tensors = [*state.values(), *leaves, torch.ones((), dtype=torch.float64)]
     try:
         with _attributes_kept(model):
             graph = capture(step, tensors)

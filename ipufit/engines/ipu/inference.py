@@ -68,7 +68,6 @@ class InferenceProgram:
         """One execution."""
         results: List[Result] = []
         work = list(batch.micro_batches)
-        unit = self._unit(work[0])
         while work:
             count = 1
             while count < len(work) and work[count].size == work[0].size:
@@ -76,7 +75,7 @@ class InferenceProgram:
             alike, work = work[:count], work[count:]
             unit = self._unit(alike[0])
             results += self._run_alike(unit, alike)
-        return anchors_of(results, unit.traced.reported, self._spec, {})
+        return anchors_of(results, self._spec, {})
 
     def _run_alike(self, unit: Unit, work: Sequence[MicroBatch]) -> List[Result]:
         count = unit.size.micro_batches

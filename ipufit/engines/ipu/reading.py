@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ipufit import tree
-from ipufit.engines.embedded.results import Reported
 from ipufit.engines.ipu.unit import Result
+from ipufit.logged import LogRule, joined_rules
 from ipufit.program import Anchors, Mode, ProgramSpec
 from ipufit.recipe import outputs_wanted
 
@@ -18,7 +18,6 @@ __all__ = ["anchors_of"]
 
 def anchors_of(
     results: Sequence[Result],
-    reported: Reported,
     spec: ProgramSpec,
     settings: Mapping[str, float],
 ) -> Anchors:
@@ -26,25 +25,32 @@ def anchors_of(
 
     Args:
         results: of each micro-batch, in stream order.
-        reported: what their numbers are.
         spec: which outputs are wanted.
         settings: what the program says of itself.
     """
     outputs, places = _outputs(results, spec)
     has_loss = spec.mode is not Mode.PREDICT
-    first = 2 if reported.counted else 1
     logged: List[Dict[str, float]] = []
-    if reported.rules:
-        logged = [dict(zip(reported.rules, result.numbers[first:])) for result in results]
+    rules: Dict[str, LogRule] = {}
+    if any(result.reported.rules for result in results):
+        logged = [_logged(result) for result in results]
+        for result in results:
+            rules = joined_rules(rules, result.reported.rules)
+    counted = any(result.reported.counted for result in results)
     return Anchors(
         torch.tensor([r.numbers[0] for r in results] if has_loss else [], dtype=torch.float64),
         outputs,
         places,
-        _column(results, 1) if reported.counted else None,
+        _column(results, 1) if counted else None,
         logged,
-        dict(reported.rules),
+        rules,
         dict(settings),
     )
+
+
+def _logged(result: Result) -> Dict[str, float]:
+    first = 2 if result.reported.counted else 1
+    return dict(zip(result.reported.rules, result.numbers[first:]))
 
 
 def _column(results: Sequence[Result], place: int) -> Tensor:

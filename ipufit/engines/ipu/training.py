@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Dict, FrozenSet, List, Optional, Sequence
 import torch
 
 from ipufit.engines.embedded.fingerprint import fingerprint
+from ipufit.engines.embedded.precision import check_precision, warn_of_vanishing_eps
 from ipufit.engines.embedded.reduction import Reduction
 from ipufit.engines.embedded.step import StepModule, public_name
 from ipufit.engines.embedded.training import signature
@@ -64,6 +65,8 @@ class TrainingProgram:
         check_trained(
             spec.optimizer, list(self._host.trained), self._host.parameters, self._host.buffers()
         )
+        check_precision(spec.recipe.precision, spec.module)
+        warn_of_vanishing_eps(spec.optimizer)
         # What it does depends on all that these hold.
         self._whole = StepModule(spec.module, spec.loss)
         self._reduction = Reduction(spec)
@@ -410,8 +413,7 @@ class TrainingProgram:
             settings["learning_rate"] = float(rows[-1][0]["lr"])
         if self._spec.recipe.loss_scale is not None:
             settings["loss_scale"] = self._spec.recipe.loss_scale.initial
-        reported = self._built(self._size).unit.traced.reported
-        return anchors_of(results, reported, self._spec, settings)
+        return anchors_of(results, self._spec, settings)
 
     @alone
     def publish(self) -> None:

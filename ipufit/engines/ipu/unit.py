@@ -9,6 +9,7 @@ from typing import Any, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
+from ipufit.engines.embedded.results import Reported
 from ipufit.engines.embedded.step import attributes_kept
 from ipufit.engines.ipu.device import OWNER
 from ipufit.engines.ipu.failures import told
@@ -28,10 +29,12 @@ class Result:
 
     Attributes:
         numbers: what it reports, float64; empty when predicting.
+        reported: what these are; a smaller micro-batch may log other values.
         outputs: the module's outputs; None when nobody wants them.
     """
 
     numbers: List[float]
+    reported: Reported
     outputs: Any = None
 
 
@@ -134,10 +137,10 @@ class Unit:
 
     def _results(self, returned: List[Tensor], sizes: Sequence[int]) -> List[Result]:
         count = len(sizes)
-        results = [Result([]) for _ in range(count)]
+        results = [Result([], self.traced.reported) for _ in range(count)]
         if self.step.reports:
             numbers = returned.pop(0).to(torch.float64).reshape(count, -1)
-            results = [Result(row) for row in numbers.tolist()]
+            results = [Result(row, self.traced.reported) for row in numbers.tolist()]
             if self.step.trains:
                 returned.pop(0)
         if self.step.wants_outputs:
