@@ -19,7 +19,7 @@ from ipufit.engines.ipu.unit import Unit
 from ipufit.losses import Loss
 from ipufit.program import MicroBatch, ProgramSpec
 
-__all__ = ["Host", "Trained", "plain"]
+__all__ = ["Host", "Trained", "plain", "unwrapped"]
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -214,3 +214,16 @@ def _copy(source: Dict[str, Tensor], target: Dict[str, Tensor]) -> None:
         for name, tensor in target.items():
             if tensor.is_floating_point():
                 tensor.copy_(source[name])
+
+
+def unwrapped(frozen: Tuple[Any, ...]) -> Tuple[Any, ...]:
+    """A fingerprint in which parameters are of the same class, whether PopTorch has them or not."""
+    last = len(frozen)
+    return tuple(
+        (part[0], part[2]) if index < last and _is_parameter(part[1]) else part
+        for index, part in enumerate(frozen)
+    )
+
+
+def _is_parameter(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, nn.Parameter)

@@ -12,6 +12,7 @@ from torch import nn
 
 from ipufit.engines.embedded.fingerprint import fingerprint
 from ipufit.engines.embedded.step import StepModule
+from ipufit.engines.ipu.copies import unwrapped
 from ipufit.engines.ipu.device import OWNER, alone
 from ipufit.engines.ipu.failures import told
 from ipufit.engines.ipu.from_config import engine_options
@@ -22,7 +23,7 @@ from ipufit.engines.ipu.placing import refuse_two_strategies
 from ipufit.engines.ipu.sdk import ignored_options, keeps_float64
 from ipufit.engines.ipu.size import Size
 from ipufit.engines.ipu.step import Form, IpuStep
-from ipufit.engines.ipu.training import TrainingProgram, unwrapped
+from ipufit.engines.ipu.training import TrainingProgram
 from ipufit.engines.ipu.unit import Unit
 from ipufit.ipu_config import IPUConfig
 from ipufit.losses import Loss

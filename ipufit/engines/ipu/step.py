@@ -14,6 +14,7 @@ from ipufit.engines.embedded.precision import with_inputs_in
 from ipufit.engines.embedded.rebinding import refuse_rebinding, storages
 from ipufit.engines.embedded.results import OutputShape, Reported
 from ipufit.engines.embedded.step import StepModule, carries_loss
+from ipufit.engines.ipu.attributes import Attributes
 from ipufit.engines.ipu.placing import begin_loss, block_of, ipu_of
 from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.logged import Entries, collecting
@@ -125,13 +126,15 @@ class IpuStep(nn.Module):
         batch = tree.unflatten(leaves, self._form.structure)
         batch = with_inputs_in(self._precision, batch)
         own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        versions, places, attributes = self._versions(), storages(own), self._attributes()
+        versions, places = self._versions(), storages(own)
+        attributes = Attributes([*self.net.modules(), *self.called])
         kept = self._recompute if self.trains else ()
         checkpointed = outputs_checkpointed(self._sdk, self.net, kept)
         with collecting() as entries, traced_by(self._sdk), checkpointed:
             outputs, term = self._call(batch, valid)
         refuse_rebinding(self, own, places)
-        self._note_attributes(attributes)
+        # Noted here, since a PopTorch may put them back when it has traced.
+        self.traced.attributes = attributes.changed()
         self._note_changes(versions)
         result: List[Tensor] = []
         if term is not None:
@@ -209,46 +212,6 @@ class IpuStep(nn.Module):
         marked: Tensor = self._sdk.identity_loss(value, reduction="none")
         return marked.reshape(1)
 
-    def _attributes(self) -> List[Tuple[object, Dict[str, Any], Dict[str, int]]]:
-        """What the user's modules hold: values, lengths of containers, versions of tensors."""
-        parts = [*self.net.modules(), *self.called]
-        return [
-            (part, dict(vars(part)), _lengths(part))
-            for part in parts
-            if type(part).__module__.partition(".")[0] != "torch"
-        ]
-
-    def _note_attributes(
-        self, before: Sequence[Tuple[object, Dict[str, Any], Dict[str, int]]]
-    ) -> None:
-        """Look at what forward has set.
-
-        Raises:
-            ConfigurationError: it changed a tensor that is neither parameter nor buffer.
-        """
-        # Noted here, since a PopTorch may put them back when it has traced.
-        found = []
-        for part, values, lengths in before:
-            now = vars(part)
-            for name, value in now.items():
-                if (
-                    isinstance(value, Tensor)
-                    and lengths.get(name, value._version) != value._version
-                ):
-                    raise ConfigurationError(
-                        f"forward must not change {type(part).__name__}.{name} on an IPU, where a "
-                        "tensor that is no buffer is a constant. Register it as a buffer of "
-                        "float32, or use engine='embedded'."
-                    )
-            names = {name for name in now if values.get(name, before) is not now[name]}
-            names.update(
-                name
-                for name, length in _lengths(part).items()
-                if lengths.get(name, length) != length
-            )
-            found += [f"{type(part).__name__}.{name}" for name in names]
-        self.traced.attributes = tuple(sorted(set(found)))
-
     def _versions(self) -> Dict[str, int]:
         return {name: buffer._version for name, buffer in self.named_buffers()}
 
@@ -282,13 +245,3 @@ class IpuStep(nn.Module):
         owner = self.get_submodule(path)
         is_norm = isinstance(owner, nn.modules.batchnorm._BatchNorm)
         return attribute == "num_batches_tracked" and is_norm and owner.momentum is not None
-
-
-def _lengths(part: object) -> Dict[str, int]:
-    found = {
-        name: len(value)
-        for name, value in vars(part).items()
-        if type(value) in (list, dict, set) and not name.startswith("_")
-    }
-    tensors = {name: value for name, value in vars(part).items() if isinstance(value, Tensor)}
-    return {**found, **{name: tensor._version for name, tensor in tensors.items()}}
