@@ -390,6 +390,22 @@ def test_a_rebound_tensor_is_refused(kind, what, instead, run_eagerly):
     assert (caught.value.file, caught.value.line) == (__file__, line)
 
 
+@pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
+def test_an_input_changed_in_place_that_backward_needs_is_refused(run_eagerly):
+    """In torch's own words, before any update."""
+
+    class Late(Net):
+        def forward(self, x):
+            y = super().forward(x)
+            x.add_(1)
+            return y
+
+    model = compiled(Late(), run_eagerly=run_eagerly)
+    text = "needed for gradient computation has been modified by an inplace operation"
+    with refused(model, RuntimeError, text, part=True):
+        fit(model)
+
+
 def test_a_buffer_changed_in_place_is_kept():
     """The advice of that error must work."""
 
