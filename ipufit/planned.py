@@ -144,8 +144,8 @@ def _wanted(session: Session, asked: PartitionRequest, ipus: Optional[int]) -> _
             return _estimated(dataclasses.replace(compiled, strategy=asked.strategy))
         count = compiled.stages
     request = dataclasses.replace(asked, stages=AUTO, ipus_per_replica=count or 1)
-    partition = resolve_partition(session.module, request)
-    strategy = partition.strategy if partition is not None else "pipelined"
+    resolve_partition(session.module, request)
+    strategy = asked.strategy or "pipelined"
     if count is not None:
         return _Wanted(None, strategy, (int(count),))
     most = _MOST if ipus is None else int(ipus)

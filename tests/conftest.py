@@ -63,6 +63,10 @@ def pytest_collection_modifyitems(config, items):
             raise pytest.UsageError(f"{item.nodeid}: embedded_only needs one reason")
     if config.getoption("--exhaustive"):
         return
+    if config.getoption("--engine") != "embedded":
+        done = [item for item in items if item.get_closest_marker("both_engines")]
+        config.hook.pytest_deselected(items=done)
+        items[:] = [item for item in items if not item.get_closest_marker("both_engines")]
     tests = [item.nodeid.partition("[")[0] for item in items]
     points, places = collections.Counter(tests), collections.Counter()
     kept, left_out = [], []

@@ -16,6 +16,7 @@ skips_updates = embedded_only("PopTorch makes every update, also one that is not
 clips_apart = embedded_only("PopTorch bounds the norm of all gradients together only")
 own_step = embedded_only("an IPU has five optimizers, and runs no step of another")
 has_no_variant = embedded_only("PopTorch has no such variant of the optimizer, so it is refused")
+has_kept_values = embedded_only("the program of a device keeps the value that backward needs")
 counts_in_a_buffer = embedded_only("a buffer of integers is a constant on an IPU")
 ragged = embedded_only(
     "beside buffers that forward changes, an update that is not full is refused where no smaller "

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ipufit.errors import CaptureError
-from tests.engines import EAGER, EAGER_OR_NOT, runs_eagerly
+from tests.engines import EAGER, EAGER_OR_NOT, has_kept_values, runs_eagerly
 from tests.faulty import (
     Net,
     Told,
@@ -390,7 +390,8 @@ def test_a_rebound_tensor_is_refused(kind, what, instead, run_eagerly):
     assert (caught.value.file, caught.value.line) == (__file__, line)
 
 
-@pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
+@has_kept_values
+@pytest.mark.parametrize("run_eagerly", [False, True])
 def test_an_input_changed_in_place_that_backward_needs_is_refused(run_eagerly):
     """In torch's own words, before any update."""
 

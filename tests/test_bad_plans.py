@@ -15,6 +15,8 @@ from ipufit.errors import (
     UnknownNameError,
 )
 
+pytestmark = pytest.mark.both_engines
+
 X, Y = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
 
 

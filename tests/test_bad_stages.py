@@ -8,6 +8,8 @@ import ipufit
 from ipufit import poptorch
 from ipufit.errors import ConfigurationError, PartitionError, PlanError, UnknownNameError
 
+pytestmark = pytest.mark.both_engines
+
 
 class Net(nn.Module):
     """Two lists of layers, and a parameter that may be tied."""

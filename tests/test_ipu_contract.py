@@ -14,6 +14,8 @@ from ipufit.poptorch._precision import float64_kept
 from tests.ipu_calls import SURFACE, Recorder, signature_of
 from tests.nets import MLP, data
 
+pytestmark = pytest.mark.both_engines
+
 EXECUTOR = "poptorch.PoplarExecutor"
 OPTIONS = ("poptorch.Options", "poptorch.options._TrainingOptions")
 MODELS = ("trainingModel", "inferenceModel")

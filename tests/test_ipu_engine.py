@@ -26,6 +26,8 @@ from ipufit.poptorch._precision import float64_kept
 from tests.fitting import PLANS, Plan
 from tests.nets import CNN, MLP, Running, Transformer, data
 
+pytestmark = pytest.mark.both_engines
+
 X, Y = data(23)
 # Summation in another order, and a mean over samples with weights of one and zero.
 TOLERANCE = 1e-10

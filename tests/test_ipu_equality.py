@@ -13,7 +13,7 @@ from tests.fitting import Plan
 from tests.nets import MLP, data
 from tests.test_ipu_engine import OPTIMIZERS, assert_alike
 
-pytestmark = pytest.mark.grid
+pytestmark = [pytest.mark.grid, pytest.mark.both_engines]
 
 
 class Recurrent(nn.Module):

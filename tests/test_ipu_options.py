@@ -8,6 +8,8 @@ import ipufit
 import ipufit.poptorch as poptorch
 from ipufit.engines.ipu.sdk import ignored_options
 
+pytestmark = pytest.mark.both_engines
+
 
 def explained(**options):
     """What explain() says of a model compiled for the stand-in."""

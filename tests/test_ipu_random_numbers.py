@@ -12,6 +12,8 @@ from ipufit.engines.ipu.engine import IpuEngine
 from ipufit.poptorch._precision import float64_kept
 from tests.nets import CNN, data
 
+pytestmark = pytest.mark.both_engines
+
 X, Y = data(48)
 
 

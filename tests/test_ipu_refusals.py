@@ -9,6 +9,8 @@ import ipufit
 from ipufit.errors import CaptureError, ConfigurationError
 from tests.nets import MLP, data
 
+pytestmark = pytest.mark.both_engines
+
 # Before, torch.utils.checkpoint knew of GPUs only, and fails in other words.
 FOLLOWS_DEVICES = hasattr(torch.utils.checkpoint, "noop_context_fn")
 

@@ -12,6 +12,8 @@ from ipufit.program import MicroBatch
 from ipufit.recipe import resolve_precision
 from tests.fitting import assert_equal
 
+pytestmark = pytest.mark.both_engines
+
 LOSS = resolve_loss("cross_entropy")
 
 

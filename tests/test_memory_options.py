@@ -9,6 +9,8 @@ from ipufit import poptorch
 from ipufit.engines.ipu.engine import IpuEngine
 from tests.told import refused
 
+pytestmark = pytest.mark.both_engines
+
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
 OFF_CHIP = poptorch.TensorLocationSettings().useOnChipStorage(False)
 SHARDED = poptorch.TensorLocationSettings().useReplicatedTensorSharding(True)

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from ipufit.parallel.schedule import SCHEDULES, in_flight, least_accumulation, simulate
 
+pytestmark = pytest.mark.both_engines
+
 TIMES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=5)
 
 

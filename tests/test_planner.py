@@ -15,6 +15,8 @@ from ipufit.parallel.optimizer_state import state_bytes
 from ipufit.parallel.searching import best_cuts
 from tests.test_measuring import kept
 
+pytestmark = pytest.mark.both_engines
+
 WIDTHS = (6, 9, 4, 12, 3)
 X, Y = torch.randn(5, 6), torch.tensor([0, 1, 2, 0, 1])
 

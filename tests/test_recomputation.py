@@ -22,6 +22,8 @@ from tests.fitting import assert_equal
 from tests.nets import CNN, MLP, Running, Transformer, data
 from tests.told import refused
 
+pytestmark = pytest.mark.both_engines
+
 
 class Residual(nn.Module):
     """Convolutions, BatchNorm, dropout, and changes in place as ResNets have them."""

@@ -12,6 +12,8 @@ from torch import nn
 
 import ipufit
 
+pytestmark = pytest.mark.both_engines
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 PUBLIC = [

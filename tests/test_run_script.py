@@ -12,6 +12,8 @@ import ipufit
 from ipufit.cli import main
 from ipufit.finding_poptorch import offer_poptorch
 
+pytestmark = pytest.mark.both_engines
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

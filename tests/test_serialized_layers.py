@@ -17,6 +17,8 @@ from tests.fitting import assert_close
 from tests.ipu_calls import Recorder
 from tests.told import refused
 
+pytestmark = pytest.mark.both_engines
+
 TOKENS = torch.randint(0, 12, (10, 6), generator=torch.Generator().manual_seed(3))
 TARGETS = TOKENS.roll(1, 1)
 

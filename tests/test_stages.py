@@ -13,6 +13,8 @@ from ipufit.poptorch._blocks import listened
 from tests.fitting import assert_equal
 from tests.ipu_calls import Recorder
 
+pytestmark = pytest.mark.both_engines
+
 TOKENS = torch.randint(0, 11, (24, 5), generator=torch.Generator().manual_seed(0))
 IMAGES = torch.randn(21, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 LABELS = torch.randint(0, 4, (24,), generator=torch.Generator().manual_seed(2))

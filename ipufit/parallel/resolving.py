@@ -128,7 +128,7 @@ def resolve_partition(module: nn.Module, asked: PartitionRequest) -> Optional[Pa
         )
     _check_splits(module, strategy, ipus)
     if not begins and own is None and (count or 1) == 1:
-        if asked.strategy is not None:
+        if asked.strategy is not None and not _is_auto(asked):
             raise PartitionError(
                 f"{asked.name('strategy')} says how stages run, got {strategy!r}, but nothing "
                 "divides the module. Give stages or layers_per_ipu, or ipus_per_replica for a "
