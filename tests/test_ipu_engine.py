@@ -346,6 +346,21 @@ def test_optimizers_that_a_device_has_not_are_refused(optimizer, text):
     assert str(caught.value).startswith(text)
 
 
+def test_dampening_without_momentum_is_nothing_as_in_torch():
+    """A device would make the learning rate smaller."""
+    nets = []
+    for engine in ("embedded", "ipu-standin"):
+        torch.manual_seed(0)
+        net = MLP().double()
+        model = ipufit.Model(net, engine=engine)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, dampening=0.5)
+        model.compile(optimizer, "cross_entropy")
+        model.fit(X, Y, batch_size=4, verbose=0, seed=1)
+        nets.append(net)
+    for found, expected in zip(nets[1].parameters(), nets[0].parameters()):
+        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+
+
 def test_float64_is_refused_as_no_device_has_it():
     ipufit.poptorch._precision._kept = False
     with pytest.raises(ConfigurationError, match="an IPU computes in float16 and float32, but"):

@@ -176,7 +176,11 @@ class DeviceOptimizer:
         return kind(own, **more)
 
     def _values(self, group: Mapping[str, Any]) -> Dict[str, Any]:
-        return {name: _plain(name, group[name]) for name in self._settings}
+        values = {name: _plain(name, group[name]) for name in self._settings}
+        if "dampening" in values and not values["momentum"]:
+            # Torch leaves it aside then; a device makes the learning rate smaller.
+            values["dampening"] = 0
+        return values
 
     def changed(self, row: Sequence[Mapping[str, Any]]) -> bool:
         """Take the settings of the coming updates; whether the device must be told.
