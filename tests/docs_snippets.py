@@ -14,6 +14,7 @@ import doctest
 import io
 import os
 import re
+import signal
 import tempfile
 from pathlib import Path
 from typing import Any, Dict, Iterator
@@ -27,6 +28,9 @@ from sybil.typing import Evaluator
 
 # As in conftest.py: too little work to share between cores.
 torch.set_num_threads(1)
+
+# As there, too: a background job of a shell ignores the Ctrl-C that a page presses.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | NUMBER
 OTHER_SPELLING = re.compile(r"^[ \t>*-]*(?:```|~~~)[ \t]*(?!python$)py.*$", re.MULTILINE)
