@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.grid, pytest.mark.both_engines]
 
 
 class Recurrent(nn.Module):
-    """A GRU over the rows of the picture."""
+    """A GRU over two rows of the picture: recording takes long."""
 
     def __init__(self):
         super().__init__()
@@ -25,7 +25,7 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(6, 5)
 
     def forward(self, x):
-        return self.head(self.cell(x.squeeze(1))[0][:, -1])
+        return self.head(self.cell(x.squeeze(1)[:, :2])[0][:, -1])
 
 
 class Attentive(nn.Module):
