@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any, List, Optional, Sequence, Tuple, Union
 
 from ipufit.direction import direction_of
+from ipufit.drawing import new_figure
 from ipufit.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -38,21 +39,12 @@ def draw(
     mark_best: bool,
 ) -> Any:
     """One panel per name; see :meth:`ipufit.History.plot`."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError(
-            "History.plot needs matplotlib, which is not installed. Run: pip install ipufit[plot]"
-        ) from error
+    figure = new_figure("History.plot", _PANEL)
     names = _chosen(history, metrics)
     columns = _columns(columns, len(names))
     rows = -(-len(names) // columns)
-    size = (_PANEL[0] * columns, _PANEL[1] * rows)
-    figure = Figure(figsize=size, layout="constrained")
-    layout: Any = figure.get_layout_engine()
-    layout.set(w_pad=0.12, h_pad=0.1)
-    FigureCanvasAgg(figure)
+    figure.set_size_inches(_PANEL[0] * columns, _PANEL[1] * rows)
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for panel, (name, per_update) in zip(panels, names):
         if per_update:

@@ -12,6 +12,7 @@ import os
 from typing import Any, List, Mapping, Optional, Tuple, Union
 
 from ipufit.callbacks import Callback
+from ipufit.drawing import new_figure
 from ipufit.errors import ConfigurationError
 from ipufit.meter import Meter
 
@@ -66,16 +67,7 @@ class LearningRates:
         Raises:
             ConfigurationError: matplotlib is not installed.
         """
-        try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ConfigurationError(
-                "LearningRates.plot needs matplotlib, which is not installed. Run: "
-                "pip install ipufit[plot]"
-            ) from error
-        figure = Figure(figsize=(6.0, 3.8), layout="constrained")
-        FigureCanvasAgg(figure)
+        figure = new_figure("LearningRates.plot", (6.0, 3.8))
         panel = figure.subplots()
         panel.plot(self.learning_rates, self.losses, color="0.75", linewidth=1, label="each update")
         panel.plot(self.learning_rates, self.smoothed, color="C0", linewidth=2, label="smoothed")

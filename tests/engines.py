@@ -31,6 +31,14 @@ EAGER_OR_NOT = [False, pytest.param(True, marks=runs_eagerly)]
 # A run through the module itself, to compare with, where one call takes engine and options.
 EAGER = {"engine": "embedded", "run_eagerly": True}
 
+# Marks of configurations by their names, for `but`.
+CONFIGURATION_MARKS = {
+    "averages": keeps_averages,
+    "dynamic_scale": scales_itself,
+    "clipped": clips_apart,
+    "eager": runs_eagerly,
+}
+
 
 def but(values, **marks):
     """Parameters of a test, those of these names with their marks."""

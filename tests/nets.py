@@ -68,3 +68,15 @@ def data(n):
     generator = torch.Generator().manual_seed(n)
     x = torch.randn(n, 1, 3, 4, dtype=torch.float64, generator=generator)
     return x, torch.randint(0, 5, (n,), generator=generator)
+
+
+class Noise(nn.Module):
+    """Adds noise in train and eval mode alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        return self.head(x + torch.randn_like(x))

@@ -15,15 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
 from ipufit.errors import ConfigurationError, DataError
-from tests.engines import (
-    EAGER_OR_NOT,
-    but,
-    clips_apart,
-    keeps_averages,
-    own_step,
-    runs_eagerly,
-    scales_itself,
-)
+from tests.engines import CONFIGURATION_MARKS, EAGER_OR_NOT, but, own_step
 
 
 def generators():
@@ -92,16 +84,7 @@ CONFIGURATIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    but(
-        CONFIGURATIONS,
-        averages=keeps_averages,
-        dynamic_scale=scales_itself,
-        clipped=clips_apart,
-        eager=runs_eagerly,
-    ),
-)
+@pytest.mark.parametrize("name", but(CONFIGURATIONS, **CONFIGURATION_MARKS))
 def test_a_search_leaves_no_trace_and_the_next_fit_has_the_same_bits(name):
     """A search that shifts a seed or a moment makes every later result irreproducible."""
     work = {"device_iterations": 2, "ipus": 2}

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ipufit
 from ipufit.engines.ipu.engine import IpuEngine
 from ipufit.poptorch._precision import float64_kept
-from tests.nets import CNN, data
+from tests.nets import CNN, Noise, data
 
 pytestmark = pytest.mark.both_engines
 
@@ -34,18 +34,6 @@ class Dropped(nn.Module):
 
     def forward(self, x):
         return self.layers(x)
-
-
-class Noise(nn.Module):
-    """Random in eval mode too."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(12, 5)
-
-    def forward(self, x):
-        x = x.flatten(1)
-        return self.head(x + torch.randn_like(x))
 
 
 def compiled(engine, net, **options):

@@ -10,7 +10,7 @@ from torch import nn
 
 import ipufit
 from ipufit.errors import ConfigurationError, NonFiniteLossError, NotCompiledError
-from tests.engines import but, clips_apart, keeps_averages, runs_eagerly, scales_itself, takes_back
+from tests.engines import CONFIGURATION_MARKS, but, takes_back
 
 
 @pytest.mark.parametrize("make", [MLP, CNN])
@@ -43,16 +43,7 @@ CONFIGURATIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    but(
-        CONFIGURATIONS,
-        averages=keeps_averages,
-        dynamic_scale=scales_itself,
-        clipped=clips_apart,
-        eager=runs_eagerly,
-    ),
-)
+@pytest.mark.parametrize("name", but(CONFIGURATIONS, **CONFIGURATION_MARKS))
 def test_updates_one_by_one_have_the_bits_of_fit(name):
     """Schedule, averages, loss scale and random numbers go on from call to call."""
     given = batches(7)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import ipufit
 from ipufit.randomness import DataStream, isolated, stream_key
 from tests.engines import counts_in_a_buffer, ragged, replicas_meet, runs_eagerly
-from tests.nets import CNN, Running, data
+from tests.nets import CNN, Noise, Running, data
 
 
 def fit(n=70, epochs=2, seed=7, shuffle=True, net=None, compile_options=None, **options):
@@ -82,18 +82,6 @@ def test_validation_does_not_change_training():
     weights, history = fit(validation_data=held_out, device_iterations=2)
     assert set(history) == {"loss", "val_loss"}
     assert equal((weights, {"loss": history["loss"]}), fit())
-
-
-class Noise(nn.Module):
-    """Adds noise in train and eval mode alike."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(12, 5)
-
-    def forward(self, x):
-        x = x.flatten(1)
-        return self.head(x + torch.randn_like(x))
 
 
 def test_validation_that_draws_random_numbers_does_not_change_training():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -91,7 +91,7 @@ class _Walk:
         self._on_begin = on_begin
         self._stage, self._last = 0, "the start"
         self._begun: List[str] = []
-        self._called: Dict[str, List[Tuple[int, str]]] = {}
+        self._called: Dict[str, Set[int]] = {}
 
     def on_call(self, part: nn.Module, args: Any) -> None:
         name = self._names.get(id(part))
@@ -102,7 +102,7 @@ class _Walk:
             self._enter(name, stage)
         if isinstance(part, Serialized) and part.parts.ipus:
             self._spread(name, part.parts.ipus)
-        self._called.setdefault(name, []).append((self._stage, self._last))
+        self._called.setdefault(name, set()).add(self._stage)
 
     def _enter(self, name: str, stage: int) -> None:
         again = " again" if name in self._begun else ""
@@ -154,7 +154,7 @@ class _Walk:
         part: Optional[str] = self._names.get(id(owner), name)
         while part:
             if part in self._called:
-                return sorted({stage for stage, _ in self._called[part]})
+                return sorted(self._called[part])
             part = part.rpartition(".")[0]
         return []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Union
 
-from ipufit.errors import ConfigurationError
+from ipufit.drawing import new_figure
 from ipufit.parallel.schedule import in_flight
 from ipufit.parallel.tables import stage_title
 from ipufit.parallel.texts import share, size
@@ -29,17 +29,8 @@ _NUMBERED = 24
 
 def draw(plan: PartitionPlan, path: Union[str, os.PathLike[str], None]) -> Any:
     """Two panels; see :meth:`PartitionPlan.plot`."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError(
-            "PartitionPlan.plot needs matplotlib, which is not installed. Run: "
-            "pip install ipufit[plot]"
-        ) from error
     stages = len(plan.costs)
-    figure = Figure(figsize=(11, 2.6 + 0.75 * stages), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure("PartitionPlan.plot", (11, 2.6 + 0.75 * stages))
     above, below = figure.subplots(2, 1)
     _draw_timeline(above, plan)
     _draw_memory(below, plan)

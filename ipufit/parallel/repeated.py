@@ -26,10 +26,6 @@ class Stack:
     layers: Tuple[str, ...]
     kind: type
 
-    def describe(self) -> str:
-        """Its name and how many layers it has."""
-        return f"{self.name or 'the module itself'} ({len(self.layers)})"
-
 
 def stacks_of(module: nn.Module) -> List[Stack]:
     """All stacks that are in no block of another, in the order of definition."""

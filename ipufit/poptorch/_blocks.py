@@ -82,11 +82,6 @@ def listened() -> Iterator[List[Entry]]:
         _listeners.pop()
 
 
-def _tell(user_id: Optional[str], ipu_id: Optional[int]) -> None:
-    for entered in _listeners:
-        entered.append((user_id, ipu_id))
-
-
 def _blocks() -> Optional[Blocks]:
     # Imported here: a recording has blocks, so that module imports this one.
     from ipufit.poptorch._tracing import tracing
@@ -122,10 +117,7 @@ class Block(torch.nn.Module):
     @staticmethod
     def start(user_id: Optional[str] = None, ipu_id: Optional[int] = None) -> None:
         """Begin a block that goes on until another one begins."""
-        _tell(user_id, ipu_id)
-        blocks = _blocks()
-        if blocks is not None:
-            blocks.enter(user_id, ipu_id)
+        _begin(user_id, ipu_id)
 
     def __enter__(self) -> None:
         Block.start(self._user_id, self._ipu_id)
@@ -138,7 +130,8 @@ class Block(torch.nn.Module):
 
 def _begin(user_id: Optional[str], ipu_id: Optional[int]) -> Optional[str]:
     """Begin a block and return its name; a number given to one without a name is to stay."""
-    _tell(user_id, ipu_id)
+    for entered in _listeners:
+        entered.append((user_id, ipu_id))
     blocks = _blocks()
     if blocks is None:
         return user_id

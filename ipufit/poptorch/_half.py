@@ -12,8 +12,6 @@ from typing import (
     ContextManager,
     Dict,
     Iterable,
-    Iterator,
-    List,
     Mapping,
     Sequence,
     Set,
@@ -24,6 +22,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+
+from ipufit.poptorch._schemas import tensors_in, written
 
 __all__ = ["half_computed", "makes_half"]
 
@@ -76,7 +76,7 @@ class _HalfComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _has_half(given: Sequence[Any]) -> bool:
     dtypes = (value for value in given if isinstance(value, torch.dtype))
-    return _HALF in dtypes or any(tensor.dtype == _HALF for tensor in _tensors(given))
+    return _HALF in dtypes or any(tensor.dtype == _HALF for tensor in tensors_in(given))
 
 
 def _in_single(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -90,7 +90,7 @@ def _in_single(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 
     result = func(*tree_map(widened, tuple(args)), **tree_map(widened, dict(kwargs)))
     own: Dict[int, Tensor] = {}
-    for value in _written(func, args, kwargs):
+    for value in written(func, args, kwargs):
         if id(value) in wide:
             copy = wide[id(value)]
             own[id(copy)] = value.copy_(copy)
@@ -106,29 +106,9 @@ def _in_single(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     return tree_map(rounded, result)
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> List[Tensor]:
-    """The tensors that an operator changes."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args))
-    given.update(kwargs)
-    return [
-        tensor
-        for argument in func._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for tensor in _tensors(given.get(argument.name))
-    ]
-
-
 def _rounds(given: Sequence[Any]) -> bool:
     """Whether results are float16: by the type that was asked for, or as torch promotes types."""
     asked = [value for value in given if isinstance(value, torch.dtype)]
     if asked:
         return asked[0] == _HALF
-    return not any(tensor.dtype == torch.float32 and tensor.dim() for tensor in _tensors(given))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
+    return not any(tensor.dtype == torch.float32 and tensor.dim() for tensor in tensors_in(given))

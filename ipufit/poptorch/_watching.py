@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._kept_values import KeptValues
 from ipufit.poptorch._operators.routing import call
+from ipufit.poptorch._schemas import tensors_in, written
 from ipufit.poptorch._tracing import Trace
 
 __all__ = ["watched"]
@@ -134,15 +135,15 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._calls.below = before
 
     def _see(self, func: Any, args: Tuple[Any, ...], kwargs: Any) -> Any:
-        inputs = list(_tensors((args, kwargs)))
+        inputs = list(tensors_in((args, kwargs)))
         fake = any(isinstance(tensor, FakeTensor) for tensor in inputs)
         if len(inputs) > 1 and not all(self._is_host(tensor) for tensor in inputs):
             for tensor in filter(self._is_host, inputs):
                 self._refuse_host(tensor)
-        for tensor in _written(func, args, kwargs):
+        for tensor in written(func, args, kwargs):
             self._values.before_change(tensor)
         result = func(*args, **kwargs)
-        results = list(_tensors(result))
+        results = list(tensors_in(result))
         # torch.tensor is a call of torch's, torch.LongTensor is not.
         if func.name().startswith("aten::lift_fresh") and not self._calls.inside:
             self._trace.made_on_host(results[0])
@@ -168,26 +169,6 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             f'dtype={dtype}). Move a constant explicitly, with tensor.to("ipu"), make it a buffer '
             "of the module, or pass it as an input."
         )
-
-
-def _written(func: Any, args: Tuple[Any, ...], kwargs: Any) -> Iterator[Tensor]:
-    """The tensors that an operator writes to."""
-    schema = func._schema
-    if schema.is_mutable:
-        given = {**dict(zip((a.name for a in schema.arguments), args)), **kwargs}
-        for argument in schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                yield from _tensors(given.get(argument.name))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from ipufit.engines.embedded.execution import Execution
 from ipufit.engines.embedded.following import follow_the_module
 from ipufit.engines.embedded.live import LiveState
 from ipufit.engines.embedded.precision import warn_of_vanishing_eps
+from ipufit.engines.embedded.publication import Publication
 from ipufit.engines.embedded.replicas import put_back
 from ipufit.engines.embedded.scaling import Scaler, ScaleState
 from ipufit.engines.embedded.sharing import refuse_shared_memory
@@ -36,7 +37,7 @@ from ipufit.program import (
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
 
-__all__ = ["TrainingProgram", "signature"]
+__all__ = ["TrainingProgram"]
 
 
 class TrainingProgram(BaseProgram):
@@ -69,8 +70,7 @@ class TrainingProgram(BaseProgram):
         )
         self._reached: Tuple[str, ...] = ()
         self._closed = False
-        self._published: object = None
-        self._published_at = self.updates
+        self._published = Publication(self._optimizer)
 
     def _make_live(self) -> LiveState:
         spec, engine, recipe = self._spec, self._engine, self._spec.recipe
@@ -126,7 +126,7 @@ class TrainingProgram(BaseProgram):
         if rule is not None:
             storage, known = self._live.storage, self._engine.averages
             self._live.averages = Averages(rule, storage.blocks, storage.flats, known)
-        self._note_published()
+        self._published.note(self.updates)
         self._live.states = [self._collect_state(buffers) for buffers in self._live.replicas]
 
     def prepare(self, example: MicroBatch) -> Prepared:
@@ -176,20 +176,9 @@ class TrainingProgram(BaseProgram):
             raise
 
     def _follow_the_optimizer(self) -> None:
-        """Take over what a callback has made of the optimizer's state.
-
-        Raises:
-            ConfigurationError: it changed a state that was not up to date.
-        """
-        if not self._reached or signature(self._optimizer) == self._published:
-            return
-        if self._published_at != self.updates:
-            raise ConfigurationError(
-                "the optimizer's state was changed during an epoch through a reference of your "
-                "own, where it was that of an earlier update. Read it as model.optimizer, which "
-                "brings it up to date, or change it at the end of an epoch."
-            )
-        self._let_go()
+        """Take over what a callback has made of the optimizer's state."""
+        if self._reached and self._published.to_take_over(self.updates):
+            self._let_go()
 
     def read_state(self) -> TrainState:
         """Copies of everything that training has changed."""
@@ -251,11 +240,7 @@ class TrainingProgram(BaseProgram):
         """Write the optimizer's state where torch keeps it."""
         if self._reached:
             self._live.updater.export()
-            self._note_published()
-
-    def _note_published(self) -> None:
-        self._published = signature(self._optimizer)
-        self._published_at = self.updates
+            self._published.note(self.updates)
 
     def _let_go(self) -> None:
         """Give back parameters and state; the next recording takes over what is there then."""
@@ -278,14 +263,3 @@ class TrainingProgram(BaseProgram):
         self._keep_averages()
         self._live.storage.release()
         self._live.states = []
-
-
-def signature(optimizer: torch.optim.Optimizer) -> object:
-    """What changes when somebody changes the optimizer's state."""
-    return {
-        (id(parameter), name): (id(value), value._version)
-        if isinstance(value, Tensor)
-        else (id(value), value)
-        for parameter, state in optimizer.state.items()
-        for name, value in state.items()
-    }

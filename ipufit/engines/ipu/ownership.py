@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Dict, FrozenSet, List, Optional, Tuple
 
 import torch
 
-from ipufit.engines.embedded.training import signature
+from ipufit.engines.embedded.publication import Publication
 from ipufit.engines.ipu.copies import Host, Trained
 from ipufit.engines.ipu.device import OWNER
 from ipufit.engines.ipu.failures import told
@@ -56,8 +56,7 @@ class Programs:
         self._current: Optional[Trained] = None
         self._versions: List[int] = []
         self._unstored = 0
-        self._published: object = None
-        self._published_at = self.updates
+        self._published = Publication(optimizer)
 
     @property
     def sizes(self) -> Tuple[Size, ...]:
@@ -92,7 +91,7 @@ class Programs:
         engine.compiled += 1
         self._refuse_shared_count(program)
         self._enter(program)
-        if self._published is None:
+        if not self._published.is_noted:
             self.note_published()
         return program
 
@@ -138,7 +137,7 @@ class Programs:
 
     def take_over_changes(self) -> None:
         """Callbacks may have changed weights, buffers or the state of the optimizer."""
-        if signature(self._optimizer) != self._published:
+        if self._published.is_changed:
             self.leave()
             self.note_published()
         program = self._current
@@ -154,20 +153,9 @@ class Programs:
         self._versions = self._host.versions()
 
     def follow_the_optimizer(self) -> None:
-        """Take over what a callback has made of the optimizer's state.
-
-        Raises:
-            ConfigurationError: it changed a state that was not up to date.
-        """
-        if self._published is None or signature(self._optimizer) == self._published:
-            return
-        if self._published_at != self.updates:
-            raise ConfigurationError(
-                "the optimizer's state was changed during an epoch through a reference of your "
-                "own, where it was that of an earlier update. Read it as model.optimizer, which "
-                "brings it up to date, or change it at the end of an epoch."
-            )
-        self.take_over_changes()
+        """Take over what a callback has made of the optimizer's state."""
+        if self._published.to_take_over(self.updates):
+            self.take_over_changes()
 
     def publish(self) -> None:
         """Write the optimizer's state where torch keeps it."""
@@ -179,8 +167,7 @@ class Programs:
 
     def note_published(self) -> None:
         """What the torch optimizer holds is that of now."""
-        self._published = signature(self._optimizer)
-        self._published_at = self.updates
+        self._published.note(self.updates)
 
     def drop(self) -> None:
         """Let go of all programs; the next ones are compiled from what the module is now."""

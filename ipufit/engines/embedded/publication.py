@@ -1,0 +1,64 @@
+"""Whether somebody has changed the state of torch's optimizer since a program wrote it there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ipufit.errors import ConfigurationError
+
+__all__ = ["Publication"]
+
+
+class Publication:
+    """What torch's optimizer held when a program last brought it up to date.
+
+    Args:
+        optimizer: torch's.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._held: object = None
+        self._updates = 0
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether it was ever brought up to date."""
+        return self._held is not None
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it holds something else now."""
+        return self.is_noted and _signature(self._optimizer) != self._held
+
+    def note(self, updates: int) -> None:
+        """It holds the state after so many updates."""
+        self._held, self._updates = _signature(self._optimizer), updates
+
+    def to_take_over(self, updates: int) -> bool:
+        """Whether a callback has made another state of it, after so many updates.
+
+        Raises:
+            ConfigurationError: it changed a state that was not up to date.
+        """
+        if not self.is_changed:
+            return False
+        if self._updates != updates:
+            raise ConfigurationError(
+                "the optimizer's state was changed during an epoch through a reference of your "
+                "own, where it was that of an earlier update. Read it as model.optimizer, which "
+                "brings it up to date, or change it at the end of an epoch."
+            )
+        return True
+
+
+def _signature(optimizer: torch.optim.Optimizer) -> object:
+    """What changes when somebody changes the optimizer's state."""
+    return {
+        (id(parameter), name): (id(value), value._version)
+        if isinstance(value, Tensor)
+        else (id(value), value)
+        for parameter, state in optimizer.state.items()
+        for name, value in state.items()
+    }
