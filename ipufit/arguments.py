@@ -71,7 +71,8 @@ class InferenceArguments:
         with faults.collected():
             callbacks = checked(callbacks)
         with faults.collected():
-            seed = checked_seed(seed, "an integer")
+            seed = None if seed is None else checked_seed(seed)
+            seed = session.fixed.seed_or(seed, is_training=False) or 0
         with faults.collected():
             level = resolve_verbose(verbose)
         with faults.collected():
@@ -208,12 +209,12 @@ def _epochs(initial_epoch: Any, epochs: Any) -> Tuple[int, int]:
     return operator.index(initial_epoch), operator.index(epochs)
 
 
-def checked_seed(seed: Any, allowed: str = "an integer or None") -> int:
+def checked_seed(seed: Any) -> int:
     """A seed as an integer.
 
     Raises:
         ConfigurationError: it is none.
     """
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        raise ConfigurationError(f"seed must be {allowed}, got {seed!r}.")
+        raise ConfigurationError(f"seed must be an integer or None, got {seed!r}.")
     return operator.index(seed)

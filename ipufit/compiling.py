@@ -43,6 +43,7 @@ from ipufit.recipe import (
 )
 from ipufit.schedules import resolve_schedule
 from ipufit.session import Session
+from ipufit.whole_options import INFERENCE, TRAINING, OptionPair
 
 __all__ = ["CompileRequest", "compiled"]
 
@@ -71,7 +72,7 @@ class CompileRequest:
     accumulation_dtype: Union[torch.dtype, str, None]
     output_mode: Optional[str]
     output_every: Optional[int]
-    gradient_reduction: str
+    gradient_reduction: Optional[str]
     auto_round_ipus: bool
     serialized_layers: Any
     recompute: Any
@@ -104,11 +105,17 @@ def compiled(
             cuts = cut_layers(config, module, asked.serialized_layers)
             recompute = asked.recompute or config.recompute_checkpoint_every_layer
             asked = dataclasses.replace(asked, serialized_layers=cuts, recompute=recompute)
-    if asked.output_mode is None:
-        mode = "all" if config is None else output_mode_of(config)
-        asked = dataclasses.replace(asked, output_mode=mode)
+    pair = OptionPair.read(asked, faults)
+    asked = pair.merged(asked, faults)
+    mode = "all" if config is None else output_mode_of(config)
+    reduction = asked.gradient_reduction
+    asked = dataclasses.replace(
+        asked,
+        output_mode=mode if asked.output_mode is None else asked.output_mode,
+        gradient_reduction="mean" if reduction is None else reduction,
+    )
     with serialized_while_checked(module, asked.serialized_layers, faults):
-        return _checked(module, make_engine, asked, config, faults)
+        return _checked(module, make_engine, asked, config, pair, faults)
 
 
 def _checked(
@@ -116,6 +123,7 @@ def _checked(
     make_engine: Callable[[], Engine],
     asked: CompileRequest,
     config: Optional[IPUConfig],
+    pair: OptionPair,
     faults: Faults,
 ) -> Session:
     resolved, metrics, optimizer = _what(module, asked, faults)
@@ -133,18 +141,17 @@ def _checked(
             "example engine='embedded'."
         )
     recipe = Recipe(schedule=schedule, **settings)
-    options = {
-        "training_options": asked.training_options,
-        "inference_options": asked.inference_options,
-    }
-    _refuse_unused_options(engine, options)
+    options = {TRAINING: asked.training_options, INFERENCE: asked.inference_options}
+    recipe, printed, said = pair.applied(engine, recipe, partitions)
+    fixed = FixedWork.of_options(pair.training, pair.inference, partitions, said)
     if config is not None:
         recipe, options = _configured(config, engine, recipe, options)
+        printed, fixed = [config_report.in_short(config, engine.name)], FixedWork.of(config)
     check = getattr(engine, "check", None)
     if check is not None:
         check(module, optimizer, resolved, recipe, asked.run_eagerly, options, partitions)
-    if config is not None:
-        print(config_report.in_short(config, engine.name))
+    for text in printed:
+        print(text)
     return Session(
         module,
         optimizer,
@@ -157,7 +164,7 @@ def _checked(
         asked.run_eagerly,
         options,
         partitions,
-        FixedWork.of(config),
+        fixed,
     )
 
 
@@ -171,16 +178,6 @@ def _configured(
     if config.auto_loss_scaling and recipe.loss_scale is None:
         recipe = dataclasses.replace(recipe, loss_scale=LossScale())
     return recipe, options
-
-
-def _refuse_unused_options(engine: Engine, options: Dict[str, Any]) -> None:
-    for name, given in options.items():
-        if given is not None and not getattr(engine, "takes_options", False):
-            raise ConfigurationError(
-                f"{name} are poptorch.Options for an IPU, but this model runs on the "
-                f"{getattr(engine, 'name', 'given')} engine, which has none. Leave them out, or "
-                "use engine='ipu'."
-            )
 
 
 def _what(

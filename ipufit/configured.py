@@ -1,20 +1,25 @@
-"""``compile(config=...)``: what a configuration fixes, and where it disagrees with an argument."""
+"""What a configuration, or whole PopTorch options, fix at ``compile``, and what disagrees."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import os
-from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from torch import nn
 
 from ipufit.errors import ConfigurationError, PlanError
 from ipufit.faults import Faults
 from ipufit.ipu_config import IPUConfig, Partition
+from ipufit.parallel.partition import Partitions
 from ipufit.parallel.resolving import PartitionRequest
+from ipufit.whole_options import INFERENCE, TRAINING, WholeOptions
 
 __all__ = ["FixedWork", "check_config", "cut_layers", "divided", "load_config", "output_mode_of"]
+
+# A value, and what says so.
+Fixed = Tuple[int, str]
 
 # What holds where neither an argument nor a configuration says anything.
 _DEFAULTS: Dict[str, Optional[int]] = {
@@ -29,22 +34,22 @@ class FixedWork:
     """Arguments of ``fit``, ``evaluate`` and ``predict`` that ``compile`` has fixed.
 
     Attributes:
-        training, inference: by argument, its value and the parameters that say so; both empty
-            without a configuration.
-        seed: of ``fit``, or None.
-        said: the configuration, as text; empty without one.
+        training, inference: by argument, its value and what says so; both empty if nothing does.
+        seed, inference_seed: the same of seeds, each a pair, or None.
+        other: what to compile with to change them, for errors.
+        said: sentences for ``explain``.
     """
 
-    training: Mapping[str, Tuple[int, str]] = dataclasses.field(default_factory=dict)
-    inference: Mapping[str, Tuple[int, str]] = dataclasses.field(default_factory=dict)
-    seed: Optional[int] = None
-    said: str = ""
+    training: Mapping[str, Fixed] = dataclasses.field(default_factory=dict)
+    inference: Mapping[str, Fixed] = dataclasses.field(default_factory=dict)
+    seed: Optional[Fixed] = None
+    inference_seed: Optional[Fixed] = None
+    other: str = ""
+    said: Tuple[str, ...] = ()
 
     @staticmethod
-    def of(config: Optional[IPUConfig]) -> FixedWork:
+    def of(config: IPUConfig) -> FixedWork:
         """What a configuration fixes."""
-        if config is None:
-            return FixedWork()
         training = {
             **_work(config, ""),
             "gradient_accumulation": (
@@ -52,7 +57,35 @@ class FixedWork:
                 "IPUConfig.gradient_accumulation_steps",
             ),
         }
-        return FixedWork(training, _work(config, "inference_"), config.seed, repr(config))
+        seed = None if config.seed is None else (config.seed, "IPUConfig.seed")
+        said = f"Work, seed and options are those of {config!r}."
+        inference = _work(config, "inference_")
+        return FixedWork(training, inference, seed, None, "another config", (said,))
+
+    @staticmethod
+    def of_options(
+        training: Optional[WholeOptions],
+        inference: Optional[WholeOptions],
+        partitions: Partitions,
+        said: Sequence[str],
+    ) -> FixedWork:
+        """What whole PopTorch options fix.
+
+        Args:
+            training, inference: the options, or None.
+            partitions: of the module over the IPUs of a replica.
+            said: sentences for ``explain``.
+        """
+        work: List[Mapping[str, Fixed]] = []
+        seeds: List[Optional[Fixed]] = []
+        for options, is_training in ((training, True), (inference, False)):
+            partition = partitions.of(is_training)
+            ipus = 1 if partition is None else partition.ipus
+            work.append({} if options is None else options.work(ipus))
+            seed = None if options is None else options.seed
+            said_by = f"{options.role}.randomSeed" if options is not None else ""
+            seeds.append(None if seed is None else (seed, said_by))
+        return FixedWork(work[0], work[1], seeds[0], seeds[1], "other options", tuple(said))
 
     def resolve(self, is_training: bool, **asked: Any) -> Dict[str, Any]:
         """The arguments with values of the configuration where they are None.
@@ -73,28 +106,32 @@ class FixedWork:
             if said and value is not None and value != there:
                 faults.append(
                     f"`{name}` must agree with {said}, which says {there}, got {value!r}. Leave "
-                    "it out, or compile with another config."
+                    f"it out, or compile with {self.other}."
                 )
                 found[name] = there
         if faults:
             raise PlanError(faults, {name: found[name] for name in fixed if name in found})
         return found
 
-    def seed_or(self, seed: Optional[int]) -> Optional[int]:
-        """The seed that was asked for, else that of the configuration.
+    def seed_or(self, seed: Optional[int], is_training: bool = True) -> Optional[int]:
+        """The seed that was asked for, else the one that ``compile`` has fixed.
 
         Raises:
             ConfigurationError: they disagree.
         """
-        if seed is not None and self.seed is not None and seed != self.seed:
+        fixed = self.seed if is_training else self.inference_seed
+        if fixed is None:
+            return seed
+        value, said = fixed
+        if seed not in (None, value):
             raise ConfigurationError(
-                f"seed must agree with IPUConfig.seed, which is {self.seed}, got {seed}. Leave it "
-                "out, or compile with another config."
+                f"seed must agree with {said}, which is {value}, got {seed}. Leave it out, or "
+                f"compile with {self.other}."
             )
-        return self.seed if seed is None else seed
+        return value
 
 
-def _work(config: IPUConfig, prefix: str) -> Dict[str, Tuple[int, str]]:
+def _work(config: IPUConfig, prefix: str) -> Dict[str, Fixed]:
     replicas = getattr(config, f"{prefix}replication_factor")
     ipus = getattr(config, f"{prefix}ipus_per_replica")
     product = f"IPUConfig.{prefix}replication_factor x {prefix}ipus_per_replica"
@@ -135,7 +172,7 @@ def check_config(config: IPUConfig, asked: Any, faults: Faults) -> None:
         asked: the arguments.
         faults: to which they are added.
     """
-    for name in ("training_options", "inference_options"):
+    for name in (TRAINING, INFERENCE):
         with faults.collected():
             if getattr(asked, name) is not None:
                 raise ConfigurationError(

@@ -209,9 +209,9 @@ class FitData:
         own = {"ipus": asked.inference_ipus, "device_iterations": asked.inference_device_iterations}
         own = {name: value for name, value in own.items() if value is not None}
         fixed = self._session.fixed
-        shared = {"ipus": asked.ipus, "device_iterations": asked.device_iterations, **own}
-        if fixed.inference:
-            shared = {"ipus": None, "device_iterations": None, **own}
+        shared = {"ipus": asked.ipus, "device_iterations": asked.device_iterations}
+        shared = {name: shared[name] for name in shared if name not in fixed.inference}
+        shared = {"ipus": None, "device_iterations": None, **shared, **own}
         with self._faults.collected(inference=list(own)):
             shared = fixed.resolve(False, **shared)
             if self.held_out is None:

@@ -111,7 +111,7 @@ class Model:
         accumulation_dtype: Union[torch.dtype, str, None] = None,
         output_mode: Optional[str] = None,
         output_every: Optional[int] = None,
-        gradient_reduction: str = "mean",
+        gradient_reduction: Optional[str] = None,
         stages: Union[Mapping[str, int], str, None] = None,
         layers_per_ipu: Optional[Sequence[int]] = None,
         layers: Union[str, Sequence[str], None] = None,
@@ -174,10 +174,10 @@ class Model:
             output_mode: which outputs of a training execution come back, and so what metrics see:
                 "all"; "final", of the last micro-batch on every replica; "every_n" device
                 iterations; "sum" over the micro-batches of each replica, for callbacks. None is
-                that of ``config``, else "all".
+                that of ``config`` or ``training_options``, else "all".
             output_every: the n of "every_n".
             gradient_reduction: over the micro-batches of an update: "mean", or "sum" of their
-                means.
+                means. None is that of ``training_options``, else "mean".
             stages: modules that begin a stage, by name, with its number from 0: a stage goes on
                 until another begins, and has an IPU of its own. It changes no number, only where
                 on IPUs things are. "auto" finds, when the first micro-batch is known,
@@ -208,8 +208,10 @@ class Model:
                 layer. The numbers stay the same.
             run_eagerly: run the module itself instead of a recorded program: the same numbers,
                 slower, and open to a debugger.
-            training_options: ``poptorch.Options`` for training on an IPU, for what ipufit has no
-                argument for; a copy is used, and what contradicts the plan is refused.
+            training_options: ``poptorch.Options`` for training, of which a copy is used. What it
+                says of replicas, device iterations, accumulation and seed is fixed for later
+                calls; an argument that disagrees is refused. Off IPUs, what was set and what
+                becomes of it there is printed.
             inference_options: the same for validation, ``evaluate`` and ``predict``.
             config: an :class:`ipufit.IPUConfig`, or what its ``from_pretrained`` takes. It fixes
                 IPUs, device iterations, accumulation and seed of later calls; an argument that
@@ -440,7 +442,7 @@ class Model:
         ipus: Optional[int] = None,
         device_iterations: Optional[int] = None,
         callbacks: Union[Callback, Sequence[Callback], None] = (),
-        seed: int = 0,
+        seed: Optional[int] = None,
         verbose: Union[int, str] = "auto",
         return_dict: bool = True,
     ) -> Union[float, List[float], Dict[str, float]]:
@@ -456,7 +458,8 @@ class Model:
             ipus: total number of IPUs. None is that of ``compile(config=...)``, else one replica.
             device_iterations: forward passes per execution; None is that of the config, else 1.
             callbacks: get the ``on_test_`` hooks.
-            seed: of random numbers drawn in eval mode, if the module draws any.
+            seed: of random numbers drawn in eval mode, if the module draws any; None is 0, or what
+                ``compile`` has fixed.
             verbose: 0 silent, 1 a progress bar, 2 one line; "auto" is 1 in a terminal, else 2.
             return_dict: False for Keras' other form: the loss, or a list that begins with it.
 
@@ -487,7 +490,7 @@ class Model:
         ipus: Optional[int] = None,
         device_iterations: Optional[int] = None,
         callbacks: Union[Callback, Sequence[Callback], None] = (),
-        seed: int = 0,
+        seed: Optional[int] = None,
         verbose: Union[int, str] = "auto",
     ) -> Any:
         """The module's outputs for all samples, in the data's order.
@@ -502,7 +505,8 @@ class Model:
             ipus: total number of IPUs. None is that of ``compile(config=...)``, else one replica.
             device_iterations: forward passes per execution; None is that of the config, else 1.
             callbacks: get the ``on_predict_`` hooks.
-            seed: of random numbers drawn in eval mode, if the module draws any.
+            seed: of random numbers drawn in eval mode, if the module draws any; None is 0, or what
+                ``compile`` has fixed.
             verbose: as for ``evaluate``.
 
         Returns:
@@ -530,7 +534,7 @@ class Model:
         ipus: Optional[int] = None,
         device_iterations: Optional[int] = None,
         callbacks: Union[Callback, Sequence[Callback], None] = (),
-        seed: int = 0,
+        seed: Optional[int] = None,
         verbose: Union[int, str] = 0,
     ) -> Iterator[Any]:
         """What ``predict`` returns, piece by piece: memory holds the outputs of one execution.
@@ -543,7 +547,8 @@ class Model:
             ipus: total number of IPUs. None is that of ``compile(config=...)``, else one replica.
             device_iterations: forward passes per execution; None is that of the config, else 1.
             callbacks: get the ``on_predict_`` hooks.
-            seed: of random numbers drawn in eval mode, if the module draws any.
+            seed: of random numbers drawn in eval mode, if the module draws any; None is 0, or what
+                ``compile`` has fixed.
             verbose: as for ``evaluate``.
 
         Returns:

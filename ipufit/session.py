@@ -29,6 +29,7 @@ from ipufit.plan import Plan
 from ipufit.program import Engine, MicroBatch, Mode, Program, ProgramSpec
 from ipufit.randomness import draw_seed
 from ipufit.recipe import Recipe
+from ipufit.whole_options import INFERENCE, TRAINING
 
 __all__ = ["Session"]
 
@@ -104,7 +105,8 @@ class Session:
     def seed(self) -> int:
         """One seed for all single updates until the next ``compile``."""
         if self._seed is None:
-            self._seed = draw_seed() if self.fixed.seed is None else self.fixed.seed
+            fixed = self.fixed.seed_or(None)
+            self._seed = draw_seed() if fixed is None else fixed
         return self._seed
 
     def weights_version(self) -> object:
@@ -256,6 +258,7 @@ class Session:
     def _spec(
         self, plan: Plan, mode: Mode, seed: int, domain: str, has_metrics: bool
     ) -> ProgramSpec:
+        fixed_seed = None if mode is Mode.TRAIN else self.fixed.inference_seed
         with_loss = mode is not Mode.PREDICT or self.loss.in_module
         return ProgramSpec(
             module=self.module,
@@ -264,14 +267,12 @@ class Session:
             plan=plan,
             mode=mode,
             want_outputs=has_metrics or mode is Mode.PREDICT,
-            seed=seed,
+            seed=seed if fixed_seed is None else fixed_seed[0],
             domain=domain,
             first_update=self.updates,
             recipe=self.recipe,
             run_eagerly=self.run_eagerly,
-            options=self._options.get(
-                "training_options" if mode is Mode.TRAIN else "inference_options"
-            ),
+            options=self._options.get(TRAINING if mode is Mode.TRAIN else INFERENCE),
             partition=self.partitions.of(mode is Mode.TRAIN),
         )
 
@@ -288,9 +289,7 @@ class Session:
         more = [f"{name}={value!r}" for name, value in self.recipe.extras().items()]
         text += f"\nCompiled with {', '.join(more)}." if more else ""
         text += "".join(f"\n{line}" for line in self.partitions.describe())
-        text += (
-            f"\nWork, seed and options are those of {self.fixed.said}." if self.fixed.said else ""
-        )
+        text += "".join(f"\n{line}" for line in self.fixed.said)
         explain = getattr(self.engine, "explain", None)
         particular = explain(self.recipe, self._options) if explain is not None else ()
         return "\n".join([text, *particular])

@@ -366,7 +366,7 @@ def test_a_wrong_argument_of_fit_is_named(arguments, text):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"seed": None}, "seed must be an integer, got None."),
+        ({"seed": 1.5}, "seed must be an integer or None, got 1.5."),
         ({"verbose": 3}, f"{VERBOSE}3."),
         (
             {"callbacks": [3]},
@@ -374,7 +374,8 @@ def test_a_wrong_argument_of_fit_is_named(arguments, text):
         ),
         (
             {"seed": "1", "device_iterations": 0},
-            f"`device_iterations` {WHOLE}, got 0. Try 1.\nseed must be an integer, got '1'.",
+            f"`device_iterations` {WHOLE}, got 0. Try 1.\n"
+            "seed must be an integer or None, got '1'.",
         ),
     ],
     ids=repr,

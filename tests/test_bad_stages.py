@@ -377,14 +377,3 @@ def test_a_module_is_divided_in_one_way(engine):
         "such as 'B', and is divided by stages or layers_per_ipu too. Take its blocks away with "
         "poptorch.removeBlocks(module), or leave the arguments out."
     )
-
-
-def test_options_and_compile_may_not_both_have_a_strategy():
-    options = poptorch.Options().setExecutionStrategy(poptorch.ShardedExecution())
-    text = message(
-        ConfigurationError, engine="ipu-standin", stages={"head": 1}, training_options=options
-    )
-    assert text == (
-        "training_options sets an execution strategy, and compile divides the module too. Pass the "
-        "strategy to compile, strategy=..., or leave out what else divides the module."
-    )

@@ -125,15 +125,6 @@ def test_a_module_that_is_random_in_eval_mode_gives_the_same_evaluation():
     on_both(life)
 
 
-def test_a_seed_in_options_of_the_users_own_takes_the_place_of_that_of_fit():
-    net, options = Dropped().double(), ipufit.poptorch.Options()
-    before = torch.get_rng_state()
-    options.randomSeed(11)
-    torch.set_rng_state(before)
-    own = compiled("ipu-standin", net, training_options=options)
-    assert fit(own, seed=7) == fit(compiled("ipu-standin", net), seed=11)
-
-
 def test_the_seed_is_set_before_every_call_and_nothing_of_torchs_is_touched(monkeypatch):
     """On a device too, what is drawn depends on the count of updates and not on what ran before."""
     seen = []

@@ -1,4 +1,4 @@
-"""What PopTorch alone decides about memory reaches it as it was given, and is refused elsewhere."""
+"""What PopTorch alone decides about memory reaches it as it was given."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from torch import nn
 import ipufit
 from ipufit import poptorch
 from ipufit.engines.ipu.engine import IpuEngine
-from tests.told import refused
 
 pytestmark = pytest.mark.both_engines
 
@@ -78,16 +77,3 @@ def test_an_option_reaches_poptorch(name, untouched):
     changed = {key for key in wanted[0] if wanted[0][key] != before[0].get(key)}
     assert {key: found[0][key] for key in changed} == {key: wanted[0][key] for key in changed}
     assert found[1:] == wanted[1:]
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("argument", ["training_options", "inference_options"])
-def test_the_embedded_engine_refuses_options_instead_of_ignoring_them(argument, name):
-    options = poptorch.Options()
-    OPTIONS[name](options)
-    model = ipufit.Model(nn.Linear(4, 3), engine="embedded")
-    refused(
-        lambda: model.compile("sgd", "cross_entropy", **{argument: options}),
-        f"{argument} are poptorch.Options for an IPU, but this model runs on the embedded engine, "
-        "which has none. Leave them out, or use engine='ipu'.",
-    )

@@ -15,7 +15,14 @@ from ipufit.parallel.partition import STRATEGIES, Partition, Partitions
 from ipufit.parallel.repeated import repeated_layers
 from ipufit.parallel.serializing import ipus_of
 
-__all__ = ["AUTO", "PartitionRequest", "resolve_partition", "resolve_partitions", "share_out"]
+__all__ = [
+    "AUTO",
+    "PartitionRequest",
+    "kind_of",
+    "resolve_partition",
+    "resolve_partitions",
+    "share_out",
+]
 
 # The value of ``stages`` that leaves the division to ipufit.
 AUTO = "auto"
@@ -199,13 +206,21 @@ def _strategy(asked: PartitionRequest) -> Tuple[str, Any]:
         if given not in STRATEGIES:
             raise UnknownNameError(asked.name("strategy"), given, STRATEGIES)
         return given, None
-    for kind in type(given).__mro__:
-        if kind.__name__ in _POPTORCH_STRATEGIES and "poptorch" in kind.__module__:
-            return _POPTORCH_STRATEGIES[kind.__name__], given
+    found = kind_of(given)
+    if found is not None:
+        return found, given
     raise PartitionError(
         f"{asked.name('strategy')} must be one of {', '.join(map(repr, STRATEGIES))}, or an object "
         f"such as poptorch.PipelinedExecution(), got {given!r}."
     )
+
+
+def kind_of(strategy: object) -> Optional[str]:
+    """The name of what an execution strategy of PopTorch's is; None if it is none."""
+    for kind in type(strategy).__mro__:
+        if kind.__name__ in _POPTORCH_STRATEGIES and "poptorch" in kind.__module__:
+            return _POPTORCH_STRATEGIES[kind.__name__]
+    return None
 
 
 def _count(name: str, value: Any) -> Optional[int]:

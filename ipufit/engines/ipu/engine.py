@@ -19,7 +19,6 @@ from ipufit.engines.ipu.from_config import engine_options
 from ipufit.engines.ipu.inference import InferenceProgram
 from ipufit.engines.ipu.limits import check_autocast, check_request
 from ipufit.engines.ipu.options import check_options, make_options, role_of
-from ipufit.engines.ipu.placing import refuse_two_strategies
 from ipufit.engines.ipu.sdk import ignored_options, keeps_float64
 from ipufit.engines.ipu.size import Size
 from ipufit.engines.ipu.step import Form, IpuStep
@@ -87,8 +86,6 @@ class IpuEngine:
         """
         for role, given in options.items():
             check_options(self.sdk, given, role)
-            partition = partitions.of(role == role_of(Mode.TRAIN))
-            refuse_two_strategies(self.sdk, given, role, partition)
         check_request(module, optimizer, loss, recipe, run_eagerly, self.wide)
 
     def options_of(self, config: IPUConfig) -> Dict[str, Any]:

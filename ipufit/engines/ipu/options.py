@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping, Tuple
+from typing import Any
 
 from ipufit.engines.ipu.placing import place
 from ipufit.engines.ipu.size import Size
 from ipufit.errors import ConfigurationError
 from ipufit.program import Mode, ProgramSpec
 from ipufit.randomness import update_key
+from ipufit.whole_options import INFERENCE, TRAINING
 
 __all__ = ["check_options", "make_options", "role_of", "seed_of"]
 
 
 def role_of(mode: Mode) -> str:
     """The argument of ``compile`` that holds the options for such a program."""
-    return "training_options" if mode is Mode.TRAIN else "inference_options"
+    return TRAINING if mode is Mode.TRAIN else INFERENCE
 
 
 def check_options(sdk: Any, options: Any, role: str) -> None:
@@ -41,12 +42,9 @@ def check_options(sdk: Any, options: Any, role: str) -> None:
 def seed_of(spec: ProgramSpec, updates: int) -> int:
     """What a device's random numbers start from after so many updates, or passes of inference.
 
-    It is set before every call, and so they depend on nothing that ran before. ``randomSeed`` in
-    the user's options takes the place of the seed of ``fit``.
+    It is set before every call, and so they depend on nothing that ran before.
     """
-    given = spec.options
-    own = given is not None and given.exists("random_seed")
-    return update_key(given.random_seed if own else spec.seed, spec.domain, updates)
+    return update_key(spec.seed, spec.domain, updates)
 
 
 def make_options(sdk: Any, given: Any, spec: ProgramSpec, size: Size) -> Any:
@@ -57,9 +55,6 @@ def make_options(sdk: Any, given: Any, spec: ProgramSpec, size: Size) -> Any:
         given: ``poptorch.Options`` or None.
         spec: what is built.
         size: of one call.
-
-    Raises:
-        ConfigurationError: the user's options contradict the plan; with all contradictions.
     """
     if given is not None:
         options = given.clone()
@@ -67,8 +62,6 @@ def make_options(sdk: Any, given: Any, spec: ProgramSpec, size: Size) -> Any:
         # PopTorch's bar would be drawn into logs, and whatever verbose says.
         options = sdk.Options().showCompilationProgressBar(False)
     training = spec.mode is Mode.TRAIN
-    wanted = _wanted(spec)
-    _refuse_contradictions(sdk, options, role_of(spec.mode), wanted)
     options.deviceIterations(size.iterations)
     options.replicationFactor(size.replicas)
     options.outputMode(sdk.OutputMode.All)
@@ -86,30 +79,3 @@ def make_options(sdk: Any, given: Any, spec: ProgramSpec, size: Size) -> Any:
         # Each replica has running statistics of its own.
         options.broadcastBuffers(False)
     return options
-
-
-def _wanted(spec: ProgramSpec) -> Dict[str, Tuple[Any, Any]]:
-    """By PopTorch's name: the plan's value, and how the user says it."""
-    plan = spec.plan
-    return {
-        "device_iterations": (plan.device_iterations, "device_iterations"),
-        "replication_factor": (plan.replicas, "ipus"),
-        "input_group_size": (1, "nothing: every replica has its own input"),
-    }
-
-
-def _refuse_contradictions(
-    sdk: Any, options: Any, role: str, wanted: Mapping[str, Tuple[Any, Any]]
-) -> None:
-    faults: List[str] = []
-    for name, (value, said) in wanted.items():
-        found = getattr(options, name)
-        if found not in (1, value):
-            faults.append(f"{name} is {found} and the plan's is {value}, from {said}")
-    if options.output_mode != sdk.OutputMode.Default.value:
-        faults.append("outputMode is set, which is output_mode of compile")
-    if faults:
-        raise ConfigurationError(
-            f"{role} must not contradict the plan, but {'; '.join(faults)}. Leave these options as "
-            "they are by default: ipufit sets them."
-        )

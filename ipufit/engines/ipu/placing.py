@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any, Optional
 
 from ipufit.engines.ipu.size import Size
-from ipufit.errors import ConfigurationError
 from ipufit.parallel.partition import BLOCK, Partition
 
-__all__ = ["begin_loss", "block_of", "ipu_of", "place", "refuse_two_strategies"]
+__all__ = ["begin_loss", "block_of", "ipu_of", "place"]
 
 
 def block_of(stage: int) -> str:
@@ -59,25 +58,3 @@ def _strategy(sdk: Any, partition: Partition) -> Any:
         kind = sdk.ParallelPhasedExecution
     phases = range(partition.stages)
     return kind(*(sdk.Phase(sdk.Stage(block_of(p)).ipu(ipu_of(partition, p))) for p in phases))
-
-
-def refuse_two_strategies(
-    sdk: Any, options: Any, role: str, partition: Optional[Partition]
-) -> None:
-    """Refuse options with a strategy of their own where ``compile`` divides the module.
-
-    Raises:
-        ConfigurationError: they have one.
-    """
-    if options is None or partition is None:
-        return
-    if _mode(sdk, options) != _mode(sdk, sdk.Options()):
-        raise ConfigurationError(
-            f"{role} sets an execution strategy, and compile divides the module too. Pass the "
-            "strategy to compile, strategy=..., or leave out what else divides the module."
-        )
-
-
-def _mode(sdk: Any, options: Any) -> Any:
-    """How options say what kind of strategy they have."""
-    return options.clone().outputMode(sdk.OutputMode.All).toDict()["execution_mode"]

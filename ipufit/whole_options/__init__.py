@@ -1,0 +1,6 @@
+"""``training_options`` and ``inference_options`` of ``compile``: PopTorch's, on every engine."""
+
+from ipufit.whole_options.pair import OptionPair
+from ipufit.whole_options.reading import INFERENCE, TRAINING, WholeOptions
+
+__all__ = ["INFERENCE", "TRAINING", "OptionPair", "WholeOptions"]

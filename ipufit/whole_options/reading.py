@@ -1,0 +1,179 @@
+"""What PopTorch options say of a run: read by their public names, from the SDK or the stand-in."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Dict, Optional, Tuple
+
+from ipufit.errors import ConfigurationError
+from ipufit.parallel.resolving import PartitionRequest, kind_of
+
+__all__ = ["INFERENCE", "TRAINING", "WholeOptions"]
+
+TRAINING, INFERENCE = "training_options", "inference_options"
+
+# OutputMode by its numbers; the last is PopTorch's default.
+_OUTPUT_MODES = ("final", "every_n", "all", "sum", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeOptions:
+    """``poptorch.Options`` that ``compile`` was given.
+
+    Attributes:
+        role: the argument.
+        given: the user's own object, which stays as it is.
+    """
+
+    role: str
+    given: Any
+
+    @staticmethod
+    def read(role: str, given: Any) -> Optional[WholeOptions]:
+        """Options that can be used for a model; None for none.
+
+        Raises:
+            ConfigurationError: it is something else, or asks for what no program of ipufit does.
+        """
+        if given is None:
+            return None
+        kinds = type(given).__mro__
+        if not any(kind.__name__ == "Options" and "poptorch" in kind.__module__ for kind in kinds):
+            raise ConfigurationError(
+                f"{role} must be poptorch.Options or None, got {type(given).__module__}."
+                f"{type(given).__qualname__}. Make them with poptorch.Options(), or with "
+                "ipufit.poptorch.Options() where there is no SDK."
+            )
+        options = WholeOptions(role, given)
+        options._refuse()
+        return options
+
+    def _refuse(self) -> None:
+        faults = []
+        if self.given.input_group_size != 1:
+            faults.append(
+                "inputReplicaGrouping gives several replicas the same input, but every replica of "
+                "a Model has its own"
+            )
+        if self.is_inference and self.output_mode not in (None, "all"):
+            faults.append(
+                f"outputMode is {self.output_mode!r}, but evaluate and predict need all outputs"
+            )
+        if self.is_inference and self.given.Training.gradient_accumulation != 1:
+            faults.append("Training.gradientAccumulation is set, but inference has no gradients")
+        if faults:
+            raise ConfigurationError(
+                f"{self.role} can't be used: {'; '.join(faults)}. Leave these options as they are "
+                "by default."
+            )
+
+    @property
+    def is_inference(self) -> bool:
+        """Whether these are for ``evaluate``, ``predict`` and validation."""
+        return self.role == INFERENCE
+
+    def work(self, ipus_per_replica: int) -> Dict[str, Tuple[int, str]]:
+        """By argument of ``fit``: the value that these options fix, and what says so.
+
+        A value of 1 is PopTorch's default, and fixes nothing.
+        """
+        given = self.given
+        replicas = f"{self.role}.replicationFactor"
+        replicas += f" x {ipus_per_replica} IPUs of a replica" if ipus_per_replica > 1 else ""
+        accumulation = "Training.gradientAccumulation"
+        rows = {
+            "ipus": (given.replication_factor, ipus_per_replica, replicas),
+            "device_iterations": (given.device_iterations, 1, f"{self.role}.deviceIterations"),
+            "gradient_accumulation": (
+                given.Training.gradient_accumulation,
+                1,
+                f"{self.role}.{accumulation}",
+            ),
+        }
+        return {
+            name: (int(value) * factor, said)
+            for name, (value, factor, said) in rows.items()
+            if value != 1
+        }
+
+    @property
+    def seed(self) -> Optional[int]:
+        """What ``randomSeed`` was given, or None."""
+        return int(self.given.random_seed) if self.given.exists("random_seed") else None
+
+    @property
+    def output_mode(self) -> Optional[str]:
+        """``output_mode`` of ``compile``; None where it is PopTorch's default."""
+        return _OUTPUT_MODES[int(self.given.output_mode)]
+
+    @property
+    def output_every(self) -> Optional[int]:
+        """``output_every`` of ``compile``."""
+        return int(self.given.output_return_period) if self.output_mode == "every_n" else None
+
+    @property
+    def gradient_reduction(self) -> Optional[str]:
+        """``"sum"``, or None where it is PopTorch's default, the mean."""
+        kind = self.given.Training.accumulation_and_replication_reduction_type
+        return "sum" if kind.name == "Sum" else None
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the scale of the loss is to be chosen while training."""
+        return bool(self.given._Popart.options.get("automaticLossScalingSettings.enabled"))
+
+    @property
+    def rounds_ipus(self) -> bool:
+        """Whether IPUs may be rounded up to a power of two."""
+        return bool(self.given.auto_round_num_ipus)
+
+    @property
+    def strategy(self) -> Any:
+        """The execution strategy that was set; None where it is PopTorch's default."""
+        strategy = self.given._execution_strategy
+        # In the SDK an object of its own finds the stages.
+        finder = getattr(strategy, "_stages_manager", strategy)
+        if kind_of(strategy) != "pipelined" or strategy._block_map:
+            return strategy
+        return None if finder._auto_stage.name == "SameAsIpu" else strategy
+
+    def with_strategy(
+        self, asked: PartitionRequest, training: PartitionRequest
+    ) -> PartitionRequest:
+        """The request, with the execution strategy of these options where they have one.
+
+        Args:
+            asked: what divides the module for the same as these options.
+            training: the same for training, which inference follows.
+
+        Raises:
+            ConfigurationError: both have one.
+        """
+        strategy = self.strategy
+        if strategy is None:
+            return asked
+        if asked.strategy is not None:
+            raise ConfigurationError(
+                f"{asked.name('strategy')} and {self.role}.setExecutionStrategy both say how "
+                "stages run. Leave one out."
+            )
+        both = (asked, training)
+        divides = any(r.stages is not None or r.layers_per_ipu is not None for r in both)
+        if not divides and all(r.ipus_per_replica is None for r in both):
+            return asked  # nothing divides the module, or blocks of its own, which PopTorch counts
+        if divides and not strategy._block_map:
+            strategy = kind_of(strategy)
+        return dataclasses.replace(asked, strategy=strategy)
+
+    def refuse_processes(self, engine: str) -> None:
+        """Refuse options for one of several processes, on an engine that runs in one.
+
+        Raises:
+            ConfigurationError: they are for several.
+        """
+        count = self.given.Distributed.num_distributed_processes
+        if count > 1:
+            raise ConfigurationError(
+                f"{self.role} are for one of {count} processes, but engine {engine!r} runs in one. "
+                "Leave Distributed.configureProcessId out."
+            )
