@@ -208,28 +208,21 @@ def _check_splits(module: nn.Module, strategy: str, ipus: int, is_training: bool
 
 
 def _misplaced(module: nn.Module, wanted: int, ipus: int, is_training: bool) -> PartitionError:
-    layers = [layer for layer in module.modules() if isinstance(layer, Serialized)]
-    found = [layer for layer in layers if len(layer.parts_in(is_training).per_ipu or ()) == wanted]
-    field = _field(found[0], is_training)
+    by_config = any(getattr(layer, "by_config", False) for layer in module.modules())
     if is_training:
+        cure = "Divide the module with stages, or pass ipus_per_replica="
+        cure = f"{cure}{wanted}." if not by_config else f"Set IPUConfig.ipus_per_replica={wanted}."
         return PartitionError(
-            f"{field or 'splits_per_ipu of serialised layers'} must have a number for each IPU of "
-            f"a replica, got {wanted} and a replica has {ipus}. Divide the module with stages, or "
-            f"pass ipus_per_replica={wanted}."
+            "splits_per_ipu of serialised layers must have a number for each IPU of a replica, got "
+            f"{wanted} and a replica has {ipus}. {cure}"
         )
+    divide = "divide the module there as in training."
+    cure = divide if not by_config else f"set IPUConfig.inference_ipus_per_replica={wanted}."
     return PartitionError(
-        f"{field or 'splits_per_ipu of layers serialised in inference'} must have a number for "
-        f"each IPU of a replica there, got {wanted} and a replica has {ipus}. Say with "
-        f"{field or 'inference_serialized_layers'} how they are cut in inference, or divide the "
-        "module there as in training."
+        "splits_per_ipu of layers serialised in inference must have a number for each IPU of a "
+        f"replica there, got {wanted} and a replica has {ipus}. Say with "
+        f"inference_serialized_layers how they are cut in inference, or {cure}"
     )
-
-
-def _field(layer: Serialized, is_training: bool) -> str:
-    """The parameter of a configuration that splits a layer over IPUs; empty where none does."""
-    kind = "embedding" if isinstance(layer, nn.Embedding) else "projection"
-    prefix = "" if is_training else "inference_"
-    return f"IPUConfig.{prefix}serialized_{kind}_splits_per_ipu" if layer.by_config else ""
 
 
 def _check_places(module: nn.Module) -> None:
@@ -240,7 +233,10 @@ def _check_places(module: nn.Module) -> None:
             if len(ipus) > 1:
                 assert isinstance(layer, Serialized)
                 before, parts = layer.parts.describe(), layer.inference_parts
-                cure = _field(layer, True) or "splits_per_ipu in serialized_layers"
+                kind = "embedding" if isinstance(layer, nn.Embedding) else "projection"
+                cure = "splits_per_ipu in serialized_layers"
+                if layer.by_config:
+                    cure = f"IPUConfig.serialized_{kind}_splits_per_ipu or {cure}"
                 raise PartitionError(
                     f"a parameter must be on one IPU, but in inference {layer.title!r} is cut by "
                     f"{parts.describe()}, which needs its {name!r} on IPUs "
