@@ -12,7 +12,7 @@ from torch import nn
 from ipufit.errors import ConfigurationError, PlanError
 from ipufit.faults import Faults
 from ipufit.ipu_config import IPUConfig, Partition
-from ipufit.parallel.choosing import KINDS, meant_layer
+from ipufit.parallel.choosing import KINDS, check_ties, meant_layer
 from ipufit.parallel.partition import Partitions
 from ipufit.parallel.resolving import PartitionRequest
 from ipufit.whole_options import INFERENCE, TRAINING, WholeOptions
@@ -276,22 +276,25 @@ def cut_layers(config: IPUConfig, module: nn.Module, asked: Any, inference: Any)
         return asked, inference
     # A configuration has a value for everything: what it does not cut in inference is whole there.
     cuts = [dict(asked or {}), dict((asked if inference is None else inference) or {})]
-    faults, says = Faults(), False
+    faults = Faults()
+    meant: Dict[str, Tuple[str, Sequence[Tuple[str, Any]]]] = {}
     for kind in KINDS:
         both = [_cut(config, kind, prefix) for prefix in ("", "inference_")]
         if all(cut is None for _, cut in both):
             continue
-        says = True
         with faults.collected():
             layer = meant_layer(module, kind, named, both)
+            meant[kind] = layer, both
             for found, (_, given), (_, cut) in zip(cuts, named, both):
                 # An argument that says the same may have more to say, such as the mode.
                 if cut is not None and layer not in (given or {}):
                     found[layer] = cut
             if both[1][1] is None and inference is None:
                 cuts[1].pop(layer, None)
+    with faults.collected():
+        check_ties(module, meant)
     faults.raise_all()
-    return (cuts[0] or asked, cuts[1]) if says else (asked, inference)
+    return (cuts[0] or asked, cuts[1]) if meant else (asked, inference)
 
 
 def _cut(config: IPUConfig, kind: str, prefix: str) -> Tuple[str, Union[int, List[int], None]]:

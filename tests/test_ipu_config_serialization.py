@@ -120,6 +120,21 @@ def test_arguments_and_the_configuration_may_not_disagree():
     )
 
 
+def test_one_weight_has_one_number():
+    """Of which either layer may be told."""
+    fields = "IPUConfig.{0}embedding_serialization_factor and IPUConfig.{0}projection_serialization"
+    for prefix in ("", "inference_"):
+        given = {prefix + name: value for name, value in FACTORS.items()}
+        refused(
+            lambda given=given: cut_by(given, Language(tied=True)),
+            f"{fields.format(prefix)}_factor must cut into as many parts, for 'embed' and 'head' "
+            "share a weight, got 2 and 3. Leave one out: the other layer follows.",
+        )
+    alike = dict(FACTORS, projection_serialization_factor=2)
+    cut = ("factor=2", "factor=1")
+    assert cut_by(alike, Language(tied=True)) == {"embed": cut, "head": cut}
+
+
 def test_where_nothing_fits_the_layer_has_to_be_named():
     stack = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     given = {"projection_serialization_factor": 2}

@@ -11,7 +11,7 @@ from ipufit.parallel.repeated import stacks_of
 from ipufit.parallel.serialization import parts_of
 from ipufit.parallel.serializing import can_be_serialized, shared_with
 
-__all__ = ["KINDS", "meant_layer"]
+__all__ = ["KINDS", "check_ties", "meant_layer"]
 
 KINDS: Dict[str, type] = {"embedding": nn.Embedding, "projection": nn.Linear}
 
@@ -65,6 +65,32 @@ def meant_layer(module: nn.Module, kind: str, named: Sequence[Named], cuts: Sequ
             return next(iter(names))
     said = next(said for said, cut in cuts if cut is not None)
     return _chosen(module, kind, fitting, said)
+
+
+def check_ties(module: nn.Module, meant: Mapping[str, Tuple[str, Sequence[Cut]]]) -> None:
+    """Refuse two numbers for one weight.
+
+    Args:
+        module: the user's.
+        meant: by kind, the name of the layer, and what the configuration says.
+
+    Raises:
+        ConfigurationError: embedding and projection share a weight and are cut into other numbers.
+    """
+    if len(meant) < len(KINDS):
+        return
+    (one, its), (other, others) = (meant[kind] for kind in KINDS)
+    shared = [id(layer) for _, layer in shared_with(module, module.get_submodule(one))]
+    if id(module.get_submodule(other)) not in shared:
+        return
+    for (said, cut), (other_said, other_cut) in zip(its, others):
+        both = cut is not None and other_cut is not None
+        if both and _places(one, cut)[0] != _places(other, other_cut)[0]:
+            raise ConfigurationError(
+                f"{said} and {other_said} must cut into as many parts, for {one!r} and {other!r} "
+                f"share a weight, got {cut} and {other_cut}. Leave one out: the other layer "
+                "follows."
+            )
 
 
 def _places(name: str, given: Any) -> Tuple[int, Any]:
