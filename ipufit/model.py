@@ -179,13 +179,14 @@ class Model:
             gradient_reduction: over the micro-batches of an update: "mean", or "sum" of their
                 means. None is that of ``training_options``, else "mean".
             stages: modules that begin a stage, by name, with its number from 0: a stage goes on
-                until another begins, and has an IPU of its own. It changes no number, only where
-                on IPUs things are. "auto" finds, when the first micro-batch is known,
+                until another begins, and has an IPU of its own; "after x" begins one when module x
+                has returned. It changes no number, only where on IPUs things are. "auto" finds, when the first micro-batch is known,
                 ipus_per_replica stages of which the slowest is as fast as it can be and which fit
                 memory, by the estimate of :meth:`plan`.
             layers_per_ipu: instead of stages, how many of the repeated layers are on each IPU; -1
                 for an even share of the rest, what does not divide on the last such IPU. What
-                comes before the layers is on the first IPU, what comes after on the last.
+                comes before the layers is on the first IPU, what comes after on the last; 0 for
+                an IPU that has that alone, or parts of a serialised layer.
             layers: names of the ModuleLists or Sequentials whose layers count; None finds the
                 longest of alike blocks, those with blocks of the same class, and a decoder beside
                 an encoder.

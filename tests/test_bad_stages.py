@@ -95,10 +95,12 @@ def message(error, **options):
             "which the other IPUs take 2 and 2 of -1 share 1. Use fewer IPUs or smaller numbers.",
         ),
         (
-            {"layers_per_ipu": [3, 0]},
+            {"layers_per_ipu": [2, 0, 1]},
             PartitionError,
-            "layers_per_ipu must give every IPU but the first at least one layer, got 0 for IPU 1. "
-            "To put other modules there, use stages={'name of a module': 1}.",
+            "layers_per_ipu must give every IPU at least one layer, but for the first, for one "
+            "behind the last layer, and for those with parts of a serialised layer, got 0 for IPU "
+            "1. Use fewer IPUs, with [2, 1], or put other modules there with stages={'name of a "
+            "module': 1}.",
         ),
         (
             {"layers_per_ipu": [1, -2]},

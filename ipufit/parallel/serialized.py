@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ipufit.parallel.partition import BLOCK
 from ipufit.parallel.serialization import Parts
-from ipufit.parallel.tracing import sdk_in_use
+from ipufit.parallel.tracing import begin_block, sdk_in_use
 
 __all__ = ["CutWeight", "Serialized", "SerializedEmbedding", "SerializedLinear", "SplitProjection"]
 
@@ -68,10 +68,9 @@ class CutWeight(Serialized):
 
     def _begun(self) -> Iterator[Tuple[int, nn.Parameter]]:
         """Each part in turn; on an IPU a block begins with the first of each IPU."""
-        sdk = sdk_in_use()
         for part, piece in enumerate(self.pieces()):
-            if sdk is not None and self.parts.begins(part):
-                sdk.Block.start(f"{BLOCK}{self.title}/{part}", ipu_id=self.parts.ipu_of(part))
+            if self.parts.begins(part):
+                begin_block(f"{BLOCK}{self.title}/{part}", self.parts.ipu_of(part))
             yield part, piece
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
