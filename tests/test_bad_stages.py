@@ -135,8 +135,9 @@ def message(error, **options):
             {"net": nn.Linear(4, 4), "layers_per_ipu": [1, 1]},
             PartitionError,
             "layers_per_ipu counts the blocks of a ModuleList or Sequential of alike blocks, but "
-            "Linear has none. Name what holds them with layers='...', or use stages={'name of a "
-            "module': number of its stage}.",
+            "Linear has none. Name what holds them with layers='...', use stages={'name of a "
+            "module': number of its stage}, or pass ipus_per_replica, for a module with blocks of "
+            "its own.",
         ),
         (
             {"stages": {"head": 1}, "strategy": "pipelines"},
@@ -364,11 +365,11 @@ class Blocks(nn.Module):
 def test_blocks_of_the_module_must_fit_the_plan(engine):
     assert broken(compiled(Blocks(), engine)) == (
         "the module's own blocks put it on 2 IPUs, but the plan gives a replica 1. Pass "
-        "ipus_per_replica=2 to compile."
+        "ipus_per_replica=2 to compile, or have it in the config."
     )
     assert broken(compiled(Blocks(), engine, ipus_per_replica=4), gradient_accumulation=7) == (
         "the module's own blocks put it on 2 IPUs, but the plan gives a replica 4. Pass "
-        "ipus_per_replica=2 to compile."
+        "ipus_per_replica=2 to compile, or have it in the config."
     )
 
 
@@ -377,5 +378,6 @@ def test_a_module_is_divided_in_one_way(engine):
     assert broken(compiled(Blocks(), engine, stages={"first": 0, "second": 1})) == (
         "a module is divided by its own blocks or by the arguments of compile, but it has blocks, "
         "such as 'B', and is divided by stages or layers_per_ipu too. Take its blocks away with "
-        "poptorch.removeBlocks(module), or leave the arguments out."
+        "poptorch.removeBlocks(module), or leave the arguments out and pass ipus_per_replica=2, "
+        "also beside a config with layers_per_ipu=[-1]."
     )

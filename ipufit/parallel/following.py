@@ -67,12 +67,16 @@ def _own_blocks(partition: Optional[Partition]) -> Iterator[None]:
     with standin.listened() as entered:
         yield
     if partition is not None and partition.begins:
-        own = [name for name, _ in entered if not str(name).startswith(BLOCK)]
+        own = [(name, ipu) for name, ipu in entered if not str(name).startswith(BLOCK)]
         if own:
+            some = [f", such as {name!r}," for name, _ in own if name is not None]
+            ipus = 1 + max((ipu for _, ipu in own if ipu is not None), default=partition.ipus - 1)
             raise PartitionError(
                 "a module is divided by its own blocks or by the arguments of compile, but it has "
-                f"blocks, such as {own[0]!r}, and is divided by stages or layers_per_ipu too. Take "
-                "its blocks away with poptorch.removeBlocks(module), or leave the arguments out."
+                f"blocks{some[0] if some else ''} and is divided by stages or layers_per_ipu too. "
+                "Take its blocks away with poptorch.removeBlocks(module), or leave the arguments "
+                f"out and pass ipus_per_replica={ipus}, also beside a config with "
+                "layers_per_ipu=[-1]."
             )
         return
     named = [ipu for _, ipu in entered if ipu is not None]
@@ -81,7 +85,8 @@ def _own_blocks(partition: Optional[Partition]) -> Iterator[None]:
         count = 1 + max(named)
         raise PartitionError(
             f"the module's own blocks put it on {count} IPU{'s' if count > 1 else ''}, but the "
-            f"plan gives a replica {ipus}. Pass ipus_per_replica={count} to compile."
+            f"plan gives a replica {ipus}. Pass ipus_per_replica={count} to compile, or have "
+            "it in the config."
         )
 
 

@@ -38,7 +38,12 @@ _POPTORCH_STRATEGIES = {
 
 @dataclasses.dataclass(frozen=True)
 class PartitionRequest:
-    """The arguments of ``compile`` that divide a module, as they came; it documents them."""
+    """The arguments of ``compile`` that divide a module, as they came; it documents them.
+
+    Attributes:
+        prefix: before their names, as the user wrote them.
+        ipus_said_by: what says ``ipus_per_replica`` where no argument does.
+    """
 
     stages: Any = None
     layers_per_ipu: Any = None
@@ -46,6 +51,7 @@ class PartitionRequest:
     strategy: Any = None
     ipus_per_replica: Any = None
     prefix: str = ""
+    ipus_said_by: str = ""
 
     @property
     def is_empty(self) -> bool:
@@ -133,9 +139,10 @@ def resolve_partition(module: nn.Module, asked: PartitionRequest) -> Optional[Pa
     stages = 1 + last if begins else count or 1
     ipus = _ipus(strategy, stages) if begins or own is None else count or 1
     if begins and count is not None and count != ipus:
+        cure = f"Set it to {ipus}" if asked.ipus_said_by else "Leave it out"
         raise PartitionError(
-            f"{asked.name('ipus_per_replica')} must be the number of IPUs that the {strategy} "
-            f"stages take, {ipus}, got {count}. Leave it out."
+            f"{asked.ipus_said_by or asked.name('ipus_per_replica')} must be the number of IPUs "
+            f"that the {strategy} stages take, {ipus}, got {count}. {cure}."
         )
     _check_splits(module, strategy, ipus)
     if not begins and own is None and (count or 1) == 1:
