@@ -149,7 +149,9 @@ def message(error, **options):
             {"strategy": "sharded"},
             PartitionError,
             "strategy says how stages run, got 'sharded', but nothing divides the module. Give "
-            "stages or layers_per_ipu, or ipus_per_replica for a module with blocks of its own.",
+            "stages or layers_per_ipu, or ipus_per_replica for a module with blocks of its own. "
+            "For overlapped IO on one IPU use training_options with "
+            "setExecutionStrategy(poptorch.ShardedExecution()).",
         ),
         (
             {"strategy": 3},

@@ -150,7 +150,8 @@ def resolve_partition(module: nn.Module, asked: PartitionRequest) -> Optional[Pa
             raise PartitionError(
                 f"{asked.name('strategy')} says how stages run, got {strategy!r}, but nothing "
                 "divides the module. Give stages or layers_per_ipu, or ipus_per_replica for a "
-                "module with blocks of its own."
+                "module with blocks of its own. For overlapped IO on one IPU use training_options "
+                "with setExecutionStrategy(poptorch.ShardedExecution())."
             )
         return None
     chosen = asked.strategy is not None

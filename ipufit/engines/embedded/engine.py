@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from ipufit.engines.embedded.capture import capture, uses_random_numbers
 from ipufit.engines.embedded.fingerprint import fingerprint
+from ipufit.engines.embedded.hints import said_of
 from ipufit.engines.embedded.inference import InferenceProgram
 from ipufit.engines.embedded.liveness import peak_bytes
 from ipufit.engines.embedded.precision import (
@@ -83,6 +84,7 @@ class EmbeddedEngine:
         averages: moving averages of weights as the last training program left them, by name.
         scale: the loss scale as the last training program left it.
         check_late: look at losses after an execution, as on a device that is not the host.
+        hints: marks for an IPU that were seen in forward.
         recomputed: of the last training recording, the number of operators that run twice, and how
             many bytes its values take at most without and with that; None without recomputation.
     """
@@ -98,6 +100,7 @@ class EmbeddedEngine:
         self.averages: Dict[str, Tensor] = {}
         self.scale: Optional[ScaleState] = None
         self.check_late = False
+        self.hints: Dict[str, None] = {}
         self.recomputed: Optional[Tuple[int, int, int]] = None
         self._recorded: OrderedDict[Tuple[Any, ...], Recorded] = OrderedDict()
         self._steps: Dict[Tuple[int, int], StepModule] = {}
@@ -162,6 +165,7 @@ class EmbeddedEngine:
             if scaled:
                 arguments.append(torch.ones((), dtype=torch.float64, device=arguments[-1].device))
             run, random = self._make(micro, step, arguments, spec.run_eagerly, recompute)
+            self.hints.update(micro.hints)
             self._recorded[key] = Recorded(run, micro, micro.outputs, micro.reached, random, held)
             if len(self._recorded) > _KEPT:
                 self._recorded.popitem(last=False)
@@ -215,13 +219,15 @@ class EmbeddedEngine:
             recipe: how an update is made.
             options: those of an IPU; here there are none.
         """
+        said = [said_of(self.hints)] if self.hints else []
         if self.recomputed is None or not recipe.recompute:
-            return []
+            return said
         repeated, before, after = self.recomputed
         return [
+            *said,
             f"The backward pass computes {repeated} operators of {len(recipe.recompute)} layers "
             f"again: values of a micro-batch take {_mebibytes(after)} at most, "
-            f"{_mebibytes(before)} without."
+            f"{_mebibytes(before)} without.",
         ]
 
     @contextlib.contextmanager
