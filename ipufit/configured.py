@@ -261,17 +261,20 @@ def divided(
     has_own = training.ipus_per_replica is not None or is_annotated(module)
     has_own = has_own and (training.stages, training.layers) == (None, None)
     has_own = has_own and config.layers_per_ipu == [-1]
+    one, other = config.ipus_per_replica, config.inference_ipus_per_replica
     with faults.collected():
-        one, other = config.ipus_per_replica, config.inference_ipus_per_replica
         if has_own and one != other:
             raise ConfigurationError(
                 "a module with blocks of its own is on the same IPUs in training and in inference, "
                 f"but IPUConfig.ipus_per_replica is {one} and IPUConfig."
                 f"inference_ipus_per_replica {other}. Set both to the number of its IPUs."
             )
+    # Stages of training hold for inference on as many IPUs, as they do without a configuration.
+    follows = has_own or (training.stages is not None and one == other)
     for asked, for_inference in ((training, False), (inference, True)):
         with faults.collected():
-            pair.append(_divided(config.partition(for_inference=for_inference), asked, has_own))
+            partition = config.partition(for_inference=for_inference)
+            pair.append(_divided(partition, asked, follows))
     faults.raise_all()
     first, second = pair
     if config.inference_ipus_per_replica > 1 and second.strategy is None:
@@ -279,7 +282,7 @@ def divided(
     return first, second
 
 
-def _divided(partition: Partition, asked: PartitionRequest, has_own: bool) -> PartitionRequest:
+def _divided(partition: Partition, asked: PartitionRequest, follows: bool) -> PartitionRequest:
     ipus, layers = partition.ipus_per_replica, list(partition.layers_per_ipu)
     said = f"IPUConfig.{asked.name('layers_per_ipu')}"
     if asked.stages is not None and layers != [-1]:
@@ -297,7 +300,7 @@ def _divided(partition: Partition, asked: PartitionRequest, has_own: bool) -> Pa
             f"ipus_per_replica must agree with IPUConfig.{asked.name('ipus_per_replica')}, which "
             f"is {ipus}, got {asked.ipus_per_replica!r}. Leave it out, or change the config."
         )
-    if asked.stages is not None or (has_own and layers == [-1]):
+    if asked.stages is not None or (follows and layers == [-1]):
         said = f"IPUConfig.{asked.name('ipus_per_replica')}"
         return dataclasses.replace(asked, ipus_per_replica=ipus, ipus_said_by=said)
     return dataclasses.replace(

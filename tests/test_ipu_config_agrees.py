@@ -245,3 +245,18 @@ def test_ipus_that_stages_contradict_are_said_by_the_configuration():
     )
     with pytest.raises(PartitionError, match="Leave it out"):
         compiled(Stack(), stages={"layers.1": 1}, ipus_per_replica=4)
+
+
+@EVERY
+def test_stages_beside_a_configuration_hold_for_inference_too(engine):
+    """As they do without one; also where there are no repeated layers to count."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    model = compiled(net, engine, config=IPUConfig(**OWN), stages={"2": 1})
+    partitions = model._session.partitions
+    assert partitions.training.begins == partitions.inference.begins == (("2", 1),)
+    assert partitions.inference.strategy == "sharded"
+    ran(model)
+    config = IPUConfig(**OWN, inference_ipus_per_replica=1)
+    model = compiled(net, engine, config=config, stages={"2": 1})
+    assert model._session.partitions.inference is None
+    ran(model)
