@@ -86,7 +86,6 @@ def uploaded(
             commit_message=commit_message or f"Upload {file}",
         )
         return str(getattr(commit, "commit_url", commit))
-    raise AssertionError("unreachable")
 
 
 def _library(lacking: str, otherwise: str) -> Any:
