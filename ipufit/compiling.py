@@ -16,6 +16,7 @@ from ipufit.configured import (
     divided,
     load_config,
     output_mode_of,
+    recomputed,
 )
 from ipufit.errors import ConfigurationError
 from ipufit.faults import Faults
@@ -73,7 +74,7 @@ class CompileRequest:
     output_mode: Optional[str]
     output_every: Optional[int]
     gradient_reduction: Optional[str]
-    auto_round_ipus: bool
+    auto_round_ipus: Optional[bool]
     serialized_layers: Any
     inference_serialized_layers: Any
     recompute: Any
@@ -101,28 +102,29 @@ def compiled(
     if config is not None:
         check_config(config, asked, faults)
         with faults.collected():
-            first, second = divided(config, asked.partition, asked.inference_partition)
+            first, second = divided(config, module, asked.partition, asked.inference_partition)
             asked = dataclasses.replace(asked, partition=first, inference_partition=second)
         with faults.collected():
             cuts = asked.serialized_layers, asked.inference_serialized_layers
             first_cuts, second_cuts = cut_layers(config, module, *cuts)
-            recompute = asked.recompute or config.recompute_checkpoint_every_layer
             asked = dataclasses.replace(
-                asked,
-                serialized_layers=first_cuts,
-                inference_serialized_layers=second_cuts,
-                recompute=recompute,
+                asked, serialized_layers=first_cuts, inference_serialized_layers=second_cuts
             )
+        with faults.collected():
+            asked = dataclasses.replace(asked, recompute=recomputed(config, asked.recompute))
     pair = OptionPair.read(asked, faults)
     asked = pair.merged(asked, faults)
     mode = "all" if config is None else output_mode_of(config)
     reduction, offload = asked.gradient_reduction, asked.offload_optimizer_state
     if offload is None:
         offload = config is not None and config.optimizer_state_offchip
+    # optimum-graphcore rounds whatever its configuration says.
+    rounds = config is not None if asked.auto_round_ipus is None else asked.auto_round_ipus
     asked = dataclasses.replace(
         asked,
         output_mode=mode if asked.output_mode is None else asked.output_mode,
         gradient_reduction="mean" if reduction is None else reduction,
+        auto_round_ipus=rounds,
         offload_optimizer_state=offload,
     )
     cuts = asked.serialized_layers, asked.inference_serialized_layers
@@ -172,8 +174,7 @@ def _checked(
         metrics,
         engine,
         recipe,
-        # optimum-graphcore rounds whatever its configuration says.
-        asked.auto_round_ipus or config is not None,
+        asked.auto_round_ipus is True,
         asked.run_eagerly,
         options,
         partitions,

@@ -12,12 +12,21 @@ from torch import nn
 from ipufit.errors import ConfigurationError, PlanError
 from ipufit.faults import Faults
 from ipufit.ipu_config import IPUConfig, Partition
+from ipufit.parallel.annotations import is_annotated
 from ipufit.parallel.choosing import KINDS, check_ties, meant_layer
 from ipufit.parallel.partition import Partitions
 from ipufit.parallel.resolving import PartitionRequest
 from ipufit.whole_options import INFERENCE, TRAINING, WholeOptions
 
-__all__ = ["FixedWork", "check_config", "cut_layers", "divided", "load_config", "output_mode_of"]
+__all__ = [
+    "FixedWork",
+    "check_config",
+    "cut_layers",
+    "divided",
+    "load_config",
+    "output_mode_of",
+    "recomputed",
+]
 
 # A value, and what says so.
 Fixed = Tuple[int, str]
@@ -202,11 +211,38 @@ def check_config(config: IPUConfig, asked: Any, faults: Faults) -> None:
                 "Leave it out, or change the config."
             )
     with faults.collected():
-        if config.recompute_checkpoint_every_layer and asked.recompute not in (False, True):
+        if asked.gradient_reduction not in (None, "mean"):
             raise ConfigurationError(
-                "recompute must agree with IPUConfig.recompute_checkpoint_every_layer, which is "
-                f"True, got {asked.recompute!r}. Leave one out."
+                "gradient_reduction must agree with config, by which gradients are reduced by the "
+                f"mean, as in optimum-graphcore, got {asked.gradient_reduction!r}. Leave one out."
             )
+    with faults.collected():
+        if asked.auto_round_ipus is False:
+            raise ConfigurationError(
+                "auto_round_ipus must agree with config, by which IPUs are rounded up to a power "
+                "of two, as in optimum-graphcore, got False. Leave one out."
+            )
+
+
+def recomputed(config: IPUConfig, recompute: Any) -> Any:
+    """``recompute`` of ``compile``, with what the configuration says in its place.
+
+    Names of layers say which ones, where the configuration says that layers are recomputed.
+
+    Raises:
+        ConfigurationError: one says so and the other not.
+    """
+    said = config.recompute_checkpoint_every_layer
+    if recompute is None or recompute is said:
+        return said
+    is_none = recompute is False or (isinstance(recompute, (list, tuple)) and not recompute)
+    if said != is_none:
+        return recompute
+    cure = "" if said else ", or set that to True, beside which recompute may name layers"
+    raise ConfigurationError(
+        "recompute must agree with IPUConfig.recompute_checkpoint_every_layer, which is "
+        f"{said}, got {recompute!r}. Leave it out{cure}."
+    )
 
 
 def output_mode_of(config: IPUConfig) -> str:
@@ -215,20 +251,38 @@ def output_mode_of(config: IPUConfig) -> str:
 
 
 def divided(
-    config: IPUConfig, training: PartitionRequest, inference: PartitionRequest
+    config: IPUConfig,
+    module: nn.Module,
+    training: PartitionRequest,
+    inference: PartitionRequest,
 ) -> Tuple[PartitionRequest, PartitionRequest]:
     """The arguments that divide the module, with what the configuration says in their place.
 
-    Inference is sharded, as optimum-graphcore has it.
+    Inference is sharded, as optimum-graphcore has it. A module with blocks of its own is left to
+    them where the configuration says no more than how many IPUs there are.
 
     Raises:
         ConfigurationError: both divide it, and not alike.
     """
     faults = Faults()
     pair = []
+    has_own = training.ipus_per_replica is not None or is_annotated(module)
+    has_own = has_own and (training.stages, training.layers) == (None, None)
+    has_own = has_own and config.layers_per_ipu == [-1]
+    one, other = config.ipus_per_replica, config.inference_ipus_per_replica
+    with faults.collected():
+        if has_own and one != other:
+            raise ConfigurationError(
+                "a module with blocks of its own is on the same IPUs in training and in inference, "
+                f"but IPUConfig.ipus_per_replica is {one} and IPUConfig."
+                f"inference_ipus_per_replica {other}. Set both to the number of its IPUs."
+            )
+    # Stages of training hold for inference on as many IPUs, as they do without a configuration.
+    follows = has_own or (training.stages is not None and one == other)
     for asked, for_inference in ((training, False), (inference, True)):
         with faults.collected():
-            pair.append(_divided(config.partition(for_inference=for_inference), asked))
+            partition = config.partition(for_inference=for_inference)
+            pair.append(_divided(partition, asked, follows))
     faults.raise_all()
     first, second = pair
     if config.inference_ipus_per_replica > 1 and second.strategy is None:
@@ -236,7 +290,7 @@ def divided(
     return first, second
 
 
-def _divided(partition: Partition, asked: PartitionRequest) -> PartitionRequest:
+def _divided(partition: Partition, asked: PartitionRequest, follows: bool) -> PartitionRequest:
     ipus, layers = partition.ipus_per_replica, list(partition.layers_per_ipu)
     said = f"IPUConfig.{asked.name('layers_per_ipu')}"
     if asked.stages is not None and layers != [-1]:
@@ -254,12 +308,13 @@ def _divided(partition: Partition, asked: PartitionRequest) -> PartitionRequest:
             f"ipus_per_replica must agree with IPUConfig.{asked.name('ipus_per_replica')}, which "
             f"is {ipus}, got {asked.ipus_per_replica!r}. Leave it out, or change the config."
         )
-    own_blocks = asked.ipus_per_replica is not None and layers == [-1]
-    if asked.stages is not None or own_blocks:
-        return dataclasses.replace(asked, ipus_per_replica=ipus)
+    if asked.stages is not None or (follows and layers == [-1]):
+        said = f"IPUConfig.{asked.name('ipus_per_replica')}"
+        return dataclasses.replace(asked, ipus_per_replica=ipus, ipus_said_by=said)
     return dataclasses.replace(
         asked,
-        layers_per_ipu=[-1] * ipus if layers == [-1] else layers,
+        # On one IPU a list of layers says nothing.
+        layers_per_ipu=[-1] * ipus if layers == [-1] or ipus == 1 else layers,
         prefix=f"IPUConfig.{asked.prefix}",
     )
 

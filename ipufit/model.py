@@ -120,10 +120,10 @@ class Model:
         inference_stages: Optional[Mapping[str, int]] = None,
         inference_layers_per_ipu: Optional[Sequence[int]] = None,
         inference_strategy: Any = None,
-        auto_round_ipus: bool = False,
+        auto_round_ipus: Optional[bool] = None,
         serialized_layers: Optional[Mapping[str, Any]] = None,
         inference_serialized_layers: Optional[Mapping[str, Any]] = None,
-        recompute: Union[bool, str, Sequence[str]] = False,
+        recompute: Union[bool, str, Sequence[str], None] = None,
         offload_optimizer_state: Optional[bool] = None,
         run_eagerly: bool = False,
         training_options: Any = None,
@@ -181,13 +181,14 @@ class Model:
             gradient_reduction: over the micro-batches of an update: "mean", or "sum" of their
                 means. None is that of ``training_options``, else "mean".
             stages: modules that begin a stage, by name, with its number from 0: a stage goes on
-                until another begins, and has an IPU of its own. It changes no number, only where
-                on IPUs things are. "auto" finds, when the first micro-batch is known,
-                ipus_per_replica stages of which the slowest is as fast as it can be and which fit
-                memory, by the estimate of :meth:`plan`.
+                until another begins, and has an IPU of its own; "after x" begins one when module x
+                has returned. It changes no number, only where on IPUs things are. "auto" finds,
+                when the first micro-batch is known, ipus_per_replica stages of which the slowest
+                is as fast as it can be and which fit memory, by the estimate of :meth:`plan`.
             layers_per_ipu: instead of stages, how many of the repeated layers are on each IPU; -1
                 for an even share of the rest, what does not divide on the last such IPU. What
-                comes before the layers is on the first IPU, what comes after on the last.
+                comes before the layers is on the first IPU, what comes after on the last; 0 for
+                an IPU that has that alone, or parts of a serialised layer.
             layers: names of the ModuleLists or Sequentials whose layers count; None finds the
                 longest of alike blocks, those with blocks of the same class, and a decoder beside
                 an encoder.
@@ -202,7 +203,7 @@ class Model:
             inference_strategy: None is that of training; a pipeline that the device iterations
                 don't fill runs sharded.
             auto_round_ipus: reserve the next power of two where ``ipus`` is none, and leave the
-                rest idle.
+                rest idle. None is what ``config`` or ``training_options`` have, else no.
             serialized_layers: embeddings and linear layers to cut into parts, as for
                 :func:`ipufit.parallel.serialize`, which this calls on the module; they stay cut.
                 Beside a ``config`` they say which layers its numbers mean.
@@ -210,7 +211,8 @@ class Model:
                 where what is not named is whole; None is as in training.
             recompute: layers whose values are not kept for the backward pass but computed again in
                 it: names, also patterns such as "encoder.layers.*"; or True for every repeated
-                layer. The numbers stay the same.
+                layer. The numbers stay the same. None is what ``config`` says, else none; beside
+                one that recomputes, names say which layers.
             offload_optimizer_state: keep the optimizer's state in host memory, and on the device
                 during an update alone: less device memory, slower updates, the same numbers. Of no
                 effect where the module is on the CPU. None is what ``config`` or

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, List, Optional, Sequence, Tuple
 
+from torch import nn
+
 from ipufit.arguments import one_of
 from ipufit.errors import ConfigurationError, PartitionError, UnknownNameError
 from ipufit.faults import Faults
 from ipufit.parallel.costs import IPU_MEMORY, StageCost
-from ipufit.parallel.partition import STRATEGIES, Partition
+from ipufit.parallel.partition import AFTER, STRATEGIES, Partition
 from ipufit.parallel.partition_plan import PartitionPlan, Planned
 from ipufit.parallel.planning import Estimator, schedule_of
 from ipufit.parallel.resolving import AUTO, PartitionRequest, resolve_partition
@@ -78,7 +80,7 @@ def planned(
         pipelined=strategy == "pipelined" and count > 1,
         auto_round_ipus=rounds,
     )
-    begins = tuple((cost.name, stage) for stage, cost in enumerate(costs) if cost.name)
+    begins = _begins(costs, session.module)
     return PartitionPlan(
         costs,
         Planned(
@@ -93,6 +95,16 @@ def planned(
             memory=memory,
             unused=estimator.unused,
         ),
+    )
+
+
+def _begins(costs: Sequence[StageCost], module: nn.Module) -> Tuple[Tuple[str, int], ...]:
+    """What ``compile(stages=...)`` takes: parts of serialised layers begin stages by themselves."""
+    names = {name for name, _ in module.named_modules() if name}
+    return tuple(
+        (cost.name, stage)
+        for stage, cost in enumerate(costs)
+        if cost.name in names or cost.name.startswith(AFTER)
     )
 
 

@@ -95,10 +95,12 @@ def message(error, **options):
             "which the other IPUs take 2 and 2 of -1 share 1. Use fewer IPUs or smaller numbers.",
         ),
         (
-            {"layers_per_ipu": [3, 0]},
+            {"layers_per_ipu": [2, 0, 1]},
             PartitionError,
-            "layers_per_ipu must give every IPU but the first at least one layer, got 0 for IPU 1. "
-            "To put other modules there, use stages={'name of a module': 1}.",
+            "layers_per_ipu must give every IPU at least one layer, but for the first, for one "
+            "behind the last layer, and for those with parts of a serialised layer, got 0 for IPU "
+            "1. Use fewer IPUs, with [2, 1], or put other modules there with stages={'name of a "
+            "module': 1}.",
         ),
         (
             {"layers_per_ipu": [1, -2]},
@@ -133,8 +135,9 @@ def message(error, **options):
             {"net": nn.Linear(4, 4), "layers_per_ipu": [1, 1]},
             PartitionError,
             "layers_per_ipu counts the blocks of a ModuleList or Sequential of alike blocks, but "
-            "Linear has none. Name what holds them with layers='...', or use stages={'name of a "
-            "module': number of its stage}.",
+            "Linear has none. Name what holds them with layers='...', use stages={'name of a "
+            "module': number of its stage}, or pass ipus_per_replica, for a module with blocks of "
+            "its own.",
         ),
         (
             {"stages": {"head": 1}, "strategy": "pipelines"},
@@ -146,7 +149,9 @@ def message(error, **options):
             {"strategy": "sharded"},
             PartitionError,
             "strategy says how stages run, got 'sharded', but nothing divides the module. Give "
-            "stages or layers_per_ipu, or ipus_per_replica for a module with blocks of its own.",
+            "stages or layers_per_ipu, or ipus_per_replica for a module with blocks of its own. "
+            "For overlapped IO on one IPU use training_options with "
+            "setExecutionStrategy(poptorch.ShardedExecution()).",
         ),
         (
             {"strategy": 3},
@@ -362,11 +367,11 @@ class Blocks(nn.Module):
 def test_blocks_of_the_module_must_fit_the_plan(engine):
     assert broken(compiled(Blocks(), engine)) == (
         "the module's own blocks put it on 2 IPUs, but the plan gives a replica 1. Pass "
-        "ipus_per_replica=2 to compile."
+        "ipus_per_replica=2 to compile, or have it in the config."
     )
     assert broken(compiled(Blocks(), engine, ipus_per_replica=4), gradient_accumulation=7) == (
         "the module's own blocks put it on 2 IPUs, but the plan gives a replica 4. Pass "
-        "ipus_per_replica=2 to compile."
+        "ipus_per_replica=2 to compile, or have it in the config."
     )
 
 
@@ -375,5 +380,6 @@ def test_a_module_is_divided_in_one_way(engine):
     assert broken(compiled(Blocks(), engine, stages={"first": 0, "second": 1})) == (
         "a module is divided by its own blocks or by the arguments of compile, but it has blocks, "
         "such as 'B', and is divided by stages or layers_per_ipu too. Take its blocks away with "
-        "poptorch.removeBlocks(module), or leave the arguments out."
+        "poptorch.removeBlocks(module), or leave the arguments out and pass ipus_per_replica=2, "
+        "also beside a config with layers_per_ipu=[-1]."
     )

@@ -46,11 +46,16 @@ def public():
 
 def functions():
     """Every public function, constructor and method, by name."""
-    for name, value in public().items():
+    found = public()
+    for name, value in found.items():
         if not inspect.isclass(value):
             yield name, value
             continue
-        for own, member in vars(value).items():
+        # Bases that are not public themselves are parts of the class.
+        bases = [kind for kind in value.__mro__[1:] if kind.__module__.startswith("ipufit.")]
+        parts = [value, *(kind for kind in bases if kind not in found.values())]
+        members = {own: member for kind in reversed(parts) for own, member in vars(kind).items()}
+        for own, member in members.items():
             member = getattr(member, "__func__", member)
             if not inspect.isfunction(member) or (own.startswith("_") and own != "__init__"):
                 continue

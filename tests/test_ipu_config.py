@@ -5,7 +5,9 @@ import inspect
 import json
 import pickle
 
+import numpy as np
 import pytest
+import torch
 
 from ipufit import IPUConfig
 from ipufit.errors import ConfigurationError
@@ -191,8 +193,7 @@ LAYERS = (
 )
 SPLITS = (
     "IPUConfig.serialized_embedding_splits_per_ipu must be a list with the number of splits on "
-    "each IPU, at least one in all and no IPU without any between two that have some, or None, "
-    "got {!r}. Try [0, 2, 2, 0]."
+    "each IPU{}, or None, got {!r}. Try {}."
 )
 MEMORY = (
     "IPUConfig.matmul_proportion must be a number from 0 to 1, or a list of such with one for each "
@@ -207,10 +208,19 @@ MEMORY = (
             ({"replication_factor": v}, f"IPUConfig.replication_factor {COUNT} {v!r}. Try 1.")
             for v in (0, -1, 1.0, "2", True, None, [1])
         ),
-        *(({"layers_per_ipu": v}, LAYERS.format(v)) for v in ([], [-2], [1.5], 3, "3", [True])),
         *(
-            ({"serialized_embedding_splits_per_ipu": v}, SPLITS.format(v))
-            for v in ([0, 0], [1, 0, 1], [-1, 2], [], 2)
+            ({"layers_per_ipu": v}, LAYERS.format(v))
+            for v in ([], [-2], [1.5], 0, True, "3", [True])
+        ),
+        *(
+            ({"serialized_embedding_splits_per_ipu": v}, SPLITS.format(rule, v, example))
+            for v, rule, example in (
+                ([0, 0], ", at least one in all", None),
+                ([0, 1, 0, 2], ", with no 0 between two others", [0, 1, 2, 0]),
+                ([-1, 2], "", [0, 2, 2, 0]),
+                ([], "", [0, 2, 2, 0]),
+                (2, "", [0, 2, 2, 0]),
+            )
         ),
         *(
             ({"matmul_proportion": v}, MEMORY.format(v))
@@ -438,8 +448,12 @@ def test_a_bad_string_changes_nothing_and_tells_all():
     ]
     with pytest.raises(ConfigurationError, match="ipus_per_replica has 1"):
         config.update_from_string("device_iterations=4,layers_per_ipu=[2 2]")
-    with pytest.raises(ConfigurationError, match="update_from_string needs a string"):
+    with pytest.raises(ConfigurationError) as caught:
         config.update_from_string({"seed": 1})
+    assert str(caught.value) == (
+        "update_from_string needs a string such as 'seed=1,device_iterations=4', got {'seed': 1}. "
+        "Use update(...) for a dict."
+    )
     assert config == IPUConfig()
 
 
@@ -485,3 +499,70 @@ def test_json_is_sorted_and_whole():
     assert text.endswith("}\n")
     with pytest.raises(ConfigurationError, match="parallelize_kwargs must hold only what JSON has"):
         IPUConfig(parallelize_kwargs={"x": object()}).to_json_string()
+
+
+# What follows from other values
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "value"),
+    [
+        ("ipus_per_replica", {"layers_per_ipu": [2, 2]}, 2),
+        ("inference_ipus_per_replica", {"inference_layers_per_ipu": [1, 1, 1]}, 3),
+        ("inference_layers_per_ipu", {"layers_per_ipu": [2, 2]}, [2, 2]),
+        ("inference_matmul_proportion", {"matmul_proportion": 0.5}, 0.5),
+        ("embedding_serialization_factor", {}, 1),
+        ("parallelize_kwargs", {"parallelize_kwargs": {"x": 1}}, {}),
+    ],
+)
+def test_none_derives_a_value_anew(name, given, value):
+    """As it does where the object is made: None is no number of IPUs."""
+    config = IPUConfig(**{**given, **({} if name in given else {name: None})})
+    setattr(config, name, None)
+    assert getattr(config, name) == value
+    config.check()
+
+
+def test_a_string_may_let_the_ipus_follow_the_layers():
+    config = IPUConfig()
+    config.update_from_string(
+        "layers_per_ipu=[2 2 2 2],ipus_per_replica=none,inference_layers_per_ipu=none,"
+        "inference_ipus_per_replica=none"
+    )
+    assert (config.ipus_per_replica, config.inference_ipus_per_replica) == (4, 4)
+    assert config.inference_layers_per_ipu == [2, 2, 2, 2]
+    config.ipus_per_replica = None
+    assert config.partition().ipus_per_replica == 4
+
+
+def test_splits_that_are_taken_back_leave_no_trace():
+    config = IPUConfig()
+    config.serialized_embedding_splits_per_ipu = [4]
+    config.serialized_embedding_splits_per_ipu = None
+    assert config == IPUConfig()
+    assert config.embedding_serialization_factor == 1
+
+
+def test_what_follows_is_not_written_where_values_are_by_pod():
+    """There it follows from the value for each type."""
+    config = IPUConfig.from_dict({"layers_per_ipu": {"pod4": [1, 1], "default": [2]}})
+    config.ipus_per_replica = 1
+    assert config.to_dict()["ipus_per_replica"] == 1
+    config.ipus_per_replica = None
+    assert "ipus_per_replica" not in config.to_dict()
+    assert config.for_pod_type("pod4").ipus_per_replica == 2
+
+
+def test_numbers_and_lists_of_numpy_are_values():
+    """Which torch has as tensors too."""
+    config = IPUConfig(
+        layers_per_ipu=np.array([1, 2]),
+        matmul_proportion=np.float32(0.25),
+        inference_matmul_proportion=np.array([0.5, 0.25]),
+        replication_factor=np.int64(2),
+    )
+    assert config.layers_per_ipu == [1, 2]
+    assert (config.matmul_proportion, config.inference_matmul_proportion) == (0.25, [0.5, 0.25])
+    assert IPUConfig.from_json_string(config.to_json_string()) == config
+    assert IPUConfig(layers_per_ipu=torch.tensor([1, 2])).layers_per_ipu == [1, 2]
+    assert "got array([1.5])" in fault(layers_per_ipu=np.array([1.5]))

@@ -210,8 +210,8 @@ def test_a_pod_without_a_value_is_refused():
         "chosen, got values for 'pod4'. Pass one of these as pod_type."
     )
     assert fault(IPUConfig.from_dict(values).for_pod_type, "pod5") == (
-        "pod_type must be one of 'pod4', 'pod8', 'pod16', 'pod32', 'pod64', or None for the values "
-        "named 'default', got 'pod5'."
+        "pod_type must be one of 'pod4', 'pod8', 'pod16', 'pod32', 'pod64', 'pod128', 'pod256', or "
+        "None for the values named 'default', got 'pod5'."
     )
     assert IPUConfig.from_dict({"seed": {"pod4": 1}}, pod_type="pod4").seed == 1
 
@@ -222,9 +222,13 @@ def test_every_value_by_pod_is_checked():
     assert fault(IPUConfig.from_dict, values) == (
         "IPUConfig.replication_factor['pod64'] must be an integer of at least 1, got 0. Try 1."
     )
-    assert "got {'default': 1, 'pod5': 1}" in fault(
-        IPUConfig.from_dict, {"replication_factor": {"pod5": 1, "default": 1}}
+    said = (
+        "IPUConfig.replication_factor may have values by type of pod, which is one of 'pod4', "
+        "'pod8', 'pod16', 'pod32', 'pod64', 'pod128', 'pod256', 'default', got {!r}. {}"
     )
+    for name, cure in (("pod5", "Choose one of these."), ("Default", "Did you mean 'default'?")):
+        values = {"replication_factor": {"pod4": 1, name: 1}}
+        assert fault(IPUConfig.from_dict, values) == said.format(name, cure)
     assert IPUConfig(parallelize_kwargs={"default": 1}).parallelize_kwargs == {"default": 1}
 
 
@@ -398,3 +402,190 @@ def test_a_file_is_readable_for_whom_the_user_lets(tmp_path):
     plain = write(tmp_path, "", "plain")
     written = tmp_path / "ipu_config.json"
     assert written.stat().st_mode == plain.stat().st_mode
+
+
+# The first release, and what a value once was
+
+
+def test_pods_and_layers_of_the_first_release_are_read():
+    """Two more types of pod; and one number where there are lists since."""
+    config = IPUConfig.from_dict(
+        {"replication_factor": {"pod128": 8, "pod256": 16, "default": 1}, "layers_per_ipu": 1}
+    )
+    assert config.for_pod_type("pod256").replication_factor == 16
+    assert config.for_pod_type("pod128").replication_factor == 8
+    assert (config.layers_per_ipu, config.ipus_per_replica) == ([1], 1)
+    assert config.notes == ("layers_per_ipu=1 is read as [1], a list since.",)
+    config = IPUConfig.from_dict({"layers_per_ipu": 3, "ipus_per_replica": 2})
+    assert config.layers_per_ipu == [3, 3]
+    by_pod = IPUConfig.from_dict({"layers_per_ipu": {"pod4": 2, "default": [1, 1]}})
+    assert by_pod.for_pod_type("pod4").layers_per_ipu == [2]
+
+
+def test_an_old_seed_beside_a_new_one_is_noted():
+    config = IPUConfig.from_dict({"random_seed": 3, "seed": 5})
+    assert config.seed == 5
+    assert config.notes == ("random_seed=3 is left aside beside seed=5.",)
+    assert IPUConfig.from_dict({"random_seed": 5, "seed": 5}).notes == ()
+
+
+def test_a_value_that_was_changed_in_place_is_not_saved(tmp_path):
+    """A file that from_pretrained would refuse is not written."""
+    config = IPUConfig()
+    config.layers_per_ipu[0] = "x"
+    for use in (config.check, lambda: config.save_pretrained(tmp_path)):
+        assert fault(use) == (
+            "IPUConfig.layers_per_ipu must be a list with the number of layers of each IPU, -1 for "
+            "an even share of the rest, got ['x']. Try [2, -1]."
+        )
+    assert os.listdir(tmp_path) == []
+
+
+def test_faults_of_values_and_of_changes_come_together(tmp_path):
+    seed = (
+        "IPUConfig.seed must be an integer of at least 0 and less than 2**64, or None, got {!r}. "
+        "Try 0."
+    )
+    name = "IPUConfig has no parameter 'sed'. Did you mean 'seed'?"
+    assert fault(IPUConfig.from_dict, {"seed": "x"}, sed=3).splitlines() == [seed.format("x"), name]
+    file = write(tmp_path, {"seed": -1})
+    lines = fault(IPUConfig.from_pretrained, file, sed=3, seed="y").splitlines()
+    assert lines[1:] == [seed.format(-1), name, seed.format("y")]
+
+
+# The Hub
+
+
+class Hub:
+    """What ipufit uses of huggingface_hub, written down."""
+
+    def __init__(self, file=None):
+        self.calls = []
+        self.file = file
+
+    def hf_hub_download(self, name, file, **options):
+        self.calls.append(("download", name, file, options))
+        return str(self.file)
+
+    def create_repo(self, repo_id, **options):
+        self.calls.append(("create", repo_id, options))
+        return types.SimpleNamespace(repo_id=f"me/{repo_id}")
+
+    def create_branch(self, repo_id, **options):
+        self.calls.append(("branch", repo_id, options))
+
+    def upload_file(self, **options):
+        self.calls.append(("upload", options))
+        return types.SimpleNamespace(commit_url="https://hub/commit/1")
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    made = Hub(write(tmp_path, {"seed": 2}, "downloaded.json"))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", made)
+    return made
+
+
+def test_a_token_and_a_subfolder_go_to_the_hub(hub, tmp_path):
+    config = IPUConfig.from_pretrained("me/some-ipu", token="t", subfolder="a")
+    assert config.seed == 2
+    options = {
+        "subfolder": "a",
+        "revision": None,
+        "cache_dir": None,
+        "local_files_only": False,
+        "token": "t",
+    }
+    assert hub.calls == [("download", "me/some-ipu", "ipu_config.json", options)]
+    (tmp_path / "a").mkdir()
+    IPUConfig(seed=4).save_pretrained(tmp_path / "a")
+    assert IPUConfig.from_pretrained(tmp_path, subfolder="a").seed == 4
+
+
+def test_a_misspelt_change_is_told_before_anything_is_downloaded(hub):
+    assert fault(IPUConfig.from_pretrained, "me/some-ipu", sed=1) == (
+        "IPUConfig has no parameter 'sed'. Did you mean 'seed'?"
+    )
+    assert hub.calls == []
+
+
+def test_a_configuration_is_written_to_the_hub(hub):
+    config = IPUConfig(seed=3)
+    url = config.push_to_hub(
+        "some-ipu", commit_message="Seed", private=True, token="t", revision="next"
+    )
+    assert url == "https://hub/commit/1"
+    created, branch, uploaded = hub.calls
+    assert created == ("create", "some-ipu", {"token": "t", "exist_ok": True, "private": True})
+    assert branch == ("branch", "me/some-ipu", {"branch": "next", "token": "t", "exist_ok": True})
+    assert IPUConfig.from_json_string(uploaded[1].pop("path_or_fileobj").decode()) == config
+    assert uploaded[1] == {
+        "path_in_repo": "ipu_config.json",
+        "repo_id": "me/some-ipu",
+        "token": "t",
+        "revision": "next",
+        "commit_message": "Seed",
+    }
+
+
+def test_what_is_not_said_is_left_to_the_hub(hub):
+    IPUConfig().push_to_hub("some-ipu")
+    assert hub.calls[0] == ("create", "some-ipu", {"token": None, "exist_ok": True})
+    assert [call[0] for call in hub.calls] == ["create", "upload"]
+    assert hub.calls[1][1]["commit_message"] == "Upload ipu_config.json"
+
+
+def test_a_folder_may_be_written_to_the_hub_too(hub, tmp_path):
+    """Under its own name, or another."""
+    config = IPUConfig(seed=3)
+    assert config.save_pretrained(tmp_path / "some-ipu") is None
+    assert hub.calls == []
+    url = config.save_pretrained(tmp_path / "some-ipu", push_to_hub=True, private=False)
+    assert url == "https://hub/commit/1"
+    config.save_pretrained(
+        tmp_path / "x",
+        True,
+        "other",
+        commit_message="m",
+        token=True,
+        revision="refs/pr/1",
+    )
+    created = [call for call in hub.calls if call[0] == "create"]
+    assert [call[1] for call in created] == ["some-ipu", "other"]
+    assert created[0][2]["private"] is False
+    assert hub.calls[-1][1]["commit_message"] == "m"
+    assert hub.calls[-1][1]["token"] is True
+    assert hub.calls[-1][1]["revision"] == "refs/pr/1"
+    assert IPUConfig.from_pretrained(tmp_path / "x") == config
+    assert fault(config.save_pretrained, tmp_path / "y", repo_id="a", private=True) == (
+        "repo_id, private of save_pretrained are for the Hugging Face Hub, but push_to_hub is "
+        "False. Pass push_to_hub=True, or leave out what is for it."
+    )
+    assert not (tmp_path / "y").exists()
+
+
+def test_what_the_hub_refuses_is_told(hub, monkeypatch):
+    """After the values: nothing that can't be read is written there."""
+
+    def refused(**_):
+        raise OSError("403 Forbidden.\nmore lines")
+
+    monkeypatch.setattr(hub, "upload_file", refused)
+    assert fault(IPUConfig().push_to_hub, "some-ipu") == (
+        "a configuration is written to 'some-ipu' on the Hugging Face Hub, but that failed: "
+        "OSError: 403 Forbidden. Check the name and the token; huggingface_hub.login() keeps one."
+    )
+    hub.calls.clear()
+    config = IPUConfig()
+    config.layers_per_ipu = [1, 2]
+    assert "ipus_per_replica has 1" in fault(config.push_to_hub, "some-ipu")
+    assert fault(IPUConfig().push_to_hub, "") == (
+        "repo_id must be the name of a repository on the Hugging Face Hub, got ''. Write for "
+        "example 'someone/some-ipu'."
+    )
+    assert hub.calls == []
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert fault(IPUConfig().push_to_hub, "some-ipu") == (
+        "push_to_hub needs huggingface_hub, which is not installed. Install it with pip install "
+        "ipufit[hub], or write a folder with save_pretrained."
+    )

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple, Union
 
 from ipufit.errors import ConfigurationError
-from ipufit.ipu_config import files, report
+from ipufit.ipu_config import report
+from ipufit.ipu_config.filed import Filed, Path
 from ipufit.ipu_config.parameters import PARAMETERS, is_default, nearest, shown, twin
 from ipufit.ipu_config.partition import Partition
-from ipufit.ipu_config.reading import check_changes, incoherent, raise_faults, read
+from ipufit.ipu_config.reading import (
+    check_changes,
+    check_values,
+    filled,
+    incoherent,
+    raise_faults,
+    read,
+)
 from ipufit.ipu_config.strings import parse_changes
 
 __all__ = ["IPUConfig"]
 
-Path = Union[str, "os.PathLike[str]"]
 Memory = Union[float, Sequence[float]]
 
 _MODES = ("training", "inference")
@@ -24,7 +29,7 @@ _MODES = ("training", "inference")
 _NOT_BY_MODE = ("replication_factor", "device_iterations")
 
 
-class IPUConfig:
+class IPUConfig(Filed):
     """How a model runs on IPUs: parameters, names and defaults are those of optimum-graphcore.
 
     Values are looked at one by one when they are set, and together when the object is made,
@@ -168,30 +173,6 @@ class IPUConfig:
         state["_mode"] = _MODES[0]
 
     @classmethod
-    def from_dict(
-        cls, config_dict: Mapping[str, Any], pod_type: Optional[str] = None, **changes: Any
-    ) -> IPUConfig:
-        """A configuration from values by name, as a file has them.
-
-        Args:
-            config_dict: values; also those of earlier releases, and values by pod type.
-            pod_type: "pod4", "pod8", "pod16", "pod32" or "pod64", to choose among values by pod
-                type. None takes those named "default" and keeps the others for
-                :meth:`for_pod_type`.
-            changes: parameters that are set afterwards. What follows from others is not derived
-                anew.
-
-        Raises:
-            ConfigurationError: with every fault.
-        """
-        if not isinstance(config_dict, Mapping):
-            raise ConfigurationError(
-                f"from_dict needs values by name, got {shown(config_dict)}. Pass a dict, or use "
-                "from_pretrained for a path."
-            )
-        return cls._made(config_dict, pod_type, changes)
-
-    @classmethod
     def _made(
         cls,
         given: Mapping[str, Any],
@@ -200,119 +181,16 @@ class IPUConfig:
         where: str = "",
     ) -> IPUConfig:
         config = cls.__new__(cls)
-        config._take(given, pod_type, where)
-        config.update(changes)
+        faults: List[str] = []
+        checked = check_changes(changes, faults)
+        try:
+            config._take(given, pod_type, where)
+        except ConfigurationError as error:
+            # Together with what is wrong with the changes.
+            faults.insert(0, str(error))
+        raise_faults(faults)
+        config._change(checked, faults)
         return config
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        source: Path,
-        pod_type: Optional[str] = None,
-        *,
-        revision: Optional[str] = None,
-        cache_dir: Optional[Path] = None,
-        local_files_only: bool = False,
-        **changes: Any,
-    ) -> IPUConfig:
-        """A configuration from a file, a folder or the Hugging Face Hub.
-
-        Args:
-            source: a file; a folder with an ``ipu_config.json``; or the name of a repository on the
-                Hub, for which huggingface_hub is needed (``pip install ipufit[hub]``).
-            pod_type: as for :meth:`from_dict`.
-            revision: branch, tag or commit on the Hub.
-            cache_dir: where huggingface_hub keeps what it downloads.
-            local_files_only: take from there alone.
-            changes: as for :meth:`from_dict`.
-
-        Raises:
-            ConfigurationError: nothing is found, or it can't be read; with every fault.
-        """
-        path = files.find(source, revision, cache_dir, local_files_only)
-        return cls._made(files.read_file(path), pod_type, changes, repr(path))
-
-    @classmethod
-    def from_json_file(cls, path: Path, pod_type: Optional[str] = None) -> IPUConfig:
-        """A configuration from a file of JSON.
-
-        Args:
-            path: of the file.
-            pod_type: as for :meth:`from_dict`.
-
-        Raises:
-            ConfigurationError: it can't be read; with every fault.
-        """
-        return cls._made(files.read_file(os.fspath(path)), pod_type, {}, repr(os.fspath(path)))
-
-    @classmethod
-    def from_json_string(cls, text: str, pod_type: Optional[str] = None) -> IPUConfig:
-        """A configuration from JSON.
-
-        Args:
-            text: a JSON object.
-            pod_type: as for :meth:`from_dict`.
-
-        Raises:
-            ConfigurationError: it can't be read; with every fault.
-        """
-        return cls._made(files.parse(text, "the text"), pod_type, {}, "the text")
-
-    def to_dict(self) -> Dict[str, Any]:
-        """All parameters by name, ready for JSON.
-
-        With values by pod type, those that were given: what follows from them is left out.
-        """
-        copied = json.loads(self.to_json_string())
-        assert isinstance(copied, dict)
-        return copied
-
-    def to_json_string(self) -> str:
-        """The same as JSON, sorted by name.
-
-        Raises:
-            ConfigurationError: ``parallelize_kwargs`` hold what JSON has not.
-        """
-        try:
-            return json.dumps(self._said(), indent=2, sort_keys=True, allow_nan=False) + "\n"
-        except (TypeError, ValueError) as error:
-            raise ConfigurationError(
-                "IPUConfig.parallelize_kwargs must hold only what JSON has, but "
-                f"{str(error).rstrip('.')}. Take that entry out to save the configuration."
-            ) from error
-
-    def to_json_file(self, path: Path) -> None:
-        """Write it to a file, which appears under its name only when it is complete.
-
-        Args:
-            path: of the file; its folder exists.
-
-        Raises:
-            ConfigurationError: it can't be written, or the values don't fit together.
-        """
-        self.check()
-        files.write_file(self.to_json_string(), os.fspath(path))
-
-    def save_pretrained(self, folder: Path) -> None:
-        """Write ``ipu_config.json`` into a folder, which is made if need be.
-
-        ``IPUConfig.from_pretrained(folder)`` reads it, and so does optimum-graphcore, if no value
-        is by pod type.
-
-        Args:
-            folder: of the file.
-
-        Raises:
-            ConfigurationError: it can't be written, or the values don't fit together.
-        """
-        try:
-            os.makedirs(folder, exist_ok=True)
-        except OSError as error:
-            raise ConfigurationError(
-                f"save_pretrained needs a folder, but {error}. Choose another one, or write a file "
-                "with to_json_file."
-            ) from error
-        self.to_json_file(os.path.join(folder, files.FILE_NAME))
 
     def update(self, changes: Mapping[str, Any]) -> None:
         """Set several parameters; all of them or, if something is wrong, none.
@@ -348,8 +226,7 @@ class IPUConfig:
     def _change(self, changes: Mapping[str, Any], faults: List[str]) -> None:
         kept = dict(self.__dict__)
         if not faults:
-            for name, value in changes.items():
-                setattr(self, name, value)
+            self._set(changes)
             faults = incoherent(self.__dict__)
         if faults:
             self.__dict__.update(kept)
@@ -361,7 +238,9 @@ class IPUConfig:
         Raises:
             ConfigurationError: with every fault.
         """
-        raise_faults(incoherent(self.__dict__))
+        # What a list holds may have been changed without being looked at.
+        faults, bad = check_values(self._named())
+        raise_faults([*faults, *incoherent(self.__dict__, bad)])
 
     @property
     def mode(self) -> str:
@@ -506,16 +385,25 @@ class IPUConfig:
         faults: List[str] = []
         checked = check_changes({name: value}, faults)
         raise_faults(faults)
-        self.__dict__[name] = checked[name]
-        self.__dict__["_by_pod"] = {n: v for n, v in self._by_pod.items() if n != name}
-        self.__dict__["_given"] = self._given | {name}
-        if "_splits_per_ipu" in name and checked[name] is not None:
-            factor = name.replace("serialized_", "").replace(
-                "_splits_per_ipu", "_serialization_factor"
-            )
-            if self.__dict__[factor] == 1:
-                # A factor of 1 cuts nothing, and gives way.
-                self.__dict__[factor] = None
+        self._set(checked)
+
+    def _set(self, checked: Mapping[str, Any]) -> None:
+        """Values in normal form; None where it follows from others is derived from them anew."""
+        state = self.__dict__
+        state.update(checked)
+        state["_by_pod"] = {n: v for n, v in self._by_pod.items() if n not in checked}
+        for name, value in checked.items():
+            if "_splits_per_ipu" in name and value is not None:
+                factor = name.replace("serialized_", "").replace(
+                    "_splits_per_ipu", "_serialization_factor"
+                )
+                if state[factor] == 1 and checked.get(factor) is None:
+                    # A factor of 1 cuts nothing, and gives way.
+                    state[factor] = None
+        values = filled(self._named())
+        given = {name for name, value in checked.items() if value == values[name]}
+        state["_given"] = (self._given | given) - (set(checked) - given)
+        state.update(values)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, IPUConfig):

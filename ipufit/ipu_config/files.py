@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
 import tempfile
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, List, Tuple, Union
 
 from ipufit.errors import ConfigurationError
+from ipufit.ipu_config.hub import downloaded
 
 __all__ = ["FILE_NAME", "find", "parse", "read_file", "write_file"]
 
@@ -22,14 +22,13 @@ _LARGEST = 1 << 20
 _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def find(
-    source: Path, revision: Optional[str], cache_dir: Optional[Path], local_files_only: bool
-) -> str:
+def find(source: Path, subfolder: str, asked: Dict[str, Any]) -> str:
     """The file of a configuration.
 
     Args:
         source: a file, a folder with an ``ipu_config.json``, or a repository on the Hub.
-        revision, cache_dir, local_files_only: as huggingface_hub takes them.
+        subfolder: in which the file is, "" for none.
+        asked: what else huggingface_hub is told.
 
     Raises:
         ConfigurationError: there is none, or the Hub can't be asked.
@@ -43,6 +42,7 @@ def find(
     if os.path.isfile(path):
         return path
     if os.path.isdir(path):
+        path = os.path.join(path, subfolder) if subfolder else path
         file = os.path.join(path, FILE_NAME)
         if os.path.isfile(file):
             return file
@@ -56,37 +56,7 @@ def find(
             f"a configuration must be a file, a folder with a file {FILE_NAME}, or the name of a "
             f"repository on the Hugging Face Hub, but there is nothing at {path!r}. Check the path."
         )
-    return _download(path, revision, cache_dir, local_files_only)
-
-
-def _download(
-    name: str, revision: Optional[str], cache_dir: Optional[Path], local_files_only: bool
-) -> str:
-    """The file of a repository on the Hub."""
-    try:
-        hub: Any = importlib.import_module("huggingface_hub")
-    except ImportError as error:
-        raise ConfigurationError(
-            f"there is no file or folder {name!r} here, and to look for it on the Hugging Face Hub "
-            "huggingface_hub is needed, which is not installed. Install it with "
-            "pip install ipufit[hub], or pass a path."
-        ) from error
-    try:
-        return str(
-            hub.hf_hub_download(
-                name,
-                FILE_NAME,
-                revision=revision,
-                cache_dir=cache_dir,
-                local_files_only=local_files_only,
-            )
-        )
-    except Exception as error:
-        first = str(error).partition("\n")[0].rstrip(".")
-        raise ConfigurationError(
-            f"the Hugging Face Hub must have a file {FILE_NAME} in {name!r}, but it could not be "
-            f"had: {type(error).__name__}: {first}. Check the name, or pass a path."
-        ) from error
+    return downloaded(path, FILE_NAME, {"subfolder": subfolder, **asked} if subfolder else asked)
 
 
 def read_file(path: str) -> Dict[str, Any]:

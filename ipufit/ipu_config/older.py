@@ -82,7 +82,29 @@ def renewed(given: Mapping[str, Any], faults: List[str]) -> Tuple[Dict[str, Any]
         if isinstance(value, (list, tuple)) and len(value) == 1:
             # Until May 2023 a list of one was for all IPUs.
             values[name] = value[0]
+    _list_layers(values, notes)
     return values, notes
+
+
+def _list_layers(values: Dict[str, Any], notes: List[str]) -> None:
+    """The first release wrote one number of layers, for each IPU, where there are lists since."""
+    for prefix in ("", "inference_"):
+        name = f"{prefix}layers_per_ipu"
+        value, ipus = values.get(name), values.get(f"{prefix}ipus_per_replica")
+        counts = ipus if isinstance(ipus, int) and _is_count(ipus) else 1
+        if _is_count(value):
+            values[name] = [value] * counts
+        elif isinstance(value, dict) and any(map(_is_count, value.values())):
+            values[name] = {
+                pod: [part] * counts if _is_count(part) else part for pod, part in value.items()
+            }
+        else:
+            continue
+        notes.append(f"{name}={shown(value)} is read as {shown(values[name])}, a list since.")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _rename(values: Dict[str, Any], old: str, new: str, notes: List[str]) -> None:
@@ -91,6 +113,8 @@ def _rename(values: Dict[str, Any], old: str, new: str, notes: List[str]) -> Non
         if values.get(new) is None:
             values[new] = value
             notes.append(f"{old}={shown(value)} is read as {new}, its name since.")
+        elif values[new] != value:
+            notes.append(f"{old}={shown(value)} is left aside beside {new}={shown(values[new])}.")
 
 
 def _split_by_mode(values: Dict[str, Any], name: str, notes: List[str]) -> None:

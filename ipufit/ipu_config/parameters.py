@@ -26,7 +26,7 @@ _TWIN = "inference_"
 
 
 class _UnfitError(Exception):
-    """A value that the parameter doesn't take."""
+    """A value that the parameter doesn't take; with other words and an example, if there are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,13 @@ def _whole(value: Any, least: int) -> int:
     return number
 
 
+def _plain(value: Any) -> Any:
+    """Arrays and tensors as lists and numbers."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def _wholes(value: Any, least: int) -> List[int]:
+    value = _plain(value)
     if not isinstance(value, (list, tuple)) or not value:
         raise _UnfitError
     return [_whole(part, least) for part in value]
@@ -95,6 +101,7 @@ def _proportion(value: Any) -> float:
 
 
 def _proportions(value: Any) -> Any:
+    value = _plain(value)
     if isinstance(value, (list, tuple)) and value:
         return [_proportion(part) for part in value]
     return _proportion(value)
@@ -103,8 +110,12 @@ def _proportions(value: Any) -> Any:
 def _splits(value: Any) -> List[int]:
     splits = _wholes(value, 0)
     used = [i for i, count in enumerate(splits) if count]
-    if not used or used != list(range(used[0], used[-1] + 1)):
-        raise _UnfitError
+    if not used:
+        raise _UnfitError(f"{_SPLITS.words}, at least one in all", "None")
+    if used != list(range(used[0], used[-1] + 1)):
+        counts = [splits[i] for i in used]
+        moved = [0] * used[0] + counts + [0] * (len(splits) - used[0] - len(counts))
+        raise _UnfitError(f"{_SPLITS.words}, with no 0 between two others", str(moved))
     return splits
 
 
@@ -141,8 +152,7 @@ _LAYERS = Kind(
     lambda value: _wholes(value, -1),
 )
 _SPLITS = Kind(
-    "a list with the number of splits on each IPU, at least one in all and no IPU without any "
-    "between two that have some",
+    "a list with the number of splits on each IPU",
     "[0, 2, 2, 0]",
     _splits,
 )
@@ -216,12 +226,11 @@ def check_value(name: str, value: Any, said: str = "") -> Tuple[Any, Optional[st
         return None, None
     try:
         return parameter.kind.read(value), None
-    except _UnfitError:
+    except _UnfitError as error:
         or_none = ", or None" if parameter.optional else ""
-        kind = parameter.kind
+        words, example = error.args or (parameter.kind.words, parameter.kind.example)
         return parameter.default, (
-            f"IPUConfig.{said or name} must be {kind.words}{or_none}, got {shown(value)}. Try "
-            f"{kind.example}."
+            f"IPUConfig.{said or name} must be {words}{or_none}, got {shown(value)}. Try {example}."
         )
 
 

@@ -9,9 +9,18 @@ from ipufit.errors import ConfigurationError
 from ipufit.ipu_config.older import renewed
 from ipufit.ipu_config.parameters import PARAMETERS, check_value, nearest, shown
 
-__all__ = ["PODS", "Reading", "check_changes", "incoherent", "raise_faults", "read"]
+__all__ = [
+    "PODS",
+    "Reading",
+    "check_changes",
+    "check_values",
+    "filled",
+    "incoherent",
+    "raise_faults",
+    "read",
+]
 
-PODS = ("pod4", "pod8", "pod16", "pod32", "pod64")
+PODS = ("pod4", "pod8", "pod16", "pod32", "pod64", "pod128", "pod256")
 _DEFAULT = "default"
 _LAYERS = ("embedding", "projection")
 
@@ -69,7 +78,7 @@ def read(given: Mapping[str, Any], pod_type: Optional[str] = None, where: str = 
         bad |= {name} if found else set()
         faults += found
     given_names = frozenset(values)
-    values = _filled(values)
+    values = filled(values)
     faults += incoherent(values, bad)
     raise_faults(faults, where)
     return Reading(values, by_pod, given_names, tuple(notes))
@@ -100,10 +109,22 @@ def check_changes(changes: Mapping[str, Any], faults: List[str]) -> Dict[str, An
     return values
 
 
+def check_values(values: Mapping[str, Any]) -> Tuple[List[str], Set[str]]:
+    """What is wrong with values one by one, and whose those are."""
+    faults: List[str] = []
+    bad: Set[str] = set()
+    for name, value in values.items():
+        found: List[str] = []
+        check_changes({name: value}, found)
+        faults += found
+        bad |= {name} if found else set()
+    return faults, bad
+
+
 def _is_by_pod(name: str, value: Any) -> bool:
     if name.endswith("parallelize_kwargs"):
         return False
-    return isinstance(value, dict) and bool(value) and set(value) <= {*PODS, _DEFAULT}
+    return isinstance(value, dict) and bool(value)
 
 
 def _of_pod(
@@ -111,10 +132,21 @@ def _of_pod(
 ) -> Tuple[Dict[str, Any], Any]:
     """All values by pod type in normal form, and the one for this pod."""
     checked = {}
+    names = (*PODS, _DEFAULT)
     for pod, part in value.items():
+        if pod not in names:
+            meant = str(pod).lower()
+            cure = nearest(meant, names) if meant in names else "Choose one of these."
+            faults.append(
+                f"IPUConfig.{name} may have values by type of pod, which is one of "
+                f"{', '.join(map(repr, names))}, got {shown(pod)}. {cure}"
+            )
+            continue
         checked[pod], fault = check_value(name, part, f"{name}[{pod!r}]")
         faults += [] if fault is None else [fault]
     wanted = _DEFAULT if pod_type is None else pod_type
+    if faults and wanted not in checked:
+        return checked, PARAMETERS[name].default
     if wanted in checked:
         return checked, checked[wanted]
     came = ", ".join(map(repr, value))
@@ -131,7 +163,7 @@ def _of_pod(
     return checked, PARAMETERS[name].default
 
 
-def _filled(given: Mapping[str, Any]) -> Dict[str, Any]:
+def filled(given: Mapping[str, Any]) -> Dict[str, Any]:
     """The values of all parameters, in their order; twins follow as in optimum-graphcore."""
     values = {name: given.get(name, p.default) for name, p in PARAMETERS.items()}
     values["layers_per_ipu"] = list(values["layers_per_ipu"])

@@ -38,6 +38,11 @@ _BOTH = {
     "parallelize_kwargs": (NONE, "there is no method parallelize to give them to"),
 }
 _ON_IPU = {
+    "recompute_checkpoint_every_layer": (
+        EXACT,
+        "recomputationCheckpoint for the outputs of every repeated layer, between which a pipeline "
+        "computes again; one IPU computes nothing again",
+    ),
     "seed": (APPROXIMATED, "seed of fit, of which a seed for each program is made"),
     "auto_loss_scaling": (EXACT, "Training.setAutomaticLossScaling"),
     "enable_half_partials": (EXACT, "Precision.setPartialsType"),
@@ -61,6 +66,10 @@ _EMBEDDED = {
 }
 _STANDIN = {
     "optimizer_state_offchip": (NONE, "there is one memory"),
+    "recompute_checkpoint_every_layer": (
+        NONE,
+        "the outputs of every repeated layer are marked, but the stand-in computes nothing again",
+    ),
     "auto_loss_scaling": (APPROXIMATED, "a loss scale that follows rules of the stand-in"),
     "explicit_ir_inference": (NONE, "the stand-in has no such compiler"),
     "executable_cache_dir": (EXACT, "enableExecutableCaching, of recorded programs"),

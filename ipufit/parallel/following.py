@@ -7,10 +7,13 @@ import sys
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 from ipufit.errors import PartitionError
-from ipufit.parallel.partition import BLOCK, Partition
+from ipufit.parallel.partition import AFTER, BLOCK, Partition
 from ipufit.parallel.serialized import Serialized
 from ipufit.parallel.serializing import ipus_of
 
@@ -39,14 +42,17 @@ def followed(
             yield
             return
         walk = _Walk(partition, module, on_begin)
-        # A hook for all modules: one of a module's own would switch off torch's fast paths.
-        handle = register_module_forward_pre_hook(walk.on_call)
+        # Hooks for all modules: one of a module's own would switch off torch's fast paths.
+        handles = [register_module_forward_pre_hook(walk.on_call)]
+        if any(name.startswith(AFTER) for name, _ in partition.begins):
+            handles.append(register_module_forward_hook(walk.on_return))
         if partition.begins:
             on_begin(0)
         try:
             yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
         walk.check_end()
 
 
@@ -61,12 +67,16 @@ def _own_blocks(partition: Optional[Partition]) -> Iterator[None]:
     with standin.listened() as entered:
         yield
     if partition is not None and partition.begins:
-        own = [name for name, _ in entered if not str(name).startswith(BLOCK)]
+        own = [(name, ipu) for name, ipu in entered if not str(name).startswith(BLOCK)]
         if own:
+            some = [f", such as {name!r}," for name, _ in own if name is not None]
+            ipus = 1 + max((ipu for _, ipu in own if ipu is not None), default=partition.ipus - 1)
             raise PartitionError(
                 "a module is divided by its own blocks or by the arguments of compile, but it has "
-                f"blocks, such as {own[0]!r}, and is divided by stages or layers_per_ipu too. Take "
-                "its blocks away with poptorch.removeBlocks(module), or leave the arguments out."
+                f"blocks{some[0] if some else ''} and is divided by stages or layers_per_ipu too. "
+                "Take its blocks away with poptorch.removeBlocks(module), or leave the arguments "
+                f"out and pass ipus_per_replica={ipus}, also beside a config with "
+                "layers_per_ipu=[-1]."
             )
         return
     named = [ipu for _, ipu in entered if ipu is not None]
@@ -75,7 +85,8 @@ def _own_blocks(partition: Optional[Partition]) -> Iterator[None]:
         count = 1 + max(named)
         raise PartitionError(
             f"the module's own blocks put it on {count} IPU{'s' if count > 1 else ''}, but the "
-            f"plan gives a replica {ipus}. Pass ipus_per_replica={count} to compile."
+            f"plan gives a replica {ipus}. Pass ipus_per_replica={count} to compile, or have "
+            "it in the config."
         )
 
 
@@ -104,6 +115,11 @@ class _Walk:
             self._spread(name, part.parts_in(part.training).ipus)
         self._called.setdefault(name, set()).add(self._stage)
 
+    def on_return(self, part: nn.Module, args: Any, output: Any) -> None:
+        name = AFTER + self._names.get(id(part), "")
+        if name in self._begins:
+            self._enter(name, self._begins[name])
+
     def _enter(self, name: str, stage: int) -> None:
         again = " again" if name in self._begun else ""
         self._begun.append(name)
@@ -130,8 +146,10 @@ class _Walk:
     def check_end(self) -> None:
         missing = [name for name in self._begins if name not in self._begun]
         if missing:
+            name = missing[0]
+            name = name if name in self._names.values() else name[len(AFTER) :]
             raise PartitionError(
-                f"every module that begins a stage must be called by forward, but {missing[0]!r} "
+                f"every module that begins a stage must be called by forward, but {name!r} "
                 "was not. Name a module that is called as module(...), not one whose parameters "
                 "are used from outside."
             )

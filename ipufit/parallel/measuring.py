@@ -18,7 +18,8 @@ from ipufit.losses import Loss
 from ipufit.modes import training
 from ipufit.parallel.flops import Work, work_of
 from ipufit.parallel.following import followed
-from ipufit.parallel.partition import Partition
+from ipufit.parallel.partition import AFTER, BLOCK, Partition
+from ipufit.parallel.tracing import blocks_watched
 from ipufit.program import MicroBatch
 from ipufit.randomness import isolated
 from ipufit.recipe import Precision
@@ -31,7 +32,8 @@ class Segment:
     """What happens from one call of a module to the next.
 
     Attributes:
-        name: of the module whose call begins it.
+        name: of the module whose call begins it; of a part of a serialised layer that is placed,
+            with its number; "after " before the name of one whose return begins it.
         forward, backward: the work of its operators and of their gradients.
         saved: storages that autograd keeps for the backward pass, parameters and buffers aside.
         reads: storages that its operators read, parameters and buffers aside.
@@ -54,11 +56,13 @@ class Trace:
         segments: in the order of execution; the loss is in the last one.
         sizes: bytes of every storage.
         born: segment that made it; -1 of a part of the batch.
+        placed: for every segment that a part of a serialised layer begins, the IPU of the part.
     """
 
     segments: List[Segment]
     sizes: Dict[int, int]
     born: Dict[int, int]
+    placed: Dict[int, int] = dataclasses.field(default_factory=dict)
 
     def saved_bytes(self) -> int:
         """What autograd keeps of the whole pass, each storage once."""
@@ -105,7 +109,7 @@ def measure(
     run = _Pass(step, list(named), batch, weigher, with_loss, precision or Precision(), partition)
     with isolated(device), training(module, step.loss_module), attributes_kept(step):
         capture(run, [*(tensor.detach() for tensor in named.values()), *leaves])
-    return Trace(weigher.segments, weigher.sizes, weigher.born)
+    return Trace(weigher.segments, weigher.sizes, weigher.born, weigher.placed)
 
 
 class _Pass:
@@ -142,7 +146,9 @@ class _Pass:
         with weigher.weighing(state, leaves), torch.set_grad_enabled(bool(weigher.trained)):
             with computing_in(self._precision, tensors[-1].device), weigher.forward():
                 batch = with_inputs_in(self._precision, batch)
-                with followed(self._partition, self._step.net):
+                with blocks_watched(weigher.on_part), followed(
+                    self._partition, self._step.net, self._on_begin
+                ):
                     arguments = (batch, state, self._with_loss)
                     outputs, term = functional_call(self._step, state, arguments)
             ends = [term.value] if term is not None else tree.flatten(outputs)[0]
@@ -153,6 +159,13 @@ class _Pass:
                 seeds = [torch.ones_like(end) for end in ends]
                 torch.autograd.grad(ends, weights, seeds, allow_unused=True)
         return ()
+
+    def _on_begin(self, stage: int) -> None:
+        """A stage that no call of a module begins has a segment of its own."""
+        begins = self._partition.begins if self._partition is not None else ()
+        for name, number in begins:
+            if number == stage and name.startswith(AFTER):
+                self._weigher.begin(name)
 
 
 class _Weigher:
@@ -167,6 +180,7 @@ class _Weigher:
         self.segments = [Segment("")]
         self.sizes: Dict[int, int] = {}
         self.born: Dict[int, int] = {}
+        self.placed: Dict[int, int] = {}
         self._modules = {id(part): name for name, part in module.named_modules()}
         self._owners: Dict[int, str] = {}
         self._nodes: Dict[Any, int] = {}
@@ -211,6 +225,17 @@ class _Weigher:
             node.register_prehook(lambda _, at=self._at: self._return_to(at))
             waiting += [following for following, _ in node.next_functions]
 
+    def begin(self, name: str) -> None:
+        """What follows is in a segment of this name."""
+        self.segments.append(Segment(name))
+        self._at = len(self.segments) - 1
+
+    def on_part(self, block: str, ipu: Optional[int]) -> None:
+        """A part of a serialised layer begins a block."""
+        if ipu is not None:
+            self.begin(block[len(BLOCK) :])
+            self.placed[self._at] = ipu
+
     def operated(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An operator was called."""
         segment = self.segments[self._at]
@@ -235,8 +260,7 @@ class _Weigher:
     def _on_call(self, part: nn.Module, args: Any) -> None:
         name = self._modules.get(id(part))
         if name and self._is_forward:
-            self.segments.append(Segment(name))
-            self._at = len(self.segments) - 1
+            self.begin(name)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         key = self._key(tensor)

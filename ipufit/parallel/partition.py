@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Dict, List, Optional, Tuple
 
-__all__ = ["BLOCK", "NOT_DIVIDED", "STRATEGIES", "Partition", "Partitions"]
+__all__ = ["AFTER", "BLOCK", "NOT_DIVIDED", "STRATEGIES", "Partition", "Partitions"]
 
 # How the names of the blocks begin that ipufit begins itself.
 BLOCK = "ipufit "
+# How a beginning is written that is no call of a module, but the return from its call.
+AFTER = "after "
 STRATEGIES = ("pipelined", "sharded", "serial_phased", "parallel_phased")
 
 
@@ -18,8 +20,10 @@ class Partition:
 
     Attributes:
         begins: modules that begin a stage, by name, with the stage's number, in the order of
-            definition. What runs before the first is of stage 0. Empty where the module itself says
-            it, with ``poptorch.Block`` and the like.
+            definition; "after " before a name means what runs once that module has returned. What
+            runs before the first is of stage 0. Stages without any hold parts of serialised
+            layers, which begin them. Empty where the module itself says it, with
+            ``poptorch.Block`` and the like.
         stages: how many; phases of a phased strategy.
         strategy: "pipelined", "sharded", "serial_phased" or "parallel_phased".
         is_chosen: whether the user named the strategy; otherwise one that does not fit the batches
@@ -69,7 +73,14 @@ class Partition:
         first: Dict[int, str] = {}
         for name, stage in self.begins:
             first.setdefault(stage, name)
-        begins = "; ".join(f"{unit} {stage} from {name}" for stage, name in first.items())
+        begins = "; ".join(
+            f"{unit} {stage} {'' if name.startswith(AFTER) else 'from '}{name}"
+            for stage, name in first.items()
+        )
+        cut = [str(stage) for stage in range(1, self.stages) if stage not in first]
+        if cut:
+            many = "s" if len(cut) > 1 else ""
+            begins += f"; {unit}{many} {', '.join(cut)} from parts of serialised layers"
         found = " found by ipufit" if self.is_automatic else ""
         return f"{self.strategy} over {self.stages} {unit}s{found}: {begins}"
 

@@ -97,6 +97,9 @@ class Estimator:
             cut = Cut(name, calls[name])
             if stage not in starts or cut.segment < starts[stage].segment:
                 starts[stage] = cut
+        for number, stage in self._trace.placed.items():
+            if stage not in starts or number < starts[stage].segment:
+                starts[stage] = Cut(self._trace.segments[number].name, number)
         starts.setdefault(0, Cut(self._first(), 0))
         return self._along([starts[stage] for stage in range(partition.stages)])
 

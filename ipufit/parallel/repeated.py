@@ -76,8 +76,9 @@ def repeated_layers(module: nn.Module, named: Union[str, Sequence[str], None]) -
     if not stacks:
         raise PartitionError(
             "layers_per_ipu counts the blocks of a ModuleList or Sequential of alike blocks, but "
-            f"{type(module).__name__} has none. Name what holds them with layers='...', or use "
-            "stages={'name of a module': number of its stage}."
+            f"{type(module).__name__} has none. Name what holds them with layers='...', use "
+            "stages={'name of a module': number of its stage}, or pass ipus_per_replica, for a "
+            "module with blocks of its own."
         )
     longest = max(stacks, key=lambda stack: len(stack.layers))
     chosen = [s for s in stacks if s.kind is longest.kind or _are_twins(s.name, longest.name)]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import operator
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import AbstractSet, Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from torch import nn
 
 from ipufit.errors import PartitionError, UnknownNameError
 from ipufit.faults import Faults
-from ipufit.parallel.partition import STRATEGIES, Partition, Partitions
+from ipufit.parallel.partition import AFTER, STRATEGIES, Partition, Partitions
 from ipufit.parallel.repeated import repeated_layers
 from ipufit.parallel.serialized import Serialized
 from ipufit.parallel.serializing import ipus_of
@@ -38,7 +38,12 @@ _POPTORCH_STRATEGIES = {
 
 @dataclasses.dataclass(frozen=True)
 class PartitionRequest:
-    """The arguments of ``compile`` that divide a module, as they came; it documents them."""
+    """The arguments of ``compile`` that divide a module, as they came; it documents them.
+
+    Attributes:
+        prefix: before their names, as the user wrote them.
+        ipus_said_by: what says ``ipus_per_replica`` where no argument does.
+    """
 
     stages: Any = None
     layers_per_ipu: Any = None
@@ -46,6 +51,7 @@ class PartitionRequest:
     strategy: Any = None
     ipus_per_replica: Any = None
     prefix: str = ""
+    ipus_said_by: str = ""
 
     @property
     def is_empty(self) -> bool:
@@ -109,6 +115,7 @@ def resolve_partition(
     strategy, own = "pipelined", None
     count: Optional[int] = None
     begins: Tuple[Tuple[str, int], ...] = ()
+    last = 0
     with faults.collected():
         strategy, own = _strategy(asked)
     with faults.collected():
@@ -129,7 +136,7 @@ def resolve_partition(
         elif asked.stages is not None:
             begins = _named(module, asked.stages, asked.name("stages"))
         elif asked.layers_per_ipu is not None:
-            begins = _counted(module, asked)
+            begins, last = _counted(module, asked)
     faults.raise_all()
     if own is not None and begins:
         raise PartitionError(
@@ -137,12 +144,15 @@ def resolve_partition(
             f"own, but {asked.name('stages')} or {asked.name('layers_per_ipu')} divides it too. "
             f"Use {asked.name('strategy')}={strategy!r}, or leave the other out."
         )
-    stages = 1 + max((stage for _, stage in begins), default=(count or 1) - 1)
+    if begins:
+        last = max(last, *(stage for _, stage in begins), *_ipus_with_parts(module))
+    stages = 1 + last if begins else count or 1
     ipus = _ipus(strategy, stages) if begins or own is None else count or 1
     if begins and count is not None and count != ipus:
+        cure = f"Set it to {ipus}" if asked.ipus_said_by else "Leave it out"
         raise PartitionError(
-            f"{asked.name('ipus_per_replica')} must be the number of IPUs that the {strategy} "
-            f"stages take, {ipus}, got {count}. Leave it out."
+            f"{asked.ipus_said_by or asked.name('ipus_per_replica')} must be the number of IPUs "
+            f"that the {strategy} stages take, {ipus}, got {count}. {cure}."
         )
     _check_splits(module, strategy, ipus, is_training)
     if not begins and own is None and (count or 1) == 1:
@@ -150,7 +160,8 @@ def resolve_partition(
             raise PartitionError(
                 f"{asked.name('strategy')} says how stages run, got {strategy!r}, but nothing "
                 "divides the module. Give stages or layers_per_ipu, or ipus_per_replica for a "
-                "module with blocks of its own."
+                "module with blocks of its own. For overlapped IO on one IPU use training_options "
+                "with setExecutionStrategy(poptorch.ShardedExecution())."
             )
         return None
     chosen = asked.strategy is not None
@@ -245,6 +256,12 @@ def _check_places(module: nn.Module) -> None:
                 )
 
 
+def _ipus_with_parts(module: nn.Module) -> AbstractSet[int]:
+    """The IPUs of a replica on which parts of serialised layers lie."""
+    layers = (part for part in module.modules() if isinstance(part, Serialized))
+    return {0, *(ipu for layer in layers for ipu in layer.parts.ipus)}
+
+
 def _strategy(asked: PartitionRequest) -> Tuple[str, Any]:
     given = asked.strategy
     if given is None:
@@ -288,7 +305,7 @@ def _named(module: nn.Module, given: Any, argument: str) -> Tuple[Tuple[str, int
     faults = Faults()
     for name, stage in given.items():
         with faults.collected():
-            if name not in order:
+            if _begun_by(name, order) not in order:
                 raise UnknownNameError(f"module in {argument}", str(name), order)
         with faults.collected():
             if isinstance(stage, bool) or not hasattr(stage, "__index__") or int(stage) < 0:
@@ -297,29 +314,49 @@ def _named(module: nn.Module, given: Any, argument: str) -> Tuple[Tuple[str, int
                 )
     faults.raise_all()
     numbers = sorted({operator.index(stage) for stage in given.values()})
-    gaps = sorted(set(range(numbers[-1])) - {0, *numbers})
+    gaps = sorted(set(range(numbers[-1])) - {*numbers, *_ipus_with_parts(module)})
     if gaps:
         raise PartitionError(
             f"{argument} must number the stages without a gap, but no module begins stage "
             f"{gaps[0]}, got {', '.join(map(str, numbers))}. Renumber them from 0."
         )
     pairs = {name: operator.index(stage) for name, stage in given.items()}
-    return tuple(sorted(pairs.items(), key=lambda pair: order[pair[0]]))
+    return tuple(sorted(pairs.items(), key=lambda pair: _place(pair[0], order)))
 
 
-def _counted(module: nn.Module, asked: PartitionRequest) -> Tuple[Tuple[str, int], ...]:
+def _begun_by(name: Any, known: Mapping[str, int]) -> Any:
+    """The module whose call, or return from it, begins a stage."""
+    if name not in known and isinstance(name, str) and name.startswith(AFTER):
+        return name[len(AFTER) :]
+    return name
+
+
+def _place(name: str, order: Mapping[str, int]) -> Tuple[int, bool]:
+    """Where a beginning stands in the order of definition; after a module is after its inside."""
+    if name in order:
+        return order[name], False
+    inside = _begun_by(name, order)
+    return max(order[n] for n in order if n == inside or n.startswith(f"{inside}.")), True
+
+
+def _counted(module: nn.Module, asked: PartitionRequest) -> Tuple[Tuple[Tuple[str, int], ...], int]:
+    """The modules that begin a stage, and the last stage."""
     argument = asked.name("layers_per_ipu")
     counts = _whole_numbers(asked.layers_per_ipu, argument)
     if counts == [-1]:
-        return ()
+        return (), 0
     layers = repeated_layers(module, asked.layers)
-    shares = share_out(counts, len(layers), argument, _places(layers))
-    begins, done = [], 0
+    cut = _ipus_with_parts(module)
+    shares = share_out(counts, len(layers), argument, _places(layers), cut)
+    begins: List[Tuple[str, int]] = []
+    done = 0
     for ipu, share in enumerate(shares):
         if share:
             begins.append((layers[done], ipu))
+        elif ipu not in cut:
+            begins.append((AFTER + layers[-1], ipu))
         done += share
-    return tuple(begins)
+    return tuple(begins), len(shares) - 1
 
 
 def _places(layers: Sequence[str]) -> str:
@@ -345,7 +382,13 @@ def _whole_numbers(given: Any, argument: str) -> List[int]:
     return [operator.index(n) for n in numbers]
 
 
-def share_out(counts: Sequence[int], total: int, argument: str, places: str) -> List[int]:
+def share_out(
+    counts: Sequence[int],
+    total: int,
+    argument: str,
+    places: str,
+    cut: AbstractSet[int] = frozenset((0,)),
+) -> List[int]:
     """Layers on each IPU, with every -1 filled in.
 
     The rest goes in even shares to the wildcards; what does not divide goes to the last one.
@@ -355,9 +398,11 @@ def share_out(counts: Sequence[int], total: int, argument: str, places: str) -> 
         total: layers that there are.
         argument: what the user calls the counts.
         places: where the layers are.
+        cut: IPUs with parts of serialised layers, and the first: they need no layer.
 
     Raises:
-        PartitionError: they do not add up, or an IPU after the first would get none.
+        PartitionError: they do not add up; or an IPU would get nothing. Behind the last layer there
+            may be one without any, which gets what runs after that layer.
 
     >>> share_out([2, 3, -1, -1], 12, "layers_per_ipu", "")
     [2, 3, 3, 4]
@@ -382,11 +427,17 @@ def share_out(counts: Sequence[int], total: int, argument: str, places: str) -> 
         shares[ipu] = left // len(wildcards)
     if wildcards:
         shares[wildcards[-1]] += left % len(wildcards)
-    empty = [ipu for ipu, share in enumerate(shares) if not share and ipu]
-    if empty:
+    end = max((ipu for ipu, share in enumerate(shares) if share), default=-1) + 1
+    empty = [ipu for ipu, share in enumerate(shares) if not share and ipu not in cut]
+    if empty and empty != [end]:
+        first = empty[0] if empty[0] != end else empty[1]
+        kept = [n for ipu, n in enumerate(counts) if ipu not in empty]
+        named = f"stages={{'name of a module': {first}}}"
+        if argument.startswith("IPUConfig."):
+            named += " of compile beside layers_per_ipu=[-1] in the config"
         raise PartitionError(
-            f"{argument} must give every IPU but the first at least one layer, got 0 for IPU "
-            f"{empty[0]}. To put other modules there, use stages={{'name of a module': "
-            f"{empty[0]}}}."
+            f"{argument} must give every IPU at least one layer, but for the first, for one behind "
+            "the last layer, and for those with parts of a serialised layer, got 0 for IPU "
+            f"{first}. Use fewer IPUs, with {kept}, or put other modules there with {named}."
         )
     return shares

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ipufit.errors import ConfigurationError
 from ipufit.parallel.partition import BLOCK
 from ipufit.parallel.serialization import Parts
-from ipufit.parallel.tracing import sdk_in_use
+from ipufit.parallel.tracing import begin_block, sdk_in_use
 
 __all__ = [
     "CutWeight",
@@ -91,11 +91,11 @@ class Serialized(nn.Module):
 
     def _begun(self) -> Iterator[Tuple[int, Tensor]]:
         """Each part of the weight in turn; on an IPU a block begins with the first of each IPU."""
-        sdk, parts = sdk_in_use(), self.parts_in(self.training)
+        parts = self.parts_in(self.training)
         weights = _in_parts(self.pieces(), self.dim, parts)
         for part in range(parts.of_weight):
-            if sdk is not None and parts.begins(part):
-                sdk.Block.start(f"{BLOCK}{self.title}/{part}", ipu_id=parts.ipu_of(part))
+            if parts.begins(part):
+                begin_block(f"{BLOCK}{self.title}/{part}", parts.ipu_of(part))
             yield part, next(weights)
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from typing import Any, Iterator, Optional
+from typing import Any, Callable, Iterator, Optional
 
-__all__ = ["sdk_in_use", "traced_by"]
+__all__ = ["begin_block", "blocks_watched", "sdk_in_use", "traced_by"]
+
+_OnBegin = Callable[[str, Optional[int]], None]
 
 _SDK: contextvars.ContextVar[Optional[Any]] = contextvars.ContextVar("sdk", default=None)
+_WATCHER: contextvars.ContextVar[Optional[_OnBegin]] = contextvars.ContextVar(
+    "watcher", default=None
+)
 
 
 def sdk_in_use() -> Optional[Any]:
@@ -24,3 +29,22 @@ def traced_by(sdk: Any) -> Iterator[None]:
         yield
     finally:
         _SDK.reset(before)
+
+
+def begin_block(name: str, ipu: Optional[int]) -> None:
+    """What runs from now on lies on this IPU of a replica."""
+    sdk, watcher = _SDK.get(), _WATCHER.get()
+    if sdk is not None:
+        sdk.Block.start(name, ipu_id=ipu)
+    if watcher is not None:
+        watcher(name, ipu)
+
+
+@contextlib.contextmanager
+def blocks_watched(on_begin: _OnBegin) -> Iterator[None]:
+    """Tell of each :func:`begin_block` in the block."""
+    before = _WATCHER.set(on_begin)
+    try:
+        yield
+    finally:
+        _WATCHER.reset(before)

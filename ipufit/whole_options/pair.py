@@ -63,6 +63,7 @@ class OptionPair:
                 self.training.offloads_state,
                 "TensorLocations.setOptimizerLocation",
             ),
+            ("auto_round_ipus", self.training.rounds_ipus or None, "autoRoundNumIPUs"),
         ):
             with faults.collected():
                 asked = _agreed(asked, name, said, f"{role}.{setter}")
@@ -72,8 +73,7 @@ class OptionPair:
                     f"loss_scale must agree with {role}.Training.setAutomaticLossScaling, which is "
                     f"on, got {asked.loss_scale!r}. Leave one out."
                 )
-        rounds = asked.auto_round_ipus or self.training.rounds_ipus
-        return dataclasses.replace(asked, auto_round_ipus=rounds)
+        return asked
 
     def applied(
         self, engine: Any, recipe: Recipe, partitions: Partitions

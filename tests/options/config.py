@@ -104,6 +104,8 @@ of(
     revision=(None, "v1"),
     cache_dir=(None, "cache"),
     local_files_only=(False, True),
+    token=(None, "secret"),
+    subfolder=(None, "ipu"),
     changes=({}, {"seed": 1}),
 )
 
@@ -114,14 +116,51 @@ def written(path="a.json"):
         return files(place)
 
 
-def saved(folder_="a"):
-    with folder() as place:
-        IPUConfig().save_pretrained(place / folder_)
-        return files(place)
-
-
 of("IPUConfig.to_json_file", written, path=("a.json", "b.json"))
-of("IPUConfig.save_pretrained", lambda **o: saved(o["folder"]), folder=("a", "b"))
+
+
+def pushed(call):
+    """What the Hub is asked while something is called, and what that returns."""
+    asked = []
+
+    def noted(name):
+        return lambda *given, **how: asked.append((name, given, how))
+
+    names = ("create_repo", "create_branch", "upload_file")
+    hub = types.SimpleNamespace(**{name: noted(name) for name in names})
+    with mock.patch.dict(sys.modules, {"huggingface_hub": hub}):
+        return call(), asked
+
+
+def saved(folder_="a", push_to_hub=True, **options):
+    """The files, and what the Hub was asked."""
+    options = {"repo_id": "someone/some", **options} if push_to_hub else {}
+    with folder() as place:
+        found = pushed(
+            lambda: IPUConfig().save_pretrained(place / folder_, push_to_hub=push_to_hub, **options)
+        )
+        return files(place), found
+
+
+def sent(**options):
+    return pushed(lambda: IPUConfig().push_to_hub(**{"repo_id": "someone/some", **options}))
+
+
+ON_HUB = {
+    "repo_id": ("someone/some", "someone/other"),
+    "commit_message": (None, "mine"),
+    "private": (None, True),
+    "token": (None, "secret"),
+    "revision": (None, "v1"),
+}
+of(
+    "IPUConfig.save_pretrained",
+    lambda **o: saved(o.pop("folder", "a"), **o),
+    folder=("a", "b"),
+    push_to_hub=(False, True),
+    **ON_HUB,
+)
+of("IPUConfig.push_to_hub", sent, **ON_HUB)
 
 
 def updated(changes):

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from ipufit.engines.embedded.capture import capture, uses_random_numbers
 from ipufit.engines.embedded.fingerprint import fingerprint
+from ipufit.engines.embedded.hints import said_of
 from ipufit.engines.embedded.inference import InferenceProgram
 from ipufit.engines.embedded.liveness import peak_bytes
 from ipufit.engines.embedded.precision import (
@@ -91,6 +92,7 @@ class EmbeddedEngine:
         as_device: treat the host as a device of its own: look at losses after an execution, and
             keep in other memory what is to be there.
         state_memory: where the optimizer's state of the last training program is between updates.
+        hints: marks for an IPU that were seen in forward.
         recomputed: of the last training recording, the number of operators that run twice, and how
             many bytes its values take at most without and with that; None without recomputation.
     """
@@ -107,6 +109,7 @@ class EmbeddedEngine:
         self.scale: Optional[ScaleState] = None
         self.as_device = False
         self.state_memory = StateMemory()
+        self.hints: Dict[str, None] = {}
         self.recomputed: Optional[Tuple[int, int, int]] = None
         self._recorded: OrderedDict[Tuple[Any, ...], Recorded] = OrderedDict()
         self._steps: Dict[Tuple[int, int], StepModule] = {}
@@ -171,6 +174,7 @@ class EmbeddedEngine:
             if scaled:
                 arguments.append(torch.ones((), dtype=torch.float64, device=arguments[-1].device))
             run, random = self._make(micro, step, arguments, spec.run_eagerly, recompute)
+            self.hints.update(micro.hints)
             self._recorded[key] = Recorded(run, micro, micro.outputs, micro.reached, random, held)
             if len(self._recorded) > _KEPT:
                 self._recorded.popitem(last=False)
@@ -224,15 +228,15 @@ class EmbeddedEngine:
             recipe: how an update is made.
             options: those of an IPU; here there are none.
         """
-        lines = []
+        said = [said_of(self.hints)] if self.hints else []
         if recipe.offload_optimizer_state:
             in_host = isinstance(self.state_memory, HostMemory)
-            lines.append(_OFFLOADED if in_host else _NOT_OFFLOADED)
+            said.append(_OFFLOADED if in_host else _NOT_OFFLOADED)
         if self.recomputed is None or not recipe.recompute:
-            return lines
+            return said
         repeated, before, after = self.recomputed
         return [
-            *lines,
+            *said,
             f"The backward pass computes {repeated} operators of {len(recipe.recompute)} layers "
             f"again: values of a micro-batch take {_mebibytes(after)} at most, "
             f"{_mebibytes(before)} without.",

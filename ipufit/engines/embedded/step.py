@@ -11,6 +11,7 @@ from torch.func import functional_call
 
 from ipufit import tree
 from ipufit.engines.embedded.fingerprint import called_objects
+from ipufit.engines.embedded.hints import hints_noted
 from ipufit.engines.embedded.marks import backward_marked, layers_marked
 from ipufit.engines.embedded.precision import computing_in, with_inputs_in
 from ipufit.engines.embedded.rebinding import public_name, refuse_rebinding, storages
@@ -170,6 +171,7 @@ class MicroStep:
         self._layout = layout
         self._precision = precision
         self._scaled = scaled
+        self.hints: Dict[str, None] = {}
         self.reported = Reported()
         self._blocks: Sequence[Block] = ()
         self.outputs: OutputShape = OutputShape(None)
@@ -194,7 +196,7 @@ class MicroStep:
             precision = computing_in(self._precision, tensors[-1].device)
             with collecting() as entries, precision, marked:
                 batch = with_inputs_in(self._precision, batch)
-                with followed(self._partition, self._step.net):
+                with hints_noted(batch, self.hints), followed(self._partition, self._step.net):
                     arguments = (batch, state, self._with_loss)
                     outputs, term = functional_call(self._step, state, arguments)
             if term is not None:

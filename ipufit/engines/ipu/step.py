@@ -145,7 +145,8 @@ class IpuStep(nn.Module):
         if self.wants_outputs:
             found = OutputShape(outputs)
             self.traced.shapes = tuple(tensor.shape for tensor in found.tensors)
-            result += [tensor.detach() for tensor in found.tensors]
+            # Without an operator in between: an overlapped output must be marked last of all.
+            result += [t.detach() if t.requires_grad else t for t in found.tensors]
             found.forget()
             self.traced.outputs = found
         return tuple(result)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from ipufit.poptorch._errors import error
+from ipufit.poptorch._hints import noticed
 from ipufit.poptorch._operators.library import define
 from ipufit.poptorch._parsers import flattenTensorStructure, reconstructTensorStructure
 from ipufit.poptorch._tracing import tracing
@@ -44,6 +45,7 @@ def _mark(structure: Any, mode: Any, operator: Any, kind: str) -> Any:
                 f"You may only set overlap for torch.tensor {kind}s. {type(tensor)} is not "
                 "supported. Leave out what is not a tensor."
             )
+        noticed(f"set_overlap_for_{kind}", tensor)
         if tracing() is None:
             return tensor
         result: Tensor = _Same.apply(  # type: ignore[no-untyped-call]
