@@ -793,7 +793,7 @@ class Model:
         layers: Union[str, Sequence[str], None] = None,
         strategy: Optional[str] = None,
         schedule: str = "grouped",
-        recompute: bool = False,
+        recompute: Union[bool, str, Sequence[str], None] = None,
         ipu_memory: Optional[int] = None,
     ) -> PartitionPlan:
         """Estimate what training takes on IPUs: memory, FLOPs and time of every stage.
@@ -815,7 +815,10 @@ class Model:
             layers: as for ``compile``.
             strategy: "pipelined" or "sharded"; None is what ``compile`` was told.
             schedule: of a pipeline: "grouped", as PopTorch's, "interleaved" or "sequential".
-            recompute: keep the inputs of a stage alone, and compute its activations anew.
+            recompute: what is kept of activations, the rest being computed anew: True for the
+                inputs of the stages, and the outputs of the layers that ``compile(recompute=...)``
+                names; other names instead of those; False keeps all. None is as compiled: True in
+                a pipeline, where PopTorch does so by itself, else False.
             ipu_memory: bytes of an IPU to fill at most; None is all of 1,472 tiles x 624 KiB.
 
         Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 from ipufit.arguments import one_of
 from ipufit.errors import ConfigurationError, PartitionError, UnknownNameError
@@ -12,6 +12,7 @@ from ipufit.parallel.costs import IPU_MEMORY, StageCost
 from ipufit.parallel.partition import STRATEGIES, Partition
 from ipufit.parallel.partition_plan import PartitionPlan, Planned
 from ipufit.parallel.planning import Estimator, schedule_of
+from ipufit.parallel.recomputation import resolve_recompute
 from ipufit.parallel.resolving import AUTO, PartitionRequest, resolve_partition
 from ipufit.parallel.schedule import SCHEDULES
 from ipufit.plan import Plan
@@ -44,7 +45,8 @@ def planned(
     Raises:
         ConfigurationError: arguments that can't work.
     """
-    schedule, recompute, memory = _checked(how)
+    schedule, memory = _checked(how)
+    recompute = _recomputation(session, how[1])
     ipus, accumulation = work
     rounds = session.auto_round_ipus
     Plan.make(  # before the work of a trace
@@ -62,9 +64,13 @@ def planned(
         )
     schedule = schedule_of(strategy, schedule)
     sample = _sample(session, x)
-    estimator = session.estimator(sample, wanted.given)
+    estimator = session.estimator(sample, wanted.given, recompute.checkpoints)
     if wanted.counts:
-        costs = _smallest(estimator, wanted.counts, schedule, recompute, memory)
+
+        def again(count: int) -> bool:
+            return recompute.of(strategy, count)
+
+        costs = _smallest(estimator, wanted.counts, schedule, again, memory)
     else:
         costs = estimator.given(wanted.given)
     count = len(costs)
@@ -89,20 +95,48 @@ def planned(
             replicas=plan.replicas,
             strategy=strategy,
             schedule=schedule,
-            recompute=recompute,
+            recompute=recompute.of(strategy, count),
             memory=memory,
             unused=estimator.unused,
+            checkpoints=recompute.checkpoints,
         ),
     )
 
 
-def _checked(how: Tuple[Any, Any, Any]) -> Tuple[str, bool, int]:
-    schedule, recompute, memory = how
+@dataclasses.dataclass(frozen=True)
+class _Recomputation:
+    """Which activations are computed again.
+
+    Attributes:
+        checkpoints: layers from whose outputs it starts, besides the inputs of the stages.
+        of: whether there is any, by strategy and number of stages.
+    """
+
+    checkpoints: Tuple[str, ...]
+    of: Callable[[str, int], bool]
+
+
+def _recomputation(session: Session, given: Any) -> _Recomputation:
+    """As compiled, or as the plan is asked to assume.
+
+    Raises:
+        UnknownNameError: a layer that there is not.
+        ConfigurationError: anything else that can't work.
+    """
+    compiled = session.recipe.recompute
+    if given is None:
+        return _Recomputation(compiled, session.recomputes)
+    if isinstance(given, bool):
+        return _Recomputation(compiled if given else (), lambda strategy, count: given)
+    names = resolve_recompute(session.module, given, False)
+    return _Recomputation(names, lambda strategy, count: True)
+
+
+def _checked(how: Tuple[Any, Any, Any]) -> Tuple[str, int]:
+    schedule, _, memory = how
     faults = Faults()
     with faults.collected():
         one_of("schedule", schedule, SCHEDULES)
-    with faults.collected():
-        one_of("recompute", recompute, (True, False))
     with faults.collected():
         whole = isinstance(memory, int) and not isinstance(memory, bool)
         if memory is not None and not (whole and memory > 0):
@@ -111,7 +145,7 @@ def _checked(how: Tuple[Any, Any, Any]) -> Tuple[str, bool, int]:
                 "out for the memory of an IPU."
             )
     faults.raise_all()
-    return schedule, recompute, IPU_MEMORY if memory is None else memory
+    return schedule, IPU_MEMORY if memory is None else memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +204,11 @@ def _estimated(partition: Optional[Partition]) -> _Wanted:
 
 
 def _smallest(
-    estimator: Estimator, counts: Sequence[int], schedule: str, recompute: bool, memory: int
+    estimator: Estimator,
+    counts: Sequence[int],
+    schedule: str,
+    recompute: Callable[[int], bool],
+    memory: int,
 ) -> List[StageCost]:
     """The fewest stages that fit, or else the evenest of the largest number that can be made.
 
@@ -180,14 +218,14 @@ def _smallest(
     evenest: Optional[List[StageCost]] = None
     for count in counts:
         try:
-            found = estimator.divided(count, schedule, recompute, memory)
+            found = estimator.divided(count, schedule, recompute(count), memory)
         except PartitionError:
             if evenest is None:
                 raise
             break
         if found is not None:
             return found
-        evenest = estimator.divided(count, schedule, recompute)
+        evenest = estimator.divided(count, schedule, recompute(count))
     assert evenest is not None
     return evenest
 

@@ -242,9 +242,33 @@ class Session:
         meter = Meter(metrics, plan, self.loss, prepared.rules, settings)
         return Job(program, feed, plan, meter, first)
 
-    def estimator(self, sample: MicroBatch, partition: Optional[Partition] = None) -> Estimator:
-        """Says what divisions of the module take; see :class:`Estimator`."""
-        return Estimator(self.module, self.loss, self._optimizer, self.recipe, sample, partition)
+    def estimator(
+        self,
+        sample: MicroBatch,
+        partition: Optional[Partition] = None,
+        recompute: Optional[Sequence[str]] = None,
+    ) -> Estimator:
+        """Says what divisions of the module take; see :class:`Estimator`.
+
+        Args:
+            sample: a micro-batch.
+            partition: whose rules are checked on the way.
+            recompute: layers from whose outputs recomputation starts; None is those of ``compile``.
+        """
+        names = self.recipe.recompute if recompute is None else recompute
+        how = (self._optimizer, self.recipe, sample, partition, names)
+        return Estimator(self.module, self.loss, *how)
+
+    def recomputes(self, strategy: str, stages: int) -> bool:
+        """Whether training, as compiled, has PopTorch compute activations again.
+
+        It does so in a pipeline, unless the options of its compiler say otherwise.
+        """
+        if self._optimizer is None:
+            return False
+        popart = getattr(self._options.get(TRAINING), "_Popart", None)
+        chosen = getattr(popart, "options", {}).get("autoRecomputation")
+        return strategy == "pipelined" and stages > 1 if chosen is None else bool(chosen)
 
     def _divide(self, first: MicroBatch) -> None:
         """Find the stages that ``stages="auto"`` left open, once."""
@@ -252,7 +276,8 @@ class Session:
         if partition is not None:
             with deferred():
                 estimator = self.estimator(first)
-                begins = estimator.automatic(partition.stages, partition.strategy)
+                recompute = self.recomputes(partition.strategy, partition.stages)
+                begins = estimator.automatic(partition.stages, partition.strategy, recompute)
             self.partitions = self.partitions.found(begins)
 
     def _spec(

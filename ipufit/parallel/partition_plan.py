@@ -35,6 +35,7 @@ class Planned:
         recompute: whether activations are recomputed.
         memory: bytes of an IPU that may be used.
         unused: parameters that the module does not use.
+        checkpoints: layers from whose outputs recomputation starts, besides the inputs of stages.
     """
 
     title: str
@@ -47,6 +48,7 @@ class Planned:
     recompute: bool
     memory: int
     unused: Tuple[str, ...] = ()
+    checkpoints: Tuple[str, ...] = ()
 
 
 class PartitionPlan:
@@ -163,8 +165,12 @@ class PartitionPlan:
     def to_dict(self) -> Dict[str, Any]:
         """Everything in plain values."""
         planned = dataclasses.asdict(self.planned)
-        planned.update(begins=dict(self.planned.begins), unused=list(self.planned.unused))
-        schedule, recompute = self.planned.schedule, self.planned.recompute
+        planned.update(
+            begins=dict(self.planned.begins),
+            unused=list(self.planned.unused),
+            checkpoints=list(self.planned.checkpoints),
+        )
+        schedule = self.planned.schedule
         stages = []
         for stage, (cost, memory) in enumerate(zip(self.costs, self.memory)):
             flights = in_flight(schedule, stage, len(self.costs))
@@ -181,7 +187,6 @@ class PartitionPlan:
         names = SCHEDULES if len(self.costs) > 1 else ()
         return {
             **planned,
-            "recompute": recompute,
             "fits": self.fits,
             "utilisation": {name: self.utilisation(schedule=name) for name in names},
             "stages": stages,
