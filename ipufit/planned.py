@@ -6,8 +6,17 @@ import dataclasses
 from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 from ipufit.arguments import one_of
-from ipufit.errors import ConfigurationError, PartitionError, UnknownNameError
+from ipufit.data.source import Source
+from ipufit.errors import (
+    ConfigurationError,
+    DataError,
+    IpufitError,
+    PartitionError,
+    UnknownNameError,
+)
 from ipufit.faults import Faults
+from ipufit.first_batch import check_call
+from ipufit.parallel.as_planned import fingerprint
 from ipufit.parallel.costs import IPU_MEMORY, StageCost
 from ipufit.parallel.partition import STRATEGIES, Partition
 from ipufit.parallel.partition_plan import PartitionPlan, Planned
@@ -16,6 +25,7 @@ from ipufit.parallel.recomputation import resolve_recompute
 from ipufit.parallel.resolving import AUTO, PartitionRequest, resolve_partition
 from ipufit.parallel.schedule import SCHEDULES
 from ipufit.plan import Plan
+from ipufit.plan_checks import round_up
 from ipufit.program import MicroBatch
 from ipufit.session import Session
 from ipufit.summary import sample_of
@@ -49,13 +59,9 @@ def planned(
     recompute = _recomputation(session, how[1])
     ipus, accumulation = work
     rounds = session.auto_round_ipus
-    Plan.make(  # before the work of a trace
-        micro_batch_size=1,
-        ipus=ipus,
-        gradient_accumulation=1 if accumulation is None else accumulation,
-        auto_round_ipus=rounds,
-    )
+    Plan.make(micro_batch_size=1, ipus=ipus, auto_round_ipus=rounds)
     wanted = _wanted(session, asked, ipus)
+    _check_work(wanted, ipus, accumulation, rounds)  # before the work of a trace
     strategy = wanted.strategy
     if schedule != SCHEDULES[0] and strategy == "sharded":
         raise ConfigurationError(
@@ -64,7 +70,7 @@ def planned(
         )
     schedule = schedule_of(strategy, schedule)
     sample = _sample(session, x)
-    estimator = session.estimator(sample, wanted.given, recompute.checkpoints)
+    estimator = _estimator(session, sample, wanted.given, recompute.checkpoints)
     if wanted.counts:
 
         def again(count: int) -> bool:
@@ -99,6 +105,8 @@ def planned(
             memory=memory,
             unused=estimator.unused,
             checkpoints=recompute.checkpoints,
+            fingerprint=fingerprint(session.module),
+            with_loss=session.loss.in_module or sample.unpack()[2] is not None,
         ),
     )
 
@@ -186,6 +194,33 @@ def _wanted(session: Session, asked: PartitionRequest, ipus: Optional[int]) -> _
     return _Wanted(None, strategy, tuple(1 << p for p in range(most.bit_length())))
 
 
+def _check_work(wanted: _Wanted, ipus: Any, accumulation: Any, rounds: bool) -> None:
+    """Hold the number of stages, where it is known, against the IPUs.
+
+    Raises:
+        PartitionError: so many IPUs can't be reserved.
+        PlanError: they are no replicas of so many.
+    """
+    count = wanted.given.stages if wanted.given is not None else 1
+    count = wanted.counts[0] if wanted.counts else count
+    least, most = round_up(count) // 2, round_up(count)
+    if ipus is None and count != most and not rounds:
+        raise PartitionError(
+            f"a replica must have a power of two of stages, each on an IPU, got {count}. Plan with "
+            f"{least} or {most}, such as ipus_per_replica={most}, or compile with "
+            "auto_round_ipus=True to leave IPUs idle."
+        )
+    filling = accumulation is not None and wanted.strategy == "pipelined"
+    Plan.make(
+        micro_batch_size=1,
+        ipus=ipus,
+        gradient_accumulation=1 if accumulation is None else accumulation,
+        stages=count,
+        pipelined=filling,
+        auto_round_ipus=rounds,
+    )
+
+
 def _estimated(partition: Optional[Partition]) -> _Wanted:
     """Refuse phases.
 
@@ -230,9 +265,35 @@ def _smallest(
     return evenest
 
 
+def _estimator(
+    session: Session,
+    sample: MicroBatch,
+    partition: Optional[Partition],
+    checkpoints: Sequence[str],
+) -> Estimator:
+    """Follow the batch through the module.
+
+    Raises:
+        DataError: the module or the loss can't take it.
+    """
+    try:
+        return session.estimator(sample, partition, checkpoints)
+    except IpufitError:
+        raise
+    except Exception as error:
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in sample.leaves)
+        raise DataError(
+            "plan must be able to run module and loss on the batch, whose tensors have shape "
+            f"{shapes}, but that fails: {type(error).__name__}: "
+            f"{str(error).partition(chr(10))[0].rstrip('.')}. Pass a batch that fit takes."
+        ) from error
+
+
 def _sample(session: Session, x: Any) -> MicroBatch:
     if x is not None:
-        return sample_of(x, session.loss.in_module, "plan", target=True)
+        sample = sample_of(x, session.loss.in_module, "plan", target=True)
+        check_call(session.module, sample, session.loss, Source([], "plan"))
+        return sample
     if session.sample is None:
         raise ConfigurationError(
             "plan needs a batch, plan((inputs, target)), or an earlier fit; got neither."

@@ -267,6 +267,8 @@ def test_the_slowest_stage_is_as_fast_as_brute_force_makes_it(times, weights, st
     pairs = list(zip(bounds, bounds[1:]))
     assert all(fits(stage, *pair) for stage, pair in enumerate(pairs))
     assert max(time(*pair) for pair in pairs) == min(values)
+    assert best_cuts(parts, stages, time, fits, limit=min(values)) == found
+    assert best_cuts(parts, stages, time, fits, limit=min(values) - 1) is None
 
 
 def slowest(costs):

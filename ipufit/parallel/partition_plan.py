@@ -36,6 +36,8 @@ class Planned:
         memory: bytes of an IPU that may be used.
         unused: parameters that the module does not use.
         checkpoints: layers from whose outputs recomputation starts, besides the inputs of stages.
+        with_loss: whether the loss is counted, for which the batch must have a target.
+        fingerprint: of the module's layers and parameters.
     """
 
     title: str
@@ -49,6 +51,8 @@ class Planned:
     memory: int
     unused: Tuple[str, ...] = ()
     checkpoints: Tuple[str, ...] = ()
+    with_loss: bool = True
+    fingerprint: str = ""
 
 
 class PartitionPlan:
@@ -64,7 +68,8 @@ class PartitionPlan:
 
     Attributes:
         costs, planned: those.
-        stages: for ``compile(stages=...)``: modules that begin a stage, by name.
+        stages: modules that begin a stage, by name. ``compile(stages=plan)`` takes the plan itself,
+            ``compile(stages=plan.stages)`` leaves out its checks.
     """
 
     def __init__(self, costs: Sequence[StageCost], planned: Planned) -> None:
@@ -202,7 +207,7 @@ class PartitionPlan:
             The matplotlib ``Figure``.
 
         Raises:
-            ConfigurationError: matplotlib is not installed.
+            ConfigurationError: matplotlib is not installed, or the path can't be written.
         """
         from ipufit.parallel.picture import draw
 

@@ -90,6 +90,8 @@ def _stage_table(plan: PartitionPlan) -> List[str]:
         f"Memory of an IPU: {size(planned.memory)}{parts}; stage {fullest} takes most, and "
         f"{verdict}. Code, exchange and temporary tensors are not counted."
     )
+    if not planned.with_loss:
+        lines.append("Without a target: the loss is not counted.")
     if planned.unused:
         some = ", ".join(planned.unused[:5]) + (", ..." if len(planned.unused) > 5 else "")
         lines.append(f"Not used by forward, and not counted: {some}.")
