@@ -812,9 +812,9 @@ class Model:
         be; ``compile(stages=plan)`` takes it.
 
         Args:
-            x: a micro-batch: inputs as ``predict`` takes them, a tuple or list ``(inputs, target)``,
-                with which the loss is counted too, or a loader, whose first batch is read. Only
-                shapes and dtypes matter. None takes those of the last ``fit``.
+            x: a micro-batch: inputs as ``predict`` takes them, a tuple or list of inputs and
+                target, with which the loss is counted too, or a loader, whose first batch is read.
+                Only shapes and dtypes matter. None takes those of the last ``fit``.
             ipus: as for ``fit``; at most so many are looked for.
             gradient_accumulation: as for ``fit``; None is the smallest that fills the pipeline.
             ipus_per_replica: find a division into so many stages.

@@ -67,10 +67,11 @@ class Estimator:
         modules = {"net": module}
         if loss.module is not None:
             modules["loss_module"] = loss.module
+        states = state_bytes(optimizer) if optimizer is not None else {}
+        if recipe.offload_optimizer_state:
+            states = dict.fromkeys(states, 0)
         self._module = module
-        self._costs = Costs(
-            trace, modules, state_bytes(optimizer) if optimizer is not None else {}, wide
-        )
+        self._costs = Costs(trace, modules, states, wide)
 
     @property
     def unused(self) -> Tuple[str, ...]:
