@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ipufit.errors import PartitionError
 from ipufit.parallel.partition import BLOCK, Partition
-from ipufit.parallel.serialized import CutWeight, Serialized
+from ipufit.parallel.serialized import Serialized
 from ipufit.parallel.serializing import ipus_of
 
 __all__ = ["followed"]
@@ -35,7 +35,7 @@ def followed(
             a parameter is used in two; or the module has blocks of its own that contradict it.
     """
     with _own_blocks(partition):
-        if partition is None or not (partition.begins or ipus_of(module)):
+        if partition is None or not (partition.begins or ipus_of(module, module.training)):
             yield
             return
         walk = _Walk(partition, module, on_begin)
@@ -100,8 +100,8 @@ class _Walk:
         stage = self._begins.get(name)
         if stage is not None:
             self._enter(name, stage)
-        if isinstance(part, Serialized) and part.parts.ipus:
-            self._spread(name, part.parts.ipus)
+        if isinstance(part, Serialized) and part.parts_in(part.training).ipus:
+            self._spread(name, part.parts_in(part.training).ipus)
         self._called.setdefault(name, set()).add(self._stage)
 
     def _enter(self, name: str, stage: int) -> None:
@@ -147,10 +147,9 @@ class _Walk:
     def _stages_of(self, name: str, key: str) -> List[int]:
         """The stages in which a module ran, or else the nearest one around it that did."""
         owner = self._module.get_submodule(name)
-        if isinstance(owner, CutWeight) and owner.parts.ipus and key in owner.piece_names():
-            ipu = owner.parts.ipu_of(owner.piece_names().index(key))
-            assert ipu is not None
-            return [ipu]
+        places = owner.places(owner.training) if isinstance(owner, Serialized) else {}
+        if key in places:
+            return list(places[key])
         part: Optional[str] = self._names.get(id(owner), name)
         while part:
             if part in self._called:
