@@ -25,7 +25,9 @@ from ipufit.ipu_config import report as config_report
 from ipufit.losses import Loss, resolve_loss
 from ipufit.metrics import MetricSet, resolve_metrics
 from ipufit.optimizers import resolve_optimizer
+from ipufit.parallel.as_planned import as_planned
 from ipufit.parallel.partition import NOT_DIVIDED
+from ipufit.parallel.partition_plan import PartitionPlan
 from ipufit.parallel.recomputation import resolve_recompute
 from ipufit.parallel.resolving import PartitionRequest, resolve_partitions
 from ipufit.parallel.serializing import described, serialized_while_checked
@@ -96,7 +98,14 @@ def compiled(
         ConfigurationError: something can't work; several faults as one error.
     """
     faults = Faults()
-    config = None
+    config = limit = None
+    if isinstance(asked.partition.stages, PartitionPlan):
+        limit = asked.partition.stages.planned.memory
+    with faults.collected():
+        first, second = asked.partition, asked.inference_partition
+        first, second = as_planned(module, first), as_planned(module, second)
+        asked = dataclasses.replace(asked, partition=first, inference_partition=second)
+    faults.raise_all()
     with faults.collected():
         config = load_config(asked.config)
     if config is not None:
@@ -129,7 +138,7 @@ def compiled(
     )
     cuts = asked.serialized_layers, asked.inference_serialized_layers
     with serialized_while_checked(module, *cuts, faults, by_config=config is not None):
-        return _checked(module, make_engine, asked, config, pair, faults)
+        return _checked(module, make_engine, asked, config, pair, faults, limit)
 
 
 def _checked(
@@ -139,6 +148,7 @@ def _checked(
     config: Optional[IPUConfig],
     pair: OptionPair,
     faults: Faults,
+    planned_memory: Optional[int],
 ) -> Session:
     resolved, metrics, optimizer = _what(module, asked, faults)
     settings = _how(module, asked, faults)
@@ -179,6 +189,7 @@ def _checked(
         options,
         partitions,
         fixed,
+        planned_memory,
     )
 
 

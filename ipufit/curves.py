@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any, List, Optional, Sequence, Tuple, Union
 
 from ipufit.direction import direction_of
-from ipufit.drawing import new_figure
+from ipufit.drawing import new_figure, saved
 from ipufit.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -53,9 +53,7 @@ def draw(
             _draw_epochs(panel, name, history, mark_best)
     for panel in panels[len(names) :]:
         panel.remove()
-    if path is not None:
-        figure.savefig(path, dpi=120)
-    return figure
+    return saved(figure, path, "History.plot")
 
 
 def _chosen(history: History, metrics: Union[str, Sequence[str], None]) -> List[Tuple[str, bool]]:

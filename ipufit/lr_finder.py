@@ -12,7 +12,7 @@ import os
 from typing import Any, List, Mapping, Optional, Tuple, Union
 
 from ipufit.callbacks import Callback
-from ipufit.drawing import new_figure
+from ipufit.drawing import new_figure, saved
 from ipufit.errors import ConfigurationError
 from ipufit.meter import Meter
 
@@ -65,7 +65,7 @@ class LearningRates:
             The matplotlib ``Figure``.
 
         Raises:
-            ConfigurationError: matplotlib is not installed.
+            ConfigurationError: matplotlib is not installed, or the path can't be written.
         """
         figure = new_figure("LearningRates.plot", (6.0, 3.8))
         panel = figure.subplots()
@@ -84,9 +84,7 @@ class LearningRates:
         panel.set_ylabel("loss")
         panel.grid(alpha=0.3)
         panel.legend(frameon=False)
-        if path is not None:
-            figure.savefig(path, dpi=120)
-        return figure
+        return saved(figure, path, "LearningRates.plot")
 
     def __repr__(self) -> str:
         suggestion = self.suggestion

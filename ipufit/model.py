@@ -112,12 +112,12 @@ class Model:
         output_mode: Optional[str] = None,
         output_every: Optional[int] = None,
         gradient_reduction: Optional[str] = None,
-        stages: Union[Mapping[str, int], str, None] = None,
+        stages: Union[Mapping[str, int], str, PartitionPlan, None] = None,
         layers_per_ipu: Optional[Sequence[int]] = None,
         layers: Union[str, Sequence[str], None] = None,
         strategy: Any = None,
         ipus_per_replica: Optional[int] = None,
-        inference_stages: Optional[Mapping[str, int]] = None,
+        inference_stages: Union[Mapping[str, int], PartitionPlan, None] = None,
         inference_layers_per_ipu: Optional[Sequence[int]] = None,
         inference_strategy: Any = None,
         auto_round_ipus: Optional[bool] = None,
@@ -184,7 +184,9 @@ class Model:
                 until another begins, and has an IPU of its own; "after x" begins one when module x
                 has returned. It changes no number, only where on IPUs things are. "auto" finds,
                 when the first micro-batch is known, ipus_per_replica stages of which the slowest
-                is as fast as it can be and which fit memory, by the estimate of :meth:`plan`.
+                is as fast as it can be and which fit memory, by the estimate of :meth:`plan`. A
+                plan stands for its stages and its strategy; ``fit`` then refuses micro-batches
+                with which they need more memory than it was made for.
             layers_per_ipu: instead of stages, how many of the repeated layers are on each IPU; -1
                 for an even share of the rest, what does not divide on the last such IPU. What
                 comes before the layers is on the first IPU, what comes after on the last; 0 for
@@ -806,7 +808,7 @@ class Model:
         layers: Union[str, Sequence[str], None] = None,
         strategy: Optional[str] = None,
         schedule: str = "grouped",
-        recompute: bool = False,
+        recompute: Union[bool, str, Sequence[str], None] = None,
         ipu_memory: Optional[int] = None,
     ) -> PartitionPlan:
         """Estimate what training takes on IPUs: memory, FLOPs and time of every stage.
@@ -814,12 +816,12 @@ class Model:
         One micro-batch goes through module, loss and backward pass as tensors without values;
         nothing is changed. Without a division of its own and of ``compile``, the plan finds one:
         the smallest power of two of stages that fits memory, the slowest stage as fast as it can
-        be; its ``stages`` are for ``compile``.
+        be; ``compile(stages=plan)`` takes it.
 
         Args:
-            x: a micro-batch as ``predict`` takes it, a tuple ``(inputs, target)``, with which the
-                loss is counted too, or a loader, whose first batch is read. Only shapes and dtypes
-                matter. None takes those of the last ``fit``.
+            x: a micro-batch: inputs as ``predict`` takes them, a tuple or list of inputs and
+                target, with which the loss is counted too, or a loader, whose first batch is read.
+                Only shapes and dtypes matter. None takes those of the last ``fit``.
             ipus: as for ``fit``; at most so many are looked for.
             gradient_accumulation: as for ``fit``; None is the smallest that fills the pipeline.
             ipus_per_replica: find a division into so many stages.
@@ -828,7 +830,10 @@ class Model:
             layers: as for ``compile``.
             strategy: "pipelined" or "sharded"; None is what ``compile`` was told.
             schedule: of a pipeline: "grouped", as PopTorch's, "interleaved" or "sequential".
-            recompute: keep the inputs of a stage alone, and compute its activations anew.
+            recompute: what is kept of activations, the rest being computed anew: True for the
+                inputs of the stages, and the outputs of the layers that ``compile(recompute=...)``
+                names; other names instead of those; False keeps all. None is as compiled: True in
+                a pipeline, where PopTorch does so by itself, else False.
             ipu_memory: bytes of an IPU to fill at most; None is all of 1,472 tiles x 624 KiB.
 
         Raises:

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 from torch import nn
 
 from ipufit.arguments import one_of
-from ipufit.errors import ConfigurationError, PartitionError, UnknownNameError
+from ipufit.data.source import Source
+from ipufit.errors import (
+    ConfigurationError,
+    DataError,
+    IpufitError,
+    PartitionError,
+    UnknownNameError,
+)
 from ipufit.faults import Faults
+from ipufit.first_batch import check_call
+from ipufit.parallel.as_planned import fingerprint
 from ipufit.parallel.costs import IPU_MEMORY, StageCost
 from ipufit.parallel.partition import AFTER, STRATEGIES, Partition
 from ipufit.parallel.partition_plan import PartitionPlan, Planned
 from ipufit.parallel.planning import Estimator, schedule_of
+from ipufit.parallel.recomputation import resolve_recompute
 from ipufit.parallel.resolving import AUTO, PartitionRequest, resolve_partition
 from ipufit.parallel.schedule import SCHEDULES
 from ipufit.plan import Plan
+from ipufit.plan_checks import round_up
 from ipufit.program import MicroBatch
 from ipufit.session import Session
 from ipufit.summary import sample_of
@@ -46,16 +57,13 @@ def planned(
     Raises:
         ConfigurationError: arguments that can't work.
     """
-    schedule, recompute, memory = _checked(how)
+    schedule, memory = _checked(how)
+    recompute = _recomputation(session, how[1])
     ipus, accumulation = work
     rounds = session.auto_round_ipus
-    Plan.make(  # before the work of a trace
-        micro_batch_size=1,
-        ipus=ipus,
-        gradient_accumulation=1 if accumulation is None else accumulation,
-        auto_round_ipus=rounds,
-    )
+    Plan.make(micro_batch_size=1, ipus=ipus, auto_round_ipus=rounds)
     wanted = _wanted(session, asked, ipus)
+    _check_work(wanted, ipus, accumulation, rounds)  # before the work of a trace
     strategy = wanted.strategy
     if schedule != SCHEDULES[0] and strategy == "sharded":
         raise ConfigurationError(
@@ -64,9 +72,13 @@ def planned(
         )
     schedule = schedule_of(strategy, schedule)
     sample = _sample(session, x)
-    estimator = session.estimator(sample, wanted.given)
+    estimator = _estimator(session, sample, wanted.given, recompute.checkpoints)
     if wanted.counts:
-        costs = _smallest(estimator, wanted.counts, schedule, recompute, memory)
+
+        def again(count: int) -> bool:
+            return recompute.of(strategy, count)
+
+        costs = _smallest(estimator, wanted.counts, schedule, again, memory)
     else:
         costs = estimator.given(wanted.given)
     count = len(costs)
@@ -91,9 +103,12 @@ def planned(
             replicas=plan.replicas,
             strategy=strategy,
             schedule=schedule,
-            recompute=recompute,
+            recompute=recompute.of(strategy, count),
             memory=memory,
             unused=estimator.unused,
+            checkpoints=recompute.checkpoints,
+            fingerprint=fingerprint(session.module),
+            with_loss=session.loss.in_module or sample.unpack()[2] is not None,
         ),
     )
 
@@ -108,13 +123,40 @@ def _begins(costs: Sequence[StageCost], module: nn.Module) -> Tuple[Tuple[str, i
     )
 
 
-def _checked(how: Tuple[Any, Any, Any]) -> Tuple[str, bool, int]:
-    schedule, recompute, memory = how
+@dataclasses.dataclass(frozen=True)
+class _Recomputation:
+    """Which activations are computed again.
+
+    Attributes:
+        checkpoints: layers from whose outputs it starts, besides the inputs of the stages.
+        of: whether there is any, by strategy and number of stages.
+    """
+
+    checkpoints: Tuple[str, ...]
+    of: Callable[[str, int], bool]
+
+
+def _recomputation(session: Session, given: Any) -> _Recomputation:
+    """As compiled, or as the plan is asked to assume.
+
+    Raises:
+        UnknownNameError: a layer that there is not.
+        ConfigurationError: anything else that can't work.
+    """
+    compiled = session.recipe.recompute
+    if given is None:
+        return _Recomputation(compiled, session.recomputes)
+    if isinstance(given, bool):
+        return _Recomputation(compiled if given else (), lambda strategy, count: given)
+    names = resolve_recompute(session.module, given, False)
+    return _Recomputation(names, lambda strategy, count: True)
+
+
+def _checked(how: Tuple[Any, Any, Any]) -> Tuple[str, int]:
+    schedule, _, memory = how
     faults = Faults()
     with faults.collected():
         one_of("schedule", schedule, SCHEDULES)
-    with faults.collected():
-        one_of("recompute", recompute, (True, False))
     with faults.collected():
         whole = isinstance(memory, int) and not isinstance(memory, bool)
         if memory is not None and not (whole and memory > 0):
@@ -123,7 +165,7 @@ def _checked(how: Tuple[Any, Any, Any]) -> Tuple[str, bool, int]:
                 "out for the memory of an IPU."
             )
     faults.raise_all()
-    return schedule, recompute, IPU_MEMORY if memory is None else memory
+    return schedule, IPU_MEMORY if memory is None else memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +206,33 @@ def _wanted(session: Session, asked: PartitionRequest, ipus: Optional[int]) -> _
     return _Wanted(None, strategy, tuple(1 << p for p in range(most.bit_length())))
 
 
+def _check_work(wanted: _Wanted, ipus: Any, accumulation: Any, rounds: bool) -> None:
+    """Hold the number of stages, where it is known, against the IPUs.
+
+    Raises:
+        PartitionError: so many IPUs can't be reserved.
+        PlanError: they are no replicas of so many.
+    """
+    count = wanted.given.stages if wanted.given is not None else 1
+    count = wanted.counts[0] if wanted.counts else count
+    least, most = round_up(count) // 2, round_up(count)
+    if ipus is None and count != most and not rounds:
+        raise PartitionError(
+            f"a replica must have a power of two of stages, each on an IPU, got {count}. Plan with "
+            f"{least} or {most}, such as ipus_per_replica={most}, or compile with "
+            "auto_round_ipus=True to leave IPUs idle."
+        )
+    filling = accumulation is not None and wanted.strategy == "pipelined"
+    Plan.make(
+        micro_batch_size=1,
+        ipus=ipus,
+        gradient_accumulation=1 if accumulation is None else accumulation,
+        stages=count,
+        pipelined=filling,
+        auto_round_ipus=rounds,
+    )
+
+
 def _estimated(partition: Optional[Partition]) -> _Wanted:
     """Refuse phases.
 
@@ -182,7 +251,11 @@ def _estimated(partition: Optional[Partition]) -> _Wanted:
 
 
 def _smallest(
-    estimator: Estimator, counts: Sequence[int], schedule: str, recompute: bool, memory: int
+    estimator: Estimator,
+    counts: Sequence[int],
+    schedule: str,
+    recompute: Callable[[int], bool],
+    memory: int,
 ) -> List[StageCost]:
     """The fewest stages that fit, or else the evenest of the largest number that can be made.
 
@@ -192,21 +265,47 @@ def _smallest(
     evenest: Optional[List[StageCost]] = None
     for count in counts:
         try:
-            found = estimator.divided(count, schedule, recompute, memory)
+            found = estimator.divided(count, schedule, recompute(count), memory)
         except PartitionError:
             if evenest is None:
                 raise
             break
         if found is not None:
             return found
-        evenest = estimator.divided(count, schedule, recompute)
+        evenest = estimator.divided(count, schedule, recompute(count))
     assert evenest is not None
     return evenest
 
 
+def _estimator(
+    session: Session,
+    sample: MicroBatch,
+    partition: Optional[Partition],
+    checkpoints: Sequence[str],
+) -> Estimator:
+    """Follow the batch through the module.
+
+    Raises:
+        DataError: the module or the loss can't take it.
+    """
+    try:
+        return session.estimator(sample, partition, checkpoints)
+    except IpufitError:
+        raise
+    except Exception as error:
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in sample.leaves)
+        raise DataError(
+            "plan must be able to run module and loss on the batch, whose tensors have shape "
+            f"{shapes}, but that fails: {type(error).__name__}: "
+            f"{str(error).partition(chr(10))[0].rstrip('.')}. Pass a batch that fit takes."
+        ) from error
+
+
 def _sample(session: Session, x: Any) -> MicroBatch:
     if x is not None:
-        return sample_of(x, session.loss.in_module, "plan", target=True)
+        sample = sample_of(x, session.loss.in_module, "plan", target=True)
+        check_call(session.module, sample, session.loss, Source([], "plan"))
+        return sample
     if session.sample is None:
         raise ConfigurationError(
             "plan needs a batch, plan((inputs, target)), or an earlier fit; got neither."

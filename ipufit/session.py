@@ -14,6 +14,7 @@ from ipufit import loop
 from ipufit.configured import FixedWork
 from ipufit.data.feed import Feed
 from ipufit.data.source import Source
+from ipufit.dividing import Divider
 from ipufit.errors import ConfigurationError
 from ipufit.first_batch import check_call, prepare_tail, probe
 from ipufit.interrupts import deferred
@@ -50,6 +51,7 @@ class Session:
         options: settings of the engine's own, by the argument of ``compile``.
         partitions: how the module lies on the IPUs of a replica.
         fixed: arguments of later calls that ``compile`` has fixed; none by default.
+        planned_memory: bytes per IPU of a plan that ``compile`` was given; None where it was none.
 
     Attributes:
         updates: weight updates done so far.
@@ -70,10 +72,12 @@ class Session:
         options: Optional[Mapping[str, Any]] = None,
         partitions: Partitions = NOT_DIVIDED,
         fixed: Optional[FixedWork] = None,
+        planned_memory: Optional[int] = None,
     ) -> None:
         self.fixed = fixed or FixedWork()
         self._options = options or {}
         self.partitions = partitions
+        self._divider = Divider(planned_memory)
         self.module = module
         self.engine = engine
         self.loss = loss
@@ -217,7 +221,7 @@ class Session:
         wants_outputs: bool,
     ) -> Job:
         check_call(self.module, first, self.loss, source)
-        self._divide(first)
+        self.partitions = self._divider.divided(self, first, mode is Mode.TRAIN)
         plan = dataclasses.replace(plan, micro_batch_size=feed.micro_batch_size or first.size)
         metrics = MetricSet() if mode is Mode.PREDICT else self.metrics.fresh()
         spec = self._spec(plan, mode, seed, domain, bool(metrics) or wants_outputs)
@@ -243,18 +247,33 @@ class Session:
         meter = Meter(metrics, plan, self.loss, prepared.rules, settings)
         return Job(program, feed, plan, meter, first)
 
-    def estimator(self, sample: MicroBatch, partition: Optional[Partition] = None) -> Estimator:
-        """Says what divisions of the module take; see :class:`Estimator`."""
-        return Estimator(self.module, self.loss, self._optimizer, self.recipe, sample, partition)
+    def estimator(
+        self,
+        sample: MicroBatch,
+        partition: Optional[Partition] = None,
+        recompute: Optional[Sequence[str]] = None,
+    ) -> Estimator:
+        """Says what divisions of the module take; see :class:`Estimator`.
 
-    def _divide(self, first: MicroBatch) -> None:
-        """Find the stages that ``stages="auto"`` left open, once."""
-        partition = self.partitions.open
-        if partition is not None:
-            with deferred():
-                estimator = self.estimator(first)
-                begins = estimator.automatic(partition.stages, partition.strategy)
-            self.partitions = self.partitions.found(begins)
+        Args:
+            sample: a micro-batch.
+            partition: whose rules are checked on the way.
+            recompute: layers from whose outputs recomputation starts; None is those of ``compile``.
+        """
+        names = self.recipe.recompute if recompute is None else recompute
+        how = (self._optimizer, self.recipe, sample, partition, names)
+        return Estimator(self.module, self.loss, *how)
+
+    def recomputes(self, strategy: str, stages: int) -> bool:
+        """Whether training, as compiled, has PopTorch compute activations again.
+
+        It does so in a pipeline, unless the options of its compiler say otherwise.
+        """
+        if self._optimizer is None:
+            return False
+        popart = getattr(self._options.get(TRAINING), "_Popart", None)
+        chosen = getattr(popart, "options", {}).get("autoRecomputation")
+        return strategy == "pipelined" and stages > 1 if chosen is None else bool(chosen)
 
     def _spec(
         self, plan: Plan, mode: Mode, seed: int, domain: str, has_metrics: bool

@@ -58,7 +58,8 @@ def sample_of(x: Any, own_loss: bool, asks: str = "summary", target: bool = Fals
     """A micro-batch from one batch of inputs, as ``predict`` takes it, or from a loader's first.
 
     Args:
-        x: the batch or the loader.
+        x: the batch or the loader; a list of two or three parts of which one is a tensor is a
+            batch, as a DataLoader makes it.
         own_loss: whether the module computes its own loss.
         asks: the method that asks, for messages.
         target: whether to keep the target of a batch that has one.
@@ -68,7 +69,7 @@ def sample_of(x: Any, own_loss: bool, asks: str = "summary", target: bool = Fals
         DataError: it can't be fed.
     """
     batch = x
-    if not isinstance(x, (Tensor, tuple, Mapping)) and type(x).__module__ != "numpy":
+    if not (_is_array(x) or isinstance(x, (tuple, Mapping)) or _is_list_of_parts(x, own_loss)):
         if isinstance(x, collections.abc.Iterator):
             raise ConfigurationError(
                 f"{asks} needs a batch, or a loader that can be read again, got "
@@ -83,6 +84,16 @@ def sample_of(x: Any, own_loss: bool, asks: str = "summary", target: bool = Fals
     with_target = with_target and batch[1] is not None
     mode = Mode.TRAIN if own_loss or with_target else Mode.PREDICT
     return Unpacker(Source([batch], "the sample"), mode, own_loss)(batch, 0)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, Tensor) or type(x).__module__ == "numpy"
+
+
+def _is_list_of_parts(x: Any, own_loss: bool) -> bool:
+    """Whether it is a batch, and not a list of batches."""
+    is_short = isinstance(x, list) and (own_loss or len(x) in (2, 3))
+    return is_short and any(map(_is_array, x))
 
 
 def summarize(

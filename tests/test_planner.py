@@ -8,11 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 
 import ipufit
-from ipufit.parallel.costs import IPU_MEMORY
+from ipufit import poptorch
+from ipufit.errors import PartitionError
+from ipufit.parallel.costs import IPU_MEMORY, memory_of
+from ipufit.parallel.measuring import measure
 from ipufit.parallel.optimizer_state import state_bytes
-from ipufit.parallel.searching import best_cuts
+from ipufit.parallel.partition import Partition
+from ipufit.parallel.searching import best_cuts, cuts_of
+from ipufit.program import MicroBatch
 from tests.test_measuring import kept
 
 pytestmark = pytest.mark.both_engines
@@ -75,7 +81,7 @@ def test_the_optimizers_state_is_what_it_really_keeps(optimizer, per_value, trai
 def test_a_plan_adds_up_parameters_gradients_state_and_activations():
     """Held against the closed forms of linear layers on two stages."""
     model = compiled(stages={"2": 1})
-    plan = model.plan((X, Y))
+    plan = model.plan((X, Y), recompute=False)
     shapes = list(zip(WIDTHS, WIDTHS[1:]))
     for cost, part in zip(plan.costs, (shapes[:2], shapes[2:])):
         values = sum(a * b + b for a, b in part)
@@ -99,11 +105,109 @@ def test_a_plan_adds_up_parameters_gradients_state_and_activations():
     fixed = [c.weight_bytes + c.gradient_bytes + c.optimizer_bytes for c in plan.costs]
     kept_bytes = [3 * first.activation_bytes, last.activation_bytes]
     assert plan.memory == [a + b for a, b in zip(fixed, kept_bytes)]
-    again = model.plan((X, Y), recompute=True)
+    again = model.plan((X, Y))
     assert again.memory[0] == fixed[0] + 3 * 4 * 5 * 6 + 4 * 5 * (9 + 4)
     assert again.memory[1] == plan.memory[1]
     assert again.time_shares[0] > plan.time_shares[0]
     assert sum(plan.time_shares) == pytest.approx(1)
+
+
+def activations_of(plan):
+    """What activations take, stage by stage."""
+    fixed = [c.weight_bytes + c.gradient_bytes + c.optimizer_bytes for c in plan.costs]
+    return [memory - other for memory, other in zip(plan.memory, fixed)]
+
+
+def linears(width, count):
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
+
+
+def test_recomputation_starts_from_inputs_and_from_the_layers_that_compile_names():
+    """Linear layers keep their inputs, one value each: the output of the layer before."""
+    x, one = torch.randn(5, 6), 4 * 5 * 6
+    options = {"stages": {"4": 1}, "recompute": ["1", "5"]}
+    model = ipufit.Model(linears(6, 8))
+    model.compile("sgd", "mse", **options)
+    kept_all = model.plan((x, x), recompute=False)
+    # The last stage keeps the target and the difference to it as well.
+    assert activations_of(kept_all) == [3 * 4 * one, 4 * one + 2 * one]
+    as_compiled = model.plan((x, x))
+    # Of each of three micro-batches the inputs of 0 and 2; then, of one, at most that of 3. The
+    # last stage keeps the inputs of 4 and 6 and the target; then that of 7 and the difference.
+    assert activations_of(as_compiled) == [3 * 2 * one + one, 3 * one + 2 * one]
+    assert as_compiled.to_dict() == model.plan((x, x), recompute=True).to_dict()
+    assert as_compiled.to_dict() == model.plan((x, x), recompute=["1", "5"]).to_dict()
+    assert "Recomputed: from the inputs of the stages and the outputs of 2 layers." in str(
+        as_compiled
+    )
+    other = model.plan((x, x), recompute="0")
+    assert activations_of(other) == [3 * 2 * one + 2 * one, 6 * one]
+    assert "and the output of 1 layer." in str(other)
+    assert (other.planned.checkpoints, as_compiled.planned.checkpoints) == (("0",), ("1", "5"))
+    # The first stage runs all of its forward pass again, the last what comes before its checkpoint.
+    first, last = as_compiled.costs
+    assert first.backward(3, True) == first.backward_clocks + first.forward_clocks
+    assert last.backward(1, True) == last.backward_clocks + last.recomputed_clocks
+    assert 0 < last.recomputed_clocks < last.forward_clocks
+    assert other.costs[1].recomputed_clocks == 0
+
+
+def test_a_checkpoint_that_is_read_in_its_own_segment_is_kept():
+    """As before an operator that no module calls."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.b(torch.sigmoid(self.a(x)))
+
+    x, one = torch.randn(5, 6), 4 * 5 * 6
+    model = ipufit.Model(Net())
+    model.compile("sgd", "mse", stages={"b": 1}, recompute="a")
+    assert activations_of(model.plan((x, x)))[0] == 3 * 2 * one + one
+
+
+def test_activations_are_recomputed_as_poptorch_does_it():
+    """In a pipeline, unless its options say otherwise, and nowhere else."""
+    model = compiled()
+    assert not model.plan((X, Y)).planned.recompute
+    assert model.plan((X, Y), ipus_per_replica=2).planned.recompute
+    assert not model.plan((X, Y), ipus_per_replica=2, strategy="sharded").planned.recompute
+    assert not model.plan((X, Y), ipus_per_replica=2, recompute=False).planned.recompute
+    assert model.plan((X, Y), recompute=True).planned.recompute
+    for mode, expected in ((0, [False, False]), (3, [True, True]), (None, [False, True])):
+        options = poptorch.Options()
+        options._Popart.set("autoRecomputation", mode)
+        model = ipufit.Model(net(), engine="ipu-standin")
+        model.compile("adam", "cross_entropy", training_options=options)
+        plans = [model.plan((X, Y), ipus_per_replica=count) for count in (1, 2)]
+        assert [plan.planned.recompute for plan in plans] == expected
+
+
+def test_auto_counts_activations_as_the_plan_does(monkeypatch):
+    """What fits only when it is recomputed is found; what does not fit says how it was counted."""
+    model = compiled(stages="auto", ipus_per_replica=2)
+    kept_all, found = (
+        max(model.plan((X, Y), recompute=recompute).memory) for recompute in (False, None)
+    )
+    assert found < kept_all
+    monkeypatch.setattr("ipufit.parallel.planning.IPU_MEMORY", found)
+    model.fit(X, Y, batch_size=5, gradient_accumulation=3, verbose=0)
+    monkeypatch.setattr("ipufit.parallel.planning.IPU_MEMORY", 500)
+    for strategy, text in (
+        ("pipelined", "2.2 KiB, with activations recomputed"),
+        ("sharded", "2.0 KiB, with activations kept"),
+    ):
+        model.compile("adam", "cross_entropy", stages="auto", ipus_per_replica=2, strategy=strategy)
+        with pytest.raises(PartitionError) as caught:
+            model.fit(X, Y, batch_size=5, gradient_accumulation=3, verbose=0)
+        assert str(caught.value) == (
+            "stages='auto' must find stages that fit in an IPU's 500 B, but none of 2 do: of the "
+            f"evenest ones the largest takes about {text}. Use a larger ipus_per_replica, or "
+            "smaller micro-batches, or name the stages, which are not held against this estimate."
+        )
 
 
 def test_the_batch_may_be_a_loader_or_that_of_the_last_fit():
@@ -164,28 +268,42 @@ def test_the_slowest_stage_is_as_fast_as_brute_force_makes_it(times, weights, st
     pairs = list(zip(bounds, bounds[1:]))
     assert all(fits(stage, *pair) for stage, pair in enumerate(pairs))
     assert max(time(*pair) for pair in pairs) == min(values)
+    assert best_cuts(parts, stages, time, fits, limit=min(values)) == found
+    assert best_cuts(parts, stages, time, fits, limit=min(values) - 1) is None
+
+
+def slowest(costs):
+    return max(c.forward_clocks + c.backward_clocks for c in costs)
+
+
+def all_divisions(model, batch, stages):
+    """The costs for every choice of modules that begin a stage, blocks and what is inside."""
+    names = [name for name, _ in model.module.named_modules() if name][1:]
+    estimator = model._session.estimator(MicroBatch.of(batch[:1], {}, batch[1], len(batch[0])))
+    for begins in itertools.combinations(names, stages - 1):
+        division = tuple((name, number + 1) for number, name in enumerate(begins))
+        yield estimator.given(Partition(division, stages, "pipelined", False, stages))
+
+
+def most_memory(costs):
+    return max(memory_of(costs, "grouped", recompute=False))
 
 
 @pytest.mark.parametrize("stages", [2, 3])
 def test_a_plan_finds_the_best_of_all_divisions(stages):
     """Of a real module: every other division has a slower stage, or does not fit."""
     model = compiled(auto_round_ipus=True)
-    names = ["0", "1", "2", "3"]
-    others = []
-    for begins in itertools.combinations(names[1:], stages - 1):
-        given = {"0": 0, **{name: number + 1 for number, name in enumerate(begins)}}
-        others.append(model.plan((X, Y), stages=given))
+    others = list(all_divisions(model, (X, Y), stages))
 
-    def slowest(plan):
-        return max(c.forward_clocks + c.backward_clocks for c in plan.costs)
-
-    found = model.plan((X, Y), ipus_per_replica=stages)
-    assert slowest(found) == min(map(slowest, others))
-    least = min(max(plan.memory) for plan in others)
-    tight = model.plan((X, Y), ipus_per_replica=stages, ipu_memory=least)
-    fitting = [plan for plan in others if max(plan.memory) <= least]
+    found = model.plan((X, Y), ipus_per_replica=stages, recompute=False)
+    assert slowest(found.costs) == min(map(slowest, others))
+    given = model.plan((X, Y), stages=found.stages, recompute=False)
+    assert (given.costs, max(given.memory)) == (found.costs, most_memory(found.costs))
+    least = min(map(most_memory, others))
+    tight = model.plan((X, Y), ipus_per_replica=stages, ipu_memory=least, recompute=False)
+    fitting = [costs for costs in others if most_memory(costs) <= least]
     assert tight.fits
-    assert slowest(tight) == min(map(slowest, fitting))
+    assert slowest(tight.costs) == min(map(slowest, fitting))
 
 
 def test_the_fewest_stages_that_fit_are_looked_for():
@@ -201,6 +319,75 @@ def test_the_fewest_stages_that_fit_are_looked_for():
     assert "does not fit" in str(never)
     assert len(model.plan((X, Y), ipus=2, ipu_memory=100).costs) == 2
     assert model.plan((X, Y), ipus=8, ipus_per_replica=2).planned.replicas == 4
+
+
+def nested():
+    """Three blocks of which each has an inside, between a first and a last layer."""
+    torch.manual_seed(0)
+    block = [nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(3)]
+    return nn.Sequential(nn.Linear(8, 8), nn.Sequential(*block), nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_blocks_are_cut_where_that_is_much_better(stages):
+    """As fast as brute force over every module, inside of blocks too."""
+    batch = torch.randn(3, 8), torch.tensor([0, 1, 2])
+    model = compiled(nested())
+    found = model.plan(batch, ipus_per_replica=stages, recompute=False)
+    assert slowest(found.costs) == min(map(slowest, all_divisions(model, batch, stages)))
+    assert any(name.count(".") == 2 for name in found.stages)
+
+
+def test_blocks_stay_whole_where_cutting_them_brings_little():
+    """Eight alike blocks on four stages: two each."""
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(8)]
+    model = compiled(nn.Sequential(*blocks))
+    plan = model.plan((torch.randn(3, 8), torch.tensor([0, 1, 2])), ipus_per_replica=4)
+    assert list(plan.stages) == ["0", "2", "4", "6"]
+
+
+class Weighted(nn.Module):
+    """An operator before the layer that it holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.layer(torch.tanh(x))
+
+
+def test_a_border_has_the_name_of_the_outermost_module_that_begins_there():
+    """And of the inner one where the outer has done something before."""
+    inner = nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
+    module = nn.Sequential(nn.Linear(6, 6), inner, Weighted(), nn.Flatten())
+    batch = MicroBatch.of((X,), {}, None, 5)
+    trace = measure(module, None, batch, list(module.parameters()))
+    assert [cut.name for cut in cuts_of(trace, module, fine=True)] == [
+        "0",
+        "1",
+        "1.1.1",
+        "2",
+        "2.layer",
+    ]
+    assert [cut.name for cut in cuts_of(trace, module, fine=False)] == [
+        "0",
+        "1.1.0",
+        "1.1.1",
+        "2.layer",
+    ]
+
+
+@pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
+def test_layers_that_compute_their_weights_are_divided(engine):
+    """What computes a weight is called as a module, but begins no stage."""
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    for layer in module:
+        register_parametrization(layer, "weight", nn.Tanh())
+    model = ipufit.Model(module, engine)
+    model.compile("adam", "cross_entropy", stages="auto", ipus_per_replica=2)
+    model.fit(X, Y, batch_size=5, gradient_accumulation=3, verbose=0)
+    assert list(model.plan().stages) == ["0", "1"]
 
 
 class Twice(nn.Module):
@@ -292,7 +479,9 @@ Memory of an IPU: 897.0 MiB = 1,472 tiles x 624 KiB; stage 0 takes most, and fit
 def test_the_table():
     """Its numbers, and what it says of the pipeline."""
     model = compiled()
-    plan = model.plan((X, Y), ipus=4, gradient_accumulation=6, stages={"2": 1})
+    asked = {"ipus": 4, "gradient_accumulation": 6, "stages": {"2": 1}}
+    assert "Total: with activations as recomputed," in str(model.plan((X, Y), **asked))
+    plan = model.plan((X, Y), recompute=False, **asked)
     text = str(plan)
     assert text.splitlines()[:8] == TABLE.splitlines()
     assert [line.split()[0] for line in text.splitlines()[-5:]] == [
@@ -358,6 +547,19 @@ def test_a_model_that_does_not_train_has_weights_alone():
         assert (cost.gradient_bytes, cost.optimizer_bytes, cost.activation_bytes) == (0, 0, 0)
         assert (cost.backward_flops, cost.backward_clocks) == (0, 0)
         assert cost.forward_flops > 0
+
+
+@pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
+def test_a_state_in_host_memory_takes_none_of_an_ipus(engine):
+    """The gradients stay where they are."""
+    model = ipufit.Model(net(), engine)
+    plans = []
+    for offload in (False, True):
+        model.compile("adam", "cross_entropy", stages={"2": 1}, offload_optimizer_state=offload)
+        plans.append(model.plan((X, Y)))
+    for on, off in zip(*(plan.costs for plan in plans)):
+        assert (off.optimizer_bytes, off.gradient_bytes) == (0, on.gradient_bytes)
+        assert on.optimizer_bytes > 0
 
 
 def test_a_loss_with_weights_of_its_own_counts_on_the_last_stage():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ class StageCost:
         activation_bytes: what autograd keeps of one micro-batch.
         input_bytes: what comes from other stages and from the batch, of one micro-batch.
         kept_input_bytes: the part of the activations that is input.
+        checkpoint_bytes: outputs of layers from which recomputation starts too, likewise.
+        recomputed_bytes: activations that recomputation makes at a time, at most.
+        recomputed_clocks: time of the forward pass up to the last such output.
         forward_flops, backward_flops: of one micro-batch.
         forward_clocks, backward_clocks: a measure of the time for one micro-batch.
     """
@@ -43,25 +46,32 @@ class StageCost:
     activation_bytes: int
     input_bytes: int
     kept_input_bytes: int
+    checkpoint_bytes: int
+    recomputed_bytes: int
     forward_flops: int
     backward_flops: int
     forward_clocks: float
     backward_clocks: float
+    recomputed_clocks: float
 
     def activations(self, micro_batches: int, recompute: bool = False) -> int:
         """Bytes of activations with so many micro-batches in flight.
 
-        Recomputation keeps the inputs alone, and makes the rest of one micro-batch anew. Of a
-        single micro-batch in flight nothing is recomputed.
+        Recomputation keeps inputs and checkpoints alone, and makes the rest of one micro-batch
+        anew, from one of them to the next. Of a single micro-batch in flight nothing is recomputed
+        after the last checkpoint, and nothing at all without one. Where nothing is kept, as
+        before the first trained weight, nothing is wanted again.
         """
-        if not recompute or micro_batches == 1:
+        if not self.activation_bytes:
+            return 0
+        if not recompute or (micro_batches == 1 and not self.checkpoint_bytes):
             return micro_batches * self.activation_bytes
-        return micro_batches * self.input_bytes + self.activation_bytes - self.kept_input_bytes
+        return micro_batches * (self.input_bytes + self.checkpoint_bytes) + self.recomputed_bytes
 
     def backward(self, micro_batches: int, recompute: bool = False) -> float:
         """Clocks of the backward pass, a recomputed forward pass included."""
-        again = self.forward_clocks if recompute and micro_batches > 1 else 0.0
-        return self.backward_clocks + again
+        again = self.forward_clocks if micro_batches > 1 else self.recomputed_clocks
+        return self.backward_clocks + (again if recompute and self.activation_bytes else 0.0)
 
     def memory(self, stage: int, stages: int, schedule: str, recompute: bool) -> int:
         """Bytes in all, as this stage of so many."""
@@ -153,11 +163,10 @@ class Costs:
 
     def of(self, begin: int, end: int, name: str = "") -> StageCost:
         """The segments from one to before another, as one stage."""
-        return self.ranges(begin, [end], name)[0]
+        return next(self.ranges(begin, [end], name))
 
-    def ranges(self, begin: int, ends: Sequence[int], name: str = "") -> List[StageCost]:
-        """The same with each of several ends, in ascending order."""
-        found: List[StageCost] = []
+    def ranges(self, begin: int, ends: Sequence[int], name: str = "") -> Iterator[StageCost]:
+        """The same with each of several ends, in ascending order, as far as they are asked for."""
         tensors = _Tensors(self.trace, begin)
         own = sorted((s for s in self._states if s.segment >= begin), key=lambda s: s.segment)
         sums: Dict[str, Any] = dict.fromkeys(_SUMS, 0)
@@ -176,31 +185,40 @@ class Costs:
                 sums["weight_bytes"] += state.weight
                 sums["gradient_bytes"] += state.gradient
                 sums["optimizer_bytes"] += state.optimizer
-            found.append(
-                StageCost(
-                    name=name,
-                    activation_bytes=tensors.kept,
-                    input_bytes=tensors.inputs,
-                    kept_input_bytes=tensors.kept_inputs,
-                    **sums,
-                )
+            yield StageCost(
+                name=name,
+                activation_bytes=tensors.kept,
+                input_bytes=tensors.inputs,
+                kept_input_bytes=tensors.kept_inputs,
+                checkpoint_bytes=tensors.checkpoints,
+                recomputed_bytes=max(tensors.parts),
+                recomputed_clocks=tensors.clocks,
+                **sums,
             )
-        return found
 
 
 class _Tensors:
     """Bytes of what a stage that grows keeps, and of what it gets from before it.
 
     Attributes:
-        kept, inputs, kept_inputs: of the segments so far, each storage once.
+        kept, inputs, kept_inputs, checkpoints: of the segments so far, each storage once.
+        parts: what is kept between a checkpoint and the next, without these and the inputs.
+        clocks: of the forward pass up to the last checkpoint.
     """
 
     def __init__(self, trace: Trace, begin: int) -> None:
-        self.kept = self.inputs = self.kept_inputs = 0
+        self.kept = self.inputs = self.kept_inputs = self.checkpoints = 0
+        self.parts = [0]
+        self.clocks = 0.0
         self._trace = trace
         self._begin = begin
         self._kept: Set[int] = set()
         self._inputs: Set[int] = set()
+        # From which recomputation starts: inputs and checkpoints.
+        self._starts: Set[int] = set()
+        self._in_parts: List[Set[int]] = [set()]
+        self._now = 0.0
+        self._ended: Dict[int, float] = {}
 
     def add(self, segment: Segment) -> None:
         """The stage goes on over this one."""
@@ -214,6 +232,26 @@ class _Tensors:
                 self._inputs.add(key)
                 self.inputs += sizes[key]
                 self.kept_inputs += sizes[key] if key in self._kept else 0
+                self._start(key)
+        self._now += segment.forward.clocks
+        self._ended.update(dict.fromkeys(segment.ends, self._now))
+        for key in segment.resumes & self._ended.keys() - self._starts:
+            self.checkpoints += sizes[key]
+            self.clocks = max(self.clocks, self._ended[key])
+            self._start(key)
+        for key in segment.saved - self._in_parts[-1]:
+            self._in_parts[-1].add(key)
+            self.parts[-1] += 0 if key in self._starts else sizes[key]
+        if segment.ends:
+            self._in_parts.append(set())
+            self.parts.append(0)
+
+    def _start(self, key: int) -> None:
+        """Recomputation starts from it, and so need not make it."""
+        self._starts.add(key)
+        for place, part in enumerate(self._in_parts):
+            if key in part:
+                self.parts[place] -= self._trace.sizes[key]
 
 
 _SUMS = (

@@ -19,6 +19,7 @@ from ipufit.modes import training
 from ipufit.parallel.flops import Work, work_of
 from ipufit.parallel.following import followed
 from ipufit.parallel.partition import AFTER, BLOCK, Partition
+from ipufit.parallel.recomputation import calls_watched
 from ipufit.parallel.tracing import blocks_watched
 from ipufit.program import MicroBatch
 from ipufit.randomness import isolated
@@ -38,6 +39,8 @@ class Segment:
         saved: storages that autograd keeps for the backward pass, parameters and buffers aside.
         reads: storages that its operators read, parameters and buffers aside.
         state: names of the parameters and buffers that they use.
+        ends: storages with which a layer ends in it that recomputation starts from.
+        resumes: such storages that its operators read, afterwards.
     """
 
     name: str
@@ -46,6 +49,8 @@ class Segment:
     saved: Set[int] = dataclasses.field(default_factory=set)
     reads: Set[int] = dataclasses.field(default_factory=set)
     state: Set[str] = dataclasses.field(default_factory=set)
+    ends: Set[int] = dataclasses.field(default_factory=set)
+    resumes: Set[int] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass
@@ -76,6 +81,7 @@ def measure(
     trained: Sequence[nn.Parameter],
     precision: Optional[Precision] = None,
     partition: Optional[Partition] = None,
+    recompute: Sequence[str] = (),
 ) -> Trace:
     """Follow a micro-batch through the module, the loss and the backward pass, without values.
 
@@ -89,6 +95,7 @@ def measure(
         trained: the parameters that get a gradient; with none there is no backward pass.
         precision: in which it computes; None for that of the module.
         partition: whose rules are checked on the way.
+        recompute: names of the layers from whose outputs recomputation starts.
 
     Raises:
         CaptureError: the module needs a value.
@@ -106,7 +113,8 @@ def measure(
     weigher = _Weigher(module, {n for n, t in named.items() if id(t) in wanted})
     target = batch.unpack()[2]
     with_loss = loss is not None and (loss.in_module or target is not None)
-    run = _Pass(step, list(named), batch, weigher, with_loss, precision or Precision(), partition)
+    how = (precision or Precision(), partition, recompute)
+    run = _Pass(step, list(named), batch, weigher, with_loss, how)
     with isolated(device), training(module, step.loss_module), attributes_kept(step):
         capture(run, [*(tensor.detach() for tensor in named.values()), *leaves])
     return Trace(weigher.segments, weigher.sizes, weigher.born, weigher.placed)
@@ -122,16 +130,14 @@ class _Pass:
         batch: MicroBatch,
         weigher: _Weigher,
         with_loss: bool,
-        precision: Precision,
-        partition: Optional[Partition],
+        how: Tuple[Precision, Optional[Partition], Sequence[str]],
     ) -> None:
         self._step = step
         self._names = names
         self._batch = batch
         self._weigher = weigher
         self._with_loss = with_loss
-        self._precision = precision
-        self._partition = partition
+        self._precision, self._partition, self._recompute = how
 
     def __call__(self, *tensors: Tensor) -> Tuple[Tensor, ...]:
         from ipufit.engines.embedded.precision import computing_in, with_inputs_in
@@ -146,18 +152,21 @@ class _Pass:
         with weigher.weighing(state, leaves), torch.set_grad_enabled(bool(weigher.trained)):
             with computing_in(self._precision, tensors[-1].device), weigher.forward():
                 batch = with_inputs_in(self._precision, batch)
-                with blocks_watched(weigher.on_part), followed(
-                    self._partition, self._step.net, self._on_begin
-                ):
+                ends = calls_watched(
+                    self._step.net, self._recompute, lambda name: None, weigher.ended
+                )
+                parts = blocks_watched(weigher.on_part)
+                stages = followed(self._partition, self._step.net, self._on_begin)
+                with ends, parts, stages:
                     arguments = (batch, state, self._with_loss)
                     outputs, term = functional_call(self._step, state, arguments)
-            ends = [term.value] if term is not None else tree.flatten(outputs)[0]
-            ends = [end for end in ends if isinstance(end, Tensor) and end.requires_grad]
+            last = [term.value] if term is not None else tree.flatten(outputs)[0]
+            last = [end for end in last if isinstance(end, Tensor) and end.requires_grad]
             weights = [state[name] for name in self._names if name in weigher.trained]
-            if ends and weights:
-                weigher.claim(ends)
-                seeds = [torch.ones_like(end) for end in ends]
-                torch.autograd.grad(ends, weights, seeds, allow_unused=True)
+            if last and weights:
+                weigher.claim(last)
+                seeds = [torch.ones_like(end) for end in last]
+                torch.autograd.grad(last, weights, seeds, allow_unused=True)
         return ()
 
     def _on_begin(self, stage: int) -> None:
@@ -185,6 +194,7 @@ class _Weigher:
         self._owners: Dict[int, str] = {}
         self._nodes: Dict[Any, int] = {}
         self._alive: List[Tensor] = []
+        self._ended: Set[int] = set()
         self._is_forward = True
         self._at = 0
 
@@ -250,9 +260,17 @@ class _Weigher:
                     segment.state.add(self._owners[key])
                 elif key in self.sizes:
                     segment.reads.add(key)
+                    if key in self._ended:
+                        segment.resumes.add(key)
         for leaf in tree.flatten(result)[0]:
             if isinstance(leaf, Tensor):
                 self._note(leaf, self._at)
+
+    def ended(self, name: str, output: Any) -> None:
+        """A layer has run from whose output recomputation starts."""
+        keys = {self._key(leaf) for leaf in tree.flatten(output)[0] if isinstance(leaf, Tensor)}
+        self._ended |= keys
+        self.segments[self._at].ends |= keys
 
     def _return_to(self, at: int) -> None:
         self._at = at

@@ -35,6 +35,9 @@ class Planned:
         recompute: whether activations are recomputed.
         memory: bytes of an IPU that may be used.
         unused: parameters that the module does not use.
+        checkpoints: layers from whose outputs recomputation starts, besides the inputs of stages.
+        with_loss: whether the loss is counted, for which the batch must have a target.
+        fingerprint: of the module's layers and parameters.
     """
 
     title: str
@@ -47,6 +50,9 @@ class Planned:
     recompute: bool
     memory: int
     unused: Tuple[str, ...] = ()
+    checkpoints: Tuple[str, ...] = ()
+    with_loss: bool = True
+    fingerprint: str = ""
 
 
 class PartitionPlan:
@@ -62,7 +68,8 @@ class PartitionPlan:
 
     Attributes:
         costs, planned: those.
-        stages: for ``compile(stages=...)``: modules that begin a stage, by name.
+        stages: modules that begin a stage, by name. ``compile(stages=plan)`` takes the plan itself,
+            ``compile(stages=plan.stages)`` leaves out its checks.
     """
 
     def __init__(self, costs: Sequence[StageCost], planned: Planned) -> None:
@@ -163,8 +170,12 @@ class PartitionPlan:
     def to_dict(self) -> Dict[str, Any]:
         """Everything in plain values."""
         planned = dataclasses.asdict(self.planned)
-        planned.update(begins=dict(self.planned.begins), unused=list(self.planned.unused))
-        schedule, recompute = self.planned.schedule, self.planned.recompute
+        planned.update(
+            begins=dict(self.planned.begins),
+            unused=list(self.planned.unused),
+            checkpoints=list(self.planned.checkpoints),
+        )
+        schedule = self.planned.schedule
         stages = []
         for stage, (cost, memory) in enumerate(zip(self.costs, self.memory)):
             flights = in_flight(schedule, stage, len(self.costs))
@@ -181,7 +192,6 @@ class PartitionPlan:
         names = SCHEDULES if len(self.costs) > 1 else ()
         return {
             **planned,
-            "recompute": recompute,
             "fits": self.fits,
             "utilisation": {name: self.utilisation(schedule=name) for name in names},
             "stages": stages,
@@ -197,7 +207,7 @@ class PartitionPlan:
             The matplotlib ``Figure``.
 
         Raises:
-            ConfigurationError: matplotlib is not installed.
+            ConfigurationError: matplotlib is not installed, or the path can't be written.
         """
         from ipufit.parallel.picture import draw
 

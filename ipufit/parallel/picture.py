@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Union
 
-from ipufit.drawing import new_figure
+from ipufit.drawing import new_figure, saved
 from ipufit.parallel.schedule import in_flight
 from ipufit.parallel.tables import stage_title
 from ipufit.parallel.texts import share, size
@@ -41,9 +41,7 @@ def draw(plan: PartitionPlan, path: Union[str, os.PathLike[str], None]) -> Any:
         )
         panel.set_ylim(stages - 0.5, -0.5)
         panel.spines[["top", "right"]].set_visible(False)
-    if path is not None:
-        figure.savefig(path, dpi=120)
-    return figure
+    return saved(figure, path, "PartitionPlan.plot")
 
 
 def _draw_timeline(panel: Any, plan: PartitionPlan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Dict, List, Optional, Sequence, Tuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from ipufit.errors import PartitionError
 from ipufit.losses import Loss
-from ipufit.parallel.costs import IPU_MEMORY, Costs, StageCost
+from ipufit.parallel.costs import IPU_MEMORY, Costs, StageCost, memory_of
 from ipufit.parallel.measuring import Trace, measure
 from ipufit.parallel.optimizer_state import state_bytes
 from ipufit.parallel.partition import Partition
@@ -20,6 +21,9 @@ from ipufit.program import MicroBatch
 from ipufit.recipe import Recipe
 
 __all__ = ["Estimator", "schedule_of"]
+
+# A block is cut only where this makes the slowest stage so much faster.
+_WORTH = 1.05
 
 
 def schedule_of(strategy: str, schedule: Optional[str] = None) -> str:
@@ -39,6 +43,7 @@ class Estimator:
         recipe: precision and accumulation.
         sample: a micro-batch.
         partition: whose rules are checked on the way; None for one that is yet to be found.
+        recompute: layers from whose outputs recomputation starts, besides the inputs of stages.
 
     Raises:
         CaptureError: the module needs a value.
@@ -53,18 +58,20 @@ class Estimator:
         recipe: Recipe,
         sample: MicroBatch,
         partition: Optional[Partition] = None,
+        recompute: Sequence[str] = (),
     ) -> None:
         groups = optimizer.param_groups if optimizer is not None else []
         trained = [p for group in groups for p in group["params"] if p.requires_grad]
         precision, wide = recipe.precision, recipe.accumulation_dtype
-        trace = measure(module, loss, sample, trained, precision, partition)
+        trace = measure(module, loss, sample, trained, precision, partition, recompute)
         modules = {"net": module}
         if loss.module is not None:
             modules["loss_module"] = loss.module
+        states = state_bytes(optimizer) if optimizer is not None else {}
+        if recipe.offload_optimizer_state:
+            states = dict.fromkeys(states, 0)
         self._module = module
-        self._costs = Costs(
-            trace, modules, state_bytes(optimizer) if optimizer is not None else {}, wide
-        )
+        self._costs = Costs(trace, modules, states, wide)
 
     @property
     def unused(self) -> Tuple[str, ...]:
@@ -124,13 +131,17 @@ class Estimator:
             whole = self._costs.of(0, len(self._trace.segments), self._first())
             taken = whole.memory(0, 1, schedule, recompute)
             return [whole] if memory is None or taken <= memory else None
-        most = 0
+        most, limit = 0, math.inf
+        best: Optional[Tuple[Cut, ...]] = None
         for fine in (False, True):
             cuts = cuts_of(self._trace, self._module, fine)
             most = max(most, len(cuts))
-            found = best_division(self._costs, cuts, stages, schedule, recompute, memory)
+            how = (schedule, recompute, memory)
+            found = best_division(self._costs, cuts, stages, *how, limit)
             if found is not None:
-                return self._along(found)
+                best, limit = found[0], found[1] / _WORTH
+        if best is not None:
+            return self._along(best)
         if most < stages:
             raise PartitionError(
                 f"the module can be divided into {most} stage{'s' if most != 1 else ''} at most, "
@@ -140,24 +151,25 @@ class Estimator:
         return None
 
     def automatic(
-        self, stages: int, strategy: str, schedule: Optional[str] = None
+        self, stages: int, strategy: str, recompute: bool = False
     ) -> Tuple[Tuple[str, int], ...]:
         """What ``compile(stages="auto")`` makes of it: the modules that begin a stage.
 
         Raises:
             PartitionError: no so many stages can be made, or they don't fit memory.
         """
-        kind = schedule_of(strategy, schedule)
-        found = self.divided(stages, kind, memory=IPU_MEMORY)
+        kind = schedule_of(strategy)
+        found = self.divided(stages, kind, recompute, IPU_MEMORY)
         if found is None:
-            least = self.divided(stages, kind)
+            least = self.divided(stages, kind, recompute)
             assert least is not None
-            most = max(c.memory(s, stages, kind, False) for s, c in enumerate(least))
+            most = max(memory_of(least, kind, recompute))
+            how = "recomputed" if recompute else "kept"
             raise PartitionError(
                 f"stages='auto' must find stages that fit in an IPU's {size(IPU_MEMORY)}, but none "
-                f"of {stages} do: of the evenest ones the largest takes about {size(most)}. Use "
-                "a larger ipus_per_replica, or smaller micro-batches, or name the stages, which "
-                "are not held against this estimate."
+                f"of {stages} do: of the evenest ones the largest takes about {size(most)}, with "
+                f"activations {how}. Use a larger ipus_per_replica, or smaller micro-batches, or "
+                "name the stages, which are not held against this estimate."
             )
         return tuple((cost.name, stage) for stage, cost in enumerate(found) if cost.name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 from torch import nn
@@ -41,7 +42,8 @@ def cuts_of(trace: Trace, module: nn.Module, fine: bool) -> List[Cut]:
     Args:
         trace: of a forward pass.
         module: the user's.
-        fine: False takes a block of repeated layers as a whole.
+        fine: False takes a block of repeated layers as a whole, and of other modules those that
+            hold no others.
     """
     calls: Dict[str, List[int]] = {}
     for number, segment in enumerate(trace.segments):
@@ -51,10 +53,10 @@ def cuts_of(trace: Trace, module: nn.Module, fine: bool) -> List[Cut]:
     spans = spans_of(trace, module)
     found: List[Cut] = []
     for name, where in calls.items():
-        if not name or len(where) > 1 or name.startswith(inner):
+        if not name or len(where) > 1 or name.startswith(inner) or _is_weight(name):
             continue
-        holds_others = any(other.startswith(f"{name}.") for other in calls)
-        if name not in blocks and holds_others:
+        held = (other for other in calls if other.startswith(f"{name}.") and not _is_weight(other))
+        if not fine and name not in blocks and any(held):
             continue
         if found and any(first < where[0] <= last for first, last in spans):
             continue
@@ -63,14 +65,27 @@ def cuts_of(trace: Trace, module: nn.Module, fine: bool) -> List[Cut]:
     return _working(trace, found)
 
 
+def _is_weight(name: str) -> bool:
+    """Whether the module computes a parameter, as weight_norm's does, when a layer reads it."""
+    return "parametrizations" in name.split(".")
+
+
 def _working(trace: Trace, cuts: Sequence[Cut]) -> List[Cut]:
     """Those before which and after which something is computed."""
-    kept: List[Cut] = []
-    for place, cut in enumerate(cuts):
-        end = cuts[place + 1].segment if place + 1 < len(cuts) else len(trace.segments)
-        works = any(s.forward.clocks for s in trace.segments[cut.segment : end])
-        if works or not kept:
+
+    def works(begin: int, end: int) -> bool:
+        return any(segment.forward.clocks for segment in trace.segments[begin:end])
+
+    kept = list(cuts[:1])
+    for cut in cuts[1:]:
+        last = kept[-1]
+        if works(last.segment if len(kept) > 1 else 0, cut.segment):
             kept.append(cut)
+        elif len(kept) > 1 and not cut.name.startswith(f"{last.name}."):
+            # A module that begins with another one keeps the place; what does nothing loses it.
+            kept[-1] = cut
+    while len(kept) > 1 and not works(kept[-1].segment, len(trace.segments)):
+        kept.pop()
     return kept
 
 
@@ -79,6 +94,7 @@ def best_cuts(
     stages: int,
     time: Callable[[int, int], float],
     fits: Callable[[int, int, int], bool],
+    limit: float = math.inf,
 ) -> Optional[Tuple[int, ...]]:
     """First part of every stage, such that the slowest stage is as fast as it can be.
 
@@ -87,8 +103,10 @@ def best_cuts(
     Args:
         parts: how many there are, in a fixed order; every stage gets at least one.
         stages: how many to make.
-        time: of a stage of the parts from one to before another.
-        fits: whether a stage (its number first) of these parts fits memory.
+        time: of a stage of the parts from one to before another; with more parts it takes longer.
+        fits: whether a stage (its number first) of these parts fits memory; with more parts it
+            takes more.
+        limit: no stage may take longer.
 
     Returns:
         None where nothing fits.
@@ -100,9 +118,9 @@ def best_cuts(
             for end in range(begin + 1, parts - (stages - stage - 1) + 1):
                 if stage == stages - 1 and end < parts:
                     continue
-                if not fits(stage, begin, end):
-                    continue
                 own = time(begin, end)
+                if own > limit or not fits(stage, begin, end):
+                    break
                 found = (max(slowest, own), spread + own * own, (*begins, begin))
                 if end not in following or found < following[end]:
                     following[end] = found
@@ -117,7 +135,8 @@ def best_division(
     schedule: str,
     recompute: bool,
     memory: Optional[int],
-) -> Optional[Tuple[Cut, ...]]:
+    limit: float = math.inf,
+) -> Optional[Tuple[Tuple[Cut, ...], float]]:
     """The beginnings of the stages; the first takes what comes before its cut too.
 
     Args:
@@ -127,28 +146,35 @@ def best_division(
         schedule: of the pipeline.
         recompute: whether activations are recomputed.
         memory: bytes of an IPU; None for no limit.
+        limit: clocks that no stage may exceed.
 
     Returns:
-        None where there are too few cuts or nothing fits.
+        These, and the clocks of the slowest stage; None where there are too few cuts or nothing
+        fits.
     """
     if len(cuts) < stages:
         return None
     bounds = [0, *(cut.segment for cut in cuts[1:]), len(costs.trace.segments)]
-    table = [costs.ranges(bounds[i], bounds[i + 1 :]) for i in range(len(cuts))]
+    table: List[List[StageCost]] = [[] for _ in cuts]
+    to_come = [costs.ranges(bounds[i], bounds[i + 1 :]) for i in range(len(cuts))]
 
     def of(begin: int, end: int) -> StageCost:
+        while len(table[begin]) < end - begin:
+            table[begin].append(next(to_come[begin]))
         return table[begin][end - begin - 1]
 
-    # Of the last stage nothing is recomputed: it has one micro-batch in flight.
-    recomputes = recompute and in_flight(schedule, 0, stages) > 1
+    # The last stage has one micro-batch in flight, all others have several or one.
+    flights = in_flight(schedule, 0, stages)
 
     def time(begin: int, end: int) -> float:
         cost = of(begin, end)
-        again = cost.forward_clocks if recomputes and end < len(cuts) else 0.0
-        return cost.forward_clocks + cost.backward_clocks + again
+        return cost.forward_clocks + cost.backward(flights if end < len(cuts) else 1, recompute)
 
     def fits(stage: int, begin: int, end: int) -> bool:
         return memory is None or of(begin, end).memory(stage, stages, schedule, recompute) <= memory
 
-    begins = best_cuts(len(cuts), stages, time, fits)
-    return None if begins is None else tuple(cuts[begin] for begin in begins)
+    begins = best_cuts(len(cuts), stages, time, fits, limit)
+    if begins is None:
+        return None
+    slowest = max(time(begin, end) for begin, end in zip(begins, [*begins[1:], len(cuts)]))
+    return tuple(cuts[begin] for begin in begins), slowest

@@ -78,6 +78,10 @@ def _stage_table(plan: PartitionPlan) -> List[str]:
         f"Total: with activations {counted}, of all micro-batches in flight. FLOPs are those "
         "of one micro-batch.",
     ]
+    if planned.checkpoints:
+        count_of = len(planned.checkpoints)
+        outputs = "output of 1 layer" if count_of == 1 else f"outputs of {count_of} layers"
+        lines.append(f"Recomputed: from the inputs of the stages and the {outputs}.")
     whole = planned.memory == TILES * TILE_MEMORY
     parts = f" = {TILES:,} tiles x {TILE_MEMORY // 1024} KiB" if whole else ""
     fullest = max(range(count), key=plan.memory.__getitem__)
@@ -86,6 +90,8 @@ def _stage_table(plan: PartitionPlan) -> List[str]:
         f"Memory of an IPU: {size(planned.memory)}{parts}; stage {fullest} takes most, and "
         f"{verdict}. Code, exchange and temporary tensors are not counted."
     )
+    if not planned.with_loss:
+        lines.append("Without a target: the loss is not counted.")
     if planned.unused:
         some = ", ".join(planned.unused[:5]) + (", ..." if len(planned.unused) > 5 else "")
         lines.append(f"Not used by forward, and not counted: {some}.")

@@ -6,7 +6,7 @@ from unittest import mock
 
 from ipufit import IPUConfig
 
-from . import FLIPS, files, folder, of
+from . import FLIPS, With, files, folder, of
 
 __all__ = ["FLIPS"]
 
@@ -132,7 +132,7 @@ def pushed(call):
         return call(), asked
 
 
-def saved(folder_="a", push_to_hub=True, **options):
+def saved(folder_="a", push_to_hub=False, **options):
     """The files, and what the Hub was asked."""
     options = {"repo_id": "someone/some", **options} if push_to_hub else {}
     with folder() as place:
@@ -158,7 +158,7 @@ of(
     lambda **o: saved(o.pop("folder", "a"), **o),
     folder=("a", "b"),
     push_to_hub=(False, True),
-    **ON_HUB,
+    **{name: With(*pair, push_to_hub=True) for name, pair in ON_HUB.items()},
 )
 of("IPUConfig.push_to_hub", sent, **ON_HUB)
 

@@ -1,0 +1,81 @@
+"""Stages that need the first micro-batch: those of ``stages="auto"``, and those of a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Optional, Tuple
+
+from ipufit.errors import PartitionError
+from ipufit.interrupts import deferred
+from ipufit.parallel.costs import memory_of
+from ipufit.parallel.partition import Partition, Partitions
+from ipufit.parallel.planning import schedule_of
+from ipufit.parallel.texts import size
+from ipufit.program import MicroBatch
+
+if TYPE_CHECKING:
+    from ipufit.session import Session
+
+__all__ = ["Divider"]
+
+
+class Divider:
+    """Finds stages that were left open, and holds those of a plan to its memory.
+
+    Again where training has micro-batches of another shape. Inference takes what there is.
+
+    Args:
+        memory: bytes per IPU of the plan that ``compile`` was given; None where it was none.
+    """
+
+    def __init__(self, memory: Optional[int] = None) -> None:
+        self._memory = memory
+        self._shapes: Optional[Tuple[object, ...]] = None
+
+    def divided(self, session: Session, first: MicroBatch, training: bool) -> Partitions:
+        """The partitions for jobs that begin with this micro-batch.
+
+        Raises:
+            PartitionError: the stages don't fit.
+        """
+        partitions = session.partitions
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in first.leaves)
+        is_new = training and shapes != self._shapes
+        if partitions.open is None and not is_new:
+            return partitions
+        both = (partitions.training, partitions.inference)
+        automatic = next((p for p in both if p is not None and p.is_automatic), None)
+        with deferred():
+            if automatic is not None and automatic.stages > 1:
+                partitions = _found(session, first, automatic)
+            elif self._memory is not None:
+                _hold(session, first, partitions.training, self._memory)
+        # Those that an inference has found are found again for training.
+        self._shapes = shapes if training else None
+        return partitions
+
+
+def _found(session: Session, first: MicroBatch, partition: Partition) -> Partitions:
+    recompute = session.recomputes(partition.strategy, partition.stages)
+    how = (partition.stages, partition.strategy, recompute)
+    begins = session.estimator(first).automatic(*how)
+    opened = (
+        dataclasses.replace(p, begins=()) if p is not None and p.is_automatic else p
+        for p in (session.partitions.training, session.partitions.inference)
+    )
+    return Partitions(*opened).found(begins)
+
+
+def _hold(session: Session, first: MicroBatch, partition: Optional[Partition], memory: int) -> None:
+    """Refuse micro-batches with which a plan's stages take more than it was made for."""
+    stages = 1 if partition is None else partition.stages
+    strategy = "pipelined" if partition is None else partition.strategy
+    costs = session.estimator(first, partition).given(partition)
+    most = max(memory_of(costs, schedule_of(strategy), session.recomputes(strategy, stages)))
+    if most > memory:
+        raise PartitionError(
+            f"planned stages must fit in the memory that they were planned for, {size(memory)} "
+            f"per IPU, but with micro-batches of {first.size} samples the largest takes about "
+            f"{size(most)}. Plan with such a batch, or use a smaller one, or pass "
+            "stages=plan.stages, which are not held against the estimate."
+        )
