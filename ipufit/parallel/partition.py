@@ -20,7 +20,8 @@ class Partition:
         begins: modules that begin a stage, by name, with the stage's number, in the order of
             definition. What runs before the first is of stage 0. Empty where the module itself says
             it, with ``poptorch.Block`` and the like.
-        stages: how many; phases of a phased strategy.
+        stages: how many; phases of a phased strategy. Of a module that divides itself it is the
+            number of IPUs until the first micro-batch is known.
         strategy: "pipelined", "sharded", "serial_phased" or "parallel_phased".
         is_chosen: whether the user named the strategy; otherwise one that does not fit the batches
             of an inference gives way to "sharded".
@@ -44,6 +45,11 @@ class Partition:
         return self.is_automatic and self.stages > 1 and not self.begins
 
     @property
+    def is_own(self) -> bool:
+        """Whether the module divides itself."""
+        return self.ipus > 1 and not self.begins and not self.is_automatic
+
+    @property
     def is_pipelined(self) -> bool:
         """Whether stages work on different micro-batches at the same time."""
         return self.strategy == "pipelined"
@@ -64,7 +70,8 @@ class Partition:
             how = "divided when the first micro-batch is known"
             return f"{self.strategy} over {self.stages} stages, {how}"
         if not self.begins:
-            return f"{self.strategy} over {self.ipus} IPUs by the module's own blocks"
+            count = f" in {self.stages} stages" if self.stages != self.ipus else ""
+            return f"{self.strategy} over {self.ipus} IPUs{count} by the module's own blocks"
         unit = "phase" if "phased" in self.strategy else "stage"
         first: Dict[int, str] = {}
         for name, stage in self.begins:
@@ -98,6 +105,13 @@ class Partitions:
             for p in (self.training, self.inference)
         )
         return Partitions(training, inference)
+
+    def counted(self, training: bool, stages: int) -> Partitions:
+        """The same where the module divides itself, with the number of its stages."""
+        one = self.of(training)
+        assert one is not None
+        name = "training" if training else "inference"
+        return dataclasses.replace(self, **{name: dataclasses.replace(one, stages=stages)})
 
     def describe(self) -> List[str]:
         """In words, a line each; what they share once."""

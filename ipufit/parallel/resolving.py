@@ -126,6 +126,14 @@ def resolve_partition(module: nn.Module, asked: PartitionRequest) -> Optional[Pa
             f"own, but {asked.name('stages')} or {asked.name('layers_per_ipu')} divides it too. "
             f"Use {asked.name('strategy')}={strategy!r}, or leave the other out."
         )
+    if own is None and not begins and "phased" in strategy and not _is_auto(asked):
+        kind = next(k for k, name in _POPTORCH_STRATEGIES.items() if name == strategy)
+        raise PartitionError(
+            f"{asked.name('strategy')}={strategy!r} runs the stages of {asked.name('stages')} or "
+            f"{asked.name('layers_per_ipu')} as phases, got neither. Give one of them, or, for "
+            f"blocks of the module's own, {asked.name('strategy')}=poptorch.{kind}('A', 'B') with "
+            "their names."
+        )
     stages = 1 + max((stage for _, stage in begins), default=(count or 1) - 1)
     ipus = _ipus(strategy, stages) if begins or own is None else count or 1
     if begins and count is not None and count != ipus:
@@ -264,7 +272,11 @@ def _counted(module: nn.Module, asked: PartitionRequest) -> Tuple[Tuple[str, int
     argument = asked.name("layers_per_ipu")
     counts = _whole_numbers(asked.layers_per_ipu, argument)
     if counts == [-1]:
-        return ()
+        # As an IPUConfig has it, which says beside it how many IPUs there are.
+        count = _count(asked.name("ipus_per_replica"), asked.ipus_per_replica) or 1
+        if count == 1:
+            return ()
+        counts = [-1] * count
     layers = repeated_layers(module, asked.layers)
     shares = share_out(counts, len(layers), argument, _places(layers))
     begins, done = [], 0
