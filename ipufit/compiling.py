@@ -76,6 +76,7 @@ class CompileRequest:
     auto_round_ipus: bool
     serialized_layers: Any
     recompute: Any
+    offload_optimizer_state: Optional[bool]
     run_eagerly: bool
     training_options: Any
     inference_options: Any
@@ -108,11 +109,14 @@ def compiled(
     pair = OptionPair.read(asked, faults)
     asked = pair.merged(asked, faults)
     mode = "all" if config is None else output_mode_of(config)
-    reduction = asked.gradient_reduction
+    reduction, offload = asked.gradient_reduction, asked.offload_optimizer_state
+    if offload is None:
+        offload = config is not None and config.optimizer_state_offchip
     asked = dataclasses.replace(
         asked,
         output_mode=mode if asked.output_mode is None else asked.output_mode,
         gradient_reduction="mean" if reduction is None else reduction,
+        offload_optimizer_state=offload,
     )
     with serialized_while_checked(module, asked.serialized_layers, faults):
         return _checked(module, make_engine, asked, config, pair, faults)
@@ -232,11 +236,13 @@ def _how(module: nn.Module, asked: CompileRequest, faults: Faults) -> Dict[str, 
     for name, choices in _CHOICES.items():
         with faults.collected():
             one_of(name, getattr(asked, name), choices)
+    settings["offload_optimizer_state"] = asked.offload_optimizer_state
     return settings
 
 
 _CHOICES: Dict[str, Tuple[object, ...]] = {
     "lr_scheduler_interval": ("update", "epoch"),
     "auto_round_ipus": (True, False),
+    "offload_optimizer_state": (True, False),
     "run_eagerly": (True, False),
 }

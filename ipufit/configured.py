@@ -194,6 +194,13 @@ def check_config(config: IPUConfig, asked: Any, faults: Faults) -> None:
                 f"{asked.loss_scale!r}. Leave one out."
             )
     with faults.collected():
+        if asked.offload_optimizer_state not in (None, config.optimizer_state_offchip):
+            raise ConfigurationError(
+                "offload_optimizer_state must agree with IPUConfig.optimizer_state_offchip, which "
+                f"is {config.optimizer_state_offchip}, got {asked.offload_optimizer_state!r}. "
+                "Leave it out, or change the config."
+            )
+    with faults.collected():
         if config.recompute_checkpoint_every_layer and asked.recompute not in (False, True):
             raise ConfigurationError(
                 "recompute must agree with IPUConfig.recompute_checkpoint_every_layer, which is "

@@ -123,6 +123,7 @@ class Model:
         auto_round_ipus: bool = False,
         serialized_layers: Optional[Mapping[str, Any]] = None,
         recompute: Union[bool, str, Sequence[str]] = False,
+        offload_optimizer_state: Optional[bool] = None,
         run_eagerly: bool = False,
         training_options: Any = None,
         inference_options: Any = None,
@@ -206,6 +207,10 @@ class Model:
             recompute: layers whose values are not kept for the backward pass but computed again in
                 it: names, also patterns such as "encoder.layers.*"; or True for every repeated
                 layer. The numbers stay the same.
+            offload_optimizer_state: keep the optimizer's state in host memory, and on the device
+                during an update alone: less device memory, slower updates, the same numbers. Of no
+                effect where the module is on the CPU. None is what ``config`` or
+                ``training_options`` say, else False.
             run_eagerly: run the module itself instead of a recorded program: the same numbers,
                 slower, and open to a debugger.
             training_options: ``poptorch.Options`` for training, of which a copy is used. What it
@@ -255,6 +260,7 @@ class Model:
                 auto_round_ipus=auto_round_ipus,
                 serialized_layers=serialized_layers,
                 recompute=recompute,
+                offload_optimizer_state=offload_optimizer_state,
                 run_eagerly=run_eagerly,
                 training_options=training_options,
                 inference_options=inference_options,

@@ -146,6 +146,7 @@ class Recipe:
         schedule: hyper-parameters by update; None leaves them as the optimizer has them.
         output_mode: which outputs come back in training.
         recompute: names of the layers whose values are computed again in the backward pass.
+        offload_optimizer_state: whether the optimizer's state is in host memory between updates.
     """
 
     gradient_reduction: str = "mean"
@@ -157,6 +158,7 @@ class Recipe:
     schedule: Optional[Schedule] = None
     output_mode: OutputMode = dataclasses.field(default_factory=OutputMode)
     recompute: Tuple[str, ...] = ()
+    offload_optimizer_state: bool = False
 
     @property
     def settings(self) -> Tuple[str, ...]:
@@ -186,6 +188,7 @@ class Recipe:
             "output_mode": None if mode == "all" else mode,
             "output_every": every if mode == "every_n" else None,
             "recompute": list(self.recompute) or None,
+            "offload_optimizer_state": self.offload_optimizer_state or None,
         }
         return {name: value for name, value in found.items() if value is not None}
 

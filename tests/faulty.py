@@ -139,7 +139,7 @@ class Watched(EmbeddedEngine):
     def __init__(self, before_run=None, before_close=None, late=False):
         super().__init__()
         self.built = self.closed = 0
-        self.check_late = late
+        self.as_device = late
         self._before_run = before_run
         self._before_close = before_close
 

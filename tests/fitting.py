@@ -49,7 +49,7 @@ def skipping_refusals():
 def compiled(net, optimizer, loss="cross_entropy", way="recorded", metrics=None, **options):
     """A compiled model and its engine; the optimizer is made of a copy of the network."""
     engine = EmbeddedEngine()
-    engine.check_late = way == "late"
+    engine.as_device = way == "late"
     net = copy.deepcopy(net)
     model = ipufit.Model(net, engine="auto" if way == "recorded" else lambda: engine)
     made = optimizer(net.parameters()) if callable(optimizer) else optimizer

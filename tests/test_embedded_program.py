@@ -69,7 +69,7 @@ class HostReads(TorchDispatchMode):
 def run_program(net, **changes):
     """A training program, prepared, and a batch of two updates of two micro-batches each."""
     engine = EmbeddedEngine()
-    engine.check_late = changes.pop("check_late", False)
+    engine.as_device = changes.pop("as_device", False)
     x, y = data(16)
     micro_batches = [MicroBatch.of((x[i : i + 4],), {}, y[i : i + 4], 4) for i in range(0, 16, 4)]
     spec = ProgramSpec(
@@ -88,7 +88,7 @@ def run_program(net, **changes):
 
 def test_a_program_for_another_device_reads_nothing_between_updates():
     """On an accelerator every value read is a stop of the whole device."""
-    program, batch, engine = run_program(CNN().double(), check_late=True)
+    program, batch, engine = run_program(CNN().double(), as_device=True)
     with HostReads() as reads:
         program.run(batch)
     assert reads.count == 0  # losses are looked at on the host, after the one transfer
@@ -99,7 +99,7 @@ def test_a_program_for_another_device_reads_nothing_between_updates():
 def test_an_exception_in_a_late_checked_execution_takes_it_back():
     """An update before it may have been spoilt by a loss that nobody has looked at yet."""
     net = CNN().double()
-    program, batch, _ = run_program(net, check_late=True)
+    program, batch, _ = run_program(net, as_device=True)
     before = program.read_state()
     first, *others, last = batch.micro_batches
     spoilt = first.clone()

@@ -561,11 +561,12 @@ def test_compile_prints_the_three_lists(capsys):
           exact: replication_factor, inference_replication_factor, gradient_accumulation_steps,
               layers_per_ipu, inference_layers_per_ipu, ipus_per_replica, inference_ipus_per_replica,
               recompute_checkpoint_every_layer, device_iterations, inference_device_iterations, output_mode
-          approximated: embedding_serialization_factor, serialized_embedding_splits_per_ipu,
-              projection_serialization_factor, serialized_projection_splits_per_ipu, seed, auto_loss_scaling
+          approximated: optimizer_state_offchip, embedding_serialization_factor,
+              serialized_embedding_splits_per_ipu, projection_serialization_factor,
+              serialized_projection_splits_per_ipu, seed, auto_loss_scaling
             seed=0: seed of fit, of which other random numbers are made than on an IPU
-          no effect here: optimizer_state_offchip, replicated_tensor_sharding, matmul_proportion,
-              inference_matmul_proportion, enable_half_partials, inference_embedding_serialization_factor,
+          no effect here: replicated_tensor_sharding, matmul_proportion, inference_matmul_proportion,
+              enable_half_partials, inference_embedding_serialization_factor,
               inference_serialized_embedding_splits_per_ipu, inference_projection_serialization_factor,
               inference_serialized_projection_splits_per_ipu, executable_cache_dir, explicit_ir_inference,
               parallelize_kwargs, inference_parallelize_kwargs

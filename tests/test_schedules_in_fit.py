@@ -224,7 +224,7 @@ def test_a_failed_execution_leaves_the_schedule_at_the_update_that_failed(late):
     scheduler = StepLR(optimizer, 1, gamma=0.5)
     model = ipufit.Model(net)
     model.compile(optimizer, "cross_entropy", lr_scheduler=scheduler)
-    model._session.engine.check_late = late
+    model._session.engine.as_device = late
     with pytest.raises(NonFiniteLossError) as caught:
         model.fit(DataLoader(TensorDataset(x, Y), 5), device_iterations=4, seed=1, verbose=0)
     assert caught.value.update == 5

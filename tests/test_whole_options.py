@@ -29,7 +29,11 @@ EXACT = {
     "outputMode": (poptorch.OutputMode.EveryN, 2),
     "replicationFactor": (2,),
 }
-APPROXIMATED = {"Training.setAutomaticLossScaling": (True,), "randomSeed": (5,)}
+APPROXIMATED = {
+    "TensorLocations.setOptimizerLocation": (OFF_CHIP,),
+    "Training.setAutomaticLossScaling": (True,),
+    "randomSeed": (5,),
+}
 NO_EFFECT = {
     "Precision.enableFloatingPointExceptions": (True,),
     "Precision.enableStochasticRounding": (True,),
@@ -37,7 +41,6 @@ NO_EFFECT = {
     "TensorLocations.numIOTiles": (32,),
     "TensorLocations.setAccumulatorLocation": (OFF_CHIP,),
     "TensorLocations.setActivationLocation": (OFF_CHIP,),
-    "TensorLocations.setOptimizerLocation": (OFF_CHIP,),
     "TensorLocations.setWeightLocation": (OFF_CHIP,),
     "Training.setConvolutionDithering": (True,),
     "Training.setMeanAccumulationAndReplicationReductionStrategy": (

@@ -53,10 +53,14 @@ _EMBEDDED = {
     "executable_cache_dir": (NONE, "there are no executables: programs are recorded anew"),
     "explicit_ir_inference": (NONE, "another compiler records the program"),
     "matmul_proportion": (NONE, "there is no memory of tiles to share out"),
-    "optimizer_state_offchip": (NONE, "there is one memory, where the module is"),
+    "optimizer_state_offchip": (
+        APPROXIMATED,
+        "host memory between updates, on CUDA; in the host's own there is no other",
+    ),
     "replicated_tensor_sharding": (NONE, "replicas take turns in one process and share the state"),
 }
 _STANDIN = {
+    "optimizer_state_offchip": (NONE, "there is one memory"),
     "auto_loss_scaling": (APPROXIMATED, "a loss scale that follows rules of the stand-in"),
     "explicit_ir_inference": (NONE, "the stand-in has no such compiler"),
     "executable_cache_dir": (EXACT, "enableExecutableCaching, of recorded programs"),

@@ -58,6 +58,11 @@ class OptionPair:
                 self.training.gradient_reduction,
                 "Training.accumulationAndReplicationReductionType",
             ),
+            (
+                "offload_optimizer_state",
+                self.training.offloads_state,
+                "TensorLocations.setOptimizerLocation",
+            ),
         ):
             with faults.collected():
                 asked = _agreed(asked, name, said, f"{role}.{setter}")

@@ -118,6 +118,13 @@ class WholeOptions:
         return "sum" if kind.name == "Sum" else None
 
     @property
+    def offloads_state(self) -> Optional[bool]:
+        """Whether the optimizer's state is off the chip; None where nothing is said of it."""
+        locations = self.given.TensorLocations.toDict()
+        on_chip = locations.get("location_optimizer", {}).get("onChip")
+        return None if on_chip is None else not on_chip
+
+    @property
     def scales_loss(self) -> bool:
         """Whether the scale of the loss is to be chosen while training."""
         return bool(self.given._Popart.options.get("automaticLossScalingSettings.enabled"))

@@ -28,6 +28,10 @@ _APPROXIMATED = {
         "Training.setAutomaticLossScaling",
         "loss_scale='dynamic', which follows rules of its own",
     ),
+    "location_optimizer": (
+        "TensorLocations.setOptimizerLocation",
+        "off chip is host memory between updates, on CUDA; in the host's own there is no other",
+    ),
     "random_seed": (
         "randomSeed",
         "a seed, of which other random numbers are made than on an IPU",
@@ -73,7 +77,6 @@ _NO_EFFECT = {
     "ipu_version": ("useOfflineIpuTarget", _NO_DEVICE),
     "location_accumulator": ("TensorLocations.setAccumulatorLocation", _LOCATION),
     "location_activation": ("TensorLocations.setActivationLocation", _LOCATION),
-    "location_optimizer": ("TensorLocations.setOptimizerLocation", _LOCATION),
     "location_weight": ("TensorLocations.setWeightLocation", _LOCATION),
     "log_dir": ("logDir", _NO_LOG),
     "max_repeat_logs": ("maxRepeatLogs", _NO_LOG),

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import ipufit
+from ipufit import poptorch
 from ipufit.callbacks import Callback
 
 from . import FLIPS, Ledger, Made, Noisy, With, X, Y, files, folder, linear, of, told
@@ -150,9 +151,10 @@ of(
     auto_round_ipus=With(False, True, work={"ipus": 3}),
     serialized_layers=(None, {"head": [3]}),
     recompute=(False, "head"),
+    offload_optimizer_state=(None, True),
     run_eagerly=(False, True),
-    training_options=(None, "refused"),
-    inference_options=(None, "refused"),
+    training_options=(None, poptorch.Options().deviceIterations(2)),
+    inference_options=(None, poptorch.Options().modelName("small")),
     config=(None, ipufit.IPUConfig(gradient_accumulation_steps=2)),
 )
 

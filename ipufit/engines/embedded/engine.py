@@ -27,6 +27,7 @@ from ipufit.engines.embedded.recompute import recompute_layers
 from ipufit.engines.embedded.replicas import ReplicaMemory
 from ipufit.engines.embedded.results import OutputShape, Reported
 from ipufit.engines.embedded.scaling import ScaleState
+from ipufit.engines.embedded.state_memory import HostMemory, StateMemory
 from ipufit.engines.embedded.step import MicroStep, StepModule, attributes_kept
 from ipufit.engines.embedded.storage import Block
 from ipufit.engines.embedded.training import TrainingProgram
@@ -37,6 +38,11 @@ from ipufit.program import MicroBatch, Mode, Program, ProgramSpec
 from ipufit.recipe import Recipe
 
 __all__ = ["EmbeddedEngine", "Recorded"]
+
+_OFFLOADED = "The optimizer's state is in host memory, and on the device during updates alone."
+_NOT_OFFLOADED = (
+    "offload_optimizer_state changes nothing where the module is in the host's memory itself."
+)
 
 # Recordings that are kept for later programs; the least recently used go first.
 _KEPT = 64
@@ -82,7 +88,9 @@ class EmbeddedEngine:
         optimizer_graphs: recorded optimizer updates, by all that they depend on.
         averages: moving averages of weights as the last training program left them, by name.
         scale: the loss scale as the last training program left it.
-        check_late: look at losses after an execution, as on a device that is not the host.
+        as_device: treat the host as a device of its own: look at losses after an execution, and
+            keep in other memory what is to be there.
+        state_memory: where the optimizer's state of the last training program is between updates.
         recomputed: of the last training recording, the number of operators that run twice, and how
             many bytes its values take at most without and with that; None without recomputation.
     """
@@ -97,7 +105,8 @@ class EmbeddedEngine:
         self.optimizer_graphs: Graphs = {}
         self.averages: Dict[str, Tensor] = {}
         self.scale: Optional[ScaleState] = None
-        self.check_late = False
+        self.as_device = False
+        self.state_memory = StateMemory()
         self.recomputed: Optional[Tuple[int, int, int]] = None
         self._recorded: OrderedDict[Tuple[Any, ...], Recorded] = OrderedDict()
         self._steps: Dict[Tuple[int, int], StepModule] = {}
@@ -215,13 +224,18 @@ class EmbeddedEngine:
             recipe: how an update is made.
             options: those of an IPU; here there are none.
         """
+        lines = []
+        if recipe.offload_optimizer_state:
+            in_host = isinstance(self.state_memory, HostMemory)
+            lines.append(_OFFLOADED if in_host else _NOT_OFFLOADED)
         if self.recomputed is None or not recipe.recompute:
-            return []
+            return lines
         repeated, before, after = self.recomputed
         return [
+            *lines,
             f"The backward pass computes {repeated} operators of {len(recipe.recompute)} layers "
             f"again: values of a micro-batch take {_mebibytes(after)} at most, "
-            f"{_mebibytes(before)} without."
+            f"{_mebibytes(before)} without.",
         ]
 
     @contextlib.contextmanager

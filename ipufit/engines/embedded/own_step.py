@@ -15,6 +15,7 @@ from ipufit.engines.embedded.precision import (
     refuse_missing_half,
     try_out,
 )
+from ipufit.engines.embedded.state_memory import StateMemory
 from ipufit.engines.embedded.storage import Block, FlatStorage, group_alike, storage_id
 from ipufit.errors import CaptureError, OptimizerError
 
@@ -60,6 +61,10 @@ def _captured(step: Callable[..., List[Tensor]], arguments: Sequence[Tensor]) ->
     return graph
 
 
+def _copied(state: Mapping[_Key, Any]) -> Dict[_Key, Any]:
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+
+
 class OwnStepUpdater:
     """Any other torch optimizer, through its own ``step``, recorded.
 
@@ -67,11 +72,16 @@ class OwnStepUpdater:
     Hyper-parameters are constants of both.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, finish: Finish) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, finish: Finish, memory: StateMemory
+    ) -> None:
         self._optimizer = optimizer
         self._finish = finish
+        self._memory = memory
         self._storage = FlatStorage([])
         self._state: Dict[_Key, Any] = {}
+        # What of it the memory keeps; counters stay where torch has them.
+        self._kept: Set[_Key] = set()
         self._graphs: Dict[bool, fx.GraphModule] = {}
         self._keys: List[_Key] = []
         self._known_keys: List[_Key] = []
@@ -93,14 +103,15 @@ class OwnStepUpdater:
         for b, block in enumerate(storage.blocks):
             for s, slot in enumerate(block.slots):
                 for name, value in self._optimizer.state.get(slot.parameter, {}).items():
-                    self._state[b, s, name] = value.clone() if isinstance(value, Tensor) else value
+                    own = value.clone() if isinstance(value, Tensor) else value
+                    self._keep((b, s, name), own)
         try:
             if run_eagerly:
                 # Once on copies: what can't be followed must show before any weight changes.
                 flats = [flat.clone() for flat in storage.flats]
                 gradients = [torch.zeros_like(like) for like in self._finish.examples(flats)]
                 with refuse_missing_half():
-                    self._step(flats, gradients, self.snapshot())
+                    self._step(flats, gradients, _copied(self._fetched()))
             elif self._has_newcomers():
                 self._record_first()
             else:
@@ -200,8 +211,9 @@ class OwnStepUpdater:
 
         flats = self._storage.flats
         examples = self._finish.examples(flats)
-        own = [known[key] for key in self._known_keys]
-        self._graphs[True] = _captured(first, [*flats, *examples, *own])
+        own = self._fetched()
+        tensors = [own[key] for key in self._known_keys]
+        self._graphs[True] = _captured(first, [*flats, *examples, *tensors])
         self._keys = [key for key, value in made.items() if isinstance(value, Tensor)]
         numbers = {key: value for key, value in made.items() if not isinstance(value, Tensor)}
         # The state that the later graph starts from: same shapes, values of no meaning.
@@ -244,39 +256,67 @@ class OwnStepUpdater:
 
         flats = self._storage.flats
         examples = self._finish.examples(flats)
-        arguments = [*flats, *examples, *(self._state[key] for key in self._keys)]
+        own = self._fetched()
+        arguments = [*flats, *examples, *(own[key] for key in self._keys)]
         graph = _captured(later, arguments)
         return graph, {key: after[key] for key in numbers}
 
     def apply(self, gradients: Sequence[Tensor]) -> None:
         """One weight update."""
+        own = self._fetched()
         if self._eager:
-            self._state = self._step(self._storage.flats, gradients, self._state)
+            made = self._step(self._storage.flats, gradients, own)
+            self._state = {key: value for key, value in self._state.items() if key in made}
+            for key, value in made.items():
+                self._keep(key, value)
             return
         first = True in self._graphs and set(self._state) != self._whole
-        state = [self._state[key] for key in (self._known_keys if first else self._keys)]
+        state = [own[key] for key in (self._known_keys if first else self._keys)]
         tensors = self._graphs[first](*self._storage.flats, *gradients, *state)
         if first:
             self._state = dict(self._numbers)
         else:
             self._state.update((key, self._state[key] + by) for key, by in self._growth.items())
-        self._state.update(zip(self._keys, tensors))
+        for key, tensor in zip(self._keys, tensors):
+            self._keep(key, tensor)
+
+    def _keep(self, key: _Key, value: Any) -> None:
+        """Put a value into the state, where the memory wants it."""
+        flat = self._storage.flats[key[0]]
+        if not isinstance(value, Tensor) or value.dim() == 0 or value.device != flat.device:
+            self._kept.discard(key)
+            self._state[key] = value
+        elif key in self._kept and key in self._state:
+            self._state[key] = self._memory.renew(self._state[key], value)
+        else:
+            self._state[key] = self._memory.keep(value)
+            self._kept.add(key)
+
+    def _fetched(self) -> Dict[_Key, Any]:
+        """The state as a step needs it."""
+        return {
+            key: self._memory.fetch([value])[0] if key in self._kept else value
+            for key, value in self._state.items()
+        }
 
     def skip(self) -> None:
         """Leave a weight update out: nothing is planned ahead here."""
 
     def snapshot(self) -> Dict[_Key, Any]:
         """A copy of the state."""
-        return {k: v.clone() if isinstance(v, Tensor) else v for k, v in self._state.items()}
+        return _copied(self._state)
 
     def restore(self, snapshot: Dict[_Key, Any]) -> None:
         """Go back to a copy of the state."""
         # The graphs change it in place, and a snapshot may be needed again.
-        self._state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in snapshot.items()}
+        self._state = _copied(snapshot)
 
     def export(self) -> None:
         """Write the state into the torch optimizer."""
         for (b, s, name), value in self._state.items():
             parameter = self._storage.blocks[b].slots[s].parameter
             own = self._optimizer.state[parameter]
-            own[name] = value.clone() if isinstance(value, Tensor) else value
+            if (b, s, name) in self._kept:
+                own[name] = self._memory.for_torch(value)
+            else:
+                own[name] = value.clone() if isinstance(value, Tensor) else value

@@ -20,6 +20,7 @@ from ipufit.engines.embedded.publication import Publication
 from ipufit.engines.embedded.replicas import put_back
 from ipufit.engines.embedded.scaling import Scaler, ScaleState
 from ipufit.engines.embedded.sharing import refuse_shared_memory
+from ipufit.engines.embedded.state_memory import state_memory
 from ipufit.engines.embedded.step import public_name
 from ipufit.engines.embedded.storage import Block, FlatStorage
 from ipufit.engines.embedded.update import UpdateMaker
@@ -66,7 +67,7 @@ class TrainingProgram(BaseProgram):
             self._live,
             self._device,
             self._seed,
-            at_once=self._device.type == "cpu" and not engine.check_late,
+            at_once=self._device.type == "cpu" and not engine.as_device,
         )
         self._reached: Tuple[str, ...] = ()
         self._closed = False
@@ -76,8 +77,11 @@ class TrainingProgram(BaseProgram):
         spec, engine, recipe = self._spec, self._engine, self._spec.recipe
         finish = Finish(recipe.clip, recipe.accumulation_dtype)
         scheduled = None if recipe.schedule is None else recipe.schedule.names
+        self._memory = engine.state_memory = state_memory(
+            recipe.offload_optimizer_state, self._device, engine.as_device
+        )
         return LiveState(
-            updater_for(self._optimizer, engine.optimizer_graphs, finish, scheduled),
+            updater_for(self._optimizer, engine.optimizer_graphs, finish, scheduled, self._memory),
             Scaler(recipe.loss_scale, engine.scale) if recipe.loss_scale else None,
             engine.replicas.recall(spec.plan.replicas, self._buffers),
             spec.first_update,
@@ -254,6 +258,7 @@ class TrainingProgram(BaseProgram):
             return
         self._closed = True
         if self._reached:
+            self._memory.end()
             self.publish()
             self._engine.replicas.keep(self._live.replicas)
             if self._live.averages is not None and self._live.averages.swapped:

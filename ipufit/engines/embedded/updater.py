@@ -26,6 +26,7 @@ from ipufit.engines.embedded.clipping import Finish
 from ipufit.engines.embedded.own_step import OwnStepUpdater
 from ipufit.engines.embedded.precision import computes_in_half, try_out
 from ipufit.engines.embedded.rules import Rule, rule_for
+from ipufit.engines.embedded.state_memory import StateMemory
 from ipufit.engines.embedded.storage import Block, FlatStorage, group_alike
 from ipufit.errors import OptimizerError
 
@@ -94,6 +95,7 @@ def updater_for(
     graphs: Graphs,
     finish: Finish,
     scheduled: Optional[Container[str]],
+    memory: StateMemory,
 ) -> Updater:
     """Flat rules for the optimizers ipufit knows, the optimizer's own ``step`` for any other.
 
@@ -103,6 +105,7 @@ def updater_for(
         finish: makes of an accumulated gradient what the optimizer gets.
         scheduled: hyper-parameters that are known to change from update to update; None without a
             schedule.
+        memory: where the state is between two updates.
 
     Raises:
         OptimizerError: hooks on ``step``, or a schedule for an optimizer whose hyper-parameters are
@@ -113,14 +116,14 @@ def updater_for(
     if rule is not None:
         # A decay that is zero now and then is still a decay: times zero it changes nothing.
         decays = scheduled is not None and "weight_decay" in scheduled
-        return RuleUpdater(optimizer, rule, graphs, finish, decays)
+        return RuleUpdater(optimizer, rule, graphs, finish, decays, memory)
     if scheduled is not None:
         raise OptimizerError(
             f"a schedule needs an optimizer whose hyper-parameters are inputs of the program, but "
             f"those of {type(optimizer).__name__} are constants of it. Use sgd, adam, adamw, "
             "rmsprop or lamb, or leave lr_scheduler out."
         )
-    return OwnStepUpdater(optimizer, finish)
+    return OwnStepUpdater(optimizer, finish, memory)
 
 
 class RuleUpdater:
@@ -133,12 +136,14 @@ class RuleUpdater:
         graphs: Graphs,
         finish: Finish,
         decays: bool,
+        memory: StateMemory,
     ) -> None:
         self._optimizer = optimizer
         self._always = {"weight_decay": 1.0} if decays else {}
         self._kind = rule
         self._graphs = graphs
         self._finish = finish
+        self._memory = memory
         self._storage = FlatStorage([])
         self._rules: List[Rule] = []
         self._states: List[Dict[str, Tensor]] = []
@@ -170,7 +175,8 @@ class RuleUpdater:
         self._states = [self._load(*each) for each in zip(blocks, storage.flats, self._rules)]
         self._counts = [block.updates for block in blocks]
         self.refresh([groups])
-        arguments = self._arguments(self._finish.examples(storage.flats))
+        at_work = self._memory.fetch(self._kept())
+        arguments = self._arguments(self._finish.examples(storage.flats), at_work)
         key = (self._kind, self._switches, storage.form, self._finish)
         if not run_eagerly:
             if key not in self._graphs:
@@ -186,7 +192,7 @@ class RuleUpdater:
             for name, whole in state.items():
                 if known.get(name) is not None:
                     slot.view(whole).copy_(known[name])
-        return state
+        return {name: self._memory.keep(whole) for name, whole in state.items()}
 
     def refresh(self, rows: Rows) -> None:
         """Work out the coefficients of the coming updates from their hyper-parameters."""
@@ -207,8 +213,10 @@ class RuleUpdater:
             tables.append(torch.tensor(table, dtype=dtype, device=flat.device).unbind())
         self._coming = list(zip(*tables))
 
-    def _arguments(self, gradients: Sequence[Tensor]) -> List[Tensor]:
-        state = [tensor for state in self._states for tensor in state.values()]
+    def _kept(self) -> List[Tensor]:
+        return [tensor for state in self._states for tensor in state.values()]
+
+    def _arguments(self, gradients: Sequence[Tensor], state: Sequence[Tensor]) -> List[Tensor]:
         return [*self._coming[0], *self._storage.flats, *gradients, *state]
 
     def _update(self, *tensors: Tensor) -> List[Tensor]:
@@ -225,7 +233,11 @@ class RuleUpdater:
 
     def apply(self, gradients: Sequence[Tensor]) -> None:
         """One weight update."""
-        self._run(*self._arguments(gradients))
+        kept = self._kept()
+        at_work = self._memory.fetch(kept)
+        self._run(*self._arguments(gradients, at_work))
+        for tensor, updated in zip(kept, at_work):
+            self._memory.renew(tensor, updated)
         self._coming.pop(0)
         self._rows = self._rows[1:]
         self._counts = [count + 1 for count in self._counts]
@@ -259,7 +271,7 @@ class RuleUpdater:
             for slot in block.slots:
                 own = self._optimizer.state[slot.parameter]
                 for name, whole in state.items():
-                    own[name] = slot.view(whole).clone()
+                    own[name] = self._memory.for_torch(slot.view(whole))
                 if self._kind.counted:
                     device = slot.parameter.device if on_device else torch.device("cpu")
                     own["step"] = torchs_step(type(self._optimizer), updates, device)

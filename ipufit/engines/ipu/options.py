@@ -71,6 +71,7 @@ def make_options(sdk: Any, given: Any, spec: ProgramSpec, size: Size) -> Any:
         if spec.recipe.gradient_reduction == "mean":
             kind = sdk.ReductionType.Mean
         options.Training.accumulationAndReplicationReductionType(kind)
+        _offload(sdk, options, spec)
     if spec.plan.idle_ipus:
         options.autoRoundNumIPUs(True)
     if spec.partition is not None:
@@ -79,3 +80,11 @@ def make_options(sdk: Any, given: Any, spec: ProgramSpec, size: Size) -> Any:
         # Each replica has running statistics of its own.
         options.broadcastBuffers(False)
     return options
+
+
+def _offload(sdk: Any, options: Any, spec: ProgramSpec) -> None:
+    """Let the optimizer's state be beside the chip, unless the options say where it is."""
+    known = "location_optimizer" in options.TensorLocations.toDict()
+    if spec.recipe.offload_optimizer_state and not known:
+        location = sdk.TensorLocationSettings().useOnChipStorage(False)
+        options.TensorLocations.setOptimizerLocation(location)

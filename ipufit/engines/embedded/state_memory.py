@@ -1,0 +1,78 @@
+"""Where the optimizer's state is between two updates: with the module, or in host memory."""
+
+from __future__ import annotations
+
+from typing import List, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["HostMemory", "StateMemory", "state_memory"]
+
+
+class StateMemory:
+    """The state stays where the module is."""
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """The tensor that holds a new state from now on."""
+        return tensor
+
+    def fetch(self, kept: Sequence[Tensor]) -> List[Tensor]:
+        """States as an update needs them."""
+        return list(kept)
+
+    def renew(self, kept: Tensor, updated: Tensor) -> Tensor:
+        """The tensor that holds a state after an update."""
+        return updated
+
+    def for_torch(self, kept: Tensor) -> Tensor:
+        """A copy of a state, for the torch optimizer."""
+        return kept.clone()
+
+    def end(self) -> None:
+        """No update follows: what the torch optimizer gets now is for others to work with."""
+
+
+class HostMemory(StateMemory):
+    """The state is in host memory, and on the device during an update alone.
+
+    Args:
+        device: of the module.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ended = False
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """A copy in host memory, from which the device reads directly."""
+        pinned = self._device.type == "cuda"
+        return torch.empty_like(tensor, device="cpu", pin_memory=pinned).copy_(tensor)
+
+    def fetch(self, kept: Sequence[Tensor]) -> List[Tensor]:
+        """Copies on the device."""
+        return [tensor.to(self._device, copy=True) for tensor in kept]
+
+    def renew(self, kept: Tensor, updated: Tensor) -> Tensor:
+        """The same memory of the host, with the new values."""
+        return kept.copy_(updated)
+
+    def for_torch(self, kept: Tensor) -> Tensor:
+        """A copy, in host memory as well while training goes on, and on the device at its end."""
+        return kept.to(self._device, copy=True) if self._ended else kept.clone()
+
+    def end(self) -> None:
+        """No update follows: the torch optimizer gets its state on the device."""
+        self._ended = True
+
+
+def state_memory(offload: bool, device: torch.device, as_device: bool) -> StateMemory:
+    """What ``offload_optimizer_state`` asks for.
+
+    Args:
+        offload: whether the state is to be in host memory.
+        device: of the module. What is in the host's own memory can't be moved there.
+        as_device: whether to treat the host as a device all the same.
+    """
+    apart = device.type != "cpu" or as_device
+    return HostMemory(device) if offload and apart else StateMemory()
