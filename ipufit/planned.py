@@ -15,6 +15,7 @@ from ipufit.parallel.planning import Estimator, schedule_of
 from ipufit.parallel.resolving import AUTO, PartitionRequest, resolve_partition
 from ipufit.parallel.schedule import SCHEDULES
 from ipufit.plan import Plan
+from ipufit.plan_checks import round_up
 from ipufit.program import MicroBatch
 from ipufit.session import Session
 from ipufit.summary import sample_of
@@ -53,6 +54,7 @@ def planned(
         gradient_accumulation=1 if accumulation is None else accumulation,
         auto_round_ipus=rounds,
     )
+    _check_count(asked.ipus_per_replica, rounds)
     wanted = _wanted(session, asked, ipus)
     strategy = wanted.strategy
     if schedule != SCHEDULES[0] and strategy == "sharded":
@@ -94,6 +96,21 @@ def planned(
             unused=estimator.unused,
         ),
     )
+
+
+def _check_count(count: Any, rounds: bool) -> None:
+    """Refuse so many IPUs of a replica that no system has as many of.
+
+    Raises:
+        PartitionError: with the number to say instead.
+    """
+    whole = isinstance(count, int) and not isinstance(count, bool) and count > 0
+    if whole and not rounds and count != round_up(count):
+        raise PartitionError(
+            f"ipus_per_replica must be a power of two, as the number of IPUs must be, got {count}. "
+            f"Pass ipus_per_replica={round_up(count)}, or compile with auto_round_ipus=True to "
+            f"reserve {round_up(count)} and leave {round_up(count) - count} idle."
+        )
 
 
 def _checked(how: Tuple[Any, Any, Any]) -> Tuple[str, bool, int]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from ipufit.errors import PartitionError, UnknownNameError
 from ipufit.faults import Faults
+from ipufit.parallel.naming import first_gap, named_stages
 from ipufit.parallel.partition import STRATEGIES, Partition, Partitions
 from ipufit.parallel.repeated import repeated_layers
 from ipufit.parallel.serializing import ipus_of
@@ -245,40 +246,35 @@ def _named(module: nn.Module, given: Any, argument: str) -> Tuple[Tuple[str, int
             f"{argument} must map names of modules to numbers of stages, got {given!r}. Write for "
             f"example {argument}={{'encoder': 0, 'head': 1}}."
         )
-    order = {name: place for place, (name, _) in enumerate(module.named_modules()) if name}
-    faults = Faults()
-    for name, stage in given.items():
-        with faults.collected():
-            if name not in order:
-                raise UnknownNameError(f"module in {argument}", str(name), order)
-        with faults.collected():
-            if isinstance(stage, bool) or not hasattr(stage, "__index__") or int(stage) < 0:
-                raise PartitionError(
-                    f"{argument}[{name!r}] must be the number of a stage, from 0, got {stage!r}."
-                )
-    faults.raise_all()
-    numbers = sorted({operator.index(stage) for stage in given.values()})
-    gaps = sorted(set(range(numbers[-1])) - {0, *numbers})
-    if gaps:
+    pairs = named_stages(module, given, argument)
+    numbers = sorted(set(pairs.values()))
+    gap = first_gap(numbers)
+    if gap is not None:
         raise PartitionError(
             f"{argument} must number the stages without a gap, but no module begins stage "
-            f"{gaps[0]}, got {', '.join(map(str, numbers))}. Renumber them from 0."
+            f"{gap}, got {', '.join(map(str, numbers))}. Renumber them from 0."
         )
-    pairs = {name: operator.index(stage) for name, stage in given.items()}
+    order = {name: place for place, (name, _) in enumerate(module.named_modules())}
     return tuple(sorted(pairs.items(), key=lambda pair: order[pair[0]]))
 
 
 def _counted(module: nn.Module, asked: PartitionRequest) -> Tuple[Tuple[str, int], ...]:
     argument = asked.name("layers_per_ipu")
     counts = _whole_numbers(asked.layers_per_ipu, argument)
+    count = _count(asked.name("ipus_per_replica"), asked.ipus_per_replica) or 1
+    if counts == [-1] and count == 1:
+        return ()
+    layers = repeated_layers(module, asked.layers, argument)
     if counts == [-1]:
         # As an IPUConfig has it, which says beside it how many IPUs there are.
-        count = _count(asked.name("ipus_per_replica"), asked.ipus_per_replica) or 1
-        if count == 1:
-            return ()
+        if count > len(layers):
+            raise PartitionError(
+                f"{argument}=[-1] shares the repeated layers among the IPUs of a replica, but "
+                f"ipus_per_replica={count} and the module has {len(layers)} "
+                f"({_places(module, layers)}). Use fewer IPUs."
+            )
         counts = [-1] * count
-    layers = repeated_layers(module, asked.layers)
-    shares = share_out(counts, len(layers), argument, _places(layers))
+    shares = share_out(counts, len(layers), argument, _places(module, layers))
     begins, done = [], 0
     for ipu, share in enumerate(shares):
         if share:
@@ -287,13 +283,19 @@ def _counted(module: nn.Module, asked: PartitionRequest) -> Tuple[Tuple[str, int
     return tuple(begins)
 
 
-def _places(layers: Sequence[str]) -> str:
+def _places(module: nn.Module, layers: Sequence[str]) -> str:
     """The stacks of layers, and how many are in each."""
     counts: Dict[str, int] = {}
     for layer in layers:
-        stack = layer.rpartition(".")[0] or "the module itself"
+        stack = layer.rpartition(".")[0]
         counts[stack] = counts.get(stack, 0) + 1
-    return ", ".join(f"{count} in {stack}" for stack, count in counts.items())
+    told = []
+    for stack, count in counts.items():
+        places = len(module.get_submodule(stack)._modules)
+        more = places - count
+        again = f", {more} more places hold one of them again" if more else ""
+        told.append(f"{count} in {stack or 'the module itself'}{again}")
+    return ", ".join(told)
 
 
 def _whole_numbers(given: Any, argument: str) -> List[int]:
