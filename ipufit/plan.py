@@ -134,20 +134,6 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
         check.raise_faults()
         return plan
 
-    def check_filling(self, stages: int) -> None:
-        """Hold the plan against a pipeline whose number of stages was not known before.
-
-        Args:
-            stages: of the forward pass.
-
-        Raises:
-            PlanError: it is not filled; with the smallest number that fills it.
-        """
-        check = Checks()
-        check.accumulation(self.gradient_accumulation, self.training, stages)
-        check.iterations(self.device_iterations, self.training, stages)
-        check.raise_faults()
-
     @property
     def ipus(self) -> int:
         """IPUs that work."""

@@ -27,6 +27,7 @@ from ipufit.parallel.looking import stages_of_blocks
 from ipufit.parallel.partition import NOT_DIVIDED, Partition, Partitions
 from ipufit.parallel.planning import Estimator
 from ipufit.plan import Plan
+from ipufit.plan_checks import check_filling
 from ipufit.program import Engine, MicroBatch, Mode, Program, ProgramSpec
 from ipufit.randomness import draw_seed
 from ipufit.recipe import Recipe
@@ -276,7 +277,8 @@ class Session:
         partition = self.partitions.of(plan.training)
         assert partition is not None
         if partition.pipelines(plan.training, plan.device_iterations):
-            plan.check_filling(partition.stages)
+            given = (plan.gradient_accumulation, plan.device_iterations, plan.training)
+            check_filling(*given, partition.stages)
 
     def _spec(
         self, plan: Plan, mode: Mode, seed: int, domain: str, has_metrics: bool
