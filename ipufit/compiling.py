@@ -27,7 +27,7 @@ from ipufit.optimizers import resolve_optimizer
 from ipufit.parallel.partition import NOT_DIVIDED
 from ipufit.parallel.recomputation import resolve_recompute
 from ipufit.parallel.resolving import PartitionRequest, resolve_partitions
-from ipufit.parallel.serializing import serialized_while_checked
+from ipufit.parallel.serializing import described, serialized_while_checked
 from ipufit.program import Engine
 from ipufit.recipe import (
     LossScale,
@@ -75,6 +75,7 @@ class CompileRequest:
     gradient_reduction: Optional[str]
     auto_round_ipus: bool
     serialized_layers: Any
+    inference_serialized_layers: Any
     recompute: Any
     offload_optimizer_state: Optional[bool]
     run_eagerly: bool
@@ -103,9 +104,15 @@ def compiled(
             first, second = divided(config, asked.partition, asked.inference_partition)
             asked = dataclasses.replace(asked, partition=first, inference_partition=second)
         with faults.collected():
-            cuts = cut_layers(config, module, asked.serialized_layers)
+            cuts = asked.serialized_layers, asked.inference_serialized_layers
+            first_cuts, second_cuts = cut_layers(config, module, *cuts)
             recompute = asked.recompute or config.recompute_checkpoint_every_layer
-            asked = dataclasses.replace(asked, serialized_layers=cuts, recompute=recompute)
+            asked = dataclasses.replace(
+                asked,
+                serialized_layers=first_cuts,
+                inference_serialized_layers=second_cuts,
+                recompute=recompute,
+            )
     pair = OptionPair.read(asked, faults)
     asked = pair.merged(asked, faults)
     mode = "all" if config is None else output_mode_of(config)
@@ -118,7 +125,8 @@ def compiled(
         gradient_reduction="mean" if reduction is None else reduction,
         offload_optimizer_state=offload,
     )
-    with serialized_while_checked(module, asked.serialized_layers, faults):
+    cuts = asked.serialized_layers, asked.inference_serialized_layers
+    with serialized_while_checked(module, *cuts, faults, by_config=config is not None):
         return _checked(module, make_engine, asked, config, pair, faults)
 
 
@@ -151,6 +159,7 @@ def _checked(
     if config is not None:
         recipe, options = _configured(config, engine, recipe, options)
         printed, fixed = [config_report.in_short(config, engine.name)], FixedWork.of(config)
+        printed += described(module)
     check = getattr(engine, "check", None)
     if check is not None:
         check(module, optimizer, resolved, recipe, asked.run_eagerly, options, partitions)

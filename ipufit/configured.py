@@ -12,6 +12,7 @@ from torch import nn
 from ipufit.errors import ConfigurationError, PlanError
 from ipufit.faults import Faults
 from ipufit.ipu_config import IPUConfig, Partition
+from ipufit.parallel.choosing import KINDS, check_ties, meant_layer
 from ipufit.parallel.partition import Partitions
 from ipufit.parallel.resolving import PartitionRequest
 from ipufit.whole_options import INFERENCE, TRAINING, WholeOptions
@@ -263,43 +264,51 @@ def _divided(partition: Partition, asked: PartitionRequest) -> PartitionRequest:
     )
 
 
-def cut_layers(config: IPUConfig, module: nn.Module, asked: Any) -> Any:
-    """What ``serialized_layers`` would say of the embedding and the projection.
+def cut_layers(config: IPUConfig, module: nn.Module, asked: Any, inference: Any) -> Tuple[Any, Any]:
+    """What ``serialized_layers`` and its like for inference would say of a configuration's cuts.
 
-    A configuration names no layers: the embedding is the one with most rows, the projection the
-    linear layer with most outputs.
+    A configuration names no layers. What the arguments name is meant, else what
+    :mod:`ipufit.parallel.choosing` finds.
+
+    Args:
+        config: says how an embedding and a projection are cut.
+        module: the user's.
+        asked, inference: the arguments, for training and inference.
 
     Raises:
-        ConfigurationError: there is no such layer, or both say what is cut.
+        ConfigurationError: there is no such layer, or an argument says another number.
     """
-    cuts: Dict[str, Any] = {}
-    for kind, layer, size in (
-        ("embedding", nn.Embedding, "num_embeddings"),
-        ("projection", nn.Linear, "out_features"),
-    ):
-        said, cut = _cut(config, kind)
-        if cut is None:
+    named = [("serialized_layers", asked), ("inference_serialized_layers", inference)]
+    if any(not isinstance(given, (Mapping, type(None))) for _, given in named):
+        return asked, inference
+    # A configuration has a value for everything: what it does not cut in inference is whole there.
+    cuts = [dict(asked or {}), dict((asked if inference is None else inference) or {})]
+    faults = Faults()
+    meant: Dict[str, Tuple[str, Sequence[Tuple[str, Any]]]] = {}
+    for kind in KINDS:
+        both = [_cut(config, kind, prefix) for prefix in ("", "inference_")]
+        if all(cut is None for _, cut in both):
             continue
-        if asked is not None:
-            raise ConfigurationError(
-                f"serialized_layers and IPUConfig.{said} both say which layers are cut. Leave one "
-                "out."
-            )
-        found = {n: m for n, m in module.named_modules() if isinstance(m, layer)}
-        if not found:
-            raise ConfigurationError(
-                f"IPUConfig.{said} cuts an nn.{layer.__name__}, but {type(module).__name__} has "
-                "none. Leave it out, or name layers with serialized_layers of compile."
-            )
-        cuts[max(found, key=lambda name: int(getattr(found[name], size)))] = cut
-    return cuts if cuts else asked
+        with faults.collected():
+            layer = meant_layer(module, kind, named, both)
+            meant[kind] = layer, both
+            for found, (_, given), (_, cut) in zip(cuts, named, both):
+                # An argument that says the same may have more to say, such as the mode.
+                if cut is not None and layer not in (given or {}):
+                    found[layer] = cut
+            if both[1][1] is None and inference is None:
+                cuts[1].pop(layer, None)
+    with faults.collected():
+        check_ties(module, meant)
+    faults.raise_all()
+    return (cuts[0] or asked, cuts[1]) if meant else (asked, inference)
 
 
-def _cut(config: IPUConfig, kind: str) -> Tuple[str, Union[int, List[int], None]]:
+def _cut(config: IPUConfig, kind: str, prefix: str) -> Tuple[str, Union[int, List[int], None]]:
     """The parameter that says how a layer is cut, and what it says; None for nothing."""
-    splits = f"serialized_{kind}_splits_per_ipu"
+    splits = f"{prefix}serialized_{kind}_splits_per_ipu"
     if getattr(config, splits) is not None:
-        return splits, list(getattr(config, splits))
-    factor = f"{kind}_serialization_factor"
+        return f"IPUConfig.{splits}", list(getattr(config, splits))
+    factor = f"{prefix}{kind}_serialization_factor"
     value = getattr(config, factor)
-    return factor, None if value in (None, 1) else value
+    return f"IPUConfig.{factor}", None if value in (None, 1) else value

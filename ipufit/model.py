@@ -122,6 +122,7 @@ class Model:
         inference_strategy: Any = None,
         auto_round_ipus: bool = False,
         serialized_layers: Optional[Mapping[str, Any]] = None,
+        inference_serialized_layers: Optional[Mapping[str, Any]] = None,
         recompute: Union[bool, str, Sequence[str]] = False,
         offload_optimizer_state: Optional[bool] = None,
         run_eagerly: bool = False,
@@ -204,6 +205,9 @@ class Model:
                 rest idle.
             serialized_layers: embeddings and linear layers to cut into parts, as for
                 :func:`ipufit.parallel.serialize`, which this calls on the module; they stay cut.
+                Beside a ``config`` they say which layers its numbers mean.
+            inference_serialized_layers: the same for validation, ``evaluate`` and ``predict``,
+                where what is not named is whole; None is as in training.
             recompute: layers whose values are not kept for the backward pass but computed again in
                 it: names, also patterns such as "encoder.layers.*"; or True for every repeated
                 layer. The numbers stay the same.
@@ -259,6 +263,7 @@ class Model:
                 gradient_reduction=gradient_reduction,
                 auto_round_ipus=auto_round_ipus,
                 serialized_layers=serialized_layers,
+                inference_serialized_layers=inference_serialized_layers,
                 recompute=recompute,
                 offload_optimizer_state=offload_optimizer_state,
                 run_eagerly=run_eagerly,

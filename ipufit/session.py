@@ -26,6 +26,7 @@ from ipufit.names import check_log_name
 from ipufit.parallel.looking import stages_of_blocks
 from ipufit.parallel.partition import NOT_DIVIDED, Partition, Partitions
 from ipufit.parallel.planning import Estimator
+from ipufit.parallel.serializing import described
 from ipufit.plan import Plan
 from ipufit.plan_checks import check_filling
 from ipufit.program import Engine, MicroBatch, Mode, Program, ProgramSpec
@@ -314,6 +315,7 @@ class Session:
         more = [f"{name}={value!r}" for name, value in self.recipe.extras().items()]
         text += f"\nCompiled with {', '.join(more)}." if more else ""
         text += "".join(f"\n{line}" for line in self.partitions.describe())
+        text += "".join(f"\n{line}" for line in described(self.module))
         text += "".join(f"\n{line}" for line in self.fixed.said)
         explain = getattr(self.engine, "explain", None)
         particular = explain(self.recipe, self._options) if explain is not None else ()

@@ -383,9 +383,9 @@ def test_every_layer_is_computed_again(capsys):
     [
         (
             {"embedding_serialization_factor": 2},
-            {"serialized_layers": {"head": 2}},
-            "serialized_layers and IPUConfig.embedding_serialization_factor both say which layers "
-            "are cut. Leave one out.",
+            {"serialized_layers": {"embed": 3}},
+            "serialized_layers must agree with IPUConfig.embedding_serialization_factor, which "
+            "says 2, got 3 for 'embed'. Leave one out.",
         ),
         (
             {"recompute_checkpoint_every_layer": True},
@@ -403,8 +403,8 @@ def test_what_is_cut_or_computed_again_is_said_once(given, options, text):
 def test_a_module_without_the_layer_that_is_cut_is_refused():
     config = IPUConfig(embedding_serialization_factor=2)
     assert fault(model_of, config) == (
-        "IPUConfig.embedding_serialization_factor cuts an nn.Embedding, but Linear has none. Leave "
-        "it out, or name layers with serialized_layers of compile."
+        "IPUConfig.embedding_serialization_factor cuts an nn.Embedding, but Linear has none that "
+        "can be cut. Leave it out."
     )
 
 
@@ -526,7 +526,7 @@ def seen(engine_name, capsys, **given):
         (p.spec.plan, p.spec.recipe, p.spec.seed if config.seed is not None else None)
         for p in engine.programs
     ]
-    return (specs, options), capsys.readouterr().out
+    return (specs, options, str(model.module)), capsys.readouterr().out
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -562,14 +562,14 @@ def test_compile_prints_the_three_lists(capsys):
               layers_per_ipu, inference_layers_per_ipu, ipus_per_replica, inference_ipus_per_replica,
               recompute_checkpoint_every_layer, device_iterations, inference_device_iterations, output_mode
           approximated: optimizer_state_offchip, embedding_serialization_factor,
-              serialized_embedding_splits_per_ipu, projection_serialization_factor,
-              serialized_projection_splits_per_ipu, seed, auto_loss_scaling
+              inference_embedding_serialization_factor, serialized_embedding_splits_per_ipu,
+              inference_serialized_embedding_splits_per_ipu, projection_serialization_factor,
+              inference_projection_serialization_factor, serialized_projection_splits_per_ipu,
+              inference_serialized_projection_splits_per_ipu, seed, auto_loss_scaling
             seed=0: seed of fit, of which other random numbers are made than on an IPU
           no effect here: replicated_tensor_sharding, matmul_proportion, inference_matmul_proportion,
-              enable_half_partials, inference_embedding_serialization_factor,
-              inference_serialized_embedding_splits_per_ipu, inference_projection_serialization_factor,
-              inference_serialized_projection_splits_per_ipu, executable_cache_dir, explicit_ir_inference,
-              parallelize_kwargs, inference_parallelize_kwargs
+              enable_half_partials, executable_cache_dir, explicit_ir_inference, parallelize_kwargs,
+              inference_parallelize_kwargs
             enable_half_partials=False: torch chooses the type of partial sums
         """  # noqa: E501
     )

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import ipufit
 from ipufit.engines.ipu.engine import IpuEngine
@@ -15,6 +16,7 @@ from ipufit.parallel.serializing import ipus_of
 from ipufit.poptorch._precision import float64_kept
 from tests.fitting import assert_close
 from tests.ipu_calls import Recorder
+from tests.test_recomputation import measured, recorded
 from tests.told import refused
 
 pytestmark = pytest.mark.both_engines
@@ -214,6 +216,49 @@ def test_a_layer_is_cut_anew():
     serialize(net, {"embed": 1})
     assert type(net.embed) is nn.Embedding
     assert net.head.weight is net.embed.weight
+
+
+# Indices, memory
+
+
+@pytest.mark.parametrize("cut", [{}, {"embed": 4}, {"embed": [1]}, {"embed": 12}])
+@pytest.mark.parametrize("index", [-1, 12, 100])
+def test_an_index_that_no_row_has_is_refused_as_by_torch(cut, index):
+    """Zeros in its place would train on without a word."""
+    net = serialize(language(), cut)
+    with pytest.raises(IndexError, match="index out of range"):
+        net.embed(torch.tensor([3, index]))
+    inference = serialize(language(), {}, cut).eval()
+    with pytest.raises(IndexError, match="index out of range"):
+        inference.embed(torch.tensor([3, index]))
+
+
+@pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
+def test_fit_refuses_such_an_index_too(engine):
+    model = ipufit.Model(language().float(), engine=engine)
+    model.compile("sgd", Flat(), serialized_layers={"embed": 4})
+    with pytest.raises(Exception, match="index out of range"):
+        model.fit(TOKENS + 1, TARGETS, batch_size=2, verbose=0)
+    model.close()
+
+
+def peak(layers, tokens):
+    """Most bytes that a step of a language model with 1024 tokens holds, counted in its run."""
+    net = nn.Sequential(nn.Embedding(1024, 16), nn.Linear(16, 1024))
+    return measured(*recorded(serialize(net, layers), [], tokens))[1]
+
+
+def test_on_one_host_parts_need_as_much_memory_as_the_whole():
+    """What docs/memory.md says of the embedded engine, with few tokens and with many."""
+    columns = {"1": Serialization(4, mode="reducing_dim")}
+    for count, most in ((4, 1.01), (2048, 1.01)):
+        tokens = torch.arange(count) % 1024
+        whole = peak({}, tokens)
+        for layers in ({"0": 4}, {"1": 4}, {"1": [4]}, columns):
+            assert 0.99 * whole < peak(layers, tokens) < most * whole
+    few = torch.arange(4)
+    rows = {"1": Serialization(4, mode="input_channels")}
+    assert peak(rows, few) > 1.3 * peak({}, few)
 
 
 # Training
@@ -428,6 +473,49 @@ def test_an_embedding_that_needs_its_whole_table_is_refused(option):
         f"an embedding with {option}={value} can't be serialised, as '0' has: it needs the whole "
         "table at once. Build it without.",
     )
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_a_weight_that_is_computed_is_not_cut():
+    """With a factor the layer takes it as it comes."""
+    net, dense = language(), language()
+    for each in (net, dense):
+        nn.utils.weight_norm(each.head)
+    text = (
+        "the weight of a layer that is cut must be a parameter, but 'head.weight' is computed from "
+        "others, as by weight_norm, spectral_norm or pruning. Take that away first, such as with "
+        "torch.nn.utils.remove_weight_norm(layer)."
+    )
+    refused(lambda: serialize(net, {"head": [2]}), text)
+    refused(lambda: serialize(net, {"embed": 2, "head": [2]}), text)
+    serialize(net, {"head": 2})
+    torch.testing.assert_close(net(TOKENS), dense(TOKENS), rtol=0, atol=1e-12)
+    nn.utils.remove_weight_norm(net.head)
+    serialize(net, {"head": [2]})
+    torch.testing.assert_close(net(TOKENS), dense(TOKENS), rtol=0, atol=1e-12)
+    pruned = language()
+    prune.random_unstructured(pruned.embed, "weight", 0.5)
+    refused(lambda: serialize(pruned, {"embed": 2}), text.replace("head", "embed"))
+
+
+def test_a_weight_that_is_cut_is_not_set_as_one():
+    net = serialize(language(), {"embed": 3, "head": [2]})
+
+    def tie():
+        net.head.weight = net.embed.weight
+
+    def replace():
+        net.embed.weight = nn.Parameter(torch.zeros(12, 8))
+
+    for call, layer, last in ((tie, "head", 1), (replace, "embed", 2)):
+        refused(
+            call,
+            f"the weight of a layer that is cut must be set in its parts, 'weight_0' to "
+            f"'weight_{last}', got one for all of {layer!r}. Call "
+            "ipufit.parallel.to_dense(module), set it, and serialise and compile anew.",
+        )
+    net.head.weight_0 = nn.Parameter(torch.zeros(6, 8).double())
+    assert not net.head.weight[:6].any()
 
 
 def test_layers_that_share_a_weight_are_cut_alike():

@@ -20,7 +20,7 @@ Row = Tuple[str, str]
 
 # A configuration names no layers.
 _EMBEDDING = "the embedding with most rows"
-_PROJECTION = "the linear layer with most outputs"
+_PROJECTION = "the output projection"
 
 _BOTH = {
     "replication_factor": (EXACT, "ipus = replication_factor x ipus_per_replica in fit"),
@@ -71,16 +71,27 @@ _TABLES: Dict[str, Dict[str, Row]] = {
     "ipu-standin": {**_BOTH, **_EMBEDDED, **_STANDIN},
 }
 _SAME = (EXACT, "the same in evaluate, predict and the validation of fit")
-_CUT = (NONE, "a module has one form, that of training")
 _TWINS = {
     "replication_factor": _SAME,
     "device_iterations": _SAME,
     "layers_per_ipu": (EXACT, "the same for inference, which is sharded"),
     "ipus_per_replica": (EXACT, "the IPUs of one copy in inference"),
-    "embedding_serialization_factor": _CUT,
-    "projection_serialization_factor": _CUT,
-    "serialized_embedding_splits_per_ipu": _CUT,
-    "serialized_projection_splits_per_ipu": _CUT,
+    "embedding_serialization_factor": (
+        APPROXIMATED,
+        f"inference_serialized_layers of {_EMBEDDING}",
+    ),
+    "projection_serialization_factor": (
+        APPROXIMATED,
+        f"inference_serialized_layers of {_PROJECTION}",
+    ),
+    "serialized_embedding_splits_per_ipu": (
+        APPROXIMATED,
+        f"inference_serialized_layers of {_EMBEDDING}",
+    ),
+    "serialized_projection_splits_per_ipu": (
+        APPROXIMATED,
+        f"inference_serialized_layers of {_PROJECTION}",
+    ),
 }
 
 

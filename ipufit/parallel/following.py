@@ -14,7 +14,7 @@ from torch.nn.modules.module import (
 from ipufit.errors import PartitionError
 from ipufit.parallel.own_blocks import OwnBlocks
 from ipufit.parallel.partition import Partition
-from ipufit.parallel.serialized import CutWeight, Serialized
+from ipufit.parallel.serialized import Serialized
 from ipufit.parallel.serializing import ipus_of
 from ipufit.parallel.uses import Uses
 
@@ -110,8 +110,8 @@ class _Walk:
         stage = self._begins.get(name)
         if stage is not None:
             self._enter(name, stage)
-        if isinstance(part, Serialized) and part.parts.ipus:
-            self._spread(name, part.parts.ipus)
+        if isinstance(part, Serialized) and part.parts_in(part.training).ipus:
+            self._spread(name, part.parts_in(part.training).ipus)
         self._called.setdefault(name, set()).add(self._stage)
 
     def _on_return(self, part: nn.Module, args: Any, result: Any) -> None:
@@ -188,7 +188,9 @@ class _Walk:
     def _check_divided(self) -> None:
         """Several IPUs need something that divides the module."""
         partition = self._partition
-        divided = partition.begins or self._own.entered() or ipus_of(self._module)
+        divided = (
+            partition.begins or self._own.entered() or ipus_of(self._module, self._is_training)
+        )
         if partition.ipus > 1 and self._own.can_hear_all and not divided:
             raise PartitionError(
                 f"ipus_per_replica={partition.ipus} needs a module that is divided, but nothing "
@@ -223,14 +225,12 @@ class _Walk:
         unit = "IPUs" if self._own.entered() else "stages"
         twins = self._twins()
         for name, places in self._uses.by_forward.items():
-            fixed = self._ipu_of_piece(name)
-            found = places if fixed is None else [fixed]
+            found = self._places_of(name) or places
             if len(found) > 1:
                 other = twins.get(name, [name])
                 raise _tied(other[0], found[0], other[-1], found[1], unit)
         for name, places in self._uses.by_loss.items():
-            fixed = self._ipu_of_piece(name)
-            first = self._uses.by_forward.get(name, places) if fixed is None else [fixed]
+            first = self._places_of(name) or self._uses.by_forward.get(name, places)
             if first[0] != places[0]:
                 raise PartitionError(
                     f"a parameter must be on one IPU, but {name!r} is used in {unit[:-1]} "
@@ -246,13 +246,14 @@ class _Walk:
             names.setdefault(id(parameter), []).append(name)
         return {found[0]: found for found in names.values() if len(found) > 1}
 
-    def _ipu_of_piece(self, name: str) -> Optional[int]:
-        """The IPU of a part of a weight that is cut over several."""
+    def _places_of(self, name: str) -> Optional[List[int]]:
+        """The IPUs of a parameter whose layer is cut over several, whoever reads it."""
         path, _, key = name.rpartition(".")
         owner = self._module.get_submodule(path)
-        if isinstance(owner, CutWeight) and owner.parts.ipus and key in owner.piece_names():
-            return owner.parts.ipu_of(owner.piece_names().index(key))
-        return None
+        if not isinstance(owner, Serialized):
+            return None
+        places = owner.places(owner.training)
+        return list(places[key]) if key in places else None
 
     def _check_calls(self) -> None:
         """The same by the calls of modules, where operators are not seen."""
@@ -267,9 +268,9 @@ class _Walk:
 
     def _stages_of(self, name: str, key: str) -> List[int]:
         """The stages in which a module ran, or else the nearest one around it that did."""
-        piece = self._ipu_of_piece(f"{name}.{key}" if name else key)
-        if piece is not None:
-            return [piece]
+        places = self._places_of(f"{name}.{key}" if name else key)
+        if places is not None:
+            return places
         part: Optional[str] = self._names.get(id(self._module.get_submodule(name)), name)
         while part:
             if part in self._called:

@@ -14,6 +14,7 @@ from ipufit.faults import Faults
 from ipufit.parallel.naming import first_gap, named_stages
 from ipufit.parallel.partition import STRATEGIES, Partition, Partitions
 from ipufit.parallel.repeated import repeated_layers
+from ipufit.parallel.serialized import Serialized
 from ipufit.parallel.serializing import ipus_of
 
 __all__ = [
@@ -71,6 +72,9 @@ def resolve_partitions(
     with faults.collected():
         first = resolve_partition(module, training)
         second = _inherited(first)
+        if inference.is_empty:
+            ipus = 1 if second is None else second.ipus
+            _check_splits(module, "" if second is None else second.strategy, ipus, False)
     if not inference.is_empty:
         if inference.stages is None and inference.layers_per_ipu is None:
             shared = (inference.strategy, inference.prefix)
@@ -78,7 +82,7 @@ def resolve_partitions(
         elif inference.layers_per_ipu is not None:
             inference = dataclasses.replace(inference, layers=training.layers)
         with faults.collected():
-            second = resolve_partition(module, inference)
+            second = resolve_partition(module, inference, is_training=False)
     faults.raise_all()
     return Partitions(first, second)
 
@@ -88,8 +92,15 @@ def _inherited(partition: Optional[Partition]) -> Optional[Partition]:
     return None if partition is None else dataclasses.replace(partition, is_chosen=False)
 
 
-def resolve_partition(module: nn.Module, asked: PartitionRequest) -> Optional[Partition]:
+def resolve_partition(
+    module: nn.Module, asked: PartitionRequest, is_training: bool = True
+) -> Optional[Partition]:
     """Normal form, or None where everything is on one IPU and nobody said otherwise.
+
+    Args:
+        module: the user's.
+        asked: the arguments.
+        is_training: whether they are those of training.
 
     Raises:
         PartitionError: the arguments can't work, or not together; with every fault.
@@ -142,7 +153,7 @@ def resolve_partition(module: nn.Module, asked: PartitionRequest) -> Optional[Pa
             f"{asked.name('ipus_per_replica')} must be the number of IPUs that the {strategy} "
             f"stages take, {ipus}, got {count}. Leave it out."
         )
-    _check_splits(module, strategy, ipus)
+    _check_splits(module, strategy, ipus, is_training)
     if not begins and own is None and (count or 1) == 1:
         if asked.strategy is not None and not _is_auto(asked):
             raise PartitionError(
@@ -191,20 +202,56 @@ def _ipus(strategy: str, stages: int) -> int:
     return min(stages, 2) if strategy == "parallel_phased" else stages
 
 
-def _check_splits(module: nn.Module, strategy: str, ipus: int) -> None:
-    """Refuse layers whose parts lie on other IPUs than a replica has."""
-    wanted = ipus_of(module)
+def _check_splits(module: nn.Module, strategy: str, ipus: int, is_training: bool) -> None:
+    """Refuse layers whose parts lie on other IPUs than a replica has, or on too many."""
+    wanted = ipus_of(module, is_training)
     if wanted and wanted != ipus:
-        raise PartitionError(
-            f"splits_per_ipu of serialised layers must have a number for each IPU of a replica, "
-            f"got {wanted} and a replica has {ipus}. Divide the module with stages, or pass "
-            f"ipus_per_replica={wanted}."
-        )
+        raise _misplaced(module, wanted, ipus, is_training)
     if wanted and "phased" in strategy:
         raise PartitionError(
             f"splits_per_ipu put parts of one layer on several IPUs, which phases can't have, but "
             f"the strategy is {strategy!r}. Use a factor, or another strategy."
         )
+    if not is_training:
+        _check_places(module)
+
+
+def _misplaced(module: nn.Module, wanted: int, ipus: int, is_training: bool) -> PartitionError:
+    by_config = any(getattr(layer, "by_config", False) for layer in module.modules())
+    if is_training:
+        cure = "Divide the module with stages, or pass ipus_per_replica="
+        cure = f"{cure}{wanted}." if not by_config else f"Set IPUConfig.ipus_per_replica={wanted}."
+        return PartitionError(
+            "splits_per_ipu of serialised layers must have a number for each IPU of a replica, got "
+            f"{wanted} and a replica has {ipus}. {cure}"
+        )
+    divide = "divide the module there as in training."
+    cure = divide if not by_config else f"set IPUConfig.inference_ipus_per_replica={wanted}."
+    return PartitionError(
+        "splits_per_ipu of layers serialised in inference must have a number for each IPU of a "
+        f"replica there, got {wanted} and a replica has {ipus}. Say with "
+        f"inference_serialized_layers how they are cut in inference, or {cure}"
+    )
+
+
+def _check_places(module: nn.Module) -> None:
+    """Refuse a parameter that inference, which has those of training, needs on several IPUs."""
+    for layer in module.modules():
+        places = layer.places(training=False) if isinstance(layer, Serialized) else {}
+        for name, ipus in places.items():
+            if len(ipus) > 1:
+                assert isinstance(layer, Serialized)
+                before, parts = layer.parts.describe(), layer.inference_parts
+                kind = "embedding" if isinstance(layer, nn.Embedding) else "projection"
+                cure = "splits_per_ipu in serialized_layers"
+                if layer.by_config:
+                    cure = f"IPUConfig.serialized_{kind}_splits_per_ipu or {cure}"
+                raise PartitionError(
+                    f"a parameter must be on one IPU, but in inference {layer.title!r} is cut by "
+                    f"{parts.describe()}, which needs its {name!r} on IPUs "
+                    f"{', '.join(map(str, ipus))}; the parameters are those of training, "
+                    f"{before}. Cut it into {parts.count} parts in training too, by {cure}."
+                )
 
 
 def _strategy(asked: PartitionRequest) -> Tuple[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, Optional, Sequence, Tuple
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["MODES", "Parts", "Serialization", "parts_of"]
+__all__ = ["MODES", "WHOLE", "Parts", "Serialization", "parts_of"]
 
 MODES = ("output_channels", "reducing_dim", "input_channels")
 
@@ -43,6 +43,21 @@ class Parts:
     per_ipu: Optional[Tuple[int, ...]]
     mode: str
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is cut, and nothing has a place."""
+        return self.count == 1 and self.per_ipu is None
+
+    @property
+    def dim(self) -> int:
+        """The dimension of the weight that is cut."""
+        return 1 if self.mode == "reducing_dim" else 0
+
+    @property
+    def of_weight(self) -> int:
+        """Into how many parts the weight is cut."""
+        return 1 if self.mode == "input_channels" else self.count
+
     def ipu_of(self, part: int) -> Optional[int]:
         """The IPU on which a part lies; None where it is that of the layer."""
         if self.per_ipu is None:
@@ -70,6 +85,9 @@ class Parts:
         if self.per_ipu is not None:
             return f"splits_per_ipu={list(self.per_ipu)}"
         return f"factor={self.count}"
+
+
+WHOLE = Parts(1, None, "output_channels")
 
 
 def parts_of(layer: str, given: Any) -> Parts:

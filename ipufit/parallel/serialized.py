@@ -7,17 +7,25 @@ whole, under its own name.
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ipufit.errors import ConfigurationError
 from ipufit.parallel.partition import BLOCK
 from ipufit.parallel.serialization import Parts
 from ipufit.parallel.tracing import sdk_in_use
 
-__all__ = ["CutWeight", "Serialized", "SerializedEmbedding", "SerializedLinear", "SplitProjection"]
+__all__ = [
+    "CutWeight",
+    "Serialized",
+    "SerializedEmbedding",
+    "SerializedLinear",
+    "SerializedLookup",
+    "SplitProjection",
+]
 
 _MODES = {
     "output_channels": "OutputChannels",
@@ -30,16 +38,94 @@ class Serialized(nn.Module):
     """What all serialised layers have.
 
     Attributes:
-        parts: into what it is cut.
+        parts: into what it is cut in training.
+        inference_parts: the same in inference, which may cut the same weight in other places.
         title: its name in the module that was serialised.
+        by_config: whether a configuration said so.
     """
 
     parts: Parts
+    inference_parts: Parts
     title: str
+    by_config: bool
+    dim = 0
 
     def extra_repr(self) -> str:
         """What torch's layer says, and into what it is cut."""
-        return f"{super().extra_repr()}, {self.parts.describe()}"
+        return f"{super().extra_repr()}, {self.cuts()}"
+
+    def cuts(self) -> str:
+        """Into what it is cut, as the user wrote it."""
+        text = self.parts.describe()
+        if self.inference_parts == self.parts:
+            return text
+        return f"{text}, inference {self.inference_parts.describe()}"
+
+    def parts_in(self, training: bool) -> Parts:
+        """Those of training, or of inference."""
+        return self.parts if training else self.inference_parts
+
+    def pieces(self) -> List[nn.Parameter]:
+        """The parameters that the weight is."""
+        return [self.weight]  # type: ignore[list-item]
+
+    def piece_names(self) -> List[str]:
+        """Their names."""
+        return ["weight"]
+
+    def places(self, training: bool) -> Dict[str, Tuple[int, ...]]:
+        """The IPUs on which each parameter of the weight is needed; empty without places."""
+        parts, names = self.parts_in(training), self.piece_names()
+        if parts.per_ipu is None:
+            return {}
+        if parts.dim != self.dim and len(names) > 1:
+            return dict.fromkeys(names, parts.ipus)
+        found = {}
+        for place, name in enumerate(names):
+            # Part i is [i / count, (i + 1) / count) of the weight, and so is a parameter.
+            first = place * parts.count // len(names)
+            last = ((place + 1) * parts.count - 1) // len(names)
+            ipus = {parts.ipu_of(part): None for part in range(first, last + 1)}
+            found[name] = tuple(ipu for ipu in ipus if ipu is not None)
+        return found
+
+    def _begun(self) -> Iterator[Tuple[int, Tensor]]:
+        """Each part of the weight in turn; on an IPU a block begins with the first of each IPU."""
+        sdk, parts = sdk_in_use(), self.parts_in(self.training)
+        weights = _in_parts(self.pieces(), self.dim, parts)
+        for part in range(parts.of_weight):
+            if sdk is not None and parts.begins(part):
+                sdk.Block.start(f"{BLOCK}{self.title}/{part}", ipu_id=parts.ipu_of(part))
+            yield part, next(weights)
+
+
+def _in_parts(pieces: Sequence[Tensor], dim: int, parts: Parts) -> Iterator[Tensor]:
+    """The weight in parts, of which each is made when it is asked for.
+
+    Args:
+        pieces: what the weight is in ``dim``, of one size.
+        dim: see above.
+        parts: what is wanted.
+    """
+    count = parts.of_weight
+    if len(pieces) == 1:
+        yield from pieces[0].chunk(count, parts.dim)
+    elif count == len(pieces) and parts.dim == dim:
+        yield from pieces
+    elif parts.dim != dim:
+        for part in range(count):
+            yield torch.cat([piece.chunk(count, parts.dim)[part] for piece in pieces], dim)
+    else:
+        stored = pieces[0].shape[dim]
+        size = stored * len(pieces) // count
+        for start in range(0, size * count, size):
+            cuts = []
+            for place, piece in enumerate(pieces):
+                low = max(start - place * stored, 0)
+                high = min(start + size - place * stored, stored)
+                if low < high:
+                    cuts.append(piece.narrow(dim, low, high - low))
+            yield cuts[0] if len(cuts) == 1 else torch.cat(cuts, dim)
 
 
 class CutWeight(Serialized):
@@ -50,13 +136,26 @@ class CutWeight(Serialized):
         dense: the parameter that they were, without data until it comes back.
     """
 
-    dim: int
     dense: Tuple[nn.Parameter]
 
     @property
     def weight(self) -> Tensor:
         """The whole weight, as a new tensor. A change of it changes no part."""
         return torch.cat([*self.pieces()], self.dim)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse to set the weight, which is several parameters."""
+        if name == "weight":
+            raise ConfigurationError(
+                f"the weight of a layer that is cut must be set in its parts, {self._named()}, got "
+                f"one for all of {self.title!r}. Call ipufit.parallel.to_dense(module), set it, "
+                "and serialise and compile anew."
+            )
+        super().__setattr__(name, value)
+
+    def _named(self) -> str:
+        names = self.piece_names()
+        return f"{names[0]!r} to {names[-1]!r}" if len(names) > 1 else repr(names[0])
 
     def pieces(self) -> List[nn.Parameter]:
         """The parts of the weight."""
@@ -65,14 +164,6 @@ class CutWeight(Serialized):
     def piece_names(self) -> List[str]:
         """Names of their parameters."""
         return [f"weight_{part}" for part in range(self.parts.count)]
-
-    def _begun(self) -> Iterator[Tuple[int, nn.Parameter]]:
-        """Each part in turn; on an IPU a block begins with the first of each IPU."""
-        sdk = sdk_in_use()
-        for part, piece in enumerate(self.pieces()):
-            if sdk is not None and self.parts.begins(part):
-                sdk.Block.start(f"{BLOCK}{self.title}/{part}", ipu_id=self.parts.ipu_of(part))
-            yield part, piece
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         own: Dict[str, Any] = {}
@@ -116,19 +207,25 @@ class CutWeight(Serialized):
         missing_keys += [name for name in missing if name not in cut]
 
 
-class SerializedEmbedding(CutWeight, nn.Embedding):  # type: ignore[override]
-    """``nn.Embedding``, looked up in one part of the table after the other."""
+class SerializedLookup(Serialized, nn.Embedding):
+    """``nn.Embedding`` with one table, looked up in one part of it after the other."""
 
     def forward(self, input: Tensor) -> Tensor:
         """As ``nn.Embedding``."""
         total: Optional[Tensor] = None
-        for part, piece in self._begun():
-            rows = piece.shape[0]
+        last = self.parts_in(self.training).count - 1
+        for part, table in self._begun():
+            if not last:
+                return F.embedding(input, table, self.padding_idx)
+            rows = table.shape[0]
             local = input - part * rows
-            inside = (local >= 0) & (local < rows)
+            # What is in no part is left to the first or the last, which refuse it as torch does.
+            inside = local < rows if part < last else local >= 0
+            if 0 < part < last:
+                inside = inside & (local >= 0)
             # What is in another part reads row 0 here, and leaves no trace: neither in the sum nor
             # in the gradient, whatever that row holds.
-            found = F.embedding(torch.where(inside, local, 0), piece, self._padding_of(part, rows))
+            found = F.embedding(torch.where(inside, local, 0), table, self._padding_of(part, rows))
             found = torch.where(inside.unsqueeze(-1), found, 0.0)
             total = found if total is None else total + found
         assert total is not None
@@ -141,20 +238,8 @@ class SerializedEmbedding(CutWeight, nn.Embedding):  # type: ignore[override]
         return self.padding_idx % rows
 
 
-class SplitProjection(CutWeight, nn.Linear):  # type: ignore[override]
-    """``nn.Linear`` as several smaller ones, which may lie on several IPUs."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """As ``nn.Linear``."""
-        if self.dim == 0:
-            result = torch.cat([F.linear(input, piece) for _, piece in self._begun()], -1)
-        else:
-            columns = input.chunk(self.parts.count, -1)
-            products = [F.linear(columns[part], piece) for part, piece in self._begun()]
-            result = products[0]
-            for product in products[1:]:
-                result = result + product
-        return result if self.bias is None else result + self.bias
+class SerializedEmbedding(CutWeight, SerializedLookup):  # type: ignore[override]
+    """``nn.Embedding`` as several smaller tables, looked up one after the other."""
 
 
 class SerializedLinear(Serialized, nn.Linear):
@@ -162,25 +247,34 @@ class SerializedLinear(Serialized, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """As ``nn.Linear``."""
-        sdk = sdk_in_use()
-        if sdk is None:
-            result = self._in_parts(input)
+        sdk, parts = sdk_in_use(), self.parts_in(self.training)
+        if parts.count == 1:
+            return F.linear(input, next(self._begun())[1], self.bias)
+        result: Tensor
+        if sdk is not None and parts.per_ipu is None and len(self.pieces()) == 1:
+            mode = getattr(sdk.MatMulSerializationMode, _MODES[parts.mode])
+            result = sdk.serializedMatMul(input, self.weight.t(), mode, parts.count)
         else:
-            mode = getattr(sdk.MatMulSerializationMode, _MODES[self.parts.mode])
-            result = sdk.serializedMatMul(input, self.weight.t(), mode, self.parts.count)
+            result = self._in_parts(input, parts)
         return result if self.bias is None else result + self.bias
 
-    def _in_parts(self, input: Tensor) -> Tensor:
-        count = self.parts.count
-        if self.parts.mode == "output_channels":
-            return torch.cat([F.linear(input, rows) for rows in self.weight.chunk(count)], -1)
-        if self.parts.mode == "input_channels":
+    def _in_parts(self, input: Tensor, parts: Parts) -> Tensor:
+        if parts.mode == "output_channels":
+            return torch.cat([F.linear(input, rows) for _, rows in self._begun()], -1)
+        if parts.mode == "input_channels":
             flat = input.reshape(-1, input.shape[-1])
-            products = [F.linear(rows, self.weight) for rows in flat.tensor_split(count)]
+            _, weight = next(self._begun())
+            products = [F.linear(rows, weight) for rows in flat.tensor_split(parts.count)]
             return torch.cat(products).reshape(*input.shape[:-1], self.out_features)
-        pairs = zip(input.chunk(count, -1), self.weight.chunk(count, 1))
-        products = [F.linear(columns, weight) for columns, weight in pairs]
-        result = products[0]
-        for product in products[1:]:
-            result = result + product
-        return result
+        columns = input.reshape(-1, input.shape[-1]).chunk(parts.count, -1)
+        total: Optional[Tensor] = None
+        for part, weight in self._begun():
+            # A product that is added at once is never there beside its sum.
+            rest = columns[part]
+            total = F.linear(rest, weight) if total is None else total.addmm(rest, weight.t())
+        assert total is not None
+        return total.reshape(*input.shape[:-1], self.out_features)
+
+
+class SplitProjection(CutWeight, SerializedLinear):  # type: ignore[override]
+    """``nn.Linear`` as several smaller ones, which may lie on several IPUs."""

@@ -150,6 +150,7 @@ of(
     inference_strategy=With(None, "sharded", stages={"1": 1}, **FILLED),
     auto_round_ipus=With(False, True, work={"ipus": 3}),
     serialized_layers=(None, {"head": [3]}),
+    inference_serialized_layers=(None, {"head": 3}),
     recompute=(False, "head"),
     offload_optimizer_state=(None, True),
     run_eagerly=(False, True),

@@ -523,8 +523,9 @@ of(
 # Layers in parts
 
 
-def cut(module=None, layers=None):
-    found = ipufit.parallel.serialize(module or nn.Sequential(linear()), layers or {"0": 1})
+def cut(module=None, layers=None, inference_layers=None):
+    module = module or nn.Sequential(linear())
+    found = ipufit.parallel.serialize(module, layers or {"0": 1}, inference_layers)
     return str(found), [(name, tuple(p.shape)) for name, p in found.named_parameters()]
 
 
@@ -533,6 +534,7 @@ of(
     cut,
     module=(Made(lambda: nn.Sequential(linear())), Made(lambda: nn.Sequential(nn.Linear(2, 2)))),
     layers=({"0": 1}, {"0": 3}),
+    inference_layers=(None, {"0": 3}),
 )
 of(
     "parallel.to_dense",
