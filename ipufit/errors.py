@@ -82,7 +82,13 @@ class UnknownNameError(ConfigurationError):
     """
 
     def __init__(
-        self, kind: str, name: str, known: Iterable[str], hint: str = "", is_typo: bool = True
+        self,
+        kind: str,
+        name: str,
+        known: Iterable[str],
+        hint: str = "",
+        is_typo: bool = True,
+        shown: int = 0,
     ) -> None:
         self.name = name
         self.known = tuple(sorted(known))
@@ -92,9 +98,12 @@ class UnknownNameError(ConfigurationError):
         )
         self.nearest = folded[near[0]] if near else None
         advice = f"Did you mean {self.nearest!r}? " if self.nearest else ""
-        super().__init__(
-            f"unknown {kind} {name!r}. {hint}{advice}Known names: {', '.join(self.known)}."
-        )
+        told = f"Known names: {', '.join(self.known)}."
+        if shown and len(self.known) > 2 * shown:
+            # A large module has hundreds.
+            alike = difflib.get_close_matches(name, self.known, n=shown, cutoff=0.0)
+            told = f"Nearest of {len(self.known)} names: {', '.join(alike)}."
+        super().__init__(f"unknown {kind} {name!r}. {hint}{advice}{told}")
 
 
 class LossError(ConfigurationError):

@@ -72,4 +72,5 @@ def summarized(
         sample = session.sample if x is None else sample
         more += [session.last_plan.explain()] if session.last_plan is not None else []
         more.append(session.explain())
-    return summarize(module, sample, line_length, depth, more)
+    marks = session.partitions.marks() if session is not None else {}
+    return summarize(module, sample, line_length, depth, more, marks)

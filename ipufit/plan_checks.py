@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List, Optional
 
 from ipufit.errors import PlanError
 
-__all__ = ["Checks", "round_up"]
+__all__ = ["Checks", "check_filling", "round_up"]
 
 # The arguments in the order in which their faults are told, in the words of who typed them.
 _WORDS = {
@@ -117,6 +117,24 @@ class Checks:
         if stuck:
             self.fixes["auto_round_ipus"] = True
         return self.number("ipus", value, rule, partial(_nearest_ipus, stages, rounding), hint)
+
+
+def check_filling(accumulation: int, iterations: int, training: bool, stages: int) -> None:
+    """Hold a plan against a pipeline whose number of stages was not known before.
+
+    Args:
+        accumulation: micro-batches of an update.
+        iterations: device iterations.
+        training: whether it trains.
+        stages: of the forward pass.
+
+    Raises:
+        PlanError: the pipeline is not filled; with the smallest number that fills it.
+    """
+    check = Checks()
+    check.accumulation(accumulation, training, stages)
+    check.iterations(iterations, training, stages)
+    check.raise_faults()
 
 
 def _nearest_ipus(stages: int, rounding: bool, total: int) -> List[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import textwrap
+from types import MappingProxyType
 from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 import torch
@@ -102,6 +103,7 @@ def summarize(
     line_length: Optional[int] = None,
     depth: Optional[int] = None,
     more: Sequence[str] = (),
+    marks: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> str:
     """The text.
 
@@ -111,8 +113,11 @@ def summarize(
         line_length: longest line; None has no limit.
         depth: levels below the model to show; None shows all.
         more: paragraphs to add, such as the plan.
+        marks: notes to add, by the name of the layer.
     """
     layers = layers_of(module)
+    for layer in layers:
+        layer.notes.extend(marks.get(layer.name, ()))
     shapes: Dict[nn.Module, List[str]] = {}
     paragraphs = []
     if sample is None:
@@ -153,7 +158,7 @@ def _row(
     )
     notes = list(layer.notes)
     for inner in counted[1:]:
-        shared = [note for note in inner.notes if " with " in note or " as " in note]
+        shared = [n for n in inner.notes if " with " in n or " as " in n or n.endswith(" begins")]
         notes += [f"{inner.name[len(layer.name) + 1 :]}: {note}" for note in shared]
     return [name, layer.kind, shape, _count(parameters), _count(trainable), "; ".join(notes)]
 

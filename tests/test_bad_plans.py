@@ -55,7 +55,11 @@ def test_a_plan_needs_compile_and_a_batch():
             {"schedule": "fast"},
             "schedule must be 'grouped' or 'interleaved' or 'sequential', got 'fast'.",
         ),
-        ({"recompute": 1}, "recompute must be True or False, got 1."),
+        (
+            {"recompute": 1},
+            "recompute must be True, False, or names of layers, got 1. Write for example "
+            "recompute=['encoder.layers.0', 'encoder.layers.1'] or 'encoder.layers.*'.",
+        ),
         (
             {"ipu_memory": 0},
             "ipu_memory must be a positive number of bytes or None, got 0. Leave it out for the "
@@ -167,8 +171,9 @@ def test_stages_that_do_not_fit_are_refused_before_any_update(monkeypatch):
     )
     assert text == (
         "stages='auto' must find stages that fit in an IPU's 500 B, but none of 2 do: of the "
-        "evenest ones the largest takes about 1.9 KiB. Use a larger ipus_per_replica, or smaller "
-        "micro-batches, or name the stages, which are not held against this estimate."
+        "evenest ones the largest takes about 1.3 KiB, with activations recomputed. Use a larger "
+        "ipus_per_replica, or smaller micro-batches, or name the stages, which are not held against "
+        "this estimate."
     )
     assert all(
         torch.equal(a, b) for a, b in zip(before.values(), model.module.state_dict().values())

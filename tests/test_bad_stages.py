@@ -383,3 +383,146 @@ def test_a_module_is_divided_in_one_way(engine):
         "poptorch.removeBlocks(module), or leave the arguments out and pass ipus_per_replica=2, "
         "also beside a config with layers_per_ipu=[-1]."
     )
+
+
+class Elsewhere(nn.Module):
+    """Uses parameters outside of the modules that hold them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mid = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.way = "tied"
+
+    def forward(self, x):
+        if self.way == "tied":
+            return nn.functional.linear(self.mid(self.embed(x)), self.embed.weight)
+        if self.way == "root":
+            return self.mid(self.embed(x * self.scale)) * self.scale
+        return self.mid(self.embed(x)) * self.scale
+
+
+@ENGINES
+def test_a_parameter_is_seen_wherever_it_is_read(engine):
+    """By a function with another module's weight, or as a parameter of the module itself."""
+    net = Elsewhere()
+    for way, name in (("tied", "embed.weight"), ("root", "scale")):
+        net.way = way
+        assert broken(compiled(net, engine, stages={"mid": 1})) == (
+            f"a parameter must be on one IPU, but '{name}' is used in stages 0 and 1. Put all its "
+            "uses into one stage, or give each its own copy: module.weight = "
+            "torch.nn.Parameter(module.weight.detach().clone())."
+        )
+    net.way = "once"
+    fit(compiled(net, engine, stages={"mid": 1}))
+
+
+@ENGINES
+def test_run_eagerly_is_checked_too(engine):
+    if engine == "embedded":
+        text = broken(compiled(Net(tied=True), engine, stages={"head": 1}, run_eagerly=True))
+        assert text.startswith("a parameter must be on one IPU, but 'embed.weight' and ")
+
+
+def penalised(net, name, engine, **options):
+    """Compiled with a loss that reads a weight of the module."""
+
+    def loss(output, target):
+        penalty = getattr(net, name).weight.square().sum()
+        return nn.functional.cross_entropy(output, target) + 1e-3 * penalty
+
+    model = ipufit.Model(net, engine=engine)
+    model.compile("sgd", loss, **options)
+    return model
+
+
+@ENGINES
+def test_the_loss_is_in_the_last_stage(engine):
+    """What it reads is too."""
+    text = broken(penalised(Net(), "embed", engine, stages={"head": 1}))
+    assert text == (
+        "a parameter must be on one IPU, but 'embed.weight' is used in stage 0 and by the loss, "
+        "which is in stage 1. For a penalty of weights use the optimizer's weight_decay; else put "
+        "what uses it into the last stage."
+    )
+    fit(penalised(Net(), "head", engine, stages={"head": 1}))
+
+
+class Idle(nn.Module):
+    """Modules that have no operator of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.i, self.f, self.b = (
+            nn.Linear(4, 4),
+            nn.Identity(),
+            nn.Flatten(),
+            nn.Linear(4, 4),
+        )
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.drop(self.b(self.f(self.i(self.a(x)))))
+
+
+@ENGINES
+def test_every_stage_computes_something(engine):
+    cure = "Begin it with a module that has operators, or leave it out and renumber the others."
+    for stages, where in (
+        ({"a": 1}, "stage 0, before the first name,"),
+        ({"i": 1, "b": 2}, "stage 1, which begins with 'i',"),
+        ({"a": 0, "f": 1, "b": 2}, "stage 1, which begins with 'f',"),
+    ):
+        net = compiled(Idle(), engine, stages=stages, auto_round_ipus=True)
+        assert broken(net, gradient_accumulation=5) == (
+            f"every stage must compute something, but {where} computes nothing. {cure}"
+        )
+    model = compiled(Idle(), engine, stages={"drop": 1})
+    fit(model)
+    with pytest.raises(PartitionError) as caught:
+        model.evaluate(X, Y, verbose=0)
+    assert str(caught.value) == (
+        "every stage must compute something, but stage 1, which begins with 'drop', computes "
+        f"nothing in inference. {cure} inference_stages or inference_layers_per_ipu divide "
+        "inference alone."
+    )
+
+
+class Auxiliary(nn.Module):
+    """A layer that only training runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.aux = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.body(x)
+        return self.aux(x) if self.training else x
+
+
+@ENGINES
+def test_inference_may_need_other_stages(engine):
+    model = compiled(Auxiliary(), engine, stages={"aux": 1})
+    fit(model)
+    with pytest.raises(PartitionError) as caught:
+        model.predict(X, verbose=0)
+    assert str(caught.value) == (
+        "every module that begins a stage must be called by forward, but 'aux' was not in "
+        "inference, which the stages of training divide as well. Divide it otherwise with "
+        "inference_stages or inference_layers_per_ipu."
+    )
+    model = compiled(Auxiliary(), engine, stages={"aux": 1}, inference_stages={"body": 0})
+    fit(model)
+    assert model.predict(X, verbose=0).shape == (10, 4)
+
+
+@ENGINES
+def test_layers_that_torch_fuses_in_inference_keep_their_stages(engine):
+    """They are computed in one piece then, without a call of what is inside."""
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    net = nn.Sequential(nn.Unflatten(1, (1, 4)), nn.TransformerEncoder(layer, 2), nn.Flatten())
+    options = [False] if engine != "embedded" else [False, True]
+    for run_eagerly in options:
+        model = compiled(net, engine, stages={"1.layers.1.linear1": 1}, run_eagerly=run_eagerly)
+        fit(model)
+        assert model.predict(X, verbose=0).shape == (10, 4)

@@ -95,7 +95,8 @@ def test_blocks_are_seen_where_a_module_holds_them():
 
 @EVERY
 @pytest.mark.parametrize(
-    ("blocks", "said"), [(("B", 1), "blocks, such as 'B', and"), ((None, 1), "blocks and")]
+    ("blocks", "said"),
+    [(("B", 1), "blocks, such as 'B', and"), ((None, 1), "blocks, such as '0', and")],
 )
 def test_blocks_that_only_forward_begins_need_the_number_of_ipus(blocks, said, engine):
     """The error says so, and a name is shown if there is one."""

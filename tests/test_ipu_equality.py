@@ -112,3 +112,27 @@ def test_everything_that_is_seen_is_equal(kind, plan, optimizer, size, weighted)
             for engine in ("embedded", "ipu-standin")
         ]
     assert_alike(*found)
+
+
+@pytest.mark.parametrize("size", ["full", "updates", "micro-batches"])
+def test_a_loss_reads_weights_through_the_users_module(size):
+    """Calls that are left over have programs, and copies of the module, of their own."""
+    found = []
+    x, y = (part[: SIZES[size]] for part in data(84))
+    for engine in ("embedded", "ipu-standin"):
+        torch.manual_seed(3)
+        net = MLP().double()
+
+        def loss(output, target, net=net):
+            penalty = sum(
+                (layer.weight**2).sum() for layer in net.layers if hasattr(layer, "weight")
+            )
+            return nn.functional.cross_entropy(output, target) + 0.1 * penalty
+
+        with float64_kept():
+            model = ipufit.Model(net, engine=engine)
+            model.compile("sgd", loss)
+            work = {"batch_size": 4, "gradient_accumulation": 3, "device_iterations": 2}
+            history = model.fit(x.double(), y, epochs=2, verbose=0, seed=1, **work)
+        found.append((history.history["loss"], [p.detach() for p in net.parameters()]))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 from torch import nn
@@ -13,9 +12,12 @@ from torch.nn.modules.module import (
 )
 
 from ipufit.errors import PartitionError
-from ipufit.parallel.partition import AFTER, BLOCK, Partition
+from ipufit.parallel.naming import begun_by
+from ipufit.parallel.own_blocks import OwnBlocks
+from ipufit.parallel.partition import AFTER, Partition
 from ipufit.parallel.serialized import Serialized
 from ipufit.parallel.serializing import ipus_of
+from ipufit.parallel.uses import Uses
 
 __all__ = ["followed"]
 
@@ -25,89 +27,87 @@ def followed(
     partition: Optional[Partition],
     module: nn.Module,
     on_begin: Callable[[int], None] = lambda stage: None,
-) -> Iterator[None]:
-    """Watch a forward pass of the module in the block, and check the order of stages.
+) -> Iterator[OwnBlocks]:
+    """Watch a forward pass of the module, and the loss after it, and check the stages.
 
     Args:
         partition: of the module; None for one IPU.
         module: the user's.
         on_begin: called with the number of every stage that begins, 0 at the start included.
 
+    Yields:
+        The blocks that the module begins itself.
+
     Raises:
         PartitionError: a stage runs after a later one; a module that begins one did not run;
-            a parameter is used in two; or the module has blocks of its own that contradict it.
+            a stage or IPU has nothing to compute; a parameter is used in two; or the module has
+            blocks of its own that contradict the partition.
     """
-    with _own_blocks(partition):
-        if partition is None or not (partition.begins or ipus_of(module, module.training)):
-            yield
-            return
-        walk = _Walk(partition, module, on_begin)
-        # Hooks for all modules: one of a module's own would switch off torch's fast paths.
-        handles = [register_module_forward_pre_hook(walk.on_call)]
-        if any(name.startswith(AFTER) for name, _ in partition.begins):
-            handles.append(register_module_forward_hook(walk.on_return))
-        if partition.begins:
-            on_begin(0)
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    own = OwnBlocks(partition)
+    with own.heard():
+        if partition is None:
+            walk = None
+            yield own
+        else:
+            walk = _Walk(partition, module, own, on_begin)
+            with walk.watching():
+                yield own
+    own.check_entered()
+    if walk is not None:
         walk.check_end()
-
-
-@contextlib.contextmanager
-def _own_blocks(partition: Optional[Partition]) -> Iterator[None]:
-    """Hold the blocks that the module enters against the partition."""
-    standin = sys.modules.get("ipufit.poptorch._blocks")
-    if standin is None:
-        # Blocks of the SDK don't tell what they do; its own checks follow.
-        yield
-        return
-    with standin.listened() as entered:
-        yield
-    if partition is not None and partition.begins:
-        own = [(name, ipu) for name, ipu in entered if not str(name).startswith(BLOCK)]
-        if own:
-            some = [f", such as {name!r}," for name, _ in own if name is not None]
-            ipus = 1 + max((ipu for _, ipu in own if ipu is not None), default=partition.ipus - 1)
-            raise PartitionError(
-                "a module is divided by its own blocks or by the arguments of compile, but it has "
-                f"blocks{some[0] if some else ''} and is divided by stages or layers_per_ipu too. "
-                "Take its blocks away with poptorch.removeBlocks(module), or leave the arguments "
-                f"out and pass ipus_per_replica={ipus}, also beside a config with "
-                "layers_per_ipu=[-1]."
-            )
-        return
-    named = [ipu for _, ipu in entered if ipu is not None]
-    ipus = partition.ipus if partition is not None else 1
-    if named and 1 + max(named) != ipus:
-        count = 1 + max(named)
-        raise PartitionError(
-            f"the module's own blocks put it on {count} IPU{'s' if count > 1 else ''}, but the "
-            f"plan gives a replica {ipus}. Pass ipus_per_replica={count} to compile, or have "
-            "it in the config."
-        )
 
 
 class _Walk:
     """One forward pass, call by call."""
 
     def __init__(
-        self, partition: Partition, module: nn.Module, on_begin: Callable[[int], None]
+        self,
+        partition: Partition,
+        module: nn.Module,
+        own: OwnBlocks,
+        on_begin: Callable[[int], None],
     ) -> None:
+        self._partition = partition
         self._begins = dict(partition.begins)
         self._module = module
         self._names = {id(part): name for name, part in module.named_modules()}
+        self._own = own
         self._on_begin = on_begin
         self._stage, self._last = 0, "the start"
         self._begun: List[str] = []
         self._called: Dict[str, Set[int]] = {}
+        self._uses = Uses(module, self._place)
+        self._outside: Optional[str] = None
+        self._is_training = module.training
 
-    def on_call(self, part: nn.Module, args: Any) -> None:
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follow what happens in the block."""
+        # Hooks for all modules: one of a module's own would switch off torch's fast paths.
+        handles = [
+            register_module_forward_pre_hook(self._on_call),
+            register_module_forward_hook(self._on_return),
+        ]
+        if self._begins:
+            self._on_begin(0)
+        try:
+            with self._uses.seeing():
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _place(self) -> int:
+        own = self._own.place()
+        if own is not None and self._own.is_left and not self._uses.in_loss:
+            self._outside = self._outside or self._own.entered()[-1][0]
+        return self._stage if own is None else own
+
+    def _on_call(self, part: nn.Module, args: Any) -> None:
         name = self._names.get(id(part))
         if name is None:
             return
+        self._uses.begin()
         stage = self._begins.get(name)
         if stage is not None:
             self._enter(name, stage)
@@ -115,7 +115,8 @@ class _Walk:
             self._spread(name, part.parts_in(part.training).ipus)
         self._called.setdefault(name, set()).add(self._stage)
 
-    def on_return(self, part: nn.Module, args: Any, output: Any) -> None:
+    def _on_return(self, part: nn.Module, args: Any, result: Any) -> None:
+        self._uses.in_loss = self._uses.in_loss or part is self._module
         name = AFTER + self._names.get(id(part), "")
         if name in self._begins:
             self._enter(name, self._begins[name])
@@ -142,17 +143,133 @@ class _Walk:
                 f"IPUs from {self._stage} on."
             )
         self._stage, self._last = ipus[-1], name
+        self._uses.works.update(ipus)
 
     def check_end(self) -> None:
-        missing = [name for name in self._begins if name not in self._begun]
-        if missing:
-            name = missing[0]
-            name = name if name in self._names.values() else name[len(AFTER) :]
+        """Look back at the whole pass."""
+        left_out = self._left_out()
+        if self._outside is not None:
             raise PartitionError(
-                f"every module that begins a stage must be called by forward, but {name!r} "
+                "all that is computed must be in a block, but forward goes on after it has left "
+                f"the block {self._outside!r}. Put the rest into a poptorch.Block, or begin blocks "
+                "with poptorch.Block.start or poptorch.BeginBlock, which don't end."
+            )
+        self._check_divided()
+        if self._uses.is_seeing and self._uses.is_begun:
+            self._check_work(left_out)
+            self._check_reads()
+        else:
+            self._check_calls()
+
+    def _left_out(self) -> Set[int]:
+        """Stages that torch's fused layers leave out in inference, which an IPU has not."""
+        missing = [name for name in self._begins if name not in self._begun]
+        faulty = [
+            begun_by(name, self._names.values())
+            for name in missing
+            if self._is_training or not self._is_in_fused(name)
+        ]
+        if faulty and self._is_training:
+            raise PartitionError(
+                f"every module that begins a stage must be called by forward, but {faulty[0]!r} "
                 "was not. Name a module that is called as module(...), not one whose parameters "
                 "are used from outside."
             )
+        if faulty:
+            raise PartitionError(
+                f"every module that begins a stage must be called by forward, but {faulty[0]!r} "
+                "was not in inference, which the stages of training divide as well. Divide it "
+                "otherwise with inference_stages or inference_layers_per_ipu."
+            )
+        return {self._begins[name] for name in missing}
+
+    def _is_in_fused(self, name: str) -> bool:
+        """Whether a layer around it was called that torch may compute in one piece in inference."""
+        parts = begun_by(name, self._names.values()).split(".")
+        around = (".".join(parts[:end]) for end in range(len(parts)))
+        return any(
+            isinstance(self._module.get_submodule(outer), _FUSED)
+            for outer in around
+            if outer in self._called
+        )
+
+    def _check_divided(self) -> None:
+        """Several IPUs need something that divides the module."""
+        partition = self._partition
+        divided = (
+            partition.begins or self._own.entered() or ipus_of(self._module, self._is_training)
+        )
+        if partition.ipus > 1 and self._own.can_hear_all and not divided:
+            raise PartitionError(
+                f"ipus_per_replica={partition.ipus} needs a module that is divided, but nothing "
+                "divides this one: it has no blocks of its own. Give stages or layers_per_ipu to "
+                "compile, begin blocks with poptorch.BeginBlock, or leave ipus_per_replica out."
+            )
+
+    def _check_work(self, left_out: Set[int]) -> None:
+        own = bool(self._own.entered())
+        count = self._partition.ipus if own or not self._begins else self._partition.stages
+        idle = sorted(set(range(count)) - self._uses.works - left_out)
+        if not idle:
+            return
+        if own or not self._begins:
+            raise PartitionError(
+                f"every IPU of a replica must compute something, but IPU {idle[0]} of "
+                f"{count} has nothing to do. Number the IPUs of the blocks from 0 without a gap."
+            )
+        if not self._is_training:
+            # What holds parts of a layer in training alone may be idle in inference.
+            idle = [stage for stage in idle if not stage or stage in self._begins.values()]
+        if not idle:
+            return
+        names = [name for name, stage in self._begins.items() if stage == idle[0]]
+        where = f"which begins with {names[0]!r}" if names else "before the first name"
+        when = "" if self._is_training else " in inference"
+        cure = "Begin it with a module that has operators, or leave it out and renumber the others."
+        if not self._is_training:
+            cure += " inference_stages or inference_layers_per_ipu divide inference alone."
+        raise PartitionError(
+            f"every stage must compute something, but stage {idle[0]}, {where}, computes "
+            f"nothing{when}. {cure}"
+        )
+
+    def _check_reads(self) -> None:
+        """Each parameter is read in one stage, or on one IPU."""
+        unit = "IPUs" if self._own.entered() else "stages"
+        twins = self._twins()
+        for name, places in self._uses.by_forward.items():
+            found = self._places_of(name) or places
+            if len(found) > 1:
+                other = twins.get(name, [name])
+                raise _tied(other[0], found[0], other[-1], found[1], unit)
+        for name, places in self._uses.by_loss.items():
+            first = self._places_of(name) or self._uses.by_forward.get(name, places)
+            if first[0] != places[0]:
+                raise PartitionError(
+                    f"a parameter must be on one IPU, but {name!r} is used in {unit[:-1]} "
+                    f"{first[0]} and by the loss, which is in {unit[:-1]} {places[0]}. For a "
+                    "penalty of weights use the optimizer's weight_decay; else put what uses it "
+                    "into the last stage."
+                )
+
+    def _twins(self) -> Dict[str, List[str]]:
+        """All names of each parameter that has several, in the order of their calls."""
+        names: Dict[int, List[str]] = {}
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        return {found[0]: found for found in names.values() if len(found) > 1}
+
+    def _places_of(self, name: str) -> Optional[List[int]]:
+        """The IPUs of a parameter whose layer is cut over several, whoever reads it."""
+        path, _, key = name.rpartition(".")
+        owner = self._module.get_submodule(path)
+        if not isinstance(owner, Serialized):
+            return None
+        places = owner.places(owner.training)
+        return list(places[key]) if key in places else None
+
+    def _check_calls(self) -> None:
+        """The same by the calls of modules, where operators are not seen."""
         used: Dict[int, Tuple[int, str]] = {}
         for name, part in self._module.named_modules(remove_duplicate=False):
             for key, parameter in part._parameters.items():
@@ -164,11 +281,10 @@ class _Walk:
 
     def _stages_of(self, name: str, key: str) -> List[int]:
         """The stages in which a module ran, or else the nearest one around it that did."""
-        owner = self._module.get_submodule(name)
-        places = owner.places(owner.training) if isinstance(owner, Serialized) else {}
-        if key in places:
-            return list(places[key])
-        part: Optional[str] = self._names.get(id(owner), name)
+        places = self._places_of(f"{name}.{key}" if name else key)
+        if places is not None:
+            return places
+        part: Optional[str] = self._names.get(id(self._module.get_submodule(name)), name)
         while part:
             if part in self._called:
                 return sorted(self._called[part])
@@ -176,10 +292,15 @@ class _Walk:
         return []
 
 
-def _tied(owner: str, before: int, other: str, stage: int) -> PartitionError:
+# Layers that torch computes in one piece where nothing is trained.
+_FUSED = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
+
+
+def _tied(owner: str, before: int, other: str, stage: int, unit: str = "stages") -> PartitionError:
     who = f"{owner!r} is used" if owner == other else f"{owner!r} and {other!r} are one parameter,"
+    places = "stage" if unit == "stages" else "IPU's blocks"
     return PartitionError(
-        f"a parameter must be on one IPU, but {who} in stages {before} and {stage}. Put all its "
-        f"uses into one stage, or give each its own copy: module.weight = torch.nn.Parameter("
-        "module.weight.detach().clone())."
+        f"a parameter must be on one IPU, but {who} {'in' if unit == 'stages' else 'on'} {unit} "
+        f"{before} and {stage}. Put all its uses into one {places}, or give each its own copy: "
+        "module.weight = torch.nn.Parameter(module.weight.detach().clone())."
     )

@@ -24,7 +24,8 @@ class Partition:
             runs before the first is of stage 0. Stages without any hold parts of serialised
             layers, which begin them. Empty where the module itself says it, with
             ``poptorch.Block`` and the like.
-        stages: how many; phases of a phased strategy.
+        stages: how many; phases of a phased strategy. Of a module that divides itself it is the
+            number of IPUs until the first micro-batch is known.
         strategy: "pipelined", "sharded", "serial_phased" or "parallel_phased".
         is_chosen: whether the user named the strategy; otherwise one that does not fit the batches
             of an inference gives way to "sharded".
@@ -48,6 +49,11 @@ class Partition:
         return self.is_automatic and self.stages > 1 and not self.begins
 
     @property
+    def is_own(self) -> bool:
+        """Whether the module divides itself."""
+        return self.ipus > 1 and not self.begins and not self.is_automatic
+
+    @property
     def is_pipelined(self) -> bool:
         """Whether stages work on different micro-batches at the same time."""
         return self.strategy == "pipelined"
@@ -62,17 +68,27 @@ class Partition:
             return self.is_pipelined
         return self.is_pipelined and device_iterations >= self.stages
 
+    @property
+    def unit(self) -> str:
+        """What a part is called."""
+        return "phase" if "phased" in self.strategy else "stage"
+
+    def first(self) -> Dict[int, str]:
+        """The module that begins each stage."""
+        found: Dict[int, str] = {}
+        for name, stage in self.begins:
+            found.setdefault(stage, name)
+        return found
+
     def describe(self) -> str:
         """Strategy and beginnings, in one line."""
         if self.is_open:
             how = "divided when the first micro-batch is known"
             return f"{self.strategy} over {self.stages} stages, {how}"
         if not self.begins:
-            return f"{self.strategy} over {self.ipus} IPUs by the module's own blocks"
-        unit = "phase" if "phased" in self.strategy else "stage"
-        first: Dict[int, str] = {}
-        for name, stage in self.begins:
-            first.setdefault(stage, name)
+            count = f" in {self.stages} stages" if self.stages != self.ipus else ""
+            return f"{self.strategy} over {self.ipus} IPUs{count} by the module's own blocks"
+        unit, first = self.unit, self.first()
         begins = "; ".join(
             f"{unit} {stage} {'' if name.startswith(AFTER) else 'from '}{name}"
             for stage, name in first.items()
@@ -110,15 +126,36 @@ class Partitions:
         )
         return Partitions(training, inference)
 
+    def counted(self, training: bool, stages: int) -> Partitions:
+        """The same where the module divides itself, with the number of its stages."""
+        one = self.of(training)
+        assert one is not None
+        name = "training" if training else "inference"
+        return dataclasses.replace(self, **{name: dataclasses.replace(one, stages=stages)})
+
+    def marks(self) -> Dict[str, List[str]]:
+        """By the names of modules, the stages that begin with them."""
+        found: Dict[str, List[str]] = {}
+        train, infer = self.training, self.inference
+        same = train is not None and infer is not None and train.begins == infer.begins
+        for partition, when in ((train, ""), (None if same else infer, " of inference")):
+            if partition is not None and partition.stages > 1:
+                for stage, name in partition.first().items():
+                    found.setdefault(name, []).append(f"{partition.unit} {stage}{when} begins")
+        return found
+
     def describe(self) -> List[str]:
         """In words, a line each; what they share once."""
         if self.training is None and self.inference is None:
             return []
         alone = "the whole module on one IPU"
-        train, infer = (p.describe() if p else alone for p in (self.training, self.inference))
+        both = (self.training, self.inference)
+        train, infer = (p.describe() if p and p.stages > 1 else alone for p in both)
         lines = [f"Training: {train}.", f"Inference: {infer}."]
         inference = self.inference
-        if inference is not None and inference.is_pipelined and not inference.is_chosen:
+        if inference is None or inference.stages == 1:
+            return lines
+        if inference.is_pipelined and not inference.is_chosen:
             lines[1] = (
                 f"Inference: {infer}; sharded where an execution has less than {inference.stages} "
                 "device iterations, which would not fill the pipeline."

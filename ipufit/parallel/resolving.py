@@ -11,6 +11,7 @@ from torch import nn
 
 from ipufit.errors import PartitionError, UnknownNameError
 from ipufit.faults import Faults
+from ipufit.parallel.naming import begun_by, first_gap, named_stages
 from ipufit.parallel.partition import AFTER, STRATEGIES, Partition, Partitions
 from ipufit.parallel.repeated import repeated_layers
 from ipufit.parallel.serialized import Serialized
@@ -143,6 +144,14 @@ def resolve_partition(
             f"{asked.name('strategy')} as an object of PopTorch's names blocks of the module's "
             f"own, but {asked.name('stages')} or {asked.name('layers_per_ipu')} divides it too. "
             f"Use {asked.name('strategy')}={strategy!r}, or leave the other out."
+        )
+    if own is None and not begins and "phased" in strategy and not _is_auto(asked):
+        kind = next(k for k, name in _POPTORCH_STRATEGIES.items() if name == strategy)
+        raise PartitionError(
+            f"{asked.name('strategy')}={strategy!r} runs the stages of {asked.name('stages')} or "
+            f"{asked.name('layers_per_ipu')} as phases, got neither. Give one of them, or, for "
+            f"blocks of the module's own, {asked.name('strategy')}=poptorch.{kind}('A', 'B') with "
+            "their names."
         )
     if begins:
         last = max(last, *(stage for _, stage in begins), *_ipus_with_parts(module))
@@ -301,41 +310,23 @@ def _named(module: nn.Module, given: Any, argument: str) -> Tuple[Tuple[str, int
             f"{argument} must map names of modules to numbers of stages, got {given!r}. Write for "
             f"example {argument}={{'encoder': 0, 'head': 1}}."
         )
-    order = {name: place for place, (name, _) in enumerate(module.named_modules()) if name}
-    faults = Faults()
-    for name, stage in given.items():
-        with faults.collected():
-            if _begun_by(name, order) not in order:
-                raise UnknownNameError(f"module in {argument}", str(name), order)
-        with faults.collected():
-            if isinstance(stage, bool) or not hasattr(stage, "__index__") or int(stage) < 0:
-                raise PartitionError(
-                    f"{argument}[{name!r}] must be the number of a stage, from 0, got {stage!r}."
-                )
-    faults.raise_all()
-    numbers = sorted({operator.index(stage) for stage in given.values()})
-    gaps = sorted(set(range(numbers[-1])) - {*numbers, *_ipus_with_parts(module)})
-    if gaps:
+    pairs = named_stages(module, given, argument)
+    numbers = sorted(set(pairs.values()))
+    gap = first_gap(numbers, _ipus_with_parts(module))
+    if gap is not None:
         raise PartitionError(
             f"{argument} must number the stages without a gap, but no module begins stage "
-            f"{gaps[0]}, got {', '.join(map(str, numbers))}. Renumber them from 0."
+            f"{gap}, got {', '.join(map(str, numbers))}. Renumber them from 0."
         )
-    pairs = {name: operator.index(stage) for name, stage in given.items()}
+    order = {name: place for place, (name, _) in enumerate(module.named_modules())}
     return tuple(sorted(pairs.items(), key=lambda pair: _place(pair[0], order)))
-
-
-def _begun_by(name: Any, known: Mapping[str, int]) -> Any:
-    """The module whose call, or return from it, begins a stage."""
-    if name not in known and isinstance(name, str) and name.startswith(AFTER):
-        return name[len(AFTER) :]
-    return name
 
 
 def _place(name: str, order: Mapping[str, int]) -> Tuple[int, bool]:
     """Where a beginning stands in the order of definition; after a module is after its inside."""
     if name in order:
         return order[name], False
-    inside = _begun_by(name, order)
+    inside = begun_by(name, order)
     return max(order[n] for n in order if n == inside or n.startswith(f"{inside}.")), True
 
 
@@ -343,11 +334,21 @@ def _counted(module: nn.Module, asked: PartitionRequest) -> Tuple[Tuple[Tuple[st
     """The modules that begin a stage, and the last stage."""
     argument = asked.name("layers_per_ipu")
     counts = _whole_numbers(asked.layers_per_ipu, argument)
-    if counts == [-1]:
+    count = _count(asked.name("ipus_per_replica"), asked.ipus_per_replica) or 1
+    if counts == [-1] and count == 1:
         return (), 0
-    layers = repeated_layers(module, asked.layers)
+    layers = repeated_layers(module, asked.layers, argument)
+    if counts == [-1]:
+        # As an IPUConfig has it, which says beside it how many IPUs there are.
+        if count > len(layers):
+            raise PartitionError(
+                f"{argument}=[-1] shares the repeated layers among the IPUs of a replica, but "
+                f"ipus_per_replica={count} and the module has {len(layers)} "
+                f"({_places(module, layers)}). Use fewer IPUs."
+            )
+        counts = [-1] * count
     cut = _ipus_with_parts(module)
-    shares = share_out(counts, len(layers), argument, _places(layers), cut)
+    shares = share_out(counts, len(layers), argument, _places(module, layers), cut)
     begins: List[Tuple[str, int]] = []
     done = 0
     for ipu, share in enumerate(shares):
@@ -359,13 +360,19 @@ def _counted(module: nn.Module, asked: PartitionRequest) -> Tuple[Tuple[Tuple[st
     return tuple(begins), len(shares) - 1
 
 
-def _places(layers: Sequence[str]) -> str:
+def _places(module: nn.Module, layers: Sequence[str]) -> str:
     """The stacks of layers, and how many are in each."""
     counts: Dict[str, int] = {}
     for layer in layers:
-        stack = layer.rpartition(".")[0] or "the module itself"
+        stack = layer.rpartition(".")[0]
         counts[stack] = counts.get(stack, 0) + 1
-    return ", ".join(f"{count} in {stack}" for stack, count in counts.items())
+    told = []
+    for stack, count in counts.items():
+        places = len(module.get_submodule(stack)._modules)
+        more = places - count
+        again = f", {more} more places hold one of them again" if more else ""
+        told.append(f"{count} in {stack or 'the module itself'}{again}")
+    return ", ".join(told)
 
 
 def _whole_numbers(given: Any, argument: str) -> List[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any, Callable, Hashable, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Hashable, Iterator, List, Optional, Tuple
 
 import torch
 
@@ -23,13 +23,15 @@ class Blocks:
         entered: one entry for each time that a block was entered; a block may come twice.
         computing: those entries in which something is computed, in order; None first where that
             happens before any block, on IPU 0.
+        is_active: whether the last block is still open, or none was entered.
     """
 
     def __init__(self) -> None:
         self.entered: List[Entry] = []
         self.computing: List[Optional[Entry]] = []
+        self.is_active = True
         self._next_auto_id = 0
-        self._active = True
+        self._numbered: Dict[int, str] = {}
         self._noted = False
 
     def use_auto_id(self) -> None:
@@ -44,11 +46,17 @@ class Blocks:
     def enter(self, user_id: Optional[Hashable], ipu_id: Optional[int]) -> None:
         """What comes now belongs to this block, until the next one, or until it is left."""
         self.entered.append((user_id or self.next_auto_id(), ipu_id))
-        self._active, self._noted = True, False
+        self.is_active, self._noted = True, False
+
+    def number_of(self, owner: object) -> str:
+        """The number of a block without a name, which stays with whatever begins it."""
+        if id(owner) not in self._numbered:
+            self._numbered[id(owner)] = self.next_auto_id()
+        return self._numbered[id(owner)]
 
     def leave(self) -> None:
         """What comes now belongs to no block."""
-        self._active = False
+        self.is_active = False
 
     def on_operator(self) -> None:
         """An operator is about to be recorded.
@@ -56,7 +64,7 @@ class Blocks:
         Raises:
             Error: the last block was left, and no other one entered.
         """
-        if not self._active:
+        if not self.is_active:
             name = self.entered[-1][0] if self.entered else None
             raise error(
                 "No active Block, all the ops must belong to a Block: something is computed "
@@ -68,16 +76,20 @@ class Blocks:
             self._noted = True
 
 
-_listeners: List[List[Entry]] = []
+_listeners: List[Blocks] = []
 
 
 @contextlib.contextmanager
-def listened() -> Iterator[List[Entry]]:
-    """Note every block that is entered in this context, compiling or not: its name and IPU."""
-    entered: List[Entry] = []
-    _listeners.append(entered)
+def listened(blocks: Optional[Blocks] = None) -> Iterator[List[Entry]]:
+    """Note every block that is entered in this context, compiling or not: its name and IPU.
+
+    Args:
+        blocks: where they are noted; new ones by default.
+    """
+    blocks = Blocks() if blocks is None else blocks
+    _listeners.append(blocks)
     try:
-        yield entered
+        yield blocks.entered
     finally:
         _listeners.pop()
 
@@ -88,6 +100,12 @@ def _blocks() -> Optional[Blocks]:
 
     trace = tracing()
     return None if trace is None else trace.blocks
+
+
+def _hearing() -> List[Blocks]:
+    """Those of the recording, and of whoever listens."""
+    blocks = _blocks()
+    return [*([] if blocks is None else [blocks]), *_listeners]
 
 
 class Block(torch.nn.Module):
@@ -110,8 +128,7 @@ class Block(torch.nn.Module):
     @staticmethod
     def useAutoId() -> None:
         """Number the blocks without a name from "0" on; call it first in ``forward``."""
-        blocks = _blocks()
-        if blocks is not None:
+        for blocks in _hearing():
             blocks.use_auto_id()
 
     @staticmethod
@@ -123,21 +140,27 @@ class Block(torch.nn.Module):
         Block.start(self._user_id, self._ipu_id)
 
     def __exit__(self, type: Any, value: Any, traceback: Any) -> None:
-        blocks = _blocks()
-        if blocks is not None:
+        for blocks in _hearing():
             blocks.leave()
 
 
-def _begin(user_id: Optional[str], ipu_id: Optional[int]) -> Optional[str]:
-    """Begin a block and return its name; a number given to one without a name is to stay."""
-    for entered in _listeners:
-        entered.append((user_id, ipu_id))
+def _begin(
+    user_id: Optional[str], ipu_id: Optional[int], owner: Optional[object] = None
+) -> Optional[str]:
+    """Begin a block and return its name; a number given to one without a name is to stay.
+
+    Where nothing is compiled no number is given for good, so that listeners number by the owner.
+    """
     blocks = _blocks()
-    if blocks is None:
-        return user_id
-    if user_id is None:
-        user_id = blocks.next_auto_id()
-    blocks.enter(user_id, ipu_id)
+    if blocks is not None:
+        if user_id is None:
+            user_id = blocks.next_auto_id()
+        blocks.enter(user_id, ipu_id)
+    for listener in _listeners:
+        name = user_id
+        if name is None and owner is not None:
+            name = listener.number_of(owner)
+        listener.enter(name, ipu_id)
     return user_id
 
 
@@ -149,7 +172,7 @@ class _BlockHook:
         self._ipu_id = ipu_id
 
     def __call__(self, module: torch.nn.Module, input: Any) -> None:
-        self._user_id = _begin(self._user_id, self._ipu_id)
+        self._user_id = _begin(self._user_id, self._ipu_id, self)
 
     def __repr__(self) -> str:
         return f"BeginBlock(user_id={self._user_id}, ipu_id={self._ipu_id})"
@@ -168,7 +191,7 @@ class LegacyBeginBlockFn(torch.nn.Module):
 
     def __call__(self, *input: Any, **kwargs: Any) -> Any:
         """Begin the block and call."""
-        self._user_id = _begin(self._user_id, self._ipu_id)
+        self._user_id = _begin(self._user_id, self._ipu_id, self)
         return self._layer_to_call(*input, **kwargs)
 
 

@@ -139,6 +139,7 @@ class Trained:
         if own:
             net, loss = copy.deepcopy((net, loss))
         step = IpuStep(sdk, net, loss, spec, Form.of(example, size.padding))
+        step.original = (spec.module,) if own else ()
         step.training = spec.module.training
         parameters = dict(step.named_parameters())
         # Before PopTorch gives them classes of its own.

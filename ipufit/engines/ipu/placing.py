@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
+from ipufit.engines.ipu.sdk import is_standin
 from ipufit.engines.ipu.size import Size
+from ipufit.parallel.own_blocks import OwnBlocks
 from ipufit.parallel.partition import BLOCK, Partition
 
 __all__ = ["begin_loss", "block_of", "ipu_of", "place"]
@@ -21,12 +23,15 @@ def ipu_of(partition: Optional[Partition], stage: int) -> int:
     return stage % partition.ipus
 
 
-def begin_loss(sdk: Any, partition: Partition) -> None:
+def begin_loss(sdk: Any, partition: Optional[Partition], own: OwnBlocks) -> None:
     """Let the loss be where the module ends, which may have left its last block.
 
-    A strategy of PopTorch's own form that names all blocks would not know another one.
+    Where blocks don't tell which they are, it is the last IPU; but a strategy of PopTorch's own
+    form that names all blocks would not know another one.
     """
-    if not partition.begins and partition.poptorch_strategy is None:
+    if is_standin(sdk):
+        own.reopen(sdk)
+    elif partition is not None and not partition.begins and partition.poptorch_strategy is None:
         sdk.Block.start(f"{BLOCK}loss", ipu_id=partition.ipus - 1)
 
 
@@ -40,12 +45,20 @@ def place(sdk: Any, options: Any, partition: Partition, size: Size, training: bo
     if training:
         filled = size.accumulation >= 2 * partition.stages - 1
     if partition.is_pipelined and not filled:
-        # Counting on from the IPUs that blocks name, it needs no IPU on every one.
-        options.setExecutionStrategy(sdk.ShardedExecution(sdk.AutoStage.AutoIncrement))
+        options.setExecutionStrategy(_sharded(sdk, partition.poptorch_strategy))
     elif partition.poptorch_strategy is not None:
         options.setExecutionStrategy(partition.poptorch_strategy)
     else:
         options.setExecutionStrategy(_strategy(sdk, partition))
+
+
+def _sharded(sdk: Any, pipeline: Any) -> Any:
+    """The stages of a pipeline, one after the other."""
+    named = {} if pipeline is None else pipeline._block_map
+    if named:
+        return sdk.ShardedExecution(*dict.fromkeys(named.values()))
+    # Counting on from the IPUs that blocks name, it needs no IPU on every one.
+    return sdk.ShardedExecution(sdk.AutoStage.AutoIncrement)
 
 
 def _strategy(sdk: Any, partition: Partition) -> Any:

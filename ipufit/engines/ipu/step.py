@@ -16,6 +16,7 @@ from ipufit.engines.embedded.results import OutputShape, Reported
 from ipufit.engines.embedded.step import StepModule, carries_loss
 from ipufit.engines.ipu.attributes import Attributes
 from ipufit.engines.ipu.placing import begin_loss, block_of, ipu_of
+from ipufit.engines.ipu.standing_in import in_place_of
 from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.logged import Entries, collecting
 from ipufit.losses import Loss, LossTerm, loss_of_valid
@@ -87,6 +88,7 @@ class IpuStep(nn.Module):
         called: what the loss calls that is no module and has attributes.
         traced: what was seen when it was traced.
         wants_outputs: whether the module's outputs are among the results.
+        original: the user's module where ``net`` is a copy of it, else nothing.
     """
 
     def __init__(
@@ -105,6 +107,8 @@ class IpuStep(nn.Module):
         self._recompute = spec.recipe.recompute
         self._form = form
         self._partition = spec.partition
+        # In a tuple: it is no part of this module.
+        self.original: Tuple[nn.Module, ...] = ()
 
     @property
     def trains(self) -> bool:
@@ -130,7 +134,8 @@ class IpuStep(nn.Module):
         attributes = Attributes([*self.net.modules(), *self.called])
         kept = self._recompute if self.trains else ()
         checkpointed = outputs_checkpointed(self._sdk, self.net, kept)
-        with collecting() as entries, traced_by(self._sdk), checkpointed:
+        borrowed = in_place_of(self.original[0] if self.original else None, self.net)
+        with collecting() as entries, traced_by(self._sdk), checkpointed, borrowed:
             outputs, term = self._call(batch, valid)
         refuse_rebinding(self, own, places)
         # Noted here, since a PopTorch may put them back when it has traced.
@@ -167,10 +172,14 @@ class IpuStep(nn.Module):
         self, batch: Sequence[Any], valid: Optional[Tensor]
     ) -> Tuple[Any, Optional[LossTerm]]:
         args, kwargs, target, sample_weight = batch
-        with followed(self._partition, self.net, self._begin):
+        with followed(self._partition, self.net, self._begin) as own:
             result = self._called(*args, **kwargs)
-        if self._partition is not None:
-            begin_loss(self._sdk, self._partition)
+            begin_loss(self._sdk, self._partition, own)
+            return self._with_loss(result, target, sample_weight, valid)
+
+    def _with_loss(
+        self, result: Any, target: Any, sample_weight: Any, valid: Optional[Tensor]
+    ) -> Tuple[Any, Optional[LossTerm]]:
         if self._loss is None:
             return result, None
         with_loss = self._mode is not Mode.PREDICT

@@ -1,0 +1,74 @@
+"""One forward pass without values, to see into how many stages a module divides itself."""
+
+from __future__ import annotations
+
+from typing import Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ipufit import tree
+from ipufit.errors import CaptureError
+from ipufit.losses import Loss
+from ipufit.modes import evaluating, training
+from ipufit.parallel.following import followed
+from ipufit.parallel.own_blocks import OwnBlocks
+from ipufit.parallel.partition import Partition
+from ipufit.program import MicroBatch
+from ipufit.randomness import isolated
+
+__all__ = ["stages_of_blocks"]
+
+
+def stages_of_blocks(
+    partition: Partition, module: nn.Module, loss: Loss, batch: MicroBatch, is_training: bool
+) -> int:
+    """Stages of the pipeline that the module's own blocks make, as PopTorch counts them.
+
+    A module that goes back to an earlier IPU has more of them than IPUs.
+
+    Args:
+        partition: that leaves it to the module.
+        module: the user's.
+        loss: its normal form.
+        batch: of its tensors only shape and dtype matter.
+        is_training: the mode of the pass.
+
+    Returns:
+        As many as IPUs where it can't be seen: of blocks of the SDK, or if the module needs values.
+
+    Raises:
+        PartitionError: the blocks contradict the partition.
+    """
+    # Imported here: the engine builds on the partition.
+    from ipufit.engines.embedded.capture import capture
+    from ipufit.engines.embedded.step import StepModule, attributes_kept
+
+    step = StepModule(module, loss)
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    named = {**dict(step.named_parameters()), **dict(step.named_buffers())}
+    leaves = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in batch.leaves]
+    found = [partition.ipus]
+
+    def run(*tensors: Tensor) -> Tuple[Tensor, ...]:
+        state = dict(zip(named, tensors))
+        inputs = tree.unflatten(tensors[len(named) :], batch.structure)
+        with torch.no_grad(), followed(partition, module) as own:
+            functional_call(step, state, (inputs, state, False))
+        found[0] = _count(own, partition)
+        return ()
+
+    values: Sequence[Tensor] = [*(tensor.detach() for tensor in named.values()), *leaves]
+    mode = (training if is_training else evaluating)(module, step.loss_module)
+    try:
+        with isolated(device), mode, attributes_kept(step):
+            capture(run, values)
+    except CaptureError:
+        # Whatever runs the module says what it can't do.
+        pass
+    return found[0]
+
+
+def _count(own: OwnBlocks, partition: Partition) -> int:
+    return own.stages() if own.entered() else partition.ipus

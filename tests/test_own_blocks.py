@@ -1,0 +1,265 @@
+"""Blocks that a module begins itself: what they must agree with, and how their stages count."""
+
+import pytest
+import torch
+from torch import nn
+
+import ipufit
+from ipufit import poptorch
+from ipufit.errors import PartitionError, PlanError
+from tests.fitting import assert_equal
+
+pytestmark = pytest.mark.both_engines
+
+X = torch.randn(10, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.randint(0, 4, (10,), generator=torch.Generator().manual_seed(1))
+ENGINES = pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
+
+
+def net(*ipus, tied=(), names="ABCD"):
+    """A layer on each of these IPUs, blocks A, B, ...; None begins none."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in ipus))
+    for layer, name, ipu in zip(layers, names, ipus):
+        if ipu is not None:
+            poptorch.BeginBlock(layer, name, ipu_id=ipu)
+    if tied:
+        one, other = tied
+        layers[other].weight = layers[one].weight
+    return layers
+
+
+def over_two(module, engine="embedded", **options):
+    model = ipufit.Model(module, engine=engine)
+    model.compile("sgd", "cross_entropy", **{"ipus_per_replica": 2, **options})
+    return model
+
+
+def fit(model, accumulation=7):
+    model.fit(X, Y, batch_size=2, gradient_accumulation=accumulation, verbose=0, seed=1)
+
+
+def refused(module, engine, error=PartitionError, accumulation=7, **options):
+    with pytest.raises(error) as caught:
+        fit(over_two(module, engine, **options), accumulation)
+    return str(caught.value)
+
+
+STRATEGIES = {
+    "SerialPhasedExecution": poptorch.SerialPhasedExecution,
+    "ParallelPhasedExecution": poptorch.ParallelPhasedExecution,
+    "PipelinedExecution": poptorch.PipelinedExecution,
+    "ShardedExecution": poptorch.ShardedExecution,
+}
+
+
+@ENGINES
+@pytest.mark.parametrize("kind", list(STRATEGIES))
+def test_a_strategy_whose_blocks_are_missing_is_refused(engine, kind):
+    text = refused(net(None, None), engine, strategy=STRATEGIES[kind](["A"], ["B"]))
+    assert text == (
+        f"forward must enter a block of every stage that poptorch.{kind} names, but it does not "
+        "enter 'A', 'B'. It enters none. Begin the block with poptorch.BeginBlock(module, 'A'), "
+        "or leave it out of the strategy."
+    )
+    text = refused(net(0, 1), engine, strategy=STRATEGIES[kind](["A"], ["B"], ["C"]))
+    assert text == (
+        f"forward must enter a block of every stage that poptorch.{kind} names, but it does not "
+        "enter 'C'. It enters 'A', 'B'. Begin the block with poptorch.BeginBlock(module, 'C'), or "
+        "leave it out of the strategy."
+    )
+    module = net(0, 1, names=("first", "second"))
+    text = refused(module, engine, strategy=STRATEGIES[kind](["first"], ["secnd"]))
+    assert text == (
+        f"forward must enter a block of every stage that poptorch.{kind} names, but it does not "
+        "enter 'secnd'. Did you mean 'second'? It enters 'first', 'second'. Begin the block with "
+        "poptorch.BeginBlock(module, 'secnd'), or leave it out of the strategy."
+    )
+    assert refused(net(0, 1), engine, strategy=STRATEGIES[kind](["A"])) == (
+        f"poptorch.{kind} must name every block that forward enters, but it does not name 'B'. It "
+        "names 'A'. Add the block to the strategy."
+    )
+
+
+@pytest.mark.parametrize("prefix", ["", "inference_"])
+def test_phases_of_own_blocks_need_their_names(prefix):
+    for name, kind in (("serial_phased", "Serial"), ("parallel_phased", "Parallel")):
+        with pytest.raises(PartitionError) as caught:
+            over_two(net(0, 1), **{f"{prefix}strategy": name})
+        assert str(caught.value) == (
+            f"{prefix}strategy='{name}' runs the stages of {prefix}stages or "
+            f"{prefix}layers_per_ipu as phases, got neither. Give one of them, or, for blocks of "
+            f"the module's own, {prefix}strategy=poptorch.{kind}PhasedExecution('A', 'B') with "
+            "their names."
+        )
+
+
+@ENGINES
+def test_blocks_of_one_stage_are_on_one_ipu(engine):
+    strategy = poptorch.PipelinedExecution(poptorch.Stage("A", "B"))
+    assert refused(net(0, 1), engine, strategy=strategy) == (
+        "the blocks of a stage run on one IPU, but 'A' and 'B', which strategy puts into one "
+        "stage, begin on IPUs 0 and 1. Give each a poptorch.Stage of its own, or say "
+        "poptorch.Stage(...).ipu(number)."
+    )
+
+
+@ENGINES
+def test_several_ipus_need_something_that_divides(engine):
+    assert refused(net(None, None), engine) == (
+        "ipus_per_replica=2 needs a module that is divided, but nothing divides this one: it has "
+        "no blocks of its own. Give stages or layers_per_ipu to compile, begin blocks with "
+        "poptorch.BeginBlock, or leave ipus_per_replica out."
+    )
+
+
+@ENGINES
+def test_no_ipu_is_without_work(engine):
+    assert refused(net(1, 1), engine) == (
+        "every IPU of a replica must compute something, but IPU 0 of 2 has nothing to do. Number "
+        "the IPUs of the blocks from 0 without a gap."
+    )
+    assert refused(net(0, 2), engine, ipus_per_replica=3, auto_round_ipus=True) == (
+        "every IPU of a replica must compute something, but IPU 1 of 3 has nothing to do. Number "
+        "the IPUs of the blocks from 0 without a gap."
+    )
+
+
+class Left(nn.Module):
+    """A block that ends, after which something is computed or not."""
+
+    def __init__(self, ipu=1, goes_on=False):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.ipu, self.goes_on = ipu, goes_on
+
+    def forward(self, x):
+        x = self.first(x)
+        with poptorch.Block("A", ipu_id=self.ipu):
+            x = self.last(x)
+        return x * 2 if self.goes_on else x
+
+
+@ENGINES
+def test_nothing_is_computed_between_blocks(engine):
+    assert refused(Left(goes_on=True), engine) == (
+        "all that is computed must be in a block, but forward goes on after it has left the block "
+        "'A'. Put the rest into a poptorch.Block, or begin blocks with poptorch.Block.start or "
+        "poptorch.BeginBlock, which don't end."
+    )
+
+
+@ENGINES
+@pytest.mark.parametrize("named", [False, True])
+def test_the_loss_is_in_the_last_block_though_it_ended(engine, named):
+    strategy = poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement) if named else None
+    model = over_two(Left(), engine, strategy=strategy)
+    fit(model, 3)
+    assert model.predict(X, verbose=0).shape == (10, 4)
+
+
+@ENGINES
+def test_every_block_has_an_ipu(engine):
+    assert refused(Left(ipu=None), engine) == (
+        "every block must say on which IPU it runs, but the block 'A' does not. Begin it with "
+        "ipu_id=0, say, or name its IPU in an object for strategy."
+    )
+
+
+@ENGINES
+@pytest.mark.parametrize(
+    ("ipus", "stages"),
+    [((0, 1), 2), ((0, 1, 0), 3), ((0, 1, 0, 1), 4), ((1, 0), 3), ((0, 0, 1), 2)],
+)
+@pytest.mark.parametrize("named", [False, True])
+def test_stages_are_changes_of_the_ipu(engine, ipus, stages, named):
+    """One that goes back to an earlier IPU, as tied embeddings do, has more stages than IPUs."""
+    strategy = None
+    if named:
+        parts = [poptorch.Stage(name).ipu(ipu) for name, ipu in zip("ABCD", ipus)]
+        strategy = poptorch.PipelinedExecution(*parts)
+    least = 2 * stages - 1
+    with pytest.raises(PlanError) as caught:
+        fit(over_two(net(*ipus), engine, strategy=strategy), least - 1)
+    assert str(caught.value) == (
+        f"`gradient_accumulation` must be at least {least} to fill a training pipeline of {stages} "
+        f"stages, forward and back, got {least - 1}. Try {least}."
+    )
+    assert caught.value.suggestion == {"gradient_accumulation": least}
+    model = over_two(net(*ipus), engine, strategy=strategy)
+    fit(model, least)
+    for iterations in (1, stages - 1, stages):
+        work = {"device_iterations": iterations, "batch_size": 2, "verbose": 0}
+        assert model.evaluate(X, Y, **work)["loss"] > 0
+    plain = ipufit.Model(net(*(None for _ in ipus)), engine=engine)
+    plain.compile("sgd", "cross_entropy")
+    fit(plain, least)
+    assert_equal(model.module, plain.module)
+
+
+@ENGINES
+def test_an_inference_pipeline_that_was_asked_for_must_be_filled(engine):
+    model = over_two(net(0, 1, 0), engine, inference_strategy="pipelined")
+    with pytest.raises(PlanError) as caught:
+        model.evaluate(X, Y, batch_size=2, device_iterations=2, verbose=0)
+    assert str(caught.value) == (
+        "`device_iterations` must be at least 3 to fill a pipeline of 3 stages, got 2. Try 3."
+    )
+    assert model.evaluate(X, Y, batch_size=2, device_iterations=3, verbose=0)["loss"] > 0
+
+
+def test_explain_says_how_many_stages_there_are(capsys):
+    model = over_two(net(0, 1, 0))
+    fit(model, 5)
+    model.explain()
+    assert "Training: pipelined over 2 IPUs in 3 stages by the module's own blocks." in (
+        capsys.readouterr().out.splitlines()
+    )
+
+
+@ENGINES
+def test_tied_weights_on_two_ipus_are_refused(engine):
+    assert refused(net(0, 1, tied=(0, 1)), engine) == (
+        "a parameter must be on one IPU, but '0.weight' and '1.weight' are one parameter, on IPUs "
+        "0 and 1. Put all its uses into one IPU's blocks, or give each its own copy: module.weight "
+        "= torch.nn.Parameter(module.weight.detach().clone())."
+    )
+
+
+@ENGINES
+def test_tied_weights_on_one_ipu_are_fine(engine):
+    """The usual pattern: the projection is back on the IPU of the embedding."""
+    model = over_two(net(0, 1, 0, tied=(0, 2)), engine)
+    fit(model, 5)
+    assert model.module[0].weight is model.module[2].weight
+
+
+@ENGINES
+def test_blocks_without_names_are_numbered(engine):
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for ipu, layer in enumerate(module):
+        poptorch.BeginBlock(layer, ipu_id=ipu)
+    strategy = poptorch.PipelinedExecution(poptorch.Stage("0"), poptorch.Stage("1"))
+    fit(over_two(module, engine, strategy=strategy), 3)
+    module = nn.Sequential(*module)
+    assert refused(module, engine, strategy=poptorch.ShardedExecution("0", "2")) == (
+        "forward must enter a block of every stage that poptorch.ShardedExecution names, but it "
+        "does not enter '2'. It enters '0', '1'. Begin the block with "
+        "poptorch.BeginBlock(module, '2'), or leave it out of the strategy."
+    )
+
+
+def test_blocks_are_not_counted_where_the_module_needs_values():
+    """What runs eagerly can't be looked at beforehand: it counts as one stage per IPU."""
+
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = net(0, 1, 0)
+
+        def forward(self, x):
+            return self.layers(x) if float(x.sum()) < 1e9 else x
+
+    model = over_two(Branching(), run_eagerly=True)
+    fit(model, 3)
+    assert model.history.params["ipus"] == 2
