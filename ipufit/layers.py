@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit import tree
+from ipufit.calling import call_with
 from ipufit.modes import evaluating
 from ipufit.program import MicroBatch
 from ipufit.randomness import isolated
@@ -150,7 +150,7 @@ def _call_without_values(
     with mode, uses, torch.enable_grad():
         leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in batch.leaves]
         args, kwargs, _, _ = dataclasses.replace(batch, leaves=tuple(leaves)).unpack()
-        functional_call(module, state, args, kwargs)
+        call_with(module, state, args, kwargs)
 
 
 @contextlib.contextmanager

@@ -172,8 +172,8 @@ def test_stages_that_do_not_fit_are_refused_before_any_update(monkeypatch):
     assert text == (
         "stages='auto' must find stages that fit in an IPU's 500 B, but none of 2 do: of the "
         "evenest ones the largest takes about 1.3 KiB, with activations recomputed. Use a larger "
-        "ipus_per_replica, or smaller micro-batches, or name the stages, which are not held against "
-        "this estimate."
+        "ipus_per_replica, or smaller micro-batches, or name the stages, which are not held "
+        "against this estimate."
     )
     assert all(
         torch.equal(a, b) for a, b in zip(before.values(), model.module.state_dict().values())

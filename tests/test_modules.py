@@ -76,6 +76,37 @@ def test_tied_weights_stay_tied():
     assert net.first.weight is net.second.weight
 
 
+class TwoNames(nn.Module):
+    """One module, with a parameter and running statistics, under two names."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12, momentum=0.3))
+        self.again = self.body
+        self.head = nn.Linear(12, 5)
+        self.calls = calls
+
+    def forward(self, x):
+        x = x.flatten(1)
+        for name in self.calls:
+            x = torch.tanh(getattr(self, name)(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("calls", [["body"], ["again"], ["body", "again"]], ids="+".join)
+def test_a_module_under_two_names(calls):
+    """It gets the gradients of all its calls, keeps its statistics, and stays one module."""
+    net = TwoNames(calls).double()
+    model = fit_like_by_hand(net, plain, loader(24))
+    assert net.again is net.body
+    x, y = data(8)
+    net.eval()
+    expected = net(x)
+    assert torch.equal(torch.as_tensor(model.predict(x, batch_size=4, verbose=0)), expected)
+    own = {id(p) for p in net.parameters()}
+    assert {id(p) for p in [*net.body.parameters(), *net.head.parameters()]} == own
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN], ids=["LSTM", "GRU", "RNN"])
 def test_recurrent_nets(kind, dtype):

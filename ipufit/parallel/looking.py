@@ -6,9 +6,9 @@ from typing import Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from ipufit import tree
+from ipufit.calling import call_with
 from ipufit.errors import CaptureError
 from ipufit.losses import Loss
 from ipufit.modes import evaluating, training
@@ -55,7 +55,7 @@ def stages_of_blocks(
         state = dict(zip(named, tensors))
         inputs = tree.unflatten(tensors[len(named) :], batch.structure)
         with torch.no_grad(), followed(partition, module) as own:
-            functional_call(step, state, (inputs, state, False))
+            call_with(step, state, (inputs, state, False))
         found[0] = _count(own, partition)
         return ()
 

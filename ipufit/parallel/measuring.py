@@ -8,12 +8,12 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit import tree
+from ipufit.calling import call_with
 from ipufit.losses import Loss
 from ipufit.modes import training
 from ipufit.parallel.flops import Work, work_of
@@ -159,7 +159,7 @@ class _Pass:
                 stages = followed(self._partition, self._step.net, self._on_begin)
                 with ends, parts, stages:
                     arguments = (batch, state, self._with_loss)
-                    outputs, term = functional_call(self._step, state, arguments)
+                    outputs, term = call_with(self._step, state, arguments)
             last = [term.value] if term is not None else tree.flatten(outputs)[0]
             last = [end for end in last if isinstance(end, Tensor) and end.requires_grad]
             weights = [state[name] for name in self._names if name in weigher.trained]

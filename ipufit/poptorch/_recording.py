@@ -18,8 +18,8 @@ from typing import (
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
-from torch.func import functional_call
 
+from ipufit.calling import call_with
 from ipufit.engines.embedded.capture import capture, uses_random_numbers
 from ipufit.errors import CaptureError
 from ipufit.poptorch._changes import changed_buffers, held_tensors
@@ -91,7 +91,7 @@ class _Step:
             scopes = self._trace.activations.named_by(self._model, self._scoped)
             with watched(self._trace, _constants(self._model), self._wide), scopes:
                 in_place = {f"model.{name}": tensor for name, tensor in state.items()}
-                result = functional_call(self._forward, in_place, (args, kwargs))
+                result = call_with(self._forward, in_place, (args, kwargs))
             found = flattenTensorStructure(result) if result is not None else []
             changed = [t for name, t in state.items() if t._version != before[name]]
             gradients: List[Tensor] = []

@@ -480,6 +480,7 @@ of_error(
     known=(["adam", "sgd"], ["adam"]),
     hint=("", "Look. "),
     is_typo=(True, False),
+    shown=With(0, 1, known=["adam", "lamb", "sgd"]),
 )
 
 

@@ -7,9 +7,9 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from ipufit import tree
+from ipufit.calling import call_with
 from ipufit.engines.embedded.fingerprint import called_objects
 from ipufit.engines.embedded.hints import hints_noted
 from ipufit.engines.embedded.marks import backward_marked, layers_marked
@@ -198,7 +198,7 @@ class MicroStep:
                 batch = with_inputs_in(self._precision, batch)
                 with hints_noted(batch, self.hints), followed(self._partition, self._step.net):
                     arguments = (batch, state, self._with_loss)
-                    outputs, term = functional_call(self._step, state, arguments)
+                    outputs, term = call_with(self._step, state, arguments)
             if term is not None:
                 self.reported, numbers = Reported.of(term, entries)
                 result.append(numbers)
