@@ -29,7 +29,8 @@ from ipufit.parallel.as_planned import as_planned
 from ipufit.parallel.partition import NOT_DIVIDED
 from ipufit.parallel.partition_plan import PartitionPlan
 from ipufit.parallel.recomputation import resolve_recompute
-from ipufit.parallel.resolving import PartitionRequest, resolve_partitions
+from ipufit.parallel.request import PartitionRequest
+from ipufit.parallel.resolving import resolve_partitions
 from ipufit.parallel.serializing import described, serialized_while_checked
 from ipufit.program import Engine
 from ipufit.recipe import (

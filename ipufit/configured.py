@@ -15,7 +15,7 @@ from ipufit.ipu_config import IPUConfig, Partition
 from ipufit.parallel.annotations import is_annotated
 from ipufit.parallel.choosing import KINDS, check_ties, meant_layer
 from ipufit.parallel.partition import Partitions
-from ipufit.parallel.resolving import PartitionRequest
+from ipufit.parallel.request import PartitionRequest
 from ipufit.whole_options import INFERENCE, TRAINING, WholeOptions
 
 __all__ = [

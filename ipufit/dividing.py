@@ -1,16 +1,19 @@
-"""Stages that need the first micro-batch: those of ``stages="auto"``, and those of a plan."""
+"""Stages that need the first micro-batch: found by ipufit, of a plan, of a module's own blocks."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Optional, Tuple
+from typing import TYPE_CHECKING, Optional, Set, Tuple
 
 from ipufit.errors import PartitionError
 from ipufit.interrupts import deferred
 from ipufit.parallel.costs import memory_of
+from ipufit.parallel.looking import stages_of_blocks
 from ipufit.parallel.partition import Partition, Partitions
 from ipufit.parallel.planning import schedule_of
 from ipufit.parallel.texts import size
+from ipufit.plan import Plan
+from ipufit.plan_checks import check_filling
 from ipufit.program import MicroBatch
 
 if TYPE_CHECKING:
@@ -20,7 +23,7 @@ __all__ = ["Divider"]
 
 
 class Divider:
-    """Finds stages that were left open, and holds those of a plan to its memory.
+    """Finds stages that were left open, counts a module's own, holds those of a plan to its memory.
 
     Again where training has micro-batches of another shape. Inference takes what there is.
 
@@ -31,6 +34,7 @@ class Divider:
     def __init__(self, memory: Optional[int] = None) -> None:
         self._memory = memory
         self._shapes: Optional[Tuple[object, ...]] = None
+        self._counted: Set[bool] = set()
 
     def divided(self, session: Session, first: MicroBatch, training: bool) -> Partitions:
         """The partitions for jobs that begin with this micro-batch.
@@ -52,6 +56,28 @@ class Divider:
                 _hold(session, first, partitions.training, self._memory)
         # Those that an inference has found are found again for training.
         self._shapes = shapes if training else None
+        return partitions
+
+    def counted(self, session: Session, first: MicroBatch, plan: Plan) -> Partitions:
+        """The partitions, with the stages of a module that divides itself, which show now.
+
+        Raises:
+            PartitionError: its blocks contradict the partition.
+            PlanError: the plan can't fill the pipeline that they make.
+        """
+        partitions, training = session.partitions, plan.training
+        partition = partitions.of(training)
+        if partition is None or not partition.is_own:
+            return partitions
+        if training not in self._counted:
+            with deferred():
+                stages = stages_of_blocks(partition, session.module, session.loss, first, training)
+            partition = dataclasses.replace(partition, stages=stages)
+            partitions = partitions.counted(training, stages)
+            self._counted.add(training)
+        if partition.pipelines(training, plan.device_iterations):
+            work = (plan.gradient_accumulation, plan.device_iterations, training)
+            check_filling(*work, partition.stages)
         return partitions
 
 

@@ -32,7 +32,7 @@ from ipufit.fit_data import FitRequest
 from ipufit.history import History
 from ipufit.lr_finder import LearningRates
 from ipufit.parallel.partition_plan import PartitionPlan
-from ipufit.parallel.resolving import PartitionRequest
+from ipufit.parallel.request import PartitionRequest
 from ipufit.planned import planned
 from ipufit.program import Engine, Mode
 from ipufit.recipe import LossScale

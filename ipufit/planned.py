@@ -24,7 +24,8 @@ from ipufit.parallel.partition import AFTER, STRATEGIES, Partition
 from ipufit.parallel.partition_plan import PartitionPlan, Planned
 from ipufit.parallel.planning import Estimator, schedule_of
 from ipufit.parallel.recomputation import resolve_recompute
-from ipufit.parallel.resolving import AUTO, PartitionRequest, resolve_partition
+from ipufit.parallel.request import PartitionRequest
+from ipufit.parallel.resolving import AUTO, resolve_partition
 from ipufit.parallel.schedule import SCHEDULES
 from ipufit.plan import Plan
 from ipufit.plan_checks import round_up

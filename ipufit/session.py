@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from typing import Any, Iterator, List, Mapping, Optional, Sequence, Set
+from typing import Any, Iterator, List, Mapping, Optional, Sequence
 
 import torch
 from torch import nn
@@ -24,12 +24,10 @@ from ipufit.losses import Loss
 from ipufit.meter import Meter
 from ipufit.metrics import MetricSet
 from ipufit.names import check_log_name
-from ipufit.parallel.looking import stages_of_blocks
 from ipufit.parallel.partition import NOT_DIVIDED, Partition, Partitions
 from ipufit.parallel.planning import Estimator
 from ipufit.parallel.serializing import described
 from ipufit.plan import Plan
-from ipufit.plan_checks import check_filling
 from ipufit.program import Engine, MicroBatch, Mode, Program, ProgramSpec
 from ipufit.randomness import draw_seed
 from ipufit.recipe import Recipe
@@ -88,7 +86,6 @@ class Session:
         self.last_plan: Optional[Plan] = None
         self.sample: Optional[MicroBatch] = None
         self.is_retired = False
-        self._counted: Set[bool] = set()
         self._runs = self._swaps = 0
         self._seed: Optional[int] = None
         self._optimizer = optimizer
@@ -230,7 +227,7 @@ class Session:
     ) -> Job:
         check_call(self.module, first, self.loss, source)
         self.partitions = self._divider.divided(self, first, mode is Mode.TRAIN)
-        self._count_stages(first, plan)
+        self.partitions = self._divider.counted(self, first, plan)
         plan = dataclasses.replace(plan, micro_batch_size=feed.micro_batch_size or first.size)
         metrics = MetricSet() if mode is Mode.PREDICT else self.metrics.fresh()
         spec = self._spec(plan, mode, seed, domain, bool(metrics) or wants_outputs)
@@ -283,22 +280,6 @@ class Session:
         popart = getattr(self._options.get(TRAINING), "_Popart", None)
         chosen = getattr(popart, "options", {}).get("autoRecomputation")
         return strategy == "pipelined" and stages > 1 if chosen is None else bool(chosen)
-
-    def _count_stages(self, first: MicroBatch, plan: Plan) -> None:
-        """Hold the plan against the stages of a module that divides itself, now they are known."""
-        partition = self.partitions.of(plan.training)
-        if partition is None or not partition.is_own:
-            return
-        if plan.training not in self._counted:
-            with deferred():
-                stages = stages_of_blocks(partition, self.module, self.loss, first, plan.training)
-            self.partitions = self.partitions.counted(plan.training, stages)
-            self._counted.add(plan.training)
-        partition = self.partitions.of(plan.training)
-        assert partition is not None
-        if partition.pipelines(plan.training, plan.device_iterations):
-            given = (plan.gradient_accumulation, plan.device_iterations, plan.training)
-            check_filling(*given, partition.stages)
 
     def _spec(
         self, plan: Plan, mode: Mode, seed: int, domain: str, has_metrics: bool

@@ -99,7 +99,7 @@ def test_a_module_under_two_names(calls):
     net = TwoNames(calls).double()
     model = fit_like_by_hand(net, plain, loader(24))
     assert net.again is net.body
-    x, y = data(8)
+    x, _ = data(8)
     net.eval()
     expected = net(x)
     assert torch.equal(torch.as_tensor(model.predict(x, batch_size=4, verbose=0)), expected)

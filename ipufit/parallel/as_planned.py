@@ -9,7 +9,7 @@ from torch import nn
 
 from ipufit.errors import PartitionError
 from ipufit.parallel.partition_plan import PartitionPlan
-from ipufit.parallel.resolving import PartitionRequest
+from ipufit.parallel.request import PartitionRequest
 from ipufit.parallel.texts import size
 
 __all__ = ["as_planned", "fingerprint"]

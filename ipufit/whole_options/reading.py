@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any, Dict, Optional, Tuple
 
 from ipufit.errors import ConfigurationError
-from ipufit.parallel.resolving import PartitionRequest, kind_of
+from ipufit.parallel.request import PartitionRequest
+from ipufit.parallel.strategy import kind_of
 
 __all__ = ["INFERENCE", "TRAINING", "WholeOptions"]
 

@@ -1,0 +1,51 @@
+"""The arguments of ``compile`` that divide a module, as they came."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any, Optional
+
+from ipufit.errors import PartitionError
+
+__all__ = ["PartitionRequest", "count_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PartitionRequest:
+    """The arguments of ``compile`` that divide a module, as they came; it documents them.
+
+    Attributes:
+        prefix: before their names, as the user wrote them.
+        ipus_said_by: what says ``ipus_per_replica`` where no argument does.
+    """
+
+    stages: Any = None
+    layers_per_ipu: Any = None
+    layers: Any = None
+    strategy: Any = None
+    ipus_per_replica: Any = None
+    prefix: str = ""
+    ipus_said_by: str = ""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was said."""
+        return (self.stages, self.layers_per_ipu, self.strategy) == (None, None, None)
+
+    def name(self, argument: str) -> str:
+        """What the user calls an argument."""
+        return f"{self.prefix}{argument}"
+
+
+def count_of(name: str, value: Any) -> Optional[int]:
+    """A positive whole number, or None.
+
+    Raises:
+        PartitionError: it is something else.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < 1:
+        raise PartitionError(f"{name} must be a positive whole number or None, got {value!r}.")
+    return operator.index(value)
