@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 
 from ipufit.engines.embedded.capture import capture
 from ipufit.engines.embedded.clipping import Finish
+from ipufit.engines.embedded.fused import Fused, fused_for
 from ipufit.engines.embedded.own_step import OwnStepUpdater
 from ipufit.engines.embedded.precision import computes_in_half, try_out
 from ipufit.engines.embedded.rules import Rule, rule_for
@@ -153,6 +154,8 @@ class RuleUpdater:
         self._coming: List[Tuple[Tensor, ...]] = []
         self._switches = self._switches_of(optimizer.param_groups)
         self._run: Callable[..., Any] = self._update
+        # A kernel for each block, where torch has one for all of them.
+        self._fused: List[Fused] = []
 
     def _switches_of(self, groups: Sequence[Mapping[str, Any]]) -> Tuple[Tuple[object, ...], ...]:
         return tuple(self._kind.switches({**group, **self._always}) for group in groups)
@@ -174,6 +177,11 @@ class RuleUpdater:
         self._rules = [self._kind({**groups[block.group], **self._always}) for block in blocks]
         self._states = [self._load(*each) for each in zip(blocks, storage.flats, self._rules)]
         self._counts = [block.updates for block in blocks]
+        fused = [fused_for(rule, flat) for rule, flat in zip(self._rules, storage.flats)]
+        self._fused = [kernel for kernel in fused if kernel is not None]
+        if len(self._fused) == len(fused):
+            return
+        self._fused = []
         self.refresh([groups])
         at_work = self._memory.fetch(self._kept())
         arguments = self._arguments(self._finish.examples(storage.flats), at_work)
@@ -203,6 +211,8 @@ class RuleUpdater:
                 "weight decay between zero and non-zero. Change it between two calls of fit."
             )
         self._rows = rows
+        if self._fused:
+            return
         tables = []
         for block, flat, rule, done in zip(
             self._storage.blocks, self._storage.flats, self._rules, self._counts
@@ -231,14 +241,25 @@ class RuleUpdater:
             rule.update(flat, gradient, own, row.unbind(), segments)
         return list(flats)
 
+    def _update_fused(self, gradients: Sequence[Tensor], state: Sequence[Tensor]) -> None:
+        flats, blocks, values = self._storage.flats, self._storage.blocks, iter(state)
+        finished = self._finish(gradients, blocks, flats)
+        for i, (block, kernel) in enumerate(zip(blocks, self._fused)):
+            own = {name: next(values) for name in self._states[i]}
+            group = _numbers(self._rows[0][block.group])
+            kernel(flats[i], finished[i], own, group, self._counts[i] + 1)
+
     def apply(self, gradients: Sequence[Tensor]) -> None:
         """One weight update."""
         kept = self._kept()
         at_work = self._memory.fetch(kept)
-        self._run(*self._arguments(gradients, at_work))
+        if self._fused:
+            self._update_fused(gradients, at_work)
+        else:
+            self._run(*self._arguments(gradients, at_work))
+            self._coming.pop(0)
         for tensor, updated in zip(kept, at_work):
             self._memory.renew(tensor, updated)
-        self._coming.pop(0)
         self._rows = self._rows[1:]
         self._counts = [count + 1 for count in self._counts]
 
