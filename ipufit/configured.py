@@ -87,15 +87,14 @@ class FixedWork:
             said: sentences for ``explain``.
         """
         work: List[Mapping[str, Fixed]] = []
-        seeds: List[Optional[Fixed]] = []
         for options, is_training in ((training, True), (inference, False)):
             partition = partitions.of(is_training)
             ipus = 1 if partition is None else partition.ipus
             work.append({} if options is None else options.work(ipus))
-            seed = None if options is None else options.seed
-            said_by = f"{options.role}.randomSeed" if options is not None else ""
-            seeds.append(None if seed is None else (seed, said_by))
-        return FixedWork(work[0], work[1], seeds[0], seeds[1], "other options", tuple(said))
+        one, other = (
+            None if options is None else options.seed for options in (training, inference)
+        )
+        return FixedWork(work[0], work[1], one, other, "other options", tuple(said))
 
     def resolve(self, is_training: bool, **asked: Any) -> Dict[str, Any]:
         """The arguments with values of the configuration where they are None.
@@ -192,11 +191,7 @@ def check_config(config: IPUConfig, asked: Any, faults: Faults) -> None:
     mode = output_mode_of(config)
     with faults.collected():
         if asked.output_mode not in (None, mode):
-            raise ConfigurationError(
-                f"output_mode must agree with IPUConfig.output_mode, which is "
-                f"{config.output_mode!r}, got {asked.output_mode!r}. Leave it out, or change the "
-                "config."
-            )
+            raise _disagrees("output_mode", asked.output_mode, config.output_mode)
     with faults.collected():
         if config.auto_loss_scaling and asked.loss_scale not in (None, "dynamic"):
             raise ConfigurationError(
@@ -205,11 +200,8 @@ def check_config(config: IPUConfig, asked: Any, faults: Faults) -> None:
             )
     with faults.collected():
         if asked.offload_optimizer_state not in (None, config.optimizer_state_offchip):
-            raise ConfigurationError(
-                "offload_optimizer_state must agree with IPUConfig.optimizer_state_offchip, which "
-                f"is {config.optimizer_state_offchip}, got {asked.offload_optimizer_state!r}. "
-                "Leave it out, or change the config."
-            )
+            name, there = "offload_optimizer_state", config.optimizer_state_offchip
+            raise _disagrees(name, asked.offload_optimizer_state, there, "optimizer_state_offchip")
     with faults.collected():
         if asked.gradient_reduction not in (None, "mean"):
             raise ConfigurationError(
@@ -222,6 +214,14 @@ def check_config(config: IPUConfig, asked: Any, faults: Faults) -> None:
                 "auto_round_ipus must agree with config, by which IPUs are rounded up to a power "
                 "of two, as in optimum-graphcore, got False. Leave one out."
             )
+
+
+def _disagrees(name: str, given: Any, there: Any, parameter: str = "") -> ConfigurationError:
+    """An argument and a parameter, by default of the same name, that say two things."""
+    return ConfigurationError(
+        f"{name} must agree with IPUConfig.{parameter or name}, which is {there!r}, got {given!r}. "
+        "Leave it out, or change the config."
+    )
 
 
 def recomputed(config: IPUConfig, recompute: Any) -> Any:
@@ -299,15 +299,10 @@ def _divided(partition: Partition, asked: PartitionRequest, follows: bool) -> Pa
             "Leave one out; [-1] in the config leaves the choice to compile."
         )
     if asked.layers_per_ipu is not None and list(asked.layers_per_ipu) != layers:
-        raise ConfigurationError(
-            f"{asked.name('layers_per_ipu')} must agree with {said}, which is {layers}, got "
-            f"{asked.layers_per_ipu!r}. Leave it out, or change the config."
-        )
+        raise _disagrees(asked.name("layers_per_ipu"), asked.layers_per_ipu, layers)
     if asked.ipus_per_replica not in (None, ipus):
-        raise ConfigurationError(
-            f"ipus_per_replica must agree with IPUConfig.{asked.name('ipus_per_replica')}, which "
-            f"is {ipus}, got {asked.ipus_per_replica!r}. Leave it out, or change the config."
-        )
+        there = asked.name("ipus_per_replica")
+        raise _disagrees("ipus_per_replica", asked.ipus_per_replica, ipus, there)
     if asked.stages is not None or (follows and layers == [-1]):
         said = f"IPUConfig.{asked.name('ipus_per_replica')}"
         return dataclasses.replace(asked, ipus_per_replica=ipus, ipus_said_by=said)

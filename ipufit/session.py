@@ -31,7 +31,7 @@ from ipufit.plan import Plan
 from ipufit.program import Engine, MicroBatch, Mode, Program, ProgramSpec
 from ipufit.randomness import draw_seed
 from ipufit.recipe import Recipe
-from ipufit.whole_options import INFERENCE, TRAINING
+from ipufit.whole_options import TRAINING, role_of
 
 __all__ = ["Session"]
 
@@ -298,7 +298,7 @@ class Session:
             first_update=self.updates,
             recipe=self.recipe,
             run_eagerly=self.run_eagerly,
-            options=self._options.get(TRAINING if mode is Mode.TRAIN else INFERENCE),
+            options=self._options.get(role_of(mode)),
             partition=self.partitions.of(mode is Mode.TRAIN),
         )
 

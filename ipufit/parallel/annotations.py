@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Tuple
-
 from torch import nn
+
+from ipufit.sdk_objects import sdk_kind
 
 __all__ = ["is_annotated"]
 
@@ -20,12 +20,7 @@ def is_annotated(module: nn.Module) -> bool:
     What ``forward`` makes itself is not seen.
     """
     return any(
-        _is_of_poptorch(part, _MODULES)
-        or any(_is_of_poptorch(hook, _HOOKS) for hook in part._forward_pre_hooks.values())
+        sdk_kind(part, _MODULES)
+        or any(sdk_kind(hook, _HOOKS) for hook in part._forward_pre_hooks.values())
         for part in module.modules()
     )
-
-
-def _is_of_poptorch(thing: object, names: Tuple[str, ...]) -> bool:
-    kind = type(thing)
-    return kind.__name__ in names and "poptorch" in kind.__module__

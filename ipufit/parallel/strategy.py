@@ -7,6 +7,7 @@ from typing import Any, Optional, Tuple
 from ipufit.errors import PartitionError, UnknownNameError
 from ipufit.parallel.partition import STRATEGIES
 from ipufit.parallel.request import PartitionRequest
+from ipufit.sdk_objects import sdk_kind
 
 __all__ = ["POPTORCH_STRATEGIES", "kind_of", "strategy_of"]
 
@@ -43,7 +44,5 @@ def strategy_of(asked: PartitionRequest) -> Tuple[str, Any]:
 
 def kind_of(strategy: object) -> Optional[str]:
     """The name of what an execution strategy of PopTorch's is; None if it is none."""
-    for kind in type(strategy).__mro__:
-        if kind.__name__ in POPTORCH_STRATEGIES and "poptorch" in kind.__module__:
-            return POPTORCH_STRATEGIES[kind.__name__]
-    return None
+    kind = sdk_kind(strategy, POPTORCH_STRATEGIES)
+    return None if kind is None else POPTORCH_STRATEGIES[kind]

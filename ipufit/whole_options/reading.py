@@ -8,13 +8,20 @@ from typing import Any, Dict, Optional, Tuple
 from ipufit.errors import ConfigurationError
 from ipufit.parallel.request import PartitionRequest
 from ipufit.parallel.strategy import kind_of
+from ipufit.program import Mode
+from ipufit.sdk_objects import sdk_kind
 
-__all__ = ["INFERENCE", "TRAINING", "WholeOptions"]
+__all__ = ["INFERENCE", "TRAINING", "WholeOptions", "role_of"]
 
 TRAINING, INFERENCE = "training_options", "inference_options"
 
 # OutputMode by its numbers; the last is PopTorch's default.
 _OUTPUT_MODES = ("final", "every_n", "all", "sum", None)
+
+
+def role_of(mode: Mode) -> str:
+    """The argument of ``compile`` that holds the options for such a program."""
+    return TRAINING if mode is Mode.TRAIN else INFERENCE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +45,7 @@ class WholeOptions:
         """
         if given is None:
             return None
-        kinds = type(given).__mro__
-        if not any(kind.__name__ == "Options" and "poptorch" in kind.__module__ for kind in kinds):
+        if sdk_kind(given, ("Options",)) is None:
             raise ConfigurationError(
                 f"{role} must be poptorch.Options or None, got {type(given).__module__}."
                 f"{type(given).__qualname__}. Make them with poptorch.Options(), or with "
@@ -98,9 +104,11 @@ class WholeOptions:
         }
 
     @property
-    def seed(self) -> Optional[int]:
-        """What ``randomSeed`` was given, or None."""
-        return int(self.given.random_seed) if self.given.exists("random_seed") else None
+    def seed(self) -> Optional[Tuple[int, str]]:
+        """What ``randomSeed`` was given, and what says so; or None."""
+        if not self.given.exists("random_seed"):
+            return None
+        return int(self.given.random_seed), f"{self.role}.randomSeed"
 
     @property
     def output_mode(self) -> Optional[str]:

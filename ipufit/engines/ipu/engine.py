@@ -18,7 +18,7 @@ from ipufit.engines.ipu.failures import told
 from ipufit.engines.ipu.from_config import engine_options
 from ipufit.engines.ipu.inference import InferenceProgram
 from ipufit.engines.ipu.limits import check_autocast, check_request
-from ipufit.engines.ipu.options import check_options, make_options, role_of
+from ipufit.engines.ipu.options import check_options, make_options
 from ipufit.engines.ipu.sdk import ignored_options, keeps_float64
 from ipufit.engines.ipu.size import Size
 from ipufit.engines.ipu.step import Form, IpuStep
@@ -29,6 +29,7 @@ from ipufit.losses import Loss
 from ipufit.parallel.partition import Partitions
 from ipufit.program import MicroBatch, Mode, Program, ProgramSpec
 from ipufit.recipe import Recipe
+from ipufit.whole_options import role_of
 
 __all__ = ["IpuEngine"]
 

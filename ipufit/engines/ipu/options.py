@@ -9,14 +9,8 @@ from ipufit.engines.ipu.size import Size
 from ipufit.errors import ConfigurationError
 from ipufit.program import Mode, ProgramSpec
 from ipufit.randomness import update_key
-from ipufit.whole_options import INFERENCE, TRAINING
 
-__all__ = ["check_options", "make_options", "role_of", "seed_of"]
-
-
-def role_of(mode: Mode) -> str:
-    """The argument of ``compile`` that holds the options for such a program."""
-    return TRAINING if mode is Mode.TRAIN else INFERENCE
+__all__ = ["check_options", "make_options", "seed_of"]
 
 
 def check_options(sdk: Any, options: Any, role: str) -> None:
