@@ -22,7 +22,7 @@ from ipufit.randomness import draw_seed
 from ipufit.session import Session
 from ipufit.verbosity import resolve_verbose
 
-__all__ = ["FitArguments", "InferenceArguments", "one_of"]
+__all__ = ["FitArguments", "InferenceArguments"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,18 +184,6 @@ def _common(
     with faults.collected():
         level = resolve_verbose(asked.verbose)
     return callbacks, seed, level
-
-
-def one_of(name: str, value: object, choices: Tuple[object, ...]) -> None:
-    """Raise unless the value is one of the choices.
-
-    Raises:
-        ConfigurationError: naming them.
-    """
-    if not any(type(value) is type(choice) and value == choice for choice in choices):
-        raise ConfigurationError(
-            f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}."
-        )
 
 
 def _epochs(initial_epoch: Any, epochs: Any) -> Tuple[int, int]:

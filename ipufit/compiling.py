@@ -8,7 +8,6 @@ from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 import torch
 from torch import nn
 
-from ipufit.arguments import one_of
 from ipufit.configured import (
     FixedWork,
     check_config,
@@ -19,10 +18,11 @@ from ipufit.configured import (
     recomputed,
 )
 from ipufit.errors import ConfigurationError
-from ipufit.faults import Faults
+from ipufit.faults import Faults, one_of
 from ipufit.ipu_config import IPUConfig
 from ipufit.ipu_config import report as config_report
 from ipufit.losses import Loss, resolve_loss
+from ipufit.lowerings import resolve_jit
 from ipufit.metrics import MetricSet, resolve_metrics
 from ipufit.optimizers import resolve_optimizer
 from ipufit.parallel.as_planned import as_planned
@@ -83,6 +83,7 @@ class CompileRequest:
     recompute: Any
     offload_optimizer_state: Optional[bool]
     run_eagerly: bool
+    jit: str
     training_options: Any
     inference_options: Any
     partition: PartitionRequest
@@ -175,7 +176,7 @@ def _checked(
         printed += described(module)
     check = getattr(engine, "check", None)
     if check is not None:
-        check(module, optimizer, resolved, recipe, asked.run_eagerly, options, partitions)
+        check(module, optimizer, resolved, recipe, options, partitions)
     for text in printed:
         print(text)
     return Session(
@@ -186,7 +187,6 @@ def _checked(
         engine,
         recipe,
         asked.auto_round_ipus is True,
-        asked.run_eagerly,
         options,
         partitions,
         fixed,
@@ -254,7 +254,8 @@ def _how(module: nn.Module, asked: CompileRequest, faults: Faults) -> Dict[str, 
         if asked.output_mode == "sum":
             refuse_metrics_of_sums(asked.metrics or asked.weighted_metrics)
     with faults.collected():
-        settings["recompute"] = resolve_recompute(module, asked.recompute, asked.run_eagerly)
+        settings["jit"] = resolve_jit(asked.jit, asked.run_eagerly)
+        settings["recompute"] = resolve_recompute(module, asked.recompute, settings["jit"])
     for name, choices in _CHOICES.items():
         with faults.collected():
             one_of(name, getattr(asked, name), choices)

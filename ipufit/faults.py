@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from typing import Any, Dict, Iterator, List, Sequence
+from typing import Any, Dict, Iterator, List, Sequence, Tuple
 
 from ipufit.errors import ConfigurationError, PlanError
 
-__all__ = ["Faults", "at_least"]
+__all__ = ["Faults", "at_least", "one_of"]
 
 
 class Faults:
@@ -84,3 +84,15 @@ def _renamed(error: PlanError, inference: Sequence[str]) -> PlanError:
         for name, value in error.suggestion.items()
     }
     return PlanError(faults, suggestion)
+
+
+def one_of(name: str, value: object, choices: Tuple[object, ...]) -> None:
+    """Raise unless the value is one of the choices.
+
+    Raises:
+        ConfigurationError: naming them.
+    """
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        raise ConfigurationError(
+            f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}."
+        )

@@ -100,7 +100,6 @@ class Trial:
                 self._make_engine(),
                 recipe,
                 session.auto_round_ipus,
-                session.run_eagerly,
             )
             job = trial.start(source, plan, Mode.TRAIN, seed, "train")
             with trial.running(job):

@@ -20,13 +20,14 @@ import torch
 from torch import nn
 
 from ipufit import loop, on_batch, runs, searches
-from ipufit.arguments import FitArguments, InferenceArguments, one_of
+from ipufit.arguments import FitArguments, InferenceArguments
 from ipufit.callbacks import Callback
 from ipufit.compiling import CompileRequest, compiled
 from ipufit.data.forms import Given
 from ipufit.engines.choice import engine_maker
 from ipufit.errors import ConfigurationError, NotCompiledError
 from ipufit.explaining import explained, summarized
+from ipufit.faults import one_of
 from ipufit.finders import BatchSize, Trial
 from ipufit.fit_data import FitRequest
 from ipufit.history import History
@@ -126,6 +127,7 @@ class Model:
         recompute: Union[bool, str, Sequence[str], None] = None,
         offload_optimizer_state: Optional[bool] = None,
         run_eagerly: bool = False,
+        jit: str = "auto",
         training_options: Any = None,
         inference_options: Any = None,
         config: Any = None,
@@ -220,7 +222,9 @@ class Model:
                 effect where the module is on the CPU. None is what ``config`` or
                 ``training_options`` say, else False.
             run_eagerly: run the module itself instead of a recorded program: the same numbers,
-                slower, and open to a debugger.
+                slower, and open to a debugger. The same as jit="off".
+            jit: how a recorded program runs: "graph", as it was recorded; "off", the module itself.
+                "auto" chooses.
             training_options: ``poptorch.Options`` for training, of which a copy is used. What it
                 says of replicas, device iterations, accumulation and seed is fixed for later
                 calls; an argument that disagrees is refused. Off IPUs, what was set and what
@@ -271,6 +275,7 @@ class Model:
                 recompute=recompute,
                 offload_optimizer_state=offload_optimizer_state,
                 run_eagerly=run_eagerly,
+                jit=jit,
                 training_options=training_options,
                 inference_options=inference_options,
                 partition=PartitionRequest(

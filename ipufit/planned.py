@@ -7,7 +7,6 @@ from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 from torch import nn
 
-from ipufit.arguments import one_of
 from ipufit.data.source import Source
 from ipufit.errors import (
     ConfigurationError,
@@ -16,8 +15,9 @@ from ipufit.errors import (
     PartitionError,
     UnknownNameError,
 )
-from ipufit.faults import Faults
+from ipufit.faults import Faults, one_of
 from ipufit.first_batch import check_call
+from ipufit.lowerings import GRAPH
 from ipufit.parallel.as_planned import fingerprint
 from ipufit.parallel.costs import IPU_MEMORY, StageCost
 from ipufit.parallel.partition import AFTER, STRATEGIES, Partition
@@ -149,7 +149,7 @@ def _recomputation(session: Session, given: Any) -> _Recomputation:
         return _Recomputation(compiled, session.recomputes)
     if isinstance(given, bool):
         return _Recomputation(compiled if given else (), lambda strategy, count: given)
-    names = resolve_recompute(session.module, given, False)
+    names = resolve_recompute(session.module, given, GRAPH)
     return _Recomputation(names, lambda strategy, count: True)
 
 

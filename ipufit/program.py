@@ -191,7 +191,6 @@ class ProgramSpec:
         domain: keeps this program's random numbers apart from those of other programs.
         first_update: update counter at the start.
         recipe: how an update is made.
-        run_eagerly: run the user's module itself, without capture.
         options: settings of the engine's own, as the user gave them, or None.
         partition: how the module lies on the IPUs of a replica; None for one IPU.
     """
@@ -206,9 +205,13 @@ class ProgramSpec:
     domain: str = "train"
     first_update: int = 0
     recipe: Recipe = dataclasses.field(default_factory=Recipe)
-    run_eagerly: bool = False
     options: Any = None
     partition: Optional[Partition] = None
+
+    @property
+    def run_eagerly(self) -> bool:
+        """Whether the user's module itself runs, without capture."""
+        return self.recipe.run_eagerly
 
 
 class Program(Protocol):
@@ -262,7 +265,7 @@ class Program(Protocol):
 class Engine(Protocol):
     """Builds programs. One engine belongs to one compiled model and may keep what it has recorded.
 
-    It may have more: ``check(module, optimizer, loss, recipe, run_eagerly, options, partitions)``,
+    It may have more: ``check(module, optimizer, loss, recipe, options, partitions)``,
     which refuses at ``compile`` what it can't do; ``explain(recipe, options)``, sentences on what
     is particular to it; ``takes_options``, true if ``training_options`` mean something to it;
     ``options_of(config)``, those that an IPUConfig asks for, by the argument of ``compile``; and

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple, Union
 import torch
 
 from ipufit.errors import ConfigurationError
+from ipufit.lowerings import AUTO, OFF
 
 if TYPE_CHECKING:
     from ipufit.schedules import Schedule
@@ -147,6 +148,7 @@ class Recipe:
         output_mode: which outputs come back in training.
         recompute: names of the layers whose values are computed again in the backward pass.
         offload_optimizer_state: whether the optimizer's state is in host memory between updates.
+        jit: how a recorded program runs, a name of ``lowerings``; "off" records none.
     """
 
     gradient_reduction: str = "mean"
@@ -159,6 +161,12 @@ class Recipe:
     output_mode: OutputMode = dataclasses.field(default_factory=OutputMode)
     recompute: Tuple[str, ...] = ()
     offload_optimizer_state: bool = False
+    jit: str = AUTO
+
+    @property
+    def run_eagerly(self) -> bool:
+        """Whether the user's module itself runs, without a recording."""
+        return self.jit == OFF
 
     @property
     def settings(self) -> Tuple[str, ...]:
@@ -189,6 +197,7 @@ class Recipe:
             "output_every": every if mode == "every_n" else None,
             "recompute": list(self.recompute) or None,
             "offload_optimizer_state": self.offload_optimizer_state or None,
+            "jit": None if self.jit == AUTO else self.jit,
         }
         return {name: value for name, value in found.items() if value is not None}
 

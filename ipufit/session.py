@@ -47,7 +47,6 @@ class Session:
         engine: builds the programs.
         recipe: how an update is made.
         auto_round_ipus: whether IPUs may be rounded up.
-        run_eagerly: whether programs run the module itself.
         options: settings of the engine's own, by the argument of ``compile``.
         partitions: how the module lies on the IPUs of a replica.
         fixed: arguments of later calls that ``compile`` has fixed; none by default.
@@ -68,7 +67,6 @@ class Session:
         engine: Engine,
         recipe: Recipe,
         auto_round_ipus: bool = False,
-        run_eagerly: bool = False,
         options: Optional[Mapping[str, Any]] = None,
         partitions: Partitions = NOT_DIVIDED,
         fixed: Optional[FixedWork] = None,
@@ -91,7 +89,6 @@ class Session:
         self._optimizer = optimizer
         self.recipe = recipe
         self.auto_round_ipus = auto_round_ipus
-        self.run_eagerly = run_eagerly
         self._training: Optional[Program] = None
         self._left_out = self._outside_optimizer()
 
@@ -297,7 +294,6 @@ class Session:
             domain=domain,
             first_update=self.updates,
             recipe=self.recipe,
-            run_eagerly=self.run_eagerly,
             options=self._options.get(role_of(mode)),
             partition=self.partitions.of(mode is Mode.TRAIN),
         )
@@ -306,7 +302,7 @@ class Session:
         """How the program of this session runs, in one or two lines."""
         names = [p.device for p in self.module.parameters()]
         device = str(names[0]) if names else "cpu"
-        how = "the module itself, eagerly" if self.run_eagerly else "one recorded program"
+        how = "the module itself, eagerly" if self.recipe.run_eagerly else "one recorded program"
         optimizer = type(self._optimizer).__name__ if self._optimizer else "no optimizer"
         text = (
             f"Runs {how} on the {self.engine.name} engine, device {device}, with "

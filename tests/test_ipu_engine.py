@@ -314,7 +314,8 @@ REFUSED = [
         {"accumulation_dtype": "float64"},
         "accumulation_dtype='float64': accumulators are float16 or",
     ),
-    ({"run_eagerly": True}, "run_eagerly=True: a device runs compiled programs only"),
+    ({"run_eagerly": True}, "run_eagerly=True or jit='off': a device runs compiled programs only"),
+    ({"jit": "graph"}, "jit='graph': Poplar alone compiles its programs"),
 ]
 
 

@@ -454,7 +454,7 @@ def test_anything_else_is_refused(given):
 def test_a_run_without_a_program_is_refused():
     refused(
         compiling("encoder", run_eagerly=True),
-        "recompute changes a recorded program, but run_eagerly=True runs the module itself, got "
+        "recompute changes a recorded program, but run_eagerly=True or jit='off' has none, got "
         "both, with recompute='encoder'. Leave one of them out.",
     )
 

@@ -244,7 +244,9 @@ def provoked():
         ipufit.Plan.make(micro_batch_size=0, ipus=3)
 
     def names():
-        switches = {"gradient_reduction": "?", "auto_round_ipus": "?", "run_eagerly": "?"}
+        switches = dict.fromkeys(
+            ("gradient_reduction", "auto_round_ipus", "run_eagerly", "jit"), "?"
+        )
         ipufit.Model(nn.Linear(1, 1)).compile("?", "?", "?", **switches)
 
     def buffers(name):

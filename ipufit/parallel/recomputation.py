@@ -14,6 +14,7 @@ from torch.nn.modules.module import (
 
 from ipufit import tree
 from ipufit.errors import ConfigurationError, UnknownNameError
+from ipufit.lowerings import OFF
 from ipufit.parallel.repeated import stacks_of
 
 __all__ = ["calls_watched", "outputs_checkpointed", "resolve_recompute"]
@@ -22,7 +23,7 @@ __all__ = ["calls_watched", "outputs_checkpointed", "resolve_recompute"]
 _SHELVES = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-def resolve_recompute(module: nn.Module, recompute: Any, run_eagerly: object) -> Tuple[str, ...]:
+def resolve_recompute(module: nn.Module, recompute: Any, jit: str) -> Tuple[str, ...]:
     """Names of the layers, in the order of the module.
 
     Raises:
@@ -39,9 +40,9 @@ def resolve_recompute(module: nn.Module, recompute: Any, run_eagerly: object) ->
                 f"layers to recompute must stand side by side, but {name!r} is inside of "
                 f"{outer[0]!r}, which is recomputed as a whole. Name one of them."
             )
-    if run_eagerly is True:
+    if jit == OFF:
         raise ConfigurationError(
-            f"recompute changes a recorded program, but run_eagerly=True runs the module itself, "
+            f"recompute changes a recorded program, but run_eagerly=True or jit='off' has none, "
             f"got both, with recompute={recompute!r}. Leave one of them out."
         )
     return tuple(names)

@@ -154,6 +154,7 @@ of(
     recompute=(False, "head"),
     offload_optimizer_state=(None, True),
     run_eagerly=(False, True),
+    jit=("graph", "off"),
     training_options=(None, poptorch.Options().deviceIterations(2)),
     inference_options=(None, poptorch.Options().modelName("small")),
     config=(None, ipufit.IPUConfig(gradient_accumulation_steps=2)),

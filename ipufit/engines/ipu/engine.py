@@ -71,14 +71,13 @@ class IpuEngine:
         optimizer: Optional[torch.optim.Optimizer],
         loss: Loss,
         recipe: Recipe,
-        run_eagerly: bool,
         options: Dict[str, Any],
         partitions: Partitions,
     ) -> None:
         """Refuse at ``compile`` what an IPU can't do.
 
         Args:
-            module, optimizer, loss, recipe, run_eagerly: as ``compile`` resolved them.
+            module, optimizer, loss, recipe: as ``compile`` resolved them.
             options: by the argument's name.
             partitions: of the module over IPUs.
 
@@ -87,7 +86,7 @@ class IpuEngine:
         """
         for role, given in options.items():
             check_options(self.sdk, given, role)
-        check_request(module, optimizer, loss, recipe, run_eagerly, self.wide)
+        check_request(module, optimizer, loss, recipe, self.wide)
 
     def options_of(self, config: IPUConfig) -> Dict[str, Any]:
         """Options that a configuration asks for, by the argument of ``compile``."""

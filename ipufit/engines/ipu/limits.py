@@ -15,6 +15,7 @@ from ipufit.engines.ipu.optimizers import check_optimizer
 from ipufit.errors import ConfigurationError
 from ipufit.faults import Faults
 from ipufit.losses import Loss
+from ipufit.lowerings import AUTO
 from ipufit.recipe import Recipe
 
 __all__ = ["check_autocast", "check_request", "check_trained"]
@@ -25,20 +26,19 @@ def check_request(
     optimizer: Optional[torch.optim.Optimizer],
     loss: Loss,
     recipe: Recipe,
-    run_eagerly: bool,
     wide: bool,
 ) -> None:
     """Make sure that ``compile`` asks for nothing that an IPU can't do.
 
     Args:
-        module, optimizer, loss, recipe, run_eagerly: as ``compile`` resolved them.
+        module, optimizer, loss, recipe: as ``compile`` resolved them.
         wide: whether float64 is kept.
 
     Raises:
         ConfigurationError: it does; several faults as one error.
     """
     faults = Faults()
-    for name, reason, cure in _refused(recipe, run_eagerly):
+    for name, reason, cure in _refused(recipe):
         with faults.collected():
             raise ConfigurationError(
                 f"an IPU can't run {name}: {reason}. {cure}, or use engine='embedded'."
@@ -81,7 +81,7 @@ def check_trained(
     refuse_shared_memory(trained, parameters, buffers)
 
 
-def _refused(recipe: Recipe, run_eagerly: bool) -> Iterator[Tuple[str, str, str]]:
+def _refused(recipe: Recipe) -> Iterator[Tuple[str, str, str]]:
     clip, scale, precision = recipe.clip, recipe.loss_scale, recipe.precision
     for name, bound in (("clipnorm", clip.norm), ("clipvalue", clip.value)):
         if bound is not None:
@@ -116,8 +116,14 @@ def _refused(recipe: Recipe, run_eagerly: bool) -> Iterator[Tuple[str, str, str]
             "accumulators are float16 or float32",
             "Use one of these",
         )
-    if run_eagerly:
-        yield "run_eagerly=True", "a device runs compiled programs only", "Leave it out"
+    if recipe.run_eagerly:
+        yield (
+            "run_eagerly=True or jit='off'",
+            "a device runs compiled programs only",
+            "Leave it out",
+        )
+    elif recipe.jit != AUTO:
+        yield f"jit={recipe.jit!r}", "Poplar alone compiles its programs", "Leave it out"
 
 
 def _check_tensors(module: nn.Module, loss: Loss, wide: bool) -> None:
