@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Dict, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from ipufit.engines.embedded.freed_memory import keep_freed_memory
 from ipufit.engines.embedded.precision import check_precision
 from ipufit.engines.embedded.step import public_name
 from ipufit.program import MicroBatch, Prepared, ProgramSpec
@@ -31,6 +32,8 @@ class BaseProgram:
         self._buffers: Dict[str, Tensor] = dict(step.named_buffers())
         tensors = [*self._parameters.values(), *self._buffers.values()]
         self._device = tensors[0].device if tensors else torch.device("cpu")
+        if self._device.type == "cpu":
+            keep_freed_memory()
         self._by_form: Dict[object, Recorded] = {}
 
     def _record(self, example: MicroBatch) -> Recorded:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ipufit.engines.embedded.rules import AdamRule, AdamWRule, Rule
 
-__all__ = ["Fused", "fused_for"]
+__all__ = ["Fused", "fused_for", "settings_of"]
 
 State = Mapping[str, Tensor]
-# Changes parameters and state in place: flat parameters, flat gradient, state, the group's
-# settings as numbers, and which update of the group it is, from 1.
-Fused = Callable[[Tensor, Tensor, State, Mapping[str, Any], float], None]
+# Changes parameters and state in place: flat parameters, flat gradient, state, settings, and which
+# update of the group it is, from 1, shape (), float32.
+Fused = Callable[[Tensor, Tensor, State, Mapping[str, Any], Tensor], None]
 
 # In narrower types a kernel rounds once where the rules round after each operator.
 _DTYPES = (torch.float32, torch.float64)
@@ -41,13 +41,25 @@ def fused_for(rule: Rule, flat: Tensor) -> Optional[Fused]:
     return kernel if _works(kernel, flat.device, flat.dtype) else None
 
 
+def settings_of(group: Mapping[str, Any], n: float) -> Dict[str, Any]:
+    """What a kernel is told of a group's settings, as numbers, in its update ``n``, from 1."""
+    beta1, beta2 = group["betas"]
+    # State that was read back may make no sense, which the weights then show.
+    is_sane = n > 0 and 0 <= beta1 < 1 and 0 <= beta2 < 1
+    return {
+        "lr": group["lr"] if is_sane else math.nan,
+        "beta1": beta1,
+        "beta2": beta2,
+        "weight_decay": group["weight_decay"],
+        "eps": group["eps"],
+        "maximize": bool(group["maximize"]),
+    }
+
+
 def _adam_by(kernel: Callable[..., None]) -> Fused:
     def update(
-        flat: Tensor, gradient: Tensor, state: State, group: Mapping[str, Any], n: float
+        flat: Tensor, gradient: Tensor, state: State, settings: Mapping[str, Any], n: Tensor
     ) -> None:
-        beta1, beta2 = group["betas"]
-        # State that was read back may make no sense, which the weights then show.
-        is_sane = n > 0 and 0 <= beta1 < 1 and 0 <= beta2 < 1
         largest = state.get("max_exp_avg_sq")
         kernel(
             [flat],
@@ -55,14 +67,9 @@ def _adam_by(kernel: Callable[..., None]) -> Fused:
             [state["exp_avg"]],
             [state["exp_avg_sq"]],
             [] if largest is None else [largest],
-            [torch.tensor(float(n), dtype=torch.float32, device=flat.device)],
-            lr=group["lr"] if is_sane else math.nan,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
+            [n],
             amsgrad=largest is not None,
-            maximize=bool(group["maximize"]),
+            **settings,
         )
 
     return update
@@ -88,7 +95,8 @@ def _works(kernel: Fused, device: torch.device, dtype: torch.dtype) -> bool:
     state = {"exp_avg": tensors[2], "exp_avg_sq": tensors[3]}
     try:
         with torch.no_grad():
-            kernel(tensors[0], tensors[1], state, _EXAMPLE, 1.0)
+            first = torch.ones((), dtype=torch.float32, device=device)
+            kernel(tensors[0], tensors[1], state, settings_of(_EXAMPLE, 1.0), first)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):
         return False
     return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import List, Optional, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -26,10 +26,14 @@ class Reduction:
         self._loss_is_sum = spec.loss.reduction == "sum"
         self._equally = spec.loss.normalize == "micro_batches"
         self._dtype = spec.recipe.accumulation_dtype
+        self._known: Dict[Tuple[int, ...], Tuple[List[float], float]] = {}
 
     def start(self, sizes: Sequence[int]) -> GradientSum:
         """A sum over micro-batches of these sizes."""
-        return GradientSum(*self._shares(sizes), self._dtype)
+        key = tuple(sizes)
+        if key not in self._known:
+            self._known[key] = self._shares(sizes)
+        return GradientSum(*self._known[key], self._dtype)
 
     def coefficients(self, sizes: Sequence[int]) -> List[float]:
         """What the gradient of each of these micro-batches is multiplied with, in all."""
@@ -74,7 +78,8 @@ class GradientSum:
             count: what the loss is a mean over, shape (); None where it is the samples.
         """
         factor = next(self._factors)
-        gradients = [gradient.to(self._dtype or gradient.dtype) for gradient in gradients]
+        if self._dtype is not None:
+            gradients = [gradient.to(self._dtype) for gradient in gradients]
         if count is not None:
             self._counted = count if self._counted is None else self._counted + count
             gradients, factor = [gradient.mul_(count) for gradient in gradients], 1.0

@@ -14,6 +14,7 @@ from ipufit.engines.embedded.base import BaseProgram, on_host
 from ipufit.engines.embedded.clipping import Finish
 from ipufit.engines.embedded.execution import Execution
 from ipufit.engines.embedded.following import follow_the_module
+from ipufit.engines.embedded.freed_memory import give_back_freed_memory
 from ipufit.engines.embedded.live import LiveState
 from ipufit.engines.embedded.precision import warn_of_vanishing_eps
 from ipufit.engines.embedded.publication import Publication
@@ -268,3 +269,5 @@ class TrainingProgram(BaseProgram):
         self._keep_averages()
         self._live.storage.release()
         self._live.states = []
+        if self._device.type == "cpu":
+            give_back_freed_memory()

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 
 from ipufit.engines.embedded.capture import capture
 from ipufit.engines.embedded.clipping import Finish
-from ipufit.engines.embedded.fused import Fused, fused_for
+from ipufit.engines.embedded.fused import Fused, fused_for, settings_of
 from ipufit.engines.embedded.own_step import OwnStepUpdater
 from ipufit.engines.embedded.precision import computes_in_half, try_out
 from ipufit.engines.embedded.rules import Rule, rule_for
@@ -154,8 +154,9 @@ class RuleUpdater:
         self._coming: List[Tuple[Tensor, ...]] = []
         self._switches = self._switches_of(optimizer.param_groups)
         self._run: Callable[..., Any] = self._update
-        # A kernel for each block, where torch has one for all of them.
+        # A kernel for each block, where torch has one for all of them, and what it will be told.
         self._fused: List[Fused] = []
+        self._told: List[List[Dict[str, Any]]] = []
 
     def _switches_of(self, groups: Sequence[Mapping[str, Any]]) -> Tuple[Tuple[object, ...], ...]:
         return tuple(self._kind.switches({**group, **self._always}) for group in groups)
@@ -212,6 +213,7 @@ class RuleUpdater:
             )
         self._rows = rows
         if self._fused:
+            self._refresh_fused(rows)
             return
         tables = []
         for block, flat, rule, done in zip(
@@ -221,6 +223,22 @@ class RuleUpdater:
             table = [rule.coefficients(group, done + 1 + i) for i, group in enumerate(groups)]
             dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
             tables.append(torch.tensor(table, dtype=dtype, device=flat.device).unbind())
+        self._coming = list(zip(*tables))
+
+    def _refresh_fused(self, rows: Rows) -> None:
+        known: Dict[int, List[Dict[str, Any]]] = {}
+        self._told = []
+        for i, row in enumerate(rows):
+            if id(row) not in known:
+                known[id(row)] = [_numbers(row[block.group]) for block in self._storage.blocks]
+            numbers = known[id(row)]
+            self._told.append(
+                [settings_of(own, done + 1 + i) for own, done in zip(numbers, self._counts)]
+            )
+        tables = [
+            torch.arange(len(rows), dtype=torch.float32, device=flat.device).add_(done + 1).unbind()
+            for flat, done in zip(self._storage.flats, self._counts)
+        ]
         self._coming = list(zip(*tables))
 
     def _kept(self) -> List[Tensor]:
@@ -244,10 +262,10 @@ class RuleUpdater:
     def _update_fused(self, gradients: Sequence[Tensor], state: Sequence[Tensor]) -> None:
         flats, blocks, values = self._storage.flats, self._storage.blocks, iter(state)
         finished = self._finish(gradients, blocks, flats)
-        for i, (block, kernel) in enumerate(zip(blocks, self._fused)):
+        told, numbers = self._told.pop(0), self._coming[0]
+        for i, kernel in enumerate(self._fused):
             own = {name: next(values) for name in self._states[i]}
-            group = _numbers(self._rows[0][block.group])
-            kernel(flats[i], finished[i], own, group, self._counts[i] + 1)
+            kernel(flats[i], finished[i], own, told[i], numbers[i])
 
     def apply(self, gradients: Sequence[Tensor]) -> None:
         """One weight update."""
@@ -257,7 +275,7 @@ class RuleUpdater:
             self._update_fused(gradients, at_work)
         else:
             self._run(*self._arguments(gradients, at_work))
-            self._coming.pop(0)
+        self._coming.pop(0)
         for tensor, updated in zip(kept, at_work):
             self._memory.renew(tensor, updated)
         self._rows = self._rows[1:]
