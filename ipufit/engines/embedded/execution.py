@@ -70,9 +70,7 @@ class Execution:
             NonFiniteLossError: the state is that before the update named in it.
         """
         if self._maker.at_once:
-            anchors, _ = self._attempt(self._updates, None).to_anchors(
-                self._engine, self._settings()
-            )
+            anchors, _ = self.attempt(self._updates, None).to_anchors(self._engine, self.settings())
             return anchors
         return self._run_late()
 
@@ -81,19 +79,19 @@ class Execution:
         left_out: Set[int] = set()
         while True:
             try:
-                collected = self._attempt(self._updates, left_out)
+                collected = self.attempt(self._updates, left_out)
             except NonFiniteLossError:
                 raise  # this is the update it names: all before it are known to be good
             except BaseException:
                 # An update before this one may have been spoilt already: no loss was looked at.
                 self._live.restore(snapshot)
                 raise
-            anchors, finite = collected.to_anchors(self._engine, self._settings())
+            anchors, finite = collected.to_anchors(self._engine, self.settings())
             lost = self._first_lost(anchors.losses)
             bad = next((i for i, ok in enumerate(finite) if not ok and i not in left_out), None)
             if lost is not None and (bad is None or lost <= bad):
                 self._go_back(snapshot)
-                self._attempt(self._updates[:lost], left_out)
+                self.attempt(self._updates[:lost], left_out)
                 self._refuse(lost, anchors.losses)
             if bad is None:
                 return anchors
@@ -104,7 +102,7 @@ class Execution:
         self._live.restore(snapshot)
         self._live.updater.refresh(self._rows)
 
-    def _attempt(self, updates: Sequence[Update], left_out: Optional[Set[int]]) -> Collected:
+    def attempt(self, updates: Sequence[Update], left_out: Optional[Set[int]]) -> Collected:
         """Every update in turn.
 
         Args:
@@ -120,7 +118,7 @@ class Execution:
             self._maker.make(update, first, self._wanted, collected, left)
         return collected
 
-    def _settings(self) -> Dict[str, float]:
+    def settings(self) -> Dict[str, float]:
         """What the program says of itself after the execution."""
         settings = {}
         if self._spec.recipe.schedule is not None:
