@@ -17,6 +17,8 @@ from ipufit.engines.embedded.fingerprint import fingerprint
 from ipufit.engines.embedded.hints import said_of
 from ipufit.engines.embedded.inference import InferenceProgram
 from ipufit.engines.embedded.liveness import peak_bytes
+from ipufit.engines.embedded.lowering.cuda_graphs import GraphMaker
+from ipufit.engines.embedded.lowering.cudagraph import check_cudagraph
 from ipufit.engines.embedded.precision import (
     autocast_state,
     computes_in_half,
@@ -35,6 +37,7 @@ from ipufit.engines.embedded.training import TrainingProgram
 from ipufit.engines.embedded.transfer import Transfer
 from ipufit.engines.embedded.updater import Graphs
 from ipufit.losses import Loss
+from ipufit.lowerings import CUDAGRAPH
 from ipufit.program import MicroBatch, Mode, Program, ProgramSpec
 from ipufit.recipe import Recipe
 
@@ -91,6 +94,8 @@ class EmbeddedEngine:
         scale: the loss scale as the last training program left it.
         as_device: treat the host as a device of its own: look at losses after an execution, and
             keep in other memory what is to be there.
+        tape: makes what captures work on a host that is treated as a device; None: nothing does.
+        lowered: how the last training program ran, if that is to be told.
         state_memory: where the optimizer's state of the last training program is between updates.
         hints: marks for an IPU that were seen in forward.
         recomputed: of the last training recording, the number of operators that run twice, and how
@@ -108,11 +113,22 @@ class EmbeddedEngine:
         self.averages: Dict[str, Tensor] = {}
         self.scale: Optional[ScaleState] = None
         self.as_device = False
+        self.tape: Optional[Callable[[torch.device], GraphMaker]] = None
+        self.lowered: Optional[str] = None
         self.state_memory = StateMemory()
         self.hints: Dict[str, None] = {}
         self.recomputed: Optional[Tuple[int, int, int]] = None
         self._recorded: OrderedDict[Tuple[Any, ...], Recorded] = OrderedDict()
         self._steps: Dict[Tuple[int, int], StepModule] = {}
+
+    def check(self, module: nn.Module, optimizer: Any, loss: Any, recipe: Recipe, *_: Any) -> None:
+        """Refuse what can't work, at ``compile``.
+
+        Raises:
+            ConfigurationError: for CUDA graphs a module must be on a GPU.
+        """
+        if recipe.jit == CUDAGRAPH and self.tape is None:
+            check_cudagraph(module)
 
     def build(self, spec: ProgramSpec) -> Program:
         """A program for the spec. Recording happens when the first micro-batch of a shape comes."""
@@ -229,6 +245,7 @@ class EmbeddedEngine:
             options: those of an IPU; here there are none.
         """
         said = [said_of(self.hints)] if self.hints else []
+        said += [self.lowered] if self.lowered is not None else []
         if recipe.offload_optimizer_state:
             in_host = isinstance(self.state_memory, HostMemory)
             said.append(_OFFLOADED if in_host else _NOT_OFFLOADED)

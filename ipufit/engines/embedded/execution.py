@@ -18,7 +18,7 @@ from ipufit.recipe import outputs_wanted
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import EmbeddedEngine
 
-__all__ = ["Execution"]
+__all__ = ["Execution", "settings_of"]
 
 
 class Execution:
@@ -70,7 +70,9 @@ class Execution:
             NonFiniteLossError: the state is that before the update named in it.
         """
         if self._maker.at_once:
-            anchors, _ = self.attempt(self._updates, None).to_anchors(self._engine, self.settings())
+            anchors, _ = self.attempt(self._updates, None).to_anchors(
+                self._engine, self._settings()
+            )
             return anchors
         return self._run_late()
 
@@ -86,7 +88,7 @@ class Execution:
                 # An update before this one may have been spoilt already: no loss was looked at.
                 self._live.restore(snapshot)
                 raise
-            anchors, finite = collected.to_anchors(self._engine, self.settings())
+            anchors, finite = collected.to_anchors(self._engine, self._settings())
             lost = self._first_lost(anchors.losses)
             bad = next((i for i, ok in enumerate(finite) if not ok and i not in left_out), None)
             if lost is not None and (bad is None or lost <= bad):
@@ -118,14 +120,8 @@ class Execution:
             self._maker.make(update, first, self._wanted, collected, left)
         return collected
 
-    def settings(self) -> Dict[str, float]:
-        """What the program says of itself after the execution."""
-        settings = {}
-        if self._spec.recipe.schedule is not None:
-            settings["learning_rate"] = float(self._rows[-1][0]["lr"])
-        if self._live.scaler is not None:
-            settings["loss_scale"] = self._live.scaler.value
-        return settings
+    def _settings(self) -> Dict[str, float]:
+        return settings_of(self._spec, self._live, self._rows)
 
     def _first_lost(self, losses: Tensor) -> Optional[int]:
         """The first update with a loss that is not finite."""
@@ -139,3 +135,19 @@ class Execution:
         first = sum(len(update) for update in self._updates[:lost])
         for value in losses[first : first + len(self._updates[lost])].tolist():
             self._maker.refuse_non_finite(value)
+
+
+def settings_of(spec: ProgramSpec, live: LiveState, rows: Rows) -> Dict[str, float]:
+    """What a program says of itself after an execution.
+
+    Args:
+        spec: of the program.
+        live: after the execution.
+        rows: the settings of the optimizer for each update of it.
+    """
+    settings = {}
+    if spec.recipe.schedule is not None:
+        settings["learning_rate"] = float(rows[-1][0]["lr"])
+    if live.scaler is not None:
+        settings["loss_scale"] = live.scaler.value
+    return settings
