@@ -31,6 +31,4 @@ def test_off_is_the_module_itself(options):
     model = ipufit.Model(MLP().double(), engine="embedded")
     model.compile("adam", "cross_entropy", **options)
     loader = DataLoader(TensorDataset(*data(8)), batch_size=4)
-    assert "Runs the module itself, eagerly on the embedded engine" in model.explain(
-        x, y, batch_size=4
-    )
+    assert "Runs the module itself, eagerly on the embedded engine" in model.explain(loader)
