@@ -1,0 +1,1 @@
+"""Ways in which a recorded program runs, besides operator by operator."""
