@@ -56,18 +56,23 @@ class Tapes:
         return tape
 
 
-class _Outer:
-    """A tensor of memory that is not the tape's."""
+class _Place:
+    """Where a tensor is and what it looks like now; only the tape's own memory is held."""
 
-    def __init__(self, tensor):
-        self.storage = StorageWeakRef(tensor.untyped_storage())
-        self.form = tensor.storage_offset(), tensor.shape, tensor.stride()
-        self.dtype = tensor.dtype
+    def __init__(self, tensor, is_own):
+        self.is_own = is_own
+        self._held = tensor.untyped_storage()
+        if not is_own:
+            self._seen, self._held = StorageWeakRef(self._held), None
+        self._form = tensor.storage_offset(), tensor.shape, tensor.stride()
+        self._dtype = tensor.dtype
 
     def tensor(self):
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        storage = self._held
+        if not self.is_own:
+            storage = torch.UntypedStorage._new_with_weak_ptr(self._seen.cdata)
         assert storage is not None, "a replay reads memory that has been freed"
-        return torch.empty(0, dtype=self.dtype).set_(storage, *self.form)
+        return torch.empty(0, dtype=self._dtype).set_(storage, *self._form)
 
 
 def _tensors(values):
@@ -90,6 +95,8 @@ class _Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default or func in self._tapes.refused:
             raise RuntimeError("operation not permitted when stream is capturing")
+        if torch.Tag.inplace_view in func.tags:
+            return func(*args, **kwargs)
         given = [t for t in _tensors((args, kwargs)) if t.device == CPU]
         for tensor in given:
             if _memory(tensor) not in self._own and _memory(tensor) not in self._before:
@@ -101,13 +108,14 @@ class _Tape(TorchDispatchMode):
         self._own.update(_memory(t) for t in made if _memory(t) not in self._before)
         is_work = func._schema.is_mutable or not {_memory(t) for t in made} <= inputs
         if is_work:
-            own = [t if _memory(t) in self._own else None for t in made]
-            self.entries.append((func, *tree_map(self._referred, (args, kwargs)), own))
+            self.entries.append((func, *tree_map(self._place, (args, kwargs, made))))
         return result
 
-    def _referred(self, value):
-        is_outer = isinstance(value, Tensor) and _memory(value) not in self._own
-        return _Outer(value) if is_outer else value
+    def _place(self, value):
+        # Operators of torch's device "meta" have no values.
+        if not isinstance(value, Tensor) or value.device != CPU:
+            return value
+        return _Place(value, _memory(value) in self._own)
 
     def undo(self):
         """Nothing has been done."""
@@ -126,9 +134,10 @@ class _Tape(TorchDispatchMode):
                     self._again(*entry)
 
     def _again(self, func, args, kwargs, made):
-        resolved = tree_map(lambda v: v.tensor() if isinstance(v, _Outer) else v, (args, kwargs))
-        result = func(*resolved[0], **resolved[1])
-        results = [t for t in _tensors(result) if t.device == CPU]
-        for old, new in zip(made, results):
-            if old is not None and _memory(old) != _memory(new):
-                old.copy_(new)
+        args, kwargs = tree_map(
+            lambda v: v.tensor() if isinstance(v, _Place) else v, (args, kwargs)
+        )
+        result = func(*args, **kwargs)
+        for old, new in zip(made, (t for t in _tensors(result) if t.device == CPU)):
+            if old.is_own and _memory(old.tensor()) != _memory(new):
+                old.tensor().copy_(new)

@@ -54,17 +54,17 @@ def check_cudagraph(module: nn.Module) -> None:
     Raises:
         ConfigurationError: it is not on a GPU, or torch is too old.
     """
-    why_not = why_no_graphs()
-    if why_not is not None:
-        raise ConfigurationError(
-            f"jit='cudagraph' can't work here: {why_not}. Use jit='auto', or a newer torch."
-        )
     for parameter in module.parameters():
         if parameter.device.type != "cuda":
             raise ConfigurationError(
                 f"jit='cudagraph' needs a module on a CUDA device, but {type(module).__name__} is "
                 f"on {parameter.device}. Move it with module.cuda(), or use jit='auto'."
             )
+    why_not = why_no_graphs()
+    if why_not is not None:
+        raise ConfigurationError(
+            f"jit='cudagraph' can't work here: {why_not}. Use jit='auto', or a newer torch."
+        )
 
 
 def graph_maker(
