@@ -223,7 +223,8 @@ class Model:
                 ``training_options`` say, else False.
             run_eagerly: run the module itself instead of a recorded program: the same numbers,
                 slower, and open to a debugger. The same as jit="off".
-            jit: how a recorded program runs: "graph", as it was recorded; "off", the module itself.
+            jit: how a recorded program runs: "graph", as it was recorded; "cudagraph", whole
+                executions as captured CUDA graphs; "off", the module itself.
                 "auto" chooses.
             training_options: ``poptorch.Options`` for training, of which a copy is used. What it
                 says of replicas, device iterations, accumulation and seed is fixed for later

@@ -6,6 +6,7 @@ GPU is skipped by name where there is none.
 
 import copy
 import re
+import threading
 
 import pytest
 import torch
@@ -376,6 +377,39 @@ def test_one_copy_comes_back_per_execution(on):
     fit(model, callbacks=[counted])
     assert captured(model)
     assert model._session.engine.transfer.count == counted.executions == 12
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_samples_are_sent_ahead(prefetch, on, monkeypatch):
+    """Once an execution like theirs has been captured, by the thread that prepares them."""
+    sent = []
+
+    def send(self, values):
+        sent.append(threading.current_thread().name)
+        return original(self, values)
+
+    original = Static.send
+    monkeypatch.setattr(Static, "send", send)
+    pair(MLP().double(), adam, on, prefetch=prefetch)
+    # Of 9 full executions and 3 tails, those prepared after the captures of the second of each.
+    threads = {"ipufit-prefetch"} if prefetch else {threading.current_thread().name}
+    assert set(sent) == threads
+    assert len(sent) == 8 if prefetch == 0 else 4 <= len(sent) <= 8
+
+
+def test_samples_sent_to_memory_that_was_given_up_are_copied_again():
+    """A callback has made another state of the optimizer in between: all is captured anew."""
+
+    def loading():
+        class Loading(Callback):
+            def on_epoch_end(self, epoch, logs=None):
+                optimizer = self.model.optimizer
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+        return [Loading()]
+
+    model = pair(MLP().double(), adam, "tape", callbacks=loading, prefetch=2, plan=Plan(2, 2))
+    assert model._session.engine.tape.captures >= 3
 
 
 def test_auto_captures_where_it_can(on):

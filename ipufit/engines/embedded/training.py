@@ -15,7 +15,11 @@ from ipufit.engines.embedded.clipping import Finish
 from ipufit.engines.embedded.execution import Execution
 from ipufit.engines.embedded.following import follow_the_module
 from ipufit.engines.embedded.live import LiveState
-from ipufit.engines.embedded.lowering.cudagraph import CapturedExecutions, graph_maker
+from ipufit.engines.embedded.lowering.cudagraph import (
+    CapturedExecutions,
+    StagedBatch,
+    graph_maker,
+)
 from ipufit.engines.embedded.precision import warn_of_vanishing_eps
 from ipufit.engines.embedded.publication import Publication
 from ipufit.engines.embedded.replicas import put_back
@@ -182,17 +186,22 @@ class TrainingProgram(BaseProgram):
         if schedule is not None:
             rows = schedule.rows(len(updates))
         try:
-            return self._run(updates, rows)
+            return self._run(updates, rows, batch)
         except BaseException:
             if schedule is not None:
                 schedule.restore(before)
                 schedule.rows(self.updates - start)
             raise
 
-    def _run(self, updates: Sequence[Update], rows: Rows) -> Anchors:
+    def stage(self, batch: CombinedBatch) -> CombinedBatch:
+        """Start to bring a batch to the device, ahead of its execution."""
+        return batch if self._captured is None else self._captured.stage(batch)
+
+    def _run(self, updates: Sequence[Update], rows: Rows, batch: CombinedBatch) -> Anchors:
         if self._captured is None:
             return self._compute(updates, rows)
-        anchors = self._captured.run(updates, rows)
+        sent = batch.sent if isinstance(batch, StagedBatch) else None
+        anchors = self._captured.run(updates, rows, sent)
         if anchors is None:
             with self._captured.aside():
                 anchors = self._compute(updates, rows)

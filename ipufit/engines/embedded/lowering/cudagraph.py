@@ -26,20 +26,20 @@ from ipufit.engines.embedded.lowering.cuda_graphs import (
     can_draw,
     why_no_graphs,
 )
-from ipufit.engines.embedded.lowering.static import Static, keeps_its_form
+from ipufit.engines.embedded.lowering.static import Sent, Static, keeps_its_form
 from ipufit.engines.embedded.scaling import ScaleState
 from ipufit.engines.embedded.transfer import pack, unpack
 from ipufit.engines.embedded.update import Update, UpdateMaker
 from ipufit.engines.embedded.updater import Rows, RuleUpdater
 from ipufit.errors import ConfigurationError
 from ipufit.lowerings import AUTO, CUDAGRAPH
-from ipufit.program import Anchors, ProgramSpec
+from ipufit.program import Anchors, CombinedBatch, ProgramSpec
 from ipufit.recipe import Recipe
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
 
-__all__ = ["CapturedExecutions", "check_cudagraph", "graph_maker"]
+__all__ = ["CapturedExecutions", "StagedBatch", "check_cudagraph", "graph_maker"]
 
 # Kinds of executions that are remembered; the least recently seen go first, with their graphs.
 _KEPT = 6
@@ -76,6 +76,13 @@ def graph_maker(
     if engine.tape is not None:
         return engine.tape(device)
     return CudaGraphs(device) if device.type == "cuda" and why_no_graphs() is None else None
+
+
+@dataclasses.dataclass(frozen=True)
+class StagedBatch(CombinedBatch):
+    """The samples of an execution, which are on their way to the device as well."""
+
+    sent: Optional[Sent] = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +146,8 @@ class CapturedExecutions:
         self._device = device
         self._key_of = key_of
         self._known: OrderedDict[Tuple[object, ...], Optional[_Captured]] = OrderedDict()
+        # Where samples of one form go, whatever else sets executions apart.
+        self._inputs: Dict[object, Static] = {}
         self._reason: Optional[str] = None
         self.aside = maker.aside
         self._capture_work = maker.capture
@@ -146,13 +155,24 @@ class CapturedExecutions:
     def forget(self) -> None:
         """The state is somewhere else from now on."""
         self._known.clear()
+        self._inputs.clear()
 
-    def run(self, updates: Sequence[Update], rows: Rows) -> Optional[Anchors]:
+    def stage(self, batch: CombinedBatch) -> CombinedBatch:
+        """Start to bring a batch to the device if one like it was captured; from any thread."""
+        leaves = [leaf for micro_batch in batch.micro_batches for leaf in micro_batch.leaves]
+        inputs = self._inputs.get(_form(leaves))
+        if inputs is None or any(leaf.device.type != "cpu" for leaf in leaves):
+            return batch
+        with torch.no_grad():
+            return StagedBatch(batch.micro_batches, inputs.send(leaves))
+
+    def run(self, updates: Sequence[Update], rows: Rows, sent: Optional[Sent]) -> Optional[Anchors]:
         """One execution; None if it is not captured, or bad: then nothing has changed.
 
         Args:
             updates: its micro-batches, wherever they are.
             rows: the settings of the optimizer for each update.
+            sent: the samples, if they have been staged.
         """
         updater, averages = self._live.updater, self._live.averages
         if self._reason is None:
@@ -166,7 +186,14 @@ class CapturedExecutions:
                 scales = [state.value for state in self._live.scaler.coming(len(rows))[:-1]]
                 tables.append(torch.tensor(scales, dtype=torch.float64))
             captured = self._captured(updater, updates, rows, tables)
-            return None if captured is None else self._replay(captured, updates, rows, tables)
+            if captured is None:
+                return None
+            if sent is not None and sent.static is captured.inputs:
+                captured.inputs.receive(sent)
+            else:
+                captured.inputs.fill(_leaves(updates))
+            captured.tables.fill(tables)
+            return self._replay(captured, rows)
 
     def _why_not(self, updates: Sequence[Update]) -> Optional[str]:
         """Why these are not captured, as the end of a sentence."""
@@ -240,9 +267,13 @@ class CapturedExecutions:
         self, updater: RuleUpdater, updates: Sequence[Update], rows: Rows, tables: Sequence[Tensor]
     ) -> _Captured:
         live = self._live
-        inputs, static = Static(_leaves(updates), self._device), Static(tables, self._device)
+        given = _leaves(updates)
+        form = _form(given)
+        if form not in self._inputs:
+            self._inputs[form] = Static(given, self._device)
+        inputs, static = self._inputs[form], Static(tables, self._device)
         # A maker may do the work to see what it is.
-        inputs.fill(_leaves(updates))
+        inputs.fill(given)
         static.fill(tables)
         leaves = iter(inputs.tensors)
         placed = [
@@ -281,19 +312,11 @@ class CapturedExecutions:
         graph = self._capture_work(work, len(draws))
         return _Captured(graph, placed, inputs, static, *made[0], list(draws))
 
-    def _replay(
-        self,
-        captured: _Captured,
-        updates: Sequence[Update],
-        rows: Rows,
-        tables: Sequence[Tensor],
-    ) -> Optional[Anchors]:
+    def _replay(self, captured: _Captured, rows: Rows) -> Optional[Anchors]:
         live, updater = self._live, self._live.updater
         assert isinstance(updater, RuleUpdater)
         before = self._counters(updater)
         keys = [self._key_of(live.updates + index, place) for index, place in captured.draws]
-        captured.inputs.fill(_leaves(updates))
-        captured.tables.fill(tables)
         captured.graph.replay(keys)
         try:
             arrived = self._engine.transfer.start(captured.packed)
@@ -330,3 +353,7 @@ class CapturedExecutions:
 
 def _leaves(updates: Sequence[Update]) -> List[Tensor]:
     return [leaf for update in updates for batch, _ in update for leaf in batch.leaves]
+
+
+def _form(leaves: Sequence[Tensor]) -> object:
+    return tuple((leaf.shape, leaf.dtype, leaf.stride()) for leaf in leaves)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import List, Sequence, Tuple
+import dataclasses
+from typing import Any, List, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Static", "keeps_its_form"]
+__all__ = ["Sent", "Static", "keeps_its_form"]
 
 # As CUDA's own allocations: kernels choose wider loads, and cuBLAS other algorithms, by alignment.
 _ALIGNMENT = 512
@@ -16,6 +17,21 @@ _ALIGNMENT = 512
 def keeps_its_form(tensor: Tensor, device: torch.device) -> bool:
     """Whether a copy on the device has the strides that the tensor is recorded with there."""
     return tensor.device != device or tensor.stride() == torch.empty_like(tensor).stride()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """Values on their way to static memory.
+
+    Attributes:
+        static: where they go.
+        memory: where they arrive, on the device.
+        arrived: the event of it; None where the device is the host.
+    """
+
+    static: Static
+    memory: Tensor
+    arrived: Any
 
 
 class Static:
@@ -40,6 +56,9 @@ class Static:
         self._size = size
         self._bytes = torch.empty(size, dtype=torch.uint8, device=device)
         self.tensors = self._views(self._bytes)
+        self._aside: Any = None
+        if device.type == "cuda":
+            self._aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def _views(self, memory: Tensor) -> List[Tensor]:
         return [
@@ -53,12 +72,28 @@ class Static:
             for tensor, value in zip(self.tensors, values):
                 tensor.copy_(value, non_blocking=True)
             return
-        self._bytes.copy_(self.packed(values), non_blocking=True)
+        self._bytes.copy_(self._packed(values), non_blocking=True)
 
-    def packed(self, values: Sequence[Tensor]) -> Tensor:
+    def send(self, values: Sequence[Tensor]) -> Sent:
+        """Start to bring values from the host while the device works on; from any thread."""
+        host = self._packed(values)
+        if self._aside is None:
+            return Sent(self, host, None)
+        with torch.cuda.stream(self._aside):
+            memory = torch.empty_like(self._bytes).copy_(host, non_blocking=True)
+            return Sent(self, memory, self._aside.record_event())
+
+    def receive(self, sent: Sent) -> None:
+        """Put there what was sent, as soon as it has arrived; the host does not wait."""
+        if sent.arrived is not None:
+            present = torch.cuda.current_stream(self._bytes.device)
+            present.wait_event(sent.arrived)
+            sent.memory.record_stream(present)
+        self._bytes.copy_(sent.memory)
+
+    def _packed(self, values: Sequence[Tensor]) -> Tensor:
         """Values on the host as one tensor, from which the device reads directly."""
-        pinned = self._bytes.device.type == "cuda"
-        memory = torch.empty(self._size, dtype=torch.uint8, pin_memory=pinned)
+        memory = torch.empty(self._size, dtype=torch.uint8, pin_memory=self._aside is not None)
         for tensor, value in zip(self._views(memory), values):
             tensor.copy_(value)
         return memory
