@@ -248,20 +248,20 @@ def linear(prediction, target):
 
 @pytest.mark.parametrize("initial", [1024.0, 1000.0])
 @pytest.mark.parametrize(
-    ("places", "value"),
-    [([3], 1e36), ([16], 1e36), ([5], 2e35), ([0, 1, 2], 1e38)],
+    ("places", "value", "every"),
+    [([3], 1e36, 5), ([16], 1e36, 5), ([10], 1e35, None), ([0, 1, 2], 1e38, None)],
     ids=["replayed", "later", "after the scale has grown", "all of the first execution"],
 )
-def test_updates_that_overflow_are_left_out(places, value, initial, on):
+def test_updates_that_overflow_are_left_out(places, value, every, initial, on):
     """The replay is taken back. The scale grows within executions, and is no constant of them."""
     x = torch.linspace(0.5, 1.5, 24).unsqueeze(1)
     x[places] = value
     models = []
     for jit in ("cudagraph", "graph"):
         scale = ipufit.LossScale(initial, 5)
-        options = {"loss_scale": scale, "use_ema": True, "ema_overwrite_frequency": 5}
+        options = {"loss_scale": scale, "use_ema": True, "ema_overwrite_frequency": every}
         model = built(Scaled(), sgd, jit, on, linear, **options)
-        fit(model, Plan(1, 3), x, torch.ones(24, 1), epochs=3)
+        fit(model, Plan(1, 3), x, torch.ones(24, 1), epochs=3 if every else 1)
         models.append(model)
     assert captured(models[0])
     assert models[0].history.history["skipped_updates"][0] == len(places)
@@ -385,12 +385,18 @@ def test_samples_are_sent_ahead(prefetch, on, monkeypatch):
         sent.append(threading.current_thread().name)
         return original(self, values)
 
-    original = Static.send
+    def receive(self, values):
+        received.append(values)
+        receives(self, values)
+
+    original, receives, received = Static.send, Static.receive, []
     monkeypatch.setattr(Static, "send", send)
+    monkeypatch.setattr(Static, "receive", receive)
     pair(MLP().double(), adam, on, prefetch=prefetch)
     # Of 9 full executions and 3 tails, those prepared after the captures of the second of each.
     threads = {"ipufit-prefetch"} if prefetch else {threading.current_thread().name}
     assert set(sent) == threads
+    assert len(received) == len(sent)
     assert len(sent) == 8 if prefetch == 0 else 4 <= len(sent) <= 8
 
 
