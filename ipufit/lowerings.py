@@ -5,11 +5,12 @@ from __future__ import annotations
 from ipufit.errors import ConfigurationError
 from ipufit.faults import one_of
 
-__all__ = ["AUTO", "GRAPH", "KERNELS", "LOWERINGS", "OFF", "resolve_jit"]
+__all__ = ["AUTO", "CUDAGRAPH", "GRAPH", "KERNELS", "LOWERINGS", "OFF", "resolve_jit"]
 
-AUTO, OFF, GRAPH, KERNELS = "auto", "off", "graph", "kernels"
+AUTO, OFF, GRAPH = "auto", "off", "graph"
+KERNELS, CUDAGRAPH = "kernels", "cudagraph"
 
-LOWERINGS = (AUTO, GRAPH, KERNELS, OFF)
+LOWERINGS = (AUTO, GRAPH, KERNELS, CUDAGRAPH, OFF)
 
 
 def resolve_jit(jit: object, run_eagerly: object) -> str:

@@ -215,7 +215,11 @@ class ProgramSpec:
 
 
 class Program(Protocol):
-    """A whole training, evaluation or prediction step, ready to run."""
+    """A whole training, evaluation or prediction step, ready to run.
+
+    A training program may have more: ``stage(batch)``, called from any thread with a batch that is
+    to run later; what it returns is run in its place.
+    """
 
     @property
     def updates(self) -> int:

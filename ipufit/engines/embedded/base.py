@@ -43,12 +43,12 @@ class BaseProgram:
         # The data layer sees to it that micro-batches differ in nothing but size and memory layout.
         form = (batch.size, *(leaf.stride() for leaf in batch.leaves))
         if form not in self._by_form:
-            self._by_form[form] = self._record(batch)
+            self._by_form[form] = self._record(batch.to(self._device))
         return self._by_form[form]
 
     def prepare(self, example: MicroBatch) -> Prepared:
         """Record the program for micro-batches like this one."""
-        recorded = self._recorded(example.to(self._device))
+        recorded = self._recorded(example)
         outputs = recorded.outputs.rebuild(recorded.outputs.tensors)
         return Prepared(outputs, recorded.reported().rules)
 
@@ -63,8 +63,10 @@ class BaseProgram:
 
     def _seed(self, recorded: Recorded, update: int, place: int = 0) -> None:
         if recorded.random:
-            key = update_key(self._spec.seed, self._spec.domain, update)
-            seed_generators(micro_batch_key(key, place), self._device)
+            seed_generators(self._key(update, place), self._device)
+
+    def _key(self, update: int, place: int) -> int:
+        return micro_batch_key(update_key(self._spec.seed, self._spec.domain, update), place)
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> Dict[str, Tensor]:

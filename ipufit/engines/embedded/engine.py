@@ -18,6 +18,8 @@ from ipufit.engines.embedded.hints import said_of
 from ipufit.engines.embedded.inference import InferenceProgram
 from ipufit.engines.embedded.liveness import peak_bytes
 from ipufit.engines.embedded.lowering.choosing import Lowered, lower
+from ipufit.engines.embedded.lowering.cuda_graphs import GraphMaker
+from ipufit.engines.embedded.lowering.cudagraph import Told, check_cudagraph
 from ipufit.engines.embedded.precision import (
     autocast_state,
     computes_in_half,
@@ -36,7 +38,7 @@ from ipufit.engines.embedded.training import TrainingProgram
 from ipufit.engines.embedded.transfer import Transfer
 from ipufit.engines.embedded.updater import Graphs
 from ipufit.losses import Loss
-from ipufit.lowerings import OFF
+from ipufit.lowerings import CUDAGRAPH, OFF
 from ipufit.program import MicroBatch, Mode, Program, ProgramSpec
 from ipufit.recipe import Recipe
 
@@ -93,6 +95,8 @@ class EmbeddedEngine:
         scale: the loss scale as the last training program left it.
         as_device: treat the host as a device of its own: look at losses after an execution, and
             keep in other memory what is to be there.
+        tape: makes what captures work on a host that is treated as a device; None: nothing does.
+        captured: whether the last training program ran as captured graphs, if that was asked.
         state_memory: where the optimizer's state of the last training program is between updates.
         hints: marks for an IPU that were seen in forward.
         lowered: how recordings for training run, by the number of samples in a micro-batch.
@@ -111,12 +115,23 @@ class EmbeddedEngine:
         self.averages: Dict[str, Tensor] = {}
         self.scale: Optional[ScaleState] = None
         self.as_device = False
+        self.tape: Optional[Callable[[torch.device], GraphMaker]] = None
+        self.captured: Optional[Told] = None
         self.state_memory = StateMemory()
         self.hints: Dict[str, None] = {}
         self.recomputed: Optional[Tuple[int, int, int]] = None
         self.lowered: Dict[int, Lowered] = {}
         self._recorded: OrderedDict[Tuple[Any, ...], Recorded] = OrderedDict()
         self._steps: Dict[Tuple[int, int], StepModule] = {}
+
+    def check(self, module: nn.Module, optimizer: Any, loss: Any, recipe: Recipe, *_: Any) -> None:
+        """Refuse what can't work, at ``compile``.
+
+        Raises:
+            ConfigurationError: for CUDA graphs a module must be on a GPU.
+        """
+        if recipe.jit == CUDAGRAPH and self.tape is None:
+            check_cudagraph(module)
 
     def build(self, spec: ProgramSpec) -> Program:
         """A program for the spec. Recording happens when the first micro-batch of a shape comes."""
@@ -237,6 +252,8 @@ class EmbeddedEngine:
     @property
     def way(self) -> Optional[str]:
         """The value of ``jit`` that stands for how training runs; None before it does."""
+        if self.captured is not None and self.captured.is_used:
+            return CUDAGRAPH
         return None if self._lowered is None else self._lowered.way
 
     def explain(self, recipe: Recipe, options: Mapping[str, Any]) -> List[str]:
@@ -249,6 +266,7 @@ class EmbeddedEngine:
         said = [said_of(self.hints)] if self.hints else []
         if self._lowered is not None and self._lowered.why:
             said.append(self._lowered.why)
+        said += [self.captured.text] if self.captured is not None else []
         if recipe.offload_optimizer_state:
             in_host = isinstance(self.state_memory, HostMemory)
             said.append(_OFFLOADED if in_host else _NOT_OFFLOADED)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -89,13 +89,15 @@ class GradientSum:
         for total, gradient in zip(self._total, gradients):
             total.add_(gradient, alpha=factor)
 
-    def reduced(self, loss_scale: float) -> List[Tensor]:
+    def reduced(self, loss_scale: Union[float, Tensor]) -> List[Tensor]:
         """The gradient of the update, of a loss that was not scaled."""
-        share: float = self._share / loss_scale
+        share = self._share / loss_scale
         if self._counted is not None:
             whole = self._counted
             # Where nothing counted the gradients are zero, and stay so.
             shares = torch.where(whole > 0, whole.reciprocal(), torch.zeros_like(whole))
             self._total = [total.mul_(shares) for total in self._total]
             share = 1 / loss_scale
-        return [total.mul_(share) for total in self._total] if share != 1 else self._total
+        if not isinstance(share, Tensor) and share == 1:
+            return self._total
+        return [total.mul_(share) for total in self._total]

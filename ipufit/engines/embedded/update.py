@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Callable, List, Optional, Sequence, Set, Tuple
+from typing import TYPE_CHECKING, Callable, Iterator, List, Optional, Sequence, Set, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ class UpdateMaker:
         device: where.
         seed: starts the random numbers of a micro-batch.
         at_once: whether losses are looked at as they come, where the host need not wait for them.
+        scales: the loss scale of each update, where a captured graph reads it; None for the present
+            one.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class UpdateMaker:
         device: torch.device,
         seed: Seeding,
         at_once: bool,
+        scales: Optional[Iterator[Tensor]] = None,
     ) -> None:
         self._live = live
         self._device = device
@@ -52,6 +55,7 @@ class UpdateMaker:
         self._reduction = Reduction(spec)
         self._clips = bool(spec.recipe.clip)
         self.at_once = at_once
+        self._scales = scales
 
     def make(
         self,
@@ -75,7 +79,8 @@ class UpdateMaker:
                 are back to what they were before the update.
         """
         live = self._live
-        saved = [copy_of(buffers) for buffers in live.replicas]
+        # Where an update is known to be made, nobody needs this: what fails takes all of them back.
+        saved = [copy_of(own) for own in live.replicas] if left_out is not False else []
         try:
             gradients = self._gradients(update, first, wanted, collected)
             skip = False
@@ -102,7 +107,13 @@ class UpdateMaker:
         live = self._live
         blocks = len(live.storage.blocks)
         total = self._reduction.start([batch.size for batch, _ in update])
-        scale = [] if live.scaler is None else [live.scaler.tensor(self._device)]
+        scale: List[Tensor] = []
+        loss_scale: Union[float, Tensor] = 1.0
+        if self._scales is not None:
+            scale = [next(self._scales)]
+            loss_scale = scale[0]
+        elif live.scaler is not None:
+            scale, loss_scale = [live.scaler.tensor(self._device)], live.scaler.value
         for place, (batch, recorded) in enumerate(update):
             self._seed(recorded, live.updates, place)
             state = live.states[place % len(live.states)]
@@ -115,7 +126,7 @@ class UpdateMaker:
             if first + place in wanted:
                 collected.add_outputs(recorded, outputs, first + place)
             total.add(own, numbers[1] if kind.counted else None)
-        return total.reduced(1.0 if live.scaler is None else live.scaler.value)
+        return total.reduced(loss_scale)
 
     def _as_used(self, gradients: Sequence[Tensor]) -> List[Tensor]:
         """In the dtype of the weights, which may hold less than the sum; bounded ones fit."""

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 
 from ipufit.engines.embedded.capture import capture
 from ipufit.engines.embedded.clipping import Finish
-from ipufit.engines.embedded.fused import Fused, fused_for, settings_of
+from ipufit.engines.embedded.fused import Fused, fused_for, numbers_for
 from ipufit.engines.embedded.own_step import OwnStepUpdater
 from ipufit.engines.embedded.precision import computes_in_half, try_out
 from ipufit.engines.embedded.rules import Rule, rule_for
@@ -31,7 +31,7 @@ from ipufit.engines.embedded.state_memory import StateMemory
 from ipufit.engines.embedded.storage import Block, FlatStorage, group_alike
 from ipufit.errors import OptimizerError
 
-__all__ = ["Graphs", "Updater", "refuse_step_hooks", "torchs_step", "updater_for"]
+__all__ = ["Graphs", "RuleUpdater", "Updater", "refuse_step_hooks", "torchs_step", "updater_for"]
 
 
 # Recorded updates, by all that they depend on.
@@ -97,6 +97,7 @@ def updater_for(
     finish: Finish,
     scheduled: Optional[Container[str]],
     memory: StateMemory,
+    tabled: bool = False,
 ) -> Updater:
     """Flat rules for the optimizers ipufit knows, the optimizer's own ``step`` for any other.
 
@@ -107,6 +108,7 @@ def updater_for(
         scheduled: hyper-parameters that are known to change from update to update; None without a
             schedule.
         memory: where the state is between two updates.
+        tabled: whether hyper-parameters must reach an update as tensors.
 
     Raises:
         OptimizerError: hooks on ``step``, or a schedule for an optimizer whose hyper-parameters are
@@ -117,7 +119,7 @@ def updater_for(
     if rule is not None:
         # A decay that is zero now and then is still a decay: times zero it changes nothing.
         decays = scheduled is not None and "weight_decay" in scheduled
-        return RuleUpdater(optimizer, rule, graphs, finish, decays, memory)
+        return RuleUpdater(optimizer, rule, graphs, finish, decays, memory, tabled)
     if scheduled is not None:
         raise OptimizerError(
             f"a schedule needs an optimizer whose hyper-parameters are inputs of the program, but "
@@ -138,6 +140,7 @@ class RuleUpdater:
         finish: Finish,
         decays: bool,
         memory: StateMemory,
+        tabled: bool = False,
     ) -> None:
         self._optimizer = optimizer
         self._always = {"weight_decay": 1.0} if decays else {}
@@ -148,6 +151,7 @@ class RuleUpdater:
         self._storage = FlatStorage([])
         self._rules: List[Rule] = []
         self._states: List[Dict[str, Tensor]] = []
+        self._tabled = tabled
         # Per block: updates done, and the coefficients of those to come in this execution.
         self._counts: List[float] = []
         self._rows: Rows = ()
@@ -178,11 +182,9 @@ class RuleUpdater:
         self._rules = [self._kind({**groups[block.group], **self._always}) for block in blocks]
         self._states = [self._load(*each) for each in zip(blocks, storage.flats, self._rules)]
         self._counts = [block.updates for block in blocks]
-        fused = [fused_for(rule, flat) for rule, flat in zip(self._rules, storage.flats)]
-        self._fused = [kernel for kernel in fused if kernel is not None]
-        if len(self._fused) == len(fused):
+        self._fused = self._kernels()
+        if self._fused:
             return
-        self._fused = []
         self.refresh([groups])
         at_work = self._memory.fetch(self._kept())
         arguments = self._arguments(self._finish.examples(storage.flats), at_work)
@@ -193,6 +195,14 @@ class RuleUpdater:
             self._run = self._graphs[key]
         if arguments[-1].device.type == "cpu" and computes_in_half(arguments):
             try_out(self._run, arguments)
+
+    def _kernels(self) -> List[Fused]:
+        # They take hyper-parameters as numbers.
+        if self._tabled:
+            return []
+        fused = [fused_for(rule, flat) for rule, flat in zip(self._rules, self._storage.flats)]
+        found = [kernel for kernel in fused if kernel is not None]
+        return found if len(found) == len(fused) else []
 
     def _load(self, block: Block, flat: Tensor, rule: Rule) -> Dict[str, Tensor]:
         state = {name: torch.zeros_like(flat) for name in rule.tensors}
@@ -205,16 +215,24 @@ class RuleUpdater:
 
     def refresh(self, rows: Rows) -> None:
         """Work out the coefficients of the coming updates from their hyper-parameters."""
+        tables = self.tables(rows)
+        self.take(rows, [t.to(flat.device) for t, flat in zip(tables, self._storage.flats)])
+
+    def tables(self, rows: Rows) -> List[Tensor]:
+        """The coefficients of the coming updates: for each block a tensor on the host, by update.
+
+        Args:
+            rows: their hyper-parameters.
+        """
         if any(self._switches_of(row) != self._switches for row in _different(rows)):
             raise OptimizerError(
                 f"a setting of {type(self._optimizer).__name__} that shapes the program changed "
                 "during fit: one that is on or off, such as nesterov, or a momentum, dampening or "
                 "weight decay between zero and non-zero. Change it between two calls of fit."
             )
-        self._rows = rows
         if self._fused:
-            self._refresh_fused(rows)
-            return
+            steps = [[[done + 1 + i] for i in range(len(rows))] for done in self._counts]
+            return [torch.tensor(step, dtype=torch.float32) for step in steps]
         tables = []
         for block, flat, rule, done in zip(
             self._storage.blocks, self._storage.flats, self._rules, self._counts
@@ -222,24 +240,40 @@ class RuleUpdater:
             groups = [_numbers(row[block.group]) for row in rows]
             table = [rule.coefficients(group, done + 1 + i) for i, group in enumerate(groups)]
             dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
-            tables.append(torch.tensor(table, dtype=dtype, device=flat.device).unbind())
-        self._coming = list(zip(*tables))
+            tables.append(torch.tensor(table, dtype=dtype))
+        return tables
 
-    def _refresh_fused(self, rows: Rows) -> None:
+    def take(self, rows: Rows, tables: Sequence[Tensor]) -> None:
+        """Go by these tables, on the device, in the coming updates."""
+        self._rows = rows
+        self._coming = list(zip(*(table.unbind() for table in tables)))
+        self._told = self._told_of(rows) if self._fused else []
+
+    def constants(self, rows: Rows) -> Tuple[object, ...]:
+        """What the coming updates depend on that is in no table."""
+        if not self._fused:
+            return ()
+        return tuple(tuple(own.values()) for told in self._told_of(rows) for own in told)
+
+    @property
+    def counts(self) -> Sequence[float]:
+        """Updates done, by block; set where others have counted."""
+        return self._counts
+
+    @counts.setter
+    def counts(self, counts: Sequence[float]) -> None:
+        self._counts, self._rows, self._coming = list(counts), (), []
+
+    def _told_of(self, rows: Rows) -> List[List[Dict[str, Any]]]:
+        """What the kernels are told, for each update and block."""
         known: Dict[int, List[Dict[str, Any]]] = {}
-        self._told = []
+        told = []
         for i, row in enumerate(rows):
             if id(row) not in known:
                 known[id(row)] = [_numbers(row[block.group]) for block in self._storage.blocks]
-            numbers = known[id(row)]
-            self._told.append(
-                [settings_of(own, done + 1 + i) for own, done in zip(numbers, self._counts)]
-            )
-        tables = [
-            torch.arange(len(rows), dtype=torch.float32, device=flat.device).add_(done + 1).unbind()
-            for flat, done in zip(self._storage.flats, self._counts)
-        ]
-        self._coming = list(zip(*tables))
+            numbers = zip(known[id(row)], self._counts)
+            told.append([numbers_for(own, done + 1 + i) for own, done in numbers])
+        return told
 
     def _kept(self) -> List[Tensor]:
         return [tensor for state in self._states for tensor in state.values()]
@@ -265,7 +299,7 @@ class RuleUpdater:
         told, numbers = self._told.pop(0), self._coming[0]
         for i, kernel in enumerate(self._fused):
             own = {name: next(values) for name in self._states[i]}
-            kernel(flats[i], finished[i], own, told[i], numbers[i])
+            kernel(flats[i], finished[i], own, numbers[i][0], told[i])
 
     def apply(self, gradients: Sequence[Tensor]) -> None:
         """One weight update."""
