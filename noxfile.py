@@ -71,7 +71,7 @@ def keras(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Time ipufit beside its peers on the same work: `-- --quick` for a look, else minutes."""
-    session.install("-e", ".", *group("bench", "torch"))
+    session.install("-e", ".[plot]", *group("bench", "torch"))
     session.run("python", "-m", "tests.bench", *session.posargs)
 
 

@@ -106,8 +106,7 @@ class Meter:
         self._values = None
         for place, outputs in zip(anchors.places, anchors.outputs):
             micro_batch = batch.micro_batches[place]
-            target = metric_target(micro_batch, self._loss)
-            sample_weight = micro_batch.unpack()[3]
+            target, sample_weight = metric_target(micro_batch, self._loss)
             self._metrics.update(outputs, target, micro_batch.size, sample_weight)
 
     def _add_logged(
@@ -180,14 +179,17 @@ def _add_all(running: Running, values: Sequence[Tuple[Optional[float], _Share]])
             running.add(value, times, weight)
 
 
-def metric_target(micro_batch: MicroBatch, loss: Loss) -> Any:
-    """What metrics are held against: the target, or what a module with its own loss gets last."""
-    args, kwargs, target, _ = micro_batch.unpack()
+def metric_target(micro_batch: MicroBatch, loss: Loss) -> Tuple[Any, Any]:
+    """What metrics are held against, and how much each sample counts.
+
+    The target, or what a module with its own loss gets last.
+    """
+    args, kwargs, target, sample_weight = micro_batch.unpack()
     if not loss.in_module:
-        return target
+        return target, sample_weight
     if args:
-        return args[-1]
-    return kwargs.get("labels", kwargs.get("target"))
+        return args[-1], sample_weight
+    return kwargs.get("labels", kwargs.get("target")), sample_weight
 
 
 class RunningLogs(Mapping[str, float]):

@@ -71,11 +71,12 @@ class MetricSet:
             given = (prediction, target, sample_weight)
             if metric.writes:
                 given = map_leaves(_copy, given)
-            before = _versions(given)
+            tensors = [leaf for leaf in flatten(given)[0] if isinstance(leaf, Tensor)]
+            before = _versions(tensors)
             with _named_failure(metric.name, prediction, target):
                 metric.update(given[0], given[1], size, given[2])
             # One metric's scratch work must not be what the next one, or the loss, sees.
-            metric.writes = metric.writes or _versions(given) != before
+            metric.writes = metric.writes or _versions(tensors) != before
 
     def compute(self) -> Dict[str, float]:
         """The values over everything since the last reset; nan before the first micro-batch.
@@ -127,9 +128,9 @@ def _copy(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
-def _versions(value: Any) -> List[int]:
-    """Counters of in-place changes of all tensors."""
-    return [leaf._version for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
+def _versions(tensors: Sequence[Tensor]) -> List[int]:
+    """Counters of in-place changes."""
+    return [tensor._version for tensor in tensors]
 
 
 @contextlib.contextmanager
