@@ -5,11 +5,11 @@ from __future__ import annotations
 from ipufit.errors import ConfigurationError
 from ipufit.faults import one_of
 
-__all__ = ["AUTO", "GRAPH", "KERNELS", "LOWERINGS", "OFF", "resolve_jit"]
+__all__ = ["AUTO", "GRAPH", "INDUCTOR", "KERNELS", "LOWERINGS", "OFF", "resolve_jit"]
 
-AUTO, OFF, GRAPH, KERNELS = "auto", "off", "graph", "kernels"
+AUTO, OFF, GRAPH, KERNELS, INDUCTOR = "auto", "off", "graph", "kernels", "inductor"
 
-LOWERINGS = (AUTO, GRAPH, KERNELS, OFF)
+LOWERINGS = (AUTO, GRAPH, KERNELS, INDUCTOR, OFF)
 
 
 def resolve_jit(jit: object, run_eagerly: object) -> str:

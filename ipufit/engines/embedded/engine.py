@@ -18,6 +18,8 @@ from ipufit.engines.embedded.hints import said_of
 from ipufit.engines.embedded.inference import InferenceProgram
 from ipufit.engines.embedded.liveness import peak_bytes
 from ipufit.engines.embedded.lowering.choosing import Lowered, lower
+from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates, Libraries
+from ipufit.engines.embedded.lowering.inductor.requirements import refuse_missing
 from ipufit.engines.embedded.precision import (
     autocast_state,
     computes_in_half,
@@ -36,7 +38,7 @@ from ipufit.engines.embedded.training import TrainingProgram
 from ipufit.engines.embedded.transfer import Transfer
 from ipufit.engines.embedded.updater import Graphs
 from ipufit.losses import Loss
-from ipufit.lowerings import OFF
+from ipufit.lowerings import INDUCTOR, OFF
 from ipufit.program import MicroBatch, Mode, Program, ProgramSpec
 from ipufit.recipe import Recipe
 
@@ -63,6 +65,7 @@ class Recorded:
         reached: names of the parameters that a gradient reaches.
         random: whether it may draw random numbers.
         held: objects whose identity the recording depends on.
+        graph: what ``run`` runs; None where it runs the module itself.
     """
 
     run: Callable[..., List[Tensor]]
@@ -71,6 +74,7 @@ class Recorded:
     reached: Tuple[str, ...]
     random: bool
     held: Tuple[object, ...]
+    graph: Optional[fx.GraphModule]
 
     def reported(self) -> Reported:
         """What the numbers of the last run are.
@@ -96,6 +100,8 @@ class EmbeddedEngine:
         state_memory: where the optimizer's state of the last training program is between updates.
         hints: marks for an IPU that were seen in forward.
         lowered: how recordings for training run, by the number of samples in a micro-batch.
+        libraries: compiled updates that are loaded.
+        compiled: those of the last training program; None where none were asked for.
         recomputed: of the last training recording, the number of operators that run twice, and how
             many bytes its values take at most without and with that; None without recomputation.
     """
@@ -115,8 +121,23 @@ class EmbeddedEngine:
         self.hints: Dict[str, None] = {}
         self.recomputed: Optional[Tuple[int, int, int]] = None
         self.lowered: Dict[int, Lowered] = {}
+        self.libraries: Libraries = {}
+        self.compiled: Optional[CompiledUpdates] = None
         self._recorded: OrderedDict[Tuple[Any, ...], Recorded] = OrderedDict()
         self._steps: Dict[Tuple[int, int], StepModule] = {}
+
+    def check(
+        self,
+        module: nn.Module,
+        optimizer: Optional[torch.optim.Optimizer],
+        loss: Loss,
+        recipe: Recipe,
+        options: Mapping[str, Any],
+        partitions: Any,
+    ) -> None:
+        """Refuse what can't be done on this machine."""
+        if recipe.jit == INDUCTOR:
+            refuse_missing()
 
     def build(self, spec: ProgramSpec) -> Program:
         """A program for the spec. Recording happens when the first micro-batch of a shape comes."""
@@ -177,11 +198,13 @@ class EmbeddedEngine:
             arguments = [*state, *example.leaves]
             if scaled:
                 arguments.append(torch.ones((), dtype=torch.float64, device=arguments[-1].device))
-            run, random, lowered = self._make(micro, step, arguments, recipe.jit, recompute)
+            run, random, lowered, graph = self._make(micro, step, arguments, recipe.jit, recompute)
             if spec.mode is Mode.TRAIN:
                 self.lowered[example.size] = lowered
             self.hints.update(micro.hints)
-            self._recorded[key] = Recorded(run, micro, micro.outputs, micro.reached, random, held)
+            self._recorded[key] = Recorded(
+                run, micro, micro.outputs, micro.reached, random, held, graph
+            )
             if len(self._recorded) > _KEPT:
                 self._recorded.popitem(last=False)
         self._recorded.move_to_end(key)
@@ -194,13 +217,13 @@ class EmbeddedEngine:
         arguments: Sequence[Tensor],
         jit: str,
         recompute: Sequence[str],
-    ) -> Tuple[Callable[..., List[Tensor]], bool, Lowered]:
-        """What to run for a micro-batch, whether it may draw random numbers, and how it runs."""
+    ) -> Tuple[Callable[..., List[Tensor]], bool, Lowered, Optional[fx.GraphModule]]:
+        """What to run, whether it may draw random numbers, how it runs, and what was recorded."""
         if jit == OFF:
             # Once on copies, to see the outputs and which parameters a gradient reaches.
             with attributes_kept(step):
                 try_out(micro, arguments)
-            return micro, True, Lowered(micro, OFF, "")
+            return micro, True, Lowered(micro, OFF, ""), None
         with self.timed(), attributes_kept(step) as changed:
             graph = capture(micro, arguments)
             if recompute:
@@ -222,7 +245,7 @@ class EmbeddedEngine:
         on_cpu = arguments[-1].device.type == "cpu"
         if (on_cpu and computes_in_half(values)) or mixes_double(arguments):
             try_out(run, arguments)
-        return run, uses_random_numbers(graph), lowered
+        return run, uses_random_numbers(graph), lowered, graph
 
     def _recompute(self, graph: fx.GraphModule) -> None:
         before = peak_bytes(graph)
@@ -252,6 +275,7 @@ class EmbeddedEngine:
         if recipe.offload_optimizer_state:
             in_host = isinstance(self.state_memory, HostMemory)
             said.append(_OFFLOADED if in_host else _NOT_OFFLOADED)
+        said += self.compiled.said() if self.compiled is not None else []
         if self.recomputed is None or not recipe.recompute:
             return said
         repeated, before, after = self.recomputed

@@ -17,6 +17,7 @@ from ipufit.program import MicroBatch, ProgramSpec
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import Recorded
+    from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates
 
 __all__ = ["Update", "UpdateMaker"]
 
@@ -36,6 +37,9 @@ class UpdateMaker:
         device: where.
         seed: starts the random numbers of a micro-batch.
         at_once: whether losses are looked at as they come, where the host need not wait for them.
+
+    Attributes:
+        compiled: makes the updates that fit it, once it is ready; None for none.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class UpdateMaker:
         self._reduction = Reduction(spec)
         self._clips = bool(spec.recipe.clip)
         self.at_once = at_once
+        self.compiled: Optional[CompiledUpdates] = None
 
     def make(
         self,
@@ -74,6 +79,9 @@ class UpdateMaker:
             NonFiniteLossError: a loss, or at every loss scale the gradient, is not finite; buffers
                 are back to what they were before the update.
         """
+        if self.compiled is not None and self.compiled.fits(update):
+            self.compiled.make(update, first, wanted, collected)
+            return
         live = self._live
         saved = [copy_of(buffers) for buffers in live.replicas]
         try:
