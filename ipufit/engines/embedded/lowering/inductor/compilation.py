@@ -44,7 +44,7 @@ class Compilation:
         self._place = self._opened.enter_context(store.workplace())
         try:
             (self._place / REQUEST).write_text(request.to_json())
-            self._process = self._opened.enter_context(_started(self._place))
+            self._process = self._opened.enter_context(_started(self._place, store.scratch()))
         except BaseException:
             self._opened.close()
             raise
@@ -77,7 +77,7 @@ def _close(opened: contextlib.ExitStack, owner: int) -> None:
 
 
 @contextlib.contextmanager
-def _started(place: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _started(place: Path, scratch: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The process; killed on the way out, with all that it has started."""
     package = ipufit.__name__ + ".engines.embedded.lowering.inductor.worker"
     root = str(Path(str(ipufit.__file__)).resolve().parents[1])
@@ -86,9 +86,9 @@ def _started(place: Path) -> Iterator[subprocess.Popen[bytes]]:
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
-        "TORCHINDUCTOR_CACHE_DIR": str(place / "scratch"),
+        "TORCHINDUCTOR_CACHE_DIR": str(place / "inductor"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "TMPDIR": str(place),
+        "TMPDIR": str(scratch),
     }
     command = [sys.executable, "-c", _RUN.format(package), str(place), LIBRARY]
     with open(place / _LOG, "wb") as log:

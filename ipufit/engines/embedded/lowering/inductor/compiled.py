@@ -101,7 +101,7 @@ class CompiledUpdates:
             return
         self._bind()
         assert isinstance(self._live.updater, RuleUpdater)
-        rows = self._live.updater.coming()
+        rows = self._live.updater.like_coming()
         leaves = [*example.leaves] * self._described.form.micro_batches
         self._request = Request.of(self._described.form, [*self._same, *rows, *leaves])
         self._begin(self._request)

@@ -24,7 +24,8 @@ __all__ = ["LIBRARY", "Store", "key_of"]
 LIBRARY = "program.so"
 _DESCRIPTION = "entry.json"
 # Bytes, and seconds after which what was left half made is nobody's any more.
-_LARGEST = 512 * 2**20
+_LARGEST = 256 * 2**20
+_LARGEST_SCRATCH = 2**30
 _ABANDONED = 24 * 3600
 
 # What a program depends on, by name; values are texts.
@@ -83,6 +84,14 @@ class Store:
         finally:
             shutil.rmtree(place, ignore_errors=True)
 
+    def scratch(self) -> Path:
+        """A directory for what compilers keep between two runs, such as translated headers."""
+        place = self._root / "scratch"
+        if sum(_size(path) for path in place.rglob("*")) > _LARGEST_SCRATCH:
+            shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(mode=0o700, exist_ok=True)
+        return place
+
     def keep(self, library: Path, parts: Parts, seconds: float) -> Path:
         """Put a library in its place; the least recently used ones make room.
 
@@ -122,8 +131,7 @@ class Store:
     def _make_room(self, newest: Path) -> None:
         total = 0
         for entry, _ in self._entries():
-            with contextlib.suppress(OSError):
-                total += sum(path.stat().st_size for path in entry.iterdir())
+            total += _size(entry / LIBRARY)
             if total > _LARGEST and entry != newest:
                 shutil.rmtree(entry, ignore_errors=True)
 
@@ -167,6 +175,12 @@ def _digest(path: Path) -> Optional[str]:
     with contextlib.suppress(OSError):
         return hashlib.sha256(path.read_bytes()).hexdigest()
     return None
+
+
+def _size(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0
 
 
 def _used(entry: Path) -> float:
