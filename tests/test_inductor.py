@@ -1,7 +1,7 @@
 """jit="inductor": whole updates, described for another process that compiles them.
 
-Here the description runs as it is, by the function that is otherwise compiled; test_inductor_compiled
-compiles.
+Here the description runs as it is, by the function that is otherwise compiled; tests that compile
+are in test_inductor_compiled.
 """
 
 import copy
@@ -327,8 +327,9 @@ def test_compile_says_what_is_missing(change, needs, monkeypatch):
     )
 
 
-def test_a_library_that_does_not_load_is_compiled_again(cached, monkeypatch):
+def test_a_library_that_does_not_load_is_compiled_again(tmp_path, monkeypatch):
     """One of an earlier system, say."""
+    monkeypatch.setenv("IPUFIT_CACHE_DIR", str(tmp_path))
 
     class Compiling:
         def __init__(self, request, store):
@@ -341,7 +342,7 @@ def test_a_library_that_does_not_load_is_compiled_again(cached, monkeypatch):
     monkeypatch.setattr(compiled_module, "Compilation", Compiling)
     monkeypatch.setattr(CompiledUpdates, "_load", load)
     dropped = []
-    monkeypatch.setattr(compiled_module.Store, "find", lambda self, parts: cached / "program.so")
+    monkeypatch.setattr(compiled_module.Store, "find", lambda self, parts: tmp_path / "program.so")
     monkeypatch.setattr(compiled_module.Store, "drop", lambda self, parts: dropped.append(parts))
     x, y = data(8)
     model, _ = embedded(MLP().double(), "sgd")

@@ -260,6 +260,8 @@ class EmbeddedEngine:
     @property
     def way(self) -> Optional[str]:
         """The value of ``jit`` that stands for how training runs; None before it does."""
+        if self.compiled is not None and self.compiled.is_ready:
+            return INDUCTOR
         return None if self._lowered is None else self._lowered.way
 
     def explain(self, recipe: Recipe, options: Mapping[str, Any]) -> List[str]:
