@@ -48,6 +48,14 @@ def exhaustive(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "--exhaustive", *PARALLEL, *session.posargs)
 
 
+@nox.session
+def lowerings(session: nox.Session) -> None:
+    """Run what compiles programs, every point of it, which takes minutes."""
+    session.install("-e", ".", *group("test", "torch"))
+    suite = sorted(map(str, Path("tests").glob("test_*_compiled.py")))
+    session.run("python", "-m", "pytest", "--exhaustive", *suite, *session.posargs)
+
+
 # Today's virtualenv can't make an environment of Python 3.8, that Python's own venv can.
 @nox.session(python=OLDEST_PYTHON, venv_backend="venv")
 def minimums(session: nox.Session) -> None:

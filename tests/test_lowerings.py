@@ -22,7 +22,7 @@ def compiling(**options):
 
 @pytest.mark.parametrize("jit", ["fast", None, True, "Graph"])
 def test_no_way_by_that_name(jit):
-    names = "'auto' or 'graph' or 'kernels' or 'cudagraph' or 'off'"
+    names = "'auto' or 'graph' or 'kernels' or 'inductor' or 'cudagraph' or 'off'"
     refused(compiling(jit=jit), f"jit must be {names}, got {jit!r}.")
 
 

@@ -20,6 +20,8 @@ from ipufit.engines.embedded.liveness import peak_bytes
 from ipufit.engines.embedded.lowering.choosing import Lowered, lower
 from ipufit.engines.embedded.lowering.cuda_graphs import GraphMaker
 from ipufit.engines.embedded.lowering.cudagraph import Told, check_cudagraph
+from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates, Libraries
+from ipufit.engines.embedded.lowering.inductor.requirements import refuse_missing
 from ipufit.engines.embedded.precision import (
     autocast_state,
     computes_in_half,
@@ -38,7 +40,7 @@ from ipufit.engines.embedded.training import TrainingProgram
 from ipufit.engines.embedded.transfer import Transfer
 from ipufit.engines.embedded.updater import Graphs
 from ipufit.losses import Loss
-from ipufit.lowerings import CUDAGRAPH, OFF
+from ipufit.lowerings import CUDAGRAPH, INDUCTOR, OFF
 from ipufit.program import MicroBatch, Mode, Program, ProgramSpec
 from ipufit.recipe import Recipe
 
@@ -65,6 +67,7 @@ class Recorded:
         reached: names of the parameters that a gradient reaches.
         random: whether it may draw random numbers.
         held: objects whose identity the recording depends on.
+        graph: what ``run`` runs; None where it runs the module itself.
     """
 
     run: Callable[..., List[Tensor]]
@@ -73,6 +76,7 @@ class Recorded:
     reached: Tuple[str, ...]
     random: bool
     held: Tuple[object, ...]
+    graph: Optional[fx.GraphModule]
 
     def reported(self) -> Reported:
         """What the numbers of the last run are.
@@ -100,6 +104,8 @@ class EmbeddedEngine:
         state_memory: where the optimizer's state of the last training program is between updates.
         hints: marks for an IPU that were seen in forward.
         lowered: how recordings for training run, by the number of samples in a micro-batch.
+        libraries: compiled updates that are loaded.
+        compiled: those of the last training program; None where none were asked for.
         recomputed: of the last training recording, the number of operators that run twice, and how
             many bytes its values take at most without and with that; None without recomputation.
     """
@@ -121,6 +127,8 @@ class EmbeddedEngine:
         self.hints: Dict[str, None] = {}
         self.recomputed: Optional[Tuple[int, int, int]] = None
         self.lowered: Dict[int, Lowered] = {}
+        self.libraries: Libraries = {}
+        self.compiled: Optional[CompiledUpdates] = None
         self._recorded: OrderedDict[Tuple[Any, ...], Recorded] = OrderedDict()
         self._steps: Dict[Tuple[int, int], StepModule] = {}
 
@@ -128,10 +136,13 @@ class EmbeddedEngine:
         """Refuse what can't work, at ``compile``.
 
         Raises:
-            ConfigurationError: for CUDA graphs a module must be on a GPU.
+            ConfigurationError: CUDA graphs of a module that is on no GPU, or nothing to compile
+                programs with.
         """
         if recipe.jit == CUDAGRAPH and self.tape is None:
             check_cudagraph(module)
+        if recipe.jit == INDUCTOR:
+            refuse_missing()
 
     def build(self, spec: ProgramSpec) -> Program:
         """A program for the spec. Recording happens when the first micro-batch of a shape comes."""
@@ -192,11 +203,13 @@ class EmbeddedEngine:
             arguments = [*state, *example.leaves]
             if scaled:
                 arguments.append(torch.ones((), dtype=torch.float64, device=arguments[-1].device))
-            run, random, lowered = self._make(micro, step, arguments, recipe.jit, recompute)
+            run, random, lowered, graph = self._make(micro, step, arguments, recipe.jit, recompute)
             if spec.mode is Mode.TRAIN:
                 self.lowered[example.size] = lowered
             self.hints.update(micro.hints)
-            self._recorded[key] = Recorded(run, micro, micro.outputs, micro.reached, random, held)
+            self._recorded[key] = Recorded(
+                run, micro, micro.outputs, micro.reached, random, held, graph
+            )
             if len(self._recorded) > _KEPT:
                 self._recorded.popitem(last=False)
         self._recorded.move_to_end(key)
@@ -209,13 +222,13 @@ class EmbeddedEngine:
         arguments: Sequence[Tensor],
         jit: str,
         recompute: Sequence[str],
-    ) -> Tuple[Callable[..., List[Tensor]], bool, Lowered]:
-        """What to run for a micro-batch, whether it may draw random numbers, and how it runs."""
+    ) -> Tuple[Callable[..., List[Tensor]], bool, Lowered, Optional[fx.GraphModule]]:
+        """What to run, whether it may draw random numbers, how it runs, and what was recorded."""
         if jit == OFF:
             # Once on copies, to see the outputs and which parameters a gradient reaches.
             with attributes_kept(step):
                 try_out(micro, arguments)
-            return micro, True, Lowered(micro, OFF, "")
+            return micro, True, Lowered(micro, OFF, ""), None
         with self.timed(), attributes_kept(step) as changed:
             graph = capture(micro, arguments)
             if recompute:
@@ -237,7 +250,7 @@ class EmbeddedEngine:
         on_cpu = arguments[-1].device.type == "cpu"
         if (on_cpu and computes_in_half(values)) or mixes_double(arguments):
             try_out(run, arguments)
-        return run, uses_random_numbers(graph), lowered
+        return run, uses_random_numbers(graph), lowered, graph
 
     def _recompute(self, graph: fx.GraphModule) -> None:
         before = peak_bytes(graph)
@@ -254,6 +267,8 @@ class EmbeddedEngine:
         """The value of ``jit`` that stands for how training runs; None before it does."""
         if self.captured is not None and self.captured.is_used:
             return CUDAGRAPH
+        if self.compiled is not None and self.compiled.is_ready:
+            return INDUCTOR
         return None if self._lowered is None else self._lowered.way
 
     def explain(self, recipe: Recipe, options: Mapping[str, Any]) -> List[str]:
@@ -270,6 +285,7 @@ class EmbeddedEngine:
         if recipe.offload_optimizer_state:
             in_host = isinstance(self.state_memory, HostMemory)
             said.append(_OFFLOADED if in_host else _NOT_OFFLOADED)
+        said += self.compiled.said() if self.compiled is not None else []
         if self.recomputed is None or not recipe.recompute:
             return said
         repeated, before, after = self.recomputed

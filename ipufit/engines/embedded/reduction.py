@@ -32,16 +32,16 @@ class Reduction:
         """A sum over micro-batches of these sizes."""
         key = tuple(sizes)
         if key not in self._known:
-            self._known[key] = self._shares(sizes)
+            self._known[key] = self.shares(sizes)
         return GradientSum(*self._known[key], self._dtype)
 
     def coefficients(self, sizes: Sequence[int]) -> List[float]:
         """What the gradient of each of these micro-batches is multiplied with, in all."""
-        factors, share = self._shares(sizes)
+        factors, share = self.shares(sizes)
         return [factor * share for factor in factors]
 
-    def _shares(self, sizes: Sequence[int]) -> Tuple[List[float], float]:
-        """A factor for each micro-batch, and one for their sum."""
+    def shares(self, sizes: Sequence[int]) -> Tuple[List[float], float]:
+        """A factor for each of these micro-batches, and one for their sum."""
         if self._equally:
             return [1.0] * len(sizes), 1.0 if self._is_sum else 1 / len(sizes)
         full = self._micro_batch_size

@@ -21,6 +21,7 @@ from ipufit.engines.embedded.lowering.cudagraph import (
     StagedBatch,
     graph_maker,
 )
+from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates
 from ipufit.engines.embedded.precision import warn_of_vanishing_eps
 from ipufit.engines.embedded.publication import Publication
 from ipufit.engines.embedded.replicas import put_back
@@ -32,6 +33,7 @@ from ipufit.engines.embedded.storage import Block, FlatStorage
 from ipufit.engines.embedded.update import Update, UpdateMaker
 from ipufit.engines.embedded.updater import Rows, updater_for
 from ipufit.errors import CaptureError, ConfigurationError
+from ipufit.lowerings import INDUCTOR
 from ipufit.program import (
     Anchors,
     CombinedBatch,
@@ -82,9 +84,15 @@ class TrainingProgram(BaseProgram):
             self._seed,
             at_once=self._device.type == "cpu" and not engine.as_device,
         )
+        self._maker.compiled = engine.compiled = self._make_compiled()
         self._reached: Tuple[str, ...] = ()
         self._closed = False
         self._published = Publication(self._optimizer)
+
+    def _make_compiled(self) -> Optional[CompiledUpdates]:
+        if self._spec.recipe.jit != INDUCTOR:
+            return None
+        return CompiledUpdates(self._spec, self._live, self._engine.libraries, self._maker)
 
     def _make_live(self, tabled: bool) -> LiveState:
         spec, engine, recipe = self._spec, self._engine, self._spec.recipe
@@ -167,7 +175,12 @@ class TrainingProgram(BaseProgram):
                         "trained is fixed when fit starts. Freeze it between two calls of fit."
                     )
             self._by_form = {}
-        return super().prepare(example)
+        prepared = super().prepare(example)
+        compiled = self._maker.compiled
+        if compiled is not None and example.size == self._spec.plan.micro_batch_size:
+            example = example.to(self._device)
+            compiled.start(self._recorded(example), example)
+        return prepared
 
     def run(self, batch: CombinedBatch) -> Anchors:
         """One execution: every update in turn, its micro-batches in stream order."""
@@ -176,6 +189,8 @@ class TrainingProgram(BaseProgram):
                 "training works on the weights, but their moving averages stand in their place. "
                 "Call model.swap_ema_weights() again before training goes on."
             )
+        if self._maker.compiled is not None:
+            self._maker.compiled.wait()
         self._follow_the_optimizer()
         work = [(micro_batch, self._recorded(micro_batch)) for micro_batch in batch.micro_batches]
         follow_the_module(self._step, self._parameters, self._buffers, self._live.storage)
@@ -295,6 +310,8 @@ class TrainingProgram(BaseProgram):
         if self._closed:
             return
         self._closed = True
+        if self._maker.compiled is not None:
+            self._maker.compiled.close()
         if self._reached:
             self._memory.end()
             self.publish()

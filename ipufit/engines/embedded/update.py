@@ -17,6 +17,7 @@ from ipufit.program import MicroBatch, ProgramSpec
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import Recorded
+    from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates
 
 __all__ = ["Update", "UpdateMaker"]
 
@@ -38,6 +39,9 @@ class UpdateMaker:
         at_once: whether losses are looked at as they come, where the host need not wait for them.
         scales: the loss scale of each update, where a captured graph reads it; None for the present
             one.
+
+    Attributes:
+        compiled: makes the updates that fit it, once it is ready; None for none.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class UpdateMaker:
         self._clips = bool(spec.recipe.clip)
         self.at_once = at_once
         self._scales = scales
+        self.compiled: Optional[CompiledUpdates] = None
 
     def make(
         self,
@@ -78,6 +83,9 @@ class UpdateMaker:
             NonFiniteLossError: a loss, or at every loss scale the gradient, is not finite; buffers
                 are back to what they were before the update.
         """
+        if self.compiled is not None and self.compiled.fits(update):
+            self.compiled.make(update, first, wanted, collected)
+            return
         live = self._live
         # Where an update is known to be made, nobody needs this: what fails takes all of them back.
         saved = [copy_of(own) for own in live.replicas] if left_out is not False else []

@@ -130,7 +130,11 @@ def updater_for(
 
 
 class RuleUpdater:
-    """One rule per parameter group over flat tensors."""
+    """One rule per parameter group over flat tensors.
+
+    Attributes:
+        memory: where the state is between two updates.
+    """
 
     def __init__(
         self,
@@ -147,7 +151,7 @@ class RuleUpdater:
         self._kind = rule
         self._graphs = graphs
         self._finish = finish
-        self._memory = memory
+        self.memory = memory
         self._storage = FlatStorage([])
         self._rules: List[Rule] = []
         self._states: List[Dict[str, Tensor]] = []
@@ -156,6 +160,8 @@ class RuleUpdater:
         self._counts: List[float] = []
         self._rows: Rows = ()
         self._coming: List[Tuple[Tensor, ...]] = []
+        # What the rules take in these updates, where something else than they makes some.
+        self._table: List[Tuple[Tensor, ...]] = []
         self._switches = self._switches_of(optimizer.param_groups)
         self._run: Callable[..., Any] = self._update
         # A kernel for each block, where torch has one for all of them, and what it will be told.
@@ -183,10 +189,10 @@ class RuleUpdater:
         self._states = [self._load(*each) for each in zip(blocks, storage.flats, self._rules)]
         self._counts = [block.updates for block in blocks]
         self._fused = self._kernels()
+        self.refresh([groups])
         if self._fused:
             return
-        self.refresh([groups])
-        at_work = self._memory.fetch(self._kept())
+        at_work = self.memory.fetch(self._kept())
         arguments = self._arguments(self._finish.examples(storage.flats), at_work)
         key = (self._kind, self._switches, storage.form, self._finish)
         if not run_eagerly:
@@ -211,7 +217,7 @@ class RuleUpdater:
             for name, whole in state.items():
                 if known.get(name) is not None:
                     slot.view(whole).copy_(known[name])
-        return {name: self._memory.keep(whole) for name, whole in state.items()}
+        return {name: self.memory.keep(whole) for name, whole in state.items()}
 
     def refresh(self, rows: Rows) -> None:
         """Work out the coefficients of the coming updates from their hyper-parameters."""
@@ -233,21 +239,64 @@ class RuleUpdater:
         if self._fused:
             steps = [[[done + 1 + i] for i in range(len(rows))] for done in self._counts]
             return [torch.tensor(step, dtype=torch.float32) for step in steps]
+        return self._coefficients(rows)
+
+    def _coefficients(self, rows: Rows) -> List[Tensor]:
+        """What the rules of all blocks take in each of these updates, on the host."""
         tables = []
         for block, flat, rule, done in zip(
             self._storage.blocks, self._storage.flats, self._rules, self._counts
         ):
-            groups = [_numbers(row[block.group]) for row in rows]
-            table = [rule.coefficients(group, done + 1 + i) for i, group in enumerate(groups)]
+            known = {id(row): _numbers(row[block.group]) for row in _different(rows)}
+            table = [rule.coefficients(known[id(row)], done + 1 + i) for i, row in enumerate(rows)]
             dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
             tables.append(torch.tensor(table, dtype=dtype))
         return tables
+
+    def coming(self) -> Tuple[Tensor, ...]:
+        """The coefficients of the next update, for each block."""
+        if not self._table:
+            self._table = self._on_device(self._coefficients(self._rows))
+        return self._table[0]
+
+    def like_coming(self) -> Tuple[Tensor, ...]:
+        """Tensors like these, also where no update is coming."""
+        return self._on_device(self._coefficients([self._optimizer.param_groups]))[0]
+
+    def _on_device(self, tables: Sequence[Tensor]) -> List[Tuple[Tensor, ...]]:
+        """Tables of the blocks as what each update takes."""
+        moved = [table.to(flat.device) for table, flat in zip(tables, self._storage.flats)]
+        return list(zip(*(table.unbind() for table in moved)))
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """The layout of the parameters."""
+        return self._storage.blocks
+
+    def rules(self) -> List[Tuple[str, Dict[str, bool]]]:
+        """For each block the name of its rule, and which settings of its group are on."""
+        groups = [self._optimizer.param_groups[block.group] for block in self.blocks]
+        named = [_numbers({**group, **self._always}) for group in groups]
+        return [
+            (type(rule).__name__, {name: bool(value) for name, value in settings.items()})
+            for rule, settings in zip(self._rules, named)
+        ]
+
+    def states(self) -> List[Tensor]:
+        """For each parameter, in the order of the blocks, its part of each of its states."""
+        return [
+            whole[slot.start : slot.stop]
+            for block, state in zip(self.blocks, self._states)
+            for slot in block.slots
+            for whole in state.values()
+        ]
 
     def take(self, rows: Rows, tables: Sequence[Tensor]) -> None:
         """Go by these tables, on the device, in the coming updates."""
         self._rows = rows
         self._coming = list(zip(*(table.unbind() for table in tables)))
         self._told = self._told_of(rows) if self._fused else []
+        self._table = []
 
     def constants(self, rows: Rows) -> Tuple[object, ...]:
         """What the coming updates depend on that is in no table."""
@@ -262,7 +311,7 @@ class RuleUpdater:
 
     @counts.setter
     def counts(self, counts: Sequence[float]) -> None:
-        self._counts, self._rows, self._coming = list(counts), (), []
+        self._counts, self._rows, self._coming, self._table = list(counts), (), [], []
 
     def _told_of(self, rows: Rows) -> List[List[Dict[str, Any]]]:
         """What the kernels are told, for each update and block."""
@@ -296,7 +345,7 @@ class RuleUpdater:
     def _update_fused(self, gradients: Sequence[Tensor], state: Sequence[Tensor]) -> None:
         flats, blocks, values = self._storage.flats, self._storage.blocks, iter(state)
         finished = self._finish(gradients, blocks, flats)
-        told, numbers = self._told.pop(0), self._coming[0]
+        told, numbers = self._told[0], self._coming[0]
         for i, kernel in enumerate(self._fused):
             own = {name: next(values) for name in self._states[i]}
             kernel(flats[i], finished[i], own, numbers[i][0], told[i])
@@ -304,14 +353,19 @@ class RuleUpdater:
     def apply(self, gradients: Sequence[Tensor]) -> None:
         """One weight update."""
         kept = self._kept()
-        at_work = self._memory.fetch(kept)
+        at_work = self.memory.fetch(kept)
         if self._fused:
             self._update_fused(gradients, at_work)
         else:
             self._run(*self._arguments(gradients, at_work))
-        self._coming.pop(0)
         for tensor, updated in zip(kept, at_work):
-            self._memory.renew(tensor, updated)
+            self.memory.renew(tensor, updated)
+        self.count()
+
+    def count(self) -> None:
+        """One weight update was made."""
+        for each in (self._coming, self._told, self._table):
+            del each[:1]
         self._rows = self._rows[1:]
         self._counts = [count + 1 for count in self._counts]
 
@@ -344,7 +398,7 @@ class RuleUpdater:
             for slot in block.slots:
                 own = self._optimizer.state[slot.parameter]
                 for name, whole in state.items():
-                    own[name] = self._memory.for_torch(slot.view(whole))
+                    own[name] = self.memory.for_torch(slot.view(whole))
                 if self._kind.counted:
                     device = slot.parameter.device if on_device else torch.device("cpu")
                     own["step"] = torchs_step(type(self._optimizer), updates, device)
