@@ -58,6 +58,7 @@ def fit(model: Model, session: Session, given: FitArguments) -> History:
             if validation is not None:
                 validation.check(job.first)
             _check_schedule(session, job, given)
+            _expect(job, given)
             session.last_plan, session.sample = job.plan, stripped(job.first)
             told = _callbacks(model, given, job, Mode.TRAIN, given.last_epoch)
             model.history.params = {
@@ -99,6 +100,14 @@ def _described(session: Session, plan: Plan, given: FitArguments) -> Dict[str, A
         "ipus": plan.ipus,
         "dropped_samples": given.source.dropped,
     }
+
+
+def _expect(job: Job, given: FitArguments) -> None:
+    """Tell the program how much is to come, if it wants to know and that is known."""
+    expect = getattr(job.program, "expect", None)
+    updates = _updates_per_epoch(job.plan, given.source)
+    if expect is not None and updates is not None:
+        expect(updates * (given.last_epoch - given.first_epoch))
 
 
 def _way(session: Session) -> str:

@@ -22,6 +22,7 @@ from ipufit.engines.embedded.lowering.cuda_graphs import GraphMaker
 from ipufit.engines.embedded.lowering.cudagraph import Told, check_cudagraph
 from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates, Libraries
 from ipufit.engines.embedded.lowering.inductor.requirements import refuse_missing
+from ipufit.engines.embedded.lowering.racing import Race
 from ipufit.engines.embedded.precision import (
     autocast_state,
     computes_in_half,
@@ -106,6 +107,7 @@ class EmbeddedEngine:
         lowered: how recordings for training run, by the number of samples in a micro-batch.
         libraries: compiled updates that are loaded.
         compiled: those of the last training program; None where none were asked for.
+        race: between these and what is recorded; None where nobody is to find out.
         recomputed: of the last training recording, the number of operators that run twice, and how
             many bytes its values take at most without and with that; None without recomputation.
     """
@@ -129,6 +131,7 @@ class EmbeddedEngine:
         self.lowered: Dict[int, Lowered] = {}
         self.libraries: Libraries = {}
         self.compiled: Optional[CompiledUpdates] = None
+        self.race: Optional[Race] = None
         self._recorded: OrderedDict[Tuple[Any, ...], Recorded] = OrderedDict()
         self._steps: Dict[Tuple[int, int], StepModule] = {}
 
@@ -267,7 +270,8 @@ class EmbeddedEngine:
         """The value of ``jit`` that stands for how training runs; None before it does."""
         if self.captured is not None and self.captured.is_used:
             return CUDAGRAPH
-        if self.compiled is not None and self.compiled.is_ready:
+        is_compiled = self.compiled is not None and self.compiled.is_ready
+        if is_compiled or (self.race is not None and self.race.wins):
             return INDUCTOR
         return None if self._lowered is None else self._lowered.way
 
@@ -286,6 +290,7 @@ class EmbeddedEngine:
             in_host = isinstance(self.state_memory, HostMemory)
             said.append(_OFFLOADED if in_host else _NOT_OFFLOADED)
         said += self.compiled.said() if self.compiled is not None else []
+        said += self.race.said() if self.race is not None else []
         if self.recomputed is None or not recipe.recompute:
             return said
         repeated, before, after = self.recomputed

@@ -22,6 +22,8 @@ from ipufit.engines.embedded.lowering.cudagraph import (
     graph_maker,
 )
 from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates
+from ipufit.engines.embedded.lowering.inductor.requirements import missing
+from ipufit.engines.embedded.lowering.racing import Race
 from ipufit.engines.embedded.precision import warn_of_vanishing_eps
 from ipufit.engines.embedded.publication import Publication
 from ipufit.engines.embedded.replicas import put_back
@@ -33,7 +35,7 @@ from ipufit.engines.embedded.storage import Block, FlatStorage
 from ipufit.engines.embedded.update import Update, UpdateMaker
 from ipufit.engines.embedded.updater import Rows, updater_for
 from ipufit.errors import CaptureError, ConfigurationError
-from ipufit.lowerings import INDUCTOR
+from ipufit.lowerings import AUTO, INDUCTOR
 from ipufit.program import (
     Anchors,
     CombinedBatch,
@@ -84,15 +86,28 @@ class TrainingProgram(BaseProgram):
             self._seed,
             at_once=self._device.type == "cpu" and not engine.as_device,
         )
-        self._maker.compiled = engine.compiled = self._make_compiled()
+        self._maker.compiled = engine.compiled = engine.race = None
+        self._race: Optional[Race] = None
+        self._make_compiled()
         self._reached: Tuple[str, ...] = ()
         self._closed = False
         self._published = Publication(self._optimizer)
 
-    def _make_compiled(self) -> Optional[CompiledUpdates]:
-        if self._spec.recipe.jit != INDUCTOR:
-            return None
-        return CompiledUpdates(self._spec, self._live, self._engine.libraries, self._maker)
+    def _make_compiled(self) -> None:
+        jit, engine = self._spec.recipe.jit, self._engine
+        is_auto = jit == AUTO and self._maker.at_once and missing() is None
+        if jit != INDUCTOR and not is_auto:
+            return
+        compiled = CompiledUpdates(self._spec, self._live, engine.libraries, self._maker)
+        if is_auto:
+            self._race = engine.race = Race(compiled)
+        else:
+            self._maker.compiled = engine.compiled = compiled
+
+    def expect(self, updates: int) -> None:
+        """So many updates are to come; what pays in a long run is done for no short one."""
+        if self._race is not None:
+            self._race.expect(updates)
 
     def _make_live(self, tabled: bool) -> LiveState:
         spec, engine, recipe = self._spec, self._engine, self._spec.recipe
@@ -176,10 +191,12 @@ class TrainingProgram(BaseProgram):
                     )
             self._by_form = {}
         prepared = super().prepare(example)
-        compiled = self._maker.compiled
-        if compiled is not None and example.size == self._spec.plan.micro_batch_size:
+        if example.size == self._spec.plan.micro_batch_size:
             example = example.to(self._device)
-            compiled.start(self._recorded(example), example)
+            if self._race is not None:
+                self._race.enter(self._recorded(example), example)
+            elif self._maker.compiled is not None:
+                self._maker.compiled.start(self._recorded(example), example)
         return prepared
 
     def run(self, batch: CombinedBatch) -> Anchors:
@@ -202,7 +219,12 @@ class TrainingProgram(BaseProgram):
         if schedule is not None:
             rows = schedule.rows(len(updates))
         try:
-            return self._run(updates, rows, batch)
+            if self._race is None:
+                return self._run(updates, rows, batch)
+            self._maker.compiled = self._race.before()
+            anchors = self._run(updates, rows, batch)
+            self._race.after(len(updates))
+            return anchors
         except BaseException:
             if schedule is not None:
                 schedule.restore(before)
@@ -310,8 +332,9 @@ class TrainingProgram(BaseProgram):
         if self._closed:
             return
         self._closed = True
-        if self._maker.compiled is not None:
-            self._maker.compiled.close()
+        compiled = self._maker.compiled if self._race is None else self._race.compiled
+        if compiled is not None:
+            compiled.close()
         if self._reached:
             self._memory.end()
             self.publish()

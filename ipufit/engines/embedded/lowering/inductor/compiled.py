@@ -67,6 +67,7 @@ class CompiledUpdates:
         self._request: Optional[Request] = None
         self._running: Optional[Compilation] = None
         self._miss = ""
+        self._compiles = True
         self._start = 0.0
         self._run: Optional[Runner] = None
         # The tensors that are the same in every update, and the storage they belong to.
@@ -75,18 +76,20 @@ class CompiledUpdates:
         self.reason: Optional[str] = None
         self.origin: Optional[str] = None
 
-    def start(self, recorded: Recorded, example: MicroBatch) -> None:
+    def start(self, recorded: Recorded, example: MicroBatch, compiles: bool = True) -> None:
         """Begin to compile, or take what is compiled already; doesn't wait.
 
         Args:
             recorded: of a full micro-batch.
             example: such a micro-batch.
+            compiles: whether to compile what is not there.
 
         Raises:
             ConfigurationError: the directory of compiled programs is not the user's alone.
         """
-        if recorded is self._recorded:
+        if recorded is self._recorded and (self._running is not None or self._run is not None):
             return
+        self._compiles = compiles
         self.close()
         self._recorded = recorded
         self._run = self._described = self.reason = self.origin = None
@@ -121,6 +124,8 @@ class CompiledUpdates:
             except RuntimeError:
                 # Of a system that has changed in a way that its description does not show.
                 self._store.drop(parts)
+        if not self._compiles:
+            return
         self._miss = self._store.why_missing(parts)
         self._start = time.perf_counter()
         self._running = Compilation(request, self._store)
