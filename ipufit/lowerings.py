@@ -5,11 +5,12 @@ from __future__ import annotations
 from ipufit.errors import ConfigurationError
 from ipufit.faults import one_of
 
-__all__ = ["AUTO", "CUDAGRAPH", "GRAPH", "LOWERINGS", "OFF", "resolve_jit"]
+__all__ = ["AUTO", "CUDAGRAPH", "GRAPH", "KERNELS", "LOWERINGS", "OFF", "resolve_jit"]
 
-AUTO, OFF, GRAPH, CUDAGRAPH = "auto", "off", "graph", "cudagraph"
+AUTO, OFF, GRAPH, KERNELS = "auto", "off", "graph", "kernels"
+CUDAGRAPH = "cudagraph"
 
-LOWERINGS = (AUTO, GRAPH, CUDAGRAPH, OFF)
+LOWERINGS = (AUTO, GRAPH, KERNELS, CUDAGRAPH, OFF)
 
 
 def resolve_jit(jit: object, run_eagerly: object) -> str:

@@ -269,11 +269,12 @@ class Program(Protocol):
 class Engine(Protocol):
     """Builds programs. One engine belongs to one compiled model and may keep what it has recorded.
 
-    It may have more: ``check(module, optimizer, loss, recipe, options, partitions)``,
-    which refuses at ``compile`` what it can't do; ``explain(recipe, options)``, sentences on what
-    is particular to it; ``takes_options``, true if ``training_options`` mean something to it;
-    ``options_of(config)``, those that an IPUConfig asks for, by the argument of ``compile``; and
-    ``close()``, called when the model is compiled anew or closed.
+    It may have more: ``check(module, optimizer, loss, recipe, options, partitions)``, which refuses
+    at ``compile`` what it can't do; ``explain(recipe, options)``, sentences on what is particular
+    to it; ``way``, the value of ``jit`` by which training runs; ``takes_options``, true if
+    ``training_options`` mean something to it; ``options_of(config)``, those that an IPUConfig asks
+    for, by the argument of ``compile``; and ``close()``, called when the model is compiled anew or
+    closed.
 
     Attributes:
         name: for reports.

@@ -81,6 +81,7 @@ def fit(model: Model, session: Session, given: FitArguments) -> History:
             finally:
                 model.history.params["updates_done"] = job.program.updates - first_update
                 model.history.params["capture_seconds"] = model.capture_seconds
+                model.history.params["jit"] = _way(session)
     return model.history
 
 
@@ -88,6 +89,7 @@ def _described(session: Session, plan: Plan, given: FitArguments) -> Dict[str, A
     """How a run was made, for History."""
     return {
         **session.recipe.describe(),
+        "jit": _way(session),
         "engine": session.engine.name,
         "seed": given.seed,
         "micro_batch_size": plan.micro_batch_size,
@@ -97,6 +99,11 @@ def _described(session: Session, plan: Plan, given: FitArguments) -> Dict[str, A
         "ipus": plan.ipus,
         "dropped_samples": given.source.dropped,
     }
+
+
+def _way(session: Session) -> str:
+    """How the program ran: with jit="auto", what was chosen."""
+    return getattr(session.engine, "way", None) or session.recipe.jit
 
 
 def _updates_per_epoch(plan: Plan, source: Source) -> Optional[int]:

@@ -95,6 +95,7 @@ def fit(model, plan=PLANS[1], x=X, y=Y, epochs=3, seed=5, **options):
 def captured(model):
     """Whether executions were replayed."""
     assert "Runs as CUDA graphs of whole executions" in model._session.explain()
+    assert model.history.params["jit"] == "cudagraph"
     tapes = model._session.engine.tape
     return tapes is None or tapes.replays > 0
 

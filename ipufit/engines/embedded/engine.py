@@ -17,6 +17,7 @@ from ipufit.engines.embedded.fingerprint import fingerprint
 from ipufit.engines.embedded.hints import said_of
 from ipufit.engines.embedded.inference import InferenceProgram
 from ipufit.engines.embedded.liveness import peak_bytes
+from ipufit.engines.embedded.lowering.choosing import Lowered, lower
 from ipufit.engines.embedded.lowering.cuda_graphs import GraphMaker
 from ipufit.engines.embedded.lowering.cudagraph import check_cudagraph
 from ipufit.engines.embedded.precision import (
@@ -37,7 +38,7 @@ from ipufit.engines.embedded.training import TrainingProgram
 from ipufit.engines.embedded.transfer import Transfer
 from ipufit.engines.embedded.updater import Graphs
 from ipufit.losses import Loss
-from ipufit.lowerings import CUDAGRAPH
+from ipufit.lowerings import CUDAGRAPH, OFF
 from ipufit.program import MicroBatch, Mode, Program, ProgramSpec
 from ipufit.recipe import Recipe
 
@@ -95,9 +96,11 @@ class EmbeddedEngine:
         as_device: treat the host as a device of its own: look at losses after an execution, and
             keep in other memory what is to be there.
         tape: makes what captures work on a host that is treated as a device; None: nothing does.
-        lowered: how the last training program ran, if that is to be told.
+        replaying: what became of CUDA graphs in the last training program; None where nothing did.
+        replays: whether it captured any.
         state_memory: where the optimizer's state of the last training program is between updates.
         hints: marks for an IPU that were seen in forward.
+        lowered: how recordings for training run, by the number of samples in a micro-batch.
         recomputed: of the last training recording, the number of operators that run twice, and how
             many bytes its values take at most without and with that; None without recomputation.
     """
@@ -114,10 +117,12 @@ class EmbeddedEngine:
         self.scale: Optional[ScaleState] = None
         self.as_device = False
         self.tape: Optional[Callable[[torch.device], GraphMaker]] = None
-        self.lowered: Optional[str] = None
+        self.replaying: Optional[str] = None
+        self.replays = False
         self.state_memory = StateMemory()
         self.hints: Dict[str, None] = {}
         self.recomputed: Optional[Tuple[int, int, int]] = None
+        self.lowered: Dict[int, Lowered] = {}
         self._recorded: OrderedDict[Tuple[Any, ...], Recorded] = OrderedDict()
         self._steps: Dict[Tuple[int, int], StepModule] = {}
 
@@ -161,7 +166,7 @@ class EmbeddedEngine:
         key = (
             spec.mode,
             spec.want_outputs,
-            spec.run_eagerly,
+            recipe.jit,
             id(step),
             example.structure,
             tuple(trained),
@@ -189,7 +194,9 @@ class EmbeddedEngine:
             arguments = [*state, *example.leaves]
             if scaled:
                 arguments.append(torch.ones((), dtype=torch.float64, device=arguments[-1].device))
-            run, random = self._make(micro, step, arguments, spec.run_eagerly, recompute)
+            run, random, lowered = self._make(micro, step, arguments, recipe.jit, recompute)
+            if spec.mode is Mode.TRAIN:
+                self.lowered[example.size] = lowered
             self.hints.update(micro.hints)
             self._recorded[key] = Recorded(run, micro, micro.outputs, micro.reached, random, held)
             if len(self._recorded) > _KEPT:
@@ -202,15 +209,15 @@ class EmbeddedEngine:
         micro: MicroStep,
         step: StepModule,
         arguments: Sequence[Tensor],
-        eagerly: bool,
+        jit: str,
         recompute: Sequence[str],
-    ) -> Tuple[Callable[..., List[Tensor]], bool]:
-        """What to run for a micro-batch, and whether it may draw random numbers."""
-        if eagerly:
+    ) -> Tuple[Callable[..., List[Tensor]], bool, Lowered]:
+        """What to run for a micro-batch, whether it may draw random numbers, and how it runs."""
+        if jit == OFF:
             # Once on copies, to see the outputs and which parameters a gradient reaches.
             with attributes_kept(step):
                 try_out(micro, arguments)
-            return micro, True
+            return micro, True, Lowered(micro, OFF, "")
         with self.timed(), attributes_kept(step) as changed:
             graph = capture(micro, arguments)
             if recompute:
@@ -225,17 +232,31 @@ class EmbeddedEngine:
                 UserWarning,
                 stacklevel=2,
             )
-        run = without_autocast(graph, arguments)
+        with self.timed():
+            lowered = lower(graph, arguments, jit)
+        run = without_autocast(lowered.run, arguments)
         values = [node.meta.get("val") for node in graph.graph.nodes]
         on_cpu = arguments[-1].device.type == "cpu"
         if (on_cpu and computes_in_half(values)) or mixes_double(arguments):
             try_out(run, arguments)
-        return run, uses_random_numbers(graph)
+        return run, uses_random_numbers(graph), lowered
 
     def _recompute(self, graph: fx.GraphModule) -> None:
         before = peak_bytes(graph)
         repeated = recompute_layers(graph)
         self.recomputed = (repeated, before, peak_bytes(graph))
+
+    @property
+    def _lowered(self) -> Optional[Lowered]:
+        """How full micro-batches of training run, once one has been recorded."""
+        return self.lowered[max(self.lowered)] if self.lowered else None
+
+    @property
+    def way(self) -> Optional[str]:
+        """The value of ``jit`` that stands for how training runs; None before it does."""
+        if self.replays:
+            return CUDAGRAPH
+        return None if self._lowered is None else self._lowered.way
 
     def explain(self, recipe: Recipe, options: Mapping[str, Any]) -> List[str]:
         """What is particular about how it runs, in sentences.
@@ -245,7 +266,9 @@ class EmbeddedEngine:
             options: those of an IPU; here there are none.
         """
         said = [said_of(self.hints)] if self.hints else []
-        said += [self.lowered] if self.lowered is not None else []
+        if self._lowered is not None and self._lowered.why:
+            said.append(self._lowered.why)
+        said += [self.replaying] if self.replaying is not None else []
         if recipe.offload_optimizer_state:
             in_host = isinstance(self.state_memory, HostMemory)
             said.append(_OFFLOADED if in_host else _NOT_OFFLOADED)

@@ -1,1 +1,1 @@
-"""Ways in which a recorded program runs, besides operator by operator."""
+"""From a recorded graph to what runs: the same operators, faster kernels, whole executions."""

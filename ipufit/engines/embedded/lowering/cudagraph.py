@@ -221,7 +221,7 @@ class CapturedExecutions:
         if reason is None:
             return
         self._reason = reason
-        self._engine.lowered = f"Runs as it was recorded, not as CUDA graphs: {reason}."
+        self._engine.replaying = f"Runs as it was recorded, not as CUDA graphs: {reason}."
         if self._spec.recipe.jit == CUDAGRAPH:
             warnings.warn(
                 f"jit='cudagraph' runs this program as jit='graph' does: {reason}.",
@@ -260,7 +260,8 @@ class CapturedExecutions:
             finally:
                 self._go_on_from(updater, before)
             count = sum(captured is not None for captured in self._known.values())
-            self._engine.lowered = f"Runs as CUDA graphs of whole executions, {count} captured."
+            self._engine.replays = True
+            self._engine.replaying = f"Runs as CUDA graphs of whole executions, {count} captured."
         return self._known[key]
 
     def _capture(
