@@ -23,7 +23,6 @@ from ipufit.engines.embedded.lowering.cuda_graphs import (
     Draw,
     Graph,
     GraphMaker,
-    can_draw,
     why_no_graphs,
 )
 from ipufit.engines.embedded.lowering.static import Sent, Static, keeps_its_form
@@ -209,11 +208,7 @@ class CapturedExecutions:
         sums = [recipe.accumulation_dtype or flat.dtype for flat in live.storage.flats]
         if live.scaler is not None and any(dtype in half for dtype in sums):
             return "a loss scale that is a tensor rounds otherwise in a half-precision gradient"
-        random = any(recorded.random for update in updates for _, recorded in update)
-        if random and self._engine.tape is None and not can_draw():
-            return f"it draws random numbers, and torch {torch.__version__} would repeat them"
-        leaves = _leaves(updates)
-        if not all(keeps_its_form(leaf, self._device) for leaf in leaves):
+        if not all(keeps_its_form(leaf, self._device) for leaf in _leaves(updates)):
             return "samples have gaps in memory, which a copy of them has not"
         return None
 
