@@ -217,9 +217,9 @@ class ProgramSpec:
 class Program(Protocol):
     """A whole training, evaluation or prediction step, ready to run.
 
-    A training program may have more: ``expect(updates)``, called before the first execution with the
-    number of updates that ``fit`` is to make; and ``stage(batch)``, called from any thread with a
-    batch that is to run later: what it returns is run in its place.
+    A training program may have more: ``expect(updates)``, called before the first execution with
+    the number of updates that ``fit`` is to make; and ``stage(batch)``, called from any thread with
+    a batch that is to run later: what it returns is run in its place.
     """
 
     @property

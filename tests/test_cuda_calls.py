@@ -40,6 +40,13 @@ class Generator:
         self.state = other.name
         self.log.append(f"draw from {other.name}")
 
+    def get_state(self):
+        return f"values of {self.name}"
+
+    def set_state(self, state):
+        self.log.append(f"{self.name} takes {state}")
+        return self
+
     def manual_seed(self, key):
         self.log.append(f"{self.name} starts at {key}")
 
@@ -122,13 +129,18 @@ def test_every_stream_of_random_numbers_is_registered_and_seeded(cuda):
     assert cuda.stream.name == "main"
 
 
-def test_work_that_draws_nothing_touches_no_generator(cuda):
+def test_work_that_draws_nothing_has_no_streams(cuda):
     CudaGraphs(DEVICE).capture(lambda draw: None, 0).replay([])
-    assert cuda.log == ["begin on side, pool shared, thread_local", "end", "replay"]
+    assert cuda.log == [
+        "begin on side, pool shared, thread_local",
+        "end",
+        "draw from default",
+        "replay",
+    ]
 
 
-def test_a_failed_capture_leaves_stream_and_generator_as_they_were(cuda):
-    """torch leaves the stream of the capture in place, and its allocator holds on to the graph."""
+def test_a_failed_capture_leaves_stream_and_random_numbers_as_they_were(cuda):
+    """torch leaves its stream in place, a generator that draws no more, and a graph in use."""
 
     def work(draw):
         draw(0, 7)
@@ -137,7 +149,7 @@ def test_a_failed_capture_leaves_stream_and_generator_as_they_were(cuda):
     with pytest.raises(RuntimeError, match="not permitted"):
         CudaGraphs(DEVICE).capture(work, 1)
     assert cuda.stream.name == "main"
-    assert cuda.default.state == "default"
+    assert cuda.log[-2:] == ["b takes values of default", "draw from b"]
     assert len(cuda_graphs._FAILED) == 1
 
 

@@ -95,6 +95,7 @@ def fit(model, plan=PLANS[1], x=X, y=Y, epochs=3, seed=5, **options):
 def captured(model):
     """Whether executions were replayed."""
     assert "Runs as CUDA graphs of whole executions" in model._session.explain()
+    assert model.history.params["jit"] == "cudagraph"
     tapes = model._session.engine.tape
     return tapes is None or tapes.replays > 0
 
@@ -490,10 +491,10 @@ def test_a_module_on_the_cpu_is_refused():
 
 
 def test_an_old_torch_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda.graph, "__init__", lambda self, cuda_graph: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     text = (
-        f"jit='cudagraph' can't work here: torch {torch.__version__} is too old for it: 2.1 came "
-        "with what it needs. Use jit='auto', or a newer torch."
+        f"jit='cudagraph' can't work here: a CUDA graph of torch {torch.__version__} takes no "
+        "generators of its own. Use jit='auto', or a newer torch."
     )
     refused(lambda: check_cudagraph(nn.Identity()), text)
 
@@ -558,8 +559,16 @@ def test_within_an_execution_the_host_waits_for_nothing():
     model = built(CNN(), adam, "cudagraph", "cuda", metrics=["accuracy"])
 
     class Watching(Callback):
+        last = False
+
         def on_epoch_begin(self, epoch, logs=None):
-            torch.cuda.set_sync_debug_mode("error" if epoch == 2 else "default")
+            self.last = epoch == 2
+
+        def on_train_batch_begin(self, batch, logs=None):
+            torch.cuda.set_sync_debug_mode("error" if self.last else "default")
+
+        def on_train_batch_end(self, batch, logs=None):
+            torch.cuda.set_sync_debug_mode("default")
 
     try:
         fit(model, x=X[:36].float(), y=Y[:36], callbacks=[Watching()])
@@ -580,3 +589,4 @@ def test_a_failed_capture_leaves_the_stream_alone():
         CudaGraphs(device).capture(lambda draw: value.item(), 0)
     assert torch.cuda.current_stream() == outside
     assert value.item() == 1
+    assert torch.rand(3, device=device).shape == (3,)

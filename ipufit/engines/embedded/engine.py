@@ -19,7 +19,7 @@ from ipufit.engines.embedded.inference import InferenceProgram
 from ipufit.engines.embedded.liveness import peak_bytes
 from ipufit.engines.embedded.lowering.choosing import Lowered, lower
 from ipufit.engines.embedded.lowering.cuda_graphs import GraphMaker
-from ipufit.engines.embedded.lowering.cudagraph import Told, check_cudagraph
+from ipufit.engines.embedded.lowering.cudagraph import check_cudagraph
 from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates, Libraries
 from ipufit.engines.embedded.lowering.inductor.requirements import refuse_missing
 from ipufit.engines.embedded.lowering.racing import Race
@@ -101,7 +101,8 @@ class EmbeddedEngine:
         as_device: treat the host as a device of its own: look at losses after an execution, and
             keep in other memory what is to be there.
         tape: makes what captures work on a host that is treated as a device; None: nothing does.
-        captured: whether the last training program ran as captured graphs, if that was asked.
+        replaying: what became of CUDA graphs in the last training program; None where nothing did.
+        replays: whether it captured any.
         state_memory: where the optimizer's state of the last training program is between updates.
         hints: marks for an IPU that were seen in forward.
         lowered: how recordings for training run, by the number of samples in a micro-batch.
@@ -124,7 +125,8 @@ class EmbeddedEngine:
         self.scale: Optional[ScaleState] = None
         self.as_device = False
         self.tape: Optional[Callable[[torch.device], GraphMaker]] = None
-        self.captured: Optional[Told] = None
+        self.replaying: Optional[str] = None
+        self.replays = False
         self.state_memory = StateMemory()
         self.hints: Dict[str, None] = {}
         self.recomputed: Optional[Tuple[int, int, int]] = None
@@ -268,7 +270,7 @@ class EmbeddedEngine:
     @property
     def way(self) -> Optional[str]:
         """The value of ``jit`` that stands for how training runs; None before it does."""
-        if self.captured is not None and self.captured.is_used:
+        if self.replays:
             return CUDAGRAPH
         is_compiled = self.compiled is not None and self.compiled.is_ready
         if is_compiled or (self.race is not None and self.race.wins):
@@ -285,7 +287,7 @@ class EmbeddedEngine:
         said = [said_of(self.hints)] if self.hints else []
         if self._lowered is not None and self._lowered.why:
             said.append(self._lowered.why)
-        said += [self.captured.text] if self.captured is not None else []
+        said += [self.replaying] if self.replaying is not None else []
         if recipe.offload_optimizer_state:
             in_host = isinstance(self.state_memory, HostMemory)
             said.append(_OFFLOADED if in_host else _NOT_OFFLOADED)

@@ -71,7 +71,7 @@ class TrainingProgram(BaseProgram):
         self._frozen = [name for name in self._parameters if name not in trained]
         refuse_shared_memory(self._trained, self._parameters, self._buffers)
         warn_of_vanishing_eps(spec.optimizer)
-        engine.captured = None
+        engine.replaying, engine.replays = None, False
         makes_graphs = graph_maker(engine, spec.recipe, self._device)
         self._live = self._make_live(tabled=makes_graphs is not None)
         self._captured: Optional[CapturedExecutions] = None

@@ -1,1 +1,1 @@
-"""From a recorded graph to what runs: the same operators, or faster kernels for them."""
+"""From a recorded graph to what runs: itself, faster kernels, compiled updates, CUDA graphs."""

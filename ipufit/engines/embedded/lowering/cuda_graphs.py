@@ -14,7 +14,7 @@ import torch
 
 from ipufit.randomness import LOCK
 
-__all__ = ["CudaGraphs", "Draw", "Graph", "GraphMaker", "can_draw", "why_no_graphs"]
+__all__ = ["CudaGraphs", "Draw", "Graph", "GraphMaker", "why_no_graphs"]
 
 # Says that what follows draws from the stream of random numbers at a place, which starts at a key.
 Draw = Callable[[int, int], None]
@@ -47,16 +47,12 @@ class GraphMaker(Protocol):
 
 def why_no_graphs() -> Optional[str]:
     """Why this torch captures nothing; None if it does."""
-    # Without this argument nothing may happen on the device in other threads, such as loaders'.
-    if "capture_error_mode" not in inspect.signature(torch.cuda.graph.__init__).parameters:
-        return f"torch {torch.__version__} is too old for it: 2.1 came with what it needs"
-    return None
-
-
-def can_draw() -> bool:
-    """Whether captured work can draw other random numbers in every replay, from several streams."""
-    has_streams = hasattr(torch.cuda.CUDAGraph, "register_generator_state")
-    return has_streams and hasattr(torch.Generator, "graphsafe_set_state")
+    # With this argument other threads, such as a loader's, may go on using the device.
+    has_modes = "capture_error_mode" in inspect.signature(torch.cuda.graph.__init__).parameters
+    has_generators = hasattr(torch.cuda.CUDAGraph, "register_generator_state")
+    if has_modes and has_generators and hasattr(torch.Generator, "graphsafe_set_state"):
+        return None
+    return f"a CUDA graph of torch {torch.__version__} takes no generators of its own"
 
 
 # A capture that failed may leave torch's allocator with a reference to its graph.
@@ -98,7 +94,7 @@ class CudaGraphs:
 
         outside = torch.cuda.current_stream(self._device)
         with LOCK, torch.cuda.device(self._device):
-            own = default.graphsafe_get_state() if streams else None
+            own = default.graphsafe_get_state()
             try:
                 with torch.cuda.graph(
                     graph, self._pool, self._stream, capture_error_mode="thread_local"
@@ -106,12 +102,12 @@ class CudaGraphs:
                     function(draw)
             except BaseException:
                 _FAILED.append(graph)
+                # torch leaves its stream in place, and generators as if they were still captured.
+                torch.cuda.set_stream(outside)
+                own = torch.Generator(self._device).set_state(own.get_state())
                 raise
             finally:
-                # torch leaves its own stream in place where a capture fails.
-                torch.cuda.set_stream(outside)
-                if own is not None:
-                    default.graphsafe_set_state(own)
+                default.graphsafe_set_state(own)
         return _CudaGraph(graph, generators)
 
 

@@ -23,7 +23,6 @@ from ipufit.engines.embedded.lowering.cuda_graphs import (
     Draw,
     Graph,
     GraphMaker,
-    can_draw,
     why_no_graphs,
 )
 from ipufit.engines.embedded.lowering.static import Sent, Static, keeps_its_form
@@ -39,7 +38,7 @@ from ipufit.recipe import Recipe
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
 
-__all__ = ["CapturedExecutions", "StagedBatch", "Told", "check_cudagraph", "graph_maker"]
+__all__ = ["CapturedExecutions", "StagedBatch", "check_cudagraph", "graph_maker"]
 
 # Kinds of executions that are remembered; the least recently seen go first, with their graphs.
 _KEPT = 6
@@ -76,14 +75,6 @@ def graph_maker(
     if engine.tape is not None:
         return engine.tape(device)
     return CudaGraphs(device) if device.type == "cuda" and why_no_graphs() is None else None
-
-
-@dataclasses.dataclass(frozen=True)
-class Told:
-    """Whether executions run as captured graphs, and a sentence about it."""
-
-    is_used: bool
-    text: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,11 +208,7 @@ class CapturedExecutions:
         sums = [recipe.accumulation_dtype or flat.dtype for flat in live.storage.flats]
         if live.scaler is not None and any(dtype in half for dtype in sums):
             return "a loss scale that is a tensor rounds otherwise in a half-precision gradient"
-        random = any(recorded.random for update in updates for _, recorded in update)
-        if random and self._engine.tape is None and not can_draw():
-            return f"it draws random numbers, and torch {torch.__version__} would repeat them"
-        leaves = _leaves(updates)
-        if not all(keeps_its_form(leaf, self._device) for leaf in leaves):
+        if not all(keeps_its_form(leaf, self._device) for leaf in _leaves(updates)):
             return "samples have gaps in memory, which a copy of them has not"
         return None
 
@@ -229,7 +216,7 @@ class CapturedExecutions:
         if reason is None:
             return
         self._reason = reason
-        self._engine.captured = Told(False, f"Runs no CUDA graphs: {reason}.")
+        self._engine.replaying = f"Runs no CUDA graphs: {reason}."
         if self._spec.recipe.jit == CUDAGRAPH:
             warnings.warn(
                 f"jit='cudagraph' runs this program as jit='graph' does: {reason}.",
@@ -268,8 +255,8 @@ class CapturedExecutions:
             finally:
                 self._go_on_from(updater, before)
             count = sum(captured is not None for captured in self._known.values())
-            said = f"Runs as CUDA graphs of whole executions, {count} captured."
-            self._engine.captured = Told(True, said)
+            self._engine.replays = True
+            self._engine.replaying = f"Runs as CUDA graphs of whole executions, {count} captured."
         return self._known[key]
 
     def _capture(

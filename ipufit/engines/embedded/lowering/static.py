@@ -56,9 +56,8 @@ class Static:
         self._size = size
         self._bytes = torch.empty(size, dtype=torch.uint8, device=device)
         self.tensors = self._views(self._bytes)
+        self._is_cuda = device.type == "cuda"
         self._aside: Any = None
-        if device.type == "cuda":
-            self._aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def _views(self, memory: Tensor) -> List[Tensor]:
         return [
@@ -77,8 +76,11 @@ class Static:
     def send(self, values: Sequence[Tensor]) -> Sent:
         """Start to bring values from the host while the device works on; from any thread."""
         host = self._packed(values)
-        if self._aside is None:
+        if not self._is_cuda:
             return Sent(self, host, None)
+        if self._aside is None:
+            device = self._bytes.device
+            self._aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._aside):
             memory = torch.empty_like(self._bytes).copy_(host, non_blocking=True)
             return Sent(self, memory, self._aside.record_event())
@@ -93,7 +95,7 @@ class Static:
 
     def _packed(self, values: Sequence[Tensor]) -> Tensor:
         """Values on the host as one tensor, from which the device reads directly."""
-        memory = torch.empty(self._size, dtype=torch.uint8, pin_memory=self._aside is not None)
+        memory = torch.empty(self._size, dtype=torch.uint8, pin_memory=self._is_cuda)
         for tensor, value in zip(self._views(memory), values):
             tensor.copy_(value)
         return memory
