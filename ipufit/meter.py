@@ -104,10 +104,13 @@ class Meter:
         self.skipped += anchors.skipped
         self._settings.update(anchors.settings)
         self._values = None
-        for place, outputs in zip(anchors.places, anchors.outputs):
-            micro_batch = batch.micro_batches[place]
-            target, sample_weight = metric_target(micro_batch, self._loss)
-            self._metrics.update(outputs, target, micro_batch.size, sample_weight)
+        if self._metrics:
+            seen = []
+            for place, outputs in zip(anchors.places, anchors.outputs):
+                micro_batch = batch.micro_batches[place]
+                target, sample_weight = metric_target(micro_batch, self._loss)
+                seen.append((outputs, target, micro_batch.size, sample_weight))
+            self._metrics.update_all(seen)
 
     def _add_logged(
         self, anchors: Anchors, sizes: Sequence[_Share], counts: Sequence[_Share]
