@@ -110,7 +110,7 @@ def test_onednns_matrix_product_is_compiled_for_any_matrix(threads, cached, monk
     code = describing._code
 
     def replaced(graph, count, blocks):
-        text, *rest = code(graph, count, blocks)
+        source, text, *rest = code(graph, count, blocks)
         assert text.count("aten.mm.default(") == 3
         product = "mkldnn._linear_pointwise.default({}, {}.t(), None, 'none', [], '')"
         for node in graph.graph.nodes:
@@ -120,7 +120,7 @@ def test_onednns_matrix_product_is_compiled_for_any_matrix(threads, cached, monk
                     f"aten.mm.default({first}, {second})", product.format(first, second)
                 )
         assert text.count("_linear_pointwise") == 3
-        return (text, *rest)
+        return (source, text, *rest)
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
