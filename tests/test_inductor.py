@@ -12,7 +12,7 @@ from torch import nn
 
 import ipufit
 from ipufit.engines.embedded.lowering.inductor import compiled as compiled_module
-from ipufit.engines.embedded.lowering.inductor import requirements
+from ipufit.engines.embedded.lowering.inductor import describing, requirements
 from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates
 from ipufit.engines.embedded.lowering.inductor.form import update_of
 from ipufit.engines.embedded.lowering.inductor.request import Request
@@ -349,3 +349,29 @@ def test_a_library_that_does_not_load_is_compiled_again(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="compiles"):
         fit(model, x, y)
     assert len(dropped) == 1
+
+
+def test_a_choice_that_is_measured_decides_about_no_program_that_is_kept(described, monkeypatch):
+    """Another process may measure otherwise, and finds the library all the same."""
+    parts, codes = [], []
+
+    def begin(self, request):
+        parts.append(request.parts())
+        codes.append(request.form.code)
+        self._run = update_of(request.form)
+
+    monkeypatch.setattr(CompiledUpdates, "_begin", begin)
+    x, y = data(8)
+    for products in (describing.onednn_products, _other_products):
+        torch.manual_seed(0)
+        monkeypatch.setattr(describing, "onednn_products", products)
+        model, _ = embedded(MLP().double(), "sgd")
+        fit(model, x, y)
+    assert codes[0] != codes[1]
+    assert parts[0] == parts[1]
+
+
+def _other_products(graph):
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten.mm.default:
+            node.target = torch.ops.aten.matmul.default

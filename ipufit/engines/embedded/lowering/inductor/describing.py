@@ -74,7 +74,7 @@ def describe(
         raise UnfitError("it draws random numbers, and each micro-batch has a stream of its own")
     _refuse_operators(graph)
     state, leaves = len(live.states[0]), len(example.leaves)
-    code, constants, outputs = _code(graph, state + leaves, updater.blocks)
+    source, code, constants, outputs = _code(graph, state + leaves, updater.blocks)
     places = {name: i for i, name in enumerate(recorded.micro.trained)}
     slots = [
         SlotForm(b, places[slot.name], tuple(slot.parameter.shape), slot.order)
@@ -88,6 +88,7 @@ def describe(
     factors, share = Reduction(spec).shares(sizes)
     dtype = recipe.accumulation_dtype
     form = UpdateForm(
+        source=source,
         code=code,
         slots=tuple(slots),
         blocks=tuple(BlockForm(*each) for each in updater.rules()),
@@ -148,9 +149,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _code(
     graph: fx.GraphModule, count: int, blocks: Sequence[Any]
-) -> Tuple[str, Tuple[Tensor, ...], int]:
-    """The text for a form, the constants it takes after ``count`` tensors, its outputs."""
+) -> Tuple[str, str, Tuple[Tensor, ...], int]:
+    """Both texts for a form, the constants it takes after ``count`` tensors, its outputs."""
     own = copy.deepcopy(graph.graph)
+    source = own.python_code("self").src
     tidy(own)
     onednn_products(own)
     constants: Dict[str, Tensor] = {}
@@ -182,7 +184,7 @@ def _code(
     for gradient in results[first:]:
         if gradient.target is _CAT and not gradient.users:
             own.erase_node(gradient)
-    return own.python_code("self").src, tuple(constants.values()), first - 1
+    return source, own.python_code("self").src, tuple(constants.values()), first - 1
 
 
 def _parts(graph: fx.Graph, gradient: Any, block: Any) -> List[fx.Node]:

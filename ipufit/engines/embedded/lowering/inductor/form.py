@@ -89,6 +89,7 @@ class UpdateForm:
     """All that an update of full micro-batches is made of, but for the tensors.
 
     Attributes:
+        source: text of what was recorded.
         code: text of the function of a micro-batch: of its state, leaves and constants, returning
             what it reports, its outputs, and a flat gradient for each slot.
         slots, blocks: the trained parameters.
@@ -102,6 +103,7 @@ class UpdateForm:
         clip: value, norm and global norm.
     """
 
+    source: str
     code: str
     slots: Tuple[SlotForm, ...]
     blocks: Tuple[BlockForm, ...]
