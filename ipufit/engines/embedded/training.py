@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import TYPE_CHECKING, Dict, List, Sequence, Tuple
+from typing import TYPE_CHECKING, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from ipufit.program import (
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
+    from ipufit.engines.embedded.merging import Merged
 
 __all__ = ["TrainingProgram"]
 
@@ -147,7 +148,28 @@ class TrainingProgram(BaseProgram):
                         "trained is fixed when fit starts. Freeze it between two calls of fit."
                     )
             self._by_form = {}
-        return super().prepare(example)
+        prepared = super().prepare(example)
+        self._find_merged(example.to(self._device))
+        return prepared
+
+    def _find_merged(self, example: MicroBatch) -> Optional[Merged]:
+        """What takes several micro-batches like this one at once, if there is such a thing."""
+        plan = self._spec.plan
+        if (
+            plan.micro_batches_per_update == 1
+            or example.size != plan.micro_batch_size
+            or self._spec.run_eagerly
+        ):
+            return None
+        names = (self._trained, [*self._frozen, *self._buffers])
+        return self._engine.merge(
+            self._spec,
+            example,
+            self._recorded(example),
+            names,
+            self._live.states[0],
+            self._live.replicas,
+        )
 
     def run(self, batch: CombinedBatch) -> Anchors:
         """One execution: every update in turn, its micro-batches in stream order."""
@@ -160,6 +182,7 @@ class TrainingProgram(BaseProgram):
         self._follow_the_optimizer()
         work = [(micro_batch, self._recorded(micro_batch)) for micro_batch in micro_batches]
         follow_the_module(self._step, self._parameters, self._buffers, self._live.storage)
+        self._maker.merged = self._find_merged(micro_batches[0])
         group = self._spec.plan.micro_batches_per_update
         updates = [work[i : i + group] for i in range(0, len(work), group)]
         start, schedule = self.updates, self._spec.recipe.schedule

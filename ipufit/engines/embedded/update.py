@@ -10,13 +10,14 @@ from torch import Tensor
 
 from ipufit.engines.embedded.collected import Collected
 from ipufit.engines.embedded.live import LiveState
-from ipufit.engines.embedded.reduction import Reduction
+from ipufit.engines.embedded.reduction import GradientSum, Reduction
 from ipufit.engines.embedded.replicas import copy_of, put_back
 from ipufit.errors import NonFiniteLossError
 from ipufit.program import MicroBatch, ProgramSpec
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import Recorded
+    from ipufit.engines.embedded.merging import Merged
 
 __all__ = ["Update", "UpdateMaker"]
 
@@ -36,6 +37,9 @@ class UpdateMaker:
         device: where.
         seed: starts the random numbers of a micro-batch.
         at_once: whether losses are looked at as they come, where the host need not wait for them.
+
+    Attributes:
+        merged: takes several micro-batches at once, where an update is made of such; None: never.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class UpdateMaker:
         self._reduction = Reduction(spec)
         self._clips = bool(spec.recipe.clip)
         self.at_once = at_once
+        self.merged: Optional[Merged] = None
 
     def make(
         self,
@@ -102,6 +107,9 @@ class UpdateMaker:
         live = self._live
         blocks = len(live.storage.blocks)
         total = self._reduction.start([batch.size for batch, _ in update])
+        if self.merged is not None and self.merged.takes([recorded for _, recorded in update]):
+            self._add_merged(self.merged, total, update, first, wanted, collected)
+            return total.reduced(1.0)
         scale = [] if live.scaler is None else [live.scaler.tensor(self._device)]
         for place, (batch, recorded) in enumerate(update):
             self._seed(recorded, live.updates, place)
@@ -116,6 +124,28 @@ class UpdateMaker:
                 collected.add_outputs(recorded, outputs, first + place)
             total.add(own, numbers[1] if kind.counted else None)
         return total.reduced(1.0 if live.scaler is None else live.scaler.value)
+
+    def _add_merged(
+        self,
+        merged: Merged,
+        total: GradientSum,
+        update: Update,
+        first: int,
+        wanted: Set[int],
+        collected: Collected,
+    ) -> None:
+        """The gradients of one update, several micro-batches at once."""
+        for start in range(0, len(update), merged.count):
+            batches = [batch for batch, _ in update[start : start + merged.count]]
+            result = merged(self._live.states[0], batches)
+            if self.at_once:
+                for value in result.losses():
+                    self.refuse_non_finite(value)
+            for place, (kind, numbers, outputs) in enumerate(result.each(), first + start):
+                collected.numbers.append((kind, numbers))
+                if place in wanted:
+                    collected.add_outputs(merged.base, outputs, place)
+            total.add_summed(result.gradients, result.count)
 
     def _as_used(self, gradients: Sequence[Tensor]) -> List[Tensor]:
         """In the dtype of the weights, which may hold less than the sum; bounded ones fit."""
