@@ -266,11 +266,8 @@ class _Work:
         """The largest number of micro-batches that divides an update and fits into memory."""
         fitting = [n for n in range(2, total + 1) if not total % n and n * most <= MOST_BYTES]
         if not fitting:
-            raise RefusalError(
-                f"two of them at once would hold more than {MOST_BYTES // 2**20} MiB of values"
-                if 2 * most > MOST_BYTES
-                else f"no part of them fits into {MOST_BYTES // 2**20} MiB of values"
-            )
+            limit = f"{MOST_BYTES / 2**20:.3g} MiB"
+            raise RefusalError(f"two of them at once would hold more than {limit} of values")
         return fitting[-1]
 
     def _buffers_read(self, graph: fx.GraphModule) -> Tuple[str, ...]:

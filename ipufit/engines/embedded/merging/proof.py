@@ -11,12 +11,13 @@ from __future__ import annotations
 import operator
 from typing import Any, Dict, List, Sequence, Tuple
 
+import torch
 from torch import Tensor, fx
 
 from ipufit.engines.embedded.aliases import Memories
 from ipufit.engines.embedded.merging.rules import IN_PLACE, RULES, SIZED, Call
 from ipufit.engines.embedded.merging.samples import FIXED, UNREAD, Along, RefusalError, State
-from ipufit.engines.embedded.merging.written import draws, same_constants
+from ipufit.engines.embedded.merging.written import draws, operator_name, same_constants
 
 __all__ = ["prove"]
 
@@ -45,8 +46,9 @@ class _Proof:
     ) -> None:
         self._modules = (small, large)
         self._samples = samples
-        self._memories = Memories(small.graph)
-        pair = (list(small.graph.nodes), list(large.graph.nodes))
+        graphs = (_without_copies(small.graph), _without_copies(large.graph))
+        self._memories = Memories(graphs[0])
+        pair = [list(graph.nodes) for graph in graphs]
         if [(n.op, _target(n)) for n in pair[0]] != [(n.op, _target(n)) for n in pair[1]]:
             raise self._depends("forward")
         self._pairs = list(zip(*pair))
@@ -95,11 +97,11 @@ class _Proof:
 
     def _called(self, small: fx.Node, large: fx.Node) -> State:
         if draws(small):
-            raise RefusalError(f"{small.target} in forward draws random numbers")
+            raise RefusalError(f"{operator_name(small)} in forward draws random numbers")
         schema = str(getattr(small.target, "_schema", ""))
         library, _, name = schema.partition("(")[0].partition("::")
         unknown = RefusalError(
-            f"{small.target} in forward is not known to treat samples one by one"
+            f"{operator_name(small)} in forward is not known to treat samples one by one"
         )
         if library != "aten":
             raise unknown
@@ -170,13 +172,42 @@ class _Proof:
         elif isinstance(small, Tensor) and state != UNREAD:
             shapes = [list(small.shape), list(large.shape)]
             if len(shapes[0]) != len(shapes[1]):
-                raise self._depends(f"{node.target} in forward")
+                raise self._depends(f"{operator_name(node)} in forward")
             if isinstance(state, Along):
                 sizes = [shape.pop(state.dim) for shape in shapes]
                 if sizes != [state.size(count) for count in self._samples]:
-                    raise self._depends(f"{node.target} in forward")
+                    raise self._depends(f"{operator_name(node)} in forward")
             if shapes[0] != shapes[1] or small.dtype != large.dtype:
-                raise self._depends(f"{node.target} in forward")
+                raise self._depends(f"{operator_name(node)} in forward")
+
+
+def _without_copies(graph: fx.Graph) -> fx.Graph:
+    """The same graph without what only says where values are, which may depend on sizes."""
+    result = fx.Graph()
+    result.output(result.graph_copy(graph, {}))
+    memories = Memories(result)
+    for node in list(result.nodes):
+        if node.target is torch.ops.aten._unsafe_view.default:
+            node.target = torch.ops.aten.view.default
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or node.target not in _SAME_VALUES:
+            continue
+        shapes = [each.meta["val"].shape for each in (node, source)]
+        written = any(memories.writes.get(memories.of(each)) for each in (node, source))
+        if shapes[0] == shapes[1] and not (written and node.target is _CLONE):
+            node.replace_all_uses_with(source)
+            result.erase_node(node)
+    return result
+
+
+_CLONE = torch.ops.aten.clone.default
+# They give back their first argument if it has the same shape.
+_SAME_VALUES = (
+    _CLONE,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.expand.default,
+    torch.ops.aten.view.default,
+)
 
 
 def _target(node: fx.Node) -> object:

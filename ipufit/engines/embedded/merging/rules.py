@@ -18,6 +18,7 @@ from ipufit.engines.embedded.merging.samples import (
     State,
     regrouped,
 )
+from ipufit.engines.embedded.merging.written import operator_name
 
 __all__ = ["IN_PLACE", "RULES", "SIZED", "Call"]
 
@@ -114,12 +115,6 @@ RULES: Dict[str, Rule] = {}
 
 # Arguments that may depend on the number of samples; rules look at shapes instead.
 SIZED: Dict[str, Tuple[str, ...]] = {}
-
-
-def operator_name(node: fx.Node) -> str:
-    """Such as ``aten.mean.dim``, without the name of a default overload."""
-    name = str(node.target)
-    return name[: -len(".default")] if name.endswith(".default") else name
 
 
 def _nodes(value: Any) -> Iterator[fx.Node]:

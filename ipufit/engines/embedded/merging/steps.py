@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, fx
@@ -16,7 +16,7 @@ from ipufit.engines.embedded.results import OutputShape, Reported
 from ipufit.engines.embedded.step import StepModule
 from ipufit.engines.embedded.storage import Block, storage_id
 from ipufit.logged import collecting
-from ipufit.losses import Loss, LossTerm
+from ipufit.losses import Loss, LossTerm, losses_together
 from ipufit.program import MicroBatch
 from ipufit.recipe import Precision
 
@@ -123,6 +123,10 @@ class Replayed(StepModule):
         return self._loss(outputs, target, sample_weight)
 
 
+# Of one micro-batch: its outputs, its loss, and what the loss has logged.
+_Found = Tuple[Any, LossTerm, Any]
+
+
 class _Chunks(Replayed):
     """Forward once, and the loss of each micro-batch."""
 
@@ -133,8 +137,8 @@ class _Chunks(Replayed):
         tensors: Mapping[str, Tensor],
         along: Sequence[State],
         samples: int,
-    ) -> List[Tuple[Any, LossTerm, Any]]:
-        """Outputs, loss and what the loss has logged.
+    ) -> Tuple[List[_Found], Optional[Tensor]]:
+        """What there is of each micro-batch, and the losses in one tensor where that was possible.
 
         Args:
             leaves: forward's, of all micro-batches in one.
@@ -143,19 +147,30 @@ class _Chunks(Replayed):
             along: where the samples are in each result of forward.
             samples: of each micro-batch.
         """
+        results = self.run(tensors, leaves)
         parts = [
             torch.split(result, samples * state.inner, state.dim)
             if isinstance(state, Along)
             else (result,) * len(others)
-            for result, state in zip(self.run(tensors, leaves), along)
+            for result, state in zip(results, along)
         ]
+        outputs = [
+            self._outputs.rebuild([part[place] for part in parts]) for place in range(len(others))
+        ]
+        values = None
+        if list(along) == [Along(0)]:
+            prediction = self._outputs.rebuild(results)
+            assert self._loss is not None
+            values = losses_together(self._loss, prediction, *zip(*others))
+        if values is not None:
+            terms = [LossTerm(value) for value in values.unbind()]
+            return [(each, term, {}) for each, term in zip(outputs, terms)], values
         found = []
-        for place, (target, sample_weight) in enumerate(others):
-            outputs = self._outputs.rebuild([part[place] for part in parts])
+        for each, (target, sample_weight) in zip(outputs, others):
             with collecting() as entries:
-                term = self.loss_of(outputs, target, sample_weight)
-            found.append((outputs, term, entries))
-        return found
+                term = self.loss_of(each, target, sample_weight)
+            found.append((each, term, entries))
+        return found, None
 
 
 class MergedStep:
@@ -228,11 +243,17 @@ class MergedStep:
                 others.append(self._cast(target, weight))
             leaves = list(self._cast(leaves, None)[0])
             arguments = (leaves, others, state, self._along, self._example.size)
-            found = call_with(self._chunks, state, arguments)
-            kinds = [Reported.of(term, entries) for _, term, entries in found]
-            gradients = self._gradients([term for _, term, _ in found], state)
-        self.reported = [kind for kind, _ in kinds]
-        numbers = torch.stack([numbers for _, numbers in kinds])
+            found, values = call_with(self._chunks, state, arguments)
+            if values is not None:
+                numbers, shares = values.detach(), [torch.ones_like(values)]
+                self.reported = [Reported()] * self._count
+            else:
+                kinds = [Reported.of(term, entries) for _, term, entries in found]
+                numbers = torch.stack([each for _, each in kinds])
+                self.reported = [kind for kind, _ in kinds]
+                shares = [_share(term) for _, term, _ in found]
+            losses = [term.value for _, term, _ in found] if values is None else [values]
+            gradients = self._gradients(losses, shares, state)
         outputs: List[Tensor] = []
         if self._want_outputs:
             taken = {storage_id(tensor) for tensor in tensors} - {0}
@@ -247,13 +268,12 @@ class MergedStep:
         cast = with_inputs_in(self._precision, (value, None, None, weight))
         return cast[0], cast[3]
 
-    def _gradients(self, terms: Sequence[LossTerm], state: Dict[str, Tensor]) -> List[Tensor]:
+    def _gradients(
+        self, losses: Sequence[Tensor], shares: Sequence[Tensor], state: Dict[str, Tensor]
+    ) -> List[Tensor]:
         weights = [state[name] for name in self._names[: self._trained]]
-        shares = [_share(term) for term in terms]
         with backward_marked():
-            found = torch.autograd.grad(
-                [term.value for term in terms], weights, shares, allow_unused=True
-            )
+            found = torch.autograd.grad(losses, weights, shares, allow_unused=True)
         by_name = {
             name: gradient for name, gradient in zip(self._names, found) if gradient is not None
         }
