@@ -5,6 +5,7 @@ from ipufit.losses.elements import LossTerm
 from ipufit.losses.loss import Loss
 from ipufit.losses.own import find_loss
 from ipufit.losses.resolve import resolve_loss
+from ipufit.losses.together import losses_together
 from ipufit.losses.valid import loss_of_valid
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "describe_tensor",
     "find_loss",
     "loss_of_valid",
+    "losses_together",
     "resolve_loss",
     "shape_advice",
 ]

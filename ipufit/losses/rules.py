@@ -18,7 +18,7 @@ from torch.nn import functional
 from ipufit.losses.elements import Elements
 from ipufit.sample_weights import spread_shape
 
-__all__ = ["TorchRule", "torch_rule", "unreduced"]
+__all__ = ["Layout", "TorchRule", "torch_rule", "unreduced"]
 
 # How the elements lie in the prediction: one for each of its values, for each of its positions over
 # the classes in dimension 1, or for each row along its last dimension.

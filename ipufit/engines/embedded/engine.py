@@ -23,6 +23,8 @@ from ipufit.engines.embedded.lowering.cudagraph import check_cudagraph
 from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates, Libraries
 from ipufit.engines.embedded.lowering.inductor.requirements import refuse_missing
 from ipufit.engines.embedded.lowering.racing import Race
+from ipufit.engines.embedded.merging import Decision, Merged, Written, decide, same_in_all
+from ipufit.engines.embedded.merging.steps import MergedStep
 from ipufit.engines.embedded.precision import (
     autocast_state,
     computes_in_half,
@@ -69,6 +71,7 @@ class Recorded:
         random: whether it may draw random numbers.
         held: objects whose identity the recording depends on.
         graph: what ``run`` runs; None where it runs the module itself.
+        merging: what was decided about several like it at once, by all that this depends on.
     """
 
     run: Callable[..., List[Tensor]]
@@ -78,6 +81,7 @@ class Recorded:
     random: bool
     held: Tuple[object, ...]
     graph: Optional[fx.GraphModule]
+    merging: Dict[object, Decision] = dataclasses.field(default_factory=dict)
 
     def reported(self) -> Reported:
         """What the numbers of the last run are.
@@ -111,6 +115,8 @@ class EmbeddedEngine:
         race: between these and what is recorded; None where nobody is to find out.
         recomputed: of the last training recording, the number of operators that run twice, and how
             many bytes its values take at most without and with that; None without recomputation.
+        merging: whether the last training program makes larger batches of micro-batches; None where
+            an update has but one.
     """
 
     name = "embedded"
@@ -134,6 +140,7 @@ class EmbeddedEngine:
         self.libraries: Libraries = {}
         self.compiled: Optional[CompiledUpdates] = None
         self.race: Optional[Race] = None
+        self.merging: Optional[Decision] = None
         self._recorded: OrderedDict[Tuple[Any, ...], Recorded] = OrderedDict()
         self._steps: Dict[Tuple[int, int], StepModule] = {}
 
@@ -220,9 +227,43 @@ class EmbeddedEngine:
         self._recorded.move_to_end(key)
         return self._recorded[key]
 
+    def merge(
+        self,
+        spec: ProgramSpec,
+        example: MicroBatch,
+        recorded: Recorded,
+        names: Tuple[Sequence[str], Sequence[str]],
+        state: Sequence[Tensor],
+        replicas: Sequence[Mapping[str, Tensor]],
+    ) -> Optional[Merged]:
+        """What runs several micro-batches like the example at once; None where that may differ.
+
+        Args:
+            spec: what is built.
+            example: a full micro-batch.
+            recorded: what is recorded for it.
+            names: of trained parameters, and of all other state.
+            state: in their order.
+            replicas: buffers of each.
+        """
+        total = spec.plan.micro_batches_per_update
+        step = self.step_module(spec.module, spec.loss)
+
+        def make(merged: MergedStep, arguments: Sequence[Tensor]) -> Callable[..., List[Tensor]]:
+            return self._make(merged, step, arguments, spec.recipe.jit, ())[0]
+
+        key = (total, spec.recipe.accumulation_dtype)
+        if key not in recorded.merging:
+            with self.timed():
+                recorded.merging[key] = decide(spec, step, example, recorded, names, state, make)
+        self.merging = found = recorded.merging[key]
+        if found.merged is not None and not same_in_all(replicas, found.merged.reads):
+            self.merging = Decision.against(total, "the replicas' buffers differ")
+        return self.merging.merged
+
     def _make(
         self,
-        micro: MicroStep,
+        micro: Callable[..., List[Tensor]],
         step: StepModule,
         arguments: Sequence[Tensor],
         jit: str,
@@ -236,6 +277,8 @@ class EmbeddedEngine:
             return micro, True, Lowered(micro, OFF, ""), None
         with self.timed(), attributes_kept(step) as changed:
             graph = capture(micro, arguments)
+            if isinstance(micro, MicroStep):
+                micro.written = Written.of(graph)
             if recompute:
                 self._recompute(graph)
         self.captures += 1
@@ -288,6 +331,7 @@ class EmbeddedEngine:
         if self._lowered is not None and self._lowered.why:
             said.append(self._lowered.why)
         said += [self.replaying] if self.replaying is not None else []
+        said += [self.merging.said] if self.merging is not None else []
         if recipe.offload_optimizer_state:
             in_host = isinstance(self.state_memory, HostMemory)
             said.append(_OFFLOADED if in_host else _NOT_OFFLOADED)
@@ -306,11 +350,12 @@ class EmbeddedEngine:
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
         """Count the time of the block as spent on recording."""
-        start = time.perf_counter()
+        # Of a block within a block, the outer one counts.
+        before, start = self.seconds, time.perf_counter()
         try:
             yield
         finally:
-            self.seconds += time.perf_counter() - start
+            self.seconds = before + time.perf_counter() - start
 
 
 def _mebibytes(size: int) -> str:

@@ -89,6 +89,22 @@ class GradientSum:
         for total, gradient in zip(self._total, gradients):
             total.add_(gradient, alpha=factor)
 
+    def add_summed(self, gradients: Sequence[Tensor], count: Optional[Tensor]) -> None:
+        """The sum of the gradients of full micro-batches, each times its count.
+
+        Args:
+            gradients: one flat tensor per block, which may be changed in place.
+            count: the sum of the counts; None where losses stand for samples.
+        """
+        next(self._factors)
+        if count is not None:
+            self._counted = count if self._counted is None else self._counted + count
+        if not self._total:
+            self._total = list(gradients)
+            return
+        for total, gradient in zip(self._total, gradients):
+            total.add_(gradient)
+
     def reduced(self, loss_scale: Union[float, Tensor]) -> List[Tensor]:
         """The gradient of the update, of a loss that was not scaled."""
         share = self._share / loss_scale

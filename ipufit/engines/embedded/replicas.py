@@ -6,7 +6,7 @@ from typing import Dict, List, Mapping
 
 from torch import Tensor
 
-__all__ = ["ReplicaMemory", "copy_of", "put_back"]
+__all__ = ["ReplicaMemory", "copy_of", "put_back", "same"]
 
 Buffers = Dict[str, Tensor]
 
@@ -22,7 +22,7 @@ def put_back(buffers: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Non
         tensor.copy_(values[name])
 
 
-def _same(first: Tensor, second: Tensor) -> bool:
+def same(first: Tensor, second: Tensor) -> bool:
     """Equal in every element, where NaN equals NaN."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
@@ -49,7 +49,7 @@ class ReplicaMemory:
         unchanged = (
             len(known) == replicas
             and known[0].keys() == module.keys()
-            and all(_same(known[0][name], module[name]) for name in module)
+            and all(same(known[0][name], module[name]) for name in module)
         )
         others = known[1:] if unchanged else [module] * (replicas - 1)
         return [module, *(copy_of(own) for own in others)]

@@ -15,6 +15,8 @@ from ipufit.names import check_log_name
 
 __all__ = ["OutputShape", "Reported"]
 
+_PLAIN = (bool, int, float, complex, str, bytes)
+
 
 class OutputShape:
     """How the tensors that a step returns become the module's outputs again.
@@ -28,6 +30,17 @@ class OutputShape:
         self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.tensors: List[Tensor] = [leaves[i] for i in self._places]
+
+    def equals(self, other: OutputShape) -> bool:
+        """Whether both put tensors into the same places among the same other leaves."""
+        return (
+            self._structure == other._structure
+            and self._places == other._places
+            and all(
+                type(one) is type(two) and (one is two or (isinstance(one, _PLAIN) and one == two))
+                for one, two in zip(self._leaves, other._leaves)
+            )
+        )
 
     def forget(self) -> None:
         """Let go of the tensors of the recording."""

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +35,9 @@ from ipufit.parallel.following import followed
 from ipufit.parallel.partition import Partition
 from ipufit.program import MicroBatch
 from ipufit.recipe import Precision
+
+if TYPE_CHECKING:
+    from ipufit.engines.embedded.merging import Written
 
 __all__ = ["MicroStep", "StepModule", "attributes_kept", "carries_loss", "public_name"]
 
@@ -144,7 +158,9 @@ class MicroStep:
         trained: names of the parameters that come first.
         outputs: how the output tensors become the module's outputs.
         reached: names of the parameters that a gradient reached.
+        blocks: what their gradients are packed into.
         reported: what the numbers are that came with the loss of the last call.
+        written: what is remembered of the recording; None without one.
     """
 
     def __init__(
@@ -174,7 +190,8 @@ class MicroStep:
         self._scaled = scaled
         self.hints: Dict[str, None] = {}
         self.reported = Reported()
-        self._blocks: Sequence[Block] = ()
+        self.written: Optional[Written] = None
+        self.blocks: Sequence[Block] = ()
         self.outputs: OutputShape = OutputShape(None)
         self.reached: Tuple[str, ...] = ()
 
@@ -247,7 +264,7 @@ class MicroStep:
         for name in self.reached:
             if name not in by_name:
                 by_name[name] = torch.zeros_like(state[name])
-        return [block.gather(by_name) for block in self._blocks]
+        return [block.gather(by_name) for block in self.blocks]
 
     def _refuse_bypass(self, loss: Tensor) -> None:
         """A parameter reached by a reference from outside the module would get no gradient."""
@@ -288,7 +305,7 @@ class MicroStep:
                     f"{gradient.layout}. Build the layer with sparse=False."
                 )
         self.reached = tuple(name for name in self.trained if name in gradients)
-        self._blocks = self._layout(self.reached)
+        self.blocks = self._layout(self.reached)
 
     def _detached_outputs(self, outputs: Any, inputs: Sequence[Tensor]) -> List[Tensor]:
         self.outputs = OutputShape(outputs)

@@ -35,7 +35,7 @@ from ipufit.engines.embedded.storage import Block, FlatStorage
 from ipufit.engines.embedded.update import Update, UpdateMaker
 from ipufit.engines.embedded.updater import Rows, updater_for
 from ipufit.errors import CaptureError, ConfigurationError
-from ipufit.lowerings import AUTO, INDUCTOR
+from ipufit.lowerings import AUTO, INDUCTOR, KERNELS
 from ipufit.program import (
     Anchors,
     CombinedBatch,
@@ -47,6 +47,7 @@ from ipufit.program import (
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
+    from ipufit.engines.embedded.merging import Merged
 
 __all__ = ["TrainingProgram"]
 
@@ -71,7 +72,7 @@ class TrainingProgram(BaseProgram):
         self._frozen = [name for name in self._parameters if name not in trained]
         refuse_shared_memory(self._trained, self._parameters, self._buffers)
         warn_of_vanishing_eps(spec.optimizer)
-        engine.replaying, engine.replays = None, False
+        engine.replaying, engine.replays, engine.merging = None, False, None
         makes_graphs = graph_maker(engine, spec.recipe, self._device)
         self._live = self._make_live(tabled=makes_graphs is not None)
         self._captured: Optional[CapturedExecutions] = None
@@ -191,13 +192,34 @@ class TrainingProgram(BaseProgram):
                     )
             self._by_form = {}
         prepared = super().prepare(example)
+        example = example.to(self._device)
         if example.size == self._spec.plan.micro_batch_size:
-            example = example.to(self._device)
             if self._race is not None:
                 self._race.enter(self._recorded(example), example)
             elif self._maker.compiled is not None:
                 self._maker.compiled.start(self._recorded(example), example)
+        self._find_merged(example)
         return prepared
+
+    def _find_merged(self, example: MicroBatch) -> Optional[Merged]:
+        """What takes several micro-batches like this one at once, if there is such a thing."""
+        plan = self._spec.plan
+        if (
+            plan.micro_batches_per_update == 1
+            or example.size != plan.micro_batch_size
+            or self._spec.recipe.jit not in (AUTO, KERNELS)
+            or self._captured is not None
+        ):
+            return None
+        names = (self._trained, [*self._frozen, *self._buffers])
+        return self._engine.merge(
+            self._spec,
+            example,
+            self._recorded(example),
+            names,
+            self._live.states[0],
+            self._live.replicas,
+        )
 
     def run(self, batch: CombinedBatch) -> Anchors:
         """One execution: every update in turn, its micro-batches in stream order."""
@@ -211,6 +233,7 @@ class TrainingProgram(BaseProgram):
         self._follow_the_optimizer()
         work = [(micro_batch, self._recorded(micro_batch)) for micro_batch in batch.micro_batches]
         follow_the_module(self._step, self._parameters, self._buffers, self._live.storage)
+        self._maker.merged = self._find_merged(work[0][0])
         group = self._spec.plan.micro_batches_per_update
         updates = [work[i : i + group] for i in range(0, len(work), group)]
         start, schedule = self.updates, self._spec.recipe.schedule

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ipufit.engines.embedded.collected import Collected
 from ipufit.engines.embedded.live import LiveState
-from ipufit.engines.embedded.reduction import Reduction
+from ipufit.engines.embedded.reduction import GradientSum, Reduction
 from ipufit.engines.embedded.replicas import copy_of, put_back
 from ipufit.errors import NonFiniteLossError
 from ipufit.program import MicroBatch, ProgramSpec
@@ -18,6 +18,7 @@ from ipufit.program import MicroBatch, ProgramSpec
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import Recorded
     from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates
+    from ipufit.engines.embedded.merging import Merged
 
 __all__ = ["Update", "UpdateMaker"]
 
@@ -42,6 +43,7 @@ class UpdateMaker:
 
     Attributes:
         compiled: makes the updates that fit it, once it is ready; None for none.
+        merged: takes several micro-batches at once, where an update is made of such; None: never.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class UpdateMaker:
         self.at_once = at_once
         self._scales = scales
         self.compiled: Optional[CompiledUpdates] = None
+        self.merged: Optional[Merged] = None
 
     def make(
         self,
@@ -115,6 +118,9 @@ class UpdateMaker:
         live = self._live
         blocks = len(live.storage.blocks)
         total = self._reduction.start([batch.size for batch, _ in update])
+        if self.merged is not None and self.merged.takes([recorded for _, recorded in update]):
+            self._add_merged(self.merged, total, update, first, wanted, collected)
+            return total.reduced(1.0)
         scale: List[Tensor] = []
         loss_scale: Union[float, Tensor] = 1.0
         if self._scales is not None:
@@ -135,6 +141,28 @@ class UpdateMaker:
                 collected.add_outputs(recorded, outputs, first + place)
             total.add(own, numbers[1] if kind.counted else None)
         return total.reduced(loss_scale)
+
+    def _add_merged(
+        self,
+        merged: Merged,
+        total: GradientSum,
+        update: Update,
+        first: int,
+        wanted: Set[int],
+        collected: Collected,
+    ) -> None:
+        """The gradients of one update, several micro-batches at once."""
+        for start in range(0, len(update), merged.count):
+            batches = [batch for batch, _ in update[start : start + merged.count]]
+            result = merged(self._live.states[0], batches)
+            if self.at_once:
+                for value in result.losses():
+                    self.refuse_non_finite(value)
+            for place, (kind, numbers, outputs) in enumerate(result.each(), first + start):
+                collected.numbers.append((kind, numbers))
+                if place in wanted:
+                    collected.add_outputs(merged.base, outputs, place)
+            total.add_summed(result.gradients, result.count)
 
     def _as_used(self, gradients: Sequence[Tensor]) -> List[Tensor]:
         """In the dtype of the weights, which may hold less than the sum; bounded ones fit."""

@@ -1,0 +1,12 @@
+"""Micro-batches of an update as one larger batch, where that is proved to be the same mathematics.
+
+``proof`` follows the samples through the recorded forward, operator by operator (``rules``);
+``steps`` are the functions that are recorded; ``decision`` says whether, and if not why; ``merged``
+is what runs.
+"""
+
+from ipufit.engines.embedded.merging.decision import Decision, decide, same_in_all
+from ipufit.engines.embedded.merging.merged import Merged
+from ipufit.engines.embedded.merging.written import Written
+
+__all__ = ["Decision", "Merged", "Written", "decide", "same_in_all"]

@@ -1,0 +1,84 @@
+"""A recording of several micro-batches in one, as updates run it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Callable, Iterator, List, Optional, Sequence, Tuple
+
+from torch import Tensor
+
+from ipufit.engines.embedded.merging.steps import MergedStep
+from ipufit.engines.embedded.results import Reported
+from ipufit.program import MicroBatch
+
+if TYPE_CHECKING:
+    from ipufit.engines.embedded.engine import Recorded
+
+__all__ = ["Merged", "MergedResult"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MergedResult:
+    """What several micro-batches give.
+
+    Attributes:
+        kinds: what the numbers of each are.
+        numbers: a row for each.
+        outputs: of each; empty where nobody wants them.
+        gradients: the sum of theirs, each times its count if it has one; a flat tensor per block.
+    """
+
+    kinds: Sequence[Reported]
+    numbers: Tensor
+    outputs: Sequence[List[Tensor]]
+    gradients: List[Tensor]
+
+    def losses(self) -> List[float]:
+        """Of each, on the host."""
+        column = self.numbers if self.numbers.dim() == 1 else self.numbers[:, 0]
+        values: List[float] = column.tolist()
+        return values
+
+    @property
+    def count(self) -> Optional[Tensor]:
+        """What their losses are means over, added up; None where that is the samples."""
+        return self.numbers[:, 1].sum() if self.kinds[0].counted else None
+
+    def each(self) -> Iterator[Tuple[Reported, Tensor, List[Tensor]]]:
+        """One micro-batch after another."""
+        return zip(self.kinds, self.numbers.unbind(), self.outputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Merged:
+    """Ready to run.
+
+    Attributes:
+        run: takes weights, other state and the leaves of each micro-batch.
+        step: what was recorded.
+        base: what is recorded for one of its micro-batches.
+        count: how many it takes.
+        blocks: how many flat gradients it returns.
+        reads: names of the buffers that it reads, of which it takes those of one replica.
+    """
+
+    run: Callable[..., List[Tensor]]
+    step: MergedStep
+    base: Recorded
+    count: int
+    blocks: int
+    reads: Tuple[str, ...]
+
+    def takes(self, recorded: Sequence[Recorded]) -> bool:
+        """Whether an update of micro-batches recorded like this can be made of it."""
+        whole = bool(recorded) and not len(recorded) % self.count
+        return whole and all(each is self.base for each in recorded)
+
+    def __call__(self, state: Sequence[Tensor], batches: Sequence[MicroBatch]) -> MergedResult:
+        """Run on as many micro-batches as it takes."""
+        leaves = [leaf for batch in batches for leaf in batch.leaves]
+        numbers, *rest = self.run(*state, *leaves)
+        outputs, gradients = rest[: len(rest) - self.blocks], rest[len(rest) - self.blocks :]
+        size = len(outputs) // self.count
+        parts = [outputs[place * size : (place + 1) * size] for place in range(self.count)]
+        return MergedResult(self.step.reported, numbers, parts, gradients)
