@@ -48,6 +48,14 @@ def exhaustive(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "--exhaustive", *PARALLEL, *session.posargs)
 
 
+@nox.session
+def lowerings(session: nox.Session) -> None:
+    """Run what compiles programs, every point of it, which takes minutes."""
+    session.install("-e", ".", *group("test", "torch"))
+    suite = sorted(map(str, Path("tests").glob("test_*_compiled.py")))
+    session.run("python", "-m", "pytest", "--exhaustive", *suite, *session.posargs)
+
+
 # Today's virtualenv can't make an environment of Python 3.8, that Python's own venv can.
 @nox.session(python=OLDEST_PYTHON, venv_backend="venv")
 def minimums(session: nox.Session) -> None:
@@ -71,7 +79,7 @@ def keras(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Time ipufit beside its peers on the same work: `-- --quick` for a look, else minutes."""
-    session.install("-e", ".", *group("bench", "torch"))
+    session.install("-e", ".[plot]", *group("bench", "torch"))
     session.run("python", "-m", "tests.bench", *session.posargs)
 
 

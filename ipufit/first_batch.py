@@ -63,7 +63,7 @@ def probe(metrics: MetricSet, outputs: Any, first: MicroBatch, loss: Loss) -> No
             return torch.rand(leaf.shape, dtype=leaf.dtype, device="cpu")
         return torch.zeros(leaf.shape, dtype=leaf.dtype, device="cpu")
 
-    target = metric_target(first.clone(), loss)
+    target, sample_weight = metric_target(first.clone(), loss)
     if target is None:
         raise MetricError(
             f"the metrics {', '.join(metrics.names)} need a target, but the module computes "
@@ -71,7 +71,6 @@ def probe(metrics: MetricSet, outputs: Any, first: MicroBatch, loss: Loss) -> No
             "it. Leave the metrics out, or compute the loss outside the module."
         )
     with isolated(torch.device("cpu")):
-        sample_weight = first.clone().unpack()[3]
         metrics.probe(tree.map_leaves(fill, outputs), target, first.size, sample_weight)
 
 

@@ -105,7 +105,8 @@ class Fit:
 
     def _epoch(self, epoch: int) -> Dict[str, float]:
         self.job.meter.reset()
-        with contextlib.closing(self.job.feed.executions(epoch, self.job.plan)) as batches:
+        stage = getattr(self.job.program, "stage", None)
+        with contextlib.closing(self.job.feed.executions(epoch, self.job.plan, stage)) as batches:
             for batch in batches:
                 self._execution(batch, epoch)
                 if self._ending():

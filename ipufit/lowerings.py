@@ -5,11 +5,21 @@ from __future__ import annotations
 from ipufit.errors import ConfigurationError
 from ipufit.faults import one_of
 
-__all__ = ["AUTO", "GRAPH", "LOWERINGS", "OFF", "resolve_jit"]
+__all__ = [
+    "AUTO",
+    "CUDAGRAPH",
+    "GRAPH",
+    "INDUCTOR",
+    "KERNELS",
+    "LOWERINGS",
+    "OFF",
+    "resolve_jit",
+]
 
-AUTO, OFF, GRAPH = "auto", "off", "graph"
+AUTO, OFF, GRAPH, KERNELS = "auto", "off", "graph", "kernels"
+INDUCTOR, CUDAGRAPH = "inductor", "cudagraph"
 
-LOWERINGS = (AUTO, GRAPH, OFF)
+LOWERINGS = (AUTO, GRAPH, KERNELS, INDUCTOR, CUDAGRAPH, OFF)
 
 
 def resolve_jit(jit: object, run_eagerly: object) -> str:

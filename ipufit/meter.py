@@ -104,11 +104,13 @@ class Meter:
         self.skipped += anchors.skipped
         self._settings.update(anchors.settings)
         self._values = None
-        for place, outputs in zip(anchors.places, anchors.outputs):
-            micro_batch = batch.micro_batches[place]
-            target = metric_target(micro_batch, self._loss)
-            sample_weight = micro_batch.unpack()[3]
-            self._metrics.update(outputs, target, micro_batch.size, sample_weight)
+        if self._metrics:
+            seen = []
+            for place, outputs in zip(anchors.places, anchors.outputs):
+                micro_batch = batch.micro_batches[place]
+                target, sample_weight = metric_target(micro_batch, self._loss)
+                seen.append((outputs, target, micro_batch.size, sample_weight))
+            self._metrics.update_all(seen)
 
     def _add_logged(
         self, anchors: Anchors, sizes: Sequence[_Share], counts: Sequence[_Share]
@@ -180,14 +182,17 @@ def _add_all(running: Running, values: Sequence[Tuple[Optional[float], _Share]])
             running.add(value, times, weight)
 
 
-def metric_target(micro_batch: MicroBatch, loss: Loss) -> Any:
-    """What metrics are held against: the target, or what a module with its own loss gets last."""
-    args, kwargs, target, _ = micro_batch.unpack()
+def metric_target(micro_batch: MicroBatch, loss: Loss) -> Tuple[Any, Any]:
+    """What metrics are held against, and how much each sample counts.
+
+    The target, or what a module with its own loss gets last.
+    """
+    args, kwargs, target, sample_weight = micro_batch.unpack()
     if not loss.in_module:
-        return target
+        return target, sample_weight
     if args:
-        return args[-1]
-    return kwargs.get("labels", kwargs.get("target"))
+        return args[-1], sample_weight
+    return kwargs.get("labels", kwargs.get("target")), sample_weight
 
 
 class RunningLogs(Mapping[str, float]):

@@ -223,8 +223,13 @@ class Model:
                 ``training_options`` say, else False.
             run_eagerly: run the module itself instead of a recorded program: the same numbers,
                 slower, and open to a debugger. The same as jit="off".
-            jit: how a recorded program runs: "graph", as it was recorded; "off", the module itself.
-                "auto" chooses.
+            jit: how a recorded program runs: "graph", as it was recorded, with the bits of
+                run_eagerly; "kernels", with other kernels of torch's where these are faster on this
+                machine, equal up to the order of summation; "inductor", whole updates compiled on
+                the CPU, for which the first update waits, equal likewise; "cudagraph", whole
+                executions as captured CUDA graphs, as "auto" does on CUDA; "off", the module
+                itself. "auto" chooses by measurement, and says in ``explain`` and History what it
+                chose.
             training_options: ``poptorch.Options`` for training, of which a copy is used. What it
                 says of replicas, device iterations, accumulation and seed is fixed for later
                 calls; an argument that disagrees is refused. Off IPUs, what was set and what

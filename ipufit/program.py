@@ -215,7 +215,12 @@ class ProgramSpec:
 
 
 class Program(Protocol):
-    """A whole training, evaluation or prediction step, ready to run."""
+    """A whole training, evaluation or prediction step, ready to run.
+
+    A training program may have more: ``expect(updates)``, called before the first execution with
+    the number of updates that ``fit`` is to make; and ``stage(batch)``, called from any thread with
+    a batch that is to run later: what it returns is run in its place.
+    """
 
     @property
     def updates(self) -> int:
@@ -265,11 +270,12 @@ class Program(Protocol):
 class Engine(Protocol):
     """Builds programs. One engine belongs to one compiled model and may keep what it has recorded.
 
-    It may have more: ``check(module, optimizer, loss, recipe, options, partitions)``,
-    which refuses at ``compile`` what it can't do; ``explain(recipe, options)``, sentences on what
-    is particular to it; ``takes_options``, true if ``training_options`` mean something to it;
-    ``options_of(config)``, those that an IPUConfig asks for, by the argument of ``compile``; and
-    ``close()``, called when the model is compiled anew or closed.
+    It may have more: ``check(module, optimizer, loss, recipe, options, partitions)``, which refuses
+    at ``compile`` what it can't do; ``explain(recipe, options)``, sentences on what is particular
+    to it; ``way``, the value of ``jit`` by which training runs; ``takes_options``, true if
+    ``training_options`` mean something to it; ``options_of(config)``, those that an IPUConfig asks
+    for, by the argument of ``compile``; and ``close()``, called when the model is compiled anew or
+    closed.
 
     Attributes:
         name: for reports.

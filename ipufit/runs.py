@@ -58,6 +58,7 @@ def fit(model: Model, session: Session, given: FitArguments) -> History:
             if validation is not None:
                 validation.check(job.first)
             _check_schedule(session, job, given)
+            _expect(job, given)
             session.last_plan, session.sample = job.plan, stripped(job.first)
             told = _callbacks(model, given, job, Mode.TRAIN, given.last_epoch)
             model.history.params = {
@@ -81,6 +82,7 @@ def fit(model: Model, session: Session, given: FitArguments) -> History:
             finally:
                 model.history.params["updates_done"] = job.program.updates - first_update
                 model.history.params["capture_seconds"] = model.capture_seconds
+                model.history.params["jit"] = _way(session)
     return model.history
 
 
@@ -88,6 +90,7 @@ def _described(session: Session, plan: Plan, given: FitArguments) -> Dict[str, A
     """How a run was made, for History."""
     return {
         **session.recipe.describe(),
+        "jit": _way(session),
         "engine": session.engine.name,
         "seed": given.seed,
         "micro_batch_size": plan.micro_batch_size,
@@ -97,6 +100,19 @@ def _described(session: Session, plan: Plan, given: FitArguments) -> Dict[str, A
         "ipus": plan.ipus,
         "dropped_samples": given.source.dropped,
     }
+
+
+def _expect(job: Job, given: FitArguments) -> None:
+    """Tell the program how much is to come, if it wants to know and that is known."""
+    expect = getattr(job.program, "expect", None)
+    updates = _updates_per_epoch(job.plan, given.source)
+    if expect is not None and updates is not None:
+        expect(updates * (given.last_epoch - given.first_epoch))
+
+
+def _way(session: Session) -> str:
+    """How the program ran: with jit="auto", what was chosen."""
+    return getattr(session.engine, "way", None) or session.recipe.jit
 
 
 def _updates_per_epoch(plan: Plan, source: Source) -> Optional[int]:

@@ -9,7 +9,10 @@ need.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Iterator, List, Mapping, Sequence, Tuple
+
+# typing's is asked in Python, this one in C.
+from collections.abc import Mapping
+from typing import Any, Callable, Iterator, List, Sequence, Tuple
 
 __all__ = ["Structure", "flatten", "flatten_with_paths", "map_leaves", "unflatten"]
 
@@ -47,16 +50,15 @@ _NONE = Structure(type(None))
 
 
 def _children(value: Any) -> Any:
-    """Keys, values and path texts of a container, or None for a leaf."""
+    """Keys and values of a container, and the form of its path texts, or None for a leaf."""
     if isinstance(value, Mapping):
         keys = tuple(value)
-        return keys, [value[key] for key in keys], [f"[{key!r}]" for key in keys]
+        return keys, [value[key] for key in keys], "[{!r}]"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         keys = tuple(field.name for field in dataclasses.fields(value))
-        return keys, [getattr(value, key) for key in keys], [f".{key}" for key in keys]
+        return keys, [getattr(value, key) for key in keys], ".{}"
     if isinstance(value, (list, tuple)):
-        keys = tuple(range(len(value)))
-        return keys, list(value), [f"[{key}]" for key in keys]
+        return tuple(range(len(value))), value, "[{}]"
     return None
 
 
@@ -67,9 +69,21 @@ def _walk(value: Any, path: str, out: List[Tuple[str, Any]]) -> Structure:
     if parts is None:
         out.append((path, value))
         return _LEAF
-    keys, values, names = parts
-    children = tuple(_walk(child, path + name, out) for child, name in zip(values, names))
+    keys, values, name = parts
+    children = tuple(_walk(child, path + name.format(key), out) for key, child in zip(keys, values))
     return Structure(type(value), keys, children)
+
+
+def _gather(value: Any, out: List[Any]) -> Structure:
+    """The same without paths, which are needed for messages alone."""
+    if value is None:
+        return _NONE
+    parts = _children(value)
+    if parts is None:
+        out.append(value)
+        return _LEAF
+    keys, values, _ = parts
+    return Structure(type(value), keys, tuple([_gather(child, out) for child in values]))
 
 
 def flatten_with_paths(value: Any, root: str = "") -> Tuple[List[Tuple[str, Any]], Structure]:
@@ -81,8 +95,9 @@ def flatten_with_paths(value: Any, root: str = "") -> Tuple[List[Tuple[str, Any]
 
 def flatten(value: Any) -> Tuple[List[Any], Structure]:
     """Leaves in order, and the structure to rebuild them."""
-    pairs, structure = flatten_with_paths(value)
-    return [leaf for _, leaf in pairs], structure
+    out: List[Any] = []
+    structure = _gather(value, out)
+    return out, structure
 
 
 def unflatten(leaves: Sequence[Any], structure: Structure) -> Any:
@@ -101,6 +116,8 @@ def _build(source: Iterator[Any], structure: Structure) -> Any:
     if kind is type(None):
         return None
     values = [_build(source, child) for child in structure.children]
+    if kind is tuple:
+        return tuple(values)
     if issubclass(kind, Mapping):
         pairs = dict(zip(structure.keys, values))
         return pairs if kind is dict else kind(pairs)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ipufit
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.errors import ConfigurationError, OptimizerError
+from tests.tape import Tapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +32,8 @@ class Plan:
 # Each leaves a tail of 23 samples: in a micro-batch, an update, an execution.
 PLANS = [Plan(), Plan(4, 3), Plan(5, 2, 2), Plan(3, 2, 3, 2), Plan(2, 4, 1, 4)]
 # Recorded, on the engine of --engine; through the module itself; with results looked at after an
-# execution, as on a GPU.
-WAYS = ["recorded", "eager", "late"]
+# execution, as on a GPU; executions captured whole and replayed, as CUDA graphs are.
+WAYS = ["recorded", "eager", "late", "captured"]
 
 
 @contextlib.contextmanager
@@ -49,7 +50,8 @@ def skipping_refusals():
 def compiled(net, optimizer, loss="cross_entropy", way="recorded", metrics=None, **options):
     """A compiled model and its engine; the optimizer is made of a copy of the network."""
     engine = EmbeddedEngine()
-    engine.as_device = way == "late"
+    engine.as_device = way in ("late", "captured")
+    engine.tape = Tapes() if way == "captured" else None
     net = copy.deepcopy(net)
     model = ipufit.Model(net, engine="auto" if way == "recorded" else lambda: engine)
     made = optimizer(net.parameters()) if callable(optimizer) else optimizer

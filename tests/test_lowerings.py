@@ -1,9 +1,17 @@
 """``jit`` of compile: how a recorded program runs."""
 
+import copy
+
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
+from ipufit.engines.embedded.engine import EmbeddedEngine
+from ipufit.engines.embedded.lowering import channels_last, products, timing
+from ipufit.engines.embedded.lowering.calls import SHORT
 from tests.nets import MLP, data
 from tests.told import refused
 
@@ -14,7 +22,7 @@ def compiling(**options):
 
 @pytest.mark.parametrize("jit", ["fast", None, True, "Graph"])
 def test_no_way_by_that_name(jit):
-    names = "'auto' or 'graph' or 'off'"
+    names = "'auto' or 'graph' or 'kernels' or 'inductor' or 'cudagraph' or 'off'"
     refused(compiling(jit=jit), f"jit must be {names}, got {jit!r}.")
 
 
@@ -27,10 +35,252 @@ def test_two_ways_at_once_are_refused():
 
 
 @pytest.mark.parametrize("options", [{"jit": "off"}, {"run_eagerly": True}])
-def test_off_is_the_module_itself(options):
+def test_off_is_the_module_itself(options, capsys):
     model = ipufit.Model(MLP().double(), engine="embedded")
     model.compile("adam", "cross_entropy", **options)
     loader = DataLoader(TensorDataset(*data(8)), batch_size=4)
-    assert "Runs the module itself, eagerly on the embedded engine" in model.explain(
-        x, y, batch_size=4
-    )
+    model.explain(loader)
+    assert "Runs the module itself, eagerly on the embedded engine" in capsys.readouterr().out
+
+
+class Pictures(nn.Module):
+    """Convolutions of one and of several channels, poolings, in-place ReLU, residual, groups."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(1, 8, 3, padding=1)
+        # No bias before BatchNorm: of its gradient, all rounding, Adam would make steps.
+        self.second = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.third = nn.Conv2d(8, 8, 3, stride=2, padding=1, groups=4, bias=False)
+        self.norm, self.head = nn.BatchNorm2d(8), nn.Linear(8 * 2 * 2, 5)
+
+    def forward(self, x):
+        x = F.max_pool2d(F.relu(self.first(x), inplace=True), 2)
+        x = x + F.relu(self.norm(self.second(x)))
+        x = F.avg_pool2d(self.third(x).relu_(), 2, padding=1)
+        return self.head(x.view(len(x), -1))
+
+
+class Wide(nn.Module):
+    """Products with and without a bias, with a ReLU behind them, of both layouts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(96, 80), nn.Linear(80, 96, bias=False)
+        self.head = nn.Linear(96, 5)
+
+    def forward(self, x):
+        x = x.flatten(1).repeat(1, 2)[:, :96]
+        return self.head(self.second(F.relu(self.first(x))) + x)
+
+
+def pictures(n, side=12):
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(n, 1, side, side, generator=generator), torch.arange(n) % 5
+
+
+def fitted(net, **options):
+    """A model after two epochs on 70 pictures, and the engine."""
+    engine = EmbeddedEngine()
+    model = ipufit.Model(copy.deepcopy(net), engine=lambda: engine)
+    model.compile("adam", "cross_entropy", ["accuracy"], **options)
+    work = {"batch_size": 16, "epochs": 2, "device_iterations": 2, "seed": 1, "verbose": 0}
+    history = model.fit(*pictures(70), **work)
+    return model, engine, history
+
+
+@pytest.fixture
+def all_kernels(monkeypatch):
+    """Whatever the sizes, and whatever is fastest here."""
+    monkeypatch.setattr(products, "_SMALLEST", 0)
+    monkeypatch.setattr(channels_last, "_SMALLEST", 0)
+    monkeypatch.setattr(products, "fastest", lambda key, make: list(make())[-1])
+
+
+needs_onednn = pytest.mark.skipif(
+    products._linear() is None, reason="this torch has no linear layers of oneDNN's"
+)
+
+
+@needs_onednn
+@pytest.mark.usefixtures("all_kernels")
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (Pictures, "10 convolutions and poolings with channels last"),
+        (Wide, "matrix products by oneDNN"),
+    ],
+)
+def test_other_kernels_give_the_numbers_up_to_summation_order(kind, what):
+    net = kind()
+    one, _, told = fitted(net, jit="graph")
+    other, engine, history = fitted(net, jit="kernels")
+    assert what in engine.explain(other._session.recipe, {})[0]
+    assert (told.params["jit"], history.params["jit"]) == ("graph", "kernels")
+    for name, value in one.module.state_dict().items():
+        torch.testing.assert_close(other.module.state_dict()[name], value, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(told.history["loss"], history.history["loss"], rtol=1e-5, atol=0)
+    assert told.history["accuracy"] == history.history["accuracy"]
+    x, _ = pictures(5)
+    torch.testing.assert_close(one.predict(x), other.predict(x), rtol=1e-4, atol=1e-4)
+    assert one.predict(x).stride() == other.predict(x).stride()
+
+
+@pytest.mark.parametrize("kind", [Pictures, Wide])
+def test_the_graph_has_the_bits_of_the_module_itself(kind):
+    net = kind()
+    one, _, told = fitted(net, jit="graph")
+    other, _, history = fitted(net, jit="off")
+    assert told.history["loss"] == history.history["loss"]
+    for name, value in one.module.state_dict().items():
+        assert torch.equal(other.module.state_dict()[name], value), name
+
+
+def fastest_is(monkeypatch, choice):
+    """Let measurement find this way the fastest wherever there are several."""
+    module = ipufit.engines.embedded.lowering.choosing
+    monkeypatch.setattr(module, "fastest", lambda key, make: list(make())[choice])
+
+
+@needs_onednn
+@pytest.mark.usefixtures("all_kernels")
+@pytest.mark.parametrize(("choice", "way"), [(0, "graph"), (1, "kernels")])
+def test_auto_takes_what_is_measured_to_be_faster(choice, way, monkeypatch):
+    fastest_is(monkeypatch, choice)
+    model, engine, history = fitted(Pictures())
+    assert history.params["jit"] == engine.way == way
+    (why,) = engine.explain(model._session.recipe, {})
+    if way == "graph":
+        assert why.startswith("Runs the graph as it was recorded: ")
+        assert why.endswith(" with channels last would not be faster.")
+    else:
+        assert why.startswith("Runs ")
+
+
+@needs_onednn
+@pytest.mark.usefixtures("all_kernels")
+def test_kernels_that_compute_something_else_are_not_used(monkeypatch):
+    module = ipufit.engines.embedded.lowering.choosing
+    right = module.pictures_last
+
+    def wrong(graph):
+        for node in graph.nodes:
+            if node.target is torch.ops.aten.relu.default:
+                node.target = torch.ops.aten.sigmoid.default
+        return right(graph)
+
+    monkeypatch.setattr(module, "pictures_last", wrong)
+    model, engine, history = fitted(Pictures(), jit="kernels")
+    assert history.params["jit"] == "graph"
+    (why,) = engine.explain(model._session.recipe, {})
+    assert why == "Runs the graph as it was recorded: other kernels give other numbers."
+
+
+def test_small_programs_and_float64_stay_as_recorded():
+    for net in (Pictures().double(), Wide()):
+        engine = EmbeddedEngine()
+        model = ipufit.Model(net, engine=lambda engine=engine: engine)
+        model.compile("adam", "cross_entropy", jit="kernels")
+        x, y = pictures(16)
+        x = x.to(next(net.parameters()).dtype)
+        model.fit(x, y, batch_size=8, verbose=0)
+        assert engine.way == "graph"
+        assert engine.explain(model._session.recipe, {}) == []
+
+
+class Draws(nn.Module):
+    """Dropout on pictures, of which every number has its place in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(1, 4, 3), nn.Linear(4 * 100, 5)
+
+    def forward(self, x):
+        return self.head(F.dropout(self.conv(x), 0.5, self.training).flatten(1))
+
+
+class Writes(Draws):
+    """A write through a view, which must reach what it is a view of."""
+
+    def forward(self, x):
+        x = self.conv(x)
+        x.view(-1).mul_(2.0)
+        return self.head(x.flatten(1))
+
+
+class Restrides(Draws):
+    """A view by strides."""
+
+    def forward(self, x):
+        x = self.conv(x)
+        return self.head(x.as_strided((len(x), 400), (400, 1)))
+
+
+@pytest.mark.usefixtures("all_kernels")
+@pytest.mark.parametrize("kind", [Draws, Writes, Restrides])
+def test_what_goes_by_the_layout_keeps_it(kind):
+    """Also evaluation, where nothing is drawn, has the numbers of the module itself."""
+    net = kind()
+    one, engine, told = fitted(net, jit="kernels")
+    said = engine.explain(one._session.recipe, {})
+    assert not any("channels last" in sentence for sentence in said)
+    _, _, history = fitted(net, jit="off")
+    torch.testing.assert_close(told.history["loss"], history.history["loss"], rtol=1e-5, atol=0)
+
+
+def test_short_calls_are_the_same_operators():
+    """Each function calls the operator that it stands for, and no other."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.called.append(func)
+            return func(*args, **(kwargs or {}))
+
+    square, row = torch.rand(2, 2), torch.rand(2)
+    arguments = {
+        "_log_softmax.default": (square, 1, False),
+        "_log_softmax_backward_data.default": (square, square, 1, torch.float32),
+        "_softmax.default": (square, 1, False),
+        "_softmax_backward_data.default": (square, square, 1, torch.float32),
+        "addmm.default": (row, square, square),
+        "mm.default": (square, square),
+        "bmm.default": (square[None], square[None]),
+        "cat.default": ([square, square],),
+        "expand.default": (square, [3, 2, 2]),
+        "permute.default": (square, [1, 0]),
+        "select.int": (square, 0, 1),
+        "squeeze.dim": (square, 0),
+        "sum.dim_IntList": (square, [0], True),
+        "transpose.int": (square, 0, 1),
+        "unsqueeze.default": (square, 0),
+        "view.default": (square, [-1]),
+    }
+    one = {"clone", "ones_like", "relu", "t"}
+    for operator, function in SHORT.items():
+        name = str(operator).replace("aten.", "")
+        if name == "reshape.default":
+            continue
+        given = arguments.get(name) or ((square,) if name.split(".")[0] in one else (square, row))
+        with torch.no_grad(), Seen() as seen:
+            seen.called = []
+            function(*given)
+        assert seen.called == [operator]
+
+
+def test_what_was_measured_once_holds():
+    calls = []
+    key = ("a key of this test's own",)
+
+    def make(name):
+        calls.append(name)
+        return {"first": lambda: sum(range(20000)), "second": lambda: None}
+
+    assert timing.fastest(key, lambda: make(1)) == "second"
+    assert timing.fastest(key, lambda: make(2)) == "second"
+    assert calls == [1]
+
+
+def test_a_way_that_is_hardly_faster_is_not_taken(monkeypatch):
+    monkeypatch.setattr(timing, "seconds_of", lambda calls: [1.0, 0.95])
+    assert timing.fastest(("another key",), lambda: dict.fromkeys("ab", int)) == "a"

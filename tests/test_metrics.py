@@ -171,6 +171,64 @@ def test_no_cut_into_micro_batches_changes_a_named_metric(cuts, name):
     assert one(name, LOGITS, REALS, sizes) == pytest.approx(whole, rel=TOLERANCE)
 
 
+COUNTS = ["accuracy", "sparse_categorical_accuracy", "top_3_accuracy"]
+
+
+def cut(prediction, target, sizes=UNEVEN):
+    """Micro-batches as ``update_all`` takes them."""
+    rows = zip(prediction.split(sizes), target.split(sizes), sizes)
+    return [(own, wanted, size, None) for own, wanted, size in rows]
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16])
+def test_an_execution_at_once_has_the_bits_of_its_micro_batches_in_turn(kind):
+    """Counts are taken of all at once; other metrics see one micro-batch after another."""
+    seen = []
+
+    def rows(prediction, target):
+        seen.append(len(prediction))
+        return prediction.double().mean(1)
+
+    metrics = [*COUNTS, "perplexity", rows]
+    target = CLASSES.clone()
+    target[::5] = -100
+    logits = LOGITS.to(kind)
+    together = resolve_metrics(metrics)
+    together.update_all(cut(logits, target))
+    assert seen == list(UNEVEN)
+    assert together.compute() == fed(metrics, logits, target)
+
+
+def test_only_what_is_alike_is_counted_at_once():
+    """Rows of two micro-batches that fit together by chance are not looked at together."""
+    metrics = resolve_metrics(["accuracy"])
+    with pytest.raises(MetricError, match=r"got prediction of shape \(2, 8\)"):
+        metrics.update_all(
+            [(LOGITS[:2], CLASSES[:3], 2, None), (LOGITS[2:5], CLASSES[3:5], 3, None)]
+        )
+
+
+def test_weighted_micro_batches_are_taken_in_turn():
+    weight = torch.rand(SAMPLES, dtype=torch.float64)
+    weighted, plain = (resolve_metrics(None, ["accuracy"]) for _ in range(2))
+    parts = [(p, t, n, w) for (p, t, n, _), w in zip(cut(LOGITS, CLASSES), weight.split(UNEVEN))]
+    weighted.update_all(parts)
+    for part in parts:
+        plain.update(*part)
+    assert weighted.compute() == plain.compute()
+
+
+def test_what_cannot_be_counted_is_told_of_its_own_micro_batch():
+    """As without counting at once: the error names the values of the third one alone."""
+    probabilities = torch.full((6, 1), 0.5)
+    probabilities[4], probabilities[0] = 3.0, 0.25
+    metrics = resolve_metrics(["accuracy"])
+    with pytest.raises(MetricError, match=r"got values from 0\.5 to 3"):
+        metrics.update_all(cut(probabilities, torch.ones(6, 1), (2, 2, 2)))
+    # As in turn, the first two are counted.
+    assert metrics.compute() == {"accuracy": 0.0}
+
+
 def test_many_small_values_are_summed_in_float64():
     """In float32 a million samples of a float32 model lose the last digits that one compares."""
     metrics = resolve_metrics("mse")

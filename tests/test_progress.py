@@ -202,6 +202,7 @@ def test_history_is_keras(engine):
         "dropped_samples": 0,
         "prefetch": 1,
         "updates_done": 18,
+        "jit": "graph" if engine == "embedded" else "auto",
     }
     assert re.fullmatch(r"History\(3 epochs: loss=.*, val_accuracy=\S+\)", repr(history))
 

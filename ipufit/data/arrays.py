@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ipufit import tree
+from ipufit.data.rows import Rows
 from ipufit.errors import DataError
 
 __all__ = ["ArrayLoader", "EpochOrder", "is_array"]
@@ -70,27 +71,15 @@ class ArrayLoader:
         return -(-self.samples // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        return self.shuffled(None)
+        return iter(self.rows(None))
 
-    def shuffled(self, key: Optional[int]) -> Iterator[Any]:
-        """All batches, in the order of ``key``; None for the order of the rows."""
-        order = None if key is None else EpochOrder(self.samples, key).permutation()
-        for begin in range(0, self.samples, self.batch_size):
-            end = min(begin + self.batch_size, self.samples)
-            rows = slice(begin, end) if order is None else order[begin:end]
-            copies = [_copy(leaf, rows) for leaf in self._leaves]
-            yield tree.unflatten(copies, self._structure)
+    def rows(self, key: Optional[int]) -> Rows:
+        """All rows, in the order of ``key``; None for their own."""
 
+        def order() -> Optional[Tensor]:
+            return None if key is None else EpochOrder(self.samples, key).permutation()
 
-def _copy(leaf: Any, rows: Any) -> Tensor:
-    """Only these rows are read: of a memory-mapped array nothing else enters memory."""
-    if isinstance(leaf, Tensor):
-        if isinstance(rows, slice):
-            return leaf[rows].detach().clone()
-        return leaf.detach().index_select(0, rows.to(leaf.device))
-    picked = leaf[rows] if isinstance(rows, slice) else leaf[rows.numpy()]
-    # A base-class array in memory of its own: no memory map, and writable, as torch wants it.
-    return torch.from_numpy(picked.__array__().copy())
+        return Rows(lambda: self._leaves, self._structure, self.samples, self.batch_size, order)
 
 
 def _samples(leaves: List[Any], names: List[str], role: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from typing import Any, Generator, Iterator, Optional, Sequence
+from typing import Any, Callable, Generator, Iterator, Optional, Sequence
 
 from ipufit.data.batches import Unpacker, executions
 from ipufit.data.prefetch import prefetched
@@ -20,6 +20,8 @@ from ipufit.randomness import DataStream, stream_key
 __all__ = ["Feed"]
 
 _NO_BATCH = object()
+
+Stage = Callable[[CombinedBatch], CombinedBatch]
 
 
 class Feed:
@@ -109,18 +111,27 @@ class Feed:
         """The loader's, or that of the first batch seen."""
         return self._unpack.micro_batch_size
 
-    def executions(self, epoch: int, plan: Plan) -> Generator[CombinedBatch, None, None]:
+    def executions(
+        self, epoch: int, plan: Plan, stage: Optional[Stage] = None
+    ) -> Generator[CombinedBatch, None, None]:
         """All of an epoch's executions, the smaller last one included. Close it when done.
+
+        Args:
+            epoch: its index.
+            plan: of the executions.
+            stage: what each goes through as soon as it is prepared, in the thread that does so.
 
         Raises:
             DataError: the epoch has no batch, fewer than were asked for, or one that the program
                 can't take.
         """
-        groups = prefetched(self._prepared(epoch, plan), self._prefetch)
+        groups = prefetched(self._prepared(epoch, plan, stage), self._prefetch)
         with contextlib.closing(groups):
             yield from groups
 
-    def _prepared(self, epoch: int, plan: Plan) -> Generator[CombinedBatch, None, None]:
+    def _prepared(
+        self, epoch: int, plan: Plan, stage: Optional[Stage]
+    ) -> Generator[CombinedBatch, None, None]:
         batches, self._ahead = self._ahead, None
         if batches is None or self._ahead_epoch != epoch:
             batches = self._start(epoch, plan)
@@ -140,7 +151,7 @@ class Feed:
                 updates = -(-len(batch.micro_batches) // plan.micro_batches_per_update)
                 done += updates
                 self._updates += updates
-                yield batch
+                yield batch if stage is None else stage(batch)
         finally:
             if self._mode is not Mode.TRAIN or plan.fixed_updates is None:
                 self._close_open()

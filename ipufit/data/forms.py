@@ -216,9 +216,7 @@ def _of_arrays(
     loader = ArrayLoader(raw, names, batch_size, given.role)
     if given.sample_weight is not None:
         refuse_bad_weights(given.sample_weight, weight_names, given.role, mode is Mode.TRAIN)
-    return Source(
-        loader, given.role, loader.shuffled if shuffle else None, class_weights=class_weights
-    )
+    return Source(loader, given.role, loader.rows if shuffle else None, class_weights=class_weights)
 
 
 def _refuse_table(given: Given) -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import (
 )
 
 from ipufit.data.arrays import ArrayLoader
+from ipufit.data.held import held_rows
 from ipufit.data.loaders import (
     batch_total,
     is_plain,
@@ -36,6 +37,7 @@ from ipufit.randomness import DataStream
 
 __all__ = ["Source"]
 
+_NOTHING: ContextManager[None] = contextlib.nullcontext()
 _READ_AGAIN = (
     "Pass an object whose __iter__ starts anew, such as a DataLoader or a list of batches."
 )
@@ -51,8 +53,8 @@ class Source:
     Args:
         loader: an iterable of batches.
         role: what it is for, such as "training data".
-        shuffled: the batches of an epoch in the order of a key; None where the loader has an order
-            of its own.
+        shuffled: the loader, or the rows, of an epoch in the order of a key; None where the loader
+            has an order of its own.
         class_weights: by class, or None.
 
     Attributes:
@@ -179,15 +181,18 @@ class Source:
         index = seen = 0
         limit = stream_length(loader)
         alone = self.reads_alone
+        told = _Told(loader, self.role, stream)
         try:
-            with self._told(loader, index, stream), self._drawing(stream):
+            with told, self._drawing(stream):
                 _draw_as_for_new_workers(loader)
-                iterator = iter(loader)
+                rows = held_rows(loader)
+                iterator = iter(loader if rows is None else rows)
             while self.most is None or index < self.most:
                 # torch's samplers draw the whole order at once. What draws nothing must leave the
                 # generator alone: a callback may draw from it while another thread reads.
-                drawing = contextlib.nullcontext() if alone and index else self._drawing(stream)
-                with self._told(loader, index, stream), drawing:
+                drawing = _NOTHING if alone and index else self._drawing(stream)
+                told.batch = index
+                with told, drawing:
                     try:
                         batch = next(iterator)
                     except StopIteration as error:
@@ -207,7 +212,7 @@ class Source:
 
     def _drawing(self, stream: DataStream) -> ContextManager[None]:
         if isinstance(self.loader, ArrayLoader):
-            return contextlib.nullcontext()
+            return _NOTHING
         return stream.active()
 
     def _repeated(self, loader: Any, length: int) -> DataError:
@@ -218,17 +223,6 @@ class Source:
             "promises. Each has a copy of the dataset: let __iter__ yield a part of the samples, "
             "by torch.utils.data.get_worker_info(), or use one worker."
         )
-
-    @contextlib.contextmanager
-    def _told(self, loader: Any, batch: int, stream: DataStream) -> Iterator[None]:
-        """Errors of the user's code leave with the place where they happened."""
-        try:
-            yield
-        except Exception as error:
-            told = unreadable(error, loader, self.role, batch, lambda: stream.again().active())
-            if told is error:
-                raise
-            raise told from error
 
     def check_epochs(self, epochs: int) -> None:
         """Refuse several epochs of what can be read only once.
@@ -309,6 +303,31 @@ class Source:
             return []
         size = min(self.micro_batch_size or 1, len(loader.dataset))
         return [loader.collate_fn([loader.dataset[i] for i in range(size)])] if size else []
+
+
+class _Told:
+    """A context whose errors, the user's code's, leave with the place where they happened.
+
+    Attributes:
+        batch: index of the one that is read.
+    """
+
+    def __init__(self, loader: Any, role: str, stream: DataStream) -> None:
+        self.batch = 0
+        self._loader = loader
+        self._role = role
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: Optional[BaseException], trace: object) -> None:
+        if not isinstance(error, Exception):
+            return
+        replay = self._stream.again
+        told = unreadable(error, self._loader, self._role, self.batch, lambda: replay().active())
+        if told is not error:
+            raise told from error
 
 
 def _draw_as_for_new_workers(loader: Any) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import os
 from typing import Callable, Dict, List, Union
 
-from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.errors import ConfigurationError
 from ipufit.program import Engine
 
@@ -57,6 +56,13 @@ def list_engines() -> List[EngineStatus]:
     ]
 
 
+# Each imports its engine when one is made, so that `import ipufit` stays quick.
+def _embedded() -> Engine:
+    from ipufit.engines.embedded.engine import EmbeddedEngine
+
+    return EmbeddedEngine()
+
+
 def _ipu() -> Engine:
     from ipufit.engines.ipu.engine import IpuEngine
     from ipufit.engines.ipu.sdk import load_sdk
@@ -77,12 +83,12 @@ def _best() -> Engine:
     # Without an SDK there is nothing to import, and so it stays quick.
     if sdk.find_sdk() is not None and sdk.why_no_sdk() is None and sdk.why_no_device() is None:
         return _ipu()
-    return EmbeddedEngine()
+    return _embedded()
 
 
 _MAKERS: Dict[str, Callable[[], Engine]] = {
     "auto": _best,
-    "embedded": EmbeddedEngine,
+    "embedded": _embedded,
     "ipu": _ipu,
     "ipu-standin": _standin,
 }

@@ -25,6 +25,8 @@ class Metric(Protocol):
     name: str
     # Whether it changes its arguments in place.
     writes: bool
+    # Whether several micro-batches as one, without weights, give the bits that they give in turn.
+    counts: bool
 
     @property
     def names(self) -> Tuple[str, ...]:
@@ -65,6 +67,7 @@ class Mean:
         finish: applied once to the mean.
         weighted: whether it gets the sample weights.
         better: whether higher is better; None if nobody knows.
+        counts: whether the sum is a number of elements.
     """
 
     def __init__(
@@ -75,11 +78,13 @@ class Mean:
         finish: Callable[[float], float],
         weighted: bool = False,
         better: Optional[bool] = None,
+        counts: bool = False,
     ) -> None:
         self._own = name
         self.name = shown
         self.names: Tuple[str, ...] = (name,)
         self.writes = False
+        self.counts = counts
         self._part = part
         self._finish = finish
         self._weighted = weighted
@@ -88,7 +93,8 @@ class Mean:
 
     def fresh(self) -> Mean:
         """The same without state, sharing nothing."""
-        return Mean(self._own, self.name, self._part, self._finish, self._weighted, self._better)
+        given = (self._part, self._finish, self._weighted, self._better, self.counts)
+        return Mean(self._own, self.name, *given)
 
     def higher_is_better(self) -> Dict[str, Optional[bool]]:
         """By name; None where nobody knows."""
@@ -140,7 +146,7 @@ class Object:
         self._own = key or type(metric).__name__
         self.name = shown
         self.names = names or self._declared()
-        self.writes = False
+        self.writes = self.counts = False
 
     def _declared(self) -> Tuple[str, ...]:
         """The names known before anything is computed; a collection lists its members."""
@@ -200,7 +206,7 @@ class Prefixed:
         self._inner = inner
         self._key = key
         self.name = inner.name
-        self.writes = False
+        self.writes = self.counts = False
 
     @property
     def names(self) -> Tuple[str, ...]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from typing import Any, Dict, Iterator, List, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
+import torch
 from torch import Tensor
 
 from ipufit.errors import ConfigurationError, MetricError
@@ -16,6 +17,12 @@ from ipufit.randomness import LOCK
 from ipufit.tree import flatten, map_leaves
 
 __all__ = ["MetricSet"]
+
+# What is known of a micro-batch: prediction, target, size and sample_weight.
+Seen = Tuple[Any, Any, int, Any]
+
+# Elements that are worth a copy, to look at them all at once.
+_JOINED = 2**16
 
 
 class MetricSet:
@@ -65,17 +72,46 @@ class MetricSet:
         Raises:
             MetricError: a metric can't take them, chained from the metric's own error.
         """
+        self._update(self._metrics, (prediction, target, size, sample_weight))
+
+    def update_all(self, seen: Sequence[Seen]) -> None:
+        """Add the micro-batches of an execution, the arguments of :meth:`update` for each.
+
+        Raises:
+            MetricError: a metric can't take them, chained from the metric's own error.
+        """
+        joined = _joined(seen) if any(metric.counts for metric in self._metrics) else None
+        rest = [m for m in self._metrics if joined is None or not self._counted(m, joined)]
+        for one in seen:
+            self._update(rest, one)
+
+    def _counted(self, metric: Metric, joined: Seen) -> bool:
+        """Add all micro-batches as one, where that gives the same bits.
+
+        Of what the metric can't take it says so for the micro-batch in which it is.
+        """
+        if not metric.counts:
+            return False
+        try:
+            self._update([metric], joined)
+        except MetricError:
+            return False
+        return True
+
+    def _update(self, metrics: Sequence[Metric], seen: Seen) -> None:
+        prediction, target, size, sample_weight = seen
         if not size:
             return
-        for metric in self._metrics:
+        for metric in metrics:
             given = (prediction, target, sample_weight)
             if metric.writes:
                 given = map_leaves(_copy, given)
-            before = _versions(given)
+            tensors = [leaf for leaf in flatten(given)[0] if isinstance(leaf, Tensor)]
+            before = _versions(tensors)
             with _named_failure(metric.name, prediction, target):
                 metric.update(given[0], given[1], size, given[2])
             # One metric's scratch work must not be what the next one, or the loss, sees.
-            metric.writes = metric.writes or _versions(given) != before
+            metric.writes = metric.writes or _versions(tensors) != before
 
     def compute(self) -> Dict[str, float]:
         """The values over everything since the last reset; nan before the first micro-batch.
@@ -123,13 +159,32 @@ class MetricSet:
             metric.names, metric.writes = tried.names, tried.writes
 
 
+def _joined(seen: Sequence[Seen]) -> Optional[Seen]:
+    """Several micro-batches as one; None where they are not alike, or not small."""
+    predictions, targets, sizes, weights = zip(*seen) if len(seen) > 1 else ((), (), (), ())
+    parts = (*predictions, *targets)
+    if not parts or any(weight is not None for weight in weights):
+        return None
+    if not all(type(part) is Tensor and part.dim() for part in parts):
+        return None
+    for role in (predictions, targets):
+        first = role[0]
+        if any(p.shape[1:] != first.shape[1:] or p.dtype != first.dtype for p in role):
+            return None
+    if any(p.shape[0] != t.shape[0] for p, t in zip(predictions, targets)):
+        return None
+    if sum(part.numel() for part in parts) > _JOINED:
+        return None
+    return torch.cat(predictions), torch.cat(targets), sum(sizes), None
+
+
 def _copy(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
-def _versions(value: Any) -> List[int]:
-    """Counters of in-place changes of all tensors."""
-    return [leaf._version for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
+def _versions(tensors: Sequence[Tensor]) -> List[int]:
+    """Counters of in-place changes."""
+    return [tensor._version for tensor in tensors]
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from ipufit.errors import ConfigurationError
 from ipufit.metrics.kinds import Mean, Metric, Object, Prefixed
 from ipufit.metrics.metric_set import MetricSet
 from ipufit.metrics.sums import sum_of_elements, sum_of_samples, sum_of_weighted_samples
-from ipufit.metrics.values import is_error, lookup
+from ipufit.metrics.values import is_count, is_error, lookup
 from ipufit.names import check_log_name
 from ipufit.outputs import Key, label
 
@@ -183,7 +183,8 @@ def _build(item: _Item, weighted: bool, prefix: str, taken: Set[str]) -> Metric:
         values, finish = lookup(metric)
         name = item.name or metric
         part = functools.partial(sum_of_elements, values, prefix + name)
-        return Mean(name, prefix + name, part, finish, weighted, not is_error(metric))
+        known = (not is_error(metric), is_count(metric))
+        return Mean(name, prefix + name, part, finish, weighted, *known)
     if _is_object(metric):
         name = item.name or type(metric).__name__
         weight_name = _weight_name(metric, prefix + name) if weighted else None

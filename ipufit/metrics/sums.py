@@ -39,6 +39,9 @@ def sums(name: str, values: Tensor, kept: Optional[Tensor], weight: Any) -> Tupl
         weight: shape (batch,) or more leading dimensions of the values; None: 1 each. A weight of
             zero hides inf and nan.
     """
+    if weight is None and values.dtype is torch.bool:
+        hits = values if kept is None else values & kept
+        return float(hits.sum()), values.numel() if kept is None else int(kept.sum())
     values = values.double()
     if weight is None:
         values = values if kept is None else values[kept]

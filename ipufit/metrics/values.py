@@ -13,7 +13,7 @@ from torch.nn import functional
 from ipufit.errors import MetricError, UnknownNameError
 from ipufit.losses import describe_tensor, shape_advice
 
-__all__ = ["Values", "is_error", "lookup"]
+__all__ = ["Values", "is_count", "is_error", "lookup"]
 
 # The target that cross_entropy leaves out by default; a metric beside it must leave out the same.
 IGNORED_CLASS = -100
@@ -181,6 +181,11 @@ _NO_MEANS = ("auc", "f1", "f1_score", "precision", "r2", "r2_score", "recall")
 def is_error(name: str) -> bool:
     """Whether a named metric is the better the smaller it is."""
     return name.lower() in _ERRORS
+
+
+def is_count(name: str) -> bool:
+    """Whether a named metric is true or false of every element."""
+    return not is_error(name)
 
 
 def lookup(name: str) -> Tuple[Values, Callable[[float], float]]:

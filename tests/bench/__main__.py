@@ -1,74 +1,91 @@
-"""``python -m tests.bench``: every peer on every workload, in turn; writes docs/benchmarks.md."""
+"""``python -m tests.bench``: peers, curves and costs; writes docs/benchmarks.md and its plots."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
+import dataclasses
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Dict, List, Sequence
 
+from tests.bench.costs import (
+    Cost,
+    cost_table,
+    curve_costs,
+    import_cost,
+    memory_costs,
+    share_costs,
+    start_cost,
+)
+from tests.bench.curves import CURVES, Rounds, medians
 from tests.bench.peers import LOSSES, PEERS
-from tests.bench.report import Result, write
+from tests.bench.report import Result, machine, points_table, table, write
+from tests.bench.running import Running
 from tests.bench.workloads import WORKLOADS
 
 # Losses of the first updates must agree with those of the first peer to this share.
 AGREEMENT = 2e-3
+PARTS = ("peers", "curves", "costs")
+PEERS_PLOT, CURVES_PLOT = "benchmarks-peers.svg", "benchmarks-curves.svg"
 _DOCS = Path(__file__).parents[2] / "docs"
 
 
-class Running:
-    """A peer in a process of its own, which waits while others are measured."""
+@dataclasses.dataclass(frozen=True)
+class Extent:
+    """How long to measure.
 
-    def __init__(self, workload: str, name: str) -> None:
-        command = [sys.executable, "-m", "tests.bench.worker", workload, name]
-        self.name = name
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+    Attributes:
+        rounds: of the peers.
+        epochs: of a peer in a round, the first of which is left out where there are several.
+        updates: of an epoch at most; 0 for those of the workload.
+        shared: whether a peer's process has all workloads; it starts once, and its peak says
+            nothing.
+        curve_rounds: of each curve.
+        curve_updates: of its epochs.
+        times: how often a cost is measured.
+    """
 
-    def ask(self, **what: Any) -> Dict[str, Any]:
-        """One answer; an error if the process has ended."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(what) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{self.name} ended with {self._process.wait()}")
-        answer: Dict[str, Any] = json.loads(line)
-        return answer
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+    rounds: int = 6
+    epochs: int = 3
+    updates: int = 0
+    shared: bool = False
+    curve_rounds: int = 5
+    curve_updates: int = 256
+    times: int = 7
 
 
-def measured(workload: str, names: List[str], rounds: int, epochs: int) -> List[Result]:
-    """All peers in turn, round after round, after a first one that is not counted."""
-    peers = [Running(workload, name) for name in names]
-    try:
-        for peer in peers:
-            peer.ask(do="rounds", epochs=1)  # records, compiles, starts
-        losses = [peer.ask(do="losses", count=LOSSES)["losses"] for peer in peers]
-        for peer, own in zip(peers, losses):
-            check(workload, peer.name, own, peers[0].name, losses[0])
-        times: List[List[float]] = [[] for _ in peers]
-        peaks = [0.0] * len(peers)
-        for number in range(rounds):
-            for i, peer in enumerate(peers):
-                answer = peer.ask(do="rounds", epochs=1 + epochs)
-                times[i].append(statistics.median(answer["seconds"][1:]))
-                peaks[i] = answer["peak"]
-            print(f"{workload}: round {number + 1} of {rounds}", file=sys.stderr)
-    finally:
-        for peer in peers:
-            peer.close()
+QUICK = Extent(2, 1, 64, True, 1, 64, 1)
+
+
+def measured(workloads: Sequence[str], names: Sequence[str], extent: Extent) -> List[Result]:
+    """All peers in turn, round after round, after a first epoch that is not counted."""
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(Running("tests.bench.worker", name)) for name in names]
+        found = [one for name in workloads for one in _in_turn(name, peers, extent)]
+    if not extent.shared:
+        return found
+    return [dataclasses.replace(result, peak=None) for result in found]
+
+
+def _in_turn(workload: str, peers: Sequence[Running], extent: Extent) -> List[Result]:
+    what = {"workload": workload, "updates": extent.updates}
+    for peer in peers:
+        peer.ask(do="rounds", epochs=1, **what)  # records, compiles, starts
+    losses = [peer.ask(do="losses", count=LOSSES, **what)["losses"] for peer in peers]
+    for peer, own in zip(peers, losses):
+        check(workload, peer.name, own, peers[0].name, losses[0])
+    times: List[List[float]] = [[] for _ in peers]
+    peaks = [0.0] * len(peers)
+    for number in range(extent.rounds):
+        for i, peer in enumerate(peers):
+            answer = peer.ask(do="rounds", epochs=extent.epochs, **what)
+            later = answer["seconds"][1:] or answer["seconds"]
+            times[i].append(statistics.median(later))
+            peaks[i] = answer["peak"]
+        _say(f"{workload}: round {number + 1} of {extent.rounds}")
     return [Result(workload, peer.name, own, peak) for peer, own, peak in zip(peers, times, peaks)]
 
 
@@ -86,22 +103,99 @@ def check(workload: str, name: str, own: List[float], other: str, wanted: List[f
             )
 
 
+def scaled(extent: Extent) -> Dict[str, Rounds]:
+    """Every curve, its rounds in turn with those of the others."""
+    found: Dict[str, Rounds] = {
+        name: {line.name: [] for line in curve.lines} for name, curve in CURVES.items()
+    }
+    with Running("tests.bench.curves") as running:
+        for number in range(1 + extent.curve_rounds):
+            for name, lines in found.items():
+                values = running.ask(curve=name, updates=extent.curve_updates)["values"]
+                # The first round pays for what is done once.
+                for line, points in zip(lines.values(), values if number else []):
+                    line.append(points)
+            _say(f"curves: round {number} of {extent.curve_rounds}")
+    return found
+
+
+def costs(extent: Extent, results: Sequence[Result], curves: Dict[str, Rounds]) -> List[Cost]:
+    """All costs; those of the peers and the curves where these were measured."""
+    found = [import_cost(extent.times), start_cost(extent.times), *memory_costs(results)]
+    with Running("tests.bench.shares") as running:
+        shares: Dict[str, List[float]] = {"waiting": [], "feeding": [], "telling": []}
+        for _ in range(extent.times):
+            for name, values in shares.items():
+                values.append(running.ask(share=name, updates=0)["value"])
+    found += share_costs(**shares)
+    if curves:
+        own = {name: curves[name]["ipufit"] for name in ("device_iterations", "replicas")}
+        found += curve_costs(own["device_iterations"], own["replicas"])
+    return found
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def tables(
+    results: Sequence[Result], curves: Dict[str, Rounds], found: Sequence[Cost]
+) -> List[str]:
+    """What was measured, as parts of a page."""
+    parts = []
+    if results:
+        parts.append(f"![Every peer beside ipufit]({PEERS_PLOT})")
+    for workload in dict.fromkeys(result.workload for result in results):
+        own = [result for result in results if result.workload == workload]
+        parts.append(f"## {workload}\n\n{table(own)}")
+    if curves:
+        parts.append(f"## Curves\n\n![Time over each setting]({CURVES_PLOT})")
+    for name, lines in curves.items():
+        curve = CURVES[name]
+        columns = [(line, medians(rounds)) for line, rounds in lines.items()]
+        parts.append(points_table(curve.title, curve.unit, curve.points, columns))
+    if found:
+        parts.append(f"## Costs\n\n{cost_table(found)}")
+    return parts
+
+
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(prog="nox -s bench --")
-    parser.add_argument("--quick", action="store_true", help="few rounds, nothing is written")
+    parser.add_argument(
+        "--quick", action="store_true", help="a look, after which nothing is written"
+    )
+    parser.add_argument("--part", action="append", choices=PARTS)
     parser.add_argument("--workload", action="append", choices=sorted(WORKLOADS))
     parser.add_argument("--peer", action="append", choices=list(PEERS))
-    parser.add_argument("--rounds", type=int, default=0)
+    parser.add_argument("--rounds", type=int, help="of the peers and of the curves")
+    parser.add_argument("--folder", type=Path, default=_DOCS, help="of the page that is written")
     asked = parser.parse_args()
-    rounds = asked.rounds or (2 if asked.quick else 7)
+    extent = QUICK if asked.quick else Extent()
+    if asked.rounds:
+        extent = dataclasses.replace(extent, rounds=asked.rounds, curve_rounds=asked.rounds)
+    parts = asked.part or PARTS
     start = time.perf_counter()
     results: List[Result] = []
-    for workload in asked.workload or WORKLOADS:
-        results += measured(workload, list(asked.peer or PEERS), rounds, 1 if asked.quick else 3)
-    seconds = time.perf_counter() - start
-    whole = not (asked.quick or asked.workload or asked.peer)
-    write(results, rounds, seconds, _DOCS if whole else None)
+    if "peers" in parts:
+        workloads, names = asked.workload or list(WORKLOADS), asked.peer or list(PEERS)
+        groups = [workloads] if extent.shared else [[name] for name in workloads]
+        results = [one for group in groups for one in measured(group, names, extent)]
+    curves = scaled(extent) if "curves" in parts else {}
+    found = costs(extent, results, curves) if "costs" in parts else []
+    minutes = (time.perf_counter() - start) / 60
+    note = (
+        f"Measured on {machine()}; {extent.rounds} rounds of the peers and "
+        f"{extent.curve_rounds} of the curves, in {minutes:.1f} minutes."
+    )
+    page = [note, *tables(results, curves, found)]
+    print("\n\n".join(page))
+    if not (asked.quick or asked.workload or asked.peer or asked.part):
+        from tests.bench.plots import plot_curves, plot_ratios
+
+        plot_ratios(results, asked.folder / PEERS_PLOT)
+        plot_curves(curves, asked.folder / CURVES_PLOT)
+        write(asked.folder / "benchmarks.md", page)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.bench.workloads import LEARNING_RATE, Workload
 
-__all__ = ["LOSSES", "PEERS", "Peer"]
+__all__ = ["BY_HAND", "LOSSES", "OWN", "PEERS", "Peer"]
 
 # Epochs asked for, the first of which may pay for what is done once: seconds of each epoch.
 Rounds = Callable[[int], List[float]]
@@ -23,6 +23,9 @@ Peer = Callable[[Workload], Tuple[Rounds, First]]
 
 # Updates over which losses are compared.
 LOSSES = 16
+
+# The names of the rows that others are held against.
+OWN, BY_HAND = "ipufit", "eager loop, indexed, fused Adam"
 
 
 def _loader(work: Workload, count: int = 0) -> DataLoader[Any]:
@@ -229,47 +232,17 @@ def _skorch(work: Workload) -> Tuple[Rounds, First]:
     return rounds, first
 
 
-def _ipufit(device_iterations: int = 32) -> Peer:
+def _ipufit(jit: str = "auto", device_iterations: int = 32) -> Peer:
     def peer(work: Workload) -> Tuple[Rounds, First]:
-        import ipufit
-        from ipufit.callbacks import Callback, LambdaCallback
+        from tests.bench.fitted import compiled, first_losses, seconds_of_epochs
 
         x, y = work.tensors()
-
-        class Marks(Callback):
-            def __init__(self) -> None:
-                super().__init__()
-                self.epochs, self.start = [], 0.0
-
-            def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-                self.start = time.perf_counter()
-
-            def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-                self.epochs.append(time.perf_counter() - self.start)
-
-        def made() -> Any:
-            model = ipufit.Model(work.module(), engine="embedded")
-            optimizer = torch.optim.Adam(model.module.parameters(), LEARNING_RATE)
-            model.compile(optimizer, "cross_entropy")
-            return model
-
-        model = made()
-        how = {"batch_size": work.batch, "shuffle": False, "verbose": 0, "seed": 0}
-
-        def rounds(epochs: int) -> List[float]:
-            marks = Marks()
-            model.fit(
-                x, y, epochs=epochs, device_iterations=device_iterations, callbacks=[marks], **how
-            )
-            return marks.epochs
+        how = {"batch_size": work.batch, "device_iterations": device_iterations}
+        rounds = seconds_of_epochs(compiled(work.module(), jit=jit), x, y, **how)
 
         def first(count: int) -> List[float]:
-            own, found, end = made(), [], count * work.batch
-            each = LambdaCallback(on_train_batch_end=lambda _, logs: found.append(logs["loss"]))
-            own.fit(x[:end], y[:end], callbacks=[each], **how)
-            # A bar shows the mean of all losses so far.
-            totals = [0.0, *((i + 1) * mean for i, mean in enumerate(found))]
-            return [after - before for before, after in zip(totals, totals[1:])]
+            end = count * work.batch
+            return first_losses(compiled(work.module(), jit=jit), x[:end], y[:end], work.batch)
 
         return rounds, first
 
@@ -277,9 +250,11 @@ def _ipufit(device_iterations: int = 32) -> Peer:
 
 
 PEERS: Dict[str, Peer] = {
-    "ipufit": _ipufit(),
+    OWN: _ipufit(),
+    'ipufit, jit="graph"': _ipufit("graph"),
+    'ipufit, jit="off"': _ipufit("off"),
     "eager loop, DataLoader": _loop(_plain, _loader),
-    "eager loop, indexed, fused Adam": _loop(_fused, _indexed),
+    BY_HAND: _loop(_fused, _indexed),
     "torch.compile loop, fused Adam": _loop(_compiled, _indexed),
     "Lightning": _lightning,
     "Keras, torch": _keras(),

@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md, and the plot beside it."""
+"""The tables of docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import os
 import platform
 import statistics
 from pathlib import Path
-from typing import List, Optional
+from typing import List, Optional, Sequence, Tuple
 
-__all__ = ["Result", "write"]
+__all__ = ["Result", "machine", "points_table", "ratios", "table", "write"]
+
+_MARK = "<!-- measured -->"
 
 _VERSIONS = ("torch", "lightning", "keras", "jax", "skorch", "numpy")
 
@@ -22,13 +24,14 @@ class Result:
     Attributes:
         workload, peer: names.
         seconds: of an update, the median over the epochs of each round.
-        peak: resident memory of the process at most, in bytes.
+        peak: resident memory of the process at most, in bytes; None if the process has had other
+            work too.
     """
 
     workload: str
     peer: str
     seconds: List[float]
-    peak: float
+    peak: Optional[float]
 
     @property
     def median(self) -> float:
@@ -53,9 +56,29 @@ def table(results: List[Result]) -> str:
         of = ratios(result, first)
         lines.append(
             f"| {result.peer} | {result.median * 1e6:.0f} | {statistics.median(of):.2f} "
-            f"({min(of):.2f} to {max(of):.2f}) | {result.peak / 2**20:.0f} |"
+            f"({min(of):.2f} to {max(of):.2f}) | {_mebibytes(result.peak)} |"
         )
     return "\n".join(lines)
+
+
+def _mebibytes(peak: Optional[float]) -> str:
+    return "" if peak is None else f"{peak / 2**20:.0f}"
+
+
+def points_table(
+    setting: str, unit: str, points: Sequence[int], lines: Sequence[Tuple[str, Sequence[float]]]
+) -> str:
+    """A curve: a row for each point, a column for each line, in microseconds."""
+    names = [f"{name}, {unit}" for name, _ in lines]
+    rows = [
+        f"| {' | '.join([setting, *names])} |",
+        f"| {' | '.join(['---:'] * (1 + len(lines)))} |",
+    ]
+    for place, point in enumerate(points):
+        micros = [of[place] * 1e6 for _, of in lines]
+        values = [f"{value:.0f}" if value >= 100 else f"{value:.1f}" for value in micros]
+        rows.append(f"| {' | '.join([str(point), *values])} |")
+    return "\n".join(rows)
 
 
 def machine() -> str:
@@ -71,15 +94,7 @@ def machine() -> str:
     return f"{cores} cores ({model}), Python {platform.python_version()}, {', '.join(versions)}"
 
 
-def write(results: List[Result], rounds: int, seconds: float, folder: Optional[Path]) -> None:
-    """Print the tables; with a folder, write the page and the plot into it."""
-    names = list(dict.fromkeys(result.workload for result in results))
-    tables = {name: table([r for r in results if r.workload == name]) for name in names}
-    text = "\n\n".join(f"## {name}\n\n{body}" for name, body in tables.items())
-    print(f"{machine()}; {rounds} rounds in {seconds / 60:.1f} minutes\n\n{text}")
-    if folder is None:
-        return
-    page = folder / "benchmarks.md"
-    head = page.read_text(encoding="utf-8").split("<!-- measured -->")[0]
-    note = f"Measured on {machine()}; {rounds} rounds in {seconds / 60:.0f} minutes."
-    page.write_text(f"{head}<!-- measured -->\n\n{note}\n\n{text}\n", encoding="utf-8")
+def write(page: Path, parts: Sequence[str]) -> None:
+    """Replace what a page has below its mark."""
+    head = page.read_text(encoding="utf-8").split(_MARK)[0]
+    page.write_text("\n\n".join([head + _MARK, *parts]) + "\n", encoding="utf-8")

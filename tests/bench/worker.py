@@ -1,35 +1,42 @@
-"""One peer in a process of its own: answers lines of JSON until its input ends."""
+"""One peer in a process of its own."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import resource
 import sys
+from typing import Any, Dict
+
+from tests.bench.running import serve
 
 
 def main() -> None:
-    """``python -m tests.bench.worker WORKLOAD PEER``."""
-    workload, name = sys.argv[1:]
+    """``python -m tests.bench.worker PEER``: losses and epochs of any workload, as asked."""
+    (name,) = sys.argv[1:]
     if name.startswith("Keras"):
         os.environ["KERAS_BACKEND"] = "torch" if "torch" in name else "jax"
-    answers = os.fdopen(os.dup(1), "w")
-    with contextlib.redirect_stdout(sys.stderr):
+
+    def make() -> Any:
         from tests.bench.peers import PEERS
         from tests.bench.workloads import WORKLOADS
 
-        work = WORKLOADS[workload]
-        rounds, first = PEERS[name](work)
-        for line in sys.stdin:
-            asked = json.loads(line)
+        made: Dict[Any, Any] = {}
+
+        def answer(asked: Dict[str, Any]) -> Dict[str, Any]:
+            work = WORKLOADS[asked["workload"]].of(asked["updates"])
+            if work not in made:
+                made[work] = PEERS[name](work)
+            rounds, first = made[work]
             if asked["do"] == "losses":
-                answer = {"losses": first(asked["count"])}
+                found = {"losses": first(asked["count"])}
             else:
-                seconds = rounds(asked["epochs"])
-                answer = {"seconds": [value / work.updates for value in seconds]}
-            answer["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            print(json.dumps(answer), file=answers, flush=True)
+                found = {"seconds": [value / work.updates for value in rounds(asked["epochs"])]}
+            found["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            return found
+
+        return answer
+
+    serve(make)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,10 @@ class Workload:
     keras: Callable[[nn.Module], Any]
     for_keras: Callable[[Tensor], np.ndarray]
 
+    def of(self, updates: int) -> Workload:
+        """The same with at most so many updates an epoch; 0 for all."""
+        return dataclasses.replace(self, updates=min(updates or self.updates, self.updates))
+
     def tensors(self) -> Tuple[Tensor, Tensor]:
         """Inputs and classes of an epoch."""
         return self.data(self.batch * self.updates)

@@ -47,6 +47,11 @@ class Averages:
                 slot.view(tensor).copy_(known[slot.name])
 
     @property
+    def fresh(self) -> bool:
+        """Whether there was no update yet."""
+        return self._fresh
+
+    @property
     def swapped(self) -> bool:
         """Whether weights and averages have changed places."""
         return bool(self._weights)

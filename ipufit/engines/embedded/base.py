@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Dict, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from ipufit.engines.embedded.freed_memory import keep_freed_memory
 from ipufit.engines.embedded.precision import check_precision
 from ipufit.engines.embedded.step import public_name
 from ipufit.program import MicroBatch, Prepared, ProgramSpec
@@ -31,6 +32,8 @@ class BaseProgram:
         self._buffers: Dict[str, Tensor] = dict(step.named_buffers())
         tensors = [*self._parameters.values(), *self._buffers.values()]
         self._device = tensors[0].device if tensors else torch.device("cpu")
+        if self._device.type == "cpu":
+            keep_freed_memory()
         self._by_form: Dict[object, Recorded] = {}
 
     def _record(self, example: MicroBatch) -> Recorded:
@@ -40,12 +43,12 @@ class BaseProgram:
         # The data layer sees to it that micro-batches differ in nothing but size and memory layout.
         form = (batch.size, *(leaf.stride() for leaf in batch.leaves))
         if form not in self._by_form:
-            self._by_form[form] = self._record(batch)
+            self._by_form[form] = self._record(batch.to(self._device))
         return self._by_form[form]
 
     def prepare(self, example: MicroBatch) -> Prepared:
         """Record the program for micro-batches like this one."""
-        recorded = self._recorded(example.to(self._device))
+        recorded = self._recorded(example)
         outputs = recorded.outputs.rebuild(recorded.outputs.tensors)
         return Prepared(outputs, recorded.reported().rules)
 
@@ -60,8 +63,10 @@ class BaseProgram:
 
     def _seed(self, recorded: Recorded, update: int, place: int = 0) -> None:
         if recorded.random:
-            key = update_key(self._spec.seed, self._spec.domain, update)
-            seed_generators(micro_batch_key(key, place), self._device)
+            seed_generators(self._key(update, place), self._device)
+
+    def _key(self, update: int, place: int) -> int:
+        return micro_batch_key(update_key(self._spec.seed, self._spec.domain, update), place)
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> Dict[str, Tensor]:

@@ -352,8 +352,15 @@ def _simplify(graph: fx.GraphModule) -> None:
 
 def uses_random_numbers(graph: fx.GraphModule) -> bool:
     """Whether the graph draws from a random generator."""
-    return any(
-        torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        for node in graph.graph.nodes
-        if node.op == "call_function"
-    )
+    return any(_draws(node) for node in graph.graph.nodes if node.op == "call_function")
+
+
+def _draws(node: fx.Node) -> bool:
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == "dropout_p":
+            # Attention, which may drop nothing.
+            given = node.args[place] if place < len(node.args) else argument.default_value
+            return bool(node.kwargs.get("dropout_p", given))
+    return True

@@ -34,7 +34,7 @@ class Finish:
         self, gradients: Sequence[Tensor], blocks: Sequence[Block], flats: Sequence[Tensor]
     ) -> List[Tensor]:
         """Bounded while still in the accumulation's dtype, then in that of the weights."""
-        bounded = clipped(gradients, blocks, self.clip)
+        bounded = clipped(gradients, blocks, self.clip) if self.clip else gradients
         return [gradient.to(flat.dtype) for gradient, flat in zip(bounded, flats)]
 
 

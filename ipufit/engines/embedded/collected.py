@@ -56,11 +56,30 @@ class Collected:
         self, engine: EmbeddedEngine, settings: Optional[Mapping[str, float]] = None
     ) -> Tuple[Anchors, List[bool]]:
         """Everything an execution hands back, in one copy, and which gradients were finite."""
+        return self.anchors(engine.transfer.to_host(self.tensors()), settings)
+
+    def tensors(self) -> List[Tensor]:
+        """All that goes to the host."""
         flat = [torch.cat([n.reshape(-1) for _, n in self.numbers])] if self.numbers else []
         flat += [torch.stack(self.finite)] if self.finite else []
         for _, tensors in self.outputs:
             flat += tensors
-        host = iter(engine.transfer.to_host(flat))
+        return flat
+
+    def forget(self) -> None:
+        """Let go of the values, and keep what they were."""
+        self.numbers = [(kind, _without_values(number)) for kind, number in self.numbers]
+        self.finite = [_without_values(tensor) for tensor in self.finite]
+        self.outputs = [
+            (recorded, [_without_values(tensor) for tensor in tensors])
+            for recorded, tensors in self.outputs
+        ]
+
+    def anchors(
+        self, tensors: Sequence[Tensor], settings: Optional[Mapping[str, float]] = None
+    ) -> Tuple[Anchors, List[bool]]:
+        """What :meth:`tensors` gave, once it is on the host, as anchors."""
+        host = iter(tensors)
         values = next(host).to(torch.float64) if self.numbers else torch.empty(0)
         finite = next(host).tolist() if self.finite else []
         outputs = [
@@ -92,6 +111,10 @@ class Collected:
             rules = joined_rules(rules, kind.rules)
         as_tensor = torch.tensor(counts, dtype=torch.float64) if counts else None
         return torch.tensor(losses, dtype=torch.float64), as_tensor, logged, rules
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _to_add_to(tensor: Tensor) -> Tensor:

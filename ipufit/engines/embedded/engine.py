@@ -17,6 +17,12 @@ from ipufit.engines.embedded.fingerprint import fingerprint
 from ipufit.engines.embedded.hints import said_of
 from ipufit.engines.embedded.inference import InferenceProgram
 from ipufit.engines.embedded.liveness import peak_bytes
+from ipufit.engines.embedded.lowering.choosing import Lowered, lower
+from ipufit.engines.embedded.lowering.cuda_graphs import GraphMaker
+from ipufit.engines.embedded.lowering.cudagraph import check_cudagraph
+from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates, Libraries
+from ipufit.engines.embedded.lowering.inductor.requirements import refuse_missing
+from ipufit.engines.embedded.lowering.racing import Race
 from ipufit.engines.embedded.merging import Decision, Merged, Written, decide, same_in_all
 from ipufit.engines.embedded.merging.steps import MergedStep
 from ipufit.engines.embedded.precision import (
@@ -37,6 +43,7 @@ from ipufit.engines.embedded.training import TrainingProgram
 from ipufit.engines.embedded.transfer import Transfer
 from ipufit.engines.embedded.updater import Graphs
 from ipufit.losses import Loss
+from ipufit.lowerings import CUDAGRAPH, INDUCTOR, OFF
 from ipufit.program import MicroBatch, Mode, Program, ProgramSpec
 from ipufit.recipe import Recipe
 
@@ -63,6 +70,7 @@ class Recorded:
         reached: names of the parameters that a gradient reaches.
         random: whether it may draw random numbers.
         held: objects whose identity the recording depends on.
+        graph: what ``run`` runs; None where it runs the module itself.
         merging: what was decided about several like it at once, by all that this depends on.
     """
 
@@ -72,6 +80,7 @@ class Recorded:
     reached: Tuple[str, ...]
     random: bool
     held: Tuple[object, ...]
+    graph: Optional[fx.GraphModule]
     merging: Dict[object, Decision] = dataclasses.field(default_factory=dict)
 
     def reported(self) -> Reported:
@@ -95,8 +104,15 @@ class EmbeddedEngine:
         scale: the loss scale as the last training program left it.
         as_device: treat the host as a device of its own: look at losses after an execution, and
             keep in other memory what is to be there.
+        tape: makes what captures work on a host that is treated as a device; None: nothing does.
+        replaying: what became of CUDA graphs in the last training program; None where nothing did.
+        replays: whether it captured any.
         state_memory: where the optimizer's state of the last training program is between updates.
         hints: marks for an IPU that were seen in forward.
+        lowered: how recordings for training run, by the number of samples in a micro-batch.
+        libraries: compiled updates that are loaded.
+        compiled: those of the last training program; None where none were asked for.
+        race: between these and what is recorded; None where nobody is to find out.
         recomputed: of the last training recording, the number of operators that run twice, and how
             many bytes its values take at most without and with that; None without recomputation.
         merging: whether the last training program makes larger batches of micro-batches; None where
@@ -114,12 +130,31 @@ class EmbeddedEngine:
         self.averages: Dict[str, Tensor] = {}
         self.scale: Optional[ScaleState] = None
         self.as_device = False
+        self.tape: Optional[Callable[[torch.device], GraphMaker]] = None
+        self.replaying: Optional[str] = None
+        self.replays = False
         self.state_memory = StateMemory()
         self.hints: Dict[str, None] = {}
         self.recomputed: Optional[Tuple[int, int, int]] = None
+        self.lowered: Dict[int, Lowered] = {}
+        self.libraries: Libraries = {}
+        self.compiled: Optional[CompiledUpdates] = None
+        self.race: Optional[Race] = None
         self.merging: Optional[Decision] = None
         self._recorded: OrderedDict[Tuple[Any, ...], Recorded] = OrderedDict()
         self._steps: Dict[Tuple[int, int], StepModule] = {}
+
+    def check(self, module: nn.Module, optimizer: Any, loss: Any, recipe: Recipe, *_: Any) -> None:
+        """Refuse what can't work, at ``compile``.
+
+        Raises:
+            ConfigurationError: CUDA graphs of a module that is on no GPU, or nothing to compile
+                programs with.
+        """
+        if recipe.jit == CUDAGRAPH and self.tape is None:
+            check_cudagraph(module)
+        if recipe.jit == INDUCTOR:
+            refuse_missing()
 
     def build(self, spec: ProgramSpec) -> Program:
         """A program for the spec. Recording happens when the first micro-batch of a shape comes."""
@@ -152,7 +187,7 @@ class EmbeddedEngine:
         key = (
             spec.mode,
             spec.want_outputs,
-            spec.run_eagerly,
+            recipe.jit,
             id(step),
             example.structure,
             tuple(trained),
@@ -180,9 +215,13 @@ class EmbeddedEngine:
             arguments = [*state, *example.leaves]
             if scaled:
                 arguments.append(torch.ones((), dtype=torch.float64, device=arguments[-1].device))
-            run, random = self._make(micro, step, arguments, spec.run_eagerly, recompute)
+            run, random, lowered, graph = self._make(micro, step, arguments, recipe.jit, recompute)
+            if spec.mode is Mode.TRAIN:
+                self.lowered[example.size] = lowered
             self.hints.update(micro.hints)
-            self._recorded[key] = Recorded(run, micro, micro.outputs, micro.reached, random, held)
+            self._recorded[key] = Recorded(
+                run, micro, micro.outputs, micro.reached, random, held, graph
+            )
             if len(self._recorded) > _KEPT:
                 self._recorded.popitem(last=False)
         self._recorded.move_to_end(key)
@@ -211,7 +250,7 @@ class EmbeddedEngine:
         step = self.step_module(spec.module, spec.loss)
 
         def make(merged: MergedStep, arguments: Sequence[Tensor]) -> Callable[..., List[Tensor]]:
-            return self._make(merged, step, arguments, False, ())[0]
+            return self._make(merged, step, arguments, spec.recipe.jit, ())[0]
 
         key = (total, spec.recipe.accumulation_dtype)
         if key not in recorded.merging:
@@ -227,15 +266,15 @@ class EmbeddedEngine:
         micro: Callable[..., List[Tensor]],
         step: StepModule,
         arguments: Sequence[Tensor],
-        eagerly: bool,
+        jit: str,
         recompute: Sequence[str],
-    ) -> Tuple[Callable[..., List[Tensor]], bool]:
-        """What to run for a micro-batch, and whether it may draw random numbers."""
-        if eagerly:
+    ) -> Tuple[Callable[..., List[Tensor]], bool, Lowered, Optional[fx.GraphModule]]:
+        """What to run, whether it may draw random numbers, how it runs, and what was recorded."""
+        if jit == OFF:
             # Once on copies, to see the outputs and which parameters a gradient reaches.
             with attributes_kept(step):
                 try_out(micro, arguments)
-            return micro, True
+            return micro, True, Lowered(micro, OFF, ""), None
         with self.timed(), attributes_kept(step) as changed:
             graph = capture(micro, arguments)
             if isinstance(micro, MicroStep):
@@ -252,17 +291,34 @@ class EmbeddedEngine:
                 UserWarning,
                 stacklevel=2,
             )
-        run = without_autocast(graph, arguments)
+        with self.timed():
+            lowered = lower(graph, arguments, jit)
+        run = without_autocast(lowered.run, arguments)
         values = [node.meta.get("val") for node in graph.graph.nodes]
         on_cpu = arguments[-1].device.type == "cpu"
         if (on_cpu and computes_in_half(values)) or mixes_double(arguments):
             try_out(run, arguments)
-        return run, uses_random_numbers(graph)
+        return run, uses_random_numbers(graph), lowered, graph
 
     def _recompute(self, graph: fx.GraphModule) -> None:
         before = peak_bytes(graph)
         repeated = recompute_layers(graph)
         self.recomputed = (repeated, before, peak_bytes(graph))
+
+    @property
+    def _lowered(self) -> Optional[Lowered]:
+        """How full micro-batches of training run, once one has been recorded."""
+        return self.lowered[max(self.lowered)] if self.lowered else None
+
+    @property
+    def way(self) -> Optional[str]:
+        """The value of ``jit`` that stands for how training runs; None before it does."""
+        if self.replays:
+            return CUDAGRAPH
+        is_compiled = self.compiled is not None and self.compiled.is_ready
+        if is_compiled or (self.race is not None and self.race.wins):
+            return INDUCTOR
+        return None if self._lowered is None else self._lowered.way
 
     def explain(self, recipe: Recipe, options: Mapping[str, Any]) -> List[str]:
         """What is particular about how it runs, in sentences.
@@ -272,11 +328,15 @@ class EmbeddedEngine:
             options: those of an IPU; here there are none.
         """
         said = [said_of(self.hints)] if self.hints else []
-        if self.merging is not None and not recipe.run_eagerly:
-            said.append(self.merging.said)
+        if self._lowered is not None and self._lowered.why:
+            said.append(self._lowered.why)
+        said += [self.replaying] if self.replaying is not None else []
+        said += [self.merging.said] if self.merging is not None else []
         if recipe.offload_optimizer_state:
             in_host = isinstance(self.state_memory, HostMemory)
             said.append(_OFFLOADED if in_host else _NOT_OFFLOADED)
+        said += self.compiled.said() if self.compiled is not None else []
+        said += self.race.said() if self.race is not None else []
         if self.recomputed is None or not recipe.recompute:
             return said
         repeated, before, after = self.recomputed

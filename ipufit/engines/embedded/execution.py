@@ -18,7 +18,7 @@ from ipufit.recipe import outputs_wanted
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import EmbeddedEngine
 
-__all__ = ["Execution"]
+__all__ = ["Execution", "settings_of"]
 
 
 class Execution:
@@ -70,7 +70,7 @@ class Execution:
             NonFiniteLossError: the state is that before the update named in it.
         """
         if self._maker.at_once:
-            anchors, _ = self._attempt(self._updates, None).to_anchors(
+            anchors, _ = self.attempt(self._updates, None).to_anchors(
                 self._engine, self._settings()
             )
             return anchors
@@ -81,7 +81,7 @@ class Execution:
         left_out: Set[int] = set()
         while True:
             try:
-                collected = self._attempt(self._updates, left_out)
+                collected = self.attempt(self._updates, left_out)
             except NonFiniteLossError:
                 raise  # this is the update it names: all before it are known to be good
             except BaseException:
@@ -93,7 +93,7 @@ class Execution:
             bad = next((i for i, ok in enumerate(finite) if not ok and i not in left_out), None)
             if lost is not None and (bad is None or lost <= bad):
                 self._go_back(snapshot)
-                self._attempt(self._updates[:lost], left_out)
+                self.attempt(self._updates[:lost], left_out)
                 self._refuse(lost, anchors.losses)
             if bad is None:
                 return anchors
@@ -104,7 +104,7 @@ class Execution:
         self._live.restore(snapshot)
         self._live.updater.refresh(self._rows)
 
-    def _attempt(self, updates: Sequence[Update], left_out: Optional[Set[int]]) -> Collected:
+    def attempt(self, updates: Sequence[Update], left_out: Optional[Set[int]]) -> Collected:
         """Every update in turn.
 
         Args:
@@ -121,13 +121,7 @@ class Execution:
         return collected
 
     def _settings(self) -> Dict[str, float]:
-        """What the program says of itself after the execution."""
-        settings = {}
-        if self._spec.recipe.schedule is not None:
-            settings["learning_rate"] = float(self._rows[-1][0]["lr"])
-        if self._live.scaler is not None:
-            settings["loss_scale"] = self._live.scaler.value
-        return settings
+        return settings_of(self._spec, self._live, self._rows)
 
     def _first_lost(self, losses: Tensor) -> Optional[int]:
         """The first update with a loss that is not finite."""
@@ -141,3 +135,19 @@ class Execution:
         first = sum(len(update) for update in self._updates[:lost])
         for value in losses[first : first + len(self._updates[lost])].tolist():
             self._maker.refuse_non_finite(value)
+
+
+def settings_of(spec: ProgramSpec, live: LiveState, rows: Rows) -> Dict[str, float]:
+    """What a program says of itself after an execution.
+
+    Args:
+        spec: of the program.
+        live: after the execution.
+        rows: the settings of the optimizer for each update of it.
+    """
+    settings = {}
+    if spec.recipe.schedule is not None:
+        settings["learning_rate"] = float(rows[-1][0]["lr"])
+    if live.scaler is not None:
+        settings["loss_scale"] = live.scaler.value
+    return settings

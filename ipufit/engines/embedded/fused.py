@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ipufit.engines.embedded.rules import AdamRule, AdamWRule, Rule
 
-__all__ = ["Fused", "fused_for"]
+__all__ = ["Fused", "fused_for", "numbers_for"]
 
 State = Mapping[str, Tensor]
-# Changes parameters and state in place: flat parameters, flat gradient, state, the group's
-# settings as numbers, and which update of the group it is, from 1.
-Fused = Callable[[Tensor, Tensor, State, Mapping[str, Any], float], None]
+# Changes parameters and state in place: flat parameters, flat gradient, state, which update of the
+# group it is, from 1, and what :func:`numbers_for` makes of the group's settings.
+Fused = Callable[[Tensor, Tensor, State, Tensor, Mapping[str, Any]], None]
 
 # In narrower types a kernel rounds once where the rules round after each operator.
 _DTYPES = (torch.float32, torch.float64)
@@ -41,13 +41,30 @@ def fused_for(rule: Rule, flat: Tensor) -> Optional[Fused]:
     return kernel if _works(kernel, flat.device, flat.dtype) else None
 
 
+def numbers_for(group: Mapping[str, Any], n: float) -> Dict[str, Any]:
+    """What the kernels take as numbers.
+
+    Args:
+        group: settings of a parameter group.
+        n: which update of the group it is, from 1.
+    """
+    beta1, beta2 = group["betas"]
+    # State that was read back may make no sense, which the weights then show.
+    is_sane = n > 0 and 0 <= beta1 < 1 and 0 <= beta2 < 1
+    return {
+        "lr": group["lr"] if is_sane else math.nan,
+        "beta1": beta1,
+        "beta2": beta2,
+        "weight_decay": group["weight_decay"],
+        "eps": group["eps"],
+        "maximize": bool(group["maximize"]),
+    }
+
+
 def _adam_by(kernel: Callable[..., None]) -> Fused:
     def update(
-        flat: Tensor, gradient: Tensor, state: State, group: Mapping[str, Any], n: float
+        flat: Tensor, gradient: Tensor, state: State, step: Tensor, numbers: Mapping[str, Any]
     ) -> None:
-        beta1, beta2 = group["betas"]
-        # State that was read back may make no sense, which the weights then show.
-        is_sane = n > 0 and 0 <= beta1 < 1 and 0 <= beta2 < 1
         largest = state.get("max_exp_avg_sq")
         kernel(
             [flat],
@@ -55,14 +72,9 @@ def _adam_by(kernel: Callable[..., None]) -> Fused:
             [state["exp_avg"]],
             [state["exp_avg_sq"]],
             [] if largest is None else [largest],
-            [torch.tensor(float(n), dtype=torch.float32, device=flat.device)],
-            lr=group["lr"] if is_sane else math.nan,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
+            [step],
             amsgrad=largest is not None,
-            maximize=bool(group["maximize"]),
+            **numbers,
         )
 
     return update
@@ -86,9 +98,10 @@ def _works(kernel: Fused, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this torch has the kernel for such tensors: those for the CPU came with 2.4."""
     tensors: List[Tensor] = [torch.zeros(1, dtype=dtype, device=device) for _ in range(4)]
     state = {"exp_avg": tensors[2], "exp_avg_sq": tensors[3]}
+    step = torch.ones((), dtype=torch.float32, device=device)
     try:
         with torch.no_grad():
-            kernel(tensors[0], tensors[1], state, _EXAMPLE, 1.0)
+            kernel(tensors[0], tensors[1], state, step, numbers_for(_EXAMPLE, 1))
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):
         return False
     return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from typing import Any, Callable, Iterable, Iterator, List, Sequence, Tuple
 
@@ -42,15 +43,23 @@ def without_autocast(
     graph: Callable[..., List[Tensor]], arguments: Sequence[Tensor]
 ) -> Callable[..., List[Tensor]]:
     """The recorded graph as it is: the casts of its own autocast are operators in it."""
-    device = arguments[-1].device
+    kind = arguments[-1].device.type
+    is_on = _autocast_switch(kind)
 
     def run(*tensors: Tensor) -> List[Tensor]:
-        if not autocast_state(device)[0]:
+        if not is_on():
             return graph(*tensors)
-        with torch.autocast(device.type, enabled=False):
+        with torch.autocast(kind, enabled=False):
             return graph(*tensors)
 
     return run
+
+
+def _autocast_switch(kind: str) -> Callable[[], bool]:
+    """What says whether autocast is on for a kind of device."""
+    if hasattr(torch, "get_autocast_dtype"):
+        return functools.partial(torch.is_autocast_enabled, kind)
+    return torch.is_autocast_cpu_enabled if kind == "cpu" else torch.is_autocast_enabled
 
 
 @contextlib.contextmanager

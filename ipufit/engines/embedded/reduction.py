@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import List, Optional, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -26,18 +26,22 @@ class Reduction:
         self._loss_is_sum = spec.loss.reduction == "sum"
         self._equally = spec.loss.normalize == "micro_batches"
         self._dtype = spec.recipe.accumulation_dtype
+        self._known: Dict[Tuple[int, ...], Tuple[List[float], float]] = {}
 
     def start(self, sizes: Sequence[int]) -> GradientSum:
         """A sum over micro-batches of these sizes."""
-        return GradientSum(*self._shares(sizes), self._dtype)
+        key = tuple(sizes)
+        if key not in self._known:
+            self._known[key] = self.shares(sizes)
+        return GradientSum(*self._known[key], self._dtype)
 
     def coefficients(self, sizes: Sequence[int]) -> List[float]:
         """What the gradient of each of these micro-batches is multiplied with, in all."""
-        factors, share = self._shares(sizes)
+        factors, share = self.shares(sizes)
         return [factor * share for factor in factors]
 
-    def _shares(self, sizes: Sequence[int]) -> Tuple[List[float], float]:
-        """A factor for each micro-batch, and one for their sum."""
+    def shares(self, sizes: Sequence[int]) -> Tuple[List[float], float]:
+        """A factor for each of these micro-batches, and one for their sum."""
         if self._equally:
             return [1.0] * len(sizes), 1.0 if self._is_sum else 1 / len(sizes)
         full = self._micro_batch_size
@@ -74,7 +78,8 @@ class GradientSum:
             count: what the loss is a mean over, shape (); None where it is the samples.
         """
         factor = next(self._factors)
-        gradients = [gradient.to(self._dtype or gradient.dtype) for gradient in gradients]
+        if self._dtype is not None:
+            gradients = [gradient.to(self._dtype) for gradient in gradients]
         if count is not None:
             self._counted = count if self._counted is None else self._counted + count
             gradients, factor = [gradient.mul_(count) for gradient in gradients], 1.0
@@ -100,13 +105,15 @@ class GradientSum:
         for total, gradient in zip(self._total, gradients):
             total.add_(gradient)
 
-    def reduced(self, loss_scale: float) -> List[Tensor]:
+    def reduced(self, loss_scale: Union[float, Tensor]) -> List[Tensor]:
         """The gradient of the update, of a loss that was not scaled."""
-        share: float = self._share / loss_scale
+        share = self._share / loss_scale
         if self._counted is not None:
             whole = self._counted
             # Where nothing counted the gradients are zero, and stay so.
             shares = torch.where(whole > 0, whole.reciprocal(), torch.zeros_like(whole))
             self._total = [total.mul_(shares) for total in self._total]
             share = 1 / loss_scale
-        return [total.mul_(share) for total in self._total] if share != 1 else self._total
+        if not isinstance(share, Tensor) and share == 1:
+            return self._total
+        return [total.mul_(share) for total in self._total]

@@ -67,6 +67,13 @@ class Scaler:
         """The present factor, shape (), float64: exact whatever the loss's dtype."""
         return torch.full((), self.state.value, dtype=torch.float64, device=device)
 
+    def coming(self, updates: int) -> List[ScaleState]:
+        """What so many updates find if no gradient is lost, and what they leave behind."""
+        states = [self.state]
+        for _ in range(updates):
+            states.append(states[-1].after(True, self._rule))
+        return states
+
     def judge(
         self,
         gradients: Sequence[Tensor],

@@ -155,6 +155,7 @@ class MicroStep:
             when no gradient is wanted. Asked once.
 
     Attributes:
+        trained: names of the parameters that come first.
         outputs: how the output tensors become the module's outputs.
         reached: names of the parameters that a gradient reached.
         blocks: what their gradients are packed into.
@@ -179,7 +180,7 @@ class MicroStep:
         self._step = step
         self._partition = partition
         self._recompute = recompute
-        self._trained = list(trained)
+        self.trained = list(trained)
         self._fixed = list(fixed)
         self._structure = example.structure
         self._with_loss = with_loss
@@ -196,12 +197,12 @@ class MicroStep:
 
     def __call__(self, *tensors: Tensor) -> List[Tensor]:
         """Run the user's module and loss, and autograd, on these tensors."""
-        count, end = len(self._trained), len(self._trained) + len(self._fixed)
+        count, end = len(self.trained), len(self.trained) + len(self._fixed)
         weights = [t.detach() for t in tensors[:count]]
         if self._layout is not None:
             weights = [w.requires_grad_() for w in weights]
             self._keep_hooks(weights)
-        state = dict(zip(self._trained, weights))
+        state = dict(zip(self.trained, weights))
         state.update(zip(self._fixed, tensors[count:end]))
         scale = tensors[-1] if self._scaled else None
         leaves = tensors[end:-1] if self._scaled else tensors[end:]
@@ -228,7 +229,7 @@ class MicroStep:
     def _keep_hooks(self, weights: Sequence[Tensor]) -> None:
         """Hooks that the user has put on a parameter see the gradient of every micro-batch."""
         parameters = dict(self._step.named_parameters())
-        for name, weight in zip(self._trained, weights):
+        for name, weight in zip(self.trained, weights):
             if getattr(parameters[name], "_post_accumulate_grad_hooks", None):
                 raise CaptureError(
                     f"{public_name(name)!r} has a hook for after its .grad is filled, but in one "
@@ -243,14 +244,14 @@ class MicroStep:
     def _gradients(
         self, loss: Tensor, state: Mapping[str, Tensor], scale: Optional[Tensor]
     ) -> List[Tensor]:
-        weights = [state[name] for name in self._trained]
+        weights = [state[name] for name in self.trained]
         found: Sequence[Optional[Tensor]] = [None] * len(weights)
         if loss.requires_grad:
             self._refuse_bypass(loss)
             objective = loss if scale is None else loss * scale.to(loss.dtype)
             with backward_marked():
                 found = torch.autograd.grad(objective, weights, allow_unused=True)
-        by_name = {n: g for n, g in zip(self._trained, found) if g is not None}
+        by_name = {n: g for n, g in zip(self.trained, found) if g is not None}
         if not self.reached:
             self._lay_out(by_name)
         late = sorted(set(by_name).difference(self.reached))
@@ -285,7 +286,7 @@ class MicroStep:
 
     def _lay_out(self, gradients: Mapping[str, Tensor]) -> None:
         assert self._layout is not None
-        if not self._trained:
+        if not self.trained:
             raise LossError(
                 f"{self._where()} must have a trainable parameter, but none that the optimizer "
                 "holds requires gradients any more. Unfreeze one with requires_grad_(True), and "
@@ -294,7 +295,7 @@ class MicroStep:
         if not gradients:
             raise LossError(
                 "the loss must depend on at least one trainable parameter, but no gradient reached "
-                f"any of the {len(self._trained)} of {self._where()}. Look for .detach(), "
+                f"any of the {len(self.trained)} of {self._where()}. Look for .detach(), "
                 "torch.no_grad() or a loss computed from the targets alone."
             )
         for name, gradient in gradients.items():
@@ -303,7 +304,7 @@ class MicroStep:
                     f"gradients must be dense, but that of {public_name(name)!r} is "
                     f"{gradient.layout}. Build the layer with sparse=False."
                 )
-        self.reached = tuple(name for name in self._trained if name in gradients)
+        self.reached = tuple(name for name in self.trained if name in gradients)
         self.blocks = self._layout(self.reached)
 
     def _detached_outputs(self, outputs: Any, inputs: Sequence[Tensor]) -> List[Tensor]:

@@ -14,7 +14,16 @@ from ipufit.engines.embedded.base import BaseProgram, on_host
 from ipufit.engines.embedded.clipping import Finish
 from ipufit.engines.embedded.execution import Execution
 from ipufit.engines.embedded.following import follow_the_module
+from ipufit.engines.embedded.freed_memory import give_back_freed_memory
 from ipufit.engines.embedded.live import LiveState
+from ipufit.engines.embedded.lowering.cudagraph import (
+    CapturedExecutions,
+    StagedBatch,
+    graph_maker,
+)
+from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates
+from ipufit.engines.embedded.lowering.inductor.requirements import missing
+from ipufit.engines.embedded.lowering.racing import Race
 from ipufit.engines.embedded.precision import warn_of_vanishing_eps
 from ipufit.engines.embedded.publication import Publication
 from ipufit.engines.embedded.replicas import put_back
@@ -23,9 +32,10 @@ from ipufit.engines.embedded.sharing import refuse_shared_memory
 from ipufit.engines.embedded.state_memory import state_memory
 from ipufit.engines.embedded.step import public_name
 from ipufit.engines.embedded.storage import Block, FlatStorage
-from ipufit.engines.embedded.update import UpdateMaker
+from ipufit.engines.embedded.update import Update, UpdateMaker
 from ipufit.engines.embedded.updater import Rows, updater_for
 from ipufit.errors import CaptureError, ConfigurationError
+from ipufit.lowerings import AUTO, INDUCTOR, KERNELS
 from ipufit.program import (
     Anchors,
     CombinedBatch,
@@ -62,7 +72,14 @@ class TrainingProgram(BaseProgram):
         self._frozen = [name for name in self._parameters if name not in trained]
         refuse_shared_memory(self._trained, self._parameters, self._buffers)
         warn_of_vanishing_eps(spec.optimizer)
-        self._live = self._make_live()
+        engine.replaying, engine.replays, engine.merging = None, False, None
+        makes_graphs = graph_maker(engine, spec.recipe, self._device)
+        self._live = self._make_live(tabled=makes_graphs is not None)
+        self._captured: Optional[CapturedExecutions] = None
+        if makes_graphs is not None:
+            self._captured = CapturedExecutions(
+                engine, spec, self._live, self._device, makes_graphs, self._key
+            )
         self._maker = UpdateMaker(
             spec,
             self._live,
@@ -70,11 +87,30 @@ class TrainingProgram(BaseProgram):
             self._seed,
             at_once=self._device.type == "cpu" and not engine.as_device,
         )
+        self._maker.compiled = engine.compiled = engine.race = None
+        self._race: Optional[Race] = None
+        self._make_compiled()
         self._reached: Tuple[str, ...] = ()
         self._closed = False
         self._published = Publication(self._optimizer)
 
-    def _make_live(self) -> LiveState:
+    def _make_compiled(self) -> None:
+        jit, engine = self._spec.recipe.jit, self._engine
+        is_auto = jit == AUTO and self._maker.at_once and missing() is None
+        if jit != INDUCTOR and not is_auto:
+            return
+        compiled = CompiledUpdates(self._spec, self._live, engine.libraries, self._maker)
+        if is_auto:
+            self._race = engine.race = Race(compiled)
+        else:
+            self._maker.compiled = engine.compiled = compiled
+
+    def expect(self, updates: int) -> None:
+        """So many updates are to come; what pays in a long run is done for no short one."""
+        if self._race is not None:
+            self._race.expect(updates)
+
+    def _make_live(self, tabled: bool) -> LiveState:
         spec, engine, recipe = self._spec, self._engine, self._spec.recipe
         finish = Finish(recipe.clip, recipe.accumulation_dtype)
         scheduled = None if recipe.schedule is None else recipe.schedule.names
@@ -82,7 +118,14 @@ class TrainingProgram(BaseProgram):
             recipe.offload_optimizer_state, self._device, engine.as_device
         )
         return LiveState(
-            updater_for(self._optimizer, engine.optimizer_graphs, finish, scheduled, self._memory),
+            updater_for(
+                self._optimizer,
+                engine.optimizer_graphs,
+                finish,
+                scheduled,
+                self._memory,
+                tabled and scheduled is not None,
+            ),
             Scaler(recipe.loss_scale, engine.scale) if recipe.loss_scale else None,
             engine.replicas.recall(spec.plan.replicas, self._buffers),
             spec.first_update,
@@ -149,7 +192,13 @@ class TrainingProgram(BaseProgram):
                     )
             self._by_form = {}
         prepared = super().prepare(example)
-        self._find_merged(example.to(self._device))
+        example = example.to(self._device)
+        if example.size == self._spec.plan.micro_batch_size:
+            if self._race is not None:
+                self._race.enter(self._recorded(example), example)
+            elif self._maker.compiled is not None:
+                self._maker.compiled.start(self._recorded(example), example)
+        self._find_merged(example)
         return prepared
 
     def _find_merged(self, example: MicroBatch) -> Optional[Merged]:
@@ -158,7 +207,8 @@ class TrainingProgram(BaseProgram):
         if (
             plan.micro_batches_per_update == 1
             or example.size != plan.micro_batch_size
-            or self._spec.run_eagerly
+            or self._spec.recipe.jit not in (AUTO, KERNELS)
+            or self._captured is not None
         ):
             return None
         names = (self._trained, [*self._frozen, *self._buffers])
@@ -178,11 +228,12 @@ class TrainingProgram(BaseProgram):
                 "training works on the weights, but their moving averages stand in their place. "
                 "Call model.swap_ema_weights() again before training goes on."
             )
-        micro_batches = [micro_batch.to(self._device) for micro_batch in batch.micro_batches]
+        if self._maker.compiled is not None:
+            self._maker.compiled.wait()
         self._follow_the_optimizer()
-        work = [(micro_batch, self._recorded(micro_batch)) for micro_batch in micro_batches]
+        work = [(micro_batch, self._recorded(micro_batch)) for micro_batch in batch.micro_batches]
         follow_the_module(self._step, self._parameters, self._buffers, self._live.storage)
-        self._maker.merged = self._find_merged(micro_batches[0])
+        self._maker.merged = self._find_merged(work[0][0])
         group = self._spec.plan.micro_batches_per_update
         updates = [work[i : i + group] for i in range(0, len(work), group)]
         start, schedule = self.updates, self._spec.recipe.schedule
@@ -191,16 +242,38 @@ class TrainingProgram(BaseProgram):
         if schedule is not None:
             rows = schedule.rows(len(updates))
         try:
-            self._live.updater.refresh(rows)
-            with self._computing([recorded for _, recorded in work]):
-                return Execution(
-                    self._engine, self._spec, self._live, self._maker, updates, rows
-                ).run()
+            if self._race is None:
+                return self._run(updates, rows, batch)
+            self._maker.compiled = self._race.before()
+            anchors = self._run(updates, rows, batch)
+            self._race.after(len(updates))
+            return anchors
         except BaseException:
             if schedule is not None:
                 schedule.restore(before)
                 schedule.rows(self.updates - start)
             raise
+
+    def stage(self, batch: CombinedBatch) -> CombinedBatch:
+        """Start to bring a batch to the device, ahead of its execution."""
+        return batch if self._captured is None else self._captured.stage(batch)
+
+    def _run(self, updates: Sequence[Update], rows: Rows, batch: CombinedBatch) -> Anchors:
+        if self._captured is None:
+            return self._compute(updates, rows)
+        sent = batch.sent if isinstance(batch, StagedBatch) else None
+        anchors = self._captured.run(updates, rows, sent)
+        if anchors is None:
+            with self._captured.aside():
+                anchors = self._compute(updates, rows)
+        return anchors
+
+    def _compute(self, updates: Sequence[Update], rows: Rows) -> Anchors:
+        """Operator by operator."""
+        moved = [[(b.to(self._device), recorded) for b, recorded in update] for update in updates]
+        self._live.updater.refresh(rows)
+        with self._computing([recorded for update in moved for _, recorded in update]):
+            return Execution(self._engine, self._spec, self._live, self._maker, moved, rows).run()
 
     def _follow_the_optimizer(self) -> None:
         """Take over what a callback has made of the optimizer's state."""
@@ -274,12 +347,17 @@ class TrainingProgram(BaseProgram):
         self._keep_averages()
         self._live.storage.release()
         self._by_form, self._live.states, self._reached = {}, [], ()
+        if self._captured is not None:
+            self._captured.forget()
 
     def close(self) -> None:
         """The module gets memory of its own again, the optimizer its state; safe twice."""
         if self._closed:
             return
         self._closed = True
+        compiled = self._maker.compiled if self._race is None else self._race.compiled
+        if compiled is not None:
+            compiled.close()
         if self._reached:
             self._memory.end()
             self.publish()
@@ -291,3 +369,7 @@ class TrainingProgram(BaseProgram):
         self._keep_averages()
         self._live.storage.release()
         self._live.states = []
+        if self._device.type == "cpu":
+            give_back_freed_memory()
+        if self._captured is not None:
+            self._captured.forget()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import List, Sequence
+from typing import Callable, List, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["Transfer"]
+__all__ = ["Transfer", "pack", "unpack"]
 
 
 class Transfer:
@@ -29,6 +29,23 @@ class Transfer:
         if tensors[0].device.type == "cpu":
             return list(tensors)
         return unpack(pack(tensors).cpu(), tensors)
+
+    def start(self, packed: Tensor) -> Callable[[], Tensor]:
+        """Begin to copy to the host what :func:`pack` made; what comes back waits for it."""
+        self.count += 1
+        if packed.device.type == "cpu":
+            copy = packed.clone()
+            return lambda: copy
+        host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        host.copy_(packed, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record(torch.cuda.current_stream(packed.device))
+
+        def wait() -> Tensor:
+            arrived.synchronize()
+            return host
+
+        return wait
 
 
 def _order(tensors: Sequence[Tensor]) -> List[int]:

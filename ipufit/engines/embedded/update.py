@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Callable, List, Optional, Sequence, Set, Tuple
+from typing import TYPE_CHECKING, Callable, Iterator, List, Optional, Sequence, Set, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from ipufit.program import MicroBatch, ProgramSpec
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import Recorded
+    from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates
     from ipufit.engines.embedded.merging import Merged
 
 __all__ = ["Update", "UpdateMaker"]
@@ -37,8 +38,11 @@ class UpdateMaker:
         device: where.
         seed: starts the random numbers of a micro-batch.
         at_once: whether losses are looked at as they come, where the host need not wait for them.
+        scales: the loss scale of each update, where a captured graph reads it; None for the present
+            one.
 
     Attributes:
+        compiled: makes the updates that fit it, once it is ready; None for none.
         merged: takes several micro-batches at once, where an update is made of such; None: never.
     """
 
@@ -49,6 +53,7 @@ class UpdateMaker:
         device: torch.device,
         seed: Seeding,
         at_once: bool,
+        scales: Optional[Iterator[Tensor]] = None,
     ) -> None:
         self._live = live
         self._device = device
@@ -56,6 +61,8 @@ class UpdateMaker:
         self._reduction = Reduction(spec)
         self._clips = bool(spec.recipe.clip)
         self.at_once = at_once
+        self._scales = scales
+        self.compiled: Optional[CompiledUpdates] = None
         self.merged: Optional[Merged] = None
 
     def make(
@@ -79,8 +86,12 @@ class UpdateMaker:
             NonFiniteLossError: a loss, or at every loss scale the gradient, is not finite; buffers
                 are back to what they were before the update.
         """
+        if self.compiled is not None and self.compiled.fits(update):
+            self.compiled.make(update, first, wanted, collected)
+            return
         live = self._live
-        saved = [copy_of(buffers) for buffers in live.replicas]
+        # Where an update is known to be made, nobody needs this: what fails takes all of them back.
+        saved = [copy_of(own) for own in live.replicas] if left_out is not False else []
         try:
             gradients = self._gradients(update, first, wanted, collected)
             skip = False
@@ -110,7 +121,13 @@ class UpdateMaker:
         if self.merged is not None and self.merged.takes([recorded for _, recorded in update]):
             self._add_merged(self.merged, total, update, first, wanted, collected)
             return total.reduced(1.0)
-        scale = [] if live.scaler is None else [live.scaler.tensor(self._device)]
+        scale: List[Tensor] = []
+        loss_scale: Union[float, Tensor] = 1.0
+        if self._scales is not None:
+            scale = [next(self._scales)]
+            loss_scale = scale[0]
+        elif live.scaler is not None:
+            scale, loss_scale = [live.scaler.tensor(self._device)], live.scaler.value
         for place, (batch, recorded) in enumerate(update):
             self._seed(recorded, live.updates, place)
             state = live.states[place % len(live.states)]
@@ -123,7 +140,7 @@ class UpdateMaker:
             if first + place in wanted:
                 collected.add_outputs(recorded, outputs, first + place)
             total.add(own, numbers[1] if kind.counted else None)
-        return total.reduced(1.0 if live.scaler is None else live.scaler.value)
+        return total.reduced(loss_scale)
 
     def _add_merged(
         self,

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 
 from ipufit.engines.embedded.capture import capture
 from ipufit.engines.embedded.clipping import Finish
-from ipufit.engines.embedded.fused import Fused, fused_for
+from ipufit.engines.embedded.fused import Fused, fused_for, numbers_for
 from ipufit.engines.embedded.own_step import OwnStepUpdater
 from ipufit.engines.embedded.precision import computes_in_half, try_out
 from ipufit.engines.embedded.rules import Rule, rule_for
@@ -31,7 +31,7 @@ from ipufit.engines.embedded.state_memory import StateMemory
 from ipufit.engines.embedded.storage import Block, FlatStorage, group_alike
 from ipufit.errors import OptimizerError
 
-__all__ = ["Graphs", "Updater", "refuse_step_hooks", "torchs_step", "updater_for"]
+__all__ = ["Graphs", "RuleUpdater", "Updater", "refuse_step_hooks", "torchs_step", "updater_for"]
 
 
 # Recorded updates, by all that they depend on.
@@ -97,6 +97,7 @@ def updater_for(
     finish: Finish,
     scheduled: Optional[Container[str]],
     memory: StateMemory,
+    tabled: bool = False,
 ) -> Updater:
     """Flat rules for the optimizers ipufit knows, the optimizer's own ``step`` for any other.
 
@@ -107,6 +108,7 @@ def updater_for(
         scheduled: hyper-parameters that are known to change from update to update; None without a
             schedule.
         memory: where the state is between two updates.
+        tabled: whether hyper-parameters must reach an update as tensors.
 
     Raises:
         OptimizerError: hooks on ``step``, or a schedule for an optimizer whose hyper-parameters are
@@ -117,7 +119,7 @@ def updater_for(
     if rule is not None:
         # A decay that is zero now and then is still a decay: times zero it changes nothing.
         decays = scheduled is not None and "weight_decay" in scheduled
-        return RuleUpdater(optimizer, rule, graphs, finish, decays, memory)
+        return RuleUpdater(optimizer, rule, graphs, finish, decays, memory, tabled)
     if scheduled is not None:
         raise OptimizerError(
             f"a schedule needs an optimizer whose hyper-parameters are inputs of the program, but "
@@ -128,7 +130,11 @@ def updater_for(
 
 
 class RuleUpdater:
-    """One rule per parameter group over flat tensors."""
+    """One rule per parameter group over flat tensors.
+
+    Attributes:
+        memory: where the state is between two updates.
+    """
 
     def __init__(
         self,
@@ -138,24 +144,29 @@ class RuleUpdater:
         finish: Finish,
         decays: bool,
         memory: StateMemory,
+        tabled: bool = False,
     ) -> None:
         self._optimizer = optimizer
         self._always = {"weight_decay": 1.0} if decays else {}
         self._kind = rule
         self._graphs = graphs
         self._finish = finish
-        self._memory = memory
+        self.memory = memory
         self._storage = FlatStorage([])
         self._rules: List[Rule] = []
         self._states: List[Dict[str, Tensor]] = []
+        self._tabled = tabled
         # Per block: updates done, and the coefficients of those to come in this execution.
         self._counts: List[float] = []
         self._rows: Rows = ()
         self._coming: List[Tuple[Tensor, ...]] = []
+        # What the rules take in these updates, where something else than they makes some.
+        self._table: List[Tuple[Tensor, ...]] = []
         self._switches = self._switches_of(optimizer.param_groups)
         self._run: Callable[..., Any] = self._update
-        # A kernel for each block, where torch has one for all of them.
+        # A kernel for each block, where torch has one for all of them, and what it will be told.
         self._fused: List[Fused] = []
+        self._told: List[List[Dict[str, Any]]] = []
 
     def _switches_of(self, groups: Sequence[Mapping[str, Any]]) -> Tuple[Tuple[object, ...], ...]:
         return tuple(self._kind.switches({**group, **self._always}) for group in groups)
@@ -177,13 +188,11 @@ class RuleUpdater:
         self._rules = [self._kind({**groups[block.group], **self._always}) for block in blocks]
         self._states = [self._load(*each) for each in zip(blocks, storage.flats, self._rules)]
         self._counts = [block.updates for block in blocks]
-        fused = [fused_for(rule, flat) for rule, flat in zip(self._rules, storage.flats)]
-        self._fused = [kernel for kernel in fused if kernel is not None]
-        if len(self._fused) == len(fused):
-            return
-        self._fused = []
+        self._fused = self._kernels()
         self.refresh([groups])
-        at_work = self._memory.fetch(self._kept())
+        if self._fused:
+            return
+        at_work = self.memory.fetch(self._kept())
         arguments = self._arguments(self._finish.examples(storage.flats), at_work)
         key = (self._kind, self._switches, storage.form, self._finish)
         if not run_eagerly:
@@ -193,6 +202,14 @@ class RuleUpdater:
         if arguments[-1].device.type == "cpu" and computes_in_half(arguments):
             try_out(self._run, arguments)
 
+    def _kernels(self) -> List[Fused]:
+        # They take hyper-parameters as numbers.
+        if self._tabled:
+            return []
+        fused = [fused_for(rule, flat) for rule, flat in zip(self._rules, self._storage.flats)]
+        found = [kernel for kernel in fused if kernel is not None]
+        return found if len(found) == len(fused) else []
+
     def _load(self, block: Block, flat: Tensor, rule: Rule) -> Dict[str, Tensor]:
         state = {name: torch.zeros_like(flat) for name in rule.tensors}
         for slot in block.slots:
@@ -200,28 +217,112 @@ class RuleUpdater:
             for name, whole in state.items():
                 if known.get(name) is not None:
                     slot.view(whole).copy_(known[name])
-        return {name: self._memory.keep(whole) for name, whole in state.items()}
+        return {name: self.memory.keep(whole) for name, whole in state.items()}
 
     def refresh(self, rows: Rows) -> None:
         """Work out the coefficients of the coming updates from their hyper-parameters."""
+        tables = self.tables(rows)
+        self.take(rows, [t.to(flat.device) for t, flat in zip(tables, self._storage.flats)])
+
+    def tables(self, rows: Rows) -> List[Tensor]:
+        """The coefficients of the coming updates: for each block a tensor on the host, by update.
+
+        Args:
+            rows: their hyper-parameters.
+        """
         if any(self._switches_of(row) != self._switches for row in _different(rows)):
             raise OptimizerError(
                 f"a setting of {type(self._optimizer).__name__} that shapes the program changed "
                 "during fit: one that is on or off, such as nesterov, or a momentum, dampening or "
                 "weight decay between zero and non-zero. Change it between two calls of fit."
             )
-        self._rows = rows
         if self._fused:
-            return
+            steps = [[[done + 1 + i] for i in range(len(rows))] for done in self._counts]
+            return [torch.tensor(step, dtype=torch.float32) for step in steps]
+        return self._coefficients(rows)
+
+    def _coefficients(self, rows: Rows) -> List[Tensor]:
+        """What the rules of all blocks take in each of these updates, on the host."""
         tables = []
         for block, flat, rule, done in zip(
             self._storage.blocks, self._storage.flats, self._rules, self._counts
         ):
-            groups = [_numbers(row[block.group]) for row in rows]
-            table = [rule.coefficients(group, done + 1 + i) for i, group in enumerate(groups)]
+            known = {id(row): _numbers(row[block.group]) for row in _different(rows)}
+            table = [rule.coefficients(known[id(row)], done + 1 + i) for i, row in enumerate(rows)]
             dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
-            tables.append(torch.tensor(table, dtype=dtype, device=flat.device).unbind())
-        self._coming = list(zip(*tables))
+            tables.append(torch.tensor(table, dtype=dtype))
+        return tables
+
+    def coming(self) -> Tuple[Tensor, ...]:
+        """The coefficients of the next update, for each block."""
+        if not self._table:
+            self._table = self._on_device(self._coefficients(self._rows))
+        return self._table[0]
+
+    def like_coming(self) -> Tuple[Tensor, ...]:
+        """Tensors like these, also where no update is coming."""
+        return self._on_device(self._coefficients([self._optimizer.param_groups]))[0]
+
+    def _on_device(self, tables: Sequence[Tensor]) -> List[Tuple[Tensor, ...]]:
+        """Tables of the blocks as what each update takes."""
+        moved = [table.to(flat.device) for table, flat in zip(tables, self._storage.flats)]
+        return list(zip(*(table.unbind() for table in moved)))
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """The layout of the parameters."""
+        return self._storage.blocks
+
+    def rules(self) -> List[Tuple[str, Dict[str, bool]]]:
+        """For each block the name of its rule, and which settings of its group are on."""
+        groups = [self._optimizer.param_groups[block.group] for block in self.blocks]
+        named = [_numbers({**group, **self._always}) for group in groups]
+        return [
+            (type(rule).__name__, {name: bool(value) for name, value in settings.items()})
+            for rule, settings in zip(self._rules, named)
+        ]
+
+    def states(self) -> List[Tensor]:
+        """For each parameter, in the order of the blocks, its part of each of its states."""
+        return [
+            whole[slot.start : slot.stop]
+            for block, state in zip(self.blocks, self._states)
+            for slot in block.slots
+            for whole in state.values()
+        ]
+
+    def take(self, rows: Rows, tables: Sequence[Tensor]) -> None:
+        """Go by these tables, on the device, in the coming updates."""
+        self._rows = rows
+        self._coming = list(zip(*(table.unbind() for table in tables)))
+        self._told = self._told_of(rows) if self._fused else []
+        self._table = []
+
+    def constants(self, rows: Rows) -> Tuple[object, ...]:
+        """What the coming updates depend on that is in no table."""
+        if not self._fused:
+            return ()
+        return tuple(tuple(own.values()) for told in self._told_of(rows) for own in told)
+
+    @property
+    def counts(self) -> Sequence[float]:
+        """Updates done, by block; set where others have counted."""
+        return self._counts
+
+    @counts.setter
+    def counts(self, counts: Sequence[float]) -> None:
+        self._counts, self._rows, self._coming, self._table = list(counts), (), [], []
+
+    def _told_of(self, rows: Rows) -> List[List[Dict[str, Any]]]:
+        """What the kernels are told, for each update and block."""
+        known: Dict[int, List[Dict[str, Any]]] = {}
+        told = []
+        for i, row in enumerate(rows):
+            if id(row) not in known:
+                known[id(row)] = [_numbers(row[block.group]) for block in self._storage.blocks]
+            numbers = zip(known[id(row)], self._counts)
+            told.append([numbers_for(own, done + 1 + i) for own, done in numbers])
+        return told
 
     def _kept(self) -> List[Tensor]:
         return [tensor for state in self._states for tensor in state.values()]
@@ -244,22 +345,27 @@ class RuleUpdater:
     def _update_fused(self, gradients: Sequence[Tensor], state: Sequence[Tensor]) -> None:
         flats, blocks, values = self._storage.flats, self._storage.blocks, iter(state)
         finished = self._finish(gradients, blocks, flats)
-        for i, (block, kernel) in enumerate(zip(blocks, self._fused)):
+        told, numbers = self._told[0], self._coming[0]
+        for i, kernel in enumerate(self._fused):
             own = {name: next(values) for name in self._states[i]}
-            group = _numbers(self._rows[0][block.group])
-            kernel(flats[i], finished[i], own, group, self._counts[i] + 1)
+            kernel(flats[i], finished[i], own, numbers[i][0], told[i])
 
     def apply(self, gradients: Sequence[Tensor]) -> None:
         """One weight update."""
         kept = self._kept()
-        at_work = self._memory.fetch(kept)
+        at_work = self.memory.fetch(kept)
         if self._fused:
             self._update_fused(gradients, at_work)
         else:
             self._run(*self._arguments(gradients, at_work))
-            self._coming.pop(0)
         for tensor, updated in zip(kept, at_work):
-            self._memory.renew(tensor, updated)
+            self.memory.renew(tensor, updated)
+        self.count()
+
+    def count(self) -> None:
+        """One weight update was made."""
+        for each in (self._coming, self._told, self._table):
+            del each[:1]
         self._rows = self._rows[1:]
         self._counts = [count + 1 for count in self._counts]
 
@@ -292,7 +398,7 @@ class RuleUpdater:
             for slot in block.slots:
                 own = self._optimizer.state[slot.parameter]
                 for name, whole in state.items():
-                    own[name] = self._memory.for_torch(slot.view(whole))
+                    own[name] = self.memory.for_torch(slot.view(whole))
                 if self._kind.counted:
                     device = slot.parameter.device if on_device else torch.device("cpu")
                     own["step"] = torchs_step(type(self._optimizer), updates, device)

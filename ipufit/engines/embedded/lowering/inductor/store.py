@@ -1,0 +1,203 @@
+"""Compiled programs on disk, for the next process that needs the same ones.
+
+The directory belongs to the user alone: what lies in it is run. An entry is a directory with the
+library and a description; it is made beside its place and renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
+
+from ipufit.errors import ConfigurationError
+
+__all__ = ["LIBRARY", "Store", "key_of"]
+
+LIBRARY = "program.so"
+_DESCRIPTION = "entry.json"
+# Bytes, and seconds after which what was left half made is nobody's any more.
+_LARGEST = 256 * 2**20
+_LARGEST_SCRATCH = 2**30
+_ABANDONED = 24 * 3600
+
+# What a program depends on, by name; values are texts.
+Parts = Mapping[str, str]
+
+
+def key_of(parts: Parts) -> str:
+    """One name for all that a program depends on."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+class Store:
+    """The compiled programs of a directory.
+
+    Args:
+        root: the directory; None for that of the user: $IPUFIT_CACHE_DIR, or ipufit in the
+            directory for caches.
+
+    Raises:
+        ConfigurationError: others can write to it.
+    """
+
+    def __init__(self, root: Optional[Path] = None) -> None:
+        self._root = _private(_default() if root is None else root)
+
+    def find(self, parts: Parts) -> Optional[Path]:
+        """The library of a program, or None."""
+        entry = self._root / key_of(parts)
+        described = _description(entry)
+        if described is None or described.get("sha256") != _digest(entry / LIBRARY):
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(entry)
+        return entry / LIBRARY
+
+    def why_missing(self, parts: Parts) -> str:
+        """What of a program differs from the most similar one that is there, in a few words."""
+        others = [described["parts"] for _, described in self._entries()]
+        if not others:
+            return "nothing was cached yet"
+        differences = [
+            [name for name in parts if parts[name] != other.get(name)] for other in others
+        ]
+        fewest, nearest = min(zip(differences, others), key=lambda pair: len(pair[0]))
+        if not fewest:
+            return "the cached one is damaged"
+        return ", ".join(_difference(name, nearest.get(name), parts[name]) for name in fewest)
+
+    @contextlib.contextmanager
+    def workplace(self) -> Iterator[Path]:
+        """An empty directory beside the entries; gone afterwards, whatever is in it."""
+        self._sweep()
+        place = Path(tempfile.mkdtemp(prefix="making-", dir=self._root))
+        try:
+            yield place
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
+    def scratch(self) -> Path:
+        """A directory for what compilers keep between two runs, such as translated headers."""
+        place = self._root / "scratch"
+        if sum(_size(path) for path in place.rglob("*")) > _LARGEST_SCRATCH:
+            shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(mode=0o700, exist_ok=True)
+        return place
+
+    def keep(self, library: Path, parts: Parts, seconds: float) -> Path:
+        """Put a library in its place; the least recently used ones make room.
+
+        Args:
+            library: in a workplace.
+            parts: what it depends on.
+            seconds: that it took to compile.
+        """
+        entry = self._root / key_of(parts)
+        description = {"parts": parts, "seconds": seconds, "sha256": _digest(library)}
+        (library.parent / _DESCRIPTION).write_text(json.dumps(description))
+        made = library.parent / "entry"
+        made.mkdir(mode=0o700)
+        for path in (library, library.parent / _DESCRIPTION):
+            path.rename(made / path.name)
+        if self.find(parts) is None:
+            shutil.rmtree(entry, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            # Somebody else may have been faster; theirs is as good.
+            made.rename(entry)
+        self._make_room(entry)
+        return entry / LIBRARY
+
+    def drop(self, parts: Parts) -> None:
+        """Forget a program."""
+        shutil.rmtree(self._root / key_of(parts), ignore_errors=True)
+
+    def _entries(self) -> List[Tuple[Path, Dict[str, Any]]]:
+        """All that are whole, the most recently used first."""
+        found = []
+        for entry in self._root.iterdir():
+            described = _description(entry)
+            if described is not None:
+                found.append((entry, described))
+        return sorted(found, key=lambda each: -_used(each[0]))
+
+    def _make_room(self, newest: Path) -> None:
+        total = 0
+        for entry, _ in self._entries():
+            total += _size(entry / LIBRARY)
+            if total > _LARGEST and entry != newest:
+                shutil.rmtree(entry, ignore_errors=True)
+
+    def _sweep(self) -> None:
+        for place in self._root.glob("making-*"):
+            if time.time() - _used(place) > _ABANDONED:
+                shutil.rmtree(place, ignore_errors=True)
+
+
+def _default() -> Path:
+    chosen = os.environ.get("IPUFIT_CACHE_DIR")
+    if chosen:
+        return Path(chosen) / "compiled"
+    caches = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(caches) / "ipufit" / "compiled"
+
+
+def _private(root: Path) -> Path:
+    root.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        root.mkdir(mode=0o700)
+    seen = root.lstat()
+    others = stat.S_IMODE(seen.st_mode) & 0o077
+    if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.getuid() or others:
+        raise ConfigurationError(
+            f"compiled programs are kept in a directory that nobody else can use, but {root} "
+            "belongs to somebody else, is open to others, or is no directory. Run chmod 700 on it "
+            "if it is yours, or set IPUFIT_CACHE_DIR to another place."
+        )
+    return root.resolve()
+
+
+def _description(entry: Path) -> Optional[Dict[str, Any]]:
+    with contextlib.suppress(OSError, ValueError):
+        found: Dict[str, Any] = json.loads((entry / _DESCRIPTION).read_text())
+        return found
+    return None
+
+
+def _digest(path: Path) -> Optional[str]:
+    with contextlib.suppress(OSError):
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    return None
+
+
+def _size(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0
+
+
+def _used(entry: Path) -> float:
+    with contextlib.suppress(OSError):
+        return entry.stat().st_mtime
+    return 0.0
+
+
+# What a part is called; those of long texts are known by a digest that tells nobody anything.
+_NEW = {
+    "graph": "new operators",
+    "update": "another optimizer, reduction or number of micro-batches",
+    "shapes": "new shapes",
+    "cpu": "another processor",
+    "ipufit": "another ipufit",
+}
+
+
+def _difference(name: str, before: Optional[str], now: str) -> str:
+    return _NEW.get(name) or f"{name} {before} -> {now}"

@@ -1,0 +1,70 @@
+"""Which of several ways to compute the same is the fastest on this machine, as measured."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Callable, Dict, List, Mapping, Sequence, Tuple
+
+import torch
+
+__all__ = ["fastest", "seconds_of"]
+
+# A way is taken instead of torch's own only if it needs less than this share of its time.
+_WORTH = 0.9
+
+# Rounds, and seconds after which two of them are enough.
+_ROUNDS = 7
+_ENOUGH = 0.05
+
+Ways = Mapping[str, Callable[[], object]]
+
+_known: Dict[Tuple[object, ...], str] = {}
+
+
+def fastest(key: Tuple[object, ...], make: Callable[[], Ways]) -> str:
+    """The name of the fastest way; the first one unless another is clearly faster.
+
+    What was found once holds for the rest of the process, so that equal programs stay equal.
+
+    Args:
+        key: what the time depends on, besides the number of threads.
+        make: makes the ways, each of which computes the same.
+    """
+    key = (*key, torch.get_num_threads())
+    if key not in _known:
+        with torch.no_grad():
+            _known[key] = _fastest(make())
+    return _known[key]
+
+
+def _fastest(ways: Ways) -> str:
+    names = list(ways)
+    seconds = dict(zip(names, seconds_of([ways[name] for name in names])))
+    best = min(names, key=lambda name: seconds[name])
+    return best if seconds[best] < _WORTH * seconds[names[0]] else names[0]
+
+
+def seconds_of(calls: Sequence[Callable[[], object]]) -> List[float]:
+    """The shortest time of a call of each, in seconds, taken in turn."""
+    best = [math.inf] * len(calls)
+    start = time.perf_counter()
+    for call in calls:
+        call()
+    for done in range(_ROUNDS):
+        for i, call in enumerate(calls):
+            best[i] = min(best[i], _once(call))
+        if done and time.perf_counter() - start > _ENOUGH:
+            break
+    return best
+
+
+def _once(call: Callable[[], object]) -> float:
+    """Seconds of one call, of as many as take a millisecond."""
+    count, start = 0, time.perf_counter()
+    while True:
+        call()
+        count += 1
+        seconds = time.perf_counter() - start
+        if seconds > 1e-3:
+            return seconds / count

@@ -1,0 +1,62 @@
+"""ipufit as it is measured: epochs of ``fit``, and the losses of its first updates."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Callable, List
+
+import torch
+from torch import nn
+
+import ipufit
+from ipufit.callbacks import Callback, LambdaCallback
+from tests.bench.workloads import LEARNING_RATE
+
+__all__ = ["Marks", "compiled", "first_losses", "seconds_of_epochs"]
+
+
+class Marks(Callback):
+    """Notes the seconds of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs: List[float] = []
+        self._start = 0.0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Start."""
+        self._start = time.perf_counter()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Stop."""
+        self.epochs.append(time.perf_counter() - self._start)
+
+
+def compiled(module: nn.Module, **options: Any) -> ipufit.Model:
+    """With the optimizer and the loss of every peer, and these options of ``compile``."""
+    model = ipufit.Model(module, engine="embedded")
+    optimizer = torch.optim.Adam(model.module.parameters(), LEARNING_RATE)
+    model.compile(optimizer, "cross_entropy", **options)
+    return model
+
+
+def seconds_of_epochs(model: ipufit.Model, x: Any, y: Any, **how: Any) -> Callable[[int], Any]:
+    """Fits for a number of epochs, as the arguments of ``fit`` say, and tells the time of each."""
+
+    def rounds(epochs: int) -> List[float]:
+        marks = Marks()
+        given = {"shuffle": False, "verbose": 0, "seed": 0, **how}
+        model.fit(x, y, epochs=epochs, callbacks=[marks], **given)
+        return marks.epochs
+
+    return rounds
+
+
+def first_losses(model: ipufit.Model, x: Any, y: Any, batch: int) -> List[float]:
+    """Of every update of an epoch."""
+    found: List[float] = []
+    each = LambdaCallback(on_train_batch_end=lambda _, logs: found.append(logs["loss"]))
+    model.fit(x, y, batch_size=batch, shuffle=False, verbose=0, seed=0, callbacks=[each])
+    # A bar shows the mean of all losses so far.
+    totals = [0.0, *((i + 1) * mean for i, mean in enumerate(found))]
+    return [after - before for before, after in zip(totals, totals[1:])]

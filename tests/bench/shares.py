@@ -1,0 +1,143 @@
+"""Which share of a fit of the MLP is waiting, feeding and telling: what is not training."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import time
+from typing import Any, Callable, Dict, Generator, Iterator, List
+
+from tests.bench.running import serve
+from tests.bench.workloads import WORKLOADS, Workload
+
+__all__ = ["SHARES", "waits"]
+
+_EPOCHS = 4
+
+
+def _later(epochs: List[float]) -> float:
+    """Seconds of an epoch but for the first, which pays for what is done once."""
+    return statistics.median(epochs[1:])
+
+
+def _timed(work: Workload, metrics: Any = None, **how: Any) -> Callable[[], List[float]]:
+    from tests.bench.fitted import compiled, seconds_of_epochs
+
+    model = compiled(work.module(), metrics=metrics)
+    given = {"batch_size": work.batch, "device_iterations": 32, **how}
+    rounds = seconds_of_epochs(model, *work.tensors(), **given)
+    return lambda: rounds(_EPOCHS)
+
+
+@contextlib.contextmanager
+def _reading(read: Callable[..., Any]) -> Iterator[None]:
+    """``read``, given what reads executions and its arguments, takes its place."""
+    from ipufit.data.feed import Feed
+
+    original = Feed.executions
+    Feed.executions = lambda self, *given: read(original, self, *given)  # type: ignore
+    try:
+        yield
+    finally:
+        Feed.executions = original  # type: ignore
+
+
+@contextlib.contextmanager
+def waits() -> Iterator[List[float]]:
+    """The seconds that each epoch of the block waits for executions."""
+    found: List[float] = []
+
+    def read(original: Any, *given: Any) -> Generator[Any, None, None]:
+        found.append(0.0)
+        with contextlib.closing(original(*given)) as executions:
+            while True:
+                start = time.perf_counter()
+                try:
+                    batch = next(executions)
+                except StopIteration:
+                    return
+                finally:
+                    found[-1] += time.perf_counter() - start
+                yield batch
+
+    with _reading(read):
+        yield found
+
+
+@contextlib.contextmanager
+def _replayed() -> Iterator[None]:
+    """Every epoch of the block has the executions of the first one, without reading data."""
+    held: List[Any] = []
+
+    def read(original: Any, *given: Any) -> Generator[Any, None, None]:
+        if not held:
+            held.extend(original(*given))
+        yield from held
+
+    with _reading(read):
+        yield
+
+
+def _waiting(work: Workload) -> Callable[[], float]:
+    fit = _timed(work)
+
+    def share() -> float:
+        with waits() as seconds:
+            epochs = fit()
+        return statistics.median(w / e for w, e in list(zip(seconds, epochs))[1:])
+
+    return share
+
+
+def _feeding(work: Workload) -> Callable[[], float]:
+    fit = _timed(work)
+
+    def share() -> float:
+        read = _later(fit())
+        with _replayed():
+            prepared = _later(fit())
+        return read / prepared - 1
+
+    return share
+
+
+def _telling(work: Workload) -> Callable[[], float]:
+    silent, told = _timed(work), _timed(work, ["accuracy"], verbose=1)
+
+    def share() -> float:
+        alone = _later(silent())
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+            return _later(told()) / alone - 1
+
+    return share
+
+
+# Of a workload, what measures a share once, each time it is called.
+SHARES: Dict[str, Callable[[Workload], Callable[[], float]]] = {
+    "waiting": _waiting,
+    "feeding": _feeding,
+    "telling": _telling,
+}
+
+
+def main() -> None:
+    """``python -m tests.bench.shares``: one share or another, as asked."""
+
+    def make() -> Any:
+        made: Dict[str, Callable[[], float]] = {}
+
+        def answer(asked: Dict[str, Any]) -> Dict[str, Any]:
+            name = asked["share"]
+            if name not in made:
+                made[name] = SHARES[name](WORKLOADS["mlp"].of(asked["updates"]))
+                made[name]()  # records
+            return {"value": made[name]()}
+
+        return answer
+
+    serve(make)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Memory that programs free stays in the process while they run, and leaves it when they end."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ipufit.engines.embedded import freed_memory
+
+needs_glibc = pytest.mark.skipif(freed_memory._glibc() is None, reason="another C library")
+
+SCRIPT = """
+import resource
+import torch
+import ipufit
+from ipufit.callbacks import LambdaCallback
+
+torch.set_num_threads(1)
+net = torch.nn.Sequential(torch.nn.Linear(64, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 5))
+model = ipufit.Model(net)
+model.compile("sgd", "cross_entropy")
+x, y = torch.rand(2048, 64), torch.arange(2048) % 5
+faults = []
+
+def count(batch, logs=None):
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+
+callbacks = [LambdaCallback(on_train_batch_end=count)]
+model.fit(x, y, batch_size=256, epochs=3, verbose=0, callbacks=callbacks)
+print(max(b - a for a, b in zip(faults[-9:], faults[-8:])))
+"""
+
+
+def run(**variables):
+    """Page faults of the worst of the last eight updates of a script, in which one frees 16 MiB."""
+    environment = {name: v for name, v in os.environ.items() if not name.startswith("MALLOC")}
+    environment.pop("GLIBC_TUNABLES", None)
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(
+        command, env={**environment, **variables}, capture_output=True, text=True, check=True
+    )
+    return int(done.stdout)
+
+
+@needs_glibc
+def test_updates_get_no_new_pages():
+    assert run() < 200
+
+
+@needs_glibc
+def test_what_the_environment_says_of_memory_holds():
+    """With glibc's own thresholds fixed low, each tensor of 4 MiB is a thousand pages again."""
+    assert run(MALLOC_MMAP_THRESHOLD_="131072") > 1000
+
+
+def test_another_library_is_left_alone(monkeypatch):
+    monkeypatch.setattr(freed_memory, "_glibc", lambda: None)
+    freed_memory.keep_freed_memory.cache_clear()
+    assert not freed_memory.keep_freed_memory()
+    freed_memory.give_back_freed_memory()
+    freed_memory.keep_freed_memory.cache_clear()
+
+
+def test_a_system_without_a_library_to_load(monkeypatch):
+    def fails(name):
+        raise TypeError("no such library")
+
+    monkeypatch.setattr(freed_memory.ctypes, "CDLL", fails)
+    freed_memory._glibc.cache_clear()
+    assert freed_memory._glibc() is None
+    freed_memory._glibc.cache_clear()

@@ -1,0 +1,377 @@
+"""jit="inductor": whole updates, described for another process that compiles them.
+
+Here the description runs as it is, by the function that is otherwise compiled; tests that compile
+are in test_inductor_compiled.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import ipufit
+from ipufit.engines.embedded.lowering.inductor import compiled as compiled_module
+from ipufit.engines.embedded.lowering.inductor import describing, requirements
+from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates
+from ipufit.engines.embedded.lowering.inductor.form import update_of
+from ipufit.engines.embedded.lowering.inductor.request import Request
+from ipufit.errors import NonFiniteLossError
+from tests.fitting import PLANS, Plan, assert_close, assert_equal, compiled, fit
+from tests.nets import CNN, MLP, Running, Transformer, data
+from tests.reference import train
+from tests.told import refused
+
+pytestmark = pytest.mark.both_engines
+
+TOLERANCE = 1e-10
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
+    "lamb": lambda p: ipufit.optim.LAMB(p, lr=0.01, weight_decay=0.01),
+}
+
+
+def plain_cnn():
+    """Without dropout, and with weights in another memory order.
+
+    A bias before BatchNorm has a gradient of rounding alone, which Adam makes as large as any.
+    """
+    net = CNN().double()
+    net.conv.register_parameter("bias", None)
+    net.drop = nn.Identity()
+    return net.to(memory_format=torch.channels_last)
+
+
+NETS = {
+    "mlp": lambda: MLP().double(),
+    "cnn": plain_cnn,
+    "transformer": lambda: Transformer().double(),
+    "running": lambda: Running().double(),
+}
+
+
+@pytest.fixture
+def described(monkeypatch):
+    """Descriptions run as they are; the number of updates made so."""
+    made = []
+
+    def begin(self, request):
+        update = update_of(Request.of_json(request.to_json()).form)
+
+        def run(*tensors):
+            assert [tuple(t.shape) for t in tensors] == [shape for shape, _, _ in request.inputs]
+            assert [t.stride() for t in tensors] == [stride for _, stride, _ in request.inputs]
+            made.append(update)
+            return update(*tensors)
+
+        self._run, self.origin = run, "described"
+
+    monkeypatch.setattr(CompiledUpdates, "_begin", begin)
+    monkeypatch.setattr("ipufit.engines.embedded.engine.refuse_missing", lambda: None)
+    return made
+
+
+def embedded(net, optimizer, *loss, jit="inductor", **options):
+    model, engine = compiled(net, optimizer, *loss, way="inductor", jit=jit, **options)
+    return model, engine
+
+
+def reasons(engine):
+    return engine.compiled.said()
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("net", NETS)
+def test_described_updates_are_those_of_a_loop_by_hand(net, plan, described):
+    torch.manual_seed(0)
+    start = NETS[net]()
+    x, y = data(23)
+    model, engine = embedded(start, OPTIMIZERS["adam"], metrics=["accuracy"])
+    history = fit(model, x, y, plan).history
+    expected = copy.deepcopy(start)
+    report = train(
+        expected,
+        OPTIMIZERS["adam"](expected.parameters()),
+        nn.functional.cross_entropy,
+        x,
+        y,
+        epochs=2,
+        **plan.by_hand,
+    )
+    assert_close(model.module, expected, TOLERANCE)
+    assert history["loss"] == pytest.approx([loss for loss, _ in report], rel=TOLERANCE)
+    accuracy = [(p.argmax(1) == y).double().mean().item() for _, p in report]
+    assert history["accuracy"] == pytest.approx(accuracy)
+    full = plan.mb * plan.ga * plan.replicas
+    assert len(described) == 2 * (23 // full)
+    assert reasons(engine) == ["Full updates run described; smaller ones run as recorded."]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_rule_is_described(name, described):
+    x, y = data(24)
+    ways = {}
+    for jit in ("graph", "inductor"):
+        torch.manual_seed(0)
+        model, _ = embedded(NETS["cnn"](), OPTIMIZERS[name], jit=jit)
+        fit(model, x, y, Plan(3, 2, 2, 2))
+        ways[jit] = model
+    assert_close(ways["inductor"].module, ways["graph"].module, TOLERANCE)
+    states = [list(model.optimizer.state.values()) for model in ways.values()]
+    for graph, inductor in zip(*states):
+        for key, value in graph.items():
+            torch.testing.assert_close(inductor[key], value, rtol=0, atol=TOLERANCE)
+    assert len(described) == 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clipnorm": 0.1},
+        {"global_clipnorm": 0.1},
+        {"clipvalue": 0.01},
+        {"accumulation_dtype": "float32"},
+        {"gradient_reduction": "sum"},
+        {"normalize": "micro_batches"},
+        {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 3},
+        {"lr_scheduler": lambda update: 0.1 / (update + 1)},
+        {"output_mode": "final", "metrics": ["accuracy"]},
+        {"output_mode": "sum"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_compile_asks_for_is_described(options, described):
+    x, y = data(26)
+    nets = []
+    for jit in ("graph", "inductor"):
+        torch.manual_seed(0)
+        model, _ = embedded(MLP().double(), OPTIMIZERS["adamw"], jit=jit, **options)
+        history = fit(model, x, y, Plan(3, 2, 2, 2))
+        nets.append((model.module, history.history))
+    assert_close(nets[1][0], nets[0][0], 1e-7 if "accumulation_dtype" in options else TOLERANCE)
+    for name in ("loss", *(["accuracy"] if "metrics" in options else [])):
+        assert nets[1][1][name] == pytest.approx(nets[0][1][name], rel=1e-7)
+    assert len(described) == 4
+
+
+def test_weighted_samples_count_as_in_the_graph(described):
+    x, y = data(26)
+    weight = torch.linspace(0, 1, 26, dtype=torch.float64)
+    nets = []
+    for jit in ("graph", "inductor"):
+        torch.manual_seed(0)
+        model, _ = embedded(
+            MLP().double(),
+            OPTIMIZERS["sgd"],
+            jit=jit,
+            sample_weight_reduction="mean_with_sample_weight",
+        )
+        model.fit(
+            x, y, sample_weight=weight, batch_size=4, gradient_accumulation=2, seed=1, verbose=0
+        )
+        nets.append(model.module)
+    assert_close(nets[1], nets[0], TOLERANCE)
+    assert len(described) == 3
+
+
+class Twins(nn.Module):
+    """Two weights with one gradient, one whose gradient is the input, and one that gets none."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(3, 4, dtype=torch.float64))
+        self.b = nn.Parameter(torch.ones(3, 4, dtype=torch.float64))
+        self.c = nn.Parameter(torch.zeros(4, dtype=torch.float64), requires_grad=False)
+        self.d = nn.Parameter(torch.zeros(5, dtype=torch.float64))
+        self.e = nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+
+    def forward(self, x):
+        x = x.flatten(1)[:, :4]
+        return ((self.a + self.b).sum(0) * x + self.c + (self.e * x[:4]).sum()).sum(1)
+
+
+def test_gradients_that_share_memory_come_apart(described):
+    x, _ = data(8)
+    nets = []
+    for jit in ("graph", "inductor"):
+        model, _ = embedded(Twins(), OPTIMIZERS["sgd"], "mse", jit=jit)
+        fit(model, x, torch.ones(8, dtype=torch.float64), Plan(4, 1, 2))
+        nets.append(model.module)
+    assert_close(nets[1], nets[0], TOLERANCE)
+    assert len(described) == 2
+
+
+def test_an_update_with_a_loss_that_is_not_finite_changes_nothing(described):
+    """Buffers, weights, state and counters are those from before it, as in the graph."""
+    x, y = data(24)
+    x[14] = float("nan")
+    nets, states = [], []
+    for jit in ("graph", "inductor"):
+        torch.manual_seed(0)
+        model, _ = embedded(plain_cnn(), OPTIMIZERS["adam"], jit=jit)
+        with pytest.raises(NonFiniteLossError, match="it became nan in update 3") as raised:
+            fit(model, x, y, Plan(2, 6, 2))
+        assert raised.value.update == 3
+        nets.append(model.module)
+        states.append(model.optimizer.state_dict()["state"])
+    assert_close(nets[1], nets[0], TOLERANCE)
+    assert {float(state["step"]) for state in states[1].values()} == {3.0}
+    assert len(described) == 4
+
+
+def test_what_a_callback_changes_is_worked_on(described):
+    x, y = data(16)
+    nets = []
+    for jit in ("graph", "inductor"):
+        torch.manual_seed(0)
+        model, _ = embedded(MLP().double(), OPTIMIZERS["adam"], jit=jit)
+
+        def change(epoch, logs, model=model):
+            with torch.no_grad():
+                model.module.layers[0].weight.mul_(0.5)
+            model.optimizer.param_groups[0]["lr"] = 0.003
+            for state in model.optimizer.state.values():
+                state["exp_avg"].zero_()
+
+        fit(model, x, y, callbacks=[ipufit.callbacks.LambdaCallback(on_epoch_end=change)])
+        nets.append(model.module)
+    assert_close(nets[1], nets[0], TOLERANCE)
+    assert len(described) == 8
+
+
+class OwnSGD(torch.optim.SGD):
+    """A subclass may do anything in its step."""
+
+
+@pytest.mark.parametrize(
+    ("net", "optimizer", "options", "reason"),
+    [
+        (CNN, "sgd", {}, "it draws random numbers, and each micro-batch has a stream of its own"),
+        (MLP, OwnSGD, {}, "OwnSGD runs through its own step"),
+        (
+            MLP,
+            "sgd",
+            {"loss_scale": 8.0},
+            "whether an update is skipped at a loss scale is decided between two programs",
+        ),
+        (
+            MLP,
+            "sgd",
+            {"recompute": ["layers.0"]},
+            "the compiler would merge what recompute computes twice",
+        ),
+        (
+            lambda: MLP().float(),
+            "sgd",
+            {"precision": "mixed_bfloat16"},
+            "it computes in bfloat16, of which the compiler rounds less often",
+        ),
+    ],
+)
+def test_what_does_not_fit_runs_as_recorded_and_says_why(
+    net, optimizer, options, reason, described
+):
+    x, y = data(8)
+    nets = []
+    for jit in ("graph", "inductor"):
+        torch.manual_seed(0)
+        start = net()
+        start = start if "precision" in options else start.double()
+        given = optimizer if isinstance(optimizer, str) else lambda p: OwnSGD(p, lr=0.1)
+        model, engine = embedded(start, given, jit=jit, **options)
+        fit(model, x.to(next(start.parameters()).dtype), y)
+        nets.append(model.module)
+    assert_equal(nets[1], nets[0])
+    assert described == []
+    assert reasons(engine) == [f"Updates run as recorded, uncompiled: {reason}."]
+    assert reasons(engine)[0] in model._session.explain()
+
+
+def test_losses_looked_at_late_are_not_compiled(described):
+    x, y = data(8)
+    model, engine = embedded(MLP().double(), "sgd")
+    engine.as_device = True
+    fit(model, x, y)
+    assert engine.compiled.reason == (
+        "losses are looked at after an execution, which is then taken back"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "needs"),
+    [
+        (
+            {"loader": lambda: None},
+            f"a torch that compiles programs into libraries, which torch {torch.__version__} "
+            "can't. Install torch 2.13 or newer, or pass jit='graph'.",
+        ),
+        (
+            {"loader": lambda: object, "_compiler": lambda: "no-such-compiler"},
+            "a C++ compiler, and 'no-such-compiler' was not found. Install one (apt install g++, "
+            "or xcode-select --install on a Mac), set CXX to one, or pass jit='graph'.",
+        ),
+    ],
+)
+def test_compile_says_what_is_missing(change, needs, monkeypatch):
+    if "_compiler" in change and requirements.missing() is not None:
+        pytest.skip(f"jit='inductor' needs {requirements.missing()}")
+    for name, value in change.items():
+        monkeypatch.setattr(requirements, name, value)
+    model = ipufit.Model(MLP(), engine="embedded")
+    refused(
+        lambda: model.compile("adam", "cross_entropy", jit="inductor"),
+        f"jit='inductor' needs {needs}",
+    )
+
+
+def test_a_library_that_does_not_load_is_compiled_again(tmp_path, monkeypatch):
+    """One of an earlier system, say."""
+    monkeypatch.setenv("IPUFIT_CACHE_DIR", str(tmp_path))
+
+    class Compiling:
+        def __init__(self, request, store):
+            raise RuntimeError("compiles")
+
+    def load(self, library, origin):
+        raise RuntimeError("undefined symbol")
+
+    monkeypatch.setattr("ipufit.engines.embedded.engine.refuse_missing", lambda: None)
+    monkeypatch.setattr(compiled_module, "Compilation", Compiling)
+    monkeypatch.setattr(CompiledUpdates, "_load", load)
+    dropped = []
+    monkeypatch.setattr(compiled_module.Store, "find", lambda self, parts: tmp_path / "program.so")
+    monkeypatch.setattr(compiled_module.Store, "drop", lambda self, parts: dropped.append(parts))
+    x, y = data(8)
+    model, _ = embedded(MLP().double(), "sgd")
+    with pytest.raises(RuntimeError, match="compiles"):
+        fit(model, x, y)
+    assert len(dropped) == 1
+
+
+def test_a_choice_that_is_measured_decides_about_no_program_that_is_kept(described, monkeypatch):
+    """Another process may measure otherwise, and finds the library all the same."""
+    parts, codes = [], []
+
+    def begin(self, request):
+        parts.append(request.parts())
+        codes.append(request.form.code)
+        self._run = update_of(request.form)
+
+    monkeypatch.setattr(CompiledUpdates, "_begin", begin)
+    x, y = data(8)
+    for products in (describing.onednn_products, _other_products):
+        torch.manual_seed(0)
+        monkeypatch.setattr(describing, "onednn_products", products)
+        model, _ = embedded(MLP().double(), "sgd")
+        fit(model, x, y)
+    assert codes[0] != codes[1]
+    assert parts[0] == parts[1]
+
+
+def _other_products(graph):
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten.mm.default:
+            node.target = torch.ops.aten.matmul.default
