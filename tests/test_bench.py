@@ -17,7 +17,7 @@ from tests.bench.costs import (
     start_cost,
 )
 from tests.bench.curves import CURVES, Curve, medians, one_round
-from tests.bench.peers import BY_HAND, OWN, PEERS
+from tests.bench.peers import BY_HAND, COMPILED, OWN, PEERS
 from tests.bench.report import Result, points_table, table, write
 from tests.bench.running import Running
 from tests.bench.workloads import WORKLOADS
@@ -37,7 +37,9 @@ def has_fused_adam():
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
-@pytest.mark.parametrize("peer", [*(n for n in PEERS if n.startswith(OWN)), BY_HAND])
+@pytest.mark.parametrize(
+    "peer", [*(n for n in PEERS if n.startswith(OWN) and n != COMPILED), BY_HAND]
+)
 def test_peers_train_the_same(peer, workload):
     """Those that need nothing but torch; `nox -s bench` compares all before it times any."""
     if peer == BY_HAND and not has_fused_adam():

@@ -21,7 +21,7 @@ from tests.bench.costs import (
     start_cost,
 )
 from tests.bench.curves import CURVES, Rounds, medians
-from tests.bench.peers import LOSSES, PEERS
+from tests.bench.peers import COMPILED, LOSSES, PEERS
 from tests.bench.report import Result, machine, points_table, table, write
 from tests.bench.running import Running
 from tests.bench.workloads import WORKLOADS
@@ -159,6 +159,11 @@ def tables(
     return parts
 
 
+def _names(quick: bool) -> List[str]:
+    """The peers; a quick look does not wait for a compiler."""
+    return [name for name in PEERS if not (quick and name == COMPILED)]
+
+
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(prog="nox -s bench --")
@@ -178,7 +183,7 @@ def main() -> None:
     start = time.perf_counter()
     results: List[Result] = []
     if "peers" in parts:
-        workloads, names = asked.workload or list(WORKLOADS), asked.peer or list(PEERS)
+        workloads, names = asked.workload or list(WORKLOADS), asked.peer or _names(asked.quick)
         groups = [workloads] if extent.shared else [[name] for name in workloads]
         results = [one for group in groups for one in measured(group, names, extent)]
     curves = scaled(extent) if "curves" in parts else {}

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.bench.workloads import LEARNING_RATE, Workload
 
-__all__ = ["BY_HAND", "LOSSES", "OWN", "PEERS", "Peer"]
+__all__ = ["BY_HAND", "COMPILED", "LOSSES", "OWN", "PEERS", "Peer"]
 
 # Epochs asked for, the first of which may pay for what is done once: seconds of each epoch.
 Rounds = Callable[[int], List[float]]
@@ -26,6 +26,7 @@ LOSSES = 16
 
 # The names of the rows that others are held against.
 OWN, BY_HAND = "ipufit", "eager loop, indexed, fused Adam"
+COMPILED = 'ipufit, jit="inductor"'
 
 
 def _loader(work: Workload, count: int = 0) -> DataLoader[Any]:
@@ -253,6 +254,7 @@ PEERS: Dict[str, Peer] = {
     OWN: _ipufit(),
     'ipufit, jit="graph"': _ipufit("graph"),
     'ipufit, jit="off"': _ipufit("off"),
+    COMPILED: _ipufit("inductor"),
     "eager loop, DataLoader": _loop(_plain, _loader),
     BY_HAND: _loop(_fused, _indexed),
     "torch.compile loop, fused Adam": _loop(_compiled, _indexed),
