@@ -17,9 +17,9 @@ from ipufit.engines.embedded.fingerprint import fingerprint
 from ipufit.engines.embedded.hints import said_of
 from ipufit.engines.embedded.inference import InferenceProgram
 from ipufit.engines.embedded.liveness import peak_bytes
+from ipufit.engines.embedded.lowering.asked import check_cudagraph
 from ipufit.engines.embedded.lowering.choosing import Lowered, lower
 from ipufit.engines.embedded.lowering.cuda_graphs import GraphMaker
-from ipufit.engines.embedded.lowering.cudagraph import check_cudagraph
 from ipufit.engines.embedded.precision import (
     autocast_state,
     computes_in_half,

@@ -15,11 +15,8 @@ from ipufit.engines.embedded.clipping import Finish
 from ipufit.engines.embedded.execution import Execution
 from ipufit.engines.embedded.following import follow_the_module
 from ipufit.engines.embedded.live import LiveState
-from ipufit.engines.embedded.lowering.cudagraph import (
-    CapturedExecutions,
-    StagedBatch,
-    graph_maker,
-)
+from ipufit.engines.embedded.lowering.asked import graph_maker
+from ipufit.engines.embedded.lowering.cudagraph import CapturedExecutions, StagedBatch
 from ipufit.engines.embedded.precision import warn_of_vanishing_eps
 from ipufit.engines.embedded.publication import Publication
 from ipufit.engines.embedded.replicas import put_back
