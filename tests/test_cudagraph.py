@@ -18,7 +18,7 @@ import ipufit
 from ipufit.callbacks import Callback
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.engines.embedded.fused import fused_for
-from ipufit.engines.embedded.lowering.cudagraph import check_cudagraph
+from ipufit.engines.embedded.lowering.asked import check_cudagraph
 from ipufit.engines.embedded.lowering.static import Static, keeps_its_form
 from ipufit.engines.embedded.rules import AdamRule
 from ipufit.errors import NonFiniteLossError

@@ -16,11 +16,8 @@ from ipufit.engines.embedded.execution import Execution
 from ipufit.engines.embedded.following import follow_the_module
 from ipufit.engines.embedded.freed_memory import give_back_freed_memory
 from ipufit.engines.embedded.live import LiveState
-from ipufit.engines.embedded.lowering.cudagraph import (
-    CapturedExecutions,
-    StagedBatch,
-    graph_maker,
-)
+from ipufit.engines.embedded.lowering.asked import graph_maker
+from ipufit.engines.embedded.lowering.cudagraph import CapturedExecutions, StagedBatch
 from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates
 from ipufit.engines.embedded.lowering.inductor.requirements import missing
 from ipufit.engines.embedded.lowering.racing import Race

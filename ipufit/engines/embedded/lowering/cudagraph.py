@@ -13,68 +13,30 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ipufit.engines.embedded.collected import Collected
 from ipufit.engines.embedded.execution import Execution, settings_of
 from ipufit.engines.embedded.live import LiveState, Snapshot
-from ipufit.engines.embedded.lowering.cuda_graphs import (
-    CudaGraphs,
-    Draw,
-    Graph,
-    GraphMaker,
-    why_no_graphs,
-)
+from ipufit.engines.embedded.lowering.cuda_graphs import Draw, Graph, GraphMaker
 from ipufit.engines.embedded.lowering.static import Sent, Static, keeps_its_form
 from ipufit.engines.embedded.scaling import ScaleState
 from ipufit.engines.embedded.transfer import pack, unpack
 from ipufit.engines.embedded.update import Update, UpdateMaker
 from ipufit.engines.embedded.updater import Rows, RuleUpdater
-from ipufit.errors import ConfigurationError
-from ipufit.lowerings import AUTO, CUDAGRAPH
+from ipufit.lowerings import CUDAGRAPH
 from ipufit.program import Anchors, CombinedBatch, ProgramSpec
-from ipufit.recipe import Recipe
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
 
-__all__ = ["CapturedExecutions", "StagedBatch", "check_cudagraph", "graph_maker"]
+__all__ = ["CapturedExecutions", "StagedBatch"]
 
 # Kinds of executions that are remembered; the least recently seen go first, with their graphs.
 _KEPT = 6
 
 # The key of the random numbers of a micro-batch, from its update and its place in it.
 KeyOf = Callable[[int, int], int]
-
-
-def check_cudagraph(module: nn.Module) -> None:
-    """Make sure that CUDA graphs can be captured of this module's work.
-
-    Raises:
-        ConfigurationError: it is not on a GPU, or torch is too old.
-    """
-    for parameter in module.parameters():
-        if parameter.device.type != "cuda":
-            raise ConfigurationError(
-                f"jit='cudagraph' needs a module on a CUDA device, but {type(module).__name__} is "
-                f"on {parameter.device}. Move it with module.cuda(), or use jit='auto'."
-            )
-    why_not = why_no_graphs()
-    if why_not is not None:
-        raise ConfigurationError(
-            f"jit='cudagraph' can't work here: {why_not}. Use jit='auto', or a newer torch."
-        )
-
-
-def graph_maker(
-    engine: EmbeddedEngine, recipe: Recipe, device: torch.device
-) -> Optional[GraphMaker]:
-    """What captures the executions of a program; None where they run as they were recorded."""
-    if recipe.jit not in (AUTO, CUDAGRAPH):
-        return None
-    if engine.tape is not None:
-        return engine.tape(device)
-    return CudaGraphs(device) if device.type == "cuda" and why_no_graphs() is None else None
 
 
 @dataclasses.dataclass(frozen=True)
