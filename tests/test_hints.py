@@ -95,11 +95,11 @@ def test_explain_names_the_marks_that_change_nothing(capsys):
     model, *_ = ran(Net(*marks), "embedded")
     capsys.readouterr()
     model.explain()
-    assert capsys.readouterr().out.splitlines()[-1] == (
+    assert (
         "Marks for an IPU in forward, which change nothing here: recomputationCheckpoint, "
         "serializedMatMul, set_available_memory, set_overlap_for_input, set_overlap_for_output. "
         "What recomputes here is recompute=['name of a layer'] of compile."
-    )
+    ) in capsys.readouterr().out.splitlines()
     model, *_ = ran(Net("memory"), "embedded", run_eagerly=True)
     model.explain()
     assert "change nothing here: set_available_memory.\n" in capsys.readouterr().out
