@@ -227,7 +227,7 @@ class Model:
                 run_eagerly; "kernels", with other kernels of torch's where these are faster on this
                 machine, equal up to the order of summation; "inductor", whole updates compiled on
                 the CPU, for which the first update waits, equal likewise; "cudagraph", whole
-                executions as captured CUDA graphs, as "auto" does on CUDA; "off", the module
+                executions as captured CUDA graphs, which no GPU has run yet; "off", the module
                 itself. "auto" chooses by measurement, and says in ``explain`` and History what it
                 chose.
             training_options: ``poptorch.Options`` for training, of which a copy is used. What it

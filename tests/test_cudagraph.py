@@ -416,10 +416,14 @@ def test_samples_sent_to_memory_that_was_given_up_are_copied_again():
     assert model._session.engine.tape.captures >= 3
 
 
-def test_auto_captures_where_it_can(on):
+def test_auto_captures_nothing_on_a_gpu(on):
+    """Until one has run what is captured; the control flow is there, for the tape to show."""
     model = built(MLP().double(), adam, "auto", on)
     fit(model)
-    assert captured(model)
+    if on == "tape":
+        assert captured(model)
+    else:
+        assert model.history.params["jit"] == "graph"
 
 
 class OwnStep(torch.optim.SGD):

@@ -45,4 +45,7 @@ def graph_maker(
         return None
     if engine.tape is not None:
         return engine.tape(device)
-    return CudaGraphs(device) if device.type == "cuda" and why_no_graphs() is None else None
+    # No GPU has run them yet, so nobody gets them unasked.
+    if recipe.jit == AUTO or device.type != "cuda" or why_no_graphs() is not None:
+        return None
+    return CudaGraphs(device)
