@@ -213,7 +213,8 @@ def test_what_was_measured_takes_the_place_of_what_was(tmp_path):
     parts = tables(results, rounds, [Cost("one", [0.1], " s", 0.2)])
     write(page, ["note", *parts])
     text = page.read_text(encoding="utf-8")
-    assert text.startswith("# Words\n\n<!-- measured -->\n\nnote\n\n## mlp\n\n| peer |")
+    assert text.startswith("# Words\n\n<!-- measured -->\n\nnote\n\n![")
+    assert "\n\n## mlp\n\n| peer |" in text
     assert [line for line in text.splitlines() if line.startswith("#")] == [
         *("# Words", "## mlp", "## Curves", "## Costs"),
     ]

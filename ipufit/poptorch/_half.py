@@ -30,8 +30,12 @@ __all__ = ["half_computed", "makes_half"]
 _HALF = torch.float16
 _MISSING = "not implemented for 'Half'"
 
-# Operators that have said so: being told takes torch longer than computing.
-_LACKING: Set[Any] = set()
+# Operators that have said so: being told takes torch longer than computing. And convolutions, whose
+# kernels round partial sums on some processors.
+_LACKING: Set[Any] = {
+    torch.ops.aten.convolution.default,
+    torch.ops.aten.convolution_backward.default,
+}
 
 
 def makes_half(graph: fx.GraphModule) -> bool:
