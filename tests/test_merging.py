@@ -229,6 +229,8 @@ LOSSES = {
 def test_every_loss_is_what_it_is_apart(name):
     """The loss of each micro-batch, its count, what it logs, and its gradient."""
     loss, target, options = LOSSES[name]
+    if getattr(loss, "label_smoothing", 0.0) and not hasattr(torch, "compiler"):
+        pytest.skip("torch 2.0 smooths labels by their values, which no recording holds")
     net = build(MLP)
     options = {"loss": loss, "run": fit_on(target), **options}
     one, history, engine = trained(net, Plan(2, 1, 2, 4), n=37, **options)
