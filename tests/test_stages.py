@@ -230,10 +230,11 @@ def test_explain_says_what_is_where(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "  stages                 2  IPUs that share one replica, as a pipeline" in lines
     assert "Training: pipelined over 2 stages: stage 0 from 0; stage 1 from 1." in lines
-    assert lines[-2] == (
+    said = (
         "Inference: pipelined over 2 stages: stage 0 from 0; stage 1 from 3; sharded where an "
         "execution has less than 2 device iterations, which would not fill the pipeline."
     )
+    assert said in lines
 
 
 def test_ipus_are_those_of_all_replicas():
