@@ -18,7 +18,7 @@ from ipufit.callbacks import LambdaCallback
 
 torch.set_num_threads(1)
 net = torch.nn.Sequential(torch.nn.Linear(64, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 5))
-model = ipufit.Model(net)
+model = ipufit.Model(net, engine="embedded")
 model.compile("sgd", "cross_entropy")
 x, y = torch.rand(2048, 64), torch.arange(2048) % 5
 faults = []
