@@ -145,6 +145,7 @@ def pair(net, optimizer, on, atol=None, fits=1, compile_options=None, **options)
 
 
 @pytest.mark.grid
+@pytest.mark.grid
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("net", [MLP, CNN, Transformer, Running, Noise])
 def test_the_numbers_are_those_of_the_graph(net, plan, on):

@@ -83,6 +83,7 @@ def reasons(engine):
     return engine.compiled.said()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("net", NETS)
 def test_described_updates_are_those_of_a_loop_by_hand(net, plan, described):

@@ -20,6 +20,8 @@ from tests.fitting import PLANS, Plan, assert_close, assert_equal, compiled, fit
 from tests.nets import CNN, MLP, Noise, Running, Transformer, data
 from tests.reference import train
 
+pytestmark = pytest.mark.embedded_only("an IPU's replicas run side by side")
+
 # In float64, sums in another order differ by about 1e-16 relative; Adam amplifies that.
 TOLERANCE = 1e-10
 
@@ -81,6 +83,7 @@ def assert_same_numbers(first, second):
         assert values == pytest.approx(second[name], abs=TOLERANCE, nan_ok=True), name
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("way", ["recorded", "late"])
 @pytest.mark.parametrize("plan", [*PLANS[2:], Plan(2, 2, 2, 4), Plan(4, 2, 4)], ids=str)
 @pytest.mark.parametrize("kind", [MLP, Pictures, Transformer], ids=lambda kind: kind.__name__)
@@ -96,6 +99,7 @@ def test_numbers_are_those_of_micro_batches_apart(kind, plan, way):
     assert_same_numbers(history, expected)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("plan", PLANS[2:], ids=str)
 @pytest.mark.parametrize("kind", [MLP, Pictures, Transformer], ids=lambda kind: kind.__name__)
 def test_numbers_are_those_of_a_loop_written_by_hand(kind, plan):
