@@ -8,7 +8,7 @@ from typing import Any, Dict, Iterator, List, Set, Tuple
 import torch
 from torch import fx
 
-__all__ = ["NORMS", "Memories"]
+__all__ = ["NORMS", "Memories", "nodes_in"]
 
 # They write running statistics (arguments 3 and 4) while training (argument 5), which their schemas
 # don't say.
@@ -27,6 +27,7 @@ class Memories:
     Attributes:
         members: all nodes of each memory.
         writes: the nodes that write to it.
+        changed: which of the graph's inputs are written to, by number.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -51,6 +52,8 @@ class Memories:
         for node, other in written:
             self.writes.setdefault(self.of(other), []).append(node)
             self.written_by.setdefault(node, set()).add(self.of(other))
+        given = [node for node in graph.nodes if node.op == "placeholder"]
+        self.changed = [i for i, node in enumerate(given) if self.of(node) in self.writes]
 
     def of(self, node: fx.Node) -> fx.Node:
         """The memory of a value: one node that stands for it."""
@@ -64,12 +67,13 @@ class Memories:
             self._parent[first] = second
 
 
-def _nodes(value: Any) -> Iterator[fx.Node]:
+def nodes_in(value: Any) -> Iterator[fx.Node]:
+    """The nodes in an argument, those in lists included."""
     if isinstance(value, fx.Node):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _nodes(item)
+            yield from nodes_in(item)
 
 
 def _aliased(node: fx.Node) -> Iterator[Tuple[fx.Node, bool]]:
@@ -81,15 +85,19 @@ def _aliased(node: fx.Node) -> Iterator[Tuple[fx.Node, bool]]:
             yield source, False
         return
     if node.target in NORMS and node.args[5]:
-        for other in _nodes(node.args[3:5]):
+        for other in nodes_in(node.args[3:5]):
             yield other, True
+        return
+    if node.target is torch.ops.aten._unsafe_view.default:
+        # A view all the same, though its schema is silent.
+        yield node.all_input_nodes[0], False
         return
     schema = getattr(node.target, "_schema", None)
     for place, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.alias_info is None:
             continue
         given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-        for other in _nodes(given):
+        for other in nodes_in(given):
             yield other, bool(argument.alias_info.is_write)
 
 

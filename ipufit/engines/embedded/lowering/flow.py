@@ -1,12 +1,12 @@
-"""Which nodes of a recorded graph share memory, and which memory is written."""
+"""What a pass over a recorded graph asks of its values: what they look like, who writes to them."""
 
 from __future__ import annotations
 
-import operator
-from typing import Any, Dict, Iterator, List, Optional, Set
+from typing import Any, Dict, Optional
 
-import torch
 from torch import Tensor, fx
+
+from ipufit.engines.embedded.aliases import Memories
 
 __all__ = ["Flow", "value_of"]
 
@@ -17,20 +17,8 @@ def value_of(node: Any) -> Optional[Tensor]:
     return found if isinstance(found, Tensor) else None
 
 
-def _schema(node: fx.Node) -> Any:
-    return getattr(node.target, "_schema", None)
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Whether it may return the memory of its first argument."""
-    if node.target in (operator.getitem, torch.ops.aten._unsafe_view.default):
-        return True
-    schema = _schema(node)
-    return schema is not None and any(r.alias_info is not None for r in schema.returns)
-
-
 class Flow:
-    """Memory in a graph.
+    """When the memory of values is written.
 
     Args:
         graph: recorded, of ATen operators.
@@ -38,42 +26,18 @@ class Flow:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._order: Dict[fx.Node, int] = {node: i for i, node in enumerate(graph.nodes)}
-        self._roots: Dict[fx.Node, fx.Node] = {}
-        self._last_write: Dict[fx.Node, int] = {}
-        for node in graph.nodes:
-            first = node.args[0] if node.args else None
-            shares = node.op == "call_function" and _is_view(node) and isinstance(first, fx.Node)
-            self._roots[node] = self._roots[first] if shares else node  # type: ignore[index]
-        for node, place in self._order.items():
-            for written in _written(node):
-                self._last_write[self._roots[written]] = place
+        self._memories = Memories(graph)
+        self._given = {self._memories.of(n) for n in graph.nodes if n.op == "placeholder"}
 
     def is_given(self, node: fx.Node) -> bool:
         """Whether the memory of the node is an input's."""
-        return self._roots[node].op == "placeholder"
+        return self._memories.of(node) in self._given
 
     def is_written(self, node: fx.Node) -> bool:
         """Whether anything writes into the memory of the node."""
-        return self._roots[node] in self._last_write
+        return self._memories.of(node) in self._memories.writes
 
     def is_written_after(self, node: fx.Node) -> bool:
         """Whether anything writes into the memory of the node when it has been made."""
-        return self._last_write.get(self._roots[node], -1) > self._order[node]
-
-    @property
-    def written(self) -> Set[fx.Node]:
-        """The nodes that made, or brought in, memory that is written."""
-        return set(self._last_write)
-
-
-def _written(node: fx.Node) -> Iterator[fx.Node]:
-    schema = _schema(node)
-    if node.op != "call_function" or schema is None:
-        return
-    given: List[Any] = [*node.args, *([None] * len(schema.arguments))]
-    for place, argument in enumerate(schema.arguments):
-        alias = argument.alias_info
-        value = node.kwargs.get(argument.name, given[place])
-        if alias is not None and alias.is_write:
-            values = value if isinstance(value, (list, tuple)) else [value]
-            yield from (each for each in values if isinstance(each, fx.Node))
+        writes = self._memories.writes.get(self._memories.of(node), [])
+        return any(self._order[write] > self._order[node] for write in writes)

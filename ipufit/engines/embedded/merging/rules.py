@@ -6,10 +6,11 @@ sample and on fixed tensors alone. What is not here is refused.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
 
 from torch import Tensor, fx
 
+from ipufit.engines.embedded.aliases import nodes_in
 from ipufit.engines.embedded.merging.samples import (
     FIXED,
     UNREAD,
@@ -61,7 +62,7 @@ class Call:
     @property
     def tensors(self) -> List[fx.Node]:
         """All of its tensors, those in lists included."""
-        return [node for value in self._given.values() for node in _nodes(value)]
+        return [node for value in self._given.values() for node in nodes_in(value)]
 
     @property
     def results(self) -> Tuple[Any, Any]:
@@ -115,14 +116,6 @@ RULES: Dict[str, Rule] = {}
 
 # Arguments that may depend on the number of samples; rules look at shapes instead.
 SIZED: Dict[str, Tuple[str, ...]] = {}
-
-
-def _nodes(value: Any) -> Iterator[fx.Node]:
-    if isinstance(value, fx.Node):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _nodes(item)
 
 
 def _by_name(node: fx.Node) -> Dict[str, Any]:

@@ -36,8 +36,7 @@ class Written:
         constants = [getattr(graph, str(n.target)) for n in nodes if n.op == "get_attr"]
         drawn = [operator_name(n) for n in nodes if draws(n)]
         memories = Memories(graph.graph)
-        given = [node for node in nodes if node.op == "placeholder"]
-        changed = [i for i, node in enumerate(given) if memories.writes.get(memories.of(node))]
+        changed = memories.changed
         return Written(
             _text(graph.graph, memories),
             tuple(c for c in constants if isinstance(c, Tensor)),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
-from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Sequence, Set, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Sequence, Tuple
 
 import torch
 from torch import Tensor, fx
 
+from ipufit.engines.embedded.aliases import Memories
 from ipufit.engines.embedded.lowering.inductor.form import BlockForm, SlotForm, UpdateForm
 from ipufit.engines.embedded.lowering.products import onednn_products
 from ipufit.engines.embedded.lowering.tidy import tidy
@@ -28,8 +29,6 @@ __all__ = ["Described", "UnfitError", "describe"]
 _LIBRARIES = ("aten", "prims", "mkldnn")
 _DTYPES = (torch.float32, torch.float64)
 _CAT = torch.ops.aten.cat.default
-# Changes its running statistics without saying so in its schema.
-_BATCH_NORM = "aten::native_batch_norm"
 
 
 class UnfitError(Exception):
@@ -83,7 +82,7 @@ def describe(
     ]
     taken = {slot.place for slot in slots}
     rest = tuple(i for i in range(state) if i not in taken)
-    written = _written(graph)
+    written = Memories(graph.graph).changed
     sizes = [example.size] * plan.micro_batches_per_update
     factors, share = Reduction(spec).shares(sizes)
     dtype = recipe.accumulation_dtype
@@ -197,37 +196,3 @@ def _parts(graph: fx.Graph, gradient: Any, block: Any) -> List[fx.Node]:
     return [
         graph.call_function(slices, (gradient, 0, slot.start, slot.stop)) for slot in block.slots
     ]
-
-
-def _written(graph: fx.GraphModule) -> Set[int]:
-    """Places of the inputs that the graph changes."""
-    roots: Dict[fx.Node, Set[int]] = {}
-    written: Set[int] = set()
-    place = 0
-    for node in graph.graph.nodes:
-        if node.op == "placeholder":
-            roots[node] = {place}
-            place += 1
-            continue
-        roots[node] = set()
-        schema = getattr(node.target, "_schema", None)
-        if schema is None:
-            # Taking one result of several.
-            roots[node] = set().union(*(roots[each] for each in node.all_input_nodes))
-            continue
-        for i, argument in enumerate(schema.arguments):
-            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            taken = set().union(*(roots.get(each, set()) for each in _nodes(value)))
-            if argument.alias_info is not None:
-                roots[node] |= taken
-                written |= taken if argument.alias_info.is_write else set()
-            elif schema.name == _BATCH_NORM and argument.name.startswith("running_"):
-                written |= taken
-    return written
-
-
-def _nodes(value: Any) -> List[fx.Node]:
-    if isinstance(value, fx.Node):
-        return [value]
-    parts = value if isinstance(value, (list, tuple)) else ()
-    return [each for part in parts for each in _nodes(part)]
