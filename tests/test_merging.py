@@ -20,7 +20,7 @@ from tests.fitting import PLANS, Plan, assert_close, assert_equal, compiled, fit
 from tests.nets import CNN, MLP, Noise, Running, Transformer, data
 from tests.reference import train
 
-pytestmark = pytest.mark.embedded_only("an IPU's replicas run side by side")
+pytestmark = pytest.mark.both_engines
 
 # In float64, sums in another order differ by about 1e-16 relative; Adam amplifies that.
 TOLERANCE = 1e-10
