@@ -23,7 +23,7 @@ from ipufit.engines.embedded.lowering.cuda_graphs import GraphMaker
 from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates, Libraries
 from ipufit.engines.embedded.lowering.inductor.requirements import refuse_missing
 from ipufit.engines.embedded.lowering.racing import Race
-from ipufit.engines.embedded.merging import Decision, Merged, Written, decide, same_in_all
+from ipufit.engines.embedded.merging import Decision, Merged, decide, same_in_all
 from ipufit.engines.embedded.merging.steps import MergedStep
 from ipufit.engines.embedded.precision import (
     autocast_state,
@@ -65,6 +65,7 @@ class Recorded:
     Attributes:
         run: takes weights, other state, batch leaves and a loss scale if there is one; returns the
             reported numbers, outputs and flat gradients.
+        lowered: how it does so.
         micro: what was recorded.
         outputs: how the output tensors become the module's outputs.
         reached: names of the parameters that a gradient reaches.
@@ -75,6 +76,7 @@ class Recorded:
     """
 
     run: Callable[..., List[Tensor]]
+    lowered: Lowered
     micro: MicroStep
     outputs: OutputShape
     reached: Tuple[str, ...]
@@ -109,7 +111,7 @@ class EmbeddedEngine:
         replays: whether it captured any.
         state_memory: where the optimizer's state of the last training program is between updates.
         hints: marks for an IPU that were seen in forward.
-        lowered: how recordings for training run, by the number of samples in a micro-batch.
+        lowered: how full micro-batches of the last training program run; None before one came.
         libraries: compiled updates that are loaded.
         compiled: those of the last training program; None where none were asked for.
         race: between these and what is recorded; None where nobody is to find out.
@@ -136,7 +138,7 @@ class EmbeddedEngine:
         self.state_memory = StateMemory()
         self.hints: Dict[str, None] = {}
         self.recomputed: Optional[Tuple[int, int, int]] = None
-        self.lowered: Dict[int, Lowered] = {}
+        self.lowered: Optional[Lowered] = None
         self.libraries: Libraries = {}
         self.compiled: Optional[CompiledUpdates] = None
         self.race: Optional[Race] = None
@@ -216,11 +218,9 @@ class EmbeddedEngine:
             if scaled:
                 arguments.append(torch.ones((), dtype=torch.float64, device=arguments[-1].device))
             run, random, lowered, graph = self._make(micro, step, arguments, recipe.jit, recompute)
-            if spec.mode is Mode.TRAIN:
-                self.lowered[example.size] = lowered
             self.hints.update(micro.hints)
             self._recorded[key] = Recorded(
-                run, micro, micro.outputs, micro.reached, random, held, graph
+                run, lowered, micro, micro.outputs, micro.reached, random, held, graph
             )
             if len(self._recorded) > _KEPT:
                 self._recorded.popitem(last=False)
@@ -277,8 +277,6 @@ class EmbeddedEngine:
             return micro, True, Lowered(micro, OFF, ""), None
         with self.timed(), attributes_kept(step) as changed:
             graph = capture(micro, arguments)
-            if isinstance(micro, MicroStep):
-                micro.written = Written.of(graph)
             if recompute:
                 self._recompute(graph)
         self.captures += 1
@@ -306,11 +304,6 @@ class EmbeddedEngine:
         self.recomputed = (repeated, before, peak_bytes(graph))
 
     @property
-    def _lowered(self) -> Optional[Lowered]:
-        """How full micro-batches of training run, once one has been recorded."""
-        return self.lowered[max(self.lowered)] if self.lowered else None
-
-    @property
     def way(self) -> Optional[str]:
         """The value of ``jit`` that stands for how training runs; None before it does."""
         if self.replays:
@@ -318,7 +311,7 @@ class EmbeddedEngine:
         is_compiled = self.compiled is not None and self.compiled.is_ready
         if is_compiled or (self.race is not None and self.race.wins):
             return INDUCTOR
-        return None if self._lowered is None else self._lowered.way
+        return None if self.lowered is None else self.lowered.way
 
     def explain(self, recipe: Recipe, options: Mapping[str, Any]) -> List[str]:
         """What is particular about how it runs, in sentences.
@@ -328,8 +321,8 @@ class EmbeddedEngine:
             options: those of an IPU; here there are none.
         """
         said = [said_of(self.hints)] if self.hints else []
-        if self._lowered is not None and self._lowered.why:
-            said.append(self._lowered.why)
+        if self.lowered is not None and self.lowered.why:
+            said.append(self.lowered.why)
         said += [self.replaying] if self.replaying is not None else []
         said += [self.merging.said] if self.merging is not None else []
         if recipe.offload_optimizer_state:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from typing import (
-    TYPE_CHECKING,
     Any,
     Callable,
     Dict,
@@ -35,9 +34,6 @@ from ipufit.parallel.following import followed
 from ipufit.parallel.partition import Partition
 from ipufit.program import MicroBatch
 from ipufit.recipe import Precision
-
-if TYPE_CHECKING:
-    from ipufit.engines.embedded.merging import Written
 
 __all__ = ["MicroStep", "StepModule", "attributes_kept", "carries_loss", "public_name"]
 
@@ -160,7 +156,6 @@ class MicroStep:
         reached: names of the parameters that a gradient reached.
         blocks: what their gradients are packed into.
         reported: what the numbers are that came with the loss of the last call.
-        written: what is remembered of the recording; None without one.
     """
 
     def __init__(
@@ -190,7 +185,6 @@ class MicroStep:
         self._scaled = scaled
         self.hints: Dict[str, None] = {}
         self.reported = Reported()
-        self.written: Optional[Written] = None
         self.blocks: Sequence[Block] = ()
         self.outputs: OutputShape = OutputShape(None)
         self.reached: Tuple[str, ...] = ()

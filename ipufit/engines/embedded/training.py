@@ -69,7 +69,8 @@ class TrainingProgram(BaseProgram):
         self._frozen = [name for name in self._parameters if name not in trained]
         refuse_shared_memory(self._trained, self._parameters, self._buffers)
         warn_of_vanishing_eps(spec.optimizer)
-        engine.replaying, engine.replays, engine.merging = None, False, None
+        engine.replaying, engine.replays = None, False
+        engine.lowered = engine.merging = None
         makes_graphs = graph_maker(engine, spec.recipe, self._device)
         self._live = self._make_live(tabled=makes_graphs is not None)
         self._captured: Optional[CapturedExecutions] = None
@@ -190,7 +191,10 @@ class TrainingProgram(BaseProgram):
             self._by_form = {}
         prepared = super().prepare(example)
         example = example.to(self._device)
-        if example.size == self._spec.plan.micro_batch_size:
+        is_full = example.size == self._spec.plan.micro_batch_size
+        if is_full or self._engine.lowered is None:
+            self._engine.lowered = self._recorded(example).lowered
+        if is_full:
             if self._race is not None:
                 self._race.enter(self._recorded(example), example)
             elif self._maker.compiled is not None:

@@ -7,6 +7,5 @@ is what runs.
 
 from ipufit.engines.embedded.merging.decision import Decision, decide, same_in_all
 from ipufit.engines.embedded.merging.merged import Merged
-from ipufit.engines.embedded.merging.written import Written
 
-__all__ = ["Decision", "Merged", "Written", "decide", "same_in_all"]
+__all__ = ["Decision", "Merged", "decide", "same_in_all"]

@@ -179,8 +179,8 @@ class _Work:
         Raises:
             RefusalError: none can be.
         """
-        written = self._recorded.micro.written
-        assert written is not None
+        assert self._recorded.graph is not None
+        written = Written.of(self._recorded.graph)
         self._check_written(written)
         small, outputs = self._forward(1)
         whole = self._same_program(small, outputs, written)
