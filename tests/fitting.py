@@ -76,6 +76,17 @@ def fit(model, x, y, plan=None, epochs=2, seed=5, **options):
         )
 
 
+def state_of(model):
+    """The state of the torch optimizer, by parameter and name."""
+    state = model.optimizer.state
+    return {
+        (name, key): torch.as_tensor(value)
+        for name, parameter in model.module.named_parameters()
+        for key, value in state[parameter].items()
+        if value is not None
+    }
+
+
 def assert_close(net, other, atol=1e-11):
     """Parameters and buffers of two networks agree."""
     expected = other.state_dict()

@@ -22,7 +22,8 @@ from ipufit.engines.embedded.lowering.asked import check_cudagraph
 from ipufit.engines.embedded.lowering.static import Static, keeps_its_form
 from ipufit.engines.embedded.rules import AdamRule
 from ipufit.errors import NonFiniteLossError
-from tests.fitting import Plan, assert_close, assert_equal
+from tests import fitting
+from tests.fitting import Plan, assert_close, assert_equal, state_of
 from tests.nets import CNN, MLP, Noise, Running, Transformer, data
 from tests.reference import train
 from tests.tape import Tapes
@@ -78,18 +79,9 @@ def built(net, optimizer, jit, on, loss="cross_entropy", **options):
     return model
 
 
-def fit(model, plan=PLANS[1], x=X, y=Y, epochs=3, seed=5, **options):
+def fit(model, plan=PLANS[1], x=X, y=Y, epochs=3, **options):
     """Fit without a word."""
-    return model.fit(
-        DataLoader(TensorDataset(x, y), batch_size=plan.mb),
-        epochs=epochs,
-        ipus=plan.replicas,
-        device_iterations=plan.di,
-        gradient_accumulation=plan.ga,
-        seed=seed,
-        verbose=0,
-        **options,
-    )
+    return fitting.fit(model, x, y, plan, epochs, **options)
 
 
 def captured(model):
@@ -100,23 +92,12 @@ def captured(model):
     return tapes is None or tapes.replays > 0
 
 
-def optimizer_state(model):
-    """By parameter and name."""
-    state = model.optimizer.state
-    return {
-        (name, key): torch.as_tensor(value)
-        for name, parameter in model.module.named_parameters()
-        for key, value in state[parameter].items()
-        if value is not None
-    }
-
-
 def assert_alike(on, model, other, atol=None):
     """Weights, buffers, optimizer state and history; in every bit on the CPU, unless told so."""
     atol = 1e-10 if atol is None and on == "cuda" else atol
     history, expected = model.history.history, other.history.history
     assert history.keys() == expected.keys()
-    state, own = optimizer_state(model), optimizer_state(other)
+    state, own = state_of(model), state_of(other)
     assert state.keys() == own.keys()
     if atol is None:
         assert history == expected

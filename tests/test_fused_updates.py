@@ -10,7 +10,7 @@ import ipufit
 from ipufit.engines.embedded import fused
 from ipufit.engines.embedded.fused import fused_for
 from ipufit.engines.embedded.rules import rule_for
-from tests.fitting import Plan, compiled, fit
+from tests.fitting import Plan, compiled, fit, state_of
 from tests.nets import MLP, data
 
 pytestmark = pytest.mark.both_engines
@@ -39,17 +39,6 @@ def run(make, eagerly=False, **options):
     for _ in range(2):
         fit(model, X, Y, Plan(3, 2, 2))
     return model
-
-
-def state_of(model):
-    """The state of the torch optimizer, by parameter and name."""
-    state = model.optimizer.state
-    return {
-        (name, key): torch.as_tensor(value)
-        for name, parameter in model.module.named_parameters()
-        for key, value in state[parameter].items()
-        if value is not None
-    }
 
 
 def kernel_of(make, dtype=torch.float64):

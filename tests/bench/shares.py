@@ -7,6 +7,7 @@ import os
 import statistics
 import time
 from typing import Any, Callable, Dict, Generator, Iterator, List
+from unittest import mock
 
 from tests.bench.running import serve
 from tests.bench.workloads import WORKLOADS, Workload
@@ -36,11 +37,8 @@ def _reading(read: Callable[..., Any]) -> Iterator[None]:
     from ipufit.data.feed import Feed
 
     original = Feed.executions
-    Feed.executions = lambda self, *given: read(original, self, *given)  # type: ignore
-    try:
+    with mock.patch.object(Feed, "executions", lambda *given: read(original, *given)):
         yield
-    finally:
-        Feed.executions = original  # type: ignore
 
 
 @contextlib.contextmanager
