@@ -76,7 +76,7 @@ class InferenceArguments:
         with faults.collected():
             level = resolve_verbose(verbose)
         with faults.collected():
-            prefetch = resolve_prefetch(prefetch, source)
+            prefetch = resolve_prefetch(prefetch, source, session)
         faults.raise_all()
         assert source is not None
         assert plan is not None
@@ -138,8 +138,8 @@ class FitArguments:
         prefetch = held_prefetch = 0
         with faults.collected():
             passes = asked.steps_per_epoch is not None
-            prefetch = resolve_prefetch(asked.prefetch, data.source, passes)
-            held_prefetch = resolve_prefetch(asked.prefetch, data.held_out)
+            prefetch = resolve_prefetch(asked.prefetch, data.source, session, passes)
+            held_prefetch = resolve_prefetch(asked.prefetch, data.held_out, session)
         faults.raise_all()
         assert data.source is not None
         assert plan is not None

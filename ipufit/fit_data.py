@@ -304,12 +304,15 @@ def _validation_parts(data: Any, held: Given) -> Optional[Given]:
     )
 
 
-def resolve_prefetch(prefetch: Any, source: Optional[Source], passes: bool = False) -> int:
+def resolve_prefetch(
+    prefetch: Any, source: Optional[Source], session: Session, passes: bool = False
+) -> int:
     """How many executions to prepare ahead; None leaves the choice to the kind of data.
 
     Args:
         prefetch: what came.
         source: the data, or None.
+        session: of the model.
         passes: whether a new pass over the data may begin within an epoch. A loader draws random
             numbers then, which another thread must not do unasked.
 
@@ -318,6 +321,10 @@ def resolve_prefetch(prefetch: Any, source: Optional[Source], passes: bool = Fal
     """
     if prefetch is None:
         if source is None or (passes and isinstance(source.loader, DataLoader)):
+            return 0
+        # Rows are copied in no time; handing them over between threads takes longer.
+        on_host = getattr(session.engine, "computes_on_host", None)
+        if source.is_held and on_host is not None and on_host(session.module):
             return 0
         return int(source.reads_alone)
     return at_least("prefetch", prefetch, 0, " or None")

@@ -394,9 +394,10 @@ class Model:
             fast_dev_run: try everything: so many executions (True for one) of training and of
                 validation, one epoch, without callbacks that write files.
             prefetch: executions that a thread prepares ahead; 0 for none. None is 1 where no code
-                of yours reads the data in this process (tensors, arrays, a DataLoader with workers
-                or over a TensorDataset), else 0. What a callback changes in the data is seen by so
-                many executions later.
+                of yours reads the data in this process (a DataLoader with workers, arrays mapped
+                into memory, and, where a device computes, tensors, arrays and a DataLoader over a
+                TensorDataset), else 0. What a callback changes in the data is seen by so many
+                executions later.
             inference_ipus: total number of IPUs for validation; None is that of
                 ``compile(config=...)``, else ``ipus``.
             inference_device_iterations: forward passes per execution of the validation; None is

@@ -274,7 +274,8 @@ class Engine(Protocol):
     at ``compile`` what it can't do; ``explain(recipe, options)``, sentences on what is particular
     to it; ``way``, the value of ``jit`` by which training runs; ``takes_options``, true if
     ``training_options`` mean something to it; ``options_of(config)``, those that an IPUConfig asks
-    for, by the argument of ``compile``; and ``close()``, called when the model is compiled anew or
+    for, by the argument of ``compile``; ``computes_on_host(module)``, whether its programs take the
+    time of this computer's own cores; and ``close()``, called when the model is compiled anew or
     closed.
 
     Attributes:

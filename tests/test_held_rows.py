@@ -1,5 +1,7 @@
 """Loaders over tensors are read without making samples, and nobody can tell but by the time."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.utils.data import (
@@ -12,8 +14,15 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from ipufit.data.arrays import EpochOrder
+from ipufit import tree
+from ipufit.data.arrays import ArrayLoader, EpochOrder
+from ipufit.data.feed import Feed
 from ipufit.data.held import held_rows
+from ipufit.data.prefetch import prefetched
+from ipufit.data.rows import Rows
+from ipufit.data.source import Source
+from ipufit.plan import Plan
+from ipufit.program import Mode
 
 pytestmark = pytest.mark.both_engines
 
@@ -86,6 +95,107 @@ def test_batches_are_copies():
     x += 1
     (second,) = next(batches)
     assert (first.unique().item(), second.unique().item()) == (0, 1)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_rows_of_any_size_are_copied(shuffle, depth):
+    """Beside the thread that trains in pieces, for which torch wakes no other threads."""
+    wide, scalar = torch.arange(3.0 * 40000).view(3, 200, 200), torch.arange(3)
+    empty = torch.zeros(3, 0)
+    loader = DataLoader(TensorDataset(wide, scalar, empty), batch_size=2, shuffle=shuffle)
+    own, wanted = drawn_alike(prefetched(iter(held_rows(loader)), depth), loader)
+    assert len(own) == 2
+    for batch, expected in zip(own, wanted):
+        for tensor, other in zip(batch, expected):
+            assert torch.equal(tensor, other)
+            assert tensor.shape == other.shape
+
+
+def test_strides_of_arrays_stay():
+    pictures = torch.randn(5, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    loader = ArrayLoader((pictures, None), ["x"], 2, "data")
+    for (batch, _), expected in zip(loader, pictures.split(2)):
+        assert torch.equal(batch, expected)
+        assert batch.stride() == expected.stride()
+
+
+class Reads:
+    """A tensor's rows, and where each reading begins and ends."""
+
+    def __init__(self, samples):
+        self.x = torch.arange(float(samples)).view(-1, 1)
+        self.spans = []
+
+    def rows(self, key):
+        def leaves():
+            return [self.x]
+
+        structure = tree.flatten([self.x])[1]
+        rows = Rows(leaves, structure, len(self.x), 2, lambda: None)
+        return Watching(**vars(rows), spans=self.spans)
+
+
+@dataclasses.dataclass(frozen=True)
+class Watching(Rows):
+    spans: list
+
+    def picked(self, horizon, most=None):
+        for picked in super().picked(horizon, most):
+            self.spans.append([int(value) for value in picked.leaves[0].flatten().tolist()])
+            yield picked
+
+
+def feed(samples, cut_every=(), limit=None, mode=Mode.PREDICT):
+    """A feed over so many numbers, two to a batch, and what is read at once."""
+    reads = Reads(samples)
+    source = Source(ArrayLoader([reads.x], ["x"], 2, "data"), "data", reads.rows)
+    if limit is not None:
+        source.limit(limit)
+    return Feed(source, mode, True, 0, "train", cut_every), reads.spans
+
+
+def plan(device_iterations, fixed_updates=None):
+    return Plan(2, 1, 1, device_iterations, 1, 1, fixed_updates=fixed_updates)
+
+
+def read(own, epoch, plan):
+    """The samples of each execution."""
+    return [
+        [int(v) for micro in batch.micro_batches for v in micro.leaves[0].flatten().tolist()]
+        for batch in own.executions(epoch, plan)
+    ]
+
+
+def test_an_execution_is_read_at_once_and_none_ahead():
+    """What callbacks write into the data between two executions must be seen by the second."""
+    own, spans = feed(13)
+    whole = plan(device_iterations=3)
+    expected = [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11], [12]]
+    assert read(own, 0, whole) == expected == spans
+    # The first batch of all is looked at before; what is left of its execution comes with it.
+    spans.clear()
+    own.peek(1, whole)
+    assert spans == [[0, 1]]
+    assert read(own, 1, whole) == expected
+    assert spans == [[0, 1], [2, 3, 4, 5], *expected[1:]]
+
+
+def test_cuts_and_limits_bound_what_is_read_at_once():
+    own, spans = feed(24, cut_every=(2,), limit=5)
+    expected = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert read(own, 0, plan(device_iterations=3)) == expected == spans
+
+
+def test_epochs_that_are_parts_of_passes():
+    """Each begins where the one before has ended, a second process where it must."""
+    work = plan(device_iterations=2, fixed_updates=3)
+    expected = [[[0, 1, 2, 3], [4, 5]], [[6, 7, 8, 9], [0, 1]], [[2, 3, 4, 5], [6, 7]]]
+    own, _ = feed(10, mode=Mode.TRAIN)
+    assert [read(own, epoch, work) for epoch in range(3)] == expected
+    for epoch in (1, 2):
+        later, _ = feed(10, mode=Mode.TRAIN)
+        assert read(later, epoch, work) == expected[epoch]
 
 
 class Own(TensorDataset):

@@ -3,10 +3,12 @@
 import os
 import signal
 import sqlite3
+import tempfile
 import threading
 import traceback
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,6 +25,7 @@ import ipufit
 from ipufit.callbacks import Callback
 from ipufit.data.prefetch import prefetched
 from ipufit.data.source import Source
+from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.errors import DataError
 from ipufit.program import CombinedBatch
 from ipufit.randomness import LOCK, DataStream
@@ -219,10 +222,23 @@ def test_what_the_users_code_draws_depends_on_seed_and_epoch_alone(kind, prefetc
     assert_same_bits(final(1, prefetch), final(2, 0))
 
 
+def mapped(array):
+    """The same numbers in a file."""
+    with tempfile.TemporaryFile() as file:
+        found = np.memmap(file, array.dtype, "w+", shape=array.shape)
+    found[:] = array
+    return found
+
+
+# Rows of what is in memory: read ahead where the device computes, not this computer's cores.
+HELD = "held"
+
 DEFAULTS = {
-    "tensors": (lambda pairs: pairs.tensors, 1),
-    "plain": (lambda pairs: (DataLoader(pairs, 4),), 1),
-    "part": (lambda pairs: (DataLoader(torch.utils.data.Subset(pairs, range(8)), 4),), 1),
+    "tensors": (lambda pairs: pairs.tensors, HELD),
+    "plain": (lambda pairs: (DataLoader(pairs, 4),), HELD),
+    "part": (lambda pairs: (DataLoader(torch.utils.data.Subset(pairs, range(8)), 4),), HELD),
+    "arrays": (lambda pairs: [part.numpy() for part in pairs.tensors], HELD),
+    "mapped": (lambda pairs: [mapped(part.numpy()) for part in pairs.tensors], 1),
     "workers": (lambda pairs: (DataLoader(Samples(list(pairs)), 4, num_workers=1),), 1),
     "own dataset": (lambda pairs: (DataLoader(Samples(list(pairs)), 4),), 0),
     "own collate": (lambda pairs: (DataLoader(pairs, 4, collate_fn=lambda s: s[0]),), 0),
@@ -244,9 +260,11 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_the_default_leaves_code_of_the_user_in_its_thread(name):
+def test_the_default_leaves_code_of_the_user_in_its_thread(name, engine):
     """A connection to a database belongs to the thread that made it."""
     make, expected = DEFAULTS[name]
+    if expected == HELD:
+        expected = int(engine != "embedded")
     model = compiled()
     arguments = make(TensorDataset(*batches(1, 12)[0]))
     try:
@@ -256,6 +274,15 @@ def test_the_default_leaves_code_of_the_user_in_its_thread(name):
         assert not Source(arguments[0], "data").reads_alone
         return
     assert history.params["prefetch"] == expected
+
+
+def test_rows_in_memory_are_read_ahead_for_a_device():
+    """Which computes while this process copies; the host itself has nothing to gain."""
+    engine = EmbeddedEngine()
+    engine.as_device = True
+    x, y = batches(1, 12)[0]
+    history = fit(compiled(engine=lambda: engine), x, y=y)
+    assert history.params["prefetch"] == 1
 
 
 def test_a_dataset_may_belong_to_the_main_thread():
@@ -528,8 +555,8 @@ def test_workers_that_stay_give_the_order_of_those_that_do_not(prefetch):
 
 
 @pytest.mark.parametrize("form", ["tensors", "loader", "workers"])
-def test_a_callback_may_draw_while_batches_are_read(form):
-    """By default nothing but the first batch of an epoch is read with another generator state."""
+def test_a_callback_may_draw_while_batches_are_read(form, engine):
+    """Nothing but the first batch of an epoch is read with another generator state."""
 
     class Draws(Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -539,18 +566,20 @@ def test_a_callback_may_draw_while_batches_are_read(form):
     loader = DataLoader(TensorDataset(x, y), 2, shuffle=True, num_workers=form == "workers")
     arguments = {"y": y, "batch_size": 2} if form == "tensors" else {}
     results = []
-    for prefetch in (0, None):
+    is_ahead = form == "workers" or engine != "embedded"
+    for prefetch in (0, None, 1):
         torch.manual_seed(0)
         drawn = []
         model = compiled()
         data = x if form == "tensors" else loader
         history = fit(model, data, epochs=2, prefetch=prefetch, callbacks=Draws(), **arguments)
-        assert history.params["prefetch"] == (prefetch is None)
+        assert history.params["prefetch"] == (is_ahead if prefetch is None else prefetch)
         results.append({**state(model), "drawn": drawn})
-    assert_same_bits(*results)
+    assert_same_bits(*results[:2])
+    assert_same_bits(*results[1:])
     # A new pass within an epoch draws; then the default is to read without a thread.
     history = fit(compiled(), x if form == "tensors" else loader, steps_per_epoch=3, **arguments)
-    assert history.params["prefetch"] == (form == "tensors")
+    assert history.params["prefetch"] == (form == "tensors" and engine != "embedded")
 
 
 def test_a_stream_starts_again_from_its_beginning():

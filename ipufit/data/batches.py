@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, Callable, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 from ipufit import tree
+from ipufit.data.rows import Horizon, Picked
 from ipufit.data.source import Source
 from ipufit.data.weights import checked_weight
 from ipufit.errors import DataError
@@ -36,7 +38,45 @@ class Unpacker:
         self._own_loss = own_loss
         self._reference: Optional[MicroBatch] = None
         self._last: Optional[MicroBatch] = None
+        # Of picked rows that make a batch like the last: their structure, and how many are used.
+        self._picked: Optional[tree.Structure] = None
+        self._used = 0
         self.micro_batch_size = source.micro_batch_size
+
+    def each(self, raw: Any, index: int) -> List[MicroBatch]:
+        """The micro-batches of what the source yields at once, which begins with ``index``.
+
+        Raises:
+            DataError: as from a call.
+        """
+        if not isinstance(raw, Picked):
+            self._picked = None
+            return [self(raw, index)]
+        last = self._last
+        if last is not None and raw.structure is self._picked and self._are_like_the_last(raw):
+            columns = raw.columns()[: self._used]
+            return [MicroBatch(leaves, last.structure, last.size) for leaves in zip(*columns)]
+        return [self._picked_one(each, index + i) for i, each in enumerate(raw.apart())]
+
+    def _picked_one(self, one: Picked, index: int) -> MicroBatch:
+        batch = self(tree.unflatten(one.leaves, one.structure), index)
+        used = one.leaves[: len(batch.leaves)]
+        same = not is_weighted(batch) and all(map(operator.is_, used, batch.leaves))
+        self._picked, self._used = (one.structure if same else None), len(used)
+        return batch
+
+    def _are_like_the_last(self, picked: Picked) -> bool:
+        """Whether none of them needs a closer look."""
+        assert self._last is not None
+        pairs = zip(picked.leaves[: self._used], self._last.leaves)
+        return (
+            picked.are_full
+            and picked.batch_size == self._last.size
+            and all(
+                now.shape[1:] == before.shape[1:] and now.dtype == before.dtype
+                for now, before in pairs
+            )
+        )
 
     def __call__(self, raw: Any, index: int) -> MicroBatch:
         """The micro-batch for the loader's batch number ``index`` of this epoch.
@@ -47,8 +87,9 @@ class Unpacker:
         """
         call = self._weighted(self._split(raw, index), index)
         leaves, structure = tree.flatten(call)
-        if self._is_like_the_last(leaves, structure):
-            return MicroBatch(tuple(leaves), structure, leaves[0].shape[0])
+        last = self._last
+        if last is not None and self._is_like_the_last(leaves, structure):
+            return MicroBatch(tuple(leaves), structure, last.size)
         where = f"{self._source.role}, batch {index}: "
         pairs, _ = tree.flatten_with_paths(call, where)
         named = [(_in_words(path), _tensor(_in_words(path), leaf)) for path, leaf in pairs]
@@ -230,40 +271,49 @@ def _arguments(inputs: Any) -> Tuple[Tuple[Any, ...], Mapping[str, Any]]:
 
 def executions(
     batches: Iterable[Any],
-    unpack: Callable[[Any, int], MicroBatch],
+    unpack: Callable[[Any, int], Sequence[MicroBatch]],
     plan: Plan,
     reuses_memory: bool = False,
     check_update: Optional[Callable[[Sequence[MicroBatch], int], None]] = None,
     updates: Optional[Callable[[], int]] = None,
+    horizon: Optional[Horizon] = None,
 ) -> Iterator[CombinedBatch]:
     """Micro-batches in the loader's order, as many to an execution as the plan says.
 
     Args:
-        batches: raw batches of an epoch.
-        unpack: makes a micro-batch of a raw batch and its index.
+        batches: what the source yields in an epoch.
+        unpack: makes micro-batches of what it yields at once, and the index of the first of them.
         plan: says how many belong together. The last execution may hold fewer.
         reuses_memory: whether a batch may be overwritten when the next one is fetched.
         check_update: told the weighted micro-batches of an update, and the index of their last.
         updates: how many make the next execution, asked before each; None for the plan's.
+        horizon: told how many batches the execution still wants.
     """
     per_update = plan.micro_batches_per_update
+    horizon = horizon or Horizon()
     group: List[MicroBatch] = []
-    wanted = 0
-    for index, raw in enumerate(batches):
-        if not group:
-            wanted = per_update * (updates() if updates else plan.device_iterations)
-        batch = unpack(raw, index)
-        group.append(batch.clone() if reuses_memory else batch)
-        if check_update and is_weighted(batch) and len(group) % per_update == 0:
-            check_update(group[-per_update:], index)
-        if len(group) == wanted:
+    index = 0
+
+    def wanted() -> int:
+        return per_update * (updates() if updates else plan.device_iterations)
+
+    horizon.batches = wanted()
+    for raw in batches:
+        for batch in unpack(raw, index):
+            group.append(batch.clone() if reuses_memory else batch)
+            if check_update and is_weighted(batch) and len(group) % per_update == 0:
+                check_update(group[-per_update:], index)
+            index += 1
+            horizon.batches -= 1
+        if not horizon.batches:
             yield CombinedBatch(group)
             group = []
+            horizon.batches = wanted()
     if not group:
         return
     rest = len(group) % per_update
     if check_update and rest and is_weighted(group[-1]):
-        check_update(group[-rest:], index)
+        check_update(group[-rest:], index - 1)
     yield CombinedBatch(group)
 
 

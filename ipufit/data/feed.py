@@ -10,6 +10,7 @@ from typing import Any, Callable, Generator, Iterator, Optional, Sequence
 from ipufit.data.batches import Unpacker, executions
 from ipufit.data.prefetch import prefetched
 from ipufit.data.reading import is_dead_worker, told_dead_worker
+from ipufit.data.rows import Horizon, Picked, batch_count
 from ipufit.data.source import Source
 from ipufit.data.weights import refuse_zero_update
 from ipufit.errors import DataError
@@ -57,6 +58,7 @@ class Feed:
         self._cut_every = tuple(cut_every)
         self._prefetch = prefetch
         self._updates = 0
+        self._horizon = Horizon()
         self._open: Optional[Generator[Any, None, None]] = None
         self._ahead: Optional[Iterator[Any]] = None
         self._ahead_epoch = -1
@@ -67,7 +69,7 @@ class Feed:
             count = plan.fixed_updates * plan.micro_batches_per_update
             if self._open is None:
                 self._open = self._passes(epoch, epoch * count)
-            return itertools.islice(self._open, count)
+            return _first(self._open, count)
         self._close_open()
         self._open = self._pass(epoch)
         return self._open
@@ -75,7 +77,7 @@ class Feed:
     def _pass(self, number: int) -> Generator[Any, None, None]:
         stream = DataStream(self._seed, self._domain, number)
         key = stream_key(self._seed, self._domain, "order", number)
-        yield from self._source.epoch(stream, key)
+        yield from self._source.epoch(stream, key, self._horizon)
 
     def _passes(self, epoch: int, position: int) -> Generator[Any, None, None]:
         """Pass after pass, from the batch that earlier epochs would have ended before."""
@@ -83,11 +85,13 @@ class Feed:
         if self._source.micro_batches:
             number, skip = divmod(position, self._source.micro_batches)
         while True:
-            count = -1
-            for count, raw in enumerate(self._pass(number)):
-                if count >= skip:
-                    yield raw
-            if count < 0:
+            count = 0
+            for raw in self._pass(number):
+                for each in raw.apart() if isinstance(raw, Picked) and count < skip else [raw]:
+                    if count >= skip:
+                        yield each
+                    count += batch_count(each)
+            if not count:
                 return
             number, skip = number + 1, 0
 
@@ -98,10 +102,11 @@ class Feed:
             DataError: there is none, or the program can't take it.
         """
         batches = self._start(epoch, plan)
+        self._horizon.batches = 1
         first = next(batches, _NO_BATCH)
         if first is _NO_BATCH:
             raise self._source.no_batches(epoch)
-        micro_batch = self._unpack(first, 0)
+        micro_batch = self._unpack.each(first, 0)[0]
         self._ahead = itertools.chain([first], batches)
         self._ahead_epoch = epoch
         return micro_batch
@@ -139,14 +144,19 @@ class Feed:
         if self._mode is Mode.TRAIN:
             check = functools.partial(refuse_zero_update, role=self._source.role)
         done = 0
+
+        def coming() -> int:
+            return self._until_cut(plan, done)
+
         try:
             for batch in executions(
                 batches,
-                self._unpack,
+                self._unpack.each,
                 plan,
                 self._source.reuses_memory,
                 check,
-                functools.partial(self._until_cut, plan),
+                coming,
+                self._horizon,
             ):
                 updates = -(-len(batch.micro_batches) // plan.micro_batches_per_update)
                 done += updates
@@ -160,11 +170,12 @@ class Feed:
         if plan.fixed_updates is not None and done < plan.fixed_updates:
             raise self._source.too_few(done, plan.fixed_updates, epoch, plan.training)
 
-    def _until_cut(self, plan: Plan) -> int:
-        """Updates of the next execution."""
-        return min(
-            [plan.device_iterations, *(every - self._updates % every for every in self._cut_every)]
-        )
+    def _until_cut(self, plan: Plan, done: int) -> int:
+        """Updates of the next execution at most, after so many of its epoch."""
+        bounds = [every - self._updates % every for every in self._cut_every]
+        if plan.fixed_updates is not None and plan.fixed_updates > done:
+            bounds.append(plan.fixed_updates - done)
+        return min([plan.device_iterations, *bounds])
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -193,3 +204,13 @@ class Feed:
             # After a second Ctrl-C the thread may still be reading; it closes when it is done.
             if not getattr(opened, "gi_running", False):
                 opened.close()
+
+
+def _first(batches: Iterator[Any], count: int) -> Iterator[Any]:
+    """So many batches, of which never more are picked at once than are wanted."""
+    while count > 0:
+        raw = next(batches, _NO_BATCH)
+        if raw is _NO_BATCH:
+            return
+        yield raw
+        count -= batch_count(raw)

@@ -1,4 +1,4 @@
-"""DataLoaders over tensors: the rows that they yield, without making a sample of each."""
+"""Rows in place of what yields them: arrays, and DataLoaders over tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from ipufit import tree
-from ipufit.data.arrays import EpochOrder
+from ipufit.data.arrays import ArrayLoader, EpochOrder
 from ipufit.data.rows import Rows
 
 __all__ = ["held_rows"]
@@ -30,6 +30,10 @@ def held_rows(loader: Any) -> Optional[Rows]:
         The rows, or None for a loader that does anything but pick samples from tensors and stack
         them.
     """
+    if isinstance(loader, Rows):
+        return loader
+    if isinstance(loader, ArrayLoader):
+        return loader.rows(None)
     if not _is_plain_loader(loader) or not _picks_each_once(loader):
         return None
     dataset, picked = loader.dataset, None

@@ -13,7 +13,7 @@ import torch
 from ipufit.interrupts import deferred
 from ipufit.randomness import LOCK
 
-__all__ = ["prefetched"]
+__all__ = ["prefetched", "reads_ahead"]
 
 T = TypeVar("T")
 
@@ -49,6 +49,15 @@ def prefetched(items: Generator[T, None, None], depth: int) -> Generator[T, None
             queue.close()
 
 
+class _Reader(threading.Thread):
+    """Prepares executions while another thread runs them."""
+
+
+def reads_ahead() -> bool:
+    """Whether this thread prepares executions while another one runs them."""
+    return isinstance(threading.current_thread(), _Reader)
+
+
 class _Kind:
     ITEM = "item"
     ERROR = "error"
@@ -66,9 +75,7 @@ class _Queue:
         self._closed = False
         self._world = _World()
         run = contextvars.copy_context().run
-        self._thread = threading.Thread(
-            target=run, args=(self._fill,), name="ipufit-prefetch", daemon=True
-        )
+        self._thread = _Reader(target=run, args=(self._fill,), name="ipufit-prefetch", daemon=True)
 
     def start(self) -> None:
         """Begin to read. Ctrl-C waits until there is a thread that close can wait for."""

@@ -31,6 +31,7 @@ from ipufit.data.loaders import (
     stream_length,
 )
 from ipufit.data.reading import ends_in_a_sample, unreadable
+from ipufit.data.rows import Horizon, batch_count, is_in_memory
 from ipufit.data.weights import ClassWeights
 from ipufit.errors import DataError
 from ipufit.randomness import DataStream
@@ -149,12 +150,21 @@ class Source:
             or (loader.collate_fn is default_collate and is_plain(loader.dataset))
         )
 
-    def epoch(self, stream: DataStream, key: int = 0) -> Iterator[Any]:
-        """The batches of one epoch.
+    @property
+    def is_held(self) -> bool:
+        """Whether batches are rows of what is in the host's memory already."""
+        rows = held_rows(self.loader)
+        return rows is not None and all(map(is_in_memory, rows.leaves()))
+
+    def epoch(
+        self, stream: DataStream, key: int = 0, horizon: Optional[Horizon] = None
+    ) -> Iterator[Any]:
+        """The batches of one epoch, each as the loader yields it, or several as ``Picked``.
 
         Args:
             stream: torch's random numbers while they are fetched.
             key: fixes the order of what has none of its own.
+            horizon: how far rows may be read ahead; None for not at all.
 
         Raises:
             DataError: the user's code failed; chained from its error.
@@ -171,12 +181,12 @@ class Source:
         if exclusive:
             _BEING_READ.add(loader)
         try:
-            yield from self._read(loader, stream)
+            yield from self._read(loader, stream, horizon or Horizon())
         finally:
             if exclusive:
                 _BEING_READ.discard(loader)
 
-    def _read(self, loader: Iterable[Any], stream: DataStream) -> Iterator[Any]:
+    def _read(self, loader: Iterable[Any], stream: DataStream, horizon: Horizon) -> Iterator[Any]:
         iterator: Any = None
         index = seen = 0
         limit = stream_length(loader)
@@ -186,7 +196,7 @@ class Source:
             with told, self._drawing(stream):
                 _draw_as_for_new_workers(loader)
                 rows = held_rows(loader)
-                iterator = iter(loader if rows is None else rows)
+                iterator = iter(loader) if rows is None else rows.picked(horizon, self.most)
             while self.most is None or index < self.most:
                 # torch's samplers draw the whole order at once. What draws nothing must leave the
                 # generator alone: a callback may draw from it while another thread reads.
@@ -205,7 +215,7 @@ class Source:
                     if seen > limit:
                         raise self._repeated(loader, limit)
                 yield batch
-                index += 1
+                index += batch_count(batch)
         finally:
             # Let go of, not closed: one that the user holds as well may be gone on with.
             iterator = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import time
 import warnings
 from collections import OrderedDict
@@ -157,6 +158,11 @@ class EmbeddedEngine:
             check_cudagraph(module)
         if recipe.jit == INDUCTOR:
             refuse_missing()
+
+    def computes_on_host(self, module: nn.Module) -> bool:
+        """Whether programs of the module run on this computer's own cores."""
+        device = next(itertools.chain(module.parameters(), module.buffers()), torch.empty(0)).device
+        return device.type == "cpu" and not self.as_device
 
     def build(self, spec: ProgramSpec) -> Program:
         """A program for the spec. Recording happens when the first micro-batch of a shape comes."""
