@@ -57,6 +57,37 @@ class MicroBatch:
     leaves: Tuple[Tensor, ...]
     structure: tree.Structure
     size: int
+    # The tensors that its leaves are rows of, and how many of its size come before it there.
+    _place: Optional[Tuple[Sequence[Tensor], int]] = dataclasses.field(
+        default=None, init=False, repr=False, compare=False
+    )
+
+    @staticmethod
+    def all_in(leaves: Sequence[Tensor], structure: tree.Structure, size: int) -> List[MicroBatch]:
+        """Those of one size that tensors hold, one after another along the first dimension."""
+        columns = [torch.split(leaf, size) for leaf in leaves]
+        found = [MicroBatch(own, structure, size) for own in zip(*columns)]
+        for number, batch in enumerate(found):
+            object.__setattr__(batch, "_place", (leaves, number))
+        return found
+
+    @staticmethod
+    def joined(batches: Sequence[MicroBatch], which: Sequence[int]) -> List[Tensor]:
+        """These leaves of several of one size, one after another along the first dimension.
+
+        No copy is made of what lies so in memory.
+        """
+        first = batches[0]
+        if first._place is not None:
+            whole, number = first._place
+            if all(batch._is_at(whole, number + i) for i, batch in enumerate(batches)):
+                start, end = number * first.size, (number + len(batches)) * first.size
+                return [whole[i][start:end] for i in which]
+        return [torch.cat([batch.leaves[i] for batch in batches]) for i in which]
+
+    def _is_at(self, whole: Sequence[Tensor], number: int) -> bool:
+        place = self._place
+        return place is not None and place[0] is whole and place[1] == number
 
     @staticmethod
     def of(

@@ -54,8 +54,7 @@ class Unpacker:
             return [self(raw, index)]
         last = self._last
         if last is not None and raw.structure is self._picked and self._are_like_the_last(raw):
-            columns = raw.columns()[: self._used]
-            return [MicroBatch(leaves, last.structure, last.size) for leaves in zip(*columns)]
+            return MicroBatch.all_in(raw.leaves[: self._used], last.structure, last.size)
         return [self._picked_one(each, index + i) for i, each in enumerate(raw.apart())]
 
     def _picked_one(self, one: Picked, index: int) -> MicroBatch:

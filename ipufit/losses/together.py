@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Optional, Sequence
+from typing import Any, Optional
 
-import torch
 from torch import Tensor, nn
 
 from ipufit.losses.loss import Loss
@@ -15,27 +14,22 @@ from ipufit.losses.rules import Layout, torch_rule
 __all__ = ["losses_together"]
 
 
-def losses_together(
-    loss: Loss, prediction: Any, targets: Sequence[Any], weights: Sequence[Any]
-) -> Optional[Tensor]:
+def losses_together(loss: Loss, prediction: Any, target: Any, count: int) -> Optional[Tensor]:
     """What a loss gives for each of several micro-batches of one size.
 
     Args:
         loss: any.
-        prediction: of all, one after another along the first dimension.
-        targets: of each.
-        weights: of the samples of each.
+        prediction, target: of all, one after another along the first dimension.
+        count: how many there are.
 
     Returns:
         A value for each, shape (micro-batches,), differentiable: what the loss itself gives for
         them one by one. None of a loss that is not known to be a mean or sum over elements, and
-        where it must be asked for counts or with weights.
+        where it must be asked for counts.
     """
-    tensors = [prediction, *targets]
     plain = type(loss) is Loss and not loss.takes_weight and loss.normalize != "tokens"
-    if not plain or any(weight is not None for weight in weights):
-        return None
-    if not all(isinstance(tensor, Tensor) and tensor.dim() for tensor in tensors):
+    are_rows = (isinstance(each, Tensor) and each.dim() > 0 for each in (prediction, target))
+    if not (plain and all(are_rows)):
         return None
     call = loss.module if loss.module is not None else loss.function
     named = call if isinstance(call, Named) else None
@@ -43,7 +37,6 @@ def losses_together(
     rule, reduction = torch_rule(call) if call is not None else None, _reduction(call)
     if rule is None or reduction not in ("mean", "sum", "batchmean"):
         return None
-    target, count = torch.cat(list(targets)), len(targets)
     if not _by_rows(rule.layout, call, prediction, target):
         return None
     if named is not None:

@@ -41,7 +41,7 @@ class BaseProgram:
 
     def _recorded(self, batch: MicroBatch) -> Recorded:
         # The data layer sees to it that micro-batches differ in nothing but size and memory layout.
-        form = (batch.size, *(leaf.stride() for leaf in batch.leaves))
+        form = (batch.size, *[leaf.stride() for leaf in batch.leaves])
         if form not in self._by_form:
             self._by_form[form] = self._record(batch.to(self._device))
         return self._by_form[form]

@@ -24,7 +24,8 @@ class Collected:
         replicas: outputs are added up for each of so many; 0 keeps them apart.
 
     Attributes:
-        numbers: what each micro-batch reports.
+        numbers: what micro-batches report: the kind of each, and a tensor with a row for each, or
+            without rows for one.
         outputs: what comes back of them.
         places: the micro-batches they belong to.
         finite: for each update, whether its gradient was; empty where nobody asks.
@@ -32,7 +33,7 @@ class Collected:
     """
 
     def __init__(self, replicas: int = 0) -> None:
-        self.numbers: List[Tuple[Reported, Tensor]] = []
+        self.numbers: List[Tuple[Sequence[Reported], Tensor]] = []
         self.outputs: List[Tuple[Recorded, List[Tensor]]] = []
         self.places: List[int] = []
         self.finite: List[Tensor] = []
@@ -60,7 +61,7 @@ class Collected:
 
     def tensors(self) -> List[Tensor]:
         """All that goes to the host."""
-        flat = [torch.cat([n.reshape(-1) for _, n in self.numbers])] if self.numbers else []
+        flat = [_in_one([tensor for _, tensor in self.numbers])] if self.numbers else []
         flat += [torch.stack(self.finite)] if self.finite else []
         for _, tensors in self.outputs:
             flat += tensors
@@ -68,7 +69,7 @@ class Collected:
 
     def forget(self) -> None:
         """Let go of the values, and keep what they were."""
-        self.numbers = [(kind, _without_values(number)) for kind, number in self.numbers]
+        self.numbers = [(kinds, _without_values(each)) for kinds, each in self.numbers]
         self.finite = [_without_values(tensor) for tensor in self.finite]
         self.outputs = [
             (recorded, [_without_values(tensor) for tensor in tensors])
@@ -98,8 +99,8 @@ class Collected:
         self, values: Tensor
     ) -> Tuple[Tensor, Optional[Tensor], Sequence[Dict[str, float]], Dict[str, LogRule]]:
         """Losses, counts, logged values and how these are reduced."""
-        kinds = [kind for kind, _ in self.numbers]
-        if all(kind.size == 1 for kind in kinds):
+        kinds = [kind for several, _ in self.numbers for kind in several]
+        if all(kind.is_loss_alone for kind in kinds):
             return values, None, (), {}
         losses, counts, logged = [], [], []
         rules: Dict[str, LogRule] = {}
@@ -111,6 +112,13 @@ class Collected:
             rules = joined_rules(rules, kind.rules)
         as_tensor = torch.tensor(counts, dtype=torch.float64) if counts else None
         return torch.tensor(losses, dtype=torch.float64), as_tensor, logged, rules
+
+
+def _in_one(tensors: Sequence[Tensor]) -> Tensor:
+    """All their numbers, in one dimension."""
+    if all(not tensor.dim() for tensor in tensors):
+        return torch.stack(list(tensors))
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def _without_values(tensor: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class InferenceProgram(BaseProgram):
                 self._seed(recorded, self._passes)
                 result = list(recorded.run(*self._state, *micro_batch.leaves))
                 if self._spec.mode is Mode.EVALUATE:
-                    collected.numbers.append((recorded.reported(), result.pop(0)))
+                    collected.numbers.append(([recorded.reported()], result.pop(0)))
                 if self._spec.want_outputs:
                     collected.add_outputs(recorded, result, place)
                 self._passes += 1

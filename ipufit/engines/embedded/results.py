@@ -67,9 +67,9 @@ class Reported:
     rules: Mapping[str, LogRule] = dataclasses.field(default_factory=dict)
 
     @property
-    def size(self) -> int:
-        """How many numbers there are."""
-        return 1 + int(self.counted) + len(self.rules)
+    def is_loss_alone(self) -> bool:
+        """Whether there is no other number."""
+        return not (self.counted or self.rules)
 
     @staticmethod
     def of(term: LossTerm, entries: Entries) -> Tuple[Reported, Tensor]:
@@ -82,6 +82,6 @@ class Reported:
             rules[check_log_name(name, rules)] = LogRule(counted=True)
             values.append(part.detach())
         reported = Reported(term.count is not None, rules)
-        if reported.size == 1:
+        if reported.is_loss_alone:
             return reported, loss
         return reported, torch.stack([v.reshape(()).to(torch.float64) for v in values])

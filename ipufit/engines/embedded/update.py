@@ -136,7 +136,7 @@ class UpdateMaker:
             kind = recorded.reported()
             if self.at_once:
                 self.refuse_non_finite((numbers[0] if numbers.dim() else numbers).item())
-            collected.numbers.append((kind, numbers))
+            collected.numbers.append(([kind], numbers))
             if first + place in wanted:
                 collected.add_outputs(recorded, outputs, first + place)
             total.add(own, numbers[1] if kind.counted else None)
@@ -158,8 +158,8 @@ class UpdateMaker:
             if self.at_once:
                 for value in result.losses():
                     self.refuse_non_finite(value)
-            for place, (kind, numbers, outputs) in enumerate(result.each(), first + start):
-                collected.numbers.append((kind, numbers))
+            collected.numbers.append((result.kinds, result.numbers))
+            for place, outputs in enumerate(result.outputs, first + start):
                 if place in wanted:
                     collected.add_outputs(merged.base, outputs, place)
             total.add_summed(result.gradients, result.count)

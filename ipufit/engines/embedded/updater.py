@@ -295,8 +295,7 @@ class RuleUpdater:
         """Go by these tables, on the device, in the coming updates."""
         self._rows = rows
         self._coming = list(zip(*(table.unbind() for table in tables)))
-        self._told = self._told_of(rows) if self._fused else []
-        self._table = []
+        self._told, self._table = [], []
 
     def constants(self, rows: Rows) -> Tuple[object, ...]:
         """What the coming updates depend on that is in no table."""
@@ -345,6 +344,7 @@ class RuleUpdater:
     def _update_fused(self, gradients: Sequence[Tensor], state: Sequence[Tensor]) -> None:
         flats, blocks, values = self._storage.flats, self._storage.blocks, iter(state)
         finished = self._finish(gradients, blocks, flats)
+        self._told = self._told or self._told_of(self._rows)
         told, numbers = self._told[0], self._coming[0]
         for i, kernel in enumerate(self._fused):
             own = {name: next(values) for name in self._states[i]}

@@ -207,7 +207,7 @@ class _Work:
             micro.reached,
             micro.blocks,
         )
-        arguments = [*self._state, *self._example.leaves * count]
+        arguments = [*self._state, *step.arguments([self._example] * count)]
         with _explained("the loss can't be computed on parts of a larger batch"):
             run = make(step, arguments)
         reads = self._buffers_read(whole)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Callable, Iterator, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Callable, List, Optional, Sequence, Tuple
 
 from torch import Tensor
 
@@ -44,17 +44,13 @@ class MergedResult:
         """What their losses are means over, added up; None where that is the samples."""
         return self.numbers[:, 1].sum() if self.kinds[0].counted else None
 
-    def each(self) -> Iterator[Tuple[Reported, Tensor, List[Tensor]]]:
-        """One micro-batch after another."""
-        return zip(self.kinds, self.numbers.unbind(), self.outputs)
-
 
 @dataclasses.dataclass(frozen=True)
 class Merged:
     """Ready to run.
 
     Attributes:
-        run: takes weights, other state and the leaves of each micro-batch.
+        run: takes weights, other state and what the step makes of the leaves.
         step: what was recorded.
         base: what is recorded for one of its micro-batches.
         count: how many it takes.
@@ -76,8 +72,7 @@ class Merged:
 
     def __call__(self, state: Sequence[Tensor], batches: Sequence[MicroBatch]) -> MergedResult:
         """Run on as many micro-batches as it takes."""
-        leaves = [leaf for batch in batches for leaf in batch.leaves]
-        numbers, *rest = self.run(*state, *leaves)
+        numbers, *rest = self.run(*state, *self.step.arguments(batches))
         outputs, gradients = rest[: len(rest) - self.blocks], rest[len(rest) - self.blocks :]
         size = len(outputs) // self.count
         parts = [outputs[place * size : (place + 1) * size] for place in range(self.count)]

@@ -134,6 +134,7 @@ class _Chunks(Replayed):
         self,
         leaves: Sequence[Tensor],
         others: Sequence[Tuple[Any, Any]],
+        target: Optional[Tensor],
         tensors: Mapping[str, Tensor],
         along: Sequence[State],
         samples: int,
@@ -143,6 +144,7 @@ class _Chunks(Replayed):
         Args:
             leaves: forward's, of all micro-batches in one.
             others: target and weights of each.
+            target: that of all in one, where there is such a tensor, and no weights.
             tensors: weights and other state.
             along: where the samples are in each result of forward.
             samples: of each micro-batch.
@@ -158,10 +160,10 @@ class _Chunks(Replayed):
             self._outputs.rebuild([part[place] for part in parts]) for place in range(len(others))
         ]
         values = None
-        if list(along) == [Along(0)]:
+        if target is not None and list(along) == [Along(0)]:
             prediction = self._outputs.rebuild(results)
             assert self._loss is not None
-            values = losses_together(self._loss, prediction, *zip(*others))
+            values = losses_together(self._loss, prediction, target, len(others))
         if values is not None:
             terms = [LossTerm(value) for value in values.unbind()]
             return [(each, term, {}) for each, term in zip(outputs, terms)], values
@@ -176,10 +178,10 @@ class _Chunks(Replayed):
 class MergedStep:
     """Several micro-batches at once: forward on all samples, the loss on each micro-batch.
 
-    Called with (trained weights, other state, leaves of each micro-batch in turn), it returns
-    ``[numbers, *outputs of the first micro-batch, ..., *flat gradients]``. The numbers have a row
-    for each micro-batch; the gradients are the sum over the micro-batches of that of each loss,
-    times its count where it has one.
+    Called with (trained weights, other state, what :meth:`arguments` makes of the micro-batches),
+    it returns ``[numbers, *outputs of the first micro-batch, ..., *flat gradients]``. The numbers
+    have a row for each micro-batch; the gradients are the sum over the micro-batches of that of
+    each loss, times its count where it has one.
 
     Args:
         step: the module with its loss.
@@ -226,23 +228,43 @@ class MergedStep:
         self._precision = precision
         self._reached = set(reached)
         self._blocks = list(blocks)
+        # Leaves with a row for each sample, which come in one tensor.
+        self._rows = [i for i, leaf in enumerate(example.leaves) if _has_rows(leaf, example.size)]
         self.reported: List[Reported] = []
+
+    def arguments(self, batches: Sequence[MicroBatch]) -> List[Tensor]:
+        """The leaves of all micro-batches; each in one tensor where it has rows."""
+        joined = dict(zip(self._rows, MicroBatch.joined(batches, self._rows)))
+        found: List[Tensor] = []
+        for i in range(len(self._example.leaves)):
+            found += [joined[i]] if i in joined else [batch.leaves[i] for batch in batches]
+        return found
+
+    def _parts(self, given: Sequence[Tensor]) -> List[Sequence[Tensor]]:
+        """For each leaf, those of the micro-batches."""
+        source = iter(given)
+        found: List[Sequence[Tensor]] = []
+        for i in range(len(self._example.leaves)):
+            if i in self._rows:
+                found.append(torch.split(next(source), self._example.size))
+            else:
+                found.append([next(source) for _ in range(self._count)])
+        return found
 
     def __call__(self, *tensors: Tensor) -> List[Tensor]:
         """Run the recording of forward, the losses, and autograd, on these tensors."""
         state = dict(zip(self._names, _trainable(tensors[: len(self._names)], self._trained)))
         given = tensors[len(self._names) :]
-        size = len(given) // self._count
-        batches = [given[start : start + size] for start in range(0, len(given), size)]
         own = forward_leaves(self._example)
         with torch.enable_grad():
-            leaves = [torch.cat(parts) for parts in zip(*(batch[:own] for batch in batches))]
             others = []
-            for batch in batches:
+            for batch in zip(*self._parts(given)):
                 _, _, target, weight = tree.unflatten(batch, self._example.structure)
                 others.append(self._cast(target, weight))
-            leaves = list(self._cast(leaves, None)[0])
-            arguments = (leaves, others, state, self._along, self._example.size)
+            # Of forward's leaves each is one tensor, or nothing would have been merged.
+            leaves = list(self._cast(list(given[:own]), None)[0])
+            whole = self._cast(given[own], None)[0] if self._is_plain else None
+            arguments = (leaves, others, whole, state, self._along, self._example.size)
             found, values = call_with(self._chunks, state, arguments)
             if values is not None:
                 numbers, shares = values.detach(), [torch.ones_like(values)]
@@ -263,6 +285,13 @@ class MergedStep:
                     outputs.append(tensor.detach().clone() if shared else tensor.detach())
         return [numbers, *outputs, *gradients]
 
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the loss gets one tensor, a row for each sample, and no weights."""
+        target, weight = self._example.structure.children[2:]
+        own = forward_leaves(self._example)
+        return target.kind is None and not weight.leaves and own in self._rows
+
     def _cast(self, value: Any, weight: Any) -> Tuple[Any, Any]:
         """In the precision's type, but for the weights of samples."""
         cast = with_inputs_in(self._precision, (value, None, None, weight))
@@ -280,6 +309,10 @@ class MergedStep:
         if set(by_name) != self._reached:
             raise RefusalError("a gradient reaches other parameters")
         return [block.gather(by_name) for block in self._blocks]
+
+
+def _has_rows(leaf: Tensor, size: int) -> bool:
+    return leaf.dim() > 0 and leaf.shape[0] == size
 
 
 def _share(term: LossTerm) -> Tensor:

@@ -209,11 +209,10 @@ class CompiledUpdates:
         for batch, _ in update:
             inputs += batch.leaves
         numbers, *outputs = self._run(*inputs)
-        reported = [numbers] if len(update) == 1 else numbers.unbind()
         kind, each = recorded.reported(), described.form.outputs
-        for own in reported:
-            self._maker.refuse_non_finite((own[0] if own.dim() else own).item())
-        collected.numbers += [(kind, own) for own in reported]
+        for loss in _losses(numbers, len(update)):
+            self._maker.refuse_non_finite(loss)
+        collected.numbers.append(([kind] * len(update), numbers))
         for place in range(len(update)):
             if first + place in wanted:
                 own_outputs = outputs[place * each : (place + 1) * each]
@@ -244,3 +243,11 @@ class CompiledUpdates:
         if self.origin is not None:
             return [f"Full updates run {self.origin}; smaller ones run as recorded."]
         return []
+
+
+def _losses(numbers: Tensor, micro_batches: int) -> List[float]:
+    """The loss of each micro-batch, on the host."""
+    if micro_batches == 1:
+        return [(numbers[0] if numbers.dim() else numbers).item()]
+    losses: List[float] = (numbers[:, 0] if numbers.dim() > 1 else numbers).tolist()
+    return losses
