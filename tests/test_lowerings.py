@@ -9,9 +9,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
+from ipufit.engines.embedded.capture import capture
 from ipufit.engines.embedded.engine import EmbeddedEngine
-from ipufit.engines.embedded.lowering import channels_last, products, timing
+from ipufit.engines.embedded.lowering import channels_last, gathering, products, timing
 from ipufit.engines.embedded.lowering.calls import SHORT
+from ipufit.engines.embedded.lowering.gathering import gather_in_place
 from tests.nets import MLP, data
 from tests.told import refused
 
@@ -134,6 +136,62 @@ def test_the_graph_has_the_bits_of_the_module_itself(kind):
     assert told.history["loss"] == history.history["loss"]
     for name, value in one.module.state_dict().items():
         assert torch.equal(other.module.state_dict()[name], value), name
+
+
+class Joined(nn.Module):
+    """Weights of all sizes, one of them twice, and one whose gradient is used and gathered."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 40), nn.Linear(40, 40)
+        self.third, self.head = nn.Linear(40, 40, bias=False), nn.Linear(40, 5)
+        self.scale = nn.Parameter(torch.ones(40))
+
+    def forward(self, x):
+        x = F.relu(self.first(x.flatten(1)[:, :12]))
+        x = self.second(self.second(x)) * self.scale + self.third(x).detach()
+        return self.head(x + x @ self.third.weight)
+
+
+@pytest.mark.parametrize("kind", [Joined, Wide])
+def test_products_write_where_gradients_are_gathered_the_same_bits(kind, monkeypatch):
+    written = []
+    module = ipufit.engines.embedded.lowering.choosing
+
+    def gathered(graph):
+        written.append(gather_in_place(graph))
+        graph.lint()
+        return written[-1]
+
+    net = kind()
+    results = []
+    for smallest in (0, 10**9):
+        monkeypatch.setattr(gathering, "_SMALLEST", smallest)
+        monkeypatch.setattr(module, "gather_in_place", gathered)
+        model, _, history = fitted(net, jit="graph")
+        results.append((model.module.state_dict(), history.history["loss"], max(written)))
+        written.clear()
+    (state, losses, count), (apart, expected, none) = results
+    assert count > 0
+    assert none == 0
+    assert losses == expected
+    for name, value in state.items():
+        assert torch.equal(value, apart[name]), name
+
+
+def test_what_else_is_gathered_stays():
+    """Products that something else reads or writes, or that are not joined flat."""
+
+    def joined(a, b):
+        read, written, apart = a @ b, (a @ b).relu_(), a @ b
+        flat = torch.cat([read.view(-1), written.view(-1), (a @ b).t().reshape(-1)])
+        return [flat, read, torch.cat([apart, apart]), torch.cat([a.view(-1), b.view(-1)])]
+
+    a, b = torch.rand(3, 3), torch.rand(3, 3)
+    graph = capture(joined, [a, b])
+    before = graph(a, b)
+    assert gather_in_place(graph.graph) == 0
+    assert [torch.equal(*pair) for pair in zip(graph(a, b), before)] == [True] * 4
 
 
 def fastest_is(monkeypatch, choice):
@@ -260,8 +318,11 @@ def test_short_calls_are_the_same_operators():
         "_softmax_backward_data.default": (square, square, 1, torch.float32),
         "addmm.default": (row, square, square),
         "mm.default": (square, square),
+        "mm.out": (square, square),
+        "new_empty.default": (square, [4]),
         "bmm.default": (square[None], square[None]),
         "cat.default": ([square, square],),
+        "cat.out": ([row, row],),
         "expand.default": (square, [3, 2, 2]),
         "permute.default": (square, [1, 0]),
         "select.int": (square, 0, 1),
@@ -271,6 +332,7 @@ def test_short_calls_are_the_same_operators():
         "unsqueeze.default": (square, 0),
         "view.default": (square, [-1]),
     }
+    results = {"mm.out": {"out": torch.rand(2, 2)}, "cat.out": {"out": torch.rand(4)}}
     one = {"clone", "ones_like", "relu", "t"}
     for operator, function in SHORT.items():
         name = str(operator).replace("aten.", "")
@@ -279,7 +341,7 @@ def test_short_calls_are_the_same_operators():
         given = arguments.get(name) or ((square,) if name.split(".")[0] in one else (square, row))
         with torch.no_grad(), Seen() as seen:
             seen.called = []
-            function(*given)
+            function(*given, **results.get(name, {}))
         assert seen.called == [operator]
 
 

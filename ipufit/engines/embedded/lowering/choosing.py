@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from ipufit.engines.embedded.lowering.calls import call_shortly
 from ipufit.engines.embedded.lowering.channels_last import pictures_last
+from ipufit.engines.embedded.lowering.gathering import gather_in_place
 from ipufit.engines.embedded.lowering.products import onednn_products
 from ipufit.engines.embedded.lowering.tidy import tidy
 from ipufit.engines.embedded.lowering.timing import fastest
@@ -91,6 +92,7 @@ def _values(graph: fx.Graph) -> List[Tensor]:
 
 
 def _ready(module: fx.GraphModule) -> Callable[..., List[Tensor]]:
+    gather_in_place(module.graph)
     call_shortly(module.graph)
     module.graph.lint()
     module.recompile()
