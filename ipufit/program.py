@@ -85,6 +85,11 @@ class MicroBatch:
                 return [whole[i][start:end] for i in which]
         return [torch.cat([batch.leaves[i] for batch in batches]) for i in which]
 
+    def lies_with(self, other: MicroBatch) -> bool:
+        """Whether both are rows of the same tensors, and so alike in all but their values."""
+        place, others = self._place, other._place
+        return place is not None and others is not None and place[0] is others[0]
+
     def _is_at(self, whole: Sequence[Tensor], number: int) -> bool:
         place = self._place
         return place is not None and place[0] is whole and place[1] == number

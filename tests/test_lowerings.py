@@ -319,6 +319,8 @@ def test_short_calls_are_the_same_operators():
         "addmm.default": (row, square, square),
         "mm.default": (square, square),
         "mm.out": (square, square),
+        "ne.Scalar": (row, -100),
+        "unbind.int": (square, 0),
         "new_empty.default": (square, [4]),
         "bmm.default": (square[None], square[None]),
         "cat.default": ([square, square],),

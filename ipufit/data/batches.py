@@ -298,12 +298,14 @@ def executions(
 
     horizon.batches = wanted()
     for raw in batches:
-        for batch in unpack(raw, index):
-            group.append(batch.clone() if reuses_memory else batch)
-            if check_update and is_weighted(batch) and len(group) % per_update == 0:
-                check_update(group[-per_update:], index)
-            index += 1
-            horizon.batches -= 1
+        new = unpack(raw, index)
+        index += len(new)
+        horizon.batches -= len(new)
+        group += [batch.clone() for batch in new] if reuses_memory else new
+        if check_update and is_weighted(new[-1]):
+            for end in range(len(group) - len(new) + 1, len(group) + 1):
+                if end % per_update == 0:
+                    check_update(group[end - per_update : end], index - 1 - len(group) + end)
         if not horizon.batches:
             yield CombinedBatch(group)
             group = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Dict, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Dict, Iterator, List, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,23 @@ class BaseProgram:
         if form not in self._by_form:
             self._by_form[form] = self._record(batch.to(self._device))
         return self._by_form[form]
+
+    def _recorded_for(self, batches: Sequence[MicroBatch]) -> List[Recorded]:
+        """What is recorded for each."""
+        found: List[Recorded] = []
+        for batch, previous in zip(batches, (None, *batches)):
+            alike = previous is not None and batch.lies_with(previous)
+            found.append(found[-1] if alike else self._recorded(batch))
+        return found
+
+    def _is_here(self, batches: Sequence[MicroBatch]) -> bool:
+        """Whether all are on the device."""
+        for batch, previous in zip(batches, (None, *batches)):
+            if previous is not None and batch.lies_with(previous):
+                continue
+            if any(leaf.device != self._device for leaf in batch.leaves):
+                return False
+        return True
 
     def prepare(self, example: MicroBatch) -> Prepared:
         """Record the program for micro-batches like this one."""

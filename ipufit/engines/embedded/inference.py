@@ -34,8 +34,10 @@ class InferenceProgram(BaseProgram):
     def run(self, batch: CombinedBatch) -> Anchors:
         """One execution. Replicas share the module's buffers: inference does not set them apart."""
         collected = Collected()
-        micro_batches = [micro_batch.to(self._device) for micro_batch in batch.micro_batches]
-        programs = [self._recorded(micro_batch) for micro_batch in micro_batches]
+        micro_batches = batch.micro_batches
+        if not self._is_here(micro_batches):
+            micro_batches = [micro_batch.to(self._device) for micro_batch in micro_batches]
+        programs = self._recorded_for(micro_batches)
         with self._computing(programs):
             for place, (micro_batch, recorded) in enumerate(zip(micro_batches, programs)):
                 self._seed(recorded, self._passes)

@@ -232,7 +232,7 @@ class TrainingProgram(BaseProgram):
         if self._maker.compiled is not None:
             self._maker.compiled.wait()
         self._follow_the_optimizer()
-        work = [(micro_batch, self._recorded(micro_batch)) for micro_batch in batch.micro_batches]
+        work = [*zip(batch.micro_batches, self._recorded_for(batch.micro_batches))]
         follow_the_module(self._step, self._parameters, self._buffers, self._live.storage)
         self._maker.merged = self._find_merged(work[0][0])
         group = self._spec.plan.micro_batches_per_update
@@ -271,10 +271,11 @@ class TrainingProgram(BaseProgram):
 
     def _compute(self, updates: Sequence[Update], rows: Rows) -> Anchors:
         """Operator by operator."""
-        moved = [[(b.to(self._device), recorded) for b, recorded in update] for update in updates]
+        if not self._is_here([batch for update in updates for batch, _ in update]):
+            updates = [[(b.to(self._device), own) for b, own in update] for update in updates]
         self._live.updater.refresh(rows)
-        with self._computing([recorded for update in moved for _, recorded in update]):
-            return Execution(self._engine, self._spec, self._live, self._maker, moved, rows).run()
+        with self._computing([recorded for update in updates for _, recorded in update]):
+            return Execution(self._engine, self._spec, self._live, self._maker, updates, rows).run()
 
     def _follow_the_optimizer(self) -> None:
         """Take over what a callback has made of the optimizer's state."""

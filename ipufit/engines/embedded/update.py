@@ -91,7 +91,8 @@ class UpdateMaker:
             return
         live = self._live
         # Where an update is known to be made, nobody needs this: what fails takes all of them back.
-        saved = [copy_of(own) for own in live.replicas] if left_out is not False else []
+        looks = left_out is not False and bool(live.replicas[0])
+        saved = [copy_of(own) for own in live.replicas] if looks else []
         try:
             gradients = self._gradients(update, first, wanted, collected)
             skip = False
@@ -155,13 +156,15 @@ class UpdateMaker:
         for start in range(0, len(update), merged.count):
             batches = [batch for batch, _ in update[start : start + merged.count]]
             result = merged(self._live.states[0], batches)
-            if self.at_once:
-                for value in result.losses():
+            losses = result.losses() if self.at_once else []
+            if not all(map(math.isfinite, losses)):
+                for value in losses:
                     self.refuse_non_finite(value)
             collected.numbers.append((result.kinds, result.numbers))
-            for place, outputs in enumerate(result.outputs, first + start):
-                if place in wanted:
-                    collected.add_outputs(merged.base, outputs, place)
+            for place in range(len(batches)) if wanted else ():
+                if first + start + place in wanted:
+                    outputs = result.outputs_of(place)
+                    collected.add_outputs(merged.base, outputs, first + start + place)
             total.add_summed(result.gradients, result.count)
 
     def _as_used(self, gradients: Sequence[Tensor]) -> List[Tensor]:

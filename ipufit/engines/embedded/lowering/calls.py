@@ -32,6 +32,7 @@ SHORT: Dict[object, Callable[..., object]] = {
     _aten.mm.default: torch.mm,
     _aten.mm.out: torch.mm,
     _aten.mul.Tensor: torch.mul,
+    _aten.ne.Scalar: torch.ne,
     _aten.new_empty.default: torch.Tensor.new_empty,
     _aten.ones_like.default: torch.ones_like,
     _aten.permute.default: torch.permute,
@@ -43,6 +44,7 @@ SHORT: Dict[object, Callable[..., object]] = {
     _aten.sum.dim_IntList: torch.sum,
     _aten.t.default: torch.t,
     _aten.transpose.int: torch.transpose,
+    _aten.unbind.int: torch.unbind,
     _aten.unsqueeze.default: torch.unsqueeze,
     _aten.view.default: torch.Tensor.view,
 }

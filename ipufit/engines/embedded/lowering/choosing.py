@@ -14,7 +14,7 @@ from ipufit.engines.embedded.lowering.calls import call_shortly
 from ipufit.engines.embedded.lowering.channels_last import pictures_last
 from ipufit.engines.embedded.lowering.gathering import gather_in_place
 from ipufit.engines.embedded.lowering.products import onednn_products
-from ipufit.engines.embedded.lowering.tidy import tidy
+from ipufit.engines.embedded.lowering.tidy import drop_unused, tidy
 from ipufit.engines.embedded.lowering.timing import fastest
 from ipufit.lowerings import GRAPH, KERNELS
 from ipufit.randomness import isolated
@@ -92,6 +92,7 @@ def _values(graph: fx.Graph) -> List[Tensor]:
 
 
 def _ready(module: fx.GraphModule) -> Callable[..., List[Tensor]]:
+    drop_unused(module.graph)
     gather_in_place(module.graph)
     call_shortly(module.graph)
     module.graph.lint()

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 
 from ipufit.engines.embedded.lowering.flow import Flow, value_of
 
-__all__ = ["tidy"]
+__all__ = ["drop_unused", "tidy"]
 
 _aten = torch.ops.aten
+
+# What does nothing but return something: without users, nothing.
+_WITHOUT_EFFECT = {
+    _aten.clone.default,
+    _aten.detach.default,
+    _aten.expand.default,
+    _aten.permute.default,
+    _aten.select.int,
+    _aten.slice.Tensor,
+    _aten.split.Tensor,
+    _aten.t.default,
+    _aten.transpose.int,
+    _aten.unbind.int,
+    _aten.unsqueeze.default,
+    _aten.view.default,
+    operator.getitem,
+}
 
 
 def tidy(graph: fx.Graph) -> None:
@@ -22,7 +41,7 @@ def tidy(graph: fx.Graph) -> None:
                 node.replace_all_uses_with(inner.args[0])
         elif node.target is _aten.clone.default and _is_idle(node, flow):
             node.replace_all_uses_with(node.args[0])
-    _drop_unused(graph)
+    drop_unused(graph)
 
 
 def _is_idle(node: fx.Node, flow: Flow) -> bool:
@@ -36,9 +55,8 @@ def _is_idle(node: fx.Node, flow: Flow) -> bool:
     return source.stride() == copy.stride()
 
 
-def _drop_unused(graph: fx.Graph) -> None:
+def drop_unused(graph: fx.Graph) -> None:
+    """Take out views and copies that nobody reads."""
     for node in reversed(list(graph.nodes)):
-        if node.users or node.op != "call_function":
-            continue
-        if node.target in (_aten.t.default, _aten.clone.default):
+        if not node.users and node.target in _WITHOUT_EFFECT:
             graph.erase_node(node)

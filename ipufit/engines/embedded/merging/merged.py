@@ -24,13 +24,13 @@ class MergedResult:
     Attributes:
         kinds: what the numbers of each are.
         numbers: a row for each.
-        outputs: of each; empty where nobody wants them.
+        outputs: of the first, the second, and so on; empty where nobody wants them.
         gradients: the sum of theirs, each times its count if it has one; a flat tensor per block.
     """
 
     kinds: Sequence[Reported]
     numbers: Tensor
-    outputs: Sequence[List[Tensor]]
+    outputs: List[Tensor]
     gradients: List[Tensor]
 
     def losses(self) -> List[float]:
@@ -38,6 +38,11 @@ class MergedResult:
         column = self.numbers if self.numbers.dim() == 1 else self.numbers[:, 0]
         values: List[float] = column.tolist()
         return values
+
+    def outputs_of(self, place: int) -> List[Tensor]:
+        """Those of one micro-batch."""
+        size = len(self.outputs) // len(self.kinds)
+        return self.outputs[place * size : (place + 1) * size]
 
     @property
     def count(self) -> Optional[Tensor]:
@@ -74,6 +79,4 @@ class Merged:
         """Run on as many micro-batches as it takes."""
         numbers, *rest = self.run(*state, *self.step.arguments(batches))
         outputs, gradients = rest[: len(rest) - self.blocks], rest[len(rest) - self.blocks :]
-        size = len(outputs) // self.count
-        parts = [outputs[place * size : (place + 1) * size] for place in range(self.count)]
-        return MergedResult(self.step.reported, numbers, parts, gradients)
+        return MergedResult(self.step.reported, numbers, outputs, gradients)
