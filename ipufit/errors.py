@@ -12,6 +12,7 @@
     ├── NotCompiledError (RuntimeError)   fit, evaluate or predict before compile
     ├── DataError (ValueError)            a batch that cannot be fed; nothing of it was used
     ├── CaptureError (RuntimeError)       the module can't become one program; carries file and line
+    ├── CheckpointError (RuntimeError)    a checkpoint can't be written or read; nothing was changed
     ├── NonFiniteLossError (ArithmeticError)  NaN or infinity; carries the update
     └── DeviceError (RuntimeError)        the device, or what drives it, refuses or fails
         ├── RecoverableDeviceError        it can be used again; carries the action
@@ -27,6 +28,7 @@ from typing import Dict, Iterable, Optional, Sequence
 
 __all__ = [
     "CaptureError",
+    "CheckpointError",
     "ConfigurationError",
     "DataError",
     "DeviceError",
@@ -150,6 +152,10 @@ class CaptureError(IpufitError, RuntimeError):
         self.cause = cause
         self.brief = message
         super().__init__(f"{message} {advice}".rstrip())
+
+
+class CheckpointError(IpufitError, RuntimeError):
+    """A checkpoint that can't be written, or can't be read; nothing was changed."""
 
 
 class NonFiniteLossError(IpufitError, ArithmeticError):
