@@ -56,6 +56,13 @@ def lowerings(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "--exhaustive", *suite, *session.posargs)
 
 
+@nox.session
+def drill(session: nox.Session) -> None:
+    """Kill training 200 times at random moments, go on, and compare the bytes at the end."""
+    session.install("-e", ".", *group("test", "torch"))
+    session.run("python", "-m", "tests.drill", *session.posargs)
+
+
 # Today's virtualenv can't make an environment of Python 3.8, that Python's own venv can.
 @nox.session(python=OLDEST_PYTHON, venv_backend="venv")
 def minimums(session: nox.Session) -> None:

@@ -1,6 +1,7 @@
 """A Keras-like fit library for PyTorch whose whole training step is one traced program."""
 
 from ipufit import callbacks, engines, errors, optim, parallel, schedules
+from ipufit.checkpoints.settings import Checkpoint
 from ipufit.finders import BatchSize
 from ipufit.history import History
 from ipufit.ipu_config import IPUConfig
@@ -14,6 +15,7 @@ from ipufit.seeding import seed_everything
 
 __all__ = [
     "BatchSize",
+    "Checkpoint",
     "History",
     "IPUConfig",
     "LearningRates",

@@ -10,6 +10,9 @@ import torch
 
 from ipufit.callbacks import Callback
 from ipufit.callbacks.callback_list import checked
+from ipufit.checkpoints.keeper import find
+from ipufit.checkpoints.settings import Checkpoint, resolve_checkpoint, resolve_resume
+from ipufit.checkpoints.training import Found
 from ipufit.data.forms import Given, open_data
 from ipufit.data.limits import validation_epochs
 from ipufit.data.source import Source
@@ -98,6 +101,9 @@ class FitArguments:
         level: how much to print: 0, 1 or 2.
         prefetch: executions to prepare ahead.
         notes: what else History should say of the run.
+        checkpoint: where and when checkpoints are written; None for none.
+        found: the checkpoint to go on from; None to begin.
+        max_restarts: how often a device may fail.
     """
 
     source: Source
@@ -111,6 +117,9 @@ class FitArguments:
     level: int
     prefetch: int
     notes: Dict[str, Any]
+    checkpoint: Optional[Checkpoint]
+    found: Optional[Found]
+    max_restarts: int
 
     @staticmethod
     def check(session: Session, asked: FitRequest) -> FitArguments:
@@ -140,6 +149,14 @@ class FitArguments:
             passes = asked.steps_per_epoch is not None
             prefetch = resolve_prefetch(asked.prefetch, data.source, session, passes)
             held_prefetch = resolve_prefetch(asked.prefetch, data.held_out, session)
+        checkpoint = resume = None
+        max_restarts = 0
+        with faults.collected():
+            checkpoint = resolve_checkpoint(asked.checkpoint)
+        with faults.collected():
+            resume = resolve_resume(asked.resume, checkpoint)
+        with faults.collected():
+            max_restarts = _restarts(asked.max_restarts, asked.checkpoint)
         faults.raise_all()
         assert data.source is not None
         assert plan is not None
@@ -152,7 +169,16 @@ class FitArguments:
             callbacks = [c for c in callbacks if c not in left_out]
             notes["fast_dev_run"] = dev_run
             notes["left_out_callbacks"] = [type(callback).__name__ for callback in left_out]
+            notes["left_out_callbacks"] += [] if checkpoint is None else ["checkpoint"]
+            checkpoint = resume = None
             last, due = first + 1, [first]
+        found = find(checkpoint, resume)
+        if found is not None:
+            seed = _seed_of(found, seed)
+            first = _first_of(found, first, last)
+        if max_restarts and plan.fixed_updates is None:
+            # Whatever goes on reads the data anew.
+            data.source.check_epochs(2)
         if plan.fixed_updates is None:
             data.source.check_epochs(last - first)
         if held_out is not None:
@@ -169,7 +195,47 @@ class FitArguments:
             level=level,
             prefetch=prefetch,
             notes=notes,
+            checkpoint=checkpoint,
+            found=found,
+            max_restarts=max_restarts,
         )
+
+    def again(self, found: Optional[Found]) -> FitArguments:
+        """The same, to go on from a checkpoint."""
+        if found is None:
+            return self
+        original = found.run["first_epoch"]
+        first = _first_of(found, original, self.last_epoch)
+        return dataclasses.replace(self, found=found, first_epoch=first)
+
+
+def _restarts(max_restarts: Any, checkpoint: Any) -> int:
+    count = at_least("max_restarts", max_restarts, 0)
+    if count and checkpoint is None:
+        raise ConfigurationError(
+            f"max_restarts={count} goes on from the last checkpoint when a device has failed, but "
+            "checkpoint is not given. Pass checkpoint='runs/1' too."
+        )
+    return count
+
+
+def _seed_of(found: Found, seed: Optional[int]) -> int:
+    if seed is not None and seed != found.seed:
+        raise ConfigurationError(
+            f"seed must be that of the run that goes on, {found.seed}, got {seed}. Leave it out: "
+            "the checkpoint has it."
+        )
+    return found.seed
+
+
+def _first_of(found: Found, first: int, last: int) -> int:
+    """The epoch to begin with."""
+    if first != found.run["first_epoch"]:
+        raise ConfigurationError(
+            f"initial_epoch must be that of the run that goes on, {found.run['first_epoch']}, got "
+            f"{first}. The checkpoint has the epoch to go on with."
+        )
+    return last if found.is_over else min(found.epoch, last)
 
 
 def _common(

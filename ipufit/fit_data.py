@@ -57,6 +57,9 @@ class FitRequest:
     inference_ipus: Any
     inference_device_iterations: Any
     callbacks: Any
+    checkpoint: Any
+    resume: Any
+    max_restarts: Any
     seed: Any
     verbose: Any
 

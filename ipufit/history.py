@@ -73,6 +73,22 @@ class History(Callback):
             self._places.setdefault(name, []).append(len(self.epoch) - 1)
             self.history.setdefault(name, []).append(number)
 
+    def state_dict(self) -> Any:
+        """Everything but ``params``."""
+        return {
+            "epoch": list(self.epoch),
+            "history": {name: list(values) for name, values in self.history.items()},
+            "updates": {name: list(values) for name, values in self.updates.items()},
+            "places": {name: self.places(name) for name in self.history},
+        }
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from there."""
+        self.epoch = list(state["epoch"])
+        self.history = {name: list(values) for name, values in state["history"].items()}
+        self.updates = {name: list(values) for name, values in state["updates"].items()}
+        self._places = {name: list(places) for name, places in state["places"].items()}
+
     def append_update(self, name: str, update: int, value: float) -> None:
         """Add a value that belongs to one update.
 

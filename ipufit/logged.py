@@ -195,6 +195,19 @@ class Running:
             # A NaN stays: hidden, it would look as if all had been well.
             self._value = (max if how == "max" else min)(self._value, value)
 
+    def state_dict(self) -> Dict[str, Any]:
+        """Where it stands, with its rule."""
+        numbers = {"total": self._total, "weight": self._weight, "value": self._value}
+        return {"rule": dataclasses.asdict(self.rule), **numbers}
+
+    @staticmethod
+    def of(state: Mapping[str, Any]) -> Running:
+        """One that goes on from there."""
+        running = Running(LogRule(**state["rule"]))
+        running._total, running._weight = state["total"], state["weight"]
+        running._value = state["value"]
+        return running
+
     @property
     def value(self) -> float:
         """The value so far."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from typing import Any, Callable, Dict, Generator, List, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Dict, Generator, List, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -15,11 +15,15 @@ from ipufit.callbacks import CallbackList
 from ipufit.data.feed import Feed
 from ipufit.errors import DataError, NonFiniteLossError
 from ipufit.history import History
+from ipufit.injection import strike
 from ipufit.interrupts import deferred
 from ipufit.meter import Meter
 from ipufit.plan import Plan
-from ipufit.program import CombinedBatch, MicroBatch, Program
+from ipufit.program import CombinedBatch, MicroBatch, Place, Program
 from ipufit.schedules import Schedule
+
+if TYPE_CHECKING:
+    from ipufit.checkpoints.keeper import Keeper
 
 __all__ = ["Fit", "Job", "check_rows", "evaluate", "predict", "predictions"]
 
@@ -55,6 +59,8 @@ class Fit:
         stopped: whether a callback has asked to stop.
         schedule: told of epoch ends, or None.
         validates: whether there is a validation after this epoch.
+        keeper: writes checkpoints, and goes on from one; None for neither.
+        place: where the data stands after the last execution.
 
     Raises:
         ConfigurationError: a callback waits for a value that nobody gives; before any hook.
@@ -67,6 +73,8 @@ class Fit:
     stopped: Callable[[], bool]
     schedule: Optional[Schedule] = None
     validates: Callable[[int], bool] = lambda epoch: True
+    keeper: Optional[Keeper] = None
+    place: Optional[Place] = dataclasses.field(default=None, init=False)
     _non_finite: Optional[NonFiniteLossError] = dataclasses.field(default=None, init=False)
 
     def run(self, first_epoch: int, epochs: int) -> None:
@@ -75,15 +83,24 @@ class Fit:
         logs: Dict[str, float] = {}
         try:
             self.callbacks.call("on_train_begin", {})
+            found = None
+            if self.keeper is not None:
+                self.keeper.begin(self)
+                found = self.keeper.found
             for epoch in range(first_epoch, epochs):
-                self.callbacks.call("on_epoch_begin", epoch, {})
+                begun = found is not None and found.in_epoch and epoch == first_epoch
+                if not begun:
+                    self.callbacks.call("on_epoch_begin", epoch, {})
+                    self.job.meter.reset()
                 # Callbacks may have changed the module or the optimizer.
                 with deferred():
                     self.job.program.prepare(self.job.first)
                 logs = self._epoch(epoch)
                 self.job.program.publish()
                 self._end_epoch(epoch, logs)
-                if self._ending():
+                if self.keeper is not None:
+                    self.keeper.end_epoch(self, epoch, logs)
+                if self.ending():
                     break
             self.job.program.adopt_averages()
         finally:
@@ -92,7 +109,8 @@ class Fit:
             finally:
                 self.callbacks.call("close")
 
-    def _ending(self) -> bool:
+    def ending(self) -> bool:
+        """Whether training ends with the execution that was the last."""
         return self._non_finite is not None or self.stopped()
 
     def _end_epoch(self, epoch: int, logs: Dict[str, float]) -> None:
@@ -104,12 +122,16 @@ class Fit:
                 self.history.append(epoch, logs)
 
     def _epoch(self, epoch: int) -> Dict[str, float]:
-        self.job.meter.reset()
         stage = getattr(self.job.program, "stage", None)
         with contextlib.closing(self.job.feed.executions(epoch, self.job.plan, stage)) as batches:
             for batch in batches:
                 self._execution(batch, epoch)
-                if self._ending():
+                self.place = batch.place
+                # The memory of its samples is free for the next ones.
+                del batch
+                if self.keeper is not None:
+                    self.keeper.end_execution(self, epoch)
+                if self.ending():
                     break
         logs = dict(self.job.meter.values())
         if self._non_finite is not None:
@@ -143,9 +165,11 @@ class Fit:
 
     def _execution(self, batch: CombinedBatch, epoch: int) -> None:
         self.callbacks.call("on_train_batch_begin", self.job.meter.updates, {})
+        program, updates = self.job.program, self.job.plan.updates_in(len(batch.micro_batches))
         try:
+            strike(program.updates, updates)
             with deferred():
-                anchors = self.job.program.run(batch)
+                anchors = program.run(batch)
         except NonFiniteLossError as error:
             error.epoch = epoch
             if not self.callbacks.ask("on_non_finite", error):
@@ -196,7 +220,7 @@ def predictions(job: Job, callbacks: CallbackList) -> Generator[Any, None, None]
         for batch in batches:
             callbacks.call("on_predict_batch_begin", passes, {})
             piece = [_predicted(job, batch)]
-            passes += -(-len(batch.micro_batches) // job.plan.micro_batches_per_update)
+            passes += job.plan.updates_in(len(batch.micro_batches))
             callbacks.call("on_predict_batch_end", passes - 1, {"outputs": piece[0]})
             # Not kept here while the next one is computed.
             yield piece.pop()

@@ -81,6 +81,37 @@ class Meter:
         self._values: Optional[Dict[str, float]] = None
         self._metrics.reset()
 
+    def state_dict(self) -> Dict[str, Any]:
+        """Where the epoch stands.
+
+        Raises:
+            MetricError: a metric can't say what it has seen.
+        """
+        return {
+            "samples": self.samples,
+            "updates": self.updates,
+            "skipped": self.skipped,
+            "total": self._total,
+            "weight": self._weight,
+            "last_loss": self.last_loss,
+            "by_update": {name: list(values) for name, values in self.by_update.items()},
+            "logged": {name: running.state_dict() for name, running in self._logged.items()},
+            "settings": dict(self._settings),
+            "metrics": self._metrics.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.reset()
+        for name in ("samples", "updates", "skipped", "last_loss"):
+            setattr(self, name, state[name])
+        self._total, self._weight = state["total"], state["weight"]
+        self.by_update = {name: list(values) for name, values in state["by_update"].items()}
+        self._logged = {name: Running.of(own) for name, own in state["logged"].items()}
+        self._rules = {name: running.rule for name, running in self._logged.items()}
+        self._settings = dict(state["settings"])
+        self._metrics.load_state_dict(state["metrics"])
+
     def add(self, batch: CombinedBatch, anchors: Anchors) -> None:
         """What an execution gave."""
         self._settle()
@@ -100,7 +131,7 @@ class Meter:
         self.last_loss = total / weight if weight else float("nan")
         self._add_logged(anchors, [(s, s) for s in sizes], [*zip(counts, counted or sizes)])
         self.samples += sum(sizes)
-        self.updates += -(-len(sizes) // self._plan.micro_batches_per_update)
+        self.updates += self._plan.updates_in(len(sizes))
         self.skipped += anchors.skipped
         self._settings.update(anchors.settings)
         self._values = None

@@ -22,6 +22,7 @@ from torch import nn
 from ipufit import loop, on_batch, runs, searches
 from ipufit.arguments import FitArguments, InferenceArguments
 from ipufit.callbacks import Callback
+from ipufit.checkpoints.settings import Checkpoint
 from ipufit.compiling import CompileRequest, compiled
 from ipufit.data.forms import Given
 from ipufit.engines.choice import engine_maker
@@ -347,6 +348,9 @@ class Model:
         inference_ipus: Optional[int] = None,
         inference_device_iterations: Optional[int] = None,
         callbacks: Union[Callback, Sequence[Callback], None] = (),
+        checkpoint: Union[str, os.PathLike[str], Checkpoint, None] = None,
+        resume: Union[str, os.PathLike[str], None] = None,
+        max_restarts: int = 0,
         seed: Optional[int] = None,
         verbose: Union[int, str] = "auto",
     ) -> History:
@@ -403,6 +407,13 @@ class Model:
             inference_device_iterations: forward passes per execution of the validation; None is
                 that of the config, else ``device_iterations``.
             callbacks: told what happens; see :class:`ipufit.callbacks.Callback`.
+            checkpoint: folder to write everything down in, so that the run can go on exactly; see
+                :class:`ipufit.Checkpoint`, of which a path is the short form.
+            resume: "auto" goes on from the latest checkpoint there, at the very update, and begins
+                anew if there is none yet; a path from that checkpoint. Model, data and arguments
+                are those of the run that wrote it.
+            max_restarts: so often training goes on by itself, from the last checkpoint, when a
+                device has failed that can be used again after "IPU_RESET".
             seed: of all random numbers: dropout and the like, the order of samples, and what a
                 loader draws from torch's generator in this process. None is that of
                 ``compile(config=...)``, else one drawn from that generator.
@@ -419,6 +430,7 @@ class Model:
             DataError: data that can't be read or fed; with batch and sample where known.
             CaptureError: the module can't be recorded; with file and line.
             NonFiniteLossError: NaN or infinity; the state is that before the update it names.
+            CheckpointError: a checkpoint that can't be written or read, or is of another run.
         """
         later = "Start the second one when the first has returned."
         session = self._trainable("fit", later)
@@ -450,6 +462,9 @@ class Model:
                 inference_ipus=inference_ipus,
                 inference_device_iterations=inference_device_iterations,
                 callbacks=callbacks,
+                checkpoint=checkpoint,
+                resume=resume,
+                max_restarts=max_restarts,
                 seed=seed,
                 verbose=verbose,
             ),

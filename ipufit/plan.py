@@ -149,6 +149,10 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
         """Micro-batches of one full update, on all replicas together."""
         return self.gradient_accumulation * self.replicas
 
+    def updates_in(self, micro_batches: int) -> int:
+        """How many updates so many micro-batches make, the last of which may be smaller."""
+        return -(-micro_batches // self.micro_batches_per_update)
+
     @property
     def micro_batches_per_execution(self) -> int:
         """Micro-batches of one full execution, on all replicas together."""

@@ -26,6 +26,7 @@ __all__ = [
     "Engine",
     "MicroBatch",
     "Mode",
+    "Place",
     "Prepared",
     "Program",
     "ProgramSpec",
@@ -129,14 +130,36 @@ class MicroBatch:
 
 
 @dataclasses.dataclass(frozen=True)
+class Place:
+    """Where the data stands.
+
+    Attributes:
+        number: of the pass over it.
+        batches: of the pass, so far.
+        generators: states of the user's generators that order it, as they were before the pass.
+        own: what the data itself says, if it can go on from there; None if it can't.
+    """
+
+    number: int
+    batches: int
+    generators: Sequence[Tensor] = ()
+    own: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
 class CombinedBatch:
     """The micro-batches of one execution in stream order: iteration, accumulation step, replica.
 
     The last execution of an epoch may hold fewer, and its last micro-batch may be smaller; each
     group of ``ga * R`` micro-batches is one update, and a short last group is a smaller update.
+
+    Attributes:
+        micro_batches: those.
+        place: where the data stands after them.
     """
 
     micro_batches: Sequence[MicroBatch]
+    place: Optional[Place] = None
 
     @property
     def samples(self) -> int:
@@ -311,8 +334,9 @@ class Engine(Protocol):
     to it; ``way``, the value of ``jit`` by which training runs; ``takes_options``, true if
     ``training_options`` mean something to it; ``options_of(config)``, those that an IPUConfig asks
     for, by the argument of ``compile``; ``computes_on_host(module)``, whether its programs take the
-    time of this computer's own cores; and ``close()``, called when the model is compiled anew or
-    closed.
+    time of this computer's own cores; ``choices()`` and ``prefer(choices)``, what it has measured,
+    by name, so that a run that goes on computes alike; and ``close()``, called when the model is
+    compiled anew or closed.
 
     Attributes:
         name: for reports.

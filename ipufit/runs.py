@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Union
 
 from ipufit import loop
 from ipufit.arguments import FitArguments, InferenceArguments
 from ipufit.callbacks import Callback, CallbackList, ProgbarLogger
+from ipufit.checkpoints.keeper import Keeper, find
 from ipufit.data.source import Source
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, RecoverableDeviceError
 from ipufit.history import History
 from ipufit.loop import Job
 from ipufit.modes import evaluating, training
@@ -26,13 +29,37 @@ __all__ = ["fit", "infer", "stream"]
 
 _END = object()
 
+# What lets a device run again, and is done here: a new program attaches to it.
+_HERE = "IPU_RESET"
+
 # Updates of a schedule that are tried before the first one; more would take noticeable time.
 _CHECKED_UPDATES = 10_000
 
 
 def fit(model: Model, session: Session, given: FitArguments) -> History:
-    """Train; the history is the model's too, also when this does not return."""
+    """Train; the history is the model's too, also when this does not return.
+
+    A device that can be used again gets another chance, where that was asked for.
+    """
     session.warn_of_changes()
+    for restart in range(1, given.max_restarts + 1):
+        try:
+            return _fit(model, session, given)
+        except RecoverableDeviceError as error:
+            if error.action != _HERE:
+                raise
+            given = given.again(find(given.checkpoint, "auto"))
+            assert given.found is not None
+            warnings.warn(
+                f"restart {restart} of {given.max_restarts}, from update {given.found.done}: "
+                f"{error}",
+                UserWarning,
+                stacklevel=3,
+            )
+    return _fit(model, session, given)
+
+
+def _fit(model: Model, session: Session, given: FitArguments) -> History:
     model.stop_training = False
     model.outputs = []
     own = [callback for callback in given.callbacks if isinstance(callback, History)]
@@ -42,6 +69,7 @@ def fit(model: Model, session: Session, given: FitArguments) -> History:
         held_out, inference, held_prefetch = given.held_out
         validation = Validation(session, held_out, inference, given.seed, held_prefetch)
     with training(model.module, session.loss.module):
+        _prefer(session, given)
         job = session.start(
             given.source,
             given.plan,
@@ -50,11 +78,16 @@ def fit(model: Model, session: Session, given: FitArguments) -> History:
             "train",
             given.first_epoch,
             wants_outputs=any(callback.wants_outputs for callback in given.callbacks),
-            cut_every=[c.every_updates for c in given.callbacks if c.every_updates],
+            cut_every=_cuts(given),
             prefetch=given.prefetch,
         )
         with session.running(job):
-            first_update = job.program.updates
+            run = {"first_update": job.program.updates, "first_epoch": given.first_epoch}
+            keeper = None
+            if given.checkpoint is not None or given.found is not None:
+                who = (model, session, given.checkpoint, given.found, given.callbacks)
+                keeper = Keeper(*who, run, restarts=given.max_restarts > 0)
+                run = keeper.run
             if validation is not None:
                 validation.check(job.first)
             _check_schedule(session, job, given)
@@ -69,18 +102,23 @@ def fit(model: Model, session: Session, given: FitArguments) -> History:
             }
             if given.level:
                 say_dev_run(given.notes, validation is not None)
+            if given.found is not None:
+                model.history.params["resumed"] = given.found.described
+            fit = loop.Fit(
+                job,
+                told,
+                model.history,
+                validation.run if validation is not None else None,
+                lambda: model.stop_training,
+                session.recipe.schedule,
+                given.validation_epochs.__contains__,
+                keeper,
+            )
             try:
-                loop.Fit(
-                    job,
-                    told,
-                    model.history,
-                    validation.run if validation is not None else None,
-                    lambda: model.stop_training,
-                    session.recipe.schedule,
-                    given.validation_epochs.__contains__,
-                ).run(given.first_epoch, given.last_epoch)
+                with contextlib.nullcontext() if keeper is None else keeper.listening():
+                    fit.run(given.first_epoch, given.last_epoch)
             finally:
-                model.history.params["updates_done"] = job.program.updates - first_update
+                model.history.params["updates_done"] = job.program.updates - run["first_update"]
                 model.history.params["capture_seconds"] = model.capture_seconds
                 model.history.params["jit"] = _way(session)
     return model.history
@@ -100,6 +138,20 @@ def _described(session: Session, plan: Plan, given: FitArguments) -> Dict[str, A
         "ipus": plan.ipus,
         "dropped_samples": given.source.dropped,
     }
+
+
+def _cuts(given: FitArguments) -> List[int]:
+    """An execution ends wherever the count of updates is a multiple of one of these."""
+    cuts = [callback.every_updates for callback in given.callbacks]
+    cuts += [] if given.checkpoint is None else [given.checkpoint.every_updates]
+    return [every for every in cuts if every]
+
+
+def _prefer(session: Session, given: FitArguments) -> None:
+    """What the engine measured for the run that goes on holds for the rest of it."""
+    prefer = getattr(session.engine, "prefer", None)
+    if given.found is not None and prefer is not None:
+        prefer(given.found.tree["choices"] or {})
 
 
 def _expect(job: Job, given: FitArguments) -> None:
@@ -209,6 +261,7 @@ def _callbacks(
         "verbose": given.level,
         "updates": _updates_per_epoch(job.plan, given.source),
         "samples": job.plan.samples,
+        "resumes": getattr(given, "found", None) is not None,
         "metrics": metrics,
         "directions": directions,
         "adds": sorted({name for callback in given.callbacks for name in callback.adds or ()}),

@@ -1,4 +1,4 @@
-"""For tests, ours and users': an engine that computes nothing and remembers everything."""
+"""For tests, ours and users': an engine that only remembers, and faults on demand."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
 
+from ipufit.injection import Fault, inject
 from ipufit.program import (
     Anchors,
     CombinedBatch,
@@ -18,7 +19,7 @@ from ipufit.program import (
 )
 from ipufit.recipe import outputs_wanted
 
-__all__ = ["RecordingEngine", "RecordingProgram"]
+__all__ = ["Fault", "RecordingEngine", "RecordingProgram", "inject"]
 
 
 class RecordingEngine:

@@ -194,6 +194,16 @@ class Snapshot:
             if name.rpartition(".")[2] == "_extra_state"
         }
 
+    def state_dict(self) -> Dict[str, Any]:
+        """The copies, for a checkpoint."""
+        return {"tensors": [value for _, value in self._copies], "extra": self._extra}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take other copies."""
+        pairs = zip(self._copies, state["tensors"])
+        self._copies = [(tensor, value.to(tensor.device)) for (tensor, _), value in pairs]
+        self._extra = dict(state["extra"])
+
     def restore(self) -> None:
         """Put the values back, in place: a running program works on these very tensors."""
         with torch.no_grad():

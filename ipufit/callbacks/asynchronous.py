@@ -136,6 +136,14 @@ class Asynchronous(Callback):
         """In the thread."""
         self._later("on_predict_batch_end", batch, logs)
 
+    def state_dict(self) -> Any:
+        """That of the callback, when nothing waits any more."""
+        return self._now("state_dict")
+
+    def load_state_dict(self, state: Any) -> None:
+        """For the callback."""
+        self._now("load_state_dict", state)
+
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
         """At once."""
         self._now("on_train_begin", logs)

@@ -26,9 +26,10 @@ class Callback:
         wants_outputs: of the class; whether ``model.outputs`` is filled during ``fit``.
         model: the :class:`ipufit.Model`.
         params: ``epochs``, ``updates`` (per epoch, None if unknown), ``samples``, ``verbose``,
-            ``metrics`` (the names that ``logs`` of an epoch will have, as far as they are known
-            before it), ``directions`` ("min" or "max" for each of them where that is known) and
-            ``adds`` (the names that callbacks say they add).
+            ``resumes`` (whether it goes on from a checkpoint), ``metrics`` (the names that
+            ``logs`` of an epoch will have, as far as they are known before it), ``directions``
+            ("min" or "max" for each of them where that is known) and ``adds`` (the names that
+            callbacks say they add).
         every_updates: asks that an execution ends, and so ``on_train_batch_end`` fires, after every
             that many updates, counted from the start of ``fit``. None asks for nothing.
         writes_files: whether it writes files, which a trial run leaves alone.
@@ -87,6 +88,24 @@ class Callback:
             then the value that came. If no callback says so, ``fit`` raises the error.
         """
         return False
+
+    def state_dict(self) -> Any:
+        """What a checkpoint keeps of the callback, so that a resumed ``fit`` ends like another one.
+
+        Returns:
+            Dicts, lists, tuples, strings, numbers, tensors and None; None for nothing, the default.
+        """
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from there: after ``on_train_begin`` of the ``fit`` that resumes.
+
+        In the middle of an epoch ``on_epoch_begin`` has been called again before. Not called where
+        the state is None.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has state_dict, but no load_state_dict. Write both, or neither."
+        )
 
     def close(self) -> None:
         """Let go of files and threads: last of all, also after an error in any hook; safe twice."""

@@ -92,7 +92,7 @@ def _call_all(callbacks: Sequence[Callback], hook: str, args: Sequence[Any]) -> 
             _call_all(callbacks[1:], hook, args)
 
 
-def missing(callback: Callback, name: str, known: Iterable[str]) -> ConfigurationError:
+def missing(callback: object, name: str, known: Iterable[str]) -> ConfigurationError:
     """The error for a callback that needs a value which is not there."""
     cure = "Ask for one of these, or add it to metrics."
     if name.startswith("val_") and not any(other.startswith("val_") for other in known):

@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Optional, Union
 
 from ipufit.callbacks.callback import Callback, Logs
 from ipufit.callbacks.checks import one_of
-from ipufit.callbacks.records import log_file
+from ipufit.callbacks.records import check_length, log_file
 from ipufit.errors import ConfigurationError
 
 __all__ = ["CSVLogger"]
@@ -51,14 +51,29 @@ class CSVLogger(Callback):
         self.separator = separator
         self.append = one_of(self, "append", append, (True, False))
         self._columns: List[str] = []
+        self._rows = 0
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
         """Open the table, or begin one."""
         path = log_file(self, self.filename)
         self._columns = ["epoch"]
-        rows = self._read(path) if self.append else []
+        rows = self._read(path) if self.append or self.params.get("resumes") else []
         known = [name for name in self.params.get("metrics", ()) if name not in self._columns]
         self._rewrite([*self._columns, *sorted(known)], rows)
+
+    def state_dict(self) -> Any:
+        """How many rows the table has."""
+        return {"rows": self._rows}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take out the rows that came later: they come again.
+
+        Raises:
+            ConfigurationError: there are fewer.
+        """
+        rows = self._read(self.filename)
+        check_length(self, self.filename, "rows", len(rows), state["rows"])
+        self._rewrite(self._columns, rows[: state["rows"]])
 
     def _read(self, path: str) -> List[Dict[str, Any]]:
         """The rows of the file; its columns become ours."""
@@ -78,7 +93,7 @@ class CSVLogger(Callback):
 
     def _rewrite(self, columns: List[str], rows: List[Dict[str, Any]]) -> None:
         """Put the table in place at once, so that no row can be lost."""
-        self._columns = columns
+        self._columns, self._rows = columns, len(rows)
         part = f"{self.filename}.part"
         with open(part, "w", newline="", encoding="utf-8") as file:
             writer = self._writer(file)
@@ -98,3 +113,4 @@ class CSVLogger(Callback):
             self._rewrite([*before, *new], self._read(self.filename))
         with open(self.filename, "a", newline="", encoding="utf-8") as file:
             self._writer(file).writerow(row)
+        self._rows += 1

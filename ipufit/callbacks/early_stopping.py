@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Any, Optional
 
 from ipufit.callbacks.callback import Logs
 from ipufit.callbacks.checks import finite, one_of, say, whole
@@ -73,6 +73,22 @@ class EarlyStopping(Monitor):
         """Begin anew."""
         super().on_train_begin(logs)
         self._forget()
+
+    def state_dict(self) -> Any:
+        """The best value, the patience that is left, and the best weights if they are kept."""
+        names = ("wait", "best", "best_epoch", "stopped_epoch")
+        own = {name: getattr(self, name) for name in names}
+        snapshot = None if self._snapshot is None else self._snapshot.state_dict()
+        return {**super().state_dict(), **own, "weights": snapshot}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from there."""
+        super().load_state_dict(state)
+        for name in ("wait", "best", "best_epoch", "stopped_epoch"):
+            setattr(self, name, state[name])
+        if state["weights"] is not None:
+            self._snapshot = Snapshot(self.model.module)
+            self._snapshot.load_state_dict(state["weights"])
 
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
         """Compare, remember the best weights, or ask to stop."""

@@ -7,7 +7,7 @@ from typing import Any, Mapping, Optional, Union
 
 from ipufit.callbacks.callback import Callback, Logs
 from ipufit.callbacks.checks import one_of, whole
-from ipufit.callbacks.records import as_json, log_file
+from ipufit.callbacks.records import as_json, check_length, log_file
 from ipufit.callbacks.update_count import UpdateCount
 
 __all__ = ["JSONLinesLogger"]
@@ -56,8 +56,25 @@ class JSONLinesLogger(Callback):
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
         """Open the file."""
         path = log_file(self, self.filename)
-        self._file = open(path, "a" if self.append else "w", encoding="utf-8")  # noqa: SIM115
+        goes_on = self.append or self.params.get("resumes")
+        self._file = open(path, "a" if goes_on else "w", encoding="utf-8")  # noqa: SIM115
         self._count = UpdateCount()
+
+    def state_dict(self) -> Any:
+        """How long the file is, and how many updates there were."""
+        size = os.fstat(self._file.fileno()).st_size
+        return {"size": size, "count": self._count.state_dict()}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take out the lines that came later: they come again.
+
+        Raises:
+            ConfigurationError: the file is shorter.
+        """
+        size = os.fstat(self._file.fileno()).st_size
+        check_length(self, self.filename, "bytes", size, state["size"])
+        self._file.truncate(state["size"])
+        self._count.load_state_dict(state["count"])
 
     def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:
         """Count the updates of finished epochs."""

@@ -139,6 +139,17 @@ class ModelCheckpoint(Monitor):
                 f"{error}. Choose another filepath."
             ) from error
 
+    def state_dict(self) -> Any:
+        """The best value, the files written, and how many updates there were."""
+        own = {"best": self.best, "files": list(self.files), "count": self._count.state_dict()}
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from there."""
+        super().load_state_dict(state)
+        self.best, self.files = state["best"], list(state["files"])
+        self._count.load_state_dict(state["count"])
+
     def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:
         """Count the updates of finished epochs."""
         self._count.begin_epoch(epoch)

@@ -57,6 +57,14 @@ class Monitor(Callback):
         self._was_there = False
         self._direction = self._find_direction()
 
+    def state_dict(self) -> Any:
+        """Whether the value has ever been there; a subclass has more."""
+        return {"was_there": self._was_there}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from there."""
+        self._was_there = state["was_there"]
+
     def _current(self, logs: Logs) -> Optional[float]:
         """The watched value; None in an epoch that has it not, such as one without validation.
 

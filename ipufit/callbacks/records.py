@@ -9,7 +9,7 @@ from typing import Any, Mapping, Union
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["as_json", "log_file"]
+__all__ = ["as_json", "check_length", "log_file"]
 
 
 def as_json(record: Mapping[str, Any]) -> str:
@@ -49,3 +49,17 @@ def log_file(owner: object, filename: Union[str, os.PathLike[str]]) -> str:
             "filename."
         ) from error
     return path
+
+
+def check_length(owner: object, path: str, unit: str, found: int, wanted: int) -> None:
+    """Make sure that a file still has all that was in it when a checkpoint was written.
+
+    Raises:
+        ConfigurationError: it is shorter.
+    """
+    if found < wanted:
+        raise ConfigurationError(
+            f"{type(owner).__name__} goes on with {path!r}, which had {wanted} {unit} when the "
+            f"checkpoint was written, but has {found}. Put the file back, or choose another "
+            "filename and begin anew."
+        )

@@ -74,6 +74,16 @@ class ReduceLROnPlateau(Monitor):
         super().on_train_begin(logs)
         self._forget()
 
+    def state_dict(self) -> Any:
+        """The best value, and how long it has been the best."""
+        own = {"best": self.best, "wait": self.wait, "cooling": self._cooling}
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from there."""
+        super().load_state_dict(state)
+        self.best, self.wait, self._cooling = state["best"], state["wait"], state["cooling"]
+
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Compare, and lower the rate if it is time."""
         logs = {} if logs is None else logs

@@ -70,6 +70,15 @@ class TensorBoard(Callback):
         """Count from here."""
         self._count = UpdateCount()
 
+    def state_dict(self) -> Any:
+        """How many updates there were."""
+        return {"count": self._count.state_dict(), "seen": self._updates_seen}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from there."""
+        self._count.load_state_dict(state["count"])
+        self._updates_seen = state["seen"]
+
     def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:
         """Count the updates of finished epochs."""
         self._count.begin_epoch(epoch)

@@ -82,6 +82,15 @@ class Timer(Callback):
         self._spent["validate"] = 0.0
         self._begin("train")
 
+    def state_dict(self) -> Any:
+        """The seconds spent."""
+        return {stage: self.time_elapsed(stage) for stage in ("train", "validate")}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on counting from there."""
+        for stage in ("train", "validate"):
+            self._spent[stage] = state[stage]
+
     def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
         """Is the time up?"""
         self._look()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Dict, Mapping, Optional
 
 __all__ = ["UpdateCount"]
 
@@ -17,6 +17,14 @@ class UpdateCount:
 
     def __init__(self) -> None:
         self.epoch = self.done = self._before = 0
+
+    def state_dict(self) -> Dict[str, int]:
+        """Where it stands."""
+        return {"epoch": self.epoch, "done": self.done, "before": self._before}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from there."""
+        self.epoch, self.done, self._before = state["epoch"], state["done"], state["before"]
 
     def begin_epoch(self, epoch: int) -> None:
         """What has been done belongs to earlier epochs."""

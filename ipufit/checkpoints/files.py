@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ipufit.checkpoints.tensors import apart
 from ipufit.checkpoints.unfit import UnfitError, reason_of
+from ipufit.injection import check_disk
 
 __all__ = ["Files"]
 
@@ -40,6 +41,7 @@ class Files:
 
     def write(self, path: str, data: bytes) -> None:
         """Write a new file, to the disk itself."""
+        check_disk(path)
         with open(path, "xb") as file:
             file.write(data)
             file.flush()

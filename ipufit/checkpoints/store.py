@@ -122,6 +122,44 @@ class Store:
         self._files.write(os.path.join(hidden, MANIFEST), write_manifest(entries))
         self._files.sync_folder(hidden)
 
+    def prepare(self) -> None:
+        """Make the folder, so that one that can't be is known before any work.
+
+        Raises:
+            CheckpointError: it can't be made, or nothing can be written into it.
+        """
+        try:
+            self._make_folder(self.folder)
+            part = os.path.join(self.folder, part_of(name_of(0)))
+            self._files.make_folder(part)
+            self._files.remove_tree(part)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoints need a folder that can be written to, but {self.folder!r} can't: "
+                f"{reason_of(error)}. Choose another folder."
+            ) from error
+
+    def set_aside(self, name: str) -> str:
+        """Give a checkpoint that can't be read a name under which no run looks for it.
+
+        Returns:
+            The path that it has then.
+
+        Raises:
+            CheckpointError: it can't be renamed.
+        """
+        aside = os.path.join(self.folder, f"damaged-{name}")
+        try:
+            self._files.rename(self._path(name), aside)
+            self._files.sync_folder(self.folder)
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint {name!r} in {self.folder!r} can't be read, and must be set aside "
+                f"for the run to go on, but can't: {reason_of(error)}. Move its folder away "
+                "yourself."
+            ) from error
+        return aside
+
     def names(self) -> List[str]:
         """The checkpoints that are there, damaged ones too, oldest first.
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
-from typing import Any, Callable, Generator, Iterator, Optional, Sequence
+from typing import Any, Callable, Generator, Iterator, NamedTuple, Optional, Sequence
 
 from ipufit.data.batches import Unpacker, executions
 from ipufit.data.prefetch import prefetched
@@ -14,8 +15,9 @@ from ipufit.data.rows import Horizon, Picked, batch_count
 from ipufit.data.source import Source
 from ipufit.data.weights import refuse_zero_update
 from ipufit.errors import DataError
+from ipufit.keeping import generators_kept
 from ipufit.plan import Plan
-from ipufit.program import CombinedBatch, MicroBatch, Mode
+from ipufit.program import CombinedBatch, MicroBatch, Mode, Place
 from ipufit.randomness import DataStream, stream_key
 
 __all__ = ["Feed"]
@@ -23,6 +25,18 @@ __all__ = ["Feed"]
 _NO_BATCH = object()
 
 Stage = Callable[[CombinedBatch], CombinedBatch]
+
+
+class _Sought(NamedTuple):
+    """Where an epoch begins.
+
+    Attributes:
+        place: of the data.
+        updates: of the epoch that are done.
+    """
+
+    place: Place
+    updates: int
 
 
 class Feed:
@@ -62,38 +76,81 @@ class Feed:
         self._open: Optional[Generator[Any, None, None]] = None
         self._ahead: Optional[Iterator[Any]] = None
         self._ahead_epoch = -1
+        self._place = Place(0, 0)
+        self._sought: Optional[_Sought] = None
 
     def _start(self, epoch: int, plan: Plan) -> Iterator[Any]:
         """The raw batches of an epoch: a pass over the source, or the next part of many passes."""
+        sought, self._sought = self._sought, None
+        skip = done = 0
+        if sought is not None:
+            skip, done = self._source.go_to(sought.place)
         if self._mode is Mode.TRAIN and plan.fixed_updates is not None:
             count = plan.fixed_updates * plan.micro_batches_per_update
             if self._open is None:
-                self._open = self._passes(epoch, epoch * count)
-            return _first(self._open, count)
+                number = epoch if sought is None else sought.place.number
+                if sought is None and self._source.micro_batches:
+                    number, skip = divmod(epoch * count, self._source.micro_batches)
+                self._open = self._passes(number, skip, done)
+            left = plan.fixed_updates - (0 if sought is None else sought.updates)
+            return _first(self._open, left * plan.micro_batches_per_update)
         self._close_open()
-        self._open = self._pass(epoch)
+        self._open = self._pass(epoch, skip, done)
         return self._open
 
-    def _pass(self, number: int) -> Generator[Any, None, None]:
+    def _pass(self, number: int, skip: int, done: int) -> Generator[Any, None, None]:
+        """One pass over the source.
+
+        Args:
+            number: of the pass.
+            skip: batches at its beginning that are read, but not wanted.
+            done: batches that the source itself leaves out.
+        """
         stream = DataStream(self._seed, self._domain, number)
         key = stream_key(self._seed, self._domain, "order", number)
-        yield from self._source.epoch(stream, key, self._horizon)
-
-    def _passes(self, epoch: int, position: int) -> Generator[Any, None, None]:
-        """Pass after pass, from the batch that earlier epochs would have ended before."""
-        number, skip = epoch, 0
-        if self._source.micro_batches:
-            number, skip = divmod(position, self._source.micro_batches)
-        while True:
-            count = 0
-            for raw in self._pass(number):
-                for each in raw.apart() if isinstance(raw, Picked) and count < skip else [raw]:
-                    if count >= skip:
+        read, generators = done, self._source.generator_states()
+        self._place = Place(number, read, generators)
+        with contextlib.ExitStack() as skipping:
+            if skip:
+                # What is read once more draws once more.
+                skipping.enter_context(generators_kept())
+            for raw in self._source.epoch(stream, key, self._horizon):
+                for each in raw.apart() if isinstance(raw, Picked) and read < skip else [raw]:
+                    read += batch_count(each)
+                    self._place = Place(number, read, generators)
+                    if read > skip:
                         yield each
-                    count += batch_count(each)
-            if not count:
+                    elif read == skip:
+                        skipping.close()
+
+    def _passes(self, number: int, skip: int, done: int) -> Generator[Any, None, None]:
+        """Pass after pass, from one of its batches on."""
+        while True:
+            yield from self._pass(number, skip, done)
+            if not self._place.batches:
                 return
-            number, skip = number + 1, 0
+            number, skip, done = number + 1, 0, 0
+
+    def seek(self, place: Place, updates: int, fed: int) -> None:
+        """Let the next epoch to be read begin in its middle, as another run has left it.
+
+        Args:
+            place: of the last execution that was done.
+            updates: of that epoch that are done.
+            fed: updates of the whole run that are done.
+        """
+        self.close()
+        self._sought = _Sought(place, updates)
+        self._updates = fed
+
+    def after(self, epoch: int, last: Optional[Place]) -> Optional[Place]:
+        """Where the data stands after an epoch whose last execution left it there."""
+        if self._ahead is not None:
+            # Its first batch was looked at.
+            return dataclasses.replace(self._place, batches=self._place.batches - 1)
+        if self._open is not None:
+            return last  # a pass that the next epoch goes on with
+        return Place(epoch + 1, 0, self._source.generator_states())
 
     def peek(self, epoch: int, plan: Plan) -> MicroBatch:
         """The first micro-batch of an epoch, which starts here and goes on where it is read next.
@@ -138,12 +195,12 @@ class Feed:
         self, epoch: int, plan: Plan, stage: Optional[Stage]
     ) -> Generator[CombinedBatch, None, None]:
         batches, self._ahead = self._ahead, None
+        done = 0 if self._sought is None else self._sought.updates
         if batches is None or self._ahead_epoch != epoch:
             batches = self._start(epoch, plan)
         check = None
         if self._mode is Mode.TRAIN:
             check = functools.partial(refuse_zero_update, role=self._source.role)
-        done = 0
 
         def coming() -> int:
             return self._until_cut(plan, done)
@@ -158,9 +215,11 @@ class Feed:
                 coming,
                 self._horizon,
             ):
-                updates = -(-len(batch.micro_batches) // plan.micro_batches_per_update)
+                updates = plan.updates_in(len(batch.micro_batches))
                 done += updates
                 self._updates += updates
+                place = dataclasses.replace(self._place, own=self._source.own_place())
+                batch = dataclasses.replace(batch, place=place)
                 yield batch if stage is None else stage(batch)
         finally:
             if self._mode is not Mode.TRAIN or plan.fixed_updates is None:

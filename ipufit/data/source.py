@@ -6,9 +6,10 @@ import contextlib
 import copy
 import itertools
 import weakref
-from typing import Any, Callable, ContextManager, Iterable, Iterator, List, Optional
+from typing import Any, Callable, ContextManager, Iterable, Iterator, List, Optional, Tuple
 
 import torch
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -34,6 +35,7 @@ from ipufit.data.reading import ends_in_a_sample, unreadable
 from ipufit.data.rows import Horizon, batch_count, is_in_memory
 from ipufit.data.weights import ClassWeights
 from ipufit.errors import DataError
+from ipufit.program import Place
 from ipufit.randomness import DataStream
 
 __all__ = ["Source"]
@@ -155,6 +157,57 @@ class Source:
         """Whether batches are rows of what is in the host's memory already."""
         rows = held_rows(self.loader)
         return rows is not None and all(map(is_in_memory, rows.leaves()))
+
+    def own_place(self) -> Any:
+        """Where the data says it stands, by torchdata's convention; None if it says nothing."""
+        stateful = self._stateful
+        return None if stateful is None else stateful.state_dict()
+
+    @property
+    def _stateful(self) -> Any:
+        """What has ``state_dict`` and ``load_state_dict``: the loader, or a stream read here."""
+        loader: Any = self.loader
+        found = [loader]
+        if reads_as_torch(loader) and not loader.num_workers:
+            found += [loader.dataset] if isinstance(loader.dataset, IterableDataset) else []
+        for each in found:
+            if all(callable(getattr(each, n, None)) for n in ("state_dict", "load_state_dict")):
+                return each
+        return None
+
+    def generator_states(self) -> List[Tensor]:
+        """Of the user's generators that a loader of torch's draws from."""
+        return [generator.get_state() for generator in self._generators()]
+
+    def _generators(self) -> List[torch.Generator]:
+        loader: Any = self.loader
+        if not reads_as_torch(loader):
+            return []
+        samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+        found = [loader.generator, *(getattr(sampler, "generator", None) for sampler in samplers)]
+        kept = {id(each): each for each in found if isinstance(each, torch.Generator)}
+        return list(kept.values())
+
+    def go_to(self, place: Place) -> Tuple[int, int]:
+        """Let the next pass be the one that a run was in.
+
+        Returns:
+            How many of its batches come that are done, and how many do not come any more.
+
+        Raises:
+            DataError: the data is not what it was.
+        """
+        if place.own is not None:
+            if self._stateful is None:
+                raise DataError(
+                    f"{self.role} went on from a state of its own when the checkpoint was written, "
+                    "but has no load_state_dict now. Pass the same kind of data."
+                )
+            self._stateful.load_state_dict(place.own)
+            return 0, place.batches
+        for generator, state in zip(self._generators(), place.generators):
+            generator.set_state(state)
+        return place.batches, 0
 
     def epoch(
         self, stream: DataStream, key: int = 0, horizon: Optional[Horizon] = None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ipufit.errors import MetricError
+from ipufit.metrics.stored import restore, stored
 from ipufit.metrics.sums import Part, shapes
 from ipufit.outputs import Key, pick
 from ipufit.sample_weights import as_weights
@@ -50,6 +51,18 @@ class Metric(Protocol):
 
     def compute(self) -> Dict[str, float]:
         """The values so far; nan before the first micro-batch."""
+        ...
+
+    def state_dict(self) -> Any:
+        """What it has seen, for a checkpoint.
+
+        Raises:
+            MetricError: it can't say.
+        """
+        ...
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from there."""
         ...
 
     def higher_is_better(self) -> Dict[str, Optional[bool]]:
@@ -104,6 +117,14 @@ class Mean:
         """Forget everything seen."""
         self._total = 0.0
         self._count = 0.0
+
+    def state_dict(self) -> Any:
+        """Sum and count."""
+        return {"total": self._total, "count": self._count}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from there."""
+        self._total, self._count = state["total"], state["count"]
 
     @torch.no_grad()
     def update(self, prediction: Any, target: Any, size: int, weight: Any) -> None:
@@ -172,6 +193,19 @@ class Object:
         self._metric.reset()
         self._seen = False
 
+    def state_dict(self) -> Any:
+        """That of the object.
+
+        Raises:
+            MetricError: nobody knows where it keeps it.
+        """
+        return {"seen": self._seen, "metric": stored(self._metric, self.name)}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from there."""
+        self._seen = state["seen"]
+        restore(self._metric, state["metric"])
+
     @torch.no_grad()
     def update(self, prediction: Any, target: Any, size: int, weight: Any) -> None:
         """Add one micro-batch."""
@@ -229,6 +263,14 @@ class Prefixed:
     def reset(self) -> None:
         """Forget everything seen."""
         self._inner.reset()
+
+    def state_dict(self) -> Any:
+        """That of the metric itself."""
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from there."""
+        self._inner.load_state_dict(state)
 
     def update(self, prediction: Any, target: Any, size: int, weight: Any) -> None:
         """Add one micro-batch."""

@@ -127,6 +127,19 @@ class MetricSet:
                 values[name] = value
         return values
 
+    def state_dict(self) -> List[Any]:
+        """What every metric has seen.
+
+        Raises:
+            MetricError: one can't say.
+        """
+        return [metric.state_dict() for metric in self._metrics]
+
+    def load_state_dict(self, state: Sequence[Any]) -> None:
+        """Go on from there."""
+        for metric, own in zip(self._metrics, state):
+            metric.load_state_dict(own)
+
     def probe(self, prediction: Any, target: Any, size: int, sample_weight: Any = None) -> None:
         """Find out, before any training, whether the metrics can take such tensors.
 

@@ -18,6 +18,7 @@ from ipufit.engines.embedded.fingerprint import fingerprint
 from ipufit.engines.embedded.hints import said_of
 from ipufit.engines.embedded.inference import InferenceProgram
 from ipufit.engines.embedded.liveness import peak_bytes
+from ipufit.engines.embedded.lowering import timing
 from ipufit.engines.embedded.lowering.asked import check_cudagraph
 from ipufit.engines.embedded.lowering.choosing import Lowered, lower
 from ipufit.engines.embedded.lowering.cuda_graphs import GraphMaker
@@ -158,6 +159,14 @@ class EmbeddedEngine:
             check_cudagraph(module)
         if recipe.jit == INDUCTOR:
             refuse_missing()
+
+    def choices(self) -> Dict[str, str]:
+        """What was measured to be the fastest, for a checkpoint."""
+        return timing.known()
+
+    def prefer(self, choices: Mapping[str, str]) -> None:
+        """Choose the same."""
+        timing.prefer(choices)
 
     def computes_on_host(self, module: nn.Module) -> bool:
         """Whether programs of the module run on this computer's own cores."""

@@ -283,7 +283,13 @@ class TrainingProgram(BaseProgram):
             self._let_go()
 
     def read_state(self) -> TrainState:
-        """Copies of everything that training has changed."""
+        """Copies of everything that training has changed, whichever weights are in the module."""
+        if self._live.averages is not None and self._live.averages.swapped:
+            self.swap_averages()
+            try:
+                return self.read_state()
+            finally:
+                self.swap_averages()
         self.publish()
         weights = on_host(self._parameters)
         buffers = [on_host(own) for own in self._live.replicas]

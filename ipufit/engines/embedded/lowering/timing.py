@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from typing import Callable, Dict, List, Mapping, Sequence, Tuple
 
 import torch
 
-__all__ = ["fastest", "seconds_of"]
+__all__ = ["fastest", "known", "prefer", "seconds_of"]
 
 # A way is taken instead of torch's own only if it needs less than this share of its time.
 _WORTH = 0.9
@@ -19,7 +20,7 @@ _ENOUGH = 0.05
 
 Ways = Mapping[str, Callable[[], object]]
 
-_known: Dict[Tuple[object, ...], str] = {}
+_known: Dict[str, str] = {}
 
 
 def fastest(key: Tuple[object, ...], make: Callable[[], Ways]) -> str:
@@ -31,11 +32,22 @@ def fastest(key: Tuple[object, ...], make: Callable[[], Ways]) -> str:
         key: what the time depends on, besides the number of threads.
         make: makes the ways, each of which computes the same.
     """
-    key = (*key, torch.get_num_threads())
-    if key not in _known:
+    text = repr((*key, torch.get_num_threads()))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    if digest not in _known:
         with torch.no_grad():
-            _known[key] = _fastest(make())
-    return _known[key]
+            _known[digest] = _fastest(make())
+    return _known[digest]
+
+
+def known() -> Dict[str, str]:
+    """What was found so far in this process, by digests of what it depends on."""
+    return dict(_known)
+
+
+def prefer(found: Mapping[str, str]) -> None:
+    """Let what another process has found hold here."""
+    _known.update(found)
 
 
 def _fastest(ways: Ways) -> str:

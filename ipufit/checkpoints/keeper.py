@@ -1,0 +1,242 @@
+"""When a running ``fit`` writes a checkpoint, and how one goes on from it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any, Iterator, List, Mapping, Optional, Sequence
+
+from ipufit.callbacks import Callback
+from ipufit.callbacks.callback_list import missing
+from ipufit.checkpoints.names import name_of
+from ipufit.checkpoints.settings import Checkpoint
+from ipufit.checkpoints.signals import Signals
+from ipufit.checkpoints.store import Store
+from ipufit.checkpoints.training import Found, document_of, parts_of, restore, tree_of
+from ipufit.direction import direction_of
+from ipufit.errors import CheckpointError, ConfigurationError
+
+if TYPE_CHECKING:
+    from ipufit.loop import Fit
+    from ipufit.model import Model
+    from ipufit.session import Session
+
+__all__ = ["Keeper", "find"]
+
+
+def find(checkpoint: Optional[Checkpoint], resume: Optional[str]) -> Optional[Found]:
+    """The checkpoint that ``fit`` goes on from; None to begin.
+
+    Raises:
+        CheckpointError: it can't be read.
+        ConfigurationError: there are checkpoints of an earlier run, and nobody said to resume.
+    """
+    store = None if checkpoint is None else Store(checkpoint.folder)
+    names = [] if store is None else store.names()
+    if resume is None:
+        if names:
+            assert checkpoint is not None
+            raise ConfigurationError(
+                f"checkpoint must be a folder without checkpoints when fit begins anew, but "
+                f"{checkpoint.folder!r} has {len(names)}, the latest of them {names[-1]!r}. Pass "
+                "resume='auto' to go on from there, or another folder."
+            )
+        return None
+    if resume != "auto":
+        folder, name = os.path.split(os.path.abspath(resume))
+        later = names[names.index(name) + 1 :] if _is_in(store, folder) and name in names else []
+        if later:
+            raise ConfigurationError(
+                f"resume goes on from {name!r}, but checkpoint={folder!r} has later ones, such as "
+                f"{later[-1]!r}, which the run would write again. Pass another folder as "
+                "checkpoint, or move the later ones away."
+            )
+        return Found.of(Store(folder), name)
+    assert store is not None
+    newest, faults = store.newest_readable()
+    for fault in faults:
+        warnings.warn(fault, UserWarning, stacklevel=5)
+    if newest is None:
+        if faults:
+            raise CheckpointError(
+                f"resume='auto' needs a checkpoint that can be read, but of {len(names)} in "
+                f"{store.folder!r} none can. Pass another folder to begin anew."
+            )
+        return None
+    for damaged in names[names.index(newest) + 1 :]:
+        store.set_aside(damaged)
+    return Found.of(store, newest)
+
+
+def _is_in(store: Optional[Store], folder: str) -> bool:
+    return store is not None and os.path.abspath(store.folder) == folder
+
+
+@dataclasses.dataclass
+class _Best:
+    """Which checkpoint is the best so far."""
+
+    name: Optional[str] = None
+    value: Optional[float] = None
+
+
+class Keeper:
+    """Writes the checkpoints of one ``fit``.
+
+    Args:
+        model: that is trained.
+        session: of the model.
+        settings: where and when to write; None writes nothing.
+        found: what ``fit`` goes on from, or None.
+        callbacks: the user's.
+        run: what belongs to the run as a whole; it comes back from a checkpoint.
+        restarts: whether there must be a checkpoint from the start.
+
+    Attributes:
+        found: as given.
+        run: of the whole run, once it has begun.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        session: Session,
+        settings: Optional[Checkpoint],
+        found: Optional[Found],
+        callbacks: Sequence[Callback],
+        run: Mapping[str, Any],
+        restarts: bool = False,
+    ) -> None:
+        self._restarts = restarts
+        self._model = model
+        self._session = session
+        self._settings = settings
+        self._store = None if settings is None else Store(settings.folder)
+        self.found = found
+        self._callbacks = list(callbacks)
+        self.run = dict(run)
+        self._best = _Best()
+        self._signals = Signals()
+        self._direction: Optional[str] = None
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within the block SIGINT and SIGTERM wait for the checkpoint."""
+        if self._settings is None:
+            yield
+            return
+        with self._signals.heard():
+            yield
+
+    def begin(self, fit: Fit) -> None:
+        """Find out, before any work, whether everything can be written down; go on if asked to.
+
+        Raises:
+            CheckpointError: something holds what no checkpoint can hold, or ``found`` is of
+                another run.
+        """
+        if self._settings is not None:
+            assert self._store is not None
+            self._find_direction(fit)
+            self._store.prepare()
+            document_of(tree_of(fit, self._callbacks))
+        if self.found is None:
+            if self._restarts:
+                self._write(fit, self.run["first_epoch"] - 1, in_epoch=False)
+            return
+        if self.found.in_epoch:
+            fit.callbacks.call("on_epoch_begin", self.found.epoch, {})
+        restore(self.found, fit, self._session, self._callbacks)
+        self.run.update(self.found.run)
+        best = self.found.best
+        self._best = _Best(best["name"], best["value"])
+        self._model.stop_training = False
+
+    def _find_direction(self, fit: Fit) -> None:
+        settings = self._settings
+        assert settings is not None
+        if settings.monitor is None:
+            return
+        known = fit.callbacks.params["metrics"]
+        if settings.monitor not in known:
+            raise missing(settings, settings.monitor, known)
+        found = direction_of(settings.monitor, fit.callbacks.params["directions"], guess=False)
+        self._direction = found if settings.mode == "auto" else settings.mode
+        if self._direction is None:
+            raise ConfigurationError(
+                f"Checkpoint must know whether {settings.monitor!r} is better when it is small or "
+                "when it is large, but nothing says so. Pass mode='min' or mode='max'."
+            )
+
+    def end_execution(self, fit: Fit, epoch: int) -> None:
+        """Write in the middle of an epoch, if it is time or the process is to end.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: the process is to end.
+        """
+        settings = self._settings
+        if settings is None or fit.ending():
+            return
+        every = settings.every_updates
+        done = fit.job.program.updates - self.run["first_update"]
+        if self._signals.came is not None or (every is not None and not done % every):
+            self._write(fit, epoch, in_epoch=True)
+            self._end_if_asked(fit, epoch)
+
+    def end_epoch(self, fit: Fit, epoch: int, logs: Mapping[str, float]) -> None:
+        """Write after an epoch, its validation and its callbacks.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: the process is to end.
+        """
+        settings = self._settings
+        if settings is None:
+            return
+        name = self._name(fit, in_epoch=False)
+        value = None if settings.monitor is None else logs.get(settings.monitor)
+        if value is not None and self._is_better(float(value)):
+            self._best = _Best(name, float(value))
+        self._write(fit, epoch, in_epoch=False)
+        self._end_if_asked(fit, epoch)
+
+    def _is_better(self, value: float) -> bool:
+        best = self._best.value
+        if value != value:
+            return False
+        return best is None or (value < best if self._direction == "min" else value > best)
+
+    def _name(self, fit: Fit, in_epoch: bool) -> str:
+        done = fit.job.program.updates - self.run["first_update"]
+        return name_of(done) + ("" if in_epoch else "-epoch")
+
+    def _write(self, fit: Fit, epoch: int, in_epoch: bool) -> None:
+        assert self._store is not None
+        assert self._settings is not None
+        name = self._name(fit, in_epoch)
+        best = dataclasses.asdict(self._best)
+        about = {
+            "epoch": epoch,
+            "in_epoch": in_epoch,
+            "stopped": fit.ending(),
+            "run": self.run,
+            "best": best,
+        }
+        document, tensors = parts_of(fit, self._session, self._callbacks, about)
+        self._store.write(name, document, tensors)
+        also: List[str] = [] if self._best.name is None else [self._best.name]
+        self._store.rotate(self._settings.keep, also)
+
+    def _end_if_asked(self, fit: Fit, epoch: int) -> None:
+        if self._signals.came is None:
+            return
+        assert self._settings is not None
+        done = fit.job.program.updates - self.run["first_update"]
+        said = (
+            f"{self._signals.came.name}: fit ends after update {done}, in epoch {epoch}, which is "
+            f"written down in {self._settings.folder!r}. Call it again with resume='auto' to go on."
+        )
+        print(f"ipufit: {said}", file=sys.stderr)
+        self._signals.end(said)

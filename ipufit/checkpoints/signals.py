@@ -1,0 +1,66 @@
+"""SIGINT and SIGTERM let an execution end, and a checkpoint be written, before the process does."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from types import FrameType
+from typing import Dict, Iterator, Optional
+
+__all__ = ["Signals"]
+
+
+class Signals:
+    """Listens while a ``fit`` runs; a second signal ends it at once, by KeyboardInterrupt.
+
+    A handler of the user's own stays in place, and so it does outside the main thread, where
+    Python delivers no signal.
+
+    Attributes:
+        came: the signal that came, or None.
+    """
+
+    def __init__(self) -> None:
+        self.came: Optional[signal.Signals] = None
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Within the block a signal is noted."""
+        before: Dict[signal.Signals, object] = {}
+        if threading.current_thread() is threading.main_thread():
+            usual = {
+                signal.SIGINT: signal.default_int_handler,
+                signal.SIGTERM: signal.SIG_DFL,
+            }
+            before = {
+                number: handler
+                for number, handler in usual.items()
+                if signal.getsignal(number) is handler or signal.getsignal(number) == handler
+            }
+        for number in before:
+            signal.signal(number, self._note)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int, frame: Optional[FrameType]) -> None:
+        if self.came is not None:
+            raise KeyboardInterrupt
+        self.came = signal.Signals(number)
+
+    def end(self, saved: str) -> None:
+        """Leave as the signal wants it, if one came.
+
+        Raises:
+            KeyboardInterrupt: after SIGINT.
+            SystemExit: after SIGTERM, with the exit code of a process that it has ended.
+        """
+        if self.came is None:
+            return
+        text = f"{self.came.name}: {saved}"
+        if self.came is signal.SIGINT:
+            raise KeyboardInterrupt(text)
+        raise SystemExit(128 + int(self.came))

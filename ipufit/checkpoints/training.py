@@ -1,0 +1,300 @@
+"""What a checkpoint of a training run holds, and how a new ``fit`` takes it over."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+import ipufit
+from ipufit.callbacks import Callback
+from ipufit.checkpoints.chance import generators, set_generators
+from ipufit.checkpoints.encoding import decode, encode
+from ipufit.checkpoints.store import Store
+from ipufit.checkpoints.weights_apart import differences, joined, split
+from ipufit.errors import CheckpointError, ConfigurationError
+from ipufit.program import Place, TrainState
+
+if TYPE_CHECKING:
+    from ipufit.loop import Fit
+    from ipufit.session import Session
+
+__all__ = ["Found", "document_of", "parts_of", "restore", "tree_of"]
+
+_KIND = "training"
+_PARTS = (
+    *("meter", "history", "callbacks", "random", "optimizer", "averages", "others"),
+    *("replicas", "loss_scale", "schedule", "place", "choices"),
+)
+_SHOWN = 8
+
+Groups = Dict[str, Dict[str, Tensor]]
+
+
+def document_of(tree: Any) -> Tuple[Any, Dict[str, Tensor]]:
+    """A tree as JSON and tensors.
+
+    Raises:
+        CheckpointError: something in it is neither.
+    """
+    return encode(tree)
+
+
+def tree_of(fit: Fit, callbacks: Sequence[Callback]) -> Dict[str, Any]:
+    """All that is not of the program: where meter, history and callbacks stand."""
+    return {
+        "meter": fit.job.meter.state_dict(),
+        "history": fit.history.state_dict(),
+        "callbacks": [[type(each).__name__, each.state_dict()] for each in callbacks],
+        "random": generators(),
+    }
+
+
+def parts_of(
+    fit: Fit, session: Session, callbacks: Sequence[Callback], about: Mapping[str, Any]
+) -> Tuple[Dict[str, Any], Groups]:
+    """The document and the tensors of a checkpoint."""
+    state = fit.job.program.read_state()
+    weights, others = split(session.module, state)
+    place = fit.place if about["in_epoch"] else fit.job.feed.after(about["epoch"], fit.place)
+    choices = getattr(session.engine, "choices", None)
+    tree = {
+        **tree_of(fit, callbacks),
+        "optimizer": state.optimizer,
+        "averages": state.averages,
+        "others": others,
+        "replicas": state.buffers[1:],
+        "loss_scale": state.loss_scale,
+        "schedule": state.schedule,
+        "place": None if place is None else dataclasses.asdict(place),
+        "choices": None if choices is None else choices(),
+    }
+    content, tensors = document_of(tree)
+    plan = fit.job.plan
+    document = {
+        "kind": _KIND,
+        "ipufit": ipufit.__version__,
+        "torch": torch.__version__,
+        "engine": session.engine.name,
+        "optimizer": type(session.optimizer).__name__,
+        "module": type(session.module).__name__,
+        "seed": state.seed,
+        "updates": state.updates,
+        "update_size": plan.update_size,
+        "micro_batch_size": plan.micro_batch_size,
+        "replicas": plan.replicas,
+        "samples": plan.samples,
+        "content": content,
+        **about,
+    }
+    return document, {"weights": weights, "state": tensors}
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A checkpoint that was read.
+
+    Attributes:
+        name: of the checkpoint.
+        document: what is JSON in it.
+        weights: by the module's names.
+        tree: all else.
+    """
+
+    name: str
+    document: Mapping[str, Any]
+    weights: Mapping[str, Tensor]
+    tree: Mapping[str, Any]
+
+    @staticmethod
+    def of(store: Store, name: str) -> Found:
+        """Read one.
+
+        Raises:
+            CheckpointError: it can't be read, or is no checkpoint of a training run.
+        """
+        contents = store.read(name)
+        document = contents.document
+        try:
+            if document["kind"] != _KIND:
+                raise ValueError(f"its kind is {document['kind']!r}")
+            # In memory of their own: what was read is mapped from files that will be removed.
+            tensors = {name: each.clone() for name, each in contents.tensors["state"].items()}
+            tree = decode(document["content"], tensors)
+            return _checked(Found(name, document, contents.tensors["weights"], tree))
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"{name!r} in {store.folder!r} must be a checkpoint of a training run, but it is "
+                f"none ({type(error).__name__}: {error}). Pass a folder that fit(checkpoint=) has "
+                "written."
+            ) from error
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next update belongs to, or would."""
+        epoch: int = self.document["epoch"]
+        return epoch if self.in_epoch else epoch + 1
+
+    @property
+    def in_epoch(self) -> bool:
+        """Whether the epoch has begun."""
+        return bool(self.document["in_epoch"])
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run was stopped by a callback, and so has nothing to go on with."""
+        return bool(self.document["stopped"])
+
+    @property
+    def seed(self) -> int:
+        """Of the run."""
+        seed: int = self.document["seed"]
+        return seed
+
+    @property
+    def run(self) -> Mapping[str, Any]:
+        """What belongs to the run as a whole."""
+        run: Mapping[str, Any] = self.document["run"]
+        return run
+
+    @property
+    def best(self) -> Mapping[str, Any]:
+        """Name and value of the best checkpoint so far."""
+        best: Mapping[str, Any] = self.document["best"]
+        return best
+
+    @property
+    def described(self) -> Dict[str, Any]:
+        """What History says of a run that goes on from here."""
+        place = self.tree["place"]
+        data = "read again up to there" if self.in_epoch else "from the start of an epoch"
+        if place is not None and place["own"] is not None:
+            data = "by its own state"
+        return {"checkpoint": self.name, "update": self.done, "epoch": self.epoch, "data": data}
+
+    @property
+    def done(self) -> int:
+        """Updates of the run."""
+        done: int = self.document["updates"] - self.run["first_update"]
+        return done
+
+
+def _checked(found: Found) -> Found:
+    """The same, if everything that is asked of it has the right form.
+
+    Raises:
+        ValueError, TypeError, KeyError: something has not.
+    """
+    document, tree = found.document, found.tree
+    whole = ("epoch", "seed", "updates", "update_size", "micro_batch_size", "replicas")
+    for name in whole:
+        # Before the first epoch there is none.
+        least = -1 if name == "epoch" else 0
+        if type(document[name]) is not int or document[name] < least:
+            raise ValueError(f"{name} is {document[name]!r}")
+    for name in ("in_epoch", "stopped"):
+        if type(document[name]) is not bool:
+            raise ValueError(f"{name} is {document[name]!r}")
+    if type(found.run["first_update"]) is not int or type(found.run["first_epoch"]) is not int:
+        raise ValueError("the run has no beginning")
+    best = found.best
+    if not isinstance(best["name"], (str, type(None))) or type(best["value"]) not in (
+        float,
+        type(None),
+    ):
+        raise ValueError(f"its best is {best!r}")
+    for name in _PARTS:
+        tree[name]
+    return found
+
+
+def check_fits(found: Found, fit: Fit, session: Session, callbacks: Sequence[Callback]) -> None:
+    """Refuse a checkpoint of something else.
+
+    Raises:
+        CheckpointError: with all that differs.
+    """
+    job, document = fit.job, found.document
+    state = job.program.read_state()
+    weights, others = split(session.module, state)
+    faults = differences(weights, found.weights)
+    faults += differences(others, found.tree["others"])
+    pairs: List[Tuple[str, Any, Any]] = [
+        ("optimizer", document["optimizer"], type(session.optimizer).__name__),
+        ("samples of an update", document["update_size"], job.plan.update_size),
+        ("batch_size", document["micro_batch_size"], job.plan.micro_batch_size),
+        ("samples of the training data", document["samples"], job.plan.samples),
+        (
+            "callbacks",
+            [name for name, _ in found.tree["callbacks"]],
+            [type(each).__name__ for each in callbacks],
+        ),
+    ]
+    faults += [
+        f"{what}: {stored!r} in the checkpoint, {own!r} now"
+        for what, stored, own in pairs
+        if stored != own
+    ]
+    if faults:
+        more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
+        lines = "\n".join(f"  {line}" for line in [*faults[:_SHOWN], *more])
+        raise CheckpointError(
+            f"the checkpoint {found.name!r} must be of the run that goes on, but they differ:\n"
+            f"{lines}\nPass the same model, data and arguments, or another folder to begin anew."
+        )
+
+
+def restore(found: Found, fit: Fit, session: Session, callbacks: Sequence[Callback]) -> None:
+    """Bring everything to where it stood.
+
+    Raises:
+        CheckpointError: the checkpoint is of something else; nothing has changed.
+    """
+    check_fits(found, fit, session, callbacks)
+    tree, job = found.tree, fit.job
+    try:
+        _restore_program(found, fit, session)
+        fit.history.load_state_dict(tree["history"])
+        for callback, (_, state) in zip(callbacks, tree["callbacks"]):
+            if state is not None:
+                callback.load_state_dict(state)
+        if found.in_epoch:
+            job.meter.load_state_dict(tree["meter"])
+        if tree["place"] is not None:
+            fit.place = Place(**tree["place"])
+            job.feed.seek(fit.place, job.meter.updates, found.done)
+    except (CheckpointError, ConfigurationError):
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint {found.name!r} has parts that can't be taken over "
+            f"({type(error).__name__}: {error}). Go on from another one."
+        ) from error
+    set_generators(tree["random"])
+
+
+def _restore_program(found: Found, fit: Fit, session: Session) -> None:
+    tree = found.tree
+    known = joined(session.module, found.weights, tree["others"])
+    own = fit.job.program.read_state()
+    scale = tree["loss_scale"]
+    extra = {name: value for name, value in found.weights.items() if "_extra_state" in name}
+    if extra:
+        session.module.load_state_dict(extra, strict=False)
+    first = {name: known[name] for name in own.buffers[0]}
+    fit.job.program.write_state(
+        TrainState(
+            {name: known[name] for name in own.weights},
+            [first, *tree["replicas"]],
+            tree["optimizer"],
+            found.seed,
+            found.document["updates"],
+            tree["averages"],
+            None if scale is None else (scale[0], scale[1]),
+            tree["schedule"],
+        )
+    )

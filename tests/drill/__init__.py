@@ -1,0 +1,1 @@
+"""Training processes that are killed at random moments, and go on."""

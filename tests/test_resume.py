@@ -1,0 +1,280 @@
+"""A run that was interrupted and goes on ends with the bits of one that was not."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import ipufit
+from ipufit.callbacks import (
+    Callback,
+    EarlyStopping,
+    ReduceLROnPlateau,
+    SwapEMAWeights,
+)
+from tests.engines import embedded_only, keeps_averages, runs_eagerly, scales_itself
+from tests.fitting import skipping_refusals
+from tests.nets import CNN, MLP, Running, data
+
+X, Y = data(23)
+WHOLE = TensorDataset(X, Y)
+
+
+class EndError(Exception):
+    """What ends a run in these tests."""
+
+
+class Ends(Callback):
+    """Raises before an execution, counted from the start of its own fit; never if that is None."""
+
+    def __init__(self, before=None):
+        super().__init__()
+        self.left = before
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.left == 0:
+            raise EndError
+        self.left = None if self.left is None else self.left - 1
+
+
+def loader(dataset=WHOLE, **options):
+    return DataLoader(dataset, **{"batch_size": 2, "shuffle": True, **options})
+
+
+class Noisy(Dataset):
+    """Draws from every generator there is."""
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, index):
+        noise = torch.rand(X[index].shape) + random.random() + np.random.rand()
+        return X[index] + 0.1 * noise.double(), Y[index]
+
+
+class Stream(IterableDataset):
+    """Samples in their order, over and over again with other noise."""
+
+    def __init__(self):
+        self.passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        yield from zip(X, Y)
+
+
+class Stateful(Stream):
+    """Goes on by itself, and would notice if it were read from its beginning."""
+
+    def __init__(self):
+        super().__init__()
+        self.start = self.read = 0
+
+    def __iter__(self):
+        start, self.start = self.start, 0
+        for place in range(start, len(X)):
+            self.read = place + 1
+            yield X[place] + 0.01 * self.read, Y[place]
+
+    def state_dict(self):
+        return {"read": self.read}
+
+    def load_state_dict(self, state):
+        self.start = state["read"]
+
+
+class Case:
+    """One way to train. Arguments make anew what a process would.
+
+    Args:
+        net: makes the module.
+        train: makes what is trained on.
+        callbacks: makes the callbacks.
+        compile: options of it.
+        fit: options of it.
+    """
+
+    def __init__(self, net=CNN, train=loader, callbacks=list, compile=None, **fit):
+        self.net, self.train, self.callbacks = net, train, callbacks
+        self.compile = compile or (lambda net: {})
+        self.fit = {"epochs": 3, "verbose": 0, **fit}
+
+    def run(self, before=None, **options):
+        """A fit, which ends before an execution if asked to."""
+        torch.manual_seed(1)
+        model = ipufit.Model(self.net().double())
+        given = {"optimizer": "adam", "loss": "cross_entropy", "metrics": ["accuracy"]}
+        with skipping_refusals():
+            model.compile(**{**given, **self.compile(model.module)})
+        # A new process has other random numbers.
+        start = 99 if "resume" in options else 7
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(start)
+        callbacks = [*self.callbacks(), Ends(before)]
+        arguments = {**self.fit, "callbacks": callbacks, **options}
+        try:
+            with skipping_refusals():
+                model.fit(self.train(), **arguments)
+        except EndError:
+            assert before is not None
+        return model
+
+
+def state(model):
+    """Everything that must be equal in every bit."""
+    optimizer = model.optimizer.state_dict()
+    tensors = dict(model.module.state_dict())
+    for key, values in optimizer["state"].items():
+        for name, value in values.items():
+            if value is not None:
+                tensors[f"{name} of {key}"] = torch.as_tensor(value)
+    history = model.history
+    return tensors, {
+        "groups": [
+            {k: v for k, v in g.items() if k != "params"} for g in optimizer["param_groups"]
+        ],
+        "history": {name: history.aligned(name) for name in history.history},
+        "epoch": history.epoch,
+        "updates": history.updates,
+        "done": history.params["updates_done"],
+    }
+
+
+def assert_same(model, expected):
+    tensors, rest = state(model)
+    wanted, others = expected
+    assert tensors.keys() == wanted.keys()
+    for name, value in tensors.items():
+        assert torch.equal(value, wanted[name]), name
+    # As text, in which NaN equals NaN.
+    assert repr(rest) == repr(others)
+
+
+class Metered(torchmetrics.Metric):
+    """Keeps a list, as metrics over all samples do."""
+
+    full_state_update = False
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("seen", default=[], dist_reduce_fx="cat")
+
+    def update(self, prediction, target):
+        self.seen.append(prediction.argmax(1).double() - target)
+
+    def compute(self):
+        return torch.cat(self.seen).abs().mean()
+
+
+def torchs(net):
+    """Metrics of torchmetrics, several of which share what they have seen."""
+    several = torchmetrics.MetricCollection(
+        [
+            torchmetrics.classification.MulticlassPrecision(5),
+            torchmetrics.classification.MulticlassRecall(5),
+        ]
+    )
+    return {"metrics": [several, Metered()]}
+
+
+def stepped(net):
+    """A scheduler of torch's that goes by epochs."""
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    return {"optimizer": optimizer, "lr_scheduler": StepLR(optimizer, 2, gamma=0.3)}
+
+
+def waiting():
+    """Callbacks with a memory."""
+    return [
+        ReduceLROnPlateau("val_loss", patience=1, min_delta=0.5),
+        EarlyStopping("val_accuracy", patience=2, restore_best_weights=True, mode="max"),
+    ]
+
+
+def with_options(**options):
+    return lambda net: options
+
+
+CASES = {
+    "dropout and BatchNorm": Case(seed=5),
+    "an execution over several updates": Case(seed=5, device_iterations=5),
+    "a seed of its own": Case(),
+    "replicas and accumulation": Case(seed=5, ipus=2, gradient_accumulation=2),
+    "merged": Case(MLP, seed=5, ipus=2, gradient_accumulation=2),
+    "buffers of replicas": Case(Running, seed=5, ipus=2),
+    "no order of its own": Case(train=lambda: loader(shuffle=False), seed=5),
+    "prefetched": Case(seed=5, prefetch=2),
+    "workers": Case(train=lambda: loader(num_workers=1), seed=5),
+    "a generator of the user's": Case(
+        train=lambda: loader(generator=torch.Generator().manual_seed(3)), seed=5
+    ),
+    "data that draws": Case(train=lambda: loader(Noisy()), seed=5),
+    "epochs that are parts of passes": Case(seed=5, steps_per_epoch=5, epochs=6),
+    "parts of passes over a stream": Case(
+        train=lambda: loader(Stream(), shuffle=False), seed=5, steps_per_epoch=5, epochs=6
+    ),
+    "a stream": Case(train=lambda: loader(Stream(), shuffle=False), seed=5),
+    "a stream that goes on by itself": Case(
+        train=lambda: loader(Stateful(), shuffle=False), seed=5
+    ),
+    "validation and callbacks with a memory": Case(
+        callbacks=waiting, seed=5, validation_data=(X[:9], Y[:9]), epochs=5
+    ),
+    "metrics of torchmetrics": Case(compile=torchs, seed=5),
+    "a schedule by update": Case(
+        compile=with_options(lr_scheduler=lambda update: 0.1 * 0.9**update), seed=5
+    ),
+    "a scheduler of torch's": Case(compile=stepped, seed=5),
+    "clipped": Case(compile=with_options(global_clipnorm=0.1), seed=5),
+    "float32 moments in lamb": Case(compile=with_options(optimizer="lamb"), seed=5),
+}
+EMBEDDED = {
+    "averages": (
+        Case(
+            callbacks=lambda: [SwapEMAWeights(swap_on_epoch=True)],
+            compile=with_options(use_ema=True, ema_overwrite_frequency=None),
+            seed=5,
+            validation_data=(X[:9], Y[:9]),
+        ),
+        keeps_averages,
+    ),
+    "a dynamic loss scale": (
+        Case(compile=with_options(loss_scale=ipufit.LossScale(2.0**10, 3)), seed=5),
+        scales_itself,
+    ),
+    "eager": (Case(compile=with_options(run_eagerly=True), seed=5), runs_eagerly),
+    "each replica its statistics": (
+        Case(seed=5, ipus=2),
+        embedded_only("an IPU's replicas share the statistics of the first when read"),
+    ),
+}
+ALL = [
+    *(pytest.param(case, id=name) for name, case in CASES.items()),
+    *(pytest.param(case, id=name, marks=mark) for name, (case, mark) in EMBEDDED.items()),
+]
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.7, 1.0])
+@pytest.mark.parametrize("case", ALL)
+def test_the_bits_are_those_of_a_run_that_was_not_interrupted(case, share, tmp_path):
+    whole = Counted()
+    expected = case.run(callbacks=[*case.callbacks(), Ends(), whole])
+    before = max(1, round(share * (whole.executions - 1)))
+    checkpoint = ipufit.Checkpoint(tmp_path / "run", every_updates=1)
+    case.run(before, checkpoint=checkpoint)
+    model = case.run(checkpoint=checkpoint, resume="auto")
+    assert_same(model, state(expected))
+    assert model.history.params["resumed"]["update"] > 0
+
+
+class Counted(Callback):
+    """How many executions there were."""
+
+    executions = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.executions += 1
