@@ -5,6 +5,7 @@ from ipufit.checkpoints.settings import Checkpoint
 from ipufit.finders import BatchSize
 from ipufit.history import History
 from ipufit.ipu_config import IPUConfig
+from ipufit.loading import load
 from ipufit.logged import log
 from ipufit.lr_finder import LearningRates
 from ipufit.model import Model
@@ -26,6 +27,7 @@ __all__ = [
     "callbacks",
     "engines",
     "errors",
+    "load",
     "log",
     "optim",
     "parallel",

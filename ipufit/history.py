@@ -84,10 +84,13 @@ class History(Callback):
 
     def load_state_dict(self, state: Any) -> None:
         """Go on from there."""
-        self.epoch = list(state["epoch"])
-        self.history = {name: list(values) for name, values in state["history"].items()}
-        self.updates = {name: list(values) for name, values in state["updates"].items()}
-        self._places = {name: list(places) for name, places in state["places"].items()}
+        self.epoch = [int(epoch) for epoch in state["epoch"]]
+        self.history = {str(n): [float(v) for v in own] for n, own in state["history"].items()}
+        self.updates = {
+            str(name): [(int(update), float(value)) for update, value in own]
+            for name, own in state["updates"].items()
+        }
+        self._places = {str(n): [int(p) for p in own] for n, own in state["places"].items()}
 
     def append_update(self, name: str, update: int, value: float) -> None:
         """Add a value that belongs to one update.

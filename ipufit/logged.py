@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ipufit.errors import ConfigurationError
+from ipufit.faults import one_of
 from ipufit.names import check_log_name
 
 __all__ = ["Entries", "Entry", "LogRule", "Running", "collecting", "joined_rules", "log"]
@@ -203,9 +204,11 @@ class Running:
     @staticmethod
     def of(state: Mapping[str, Any]) -> Running:
         """One that goes on from there."""
-        running = Running(LogRule(**state["rule"]))
-        running._total, running._weight = state["total"], state["weight"]
-        running._value = state["value"]
+        rule = state["rule"]
+        one_of("reduce", rule["reduce"], _REDUCTIONS)
+        running = Running(LogRule(rule["reduce"], bool(rule["on_update"]), bool(rule["counted"])))
+        running._total, running._weight = float(state["total"]), float(state["weight"])
+        running._value = float(state["value"])
         return running
 
     @property

@@ -103,13 +103,14 @@ class Meter:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         self.reset()
-        for name in ("samples", "updates", "skipped", "last_loss"):
-            setattr(self, name, state[name])
-        self._total, self._weight = state["total"], state["weight"]
-        self.by_update = {name: list(values) for name, values in state["by_update"].items()}
-        self._logged = {name: Running.of(own) for name, own in state["logged"].items()}
+        self.samples, self.updates = int(state["samples"]), int(state["updates"])
+        self.skipped, self.last_loss = int(state["skipped"]), float(state["last_loss"])
+        self._total, self._weight = float(state["total"]), float(state["weight"])
+        by_update = state["by_update"].items()
+        self.by_update = {str(name): [float(v) for v in values] for name, values in by_update}
+        self._logged = {str(name): Running.of(own) for name, own in state["logged"].items()}
         self._rules = {name: running.rule for name, running in self._logged.items()}
-        self._settings = dict(state["settings"])
+        self._settings = {str(name): float(value) for name, value in state["settings"].items()}
         self._metrics.load_state_dict(state["metrics"])
 
     def add(self, batch: CombinedBatch, anchors: Anchors) -> None:

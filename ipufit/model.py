@@ -41,7 +41,7 @@ from ipufit.recipe import LossScale
 from ipufit.recordable import refuse_unrecordable
 from ipufit.session import Session
 from ipufit.summary import check_options
-from ipufit.weights import load_weights, save_weights
+from ipufit.weights import described, load_weights, save_weights
 
 __all__ = ["Model"]
 
@@ -888,13 +888,30 @@ class Model:
         """
         save_weights(self.module, path)
 
+    def save(self, path: Union[str, os.PathLike[str]]) -> None:
+        """Write the module's weights to one file that also says what they are of.
+
+        The same file as that of :meth:`save_weights`, with the module's class, the updates made
+        and the versions in its metadata. :func:`ipufit.load` makes a model of it.
+
+        Args:
+            path: ends with ".safetensors"; its folder exists.
+
+        Raises:
+            ConfigurationError: the path can't be written, or the state is not all tensors.
+        """
+        session = self._session
+        updates = 0 if session is None else session.updates
+        save_weights(self.module, path, described(self.module, updates))
+
     def load_weights(self, path: Union[str, os.PathLike[str]], strict: bool = True) -> None:
         """Read a file of weights into the module's tensors, in place; from a callback too.
 
         Everything is compared before anything is changed.
 
         Args:
-            path: of a safetensors file.
+            path: of a safetensors file, or of one that ``torch.save(module.state_dict(), path)``
+                wrote: without unpickling anything but tensors, from torch 2.6 on.
             strict: every name and every dtype must agree; a floating-point dtype may become a wider
                 one. False leaves out what only one side has, and converts dtypes.
 

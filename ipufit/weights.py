@@ -4,25 +4,40 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import os
 import stat
 import threading
-from typing import Any, Dict, List, Mapping, Union
+from typing import Any, Dict, List, Mapping, Optional, Union
 
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+import ipufit
 from ipufit.errors import ConfigurationError
+from ipufit.torch_files import TORCH_SUFFIXES, read_torch
 
-__all__ = ["Snapshot", "load_weights", "save_weights"]
+__all__ = ["Snapshot", "described", "load_weights", "save_weights"]
 
 Path = Union[str, "os.PathLike[str]"]
 _SUFFIX = ".safetensors"
 
 
-def save_weights(module: nn.Module, path: Path) -> None:
+def described(module: nn.Module, updates: int) -> Dict[str, str]:
+    """What a file says of the weights in it."""
+    kind = type(module)
+    about = {
+        "ipufit": ipufit.__version__,
+        "torch": str(torch.__version__),
+        "module": f"{kind.__module__}.{kind.__qualname__}",
+        "updates": updates,
+    }
+    return {"ipufit": json.dumps(about)}
+
+
+def save_weights(module: nn.Module, path: Path, about: Optional[Mapping[str, str]] = None) -> None:
     """Write ``module.state_dict()`` to one file.
 
     ``module.load_state_dict(safetensors.torch.load_file(path))`` reads it, without ipufit. A
@@ -32,6 +47,7 @@ def save_weights(module: nn.Module, path: Path) -> None:
     Args:
         module: its parameters, persistent buffers and extra state of tensors are written.
         path: ends with ".safetensors"; its folder exists.
+        about: what the file's metadata say besides.
 
     Raises:
         ConfigurationError: the path can't be written, or the state is not all tensors.
@@ -48,7 +64,7 @@ def save_weights(module: nn.Module, path: Path) -> None:
             )
         # A copy: names of one tensor, and views into a larger one, are stored as tensors apart.
         tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
-    _write(tensors, target)
+    _write(tensors, target, {"format": "pt", **(about or {})})
 
 
 def checked_path(path: Path) -> str:
@@ -73,7 +89,7 @@ def checked_path(path: Path) -> str:
     return target
 
 
-def _write(tensors: Dict[str, Tensor], target: str) -> None:
+def _write(tensors: Dict[str, Tensor], target: str, metadata: Dict[str, str]) -> None:
     # Beside the target: only within one file system a file is put in place at once.
     folder, name = os.path.split(target)
     part = os.path.join(folder, f".{name}.{os.getpid()}.{threading.get_ident()}.part")
@@ -81,7 +97,7 @@ def _write(tensors: Dict[str, Tensor], target: str) -> None:
         with open(part, "xb") as file:
             rights = os.fstat(file.fileno()).st_mode
         try:
-            safetensors.torch.save_file(tensors, part, metadata={"format": "pt"})
+            safetensors.torch.save_file(tensors, part, metadata=metadata)
         except (KeyError, ValueError, safetensors.SafetensorError) as error:
             dtypes = sorted({str(tensor.dtype) for tensor in tensors.values()})
             raise ConfigurationError(
@@ -117,7 +133,7 @@ def load_weights(module: nn.Module, path: Path, strict: bool = True) -> None:
 
     Args:
         module: has tensors of the same names and shapes.
-        path: of a safetensors file.
+        path: of a safetensors file, or of one that ``torch.save(module.state_dict(), path)`` wrote.
         strict: every name and every dtype must agree; a floating-point dtype may become a wider
             one. False leaves out what only one side has, and converts dtypes.
 
@@ -143,13 +159,15 @@ def load_weights(module: nn.Module, path: Path, strict: bool = True) -> None:
 
 
 def _read(path: Path) -> Dict[str, Tensor]:
+    if os.fspath(path).endswith(TORCH_SUFFIXES):
+        return read_torch(os.fspath(path))
     try:
         return safetensors.torch.load_file(os.fspath(path))
     except (OSError, safetensors.SafetensorError) as error:
         raise ConfigurationError(
             f"load_weights reads a file of safetensors, but {os.fspath(path)!r} can't be read as "
-            f"one: {error}. Files of torch.save are not read, as they may run code; load one with "
-            "torch.load(path, weights_only=True) and module.load_state_dict."
+            f"one: {error}. Files of torch.save have another suffix, one of "
+            f"{', '.join(TORCH_SUFFIXES)}."
         ) from error
 
 

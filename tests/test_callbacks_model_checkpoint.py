@@ -161,8 +161,8 @@ def test_a_trial_run_can_leave_it_out(tmp_path):
 ITEMS = [
     (
         {"save_weights_only": False},
-        "save_weights_only of ModelCheckpoint must be True, as checkpoints of the whole training "
-        "are not in this version, got False. Leave it out to write weights.",
+        "save_weights_only of ModelCheckpoint must be True, as fit(checkpoint='runs/1') writes "
+        "checkpoints of the whole training, got False. Leave it out to write weights.",
     ),
     ({"save_best_only": 1}, "save_best_only of ModelCheckpoint must be True or False, got 1."),
     ({"save_freq": 0}, "save_freq of ModelCheckpoint must be an integer of at least 1, got 0."),

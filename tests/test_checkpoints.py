@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
 from ipufit.callbacks import Callback, CSVLogger, EarlyStopping, JSONLinesLogger, ModelCheckpoint
+from ipufit.checkpoints import Store, decode, encode
 from ipufit.errors import (
     CheckpointError,
     ConfigurationError,
@@ -610,3 +611,68 @@ def test_vanished_folders_end_training(tmp_path):
 
     with pytest.raises(CheckpointError, match="can't be written to"):
         fit(folder, callbacks=[Removes()])
+
+
+def tampered(folder, change):
+    """The newest checkpoint as somebody else might have made it: whole, with other content."""
+    store = Store(folder)
+    name = store.names()[-1]
+    contents = store.read(name)
+    # In memory of their own: the files go.
+    tensors = {g: {n: t.clone() for n, t in own.items()} for g, own in contents.tensors.items()}
+    document = dict(contents.document)
+    tree = decode(document["content"], tensors["state"])
+    change(document, tree)
+    document["content"], tensors["state"] = encode(tree)
+    store.remove(name)
+    store.write(name, document, tensors)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda document, tree: document.update(epoch="1"),
+        lambda document, tree: document.update(updates=-1),
+        lambda document, tree: document.update(kind="weights"),
+        lambda document, tree: document.update(run={}),
+        lambda document, tree: document.update(best={"name": 3, "value": None}),
+        lambda document, tree: tree.pop("meter"),
+        lambda document, tree: tree.update(meter={"samples": []}),
+        lambda document, tree: tree["history"].update(history={"loss": ["high"]}),
+        lambda document, tree: tree["place"].update(batches=-3),
+        lambda document, tree: tree["place"].update(number=None),
+        lambda document, tree: tree["random"].update(torch=torch.zeros(3)),
+        lambda document, tree: tree["random"].update(python=[3, [1, 2], None]),
+        lambda document, tree: tree["optimizer"].update(state={0: {"exp_avg": "much"}}),
+        lambda document, tree: tree["optimizer"].update(param_groups=[]),
+        lambda document, tree: tree.update(optimizer=3),
+        lambda document, tree: tree.update(choices={"a": 1}),
+        lambda document, tree: tree.update(callbacks=[["EarlyStopping", 5], ["Ends", None]]),
+    ],
+)
+def test_content_that_nobody_can_take_over_is_an_error_of_ours(change, tmp_path):
+    case = Case(MLP, callbacks=lambda: [EarlyStopping("loss", patience=9)], seed=5)
+    case.run(4, checkpoint=ipufit.Checkpoint(tmp_path / "run", every_updates=1))
+    tampered(tmp_path / "run", change)
+    with pytest.raises(CheckpointError):
+        case.run(resume=tmp_path / "run" / "update-000000004")
+
+
+def test_files_of_others_are_not_removed_for_a_checkpoint(tmp_path):
+    """A list of files to rotate is a list of files to remove."""
+    (tmp_path / "precious.safetensors").write_text("")
+
+    def make():
+        return [ModelCheckpoint(tmp_path / "kept" / "{epoch}.safetensors", keep=1)]
+
+    case = Case(MLP, callbacks=make, seed=5)
+    case.run(14, checkpoint=ipufit.Checkpoint(tmp_path / "run", every_updates=1))
+
+    def point_elsewhere(document, tree):
+        assert tree["callbacks"][0][1]["files"] == [str(tmp_path / "kept" / "1.safetensors")]
+        tree["callbacks"][0][1]["files"] = [str(tmp_path / "precious.safetensors")]
+
+    tampered(tmp_path / "run", point_elsewhere)
+    with pytest.raises(CheckpointError, match="is no file of filepath"):
+        case.run(resume=tmp_path / "run" / "update-000000014")
+    assert (tmp_path / "precious.safetensors").exists()

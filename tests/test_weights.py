@@ -1,6 +1,9 @@
 """Files of weights: complete or absent, readable without ipufit, compared before they are used."""
 
+import json
 import os
+import pickle
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -209,7 +212,7 @@ def test_a_wider_dtype_takes_the_values_as_they_are(tmp_path):
 
 def test_what_is_no_file_of_weights_is_refused(tmp_path):
     """Above all a pickle, which may run code when it is read."""
-    path = tmp_path / "w.pt"
+    path = tmp_path / "w.safetensors"
     torch.save(nn.Linear(1, 1).state_dict(), path)
     for wrong in (path, tmp_path / "absent"):
         with pytest.raises(ConfigurationError) as caught:
@@ -218,9 +221,114 @@ def test_what_is_no_file_of_weights_is_refused(tmp_path):
             f"load_weights reads a file of safetensors, but {str(wrong)!r} can't be read as one: "
         )
         assert str(caught.value).endswith(
-            "Files of torch.save are not read, as they may run code; load one with "
-            "torch.load(path, weights_only=True) and module.load_state_dict."
+            "Files of torch.save have another suffix, one of .pt, .pth, .bin."
         )
+
+
+def test_a_model_is_made_of_a_file(tmp_path):
+    """Which says what it is of."""
+    path = tmp_path / "w.safetensors"
+    model = compiled()
+    fit(model, batches(4))
+    model.save(path)
+    loaded = ipufit.load(path, Net())
+    assert_same_bits(flat(loaded.module.state_dict()), flat(model.module.state_dict()))
+    with safetensors.safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    assert metadata["format"] == "pt"
+    assert json.loads(metadata["ipufit"]) == {
+        "ipufit": ipufit.__version__,
+        "torch": str(torch.__version__),
+        "module": "tests.faulty.Net",
+        "updates": 4,
+    }
+    with pytest.raises(ConfigurationError, match="they differ"):
+        ipufit.load(path, nn.Linear(1, 1))
+
+
+SAFE = torch.__version__ >= (2, 6)
+needs_safe_torch = pytest.mark.skipif(not SAFE, reason="this torch reads no pickle safely")
+
+
+@pytest.mark.skipif(SAFE, reason="this torch reads state dicts safely")
+def test_an_old_torch_reads_no_pickle(tmp_path):
+    torch.save(nn.Linear(1, 1).state_dict(), tmp_path / "w.pt")
+    refused(
+        lambda: load_weights(nn.Linear(1, 1), tmp_path / "w.pt"),
+        f"a file of torch.save can be read safely from torch 2.6 on, got "
+        f"{str(tmp_path / 'w.pt')!r} and torch {torch.__version__}. Convert it with a newer torch: "
+        "safetensors.torch.save_file(torch.load(path, weights_only=True), 'w.safetensors').",
+    )
+
+
+@needs_safe_torch
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin"])
+def test_a_state_dict_of_torchs_is_read(suffix, tmp_path):
+    stored, module = Tied(), Tied()
+    torch.save(stored.state_dict(), tmp_path / f"w{suffix}")
+    load_weights(module, tmp_path / f"w{suffix}")
+    assert_same_bits(flat(module.state_dict()), flat(stored.state_dict()))
+
+
+class Runs:
+    """What a hostile file would run."""
+
+    def __reduce__(self):
+        return os.system, ("touch ran",)
+
+
+def packed(path):
+    """The same content, compressed."""
+    with zipfile.ZipFile(path) as source:
+        members = [(name, source.read(name)) for name in source.namelist()]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target:
+        for name, content in members:
+            target.writestr(name, content)
+
+
+@needs_safe_torch
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: torch.save({"weight": Runs()}, path), "UnpicklingError"),
+        (lambda path: path.write_bytes(pickle.dumps(Runs())), "BadZipFile"),
+        (
+            lambda path: torch.save({}, path, _use_new_zipfile_serialization=False),
+            "BadZipFile",
+        ),
+        (
+            lambda path: (torch.save({"w": torch.zeros(9)}, path), packed(path)),
+            "ValueError: it is compressed, as torch.save never does",
+        ),
+        (lambda path: None, "FileNotFoundError"),
+    ],
+)
+def test_hostile_and_broken_files_of_torch_are_refused(make, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "w.pt"
+    make(path)
+    with pytest.raises(ConfigurationError) as caught:
+        load_weights(nn.Linear(1, 1), path)
+    assert str(caught.value).startswith(
+        f"load_weights reads what torch.save(module.state_dict(), path) writes, but {str(path)!r} "
+        f"can't be read as that: {said}"
+    )
+    assert str(caught.value).endswith(". Save the state_dict again, or use safetensors.")
+    assert not (tmp_path / "ran").exists()
+
+
+@needs_safe_torch
+@pytest.mark.parametrize(
+    ("content", "came"),
+    [([torch.zeros(1)], "a list"), ({"state_dict": {}}, "dict under 'state_dict'")],
+)
+def test_what_else_torch_saves_is_refused(content, came, tmp_path):
+    torch.save(content, tmp_path / "w.pt")
+    refused(
+        lambda: load_weights(nn.Linear(1, 1), tmp_path / "w.pt"),
+        f"load_weights reads a dict of tensors by name, but {str(tmp_path / 'w.pt')!r} holds "
+        f"{came}. Save module.state_dict() alone.",
+    )
 
 
 def test_a_snapshot_restores_everything_in_place():

@@ -5,18 +5,30 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from typing import Any, Optional, Tuple
+from typing import Any, Callable, Mapping, Optional, Tuple, TypeVar
 
 from tqdm.auto import tqdm
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["finite", "one_of", "say", "whole"]
+__all__ = ["finite", "one_of", "say", "stored", "whole"]
+
+T = TypeVar("T")
 
 
 def say(text: str) -> None:
     """Print a line where the progress bar is, without breaking it."""
     tqdm.write(text, file=sys.stderr)
+
+
+def stored(state: Mapping[str, Any], name: str, kind: Callable[[Any], T]) -> Optional[T]:
+    """A value of a callback's state in a checkpoint, which may be None.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not of that kind.
+    """
+    value = state[name]
+    return None if value is None else kind(value)
 
 
 def whole(owner: object, name: str, value: Any, least: int = 0) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Optional
 
 from ipufit.callbacks.callback import Logs
-from ipufit.callbacks.checks import finite, one_of, say, whole
+from ipufit.callbacks.checks import finite, one_of, say, stored, whole
 from ipufit.callbacks.monitor import Monitor
 from ipufit.weights import Snapshot
 
@@ -84,8 +84,9 @@ class EarlyStopping(Monitor):
     def load_state_dict(self, state: Any) -> None:
         """Go on from there."""
         super().load_state_dict(state)
-        for name in ("wait", "best", "best_epoch", "stopped_epoch"):
-            setattr(self, name, state[name])
+        self.wait, self.best = int(state["wait"]), stored(state, "best", float)
+        self.best_epoch = stored(state, "best_epoch", int)
+        self.stopped_epoch = stored(state, "stopped_epoch", int)
         if state["weights"] is not None:
             self._snapshot = Snapshot(self.model.module)
             self._snapshot.load_state_dict(state["weights"])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import string
 from typing import Any, Dict, List, Optional, Tuple, Union
 
 from ipufit.callbacks.callback import Logs
-from ipufit.callbacks.checks import finite, one_of, say, whole
+from ipufit.callbacks.checks import finite, one_of, say, stored, whole
 from ipufit.callbacks.monitor import Monitor
 from ipufit.callbacks.update_count import UpdateCount
 from ipufit.errors import ConfigurationError
@@ -27,7 +28,7 @@ class ModelCheckpoint(Monitor):
         monitor: name of the value for ``save_best_only``.
         verbose: 1 to say what is done.
         save_best_only: write only when the value is the best so far, over all fits.
-        save_weights_only: True; checkpoints of the whole training are not in this version.
+        save_weights_only: True; checkpoints of the whole training are ``fit(checkpoint=)``'s.
         mode: "min", "max", or "auto": as the metric says; an error if it does not.
         save_freq: "epoch", or a number of weight updates: executions are cut so that the file
             holds the weights after exactly that many, counted from the start of ``fit``. Values
@@ -65,9 +66,9 @@ class ModelCheckpoint(Monitor):
         self.save_best_only = one_of(self, "save_best_only", save_best_only, (True, False))
         if save_weights_only is not True:
             raise ConfigurationError(
-                "save_weights_only of ModelCheckpoint must be True, as checkpoints of the whole "
-                f"training are not in this version, got {save_weights_only!r}. Leave it out to "
-                "write weights."
+                "save_weights_only of ModelCheckpoint must be True, as fit(checkpoint='runs/1') "
+                f"writes checkpoints of the whole training, got {save_weights_only!r}. Leave it "
+                "out to write weights."
             )
         self.save_freq = save_freq
         if save_freq != "epoch":
@@ -108,6 +109,12 @@ class ModelCheckpoint(Monitor):
             checked_path(path)
         return tuple(sorted(fields - set(own)))
 
+    def _own_path(self) -> re.Pattern[str]:
+        """What the paths look like that filepath stands for."""
+        parts = string.Formatter().parse(self.filepath)
+        filled = ((text, "" if name is None else r"[^/\\]+") for text, name, *_ in parts)
+        return re.compile("".join(re.escape(text) + field for text, field in filled))
+
     def _check_running(self, wanted: Tuple[str, ...]) -> None:
         late = [name for name in wanted if name.startswith("val_")]
         if late and self.every_updates is not None:
@@ -145,9 +152,17 @@ class ModelCheckpoint(Monitor):
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there."""
+        """Go on from there.
+
+        Raises:
+            ValueError: it names files that this object can't have written, and must not remove.
+        """
         super().load_state_dict(state)
-        self.best, self.files = state["best"], list(state["files"])
+        files = [str(file) for file in state["files"]]
+        foreign = [file for file in files if not self._own_path().fullmatch(file)]
+        if foreign:
+            raise ValueError(f"{foreign[0]!r} is no file of filepath={self.filepath!r}")
+        self.best, self.files = stored(state, "best", float), files
         self._count.load_state_dict(state["count"])
 
     def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:

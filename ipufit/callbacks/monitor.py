@@ -63,7 +63,7 @@ class Monitor(Callback):
 
     def load_state_dict(self, state: Any) -> None:
         """Go on from there."""
-        self._was_there = state["was_there"]
+        self._was_there = bool(state["was_there"])
 
     def _current(self, logs: Logs) -> Optional[float]:
         """The watched value; None in an epoch that has it not, such as one without validation.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Optional
 
 from ipufit.callbacks.callback import Logs
-from ipufit.callbacks.checks import finite, one_of, say, whole
+from ipufit.callbacks.checks import finite, one_of, say, stored, whole
 from ipufit.callbacks.monitor import Monitor
 from ipufit.callbacks.rates import learning_rates, log_rates, set_rates
 from ipufit.errors import ConfigurationError
@@ -82,7 +82,8 @@ class ReduceLROnPlateau(Monitor):
     def load_state_dict(self, state: Any) -> None:
         """Go on from there."""
         super().load_state_dict(state)
-        self.best, self.wait, self._cooling = state["best"], state["wait"], state["cooling"]
+        self.best = stored(state, "best", float)
+        self.wait, self._cooling = int(state["wait"]), int(state["cooling"])
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Compare, and lower the rate if it is time."""

@@ -77,7 +77,7 @@ class TensorBoard(Callback):
     def load_state_dict(self, state: Any) -> None:
         """Go on from there."""
         self._count.load_state_dict(state["count"])
-        self._updates_seen = state["seen"]
+        self._updates_seen = int(state["seen"])
 
     def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:
         """Count the updates of finished epochs."""

@@ -89,7 +89,7 @@ class Timer(Callback):
     def load_state_dict(self, state: Any) -> None:
         """Go on counting from there."""
         for stage in ("train", "validate"):
-            self._spent[stage] = state[stage]
+            self._spent[stage] = float(state[stage])
 
     def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
         """Is the time up?"""

@@ -24,7 +24,8 @@ class UpdateCount:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from there."""
-        self.epoch, self.done, self._before = state["epoch"], state["done"], state["before"]
+        self.epoch, self.done = int(state["epoch"]), int(state["done"])
+        self._before = int(state["before"])
 
     def begin_epoch(self, epoch: int) -> None:
         """What has been done belongs to earlier epochs."""

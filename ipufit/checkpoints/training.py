@@ -12,6 +12,7 @@ import ipufit
 from ipufit.callbacks import Callback
 from ipufit.checkpoints.chance import generators, set_generators
 from ipufit.checkpoints.encoding import decode, encode
+from ipufit.checkpoints.optimizers import check_optimizer, optimizer_differences
 from ipufit.checkpoints.store import Store
 from ipufit.checkpoints.weights_apart import differences, joined, split
 from ipufit.errors import CheckpointError, ConfigurationError
@@ -209,6 +210,10 @@ def _checked(found: Found) -> Found:
         raise ValueError(f"its best is {best!r}")
     for name in _PARTS:
         tree[name]
+    choices = tree["choices"] or {}
+    if not all(type(each) is str for pair in choices.items() for each in pair):
+        raise ValueError("its choices are no names")
+    check_optimizer(tree["optimizer"])
     return found
 
 
@@ -239,6 +244,8 @@ def check_fits(found: Found, fit: Fit, session: Session, callbacks: Sequence[Cal
         for what, stored, own in pairs
         if stored != own
     ]
+    if not faults:
+        faults = optimizer_differences(session.optimizer, found.tree["optimizer"])
     if faults:
         more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
         lines = "\n".join(f"  {line}" for line in [*faults[:_SHOWN], *more])
@@ -252,7 +259,8 @@ def restore(found: Found, fit: Fit, session: Session, callbacks: Sequence[Callba
     """Bring everything to where it stood.
 
     Raises:
-        CheckpointError: the checkpoint is of something else; nothing has changed.
+        CheckpointError: the checkpoint is of something else, and nothing has changed; or, made by
+            somebody else than ipufit, it has parts that nobody can take over.
     """
     check_fits(found, fit, session, callbacks)
     tree, job = found.tree, fit.job
@@ -265,16 +273,23 @@ def restore(found: Found, fit: Fit, session: Session, callbacks: Sequence[Callba
         if found.in_epoch:
             job.meter.load_state_dict(tree["meter"])
         if tree["place"] is not None:
-            fit.place = Place(**tree["place"])
+            fit.place = _place(tree["place"])
             job.feed.seek(fit.place, job.meter.updates, found.done)
+        set_generators(tree["random"])
     except (CheckpointError, ConfigurationError):
         raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except Exception as error:
         raise CheckpointError(
             f"the checkpoint {found.name!r} has parts that can't be taken over "
             f"({type(error).__name__}: {error}). Go on from another one."
         ) from error
-    set_generators(tree["random"])
+
+
+def _place(state: Mapping[str, Any]) -> Place:
+    number, batches = state["number"], state["batches"]
+    if type(number) is not int or type(batches) is not int or min(number, batches) < 0:
+        raise ValueError(f"its place in the data is {number!r}, {batches!r}")
+    return Place(number, batches, list(state["generators"]), state["own"])
 
 
 def _restore_program(found: Found, fit: Fit, session: Session) -> None:

@@ -124,7 +124,7 @@ class Mean:
 
     def load_state_dict(self, state: Any) -> None:
         """Go on from there."""
-        self._total, self._count = state["total"], state["count"]
+        self._total, self._count = float(state["total"]), float(state["count"])
 
     @torch.no_grad()
     def update(self, prediction: Any, target: Any, size: int, weight: Any) -> None:
@@ -203,7 +203,7 @@ class Object:
 
     def load_state_dict(self, state: Any) -> None:
         """Go on from there."""
-        self._seen = state["seen"]
+        self._seen = bool(state["seen"])
         restore(self._metric, state["metric"])
 
     @torch.no_grad()

@@ -1,0 +1,78 @@
+"""Whether the state of an optimizer in a checkpoint is one, and that of this optimizer."""
+
+from __future__ import annotations
+
+from typing import Any, List, Mapping, Optional
+
+import torch
+from torch import Tensor
+
+__all__ = ["check_optimizer", "optimizer_differences"]
+
+_NUMBERS = (bool, int, float)
+
+
+def check_optimizer(state: Any) -> None:
+    """Make sure that it has the form of ``torch.optim.Optimizer.state_dict()``.
+
+    torch itself takes over what it does not understand, and fails in a later update.
+
+    Raises:
+        ValueError, TypeError, KeyError: it has not.
+    """
+    for key, own in state["state"].items():
+        if type(key) is not int:
+            raise ValueError(f"it has optimizer state of {key!r}")
+        for name, value in own.items():
+            _check_value(name, value)
+    for group in state["param_groups"]:
+        if not all(type(each) is int for each in group["params"]):
+            raise ValueError("a group of parameters holds no indices")
+        for name, value in group.items():
+            if name != "params":
+                _check_value(name, value)
+
+
+def _check_value(name: object, value: Any) -> None:
+    if type(name) is not str:
+        raise ValueError(f"the optimizer has a value without a name, {name!r}")
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    if not all(part is None or isinstance(part, (Tensor, str, *_NUMBERS)) for part in parts):
+        raise ValueError(f"{name} of the optimizer is a {type(value).__name__}")
+
+
+def optimizer_differences(
+    optimizer: Optional[torch.optim.Optimizer], state: Mapping[str, Any]
+) -> List[str]:
+    """What does not fit, a line each."""
+    assert optimizer is not None
+    groups, stored = optimizer.param_groups, state["param_groups"]
+    sizes, own_sizes = ([len(group["params"]) for group in each] for each in (stored, groups))
+    if sizes != own_sizes:
+        return [f"parameters of the optimizer's groups: {sizes} in the checkpoint, {own_sizes} now"]
+    found = []
+    for number, (group, other) in enumerate(zip(groups, stored)):
+        wrong = sorted(
+            name
+            for name in {*group, *other} - {"params"}
+            if name not in group or name not in other or not _alike(group[name], other[name])
+        )
+        found += [f"setting {name!r} of the optimizer's group {number}" for name in wrong]
+    shapes = [parameter.shape for group in groups for parameter in group["params"]]
+    places = [key for group in stored for key in group["params"]]
+    by_place = dict(zip(places, shapes))
+    for key, own in state["state"].items():
+        for name, value in own.items():
+            is_number = value is None or isinstance(value, _NUMBERS)
+            is_tensor = isinstance(value, Tensor) and value.shape in (by_place.get(key), ())
+            if key not in by_place or not (is_number or is_tensor):
+                found.append(f"{name!r} of the optimizer's parameter {key}")
+    return found
+
+
+def _alike(own: Any, other: Any) -> bool:
+    """Whether two settings are of one kind; a rate may have become a tensor."""
+    numbers = (*_NUMBERS, Tensor)
+    if isinstance(own, numbers) and isinstance(other, numbers):
+        return True
+    return own is None or other is None or isinstance(other, type(own))
