@@ -1,14 +1,37 @@
-"""Ctrl-C waits for the execution to finish, so that the weights are always those of a whole one."""
+"""What cuts into a run: Ctrl-C, which waits for the execution to finish, and copies by fork."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from types import FrameType
 from typing import Iterator, Optional
 
-__all__ = ["deferred"]
+from ipufit.errors import ConfigurationError
+
+__all__ = ["SameProcess", "deferred"]
+
+
+class SameProcess:
+    """Knows the process that it was made in."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
+    def check(self) -> None:
+        """Make sure that nobody goes on in a copy, which has no threads but one.
+
+        Raises:
+            ConfigurationError: this is a copy, made by ``os.fork``.
+        """
+        if os.getpid() != self._process:
+            raise ConfigurationError(
+                f"a run goes on in the process that it was begun in ({self._process}), but this is "
+                f"a copy of it, made by fork ({os.getpid()}). End the copy with os._exit, or "
+                "start another process by spawn."
+            )
 
 
 @contextlib.contextmanager

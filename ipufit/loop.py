@@ -16,7 +16,7 @@ from ipufit.data.feed import Feed
 from ipufit.errors import DataError, NonFiniteLossError
 from ipufit.history import History
 from ipufit.injection import strike
-from ipufit.interrupts import deferred
+from ipufit.interrupts import SameProcess, deferred
 from ipufit.meter import Meter
 from ipufit.plan import Plan
 from ipufit.program import CombinedBatch, MicroBatch, Place, Program
@@ -75,6 +75,7 @@ class Fit:
     validates: Callable[[int], bool] = lambda epoch: True
     keeper: Optional[Keeper] = None
     place: Optional[Place] = dataclasses.field(default=None, init=False)
+    _process: SameProcess = dataclasses.field(default_factory=SameProcess, init=False)
     _non_finite: Optional[NonFiniteLossError] = dataclasses.field(default=None, init=False)
 
     def run(self, first_epoch: int, epochs: int) -> None:
@@ -160,13 +161,14 @@ class Fit:
                 "gradients were not finite at the loss scale: nothing was learned. Choose a "
                 "smaller loss_scale, or 'dynamic'.",
                 UserWarning,
-                stacklevel=6,
+                stacklevel=7,
             )
 
     def _execution(self, batch: CombinedBatch, epoch: int) -> None:
         self.callbacks.call("on_train_batch_begin", self.job.meter.updates, {})
         program, updates = self.job.program, self.job.plan.updates_in(len(batch.micro_batches))
         try:
+            self._process.check()
             strike(program.updates, updates)
             with deferred():
                 anchors = program.run(batch)

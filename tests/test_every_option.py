@@ -61,7 +61,7 @@ def functions():
                 continue
             if own == "__init__":
                 yield name, member
-            elif own not in CALLED_BY_US or name == "Plan":
+            elif own not in CALLED_BY_US or name in ("Plan", "schedules.Schedule"):
                 yield f"{name}.{own}", member
 
 

@@ -10,7 +10,7 @@ from typing import Any, Deque, Generator, Tuple, TypeVar
 
 import torch
 
-from ipufit.interrupts import deferred
+from ipufit.interrupts import SameProcess, deferred
 from ipufit.randomness import LOCK
 
 __all__ = ["prefetched", "reads_ahead"]
@@ -33,9 +33,11 @@ def prefetched(items: Generator[T, None, None], depth: int) -> Generator[T, None
         yield from items
         return
     queue: _Queue = _Queue(items, depth)
+    process = SameProcess()
     try:
         queue.start()
         while True:
+            process.check()
             kind, value = queue.get()
             if kind is _Kind.END:
                 return

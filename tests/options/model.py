@@ -1,6 +1,8 @@
 """Options of Model's methods."""
 
+import contextlib
 import threading
+import warnings
 from collections import OrderedDict
 
 import torch
@@ -388,6 +390,15 @@ def saved(path):
         return files(place)
 
 
+def saved_whole(path):
+    with folder() as place:
+        ipufit.Model(linear()).save(place / path)
+        return files(place)
+
+
+of("Model.save", saved_whole, path=("one.safetensors", "other.safetensors"))
+
+
 of("Model.save_weights", saved, path=("one.safetensors", "other.safetensors"))
 
 
@@ -408,6 +419,106 @@ of(
     loaded,
     path=With("one.safetensors", "other.safetensors", strict=False),
     strict=With(True, False, path="other.safetensors"),
+)
+
+
+def made(path="one.safetensors", module=None, **options):
+    """What a model of a file runs on, or why there is none."""
+    with folder() as place:
+        for name, scale in (("one", 1.0), ("other", 2.0)):
+            net = linear()
+            with torch.no_grad():
+                net.weight *= scale
+            ipufit.Model(net).save(place / f"{name}.safetensors")
+        model = ipufit.load(place / path, module or linear(), **options)
+        model.compile("sgd", "cross_entropy")
+        parameters = list(model.module.parameters())
+        return model._session.engine.name, parameters[0].device.type, parameters
+
+
+of(
+    "load",
+    made,
+    path=("one.safetensors", "other.safetensors"),
+    module=(Made(linear), Made(lambda: nn.Linear(4, 3, bias=False))),
+    engine=("embedded", "ipu-standin"),
+    device=(None, "meta"),
+)
+
+
+# Checkpoints
+
+
+def kept(place, **options):
+    """Names of the checkpoints of a fit of two epochs of four updates, and its weights."""
+    model = ipufit.Model(linear())
+    model.compile("sgd", "cross_entropy", ["accuracy"], run_eagerly=True)
+    work = {"batch_size": 3, "epochs": 3, "seed": 1, "verbose": 0, **options}
+    model.fit(X, Y, **work)
+    names = sorted(each.name for each in place.rglob("update-*"))
+    return names, list(model.module.parameters())
+
+
+def checkpointed(**options):
+    with folder() as place:
+        given = {"folder": "run", "keep": 1, **options}
+        given["folder"] = place / given["folder"]
+        names, weights = kept(place, checkpoint=ipufit.Checkpoint(**given))
+        return sorted(each.name for each in place.iterdir()), names, weights
+
+
+of(
+    "Checkpoint",
+    checkpointed,
+    folder=("run", "other"),
+    every_updates=With(None, 3, keep=9),
+    keep=(1, 3),
+    monitor=With(None, "loss", mode="max"),
+    mode=With("min", "max", monitor="loss"),
+)
+
+
+def resumed(checkpoint=True, resume=None):
+    """What a first fit leaves, and what a second one makes of it."""
+    with folder() as place:
+        run = {"checkpoint": place / "run"} if checkpoint else {}
+        names, _ = kept(place, **run)
+        try:
+            return names, kept(place, resume=resume, **run)
+        except ipufit.errors.ConfigurationError:
+            return names, "refused"
+
+
+def restarted(max_restarts):
+    """Whether a device may fail."""
+    with folder() as place, ipufit.testing.inject("ipu_reset", 1):
+        with contextlib.suppress(ipufit.errors.DeviceError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            kept(place, checkpoint=place / "run", max_restarts=max_restarts)
+        return sorted(each.name for each in place.rglob("update-*"))
+
+
+of("Model.fit", resumed, checkpoint=(True, False), resume=(None, "auto"))
+of("Model.fit", restarted, max_restarts=(0, 1))
+
+
+def injected(fault="ipu_reset", at_update=1):
+    """What goes wrong, and after how many updates."""
+    with folder() as place, ipufit.testing.inject(fault, at_update) as planned:
+        try:
+            found = kept(place)
+        except Exception as error:
+            found = type(error).__name__
+        return planned.happened, found
+
+
+of("testing.inject", injected, fault=("ipu_reset", "unrecoverable"), at_update=(1, 999))
+of(
+    "testing.Fault",
+    lambda **options: str(ipufit.testing.Fault(**{"kind": "kill", "at_update": 1, **options})),
+    kind=("kill", "worker"),
+    at_update=(1, 2),
+    happened=(False, True),
 )
 
 
