@@ -1,6 +1,6 @@
 """A Keras-like fit library for PyTorch whose whole training step is one traced program."""
 
-from ipufit import callbacks, engines, errors, optim, parallel, schedules
+from ipufit import callbacks, engines, errors, optim, optimizer_state, parallel, schedules
 from ipufit.checkpoints.settings import Checkpoint
 from ipufit.finders import BatchSize
 from ipufit.history import History
@@ -30,6 +30,7 @@ __all__ = [
     "load",
     "log",
     "optim",
+    "optimizer_state",
     "parallel",
     "schedules",
     "seed_everything",

@@ -94,9 +94,9 @@ def _fit(model: Model, session: Session, given: FitArguments) -> History:
             _expect(job, given)
             session.last_plan, session.sample = job.plan, stripped(job.first)
             told = _callbacks(model, given, job, Mode.TRAIN, given.last_epoch)
-            own = {name: value for name, value in told.params.items() if name != "resumes"}
+            about = {name: value for name, value in told.params.items() if name != "resumes"}
             model.history.params = {
-                **own,
+                **about,
                 **_described(session, job.plan, given),
                 "prefetch": given.prefetch,
                 **given.notes,

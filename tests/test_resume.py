@@ -258,9 +258,20 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize("share", [0.1, 0.4, 0.7, 1.0])
 @pytest.mark.parametrize("case", ALL)
-def test_the_bits_are_those_of_a_run_that_was_not_interrupted(case, share, tmp_path):
+def test_the_bits_are_those_of_a_run_that_was_not_interrupted(case, tmp_path):
+    interrupted(case, 0.6, tmp_path)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("share", [0.1, 0.35, 0.8, 1.0])
+@pytest.mark.parametrize("case", ALL)
+def test_wherever_it_is_interrupted(case, share, tmp_path):
+    interrupted(case, share, tmp_path)
+
+
+def interrupted(case, share, tmp_path):
+    """After this share of the executions."""
     whole = Counted()
     expected = case.run(callbacks=[*case.callbacks(), Ends(), whole])
     before = max(1, round(share * (whole.executions - 1)))

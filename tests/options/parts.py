@@ -14,6 +14,8 @@ from ipufit import (
     PartitionPlan,
     Plan,
     errors,
+    optimizer_state,
+    poptorch,
     schedules,
     testing,
 )
@@ -555,4 +557,56 @@ of(
     factor=(1, 3),
     splits_per_ipu=([3], [0, 3]),
     mode=With("output_channels", "reducing_dim", splits_per_ipu=[3]),
+)
+
+
+# Optimizer state that moves to PopTorch and back
+
+
+def stepped(steps):
+    """A layer, and Adam over it after so many steps."""
+    torch.manual_seed(0)
+    net = linear()
+    optimizer = torch.optim.Adam(net.parameters(), 0.1)
+    for _ in range(steps):
+        net(X).square().sum().backward()
+        optimizer.step()
+    return net, optimizer
+
+
+def to_device(optimizer=1, target=False, module=True):
+    net, own = stepped(optimizer)
+    kind = poptorch.optim.SGD if target else poptorch.optim.Adam
+    theirs = kind(net.parameters(), lr=0.1)
+    optimizer_state.to_poptorch(own, theirs, net if module else linear())
+    return theirs.state_dict()["ipu_state"]
+
+
+def from_device(source=2, optimizer=False, module=True, updates=0):
+    net, own = stepped(source)
+    theirs = poptorch.optim.Adam(net.parameters(), lr=0.1)
+    optimizer_state.to_poptorch(own, theirs, net)
+    if updates:
+        # RMSprop has no count on a device.
+        own = torch.optim.RMSprop(net.parameters())
+        theirs = poptorch.optim.RMSprop(net.parameters(), lr=0.1)
+    back = (torch.optim.SGD if optimizer else type(own))(net.parameters(), lr=0.1)
+    optimizer_state.from_poptorch(theirs, back, net if module else linear(), max(0, updates))
+    return back.state_dict()["state"]
+
+
+of(
+    "optimizer_state.to_poptorch",
+    to_device,
+    optimizer=(1, 2),
+    target=(False, True),
+    module=(True, False),
+)
+of(
+    "optimizer_state.from_poptorch",
+    from_device,
+    source=(2, 3),
+    optimizer=(False, True),
+    module=(True, False),
+    updates=(-1, 4),
 )

@@ -8,9 +8,9 @@ from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tupl
 import torch
 from torch import Tensor, nn
 
-from ipufit.engines.embedded.updater import torchs_step
 from ipufit.errors import OptimizerError
 from ipufit.optim import LAMB
+from ipufit.optimizer_state import device_state, torch_state
 from ipufit.recipe import Recipe
 
 __all__ = ["DeviceOptimizer", "check_optimizer"]
@@ -43,21 +43,6 @@ _SETTINGS: Dict[Type[torch.optim.Optimizer], Dict[str, Any]] = {
     },
 }
 
-# State by torch's names, and the beginnings of the device's names for it.
-_STATE: Dict[Type[torch.optim.Optimizer], Dict[str, Tuple[str, ...]]] = {
-    torch.optim.SGD: {"momentum_buffer": ("Accl1___", "Accl2___", "Accl___")},
-    torch.optim.Adam: {"exp_avg": ("Accl1___",), "exp_avg_sq": ("Accl2___",)},
-    torch.optim.AdamW: {"exp_avg": ("Accl1___",), "exp_avg_sq": ("Accl2___",)},
-    torch.optim.RMSprop: {
-        "square_avg": ("Accl1___",),
-        "grad_avg": ("Accl2___",),
-        "momentum_buffer": ("Accl3___",),
-    },
-    LAMB: {"exp_avg": ("Accl1___",), "exp_avg_sq": ("Accl2___",)},
-}
-_STEP = "Step___"
-# The device counts the updates of these.
-_COUNTED = (torch.optim.Adam, torch.optim.AdamW, LAMB)
 _CLIPPED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _NO_LIMIT = float(torch.finfo(torch.float32).max)
 
@@ -213,14 +198,7 @@ class DeviceOptimizer:
         state: Dict[str, Tensor] = {}
         for name, original in self._originals.items():
             known = self._torchs.state.get(original, {})
-            for torchs, prefixes in _STATE[self._kind].items():
-                value = known.get(torchs)
-                if value is None and self._loaded:
-                    value = torch.zeros_like(original)
-                if value is not None:
-                    state[prefixes[0] + name] = value.detach().cpu().clone()
-            if self._kind in _COUNTED and (known or self._loaded):
-                state[_STEP + name] = torch.tensor(float(known.get("step", 0)))
+            state.update(device_state(self._kind, name, original, known, self._loaded))
         self._loaded = True
         if state:
             # The settings stay as the program has them: PopTorch would warn of each one left out.
@@ -238,23 +216,11 @@ class DeviceOptimizer:
         if not found:
             return
         for name, original in self._originals.items():
-            own: Dict[str, Any] = {}
-            for torchs, prefixes in _STATE[self._kind].items():
-                for prefix in prefixes:
-                    if prefix + name in found:
-                        value = found[prefix + name].reshape(original.shape)
-                        own[torchs] = value.to(original.dtype, copy=True)
-            if not own and self._kind is not torch.optim.RMSprop:
-                continue
             before = self._torchs.state.get(original, {})
-            if self._kind is not torch.optim.SGD:
-                step = float(before.get("step", 0)) + updates
-                if _STEP + name in found:
-                    step = float(found[_STEP + name].reshape(-1)[0])
-                if step == 0:
-                    continue
-                own["step"] = torchs_step(self._kind, step, torch.device("cpu"))
-            self._torchs.state[original].update(own)
+            done = float(before.get("step", 0)) + updates
+            self._torchs.state[original].update(
+                torch_state(self._kind, name, original, found, done)
+            )
 
 
 def _plain(name: str, value: Any) -> Any:

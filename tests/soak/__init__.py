@@ -1,0 +1,1 @@
+"""A long run, of which nothing may be left: memory, files and threads."""
