@@ -63,6 +63,13 @@ def drill(session: nox.Session) -> None:
     session.run("python", "-m", "tests.drill", *session.posargs)
 
 
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Train for 20,000 executions and make 200 models, and see whether anything is left."""
+    session.install("-e", ".", *group("test", "torch"))
+    session.run("python", "-m", "tests.soak", *session.posargs)
+
+
 # Today's virtualenv can't make an environment of Python 3.8, that Python's own venv can.
 @nox.session(python=OLDEST_PYTHON, venv_backend="venv")
 def minimums(session: nox.Session) -> None:
