@@ -1,5 +1,6 @@
 """A run that was interrupted and goes on ends with the bits of one that was not."""
 
+import gc
 import random
 
 import numpy as np
@@ -42,6 +43,10 @@ class Ends(Callback):
 
 
 def loader(dataset=WHOLE, **options):
+    if options.get("num_workers"):
+        # An error that went through a recording holds a file of old torch's, which a worker, made
+        # by fork, would remove as well.
+        gc.collect()
     return DataLoader(dataset, **{"batch_size": 2, "shuffle": True, **options})
 
 
