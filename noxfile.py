@@ -70,6 +70,16 @@ def soak(session: nox.Session) -> None:
     session.run("python", "-m", "tests.soak", *session.posargs)
 
 
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Look for files of checkpoints that end reading in anything but ipufit's errors."""
+    session.install("-e", ".", "atheris>=3.0", *group("test", "torch"))
+    options = session.posargs or ["-max_total_time=120"]
+    for file in ("manifest.json", "state.json", "state.safetensors", "weights.safetensors"):
+        limits = ("-rss_limit_mb=2048", "-timeout=10")
+        session.run("python", "-m", "tests.fuzz", file, *limits, *options)
+
+
 # Today's virtualenv can't make an environment of Python 3.8, that Python's own venv can.
 @nox.session(python=OLDEST_PYTHON, venv_backend="venv")
 def minimums(session: nox.Session) -> None:

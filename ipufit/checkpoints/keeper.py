@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Iterator, List, Mapping, Optional, Sequen
 
 from ipufit.callbacks import Callback
 from ipufit.callbacks.callback_list import missing
+from ipufit.checkpoints.encoding import encode
 from ipufit.checkpoints.names import name_of
 from ipufit.checkpoints.settings import Checkpoint
 from ipufit.checkpoints.signals import Signals
 from ipufit.checkpoints.store import Store
-from ipufit.checkpoints.training import Found, document_of, parts_of, restore, tree_of
+from ipufit.checkpoints.training import Found, parts_of, restore, tree_of
 from ipufit.direction import direction_of
 from ipufit.errors import CheckpointError, ConfigurationError
 
@@ -142,7 +143,7 @@ class Keeper:
             assert self._store is not None
             self._find_direction(fit)
             self._store.prepare()
-            document_of(tree_of(fit, self._callbacks))
+            encode(tree_of(fit, self._callbacks))
         if self.found is None:
             if self._restarts:
                 self._write(fit, self.run["first_epoch"] - 1, in_epoch=False)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ipufit.loop import Fit
     from ipufit.session import Session
 
-__all__ = ["Found", "document_of", "parts_of", "restore", "tree_of"]
+__all__ = ["Found", "parts_of", "restore", "tree_of"]
 
 _KIND = "training"
 _PARTS = (
@@ -32,15 +32,6 @@ _PARTS = (
 _SHOWN = 8
 
 Groups = Dict[str, Dict[str, Tensor]]
-
-
-def document_of(tree: Any) -> Tuple[Any, Dict[str, Tensor]]:
-    """A tree as JSON and tensors.
-
-    Raises:
-        CheckpointError: something in it is neither.
-    """
-    return encode(tree)
 
 
 def tree_of(fit: Fit, callbacks: Sequence[Callback]) -> Dict[str, Any]:
@@ -72,7 +63,7 @@ def parts_of(
         "place": None if place is None else dataclasses.asdict(place),
         "choices": None if choices is None else choices(),
     }
-    content, tensors = document_of(tree)
+    content, tensors = encode(tree)
     plan = fit.job.plan
     document = {
         "kind": _KIND,
