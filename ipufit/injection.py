@@ -8,7 +8,7 @@ import errno
 import multiprocessing
 import os
 import signal
-from typing import Callable, Dict, Iterator, List
+from typing import Any, Callable, Dict, Iterator, List
 
 from ipufit.errors import (
     ConfigurationError,
@@ -72,16 +72,22 @@ def inject(fault: str, at_update: int) -> Iterator[Fault]:
                 waiting.remove(planned)
 
 
-def strike(first: int, updates: int) -> None:
+def strike(program: Any, updates: int) -> None:
     """Let go wrong what was asked for in one of these updates.
 
     Args:
-        first: index of the first update of an execution that is about to run.
+        program: that is about to run. One with ``fail(action)`` raises what its device would.
         updates: how many it makes.
     """
+    if not _pending:
+        return
+    first = program.updates
     for fault in [each for each in _pending if first <= each.at_update < first + updates]:
         _pending.remove(fault)
         fault.happened = True
+        fail = getattr(program, "fail", None)
+        if fail is not None and fault.kind in _OF_DEVICES:
+            fail(_OF_DEVICES[fault.kind])
         _FAULTS[fault.kind](fault)
 
 
@@ -97,7 +103,7 @@ def check_disk(path: str) -> None:
 
 
 def _reset(fault: Fault) -> None:
-    action = fault.kind.upper()
+    action = str(_OF_DEVICES[fault.kind])
     raise RecoverableDeviceError(
         f"the device must run, but a drill lets it fail at update {fault.at_update}. It can be "
         f"used again after {action}.",
@@ -134,6 +140,15 @@ def _worker(fault: Fault) -> None:
 def _send(number: int) -> Callable[[Fault], None]:
     return lambda fault: os.kill(os.getpid(), number)
 
+
+# What lets the device run again; None for nothing.
+_OF_DEVICES = {
+    "ipu_reset": "IPU_RESET",
+    "link_reset": "LINK_RESET",
+    "partition_reset": "PARTITION_RESET",
+    "full_reset": "FULL_RESET",
+    "unrecoverable": None,
+}
 
 _FAULTS: Dict[str, Callable[[Fault], None]] = {
     "ipu_reset": _reset,

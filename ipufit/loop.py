@@ -169,7 +169,7 @@ class Fit:
         program, updates = self.job.program, self.job.plan.updates_in(len(batch.micro_batches))
         try:
             self._process.check()
-            strike(program.updates, updates)
+            strike(program, updates)
             with deferred():
                 anchors = program.run(batch)
         except NonFiniteLossError as error:

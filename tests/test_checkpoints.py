@@ -1,5 +1,6 @@
 """``fit(checkpoint=, resume=)``: when checkpoints are written, what they hold, what is refused."""
 
+import errno
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
 from ipufit.callbacks import Callback, CSVLogger, EarlyStopping, JSONLinesLogger, ModelCheckpoint
-from ipufit.checkpoints import Store, decode, encode
+from ipufit.checkpoints import Files, Store, decode, encode
 from ipufit.errors import (
     CheckpointError,
     ConfigurationError,
@@ -457,6 +458,22 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_any_work(tmp_path)
         fit(tmp_path / "run")
 
 
+def test_a_folder_that_refuses_is_told_before_any_work(tmp_path, monkeypatch):
+    """As one would to anybody but root."""
+
+    def refuse(self, path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setattr(Files, "make_folder", refuse)
+    folder = str(tmp_path / "run")
+    with pytest.raises(CheckpointError) as told:
+        fit(folder)
+    assert str(told.value).startswith(
+        f"checkpoints need a folder that can be written to, but {folder!r} can't: "
+    )
+    assert str(told.value).endswith(". Choose another folder.")
+
+
 def test_a_file_in_the_place_of_the_folder_is_refused_before_any_work(tmp_path):
     (tmp_path / "run").write_text("")
     updates = []
@@ -470,7 +487,20 @@ def test_a_file_in_the_place_of_the_folder_is_refused_before_any_work(tmp_path):
     assert not updates
 
 
-def test_a_device_that_can_be_used_again_gets_another_chance(tmp_path):
+def said_by(engine, update, action):
+    """What a device that fails says."""
+    if engine == "embedded":
+        return (
+            f"the device must run, but a drill lets it fail at update {update}. It can be used "
+            f"again after {action}."
+        )
+    return (
+        f"running failed on the device: a drill lets it fail. It can be used again after {action}; "
+        "see the documentation of the Poplar SDK, then fit again."
+    )
+
+
+def test_a_device_that_can_be_used_again_gets_another_chance(tmp_path, engine):
     case = Case(seed=5, callbacks=lambda: [CSVLogger(tmp_path / "log.csv")])
     expected = state(case.run())
     rows = (tmp_path / "log.csv").read_text()
@@ -483,10 +513,8 @@ def test_a_device_that_can_be_used_again_gets_another_chance(tmp_path):
     assert_same(model, expected)
     assert (tmp_path / "log.csv").read_text() == rows
     assert [str(each.message) for each in told] == [
-        "restart 1 of 2, from update 0: the device must run, but a drill lets it fail at update 3. "
-        "It can be used again after IPU_RESET.",
-        "restart 2 of 2, from update 12: the device must run, but a drill lets it fail at update "
-        "19. It can be used again after IPU_RESET.",
+        "restart 1 of 2, from update 0: " + said_by(engine, 3, "IPU_RESET"),
+        "restart 2 of 2, from update 12: " + said_by(engine, 19, "IPU_RESET"),
     ]
 
 
@@ -515,13 +543,14 @@ def test_another_chance_also_where_epochs_are_parts_of_passes(tmp_path):
 def test_what_cannot_be_helped_from_here_is_an_error(fault, error, tmp_path):
     """And the checkpoints before it are there."""
     case = Case(seed=5)
-    with inject(fault, 14), pytest.raises(error):
+    with inject(fault, 14), pytest.raises(error) as told:
         case.run(checkpoint=tmp_path / "run", max_restarts=3)
+    assert getattr(told.value, "action", fault.upper()) == fault.upper()
     assert_same(case.run(checkpoint=tmp_path / "run", resume="auto"), state(case.run()))
 
 
 def test_so_many_restarts_and_no_more(tmp_path):
-    ended = pytest.raises(RecoverableDeviceError, match="at update 6")
+    ended = pytest.raises(RecoverableDeviceError, match="IPU_RESET")
     warned = pytest.warns(UserWarning, match="restart")
     faults = (inject("ipu_reset", update) for update in (2, 4, 6))
     with next(faults), next(faults), next(faults), warned, ended:

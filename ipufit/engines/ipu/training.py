@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, Dict, List, Sequence
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence
 
 import torch
 
@@ -14,6 +14,7 @@ from ipufit.engines.embedded.precision import check_precision, warn_of_vanishing
 from ipufit.engines.embedded.step import StepModule, public_name
 from ipufit.engines.ipu.copies import Host, Trained, plain, unwrapped
 from ipufit.engines.ipu.device import alone
+from ipufit.engines.ipu.failures import told
 from ipufit.engines.ipu.limits import check_trained
 from ipufit.engines.ipu.options import seed_of
 from ipufit.engines.ipu.ownership import Programs
@@ -81,6 +82,20 @@ class TrainingProgram:
     def updates(self) -> int:
         """Weight updates done since ``compile``."""
         return self._programs.updates
+
+    def fail(self, action: Optional[str]) -> None:
+        """Fail like a device that can be used again after an action, or without one for good.
+
+        Raises:
+            RecoverableDeviceError, UnrecoverableDeviceError: as of a device.
+        """
+        sdk = self._engine.sdk
+        kind = sdk.UnrecoverableError if action is None else sdk.RecoverableError
+        error = kind("a drill lets it fail")
+        if action is not None:
+            error.recovery_action = action
+        with told(sdk, "running"):
+            raise error
 
     @alone
     def prepare(self, example: MicroBatch) -> Prepared:
