@@ -306,6 +306,7 @@ def executions(
             for end in range(len(group) - len(new) + 1, len(group) + 1):
                 if end % per_update == 0:
                     check_update(group[end - per_update : end], index - 1 - len(group) + end)
+        del raw, new
         if not horizon.batches:
             yield CombinedBatch(group)
             group = []

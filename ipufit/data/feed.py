@@ -122,6 +122,8 @@ class Feed:
                         yield each
                     elif read == skip:
                         skipping.close()
+                    del each
+                del raw
 
     def _passes(self, number: int, skip: int, done: int) -> Generator[Any, None, None]:
         """Pass after pass, from one of its batches on."""
@@ -221,6 +223,7 @@ class Feed:
                 place = dataclasses.replace(self._place, own=self._source.own_place())
                 batch = dataclasses.replace(batch, place=place)
                 yield batch if stage is None else stage(batch)
+                del batch
         finally:
             if self._mode is not Mode.TRAIN or plan.fixed_updates is None:
                 self._close_open()

@@ -267,8 +267,10 @@ class Source:
                     seen += row_count(batch, loader)
                     if seen > limit:
                         raise self._repeated(loader, limit)
-                yield batch
                 index += batch_count(batch)
+                yield batch
+                # Here and below: of what is done with, nothing is held while the next is read.
+                del batch
         finally:
             # Let go of, not closed: one that the user holds as well may be gone on with.
             iterator = None

@@ -218,9 +218,9 @@ class DeviceOptimizer:
         for name, original in self._originals.items():
             before = self._torchs.state.get(original, {})
             done = float(before.get("step", 0)) + updates
-            self._torchs.state[original].update(
-                torch_state(self._kind, name, original, found, done)
-            )
+            state = torch_state(self._kind, name, original, found, done)
+            if state:
+                self._torchs.state[original].update(state)
 
 
 def _plain(name: str, value: Any) -> Any:
