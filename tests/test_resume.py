@@ -92,6 +92,31 @@ class Stateful(Stream):
         self.start = state["read"]
 
 
+class Shuffling:
+    """A loader with an order of its own, which goes on from epoch to epoch, and tells its place."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(int(torch.randint(99, ())))
+        self.start = self.read = 0
+        self.before = self.generator.get_state()
+
+    def __iter__(self):
+        start, self.start = self.start, 0
+        self.before = self.generator.get_state()
+        order = torch.randperm(22, generator=self.generator).view(11, 2)
+        for self.read in range(start + 1, 12):
+            rows = order[self.read - 1]
+            yield X[rows], Y[rows]
+        self.before, self.read = self.generator.get_state(), 0
+
+    def state_dict(self):
+        return {"generator": self.before, "read": self.read}
+
+    def load_state_dict(self, state):
+        self.generator.set_state(state["generator"])
+        self.start = state["read"]
+
+
 class Case:
     """One way to train. Arguments make anew what a process would.
 
@@ -226,6 +251,7 @@ CASES = {
     "a stream that goes on by itself": Case(
         train=lambda: loader(Stateful(), shuffle=False), seed=5
     ),
+    "a loader that goes on by itself": Case(train=Shuffling, seed=5),
     "validation and callbacks with a memory": Case(
         callbacks=waiting, seed=5, validation_data=(X[:9], Y[:9]), epochs=5
     ),
@@ -266,6 +292,21 @@ ALL = [
 @pytest.mark.parametrize("case", ALL)
 def test_the_bits_are_those_of_a_run_that_was_not_interrupted(case, tmp_path):
     interrupted(case, 0.6, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("share", [0.2, 0.34, 0.7])
+def test_loaders_of_torchdata(share, workers, tmp_path):
+    """Whose shuffling goes on from epoch to epoch."""
+    data_of = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def train():
+        gc.collect()
+        return data_of.StatefulDataLoader(WHOLE, batch_size=2, shuffle=True, num_workers=workers)
+
+    case = Case(train=train, seed=5)
+    interrupted(case, share, tmp_path)
 
 
 @pytest.mark.grid

@@ -152,7 +152,8 @@ class Feed:
             return dataclasses.replace(self._place, batches=self._place.batches - 1)
         if self._open is not None:
             return last  # a pass that the next epoch goes on with
-        return Place(epoch + 1, 0, self._source.generator_states())
+        own = self._source.own_place(between_epochs=True)
+        return Place(epoch + 1, 0, self._source.generator_states(), own)
 
     def peek(self, epoch: int, plan: Plan) -> MicroBatch:
         """The first micro-batch of an epoch, which starts here and goes on where it is read next.

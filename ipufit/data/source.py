@@ -158,10 +158,16 @@ class Source:
         rows = held_rows(self.loader)
         return rows is not None and all(map(is_in_memory, rows.leaves()))
 
-    def own_place(self) -> Any:
-        """Where the data says it stands, by torchdata's convention; None if it says nothing."""
+    def own_place(self, between_epochs: bool = False) -> Any:
+        """Where the data says it stands, by torchdata's convention; None if it says nothing.
+
+        Between two epochs a loader says so too, which may have an order to go on with; what a
+        stream says then is that there is nothing left.
+        """
         stateful = self._stateful
-        return None if stateful is None else stateful.state_dict()
+        if stateful is None or (between_epochs and stateful is not self.loader):
+            return None
+        return stateful.state_dict()
 
     @property
     def _stateful(self) -> Any:
