@@ -135,6 +135,8 @@ def _worker(fault: Fault) -> None:
             "DataLoader with num_workers=1 or more."
         )
     os.kill(int(workers[0].pid or 0), signal.SIGKILL)
+    # torch tells of it from a signal, which must not come when the fit is over.
+    workers[0].join()
 
 
 def _send(number: int) -> Callable[[Fault], None]:
