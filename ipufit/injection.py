@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import multiprocessing
 import os
 import signal
 from typing import Any, Callable, Dict, Iterator, List
@@ -128,6 +127,8 @@ def _non_finite(fault: Fault) -> None:
 
 
 def _worker(fault: Fault) -> None:
+    import multiprocessing  # takes time to import, for a drill alone
+
     workers = [each for each in multiprocessing.active_children() if each.pid is not None]
     if not workers:
         raise ConfigurationError(
