@@ -6,14 +6,21 @@ import contextlib
 import copy
 import random
 import sys
-from typing import Any, Iterator, List, Optional, Sequence
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
 
 import torch
 from torch import nn
 
 from ipufit.interrupts import deferred
 
-__all__ = ["cuda_in_use", "everything_kept", "generators_kept"]
+__all__ = [
+    "cuda_in_use",
+    "everything_kept",
+    "generator_states",
+    "generators_kept",
+    "generators_of",
+    "set_generators",
+]
 
 
 def cuda_in_use() -> bool:
@@ -22,23 +29,35 @@ def cuda_in_use() -> bool:
     return bool(cuda.is_initialized())
 
 
+def generator_states() -> Dict[str, Any]:
+    """Of the generators of torch, Python and NumPy, as far as they are in use."""
+    numpy: Any = sys.modules.get("numpy")
+    found: Dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if numpy is not None:
+        found["numpy"] = numpy.random.get_state()
+    if cuda_in_use():
+        found["cuda"] = torch.cuda.get_rng_state_all()
+    return found
+
+
+def set_generators(states: Mapping[str, Any]) -> None:
+    """Let them go on from there."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
     """Leave the generators of torch, Python and NumPy (if it is loaded) as they were found."""
-    numpy = sys.modules.get("numpy")
-    host, python_state = torch.get_rng_state(), random.getstate()
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    on_cuda = cuda_in_use()
-    accelerators = torch.cuda.get_rng_state_all() if on_cuda else []
+    states = generator_states()
     try:
         yield
     finally:
-        torch.set_rng_state(host)
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
-        if on_cuda:
-            torch.cuda.set_rng_state_all(accelerators)
+        set_generators(states)
 
 
 @contextlib.contextmanager
@@ -61,7 +80,7 @@ def everything_kept(
         for tensor in (*module.parameters(), *module.buffers())
     ]
     values = [tensor.detach().clone() for tensor in tensors]
-    drawing = [(generator, generator.get_state()) for generator in _generators_of(loader)]
+    drawing = [(generator, generator.get_state()) for generator in generators_of(loader)]
     state = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
     with generators_kept():
         try:
@@ -76,7 +95,7 @@ def everything_kept(
                     optimizer.load_state_dict(state)
 
 
-def _generators_of(loader: Any) -> List[torch.Generator]:
+def generators_of(loader: Any) -> List[torch.Generator]:
     """Those of a DataLoader and of its samplers, each once."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = [loader, getattr(loader, "sampler", None), batch_sampler]

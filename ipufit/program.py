@@ -155,7 +155,7 @@ class CombinedBatch:
 
     Attributes:
         micro_batches: those.
-        place: where the data stands after them.
+        place: where the data stands after them; None if nobody asks.
     """
 
     micro_batches: Sequence[MicroBatch]

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import json
 import os
-import stat
 import threading
 from typing import Any, Dict, List, Mapping, Optional, Union
 
@@ -16,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 import ipufit
+from ipufit.disk import sync_folder, write_tensors
 from ipufit.errors import ConfigurationError
 from ipufit.torch_files import TORCH_SUFFIXES, read_torch
 
-__all__ = ["Snapshot", "described", "load_weights", "save_weights"]
+__all__ = ["Snapshot", "described", "differences", "load_weights", "save_weights"]
 
 Path = Union[str, "os.PathLike[str]"]
 _SUFFIX = ".safetensors"
@@ -94,36 +94,20 @@ def _write(tensors: Dict[str, Tensor], target: str, metadata: Dict[str, str]) ->
     folder, name = os.path.split(target)
     part = os.path.join(folder, f".{name}.{os.getpid()}.{threading.get_ident()}.part")
     try:
-        with open(part, "xb") as file:
-            rights = os.fstat(file.fileno()).st_mode
         try:
-            safetensors.torch.save_file(tensors, part, metadata=metadata)
+            write_tensors(part, tensors, metadata)
         except (KeyError, ValueError, safetensors.SafetensorError) as error:
             dtypes = sorted({str(tensor.dtype) for tensor in tensors.values()})
             raise ConfigurationError(
                 f"the installed safetensors can't store these weights ({', '.join(dtypes)}): "
                 f"{error}. Convert them with module.to(dtype)."
             ) from error
-        with open(part, "rb+") as file:
-            os.fsync(file.fileno())
-        # Some versions of safetensors make a file that only its owner can read.
-        os.chmod(part, stat.S_IMODE(rights))
         os.replace(part, target)
-        _sync_folder(folder or ".")
+        sync_folder(folder or ".")
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.remove(part)
         raise
-
-
-def _sync_folder(folder: str) -> None:
-    """Make the new name outlast a power cut, where folders can be synchronised."""
-    if hasattr(os, "O_DIRECTORY"):
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def load_weights(module: nn.Module, path: Path, strict: bool = True) -> None:
@@ -144,7 +128,7 @@ def load_weights(module: nn.Module, path: Path, strict: bool = True) -> None:
         raise ConfigurationError(f"strict must be True or False, got {strict!r}.")
     stored = _read(path)
     own: Dict[str, Any] = module.state_dict()
-    faults = _differences(own, stored, strict)
+    faults = differences(own, stored, "the file", strict)
     if faults:
         advice = "Load it into a module like the one it was saved from."
         if strict and not any(": shape " in fault for fault in faults):
@@ -171,21 +155,36 @@ def _read(path: Path) -> Dict[str, Tensor]:
         ) from error
 
 
-def _differences(own: Mapping[str, Any], stored: Mapping[str, Tensor], strict: bool) -> List[str]:
+def differences(
+    own: Mapping[str, Any],
+    stored: Mapping[str, Tensor],
+    where: str,
+    strict: bool = True,
+    widens: bool = True,
+) -> List[str]:
+    """What does not fit, a line each.
+
+    Args:
+        own: of the module; what is no tensor is passed over.
+        stored: what is to take its place.
+        where: the latter is, for the text.
+        strict: whether names and dtypes must agree.
+        widens: whether a floating-point dtype may become a wider one all the same.
+    """
     faults = []
     if strict:
-        faults += [f"{name}: missing in the file" for name in own if name not in stored]
-        faults += [f"{name}: only in the file" for name in stored if name not in own]
+        faults += [f"{name}: missing in {where}" for name in own if name not in stored]
+        faults += [f"{name}: only in {where}" for name in stored if name not in own]
     for name, mine in own.items():
         value = stored.get(name)
         if value is None or not isinstance(mine, Tensor):
             continue
+        fits = value.dtype == mine.dtype or (widens and _widens(value.dtype, mine.dtype))
         if mine.shape != value.shape:
-            faults.append(
-                f"{name}: shape {tuple(value.shape)} in the file, {tuple(mine.shape)} in the module"
-            )
-        elif strict and not _widens(value.dtype, mine.dtype):
-            faults.append(f"{name}: {value.dtype} in the file, {mine.dtype} in the module")
+            shapes = f"{tuple(value.shape)} in {where}, {tuple(mine.shape)} in the module"
+            faults.append(f"{name}: shape {shapes}")
+        elif strict and not fits:
+            faults.append(f"{name}: {value.dtype} in {where}, {mine.dtype} in the module")
     return faults
 
 

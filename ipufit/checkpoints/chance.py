@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-import random
 import sys
-from typing import Any, Dict
+from typing import Any, Dict, Mapping
 
 import torch
 
-from ipufit.keeping import cuda_in_use
+from ipufit.keeping import generator_states, set_generators
 
-__all__ = ["generators", "set_generators"]
-
-
-def generators() -> Dict[str, Any]:
-    """The states of Python's, NumPy's and torch's generators, as far as they are in use."""
-    version, numbers, gauss = random.getstate()
-    found: Dict[str, Any] = {
-        "python": [version, list(numbers), gauss],
-        "torch": torch.get_rng_state(),
-    }
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
-        found["numpy"] = [kind, keys.tolist(), int(position), int(has_gauss), float(cached)]
-    if cuda_in_use():
-        found["cuda"] = list(torch.cuda.get_rng_state_all())
-    return found
+__all__ = ["restore", "stored"]
 
 
-def set_generators(states: Dict[str, Any]) -> None:
-    """Let them go on from there."""
-    version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    torch.set_rng_state(states["torch"])
+def stored() -> Dict[str, Any]:
+    """The states of Python's, NumPy's and torch's generators, as a checkpoint holds them."""
+    states = generator_states()
+    if "numpy" in states:
+        kind, keys, position, has_gauss, cached = states["numpy"]
+        states["numpy"] = [kind, keys.tolist(), int(position), int(has_gauss), float(cached)]
+    return states
+
+
+def restore(states: Mapping[str, Any]) -> None:
+    """Let those of them that are here go on from there."""
+    found = {name: states[name] for name in ("torch", "python")}
     numpy: Any = sys.modules.get("numpy")
     if "numpy" in states and numpy is not None:
         kind, keys, *rest = states["numpy"]
-        numpy.random.set_state((kind, numpy.array(keys, dtype="uint32"), *rest))
+        found["numpy"] = (kind, numpy.array(keys, dtype="uint32"), *rest)
     cuda = states.get("cuda", [])
     if cuda and torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(cuda)
+        found["cuda"] = cuda
+    set_generators(found)

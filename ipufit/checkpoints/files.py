@@ -12,6 +12,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
+from ipufit import disk
 from ipufit.checkpoints.tensors import apart
 from ipufit.checkpoints.unfit import UnfitError, reason_of
 from ipufit.injection import check_disk
@@ -49,10 +50,8 @@ class Files:
 
     def write_tensors(self, path: str, tensors: Mapping[str, Tensor]) -> None:
         """Write tensors to a new file, to the disk itself."""
-        with open(path, "xb") as file:
-            rights = os.fstat(file.fileno()).st_mode
         try:
-            safetensors.torch.save_file(apart(tensors), path, metadata={"format": "pt"})
+            disk.write_tensors(path, apart(tensors), {"format": "pt"})
         except safetensors.SafetensorError as error:
             raise UnfitError(f"safetensors says {reason_of(error)}") from error
         except (KeyError, ValueError) as error:
@@ -61,10 +60,6 @@ class Files:
                 f"the installed safetensors can't store all of these: {dtypes}",
                 "Convert tensors to another dtype.",
             ) from error
-        with open(path, "rb+") as file:
-            os.fsync(file.fileno())
-        # Some versions of safetensors make a file that only its owner can read.
-        os.chmod(path, stat.S_IMODE(rights))
 
     def rename(self, old: str, new: str) -> None:
         """Give a folder another name, at once; ``new`` must not exist."""
@@ -72,12 +67,7 @@ class Files:
 
     def sync_folder(self, path: str) -> None:
         """Make the names in a folder outlast a power cut, where folders can be synchronised."""
-        if hasattr(os, "O_DIRECTORY"):
-            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+        disk.sync_folder(path)
 
     def remove_tree(self, path: str) -> None:
         """Remove a folder with all that is in it; of a link only the link."""

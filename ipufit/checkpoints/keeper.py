@@ -57,7 +57,7 @@ def find(checkpoint: Optional[Checkpoint], resume: Optional[str]) -> Optional[Fo
             )
         return Found.of(Store(folder), name)
     assert store is not None
-    newest, faults = store.newest_readable()
+    newest, faults = store.newest()
     for fault in faults:
         warnings.warn(fault, UserWarning, stacklevel=5)
     if newest is None:
@@ -67,9 +67,10 @@ def find(checkpoint: Optional[Checkpoint], resume: Optional[str]) -> Optional[Fo
                 f"{store.folder!r} none can. Pass another folder to begin anew."
             )
         return None
-    for damaged in names[names.index(newest) + 1 :]:
+    name, contents = newest
+    for damaged in names[names.index(name) + 1 :]:
         store.set_aside(damaged)
-    return Found.of(store, newest)
+    return Found.made(store, name, contents)
 
 
 def _is_in(store: Optional[Store], folder: str) -> bool:
@@ -141,6 +142,7 @@ class Keeper:
         """
         if self._settings is not None:
             assert self._store is not None
+            fit.job.feed.tells_place = True
             self._find_direction(fit)
             self._store.prepare()
             encode(tree_of(fit, self._callbacks))
@@ -182,8 +184,7 @@ class Keeper:
         if settings is None or fit.ending():
             return
         every = settings.every_updates
-        done = fit.job.program.updates - self.run["first_update"]
-        if self._signals.came is not None or (every is not None and not done % every):
+        if self._signals.came is not None or (every is not None and not self._done(fit) % every):
             self._write(fit, epoch, in_epoch=True)
             self._end_if_asked(fit, epoch)
 
@@ -210,8 +211,12 @@ class Keeper:
         return best is None or (value < best if self._direction == "min" else value > best)
 
     def _name(self, fit: Fit, in_epoch: bool) -> str:
-        done = fit.job.program.updates - self.run["first_update"]
-        return name_of(done) + ("" if in_epoch else "-epoch")
+        return name_of(self._done(fit)) + ("" if in_epoch else "-epoch")
+
+    def _done(self, fit: Fit) -> int:
+        """Updates of the run."""
+        first: int = self.run["first_update"]
+        return fit.job.program.updates - first
 
     def _write(self, fit: Fit, epoch: int, in_epoch: bool) -> None:
         assert self._store is not None
@@ -234,10 +239,10 @@ class Keeper:
         if self._signals.came is None:
             return
         assert self._settings is not None
-        done = fit.job.program.updates - self.run["first_update"]
         said = (
-            f"{self._signals.came.name}: fit ends after update {done}, in epoch {epoch}, which is "
-            f"written down in {self._settings.folder!r}. Call it again with resume='auto' to go on."
+            f"{self._signals.came.name}: fit ends after update {self._done(fit)}, in epoch "
+            f"{epoch}, which is written down in {self._settings.folder!r}. Call it again with "
+            "resume='auto' to go on."
         )
         print(f"ipufit: {said}", file=sys.stderr)
         self._signals.end(said)

@@ -200,15 +200,20 @@ class Store:
             return str(error)
         return None
 
-    def newest_readable(self) -> Tuple[Optional[str], List[str]]:
-        """The newest checkpoint that can be read, or None; and why those after it can't."""
+    def newest(self) -> Tuple[Optional[Tuple[str, Contents]], List[str]]:
+        """The newest checkpoint that can be read, with its name, and why those after it can't."""
         faults: List[str] = []
         for name in reversed(self.names()):
-            fault = self.readable(name)
-            if fault is None:
-                return name, faults
-            faults.append(fault)
+            try:
+                return (name, self.read(name)), faults
+            except CheckpointError as error:
+                faults.append(str(error))
         return None, faults
+
+    def newest_readable(self) -> Tuple[Optional[str], List[str]]:
+        """Its name, or None; and why those after it can't be read."""
+        found, faults = self.newest()
+        return None if found is None else found[0], faults
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint: as a whole, whatever happens.

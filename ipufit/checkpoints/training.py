@@ -10,13 +10,15 @@ from torch import Tensor
 
 import ipufit
 from ipufit.callbacks import Callback
-from ipufit.checkpoints.chance import generators, set_generators
+from ipufit.checkpoints import chance
 from ipufit.checkpoints.encoding import decode, encode
 from ipufit.checkpoints.optimizers import check_optimizer, optimizer_differences
+from ipufit.checkpoints.reading import Contents
 from ipufit.checkpoints.store import Store
-from ipufit.checkpoints.weights_apart import differences, joined, split
+from ipufit.checkpoints.weights_apart import joined, split
 from ipufit.errors import CheckpointError, ConfigurationError
 from ipufit.program import Place, TrainState
+from ipufit.weights import differences
 
 if TYPE_CHECKING:
     from ipufit.loop import Fit
@@ -40,7 +42,7 @@ def tree_of(fit: Fit, callbacks: Sequence[Callback]) -> Dict[str, Any]:
         "meter": fit.job.meter.state_dict(),
         "history": fit.history.state_dict(),
         "callbacks": [[type(each).__name__, each.state_dict()] for each in callbacks],
-        "random": generators(),
+        "random": chance.stored(),
     }
 
 
@@ -107,7 +109,15 @@ class Found:
         Raises:
             CheckpointError: it can't be read, or is no checkpoint of a training run.
         """
-        contents = store.read(name)
+        return Found.made(store, name, store.read(name))
+
+    @staticmethod
+    def made(store: Store, name: str, contents: Contents) -> Found:
+        """The same of what was read already.
+
+        Raises:
+            CheckpointError: it is no checkpoint of a training run.
+        """
         document = contents.document
         try:
             if document["kind"] != _KIND:
@@ -208,17 +218,18 @@ def _checked(found: Found) -> Found:
     return found
 
 
-def check_fits(found: Found, fit: Fit, session: Session, callbacks: Sequence[Callback]) -> None:
-    """Refuse a checkpoint of something else.
+def _check_fits(
+    found: Found, own: TrainState, fit: Fit, session: Session, callbacks: Sequence[Callback]
+) -> None:
+    """Refuse a checkpoint of something else than has this state now.
 
     Raises:
         CheckpointError: with all that differs.
     """
-    job, document = fit.job, found.document
-    state = job.program.read_state()
-    weights, others = split(session.module, state)
-    faults = differences(weights, found.weights)
-    faults += differences(others, found.tree["others"])
+    job, document, where = fit.job, found.document, "the checkpoint"
+    weights, others = split(session.module, own)
+    faults = differences(weights, found.weights, where, widens=False)
+    faults += differences(others, found.tree["others"], where, widens=False)
     pairs: List[Tuple[str, Any, Any]] = [
         ("optimizer", document["optimizer"], type(session.optimizer).__name__),
         ("samples of an update", document["update_size"], job.plan.update_size),
@@ -231,9 +242,9 @@ def check_fits(found: Found, fit: Fit, session: Session, callbacks: Sequence[Cal
         ),
     ]
     faults += [
-        f"{what}: {stored!r} in the checkpoint, {own!r} now"
-        for what, stored, own in pairs
-        if stored != own
+        f"{what}: {before!r} in the checkpoint, {now!r} now"
+        for what, before, now in pairs
+        if before != now
     ]
     if not faults:
         faults = optimizer_differences(session.optimizer, found.tree["optimizer"])
@@ -253,10 +264,11 @@ def restore(found: Found, fit: Fit, session: Session, callbacks: Sequence[Callba
         CheckpointError: the checkpoint is of something else, and nothing has changed; or, made by
             somebody else than ipufit, it has parts that nobody can take over.
     """
-    check_fits(found, fit, session, callbacks)
     tree, job = found.tree, fit.job
+    own = job.program.read_state()
+    _check_fits(found, own, fit, session, callbacks)
     try:
-        _restore_program(found, fit, session)
+        _restore_program(found, own, fit, session)
         fit.history.load_state_dict(tree["history"])
         for callback, (_, state) in zip(callbacks, tree["callbacks"]):
             if state is not None:
@@ -266,7 +278,7 @@ def restore(found: Found, fit: Fit, session: Session, callbacks: Sequence[Callba
         if tree["place"] is not None:
             fit.place = _place(tree["place"])
             job.feed.seek(fit.place, job.meter.updates, found.done)
-        set_generators(tree["random"])
+        chance.restore(tree["random"])
     except (CheckpointError, ConfigurationError):
         raise
     except Exception as error:
@@ -283,10 +295,9 @@ def _place(state: Mapping[str, Any]) -> Place:
     return Place(number, batches, list(state["generators"]), state["own"])
 
 
-def _restore_program(found: Found, fit: Fit, session: Session) -> None:
+def _restore_program(found: Found, own: TrainState, fit: Fit, session: Session) -> None:
     tree = found.tree
     known = joined(session.module, found.weights, tree["others"])
-    own = fit.job.program.read_state()
     scale = tree["loss_scale"]
     extra = {name: value for name, value in found.weights.items() if "_extra_state" in name}
     if extra:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ipufit.program import TrainState
 
-__all__ = ["differences", "joined", "split"]
+__all__ = ["joined", "split"]
 
 Named = Dict[str, Tensor]
 
@@ -47,20 +47,4 @@ def _first_names(module: nn.Module) -> Dict[str, str]:
     ]
     for name, tensor in named:
         found[name] = seen.setdefault(id(tensor), name)
-    return found
-
-
-def differences(wanted: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> List[str]:
-    """What does not fit, a line each."""
-    found = [f"{name}: missing in the checkpoint" for name in wanted if name not in stored]
-    found += [f"{name}: only in the checkpoint" for name in stored if name not in wanted]
-    for name, own in wanted.items():
-        other = stored.get(name)
-        if other is None:
-            continue
-        if own.shape != other.shape:
-            shapes = f"{tuple(other.shape)} in the checkpoint, {tuple(own.shape)} in the module"
-            found.append(f"{name}: shape {shapes}")
-        elif own.dtype != other.dtype:
-            found.append(f"{name}: {other.dtype} in the checkpoint, {own.dtype} in the module")
     return found

@@ -52,6 +52,9 @@ class Feed:
         cut_every: an execution ends wherever the number of updates fed so far is a multiple of one
             of these.
         prefetch: executions that a thread prepares ahead; 0 for none.
+
+    Attributes:
+        tells_place: whether somebody wants to know where the data stands after an execution.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Feed:
         self._ahead: Optional[Iterator[Any]] = None
         self._ahead_epoch = -1
         self._place = Place(0, 0)
+        self.tells_place = False
         self._sought: Optional[_Sought] = None
 
     def _start(self, epoch: int, plan: Plan) -> Iterator[Any]:
@@ -221,8 +225,10 @@ class Feed:
                 updates = plan.updates_in(len(batch.micro_batches))
                 done += updates
                 self._updates += updates
-                place = dataclasses.replace(self._place, own=self._source.own_place())
-                batch = dataclasses.replace(batch, place=place)
+                if self.tells_place:
+                    # To ask the data itself may take time.
+                    place = dataclasses.replace(self._place, own=self._source.own_place())
+                    batch = dataclasses.replace(batch, place=place)
                 yield batch if stage is None else stage(batch)
                 del batch
         finally:

@@ -35,6 +35,7 @@ from ipufit.data.reading import ends_in_a_sample, unreadable
 from ipufit.data.rows import Horizon, batch_count, is_in_memory
 from ipufit.data.weights import ClassWeights
 from ipufit.errors import DataError
+from ipufit.keeping import generators_of
 from ipufit.program import Place
 from ipufit.randomness import DataStream
 
@@ -186,13 +187,7 @@ class Source:
         return [generator.get_state() for generator in self._generators()]
 
     def _generators(self) -> List[torch.Generator]:
-        loader: Any = self.loader
-        if not reads_as_torch(loader):
-            return []
-        samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
-        found = [loader.generator, *(getattr(sampler, "generator", None) for sampler in samplers)]
-        kept = {id(each): each for each in found if isinstance(each, torch.Generator)}
-        return list(kept.values())
+        return generators_of(self.loader) if reads_as_torch(self.loader) else []
 
     def go_to(self, place: Place) -> Tuple[int, int]:
         """Let the next pass be the one that a run was in.
