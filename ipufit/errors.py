@@ -14,6 +14,7 @@
     ├── CaptureError (RuntimeError)       the module can't become one program; carries file and line
     ├── CheckpointError (RuntimeError)    a checkpoint can't be written or read; nothing was changed
     ├── NonFiniteLossError (ArithmeticError)  NaN or infinity; carries the update
+    ├── ProcessError (RuntimeError)       another process of the run has gone, failed or disagrees
     └── DeviceError (RuntimeError)        the device, or what drives it, refuses or fails
         ├── RecoverableDeviceError        it can be used again; carries the action
         └── UnrecoverableDeviceError      someone has to look at it
@@ -40,6 +41,7 @@ __all__ = [
     "OptimizerError",
     "PartitionError",
     "PlanError",
+    "ProcessError",
     "RecoverableDeviceError",
     "UnknownNameError",
     "UnrecoverableDeviceError",
@@ -47,7 +49,13 @@ __all__ = [
 
 
 class IpufitError(Exception):
-    """Base of every error that ipufit raises on purpose."""
+    """Base of every error that ipufit raises on purpose.
+
+    Attributes:
+        is_common: whether all processes of a run raise it, and none waits for another.
+    """
+
+    is_common = False
 
 
 class ConfigurationError(IpufitError, ValueError):
@@ -175,6 +183,16 @@ class NonFiniteLossError(IpufitError, ArithmeticError):
         self.value = value
         self.epoch: Optional[int] = None
         super().__init__(message)
+
+
+class ProcessError(IpufitError, RuntimeError):
+    """Another process of the run has gone, has failed, or does not do the same.
+
+    Attributes:
+        is_common: whether every process of the run gets it, so that none has to tell the others.
+    """
+
+    is_common = False
 
 
 class DeviceError(IpufitError, RuntimeError):

@@ -1,0 +1,321 @@
+"""The connections of one process to the others, and what becomes of them when one of them ends."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import dataclasses
+import datetime
+import math
+import os
+import time
+from typing import Any, NoReturn, Optional, Sequence, Tuple
+
+import torch
+from torch import distributed
+
+from ipufit.errors import ConfigurationError, IpufitError, ProcessError
+from ipufit.interrupts import SameProcess
+from ipufit.processes.board import POLL, Board, BoardLostError
+from ipufit.processes.faults import GRACE, Fault, Faults, brief, named
+
+__all__ = ["TORCH_ERRORS", "Link", "Place"]
+
+# Public, but torch does not say so to type checkers; absent from a torch without distributed.
+TCPStore: Any = getattr(distributed, "TCPStore", None)
+PrefixStore: Any = getattr(distributed, "PrefixStore", None)
+
+# What torch.distributed raises has no class of its own; on torch 2.0 a limit is a TimeoutError.
+TORCH_ERRORS = (RuntimeError, ValueError, OSError)
+_MARGIN = 60.0  # seconds that torch's own limit comes after ours, which names who is missing
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where the processes of a run find each other.
+
+    Attributes:
+        host: the machine of process 0.
+        port: on which it listens.
+        is_hosted: whether somebody else, as torchrun, listens there for it.
+        attempt: how often the run was begun before at the same place.
+    """
+
+    host: str
+    port: int
+    is_hosted: bool = False
+    attempt: int = 0
+
+
+class Link:
+    """Connects when it is first asked to.
+
+    Args:
+        place: None where torch.distributed is initialised already.
+        timeout: seconds that one process waits for another.
+    """
+
+    def __init__(
+        self, process_id: int, num_processes: int, place: Optional[Place], timeout: float
+    ) -> None:
+        self.group: Any = None  # that of the host, for tensors there
+        self.is_connected = False
+        self._me = process_id
+        self._count = num_processes
+        self._place = place
+        self._timeout = timeout
+        is_hosted = place is not None and place.is_hosted
+        self._faults = Faults(num_processes, timeout, is_hosted)
+        self._board: Optional[Board] = None
+        self._store: Any = None
+        self._broken = ""
+        self._is_ours = False
+        self._same = SameProcess()
+        self._owner = os.getpid()
+
+    def connect(self) -> None:
+        """Join torch.distributed, once.
+
+        Raises:
+            ProcessError: another process did not come, or this one has left.
+            ConfigurationError: torch.distributed is absent, or has other numbers; or this is a
+                copy, made by ``os.fork``.
+        """
+        self._same.check()
+        if self._broken:
+            raise ProcessError(
+                "a process that has left the others can't speak to them again, but this one left "
+                f"them because {self._broken}. {Fault('').cure}"
+            )
+        if self.is_connected:
+            return
+        if not distributed.is_available():
+            raise ConfigurationError(
+                f"a run of {self._count} processes needs torch.distributed, but this torch was "
+                "built without it. Install another build of torch, or start one process."
+            )
+        board = self._open()
+        limit = datetime.timedelta(seconds=self._timeout + _MARGIN)
+        try:
+            self._arrive(board)
+            if self._is_ours:
+                backend = "cpu:gloo,cuda:nccl" if _has_nccl() else "gloo"
+                store = PrefixStore("group", self._store)
+                distributed.init_process_group(
+                    backend, store=store, rank=self._me, world_size=self._count, timeout=limit
+                )
+                self.group = distributed.group.WORLD
+            else:
+                # The user's own may have no gloo, and another limit.
+                self.group = distributed.new_group(backend="gloo", timeout=limit)
+        except TORCH_ERRORS as error:
+            if isinstance(error, IpufitError):
+                raise
+            self.fail(True, str(error), error)
+        self.is_connected = True
+
+    def wait(self, works: Sequence[Tuple[Any, bool]]) -> None:
+        """Wait until collectives are done.
+
+        Args:
+            works: each with whether its tensors are on the host.
+        Raises:
+            ProcessError: another process failed, has gone or did not come.
+        """
+        board = self._board
+        assert board is not None
+        until = time.monotonic() + self._timeout
+        given_up = math.inf
+        for work, is_on_host in works:
+            while True:
+                try:
+                    if _is_done(work, is_on_host):
+                        break
+                except TORCH_ERRORS as error:
+                    self.fail(True, str(error), error)
+                now = time.monotonic()
+                if board.alarm or board.lost is not None:
+                    # What the others sent before they ended may still arrive.
+                    given_up = min(given_up, now + (0.0 if board.alarm else GRACE))
+                if now >= given_up:
+                    self.fail(board.lost is not None)
+                if now >= until:
+                    self.fail(False)
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the others that this process ends by an error, and leave them."""
+        if self._broken or self._owner != os.getpid() or not distributed.is_available():
+            return
+        text = f"{type(error).__name__}: {error}".rstrip(".: ")
+        # The error itself matters more than who hears of it.
+        with contextlib.suppress(BoardLostError, *TORCH_ERRORS):
+            self._open(min(self._timeout, 2 * GRACE)).tell_error(text)
+        self._leave(f"it ended with {text}")
+
+    def _open(self, limit: Optional[float] = None) -> Board:
+        if self._board is not None:
+            return self._board
+        seconds = self._timeout if limit is None else limit
+        if distributed.is_initialized():
+            rank, size = distributed.get_rank(), distributed.get_world_size()
+            if (rank, size) != (self._me, self._count):
+                raise ConfigurationError(
+                    f"torch.distributed must have the numbers of the run, but there this is "
+                    f"process {rank} of {size}, and here it is {self._me} of {self._count}. Leave "
+                    "ipufit.distributed out, or pass it the same numbers."
+                )
+            # Not public, but there since torch 1.x, and torch's own packages use it.
+            store = distributed.distributed_c10d._get_default_store()
+            mine = PrefixStore("ipufit", store)
+        else:
+            self._store, mine = self._stores(seconds)
+            self._is_ours = True
+        self._board = Board(mine, self._me, self._count)
+        atexit.register(self._close)
+        return self._board
+
+    def _stores(self, seconds: float) -> Tuple[Any, Any]:
+        """One for torch, which waits in it, and one for the board, which must not wait for that."""
+        place = self._place
+        assert place is not None
+        limit = datetime.timedelta(seconds=seconds)
+        is_host = self._me == 0 and not place.is_hosted
+        found = []
+        for number in range(2):
+            try:
+                store = TCPStore(
+                    place.host,
+                    place.port,
+                    self._count,
+                    is_host and number == 0,
+                    timeout=limit,
+                    wait_for_workers=False,
+                )
+            except TORCH_ERRORS as error:
+                where = f"{place.host}:{place.port}"
+                if is_host:
+                    raise ProcessError(
+                        f"process 0 must be able to listen at {where}, but it can't: "
+                        f"{brief(error)}. Choose another port by MASTER_PORT or "
+                        'ipufit.distributed(address="host:port"), the same in all processes.'
+                    ) from error
+                raise ProcessError(
+                    f"process 0 must be reached at {where} within {seconds:g} s, but was not: "
+                    f"{brief(error)}. Check that it runs, and that MASTER_ADDR and MASTER_PORT, "
+                    "or the address of ipufit.distributed, name its machine in all processes."
+                ) from error
+            found.append(PrefixStore(f"ipufit/{place.attempt}", store))
+        return found[0], PrefixStore("board", found[1])
+
+    def _arrive(self, board: Board) -> None:
+        """Wait for the others, before torch does, which would not say who is missing."""
+        try:
+            if board.arrive(self._count) > 1:
+                self._refuse(
+                    "each process of a run must have its own number, but two came as process "
+                    f"{self._me}. Check what the launcher or ipufit.distributed tells each."
+                )
+            until = time.monotonic() + self._timeout
+            while True:
+                absent = board.absent()
+                if 0 not in absent:
+                    first, total = board.sizes()
+                    if first != self._count or (not absent and total != self._count**2):
+                        what = (
+                            f"process 0 has {first}" if self._me else "another has another number"
+                        )
+                        self._refuse(
+                            "all processes of a run must know of the same number of processes, "
+                            f"but process {self._me} has {self._count} and {what}. Check what the "
+                            "launcher or ipufit.distributed tells each."
+                        )
+                if board.alarm:
+                    self.fail(False)
+                if not absent:
+                    return
+                if time.monotonic() >= until:
+                    who = f"{named(absent)} of {self._count}"
+                    raise ProcessError(
+                        f"all processes of a run must start within {self._timeout:g} s, but {who} "
+                        "did not. Start it too, or raise the limit with "
+                        "ipufit.distributed(timeout=...)."
+                    )
+                time.sleep(POLL / 5)
+        except BoardLostError as error:
+            self.fail(True, str(error), error)
+
+    def _refuse(self, text: str) -> NoReturn:
+        error = ConfigurationError(text)
+        self.tell(error)
+        raise error
+
+    def fail(self, is_closed: bool, said: str = "", cause: Optional[Exception] = None) -> NoReturn:
+        """Find out who has failed, let the others know, and leave them.
+
+        Args:
+            is_closed: whether a collective failed, and not only took too long.
+        """
+        board = self._board
+        assert board is not None
+        fault = None
+        try:
+            board.notice(is_closed)
+            fault = self._faults.ask(board, said)
+            board.tell_conclusion(fault.what)
+            if self._me == 0:
+                # It may host the board, which the others still have to read.
+                board.wait_for("concluded", GRACE / 2)
+        except BoardLostError:
+            fault = fault or self._faults.without_asking(board)
+        self._leave(fault.what)
+        raise ProcessError(
+            f"all processes of a run must go on together, but {fault.what}. {fault.cure}"
+        ) from cause
+
+    def _leave(self, why: str) -> None:
+        self._broken = why
+        # A group is freed when its collectives have ended, and those of this one may never: Python
+        # could not exit. A reference too many keeps it until the process ends, which closes all.
+        groups = [self.group]
+        if self._is_ours and distributed.is_initialized():
+            groups.append(distributed.group.WORLD)
+        for group in groups:
+            if group is not None:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+    def _close(self) -> None:
+        if self._owner != os.getpid():
+            return
+        if self._board is not None:
+            self._board.leave()
+        if self._is_ours and not self._broken and distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+def _is_done(work: Any, is_on_host: bool) -> bool:
+    """Wait a moment.
+
+    Raises:
+        RuntimeError: the collective failed.
+    """
+    if not is_on_host:
+        # A limit would make NCCL give up for good.
+        until = time.monotonic() + POLL
+        while not work.is_completed():
+            if time.monotonic() > until:
+                return False
+            time.sleep(0)
+        work.wait()
+        return True
+    try:
+        work.wait(datetime.timedelta(seconds=POLL / 2))
+    except TORCH_ERRORS:
+        if not work.is_completed():
+            return False  # it was the limit
+        work.wait()
+    return True
+
+
+def _has_nccl() -> bool:
+    return torch.cuda.is_available() and distributed.is_nccl_available()

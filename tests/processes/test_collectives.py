@@ -1,0 +1,148 @@
+"""What processes tell each other arrives, whatever it is, and is the same in each."""
+
+from tests.processes.launching import run_processes
+
+COLLECTIVES = """
+    import torch
+    from ipufit.checkpoints.encoding import encode
+    from ipufit.errors import DataError, ProcessError
+    from ipufit.processes import current
+
+    us = current()
+    me, count = us.process_id, us.num_processes
+    assert us is current() and us.are_several and us.is_first == (me == 0)
+    assert not torch.distributed.is_initialized()
+    assert us.describe() == (
+        f"Process {me} of {count}, started by a launcher that sets RANK, number {me} on this "
+        "machine."
+    ), us.describe()
+
+    # Trees, small and larger than the first frame.
+    assert us.gather(me) == list(range(count))
+    assert current() is us
+    tree = {"a": (me, [None, True, float("inf")]), 3: "x" * 5000 * me, "t": torch.arange(me)}
+    for process, found in enumerate(us.gather(tree)):
+        assert found["a"] == (process, [None, True, float("inf")])
+        assert found[3] == "x" * 5000 * process
+        assert found["t"].equal(torch.arange(process)) and found["t"].dtype == torch.int64
+    assert [len(each) for each in us.gather(torch.zeros(10**6 * me))] == [0, 10**6, 2 * 10**6]
+
+    # Rows of every dtype; some have none.
+    dtypes = [torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16]
+    dtypes += [torch.float32, torch.float64, torch.complex64, torch.complex128]
+    for dtype in dtypes:
+        own = torch.full((2 * me, 3), me, dtype=dtype)
+        found = us.gather_rows(own, [0, 2, 4])
+        for process, rows in enumerate(found):
+            assert rows.dtype == dtype
+            assert rows.equal(torch.full((2 * process, 3), process, dtype=dtype)), dtype
+    nothing = us.gather_rows(torch.zeros(0, 2), [0] * 3)
+    assert [tuple(each.shape) for each in nothing] == [(0, 2)] * 3
+    assert [tuple(each.shape) for each in us.gather_rows(torch.zeros(me, 0), [0, 1, 2])] == [
+        (0, 0), (1, 0), (2, 0)
+    ]
+
+    # Sums: every dtype, no values, no dimension, strides, more than a bucket, and a large one.
+    for dtype in dtypes:
+        sums = [torch.ones(4, 3, dtype=dtype).t(), torch.tensor(me, dtype=dtype).clone()]
+        sums.append(torch.ones(0, dtype=dtype))
+        us.add(sums)
+        expected = 1 if dtype is torch.bool else 3
+        assert sums[0].equal(torch.full((3, 4), expected, dtype=dtype)), dtype
+        assert sums[1].item() == 3 or (dtype is torch.bool and sums[1].item()), dtype
+        assert sums[2].shape == (0,)
+    conjugate = torch.tensor([1 + 1j]).conj()
+    us.add([conjugate])
+    assert conjugate.tolist() == [3 - 3j]
+    weight = torch.nn.Parameter(torch.ones(2))
+    us.add([weight])
+    assert weight.tolist() == [3, 3] and weight.requires_grad
+    generator = torch.Generator().manual_seed(me)
+    parts = [torch.randn(n, generator=generator) for n in (10, 7 * 10**6, 3 * 10**6, 4 * 10**6, 5)]
+    parts.append(torch.randn(6, 2, generator=generator)[:, 0])
+    before = us.gather([each.double() for each in parts])
+    address = parts[1].data_ptr()
+    us.add(parts)
+    assert parts[1].data_ptr() == address
+    for part, theirs in zip(parts, zip(*before)):
+        torch.testing.assert_close(part.double(), sum(theirs), rtol=0, atol=1e-5)
+    for theirs in us.gather(parts):
+        assert all(a.equal(b) for a, b in zip(parts, theirs))  # the same bits
+
+    # From process 0: mixed dtypes share a bucket.
+    spread = [torch.full((2, 3), me + 1, dtype=dtype).t() for dtype in dtypes]
+    spread += [torch.full((7 * 10**6,), me), torch.zeros(0), torch.tensor(float(me))]
+    spread.append(torch.nn.Parameter(torch.full((3,), float(me))))
+    us.spread(spread)
+    for each, dtype in zip(spread, dtypes):
+        assert each.equal(torch.ones(3, 2, dtype=dtype)) and each.stride() == (1, 3)
+    assert spread[-4].sum() == 0 and spread[-2].item() == 0 and spread[-1].sum() == 0
+    us.add([]), us.spread([])
+
+    # What the first one makes.
+    assert us.first(lambda: {"from": me, "long": (1,) * 3000})== {"from": 0, "long": (1,) * 3000}
+    def fails():
+        assert me == 0
+        raise DataError("the file is empty.")
+    for _ in range(2):
+        try:
+            us.first(fails)
+        except (DataError, ProcessError) as error:
+            assert error.is_common
+            print(type(error).__name__, error)
+
+    # One fails, and the group goes on.
+    assert us.agreed(lambda: me) == me
+    def fails_in_2():
+        if me == 2:
+            raise DataError("row 7 is NaN.")
+    try:
+        with us.told():
+            us.agreed(fails_in_2)
+    except (DataError, ProcessError) as error:
+        print(type(error).__name__, error)
+
+    us.agree(seed=5, batch_size=[1, {"a": 2}])
+    for facts in (
+        {"seed": 5, "number_of_rows": 10 + me // 2},
+        {"model": "ab"[me % 2]},
+        {"a" * (me + 1): 1},
+    ):
+        try:
+            with us.told():
+                us.agree(**facts)
+        except ProcessError as error:
+            assert error.is_common
+            print(error)
+    assert us.gather(me) == [0, 1, 2]
+    print("whole")
+"""
+
+FAILED = (
+    "all processes must get through this, but process {0} of 3 failed: {1}. "
+    "Look at what that process printed, and repair it there."
+)
+DIFFER = (
+    "all processes of a run must have the same {0}, but process 0 has {1} and process {2} has {3}. "
+    "Start all of them with the same program, arguments and seed, and give each the whole data, "
+    "as each takes its share itself."
+)
+
+
+def test_everything_arrives_in_three_processes():
+    ended = run_processes(COLLECTIVES, 3)
+    for number, each in enumerate(ended):
+        assert each.code == 0, each
+        first = "ProcessError " + FAILED.format(0, "DataError: the file is empty")
+        first = "DataError the file is empty." if number == 0 else first
+        agreed = "ProcessError " + FAILED.format(2, "DataError: row 7 is NaN")
+        assert each.stdout.splitlines() == [
+            first,
+            first,
+            "DataError row 7 is NaN." if number == 2 else agreed,
+            DIFFER.format("number of rows", "10", 2, "11"),
+            DIFFER.format("model", "'a'", 1, "'b'"),
+            DIFFER.format("next step", '["a"]', 1, '["aa"]'),
+            "whole",
+        ], each
+        assert each.stderr == "", each
