@@ -43,7 +43,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def exhaustive(session: nox.Session) -> None:
-    """Run the tests with every point of their grids, which takes a while."""
+    """Run the tests with every point of their grids, and those that take long."""
     session.install("-e", ".[plot,pandas,tensorboard]", *group("test", "torch"))
     session.run("python", "-m", "pytest", "--exhaustive", *PARALLEL, *session.posargs)
 
@@ -54,6 +54,14 @@ def lowerings(session: nox.Session) -> None:
     session.install("-e", ".", *group("test", "torch"))
     suite = sorted(map(str, Path("tests").glob("test_*_compiled.py")))
     session.run("python", "-m", "pytest", "--exhaustive", *suite, *session.posargs)
+
+
+@nox.session
+def processes(session: nox.Session) -> None:
+    """Run all that is tested in several processes, what takes long included."""
+    session.install("-e", ".", *group("test", "torch"))
+    options = ("--exhaustive", "tests/processes", "--numprocesses=2")
+    session.run("python", "-m", "pytest", *options, *session.posargs)
 
 
 @nox.session

@@ -41,8 +41,8 @@ def pytest_addoption(parser):
     parser.addoption(
         "--exhaustive",
         action="store_true",
-        help=f"run every point of the tests marked as a grid, not one in {SAMPLE}, and "
-        f"{ALL_EXAMPLES} examples of each property, not {EXAMPLES}",
+        help=f"run every point of the tests marked as a grid, not one in {SAMPLE}, those marked as "
+        f"long, and {ALL_EXAMPLES} examples of each property, not {EXAMPLES}",
     )
 
 
@@ -71,6 +71,9 @@ def pytest_collection_modifyitems(config, items):
     points, places = collections.Counter(tests), collections.Counter()
     kept, left_out = [], []
     for item, test in zip(items, tests):
+        if item.get_closest_marker("long") is not None:
+            left_out.append(item)
+            continue
         # Not the first of each: the ways of running that come first would be all that is run.
         first = zlib.crc32(test.encode()) % min(points[test], SAMPLE)
         in_sample = places[test] % SAMPLE == first

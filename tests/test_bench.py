@@ -61,7 +61,7 @@ def test_a_peer_that_trains_something_else_is_not_timed():
         )
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_peers_are_measured_in_processes_of_their_own(shared):
     extent = Extent(**{**vars(TINY), "shared": shared})
     found = measured(["mlp"], [OWN, "eager loop, DataLoader"], extent)
@@ -164,6 +164,7 @@ def test_the_costs_of_the_curves():
     assert (executions.values, executions.holds) == ([1.5], False)
 
 
+@pytest.mark.long
 def test_fresh_processes_tell_of_import_and_start():
     for cost in (import_cost(1), start_cost(1)):
         assert len(cost.values) == 1

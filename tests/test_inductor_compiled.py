@@ -87,6 +87,7 @@ NARROW = 1e-4
         ("cnn", "sgd", torch.float32, Plan(4, 2, 2)),
     ],
 )
+@pytest.mark.long
 def test_compiled_updates_of_many_kinds(net, optimizer, dtype, plan, cached):
     x, y = data(25)
     nets = []
@@ -102,7 +103,7 @@ def test_compiled_updates_of_many_kinds(net, optimizer, dtype, plan, cached):
     assert_close(nets[1], nets[0], TOLERANCE if dtype == torch.float64 else NARROW)
 
 
-@pytest.mark.grid
+@pytest.mark.long
 @pytest.mark.parametrize("threads", [1, 2])
 def test_onednns_matrix_product_is_compiled_for_any_matrix(threads, cached, monkeypatch):
     """Of weights that change, and of matrices in another memory order."""

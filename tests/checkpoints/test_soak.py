@@ -11,6 +11,7 @@ HERE = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
+@pytest.mark.long
 def test_nothing_is_left_of_a_long_run_and_of_many_models():
     soak = subprocess.run(
         [sys.executable, "-m", "tests.soak", "--executions", "1600", "--models", "24"],
