@@ -2,6 +2,7 @@
 
 from ipufit import callbacks, engines, errors, optim, optimizer_state, parallel, schedules
 from ipufit.checkpoints.settings import Checkpoint
+from ipufit.data.sharding import Sharded
 from ipufit.finders import BatchSize
 from ipufit.history import History
 from ipufit.ipu_config import IPUConfig
@@ -11,6 +12,7 @@ from ipufit.lr_finder import LearningRates
 from ipufit.model import Model
 from ipufit.parallel.partition_plan import PartitionPlan
 from ipufit.plan import Plan
+from ipufit.processes import distributed
 from ipufit.recipe import LossScale
 from ipufit.seeding import seed_everything
 
@@ -24,7 +26,9 @@ __all__ = [
     "Model",
     "PartitionPlan",
     "Plan",
+    "Sharded",
     "callbacks",
+    "distributed",
     "engines",
     "errors",
     "load",

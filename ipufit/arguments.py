@@ -10,7 +10,6 @@ import torch
 
 from ipufit.callbacks import Callback
 from ipufit.callbacks.callback_list import checked
-from ipufit.checkpoints.keeper import find
 from ipufit.checkpoints.settings import Checkpoint, resolve_checkpoint, resolve_resume
 from ipufit.checkpoints.training import Found
 from ipufit.data.forms import Given, open_data
@@ -21,8 +20,7 @@ from ipufit.faults import Faults, at_least
 from ipufit.fit_data import FitData, FitRequest, inference_plan, refuse_unused, resolve_prefetch
 from ipufit.plan import Plan
 from ipufit.program import Mode
-from ipufit.randomness import draw_seed
-from ipufit.session import Session
+from ipufit.session import Session, refuse_several
 from ipufit.verbosity import resolve_verbose
 
 __all__ = ["FitArguments", "InferenceArguments"]
@@ -97,13 +95,15 @@ class FitArguments:
         validation_epochs: indices of the epochs after which it is evaluated.
         first_epoch, last_epoch: epochs from the first up to, not including, the last.
         callbacks: a list.
-        seed: given, or drawn.
+        asked_seed: given, or of the run that goes on; None to draw one.
         level: how much to print: 0, 1 or 2.
         prefetch: executions to prepare ahead.
         notes: what else History should say of the run.
         checkpoint: where and when checkpoints are written; None for none.
+        resume: what to go on from, as asked for.
         found: the checkpoint to go on from; None to begin.
         max_restarts: how often a device may fail.
+        seed: drawn, if none was given.
     """
 
     source: Source
@@ -113,13 +113,15 @@ class FitArguments:
     first_epoch: int
     last_epoch: int
     callbacks: List[Callback]
-    seed: int
+    asked_seed: Optional[int]
     level: int
     prefetch: int
     notes: Dict[str, Any]
     checkpoint: Optional[Checkpoint]
-    found: Optional[Found]
+    resume: Optional[str]
     max_restarts: int
+    found: Optional[Found] = None
+    seed: int = 0
 
     @staticmethod
     def check(session: Session, asked: FitRequest) -> FitArguments:
@@ -156,7 +158,7 @@ class FitArguments:
         with faults.collected():
             resume = resolve_resume(asked.resume, checkpoint)
         with faults.collected():
-            max_restarts = _restarts(asked.max_restarts, asked.checkpoint)
+            max_restarts = _restarts(session, asked.max_restarts, asked.checkpoint)
         faults.raise_all()
         assert data.source is not None
         assert plan is not None
@@ -172,15 +174,9 @@ class FitArguments:
             notes["left_out_callbacks"] += [] if checkpoint is None else ["checkpoint"]
             checkpoint = resume = None
             last, due = first + 1, [first]
-        found = find(checkpoint, resume)
-        if found is not None:
-            seed = _seed_of(found, seed)
-            first = _first_of(found, first, last)
         if max_restarts and plan.fixed_updates is None:
             # Whatever goes on reads the data anew.
             data.source.check_epochs(2)
-        if plan.fixed_updates is None:
-            data.source.check_epochs(last - first)
         if held_out is not None:
             held_out[0].check_epochs(len(due))
         return FitArguments(
@@ -191,14 +187,29 @@ class FitArguments:
             first_epoch=first,
             last_epoch=last,
             callbacks=callbacks,
-            seed=draw_seed() if seed is None else seed,
+            asked_seed=seed,
             level=level,
             prefetch=prefetch,
             notes=notes,
             checkpoint=checkpoint,
-            found=found,
+            resume=resume,
             max_restarts=max_restarts,
         )
+
+    def going_on_from(self, found: Optional[Found]) -> FitArguments:
+        """The same, to go on from a checkpoint or, from None, to begin.
+
+        Raises:
+            ConfigurationError: the checkpoint is of a run with other arguments.
+            DataError: the data can't be read so often.
+        """
+        seed, first = self.asked_seed, self.first_epoch
+        if found is not None:
+            seed = _seed_of(found, seed)
+            first = _first_of(found, first, self.last_epoch)
+        if self.plan.fixed_updates is None:
+            self.source.check_epochs(self.last_epoch - first)
+        return dataclasses.replace(self, found=found, asked_seed=seed, first_epoch=first)
 
     def again(self, found: Optional[Found]) -> FitArguments:
         """The same, to go on from a checkpoint."""
@@ -209,8 +220,11 @@ class FitArguments:
         return dataclasses.replace(self, found=found, first_epoch=first)
 
 
-def _restarts(max_restarts: Any, checkpoint: Any) -> int:
+def _restarts(session: Session, max_restarts: Any, checkpoint: Any) -> int:
     count = at_least("max_restarts", max_restarts, 0)
+    if count:
+        instead = "Leave it out, and let the launcher begin again: torchrun --max-restarts."
+        refuse_several(session, f"max_restarts={count}", instead)
     if count and checkpoint is None:
         raise ConfigurationError(
             f"max_restarts={count} goes on from the last checkpoint when a device has failed, but "

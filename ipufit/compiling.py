@@ -32,6 +32,7 @@ from ipufit.parallel.recomputation import resolve_recompute
 from ipufit.parallel.request import PartitionRequest
 from ipufit.parallel.resolving import resolve_partitions
 from ipufit.parallel.serializing import described, serialized_while_checked
+from ipufit.processes import current
 from ipufit.program import Engine
 from ipufit.recipe import (
     LossScale,
@@ -82,6 +83,7 @@ class CompileRequest:
     inference_serialized_layers: Any
     recompute: Any
     offload_optimizer_state: Optional[bool]
+    shard_optimizer: Optional[bool]
     run_eagerly: bool
     jit: str
     training_options: Any
@@ -129,6 +131,10 @@ def compiled(
     reduction, offload = asked.gradient_reduction, asked.offload_optimizer_state
     if offload is None:
         offload = config is not None and config.optimizer_state_offchip
+    shard = asked.shard_optimizer
+    if shard is None:
+        # Replicas of one process have one state anyway.
+        shard = config is not None and config.replicated_tensor_sharding and current().are_several
     # optimum-graphcore rounds whatever its configuration says.
     rounds = config is not None if asked.auto_round_ipus is None else asked.auto_round_ipus
     asked = dataclasses.replace(
@@ -137,6 +143,7 @@ def compiled(
         gradient_reduction="mean" if reduction is None else reduction,
         auto_round_ipus=rounds,
         offload_optimizer_state=offload,
+        shard_optimizer=shard,
     )
     cuts = asked.serialized_layers, asked.inference_serialized_layers
     with serialized_while_checked(module, *cuts, faults, by_config=config is not None):
@@ -260,6 +267,7 @@ def _how(module: nn.Module, asked: CompileRequest, faults: Faults) -> Dict[str, 
         with faults.collected():
             one_of(name, getattr(asked, name), choices)
     settings["offload_optimizer_state"] = asked.offload_optimizer_state
+    settings["shard_optimizer"] = asked.shard_optimizer
     return settings
 
 
@@ -267,5 +275,6 @@ _CHOICES: Dict[str, Tuple[object, ...]] = {
     "lr_scheduler_interval": ("update", "epoch"),
     "auto_round_ipus": (True, False),
     "offload_optimizer_state": (True, False),
+    "shard_optimizer": (True, False),
     "run_eagerly": (True, False),
 }

@@ -203,6 +203,10 @@ def check_config(config: IPUConfig, asked: Any, faults: Faults) -> None:
             name, there = "offload_optimizer_state", config.optimizer_state_offchip
             raise _disagrees(name, asked.offload_optimizer_state, there, "optimizer_state_offchip")
     with faults.collected():
+        if asked.shard_optimizer not in (None, config.replicated_tensor_sharding):
+            name, there = "shard_optimizer", config.replicated_tensor_sharding
+            raise _disagrees(name, asked.shard_optimizer, there, "replicated_tensor_sharding")
+    with faults.collected():
         if asked.gradient_reduction not in (None, "mean"):
             raise ConfigurationError(
                 "gradient_reduction must agree with config, by which gradients are reduced by the "

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from typing import TYPE_CHECKING, Any, Callable, Dict, Generator, List, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Dict, Generator, Iterator, List, Optional, Sequence
 
 import torch
 from torch import Tensor
 
 from ipufit import tree
 from ipufit.callbacks import CallbackList
-from ipufit.data.feed import Feed
+from ipufit.data.feed import Feed, Stage
 from ipufit.errors import DataError, NonFiniteLossError
 from ipufit.history import History
 from ipufit.injection import strike
@@ -21,6 +21,7 @@ from ipufit.meter import Meter
 from ipufit.plan import Plan
 from ipufit.program import CombinedBatch, MicroBatch, Place, Program
 from ipufit.schedules import Schedule
+from ipufit.together import Together
 
 if TYPE_CHECKING:
     from ipufit.checkpoints.keeper import Keeper
@@ -38,6 +39,8 @@ class Job:
         plan: with the micro-batch size that the loader really has.
         meter: its loss and metrics.
         first: the first micro-batch.
+        together: brings in what other processes compute.
+        outputs: the module's, as tensors without data.
     """
 
     program: Program
@@ -45,6 +48,16 @@ class Job:
     plan: Plan
     meter: Meter
     first: MicroBatch
+    together: Together
+    outputs: Any = None
+
+    @contextlib.contextmanager
+    def executions(
+        self, epoch: int, stage: Optional[Stage] = None
+    ) -> Iterator[Iterator[CombinedBatch]]:
+        """Those of an epoch, as long as the block lasts."""
+        with contextlib.closing(self.feed.executions(epoch, self.plan, stage)) as batches:
+            yield self.together.executions(batches)
 
 
 @dataclasses.dataclass
@@ -60,6 +73,8 @@ class Fit:
         schedule: told of epoch ends, or None.
         validates: whether there is a validation after this epoch.
         keeper: writes checkpoints, and goes on from one; None for neither.
+        agree_to_stop: lets all processes know whether a callback has asked to stop in one of them.
+        may_stop: whether one may do so in the middle of an epoch.
         place: where the data stands after the last execution.
 
     Raises:
@@ -74,6 +89,8 @@ class Fit:
     schedule: Optional[Schedule] = None
     validates: Callable[[int], bool] = lambda epoch: True
     keeper: Optional[Keeper] = None
+    agree_to_stop: Callable[[], None] = lambda: None
+    may_stop: bool = False
     place: Optional[Place] = dataclasses.field(default=None, init=False)
     _process: SameProcess = dataclasses.field(default_factory=SameProcess, init=False)
     _non_finite: Optional[NonFiniteLossError] = dataclasses.field(default=None, init=False)
@@ -99,6 +116,7 @@ class Fit:
                 logs = self._epoch(epoch)
                 self.job.program.publish()
                 self._end_epoch(epoch, logs)
+                self.agree_to_stop()
                 if self.keeper is not None:
                     self.keeper.end_epoch(self, epoch, logs)
                 if self.ending():
@@ -124,20 +142,23 @@ class Fit:
 
     def _epoch(self, epoch: int) -> Dict[str, float]:
         stage = getattr(self.job.program, "stage", None)
-        with contextlib.closing(self.job.feed.executions(epoch, self.job.plan, stage)) as batches:
+        with self.job.executions(epoch, stage) as batches:
             for batch in batches:
                 self._execution(batch, epoch)
                 self.place = batch.place
+                if self.may_stop:
+                    self.agree_to_stop()
                 # The memory of its samples is free for the next ones.
                 del batch
                 if self.keeper is not None:
                     self.keeper.end_execution(self, epoch)
                 if self.ending():
                     break
-        logs = dict(self.job.meter.values())
+        logs = self.job.meter.whole_values(self.job.together.processes)
         if self._non_finite is not None:
             logs["loss"] = self._non_finite.value
         self._warn_of_skipped(epoch)
+        self.job.together.share_buffers(self.job.program)
         if self.validate is not None and self.validates(epoch):
             validation = self.validate(epoch, self.callbacks)
             logs.update({f"val_{name}": value for name, value in validation.items()})
@@ -161,17 +182,17 @@ class Fit:
                 "gradients were not finite at the loss scale: nothing was learned. Choose a "
                 "smaller loss_scale, or 'dynamic'.",
                 UserWarning,
-                stacklevel=7,
+                stacklevel=8,
             )
 
     def _execution(self, batch: CombinedBatch, epoch: int) -> None:
         self.callbacks.call("on_train_batch_begin", self.job.meter.updates, {})
-        program, updates = self.job.program, self.job.plan.updates_in(len(batch.micro_batches))
+        program, updates = self.job.program, batch.updates(self.job.plan)
         try:
             self._process.check()
             strike(program, updates)
             with deferred():
-                anchors = program.run(batch)
+                anchors = self.job.together.run(program, batch)
         except NonFiniteLossError as error:
             error.epoch = epoch
             if not self.callbacks.ask("on_non_finite", error):
@@ -189,14 +210,14 @@ def evaluate(job: Job, callbacks: CallbackList, epoch: int = 0) -> Dict[str, flo
     meter = job.meter
     meter.reset()
     callbacks.call("on_test_begin", {})
-    with contextlib.closing(job.feed.executions(epoch, job.plan)) as batches:
+    with job.executions(epoch) as batches:
         for batch in batches:
             callbacks.call("on_test_batch_begin", meter.updates, {})
             with deferred():
-                anchors = job.program.run(batch)
+                anchors = job.together.run(job.program, batch)
             meter.add(batch, anchors)
             callbacks.call("on_test_batch_end", meter.updates - 1, meter.running())
-    values = dict(meter.values())
+    values = meter.whole_values(job.together.processes)
     callbacks.call("on_test_end", values)
     return values
 
@@ -218,11 +239,11 @@ def predictions(job: Job, callbacks: CallbackList) -> Generator[Any, None, None]
     """
     callbacks.call("on_predict_begin", {})
     passes = 0
-    with contextlib.closing(job.feed.executions(0, job.plan)) as batches:
+    with job.executions(0) as batches:
         for batch in batches:
             callbacks.call("on_predict_batch_begin", passes, {})
             piece = [_predicted(job, batch)]
-            passes += job.plan.updates_in(len(batch.micro_batches))
+            passes += batch.updates(job.plan)
             callbacks.call("on_predict_batch_end", passes - 1, {"outputs": piece[0]})
             # Not kept here while the next one is computed.
             yield piece.pop()
@@ -234,7 +255,7 @@ def _predicted(job: Job, batch: CombinedBatch) -> Any:
         anchors = job.program.run(batch)
     for micro_batch, outputs in zip(batch.micro_batches, anchors.outputs):
         check_rows(outputs, micro_batch.size)
-    return _joined(anchors.outputs)
+    return _joined(job.together.outputs(batch, anchors.outputs, job.outputs))
 
 
 def _joined(outputs: Sequence[Any]) -> Any:

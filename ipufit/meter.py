@@ -11,6 +11,7 @@ from ipufit.losses import Loss
 from ipufit.metrics import MetricSet
 from ipufit.names import check_log_name
 from ipufit.plan import Plan
+from ipufit.processes import Processes
 from ipufit.program import Anchors, CombinedBatch, MicroBatch, loss_counts
 
 __all__ = ["Meter", "RunningLogs", "metric_target"]
@@ -31,7 +32,7 @@ class Meter:
         settings: names under which the program speaks of itself.
 
     Attributes:
-        settings: as given.
+        metrics, settings: as given.
         samples: seen so far in this epoch.
         updates: done so far in this epoch, skipped ones included.
         skipped: updates left out because their gradient was not finite.
@@ -51,7 +52,7 @@ class Meter:
         self.settings = settings
         self._given: Optional[weakref.ReferenceType[RunningLogs]] = None
         self._names = list(logged)
-        self._metrics = metrics
+        self.metrics = metrics
         self._plan = plan
         self._loss = loss
         self.reset()
@@ -59,12 +60,12 @@ class Meter:
     @property
     def names(self) -> List[str]:
         """Keys of :meth:`values`, but for the settings."""
-        return ["loss", *self._names, *self._metrics.names]
+        return ["loss", *self._names, *self.metrics.names]
 
     @property
     def directions(self) -> Dict[str, str]:
         """Whether "min" or "max" of a value is the best, for those where that is known."""
-        better = self._metrics.higher_is_better
+        better = self.metrics.higher_is_better
         losses = dict.fromkeys(["loss", *self._loss.part_names], "min")
         return {**losses, **{n: "max" if up else "min" for n, up in better.items()}}
 
@@ -79,7 +80,7 @@ class Meter:
         self._rules: Dict[str, LogRule] = {}
         self._settings: Dict[str, float] = {}
         self._values: Optional[Dict[str, float]] = None
-        self._metrics.reset()
+        self.metrics.reset()
 
     def state_dict(self) -> Dict[str, Any]:
         """Where the epoch stands.
@@ -97,7 +98,7 @@ class Meter:
             "by_update": {name: list(values) for name, values in self.by_update.items()},
             "logged": {name: running.state_dict() for name, running in self._logged.items()},
             "settings": dict(self._settings),
-            "metrics": self._metrics.state_dict(),
+            "metrics": self.metrics.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -111,12 +112,13 @@ class Meter:
         self._logged = {str(name): Running.of(own) for name, own in state["logged"].items()}
         self._rules = {name: running.rule for name, running in self._logged.items()}
         self._settings = {str(name): float(value) for name, value in state["settings"].items()}
-        self._metrics.load_state_dict(state["metrics"])
+        self.metrics.load_state_dict(state["metrics"])
 
     def add(self, batch: CombinedBatch, anchors: Anchors) -> None:
         """What an execution gave."""
         self._settle()
-        sizes = [micro_batch.size for micro_batch in batch.micro_batches]
+        by_update = batch.sizes(self._plan)
+        sizes = [size for update in by_update for size in update]
         counted = anchors.counts.tolist() if anchors.counts is not None else None
         summed = self._loss.reduction == "sum"
         counts = counted or loss_counts(sizes, self._plan.micro_batch_size, summed)
@@ -130,48 +132,55 @@ class Meter:
             self._weight += weight
         weight = sum(counted or sizes)
         self.last_loss = total / weight if weight else float("nan")
-        self._add_logged(anchors, [(s, s) for s in sizes], [*zip(counts, counted or sizes)])
+        lengths = [len(update) for update in by_update]
+        shares = [(s, s) for s in sizes], [*zip(counts, counted or sizes)]
+        self._add_logged(anchors, *shares, lengths)
         self.samples += sum(sizes)
-        self.updates += self._plan.updates_in(len(sizes))
+        self.updates += len(by_update)
         self.skipped += anchors.skipped
         self._settings.update(anchors.settings)
         self._values = None
-        if self._metrics:
+        if self.metrics:
             seen = []
             for place, outputs in zip(anchors.places, anchors.outputs):
                 micro_batch = batch.micro_batches[place]
                 target, sample_weight = metric_target(micro_batch, self._loss)
                 seen.append((outputs, target, micro_batch.size, sample_weight))
-            self._metrics.update_all(seen)
+            self.metrics.update_all(seen)
 
     def _add_logged(
-        self, anchors: Anchors, sizes: Sequence[_Share], counts: Sequence[_Share]
+        self,
+        anchors: Anchors,
+        sizes: Sequence[_Share],
+        counts: Sequence[_Share],
+        lengths: Sequence[int],
     ) -> None:
         self._rules = joined_rules(self._rules, anchors.rules)
         for name, rule in self._rules.items():
             if name not in self._logged:
-                check_log_name(name, self._metrics.names)
+                check_log_name(name, self.metrics.names)
                 self._logged[name] = Running(rule)
             shares = counts if rule.counted else sizes
             values = [(values.get(name), share) for values, share in zip(anchors.logged, shares)]
             _add_all(self._logged[name], values)
             if rule.on_update:
-                self._add_by_update(name, rule, values, len(sizes))
+                self._add_by_update(name, rule, values, lengths)
 
     def _add_by_update(
         self,
         name: str,
         rule: LogRule,
         values: Sequence[Tuple[Optional[float], _Share]],
-        micro_batches: int,
+        lengths: Sequence[int],
     ) -> None:
         """One value for every update, nan where nothing was logged."""
         by_update = self.by_update.setdefault(name, [math.nan] * self.updates)
-        per_update = self._plan.micro_batches_per_update
-        for first in range(0, micro_batches, per_update):
+        first = 0
+        for length in lengths:
             one = Running(rule)
-            _add_all(one, values[first : first + per_update])
+            _add_all(one, values[first : first + length])
             by_update.append(one.value)
+            first += length
 
     @property
     def loss(self) -> float:
@@ -198,14 +207,26 @@ class Meter:
             kept.settle()
 
     def values(self) -> Dict[str, float]:
-        """Loss, logged values and metrics over the samples so far."""
+        """Loss, logged values and metrics over the samples so far.
+
+        Of several processes the metrics are those of the samples of this one.
+        """
         if self._values is None:
-            cheap = self.cheap()
-            settings = [n for n in cheap if n in (*self._settings, "skipped_updates")]
-            first = {name: value for name, value in cheap.items() if name not in settings}
-            last = {name: cheap[name] for name in settings}
-            self._values = {**first, **self._metrics.compute(), **last}
+            self._values = self._with(self.metrics)
         return self._values
+
+    def whole_values(self, processes: Processes) -> Dict[str, float]:
+        """The same over the samples of all processes, which ask at the same time."""
+        if processes.are_several:
+            return self._with(self.metrics.whole(processes))
+        return dict(self.values())
+
+    def _with(self, metrics: MetricSet) -> Dict[str, float]:
+        cheap = self.cheap()
+        settings = [n for n in cheap if n in (*self._settings, "skipped_updates")]
+        first = {name: value for name, value in cheap.items() if name not in settings}
+        last = {name: cheap[name] for name in settings}
+        return {**first, **metrics.compute(), **last}
 
 
 def _add_all(running: Running, values: Sequence[Tuple[Optional[float], _Share]]) -> None:

@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from ipufit import loop, on_batch, runs, searches
-from ipufit.arguments import FitArguments, InferenceArguments
 from ipufit.callbacks import Callback
 from ipufit.checkpoints.settings import Checkpoint
 from ipufit.compiling import CompileRequest, compiled
@@ -127,6 +126,7 @@ class Model:
         inference_serialized_layers: Optional[Mapping[str, Any]] = None,
         recompute: Union[bool, str, Sequence[str], None] = None,
         offload_optimizer_state: Optional[bool] = None,
+        shard_optimizer: Optional[bool] = None,
         run_eagerly: bool = False,
         jit: str = "auto",
         training_options: Any = None,
@@ -222,6 +222,9 @@ class Model:
                 during an update alone: less device memory, slower updates, the same numbers. Of no
                 effect where the module is on the CPU. None is what ``config`` or
                 ``training_options`` say, else False.
+            shard_optimizer: of several processes, keep in each a part of the optimizer's state: the
+                same numbers, and less memory; see :meth:`gather_optimizer`. On IPUs, the same over
+                replicas. In one process, of no effect. None is what ``config`` says, else False.
             run_eagerly: run the module itself instead of a recorded program: the same numbers,
                 slower, and open to a debugger. The same as jit="off".
             jit: how a recorded program runs: "graph", as it was recorded, with the bits of
@@ -280,6 +283,7 @@ class Model:
                 inference_serialized_layers=inference_serialized_layers,
                 recompute=recompute,
                 offload_optimizer_state=offload_optimizer_state,
+                shard_optimizer=shard_optimizer,
                 run_eagerly=run_eagerly,
                 jit=jit,
                 training_options=training_options,
@@ -301,8 +305,21 @@ class Model:
 
     @property
     def optimizer(self) -> Optional[torch.optim.Optimizer]:
-        """The torch optimizer that ``compile`` made or was given, its state up to date, or None."""
+        """The torch optimizer that ``compile`` made or was given, its state up to date, or None.
+
+        Under ``shard_optimizer`` it has no state in several processes: see
+        :meth:`gather_optimizer`.
+        """
         return self._compiled("optimizer").optimizer
+
+    def gather_optimizer(self) -> Optional[torch.optim.Optimizer]:
+        """The same, with its whole state where ``shard_optimizer`` has divided it.
+
+        :attr:`optimizer` has settings alone there. Call it in all processes at the same time,
+        between fits or from a callback. The next execution leaves settings alone again; before it,
+        at the end of an epoch or between fits, the state may be changed, in all processes alike.
+        """
+        return self._compiled("gather_optimizer").gather_optimizer()
 
     def swap_ema_weights(self) -> None:
         """Exchange the trained weights and their moving averages; called again, back.
@@ -365,7 +382,8 @@ class Model:
             y: targets beside tensors and arrays, in any structure, one row per sample.
             batch_size: of tensors, arrays and datasets: the micro-batch. None is 32.
             epochs: index of the epoch to stop before: a count when initial_epoch is 0, as in Keras.
-            ipus: total number of IPUs, a multiple of those of a replica. None is that of
+            ipus: total number of IPUs, of each process where there are several, a multiple of those
+                of a replica. None is that of
                 ``compile(config=...)``, else one replica.
             device_iterations: weight updates per execution. None is that of
                 ``compile(config=...)``, else 1.
@@ -434,42 +452,39 @@ class Model:
         """
         later = "Start the second one when the first has returned."
         session = self._trainable("fit", later)
-        given = FitArguments.check(
-            session,
-            FitRequest(
-                x=x,
-                y=y,
-                batch_size=batch_size,
-                epochs=epochs,
-                ipus=ipus,
-                device_iterations=device_iterations,
-                gradient_accumulation=gradient_accumulation,
-                validation_split=validation_split,
-                validation_data=validation_data,
-                shuffle=shuffle,
-                class_weight=class_weight,
-                sample_weight=sample_weight,
-                initial_epoch=initial_epoch,
-                steps_per_epoch=steps_per_epoch,
-                validation_steps=validation_steps,
-                validation_batch_size=validation_batch_size,
-                validation_freq=validation_freq,
-                limit_train_batches=limit_train_batches,
-                limit_val_batches=limit_val_batches,
-                overfit_batches=overfit_batches,
-                fast_dev_run=fast_dev_run,
-                prefetch=prefetch,
-                inference_ipus=inference_ipus,
-                inference_device_iterations=inference_device_iterations,
-                callbacks=callbacks,
-                checkpoint=checkpoint,
-                resume=resume,
-                max_restarts=max_restarts,
-                seed=seed,
-                verbose=verbose,
-            ),
+        asked = FitRequest(
+            x=x,
+            y=y,
+            batch_size=batch_size,
+            epochs=epochs,
+            ipus=ipus,
+            device_iterations=device_iterations,
+            gradient_accumulation=gradient_accumulation,
+            validation_split=validation_split,
+            validation_data=validation_data,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            sample_weight=sample_weight,
+            initial_epoch=initial_epoch,
+            steps_per_epoch=steps_per_epoch,
+            validation_steps=validation_steps,
+            validation_batch_size=validation_batch_size,
+            validation_freq=validation_freq,
+            limit_train_batches=limit_train_batches,
+            limit_val_batches=limit_val_batches,
+            overfit_batches=overfit_batches,
+            fast_dev_run=fast_dev_run,
+            prefetch=prefetch,
+            inference_ipus=inference_ipus,
+            inference_device_iterations=inference_device_iterations,
+            callbacks=callbacks,
+            checkpoint=checkpoint,
+            resume=resume,
+            max_restarts=max_restarts,
+            seed=seed,
+            verbose=verbose,
         )
-        return runs.fit(self, session, given)
+        return runs.fit(self, session, asked)
 
     def evaluate(
         self,
@@ -516,9 +531,10 @@ class Model:
         session = self._compiled("evaluate")
         data = Given("evaluation data", x, y, sample_weight, batch_size=batch_size)
         how = (steps, prefetch, ipus, device_iterations, callbacks, seed, verbose)
-        given = InferenceArguments.check(session, Mode.EVALUATE, data, *how)
         one_of("return_dict", return_dict, (True, False))
-        values: Dict[str, float] = runs.infer(self, session, given, Mode.EVALUATE, loop.evaluate)
+        values: Dict[str, float] = runs.infer(
+            self, session, Mode.EVALUATE, data, how, loop.evaluate
+        )
         return on_batch.as_keras_returns(values, return_dict)
 
     def predict(
@@ -562,8 +578,7 @@ class Model:
         session = self._compiled("predict")
         data = Given("prediction data", x, batch_size=batch_size)
         how = (steps, prefetch, ipus, device_iterations, callbacks, seed, verbose)
-        given = InferenceArguments.check(session, Mode.PREDICT, data, *how)
-        return runs.infer(self, session, given, Mode.PREDICT, loop.predict)
+        return runs.infer(self, session, Mode.PREDICT, data, how, loop.predict)
 
     def predict_iter(
         self,
@@ -606,8 +621,7 @@ class Model:
         session = self._compiled("predict_iter")
         data = Given("prediction data", x, batch_size=batch_size)
         how = (steps, prefetch, ipus, device_iterations, callbacks, seed, verbose)
-        given = InferenceArguments.check(session, Mode.PREDICT, data, *how)
-        return runs.stream(self, session, given)
+        return runs.stream(self, session, data, how)
 
     def train_on_batch(
         self,

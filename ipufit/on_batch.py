@@ -11,7 +11,7 @@ from ipufit.interrupts import deferred
 from ipufit.loop import Job
 from ipufit.modes import evaluating, training
 from ipufit.program import CombinedBatch, Mode
-from ipufit.session import Session
+from ipufit.session import Session, refuse_several
 
 __all__ = ["as_batch", "as_keras_returns", "predict_on_batch", "test_on_batch", "train_on_batch"]
 
@@ -28,6 +28,7 @@ def _running(
     session: Session, batch: Any, mode: Mode, seed: int, class_weight: Any = None
 ) -> Iterator[Tuple[Job, CombinedBatch]]:
     """A program for this batch on one replica, and the only execution there is for it."""
+    refuse_several(session, "A call with a single batch", "Call fit, evaluate or predict.")
     given = Given("batch", [batch], class_weight=class_weight)
     source = open_data(given, mode, session.loss.in_module)
     plan = session.plan(source, None, 1, 1, training=mode is Mode.TRAIN)

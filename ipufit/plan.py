@@ -6,11 +6,12 @@ batch, and `Plan.shape` is the one place that says so. `Plan.make` is where argu
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import textwrap
 from dataclasses import dataclass
 from functools import partial
-from typing import Iterator, List, NamedTuple, Optional, SupportsIndex, Tuple
+from typing import Iterator, List, NamedTuple, Optional, Sequence, SupportsIndex, Tuple
 
 from ipufit.plan_checks import Checks, round_up
 
@@ -47,10 +48,12 @@ class Plan:
     Attributes:
         micro_batch_size: samples that one replica sees at once; the loader's ``batch_size``.
         gradient_accumulation: micro-batches summed on a replica before one update; 1 in inference.
-        replicas: copies of the model.
+        replicas: copies of the model, in each process.
         device_iterations: updates per execution; forward passes per execution in inference.
         stages: IPUs that share one replica.
         pipelined: whether they work on different micro-batches at the same time.
+        processes: how many work together, each with `replicas` replicas and IPUs of its own.
+        process: which of them this is, from 0.
         reserved_ipus: IPUs taken from the machine; more than `ipus` only after rounding up.
         samples: samples that the loader delivers per epoch; None if nobody knows (a stream).
         dropped: samples that a loader with ``drop_last=True`` leaves out; not part of `samples`.
@@ -70,6 +73,8 @@ class Plan:
     training: bool = True
     fixed_updates: Optional[int] = None
     pipelined: bool = False
+    processes: int = 1
+    process: int = 0
 
     @classmethod
     def make(
@@ -86,11 +91,13 @@ class Plan:
         auto_round_ipus: bool = False,
         fixed_updates: Optional[SupportsIndex] = None,
         pipelined: bool = False,
+        processes: int = 1,
+        process: int = 0,
     ) -> Plan:
         """Check the arguments and build the plan.
 
         Args:
-            ipus: the total number of IPUs, all replicas together; None means one replica.
+            ipus: the number of IPUs of each process, its replicas together; None means one replica.
             pipelined: whether the stages are a pipeline, which needs ``2 * stages - 1``
                 micro-batches per update when training and ``stages`` per execution otherwise.
             auto_round_ipus: reserve the next power of two and leave the rest idle, where ``ipus``
@@ -118,6 +125,9 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
             samples = check.count("samples", samples, least=0)
         if fixed_updates is not None:
             fixed_updates = check.count("fixed_updates", fixed_updates)
+        processes = check.count("processes", processes)
+        rule = f"a whole number below processes={processes}"
+        process = check.number("process", process, rule, lambda n: [min(max(n, 0), processes - 1)])
         plan = cls(
             micro_batch_size=check.count("micro_batch_size", micro_batch_size),
             gradient_accumulation=accumulation,
@@ -130,6 +140,8 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
             training=training,
             fixed_updates=fixed_updates,
             pipelined=pipelined,
+            processes=processes,
+            process=process,
         )
         check.raise_faults()
         return plan
@@ -145,9 +157,40 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
         return self.reserved_ipus - self.ipus
 
     @property
+    def all_replicas(self) -> int:
+        """Replicas of all processes."""
+        return self.replicas * self.processes
+
+    @property
     def micro_batches_per_update(self) -> int:
         """Micro-batches of one full update, on all replicas together."""
+        return self.gradient_accumulation * self.all_replicas
+
+    @property
+    def own_micro_batches_per_update(self) -> int:
+        """Those of them that this process computes."""
         return self.gradient_accumulation * self.replicas
+
+    def is_own(self, number: int) -> bool:
+        """Whether this process computes the micro-batch at a place of an update, or of a stream."""
+        return number % self.all_replicas // self.replicas == self.process
+
+    def own_before(self, number: int) -> int:
+        """How many of the first micro-batches of a stream this process computes."""
+        turns, rest = divmod(number, self.all_replicas)
+        return turns * self.replicas + max(
+            0, min(self.replicas, rest - self.process * self.replicas)
+        )
+
+    @property
+    def alone(self) -> Plan:
+        """The same as if there were no other process."""
+        return dataclasses.replace(self, processes=1, process=0)
+
+    @property
+    def own_places(self) -> Sequence[int]:
+        """Where the micro-batches of this process stand in a full update."""
+        return [place for place in range(self.micro_batches_per_update) if self.is_own(place)]
 
     def updates_in(self, micro_batches: int) -> int:
         """How many updates so many micro-batches make, the last of which may be smaller."""
@@ -219,7 +262,7 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
         return (
             self.device_iterations,
             self.gradient_accumulation,
-            self.replicas,
+            self.all_replicas,
             self.micro_batch_size,
         )
 
@@ -279,10 +322,11 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
 
     def _explain_execution(self) -> Iterator[str]:
         calls = "updates" if self.training else "forward passes"
+        spread = f"; {self.replicas} in each process" if self.processes > 1 else ""
         meanings = (
             ("micro-batch", "samples that one replica sees at once; the loader's batch_size"),
             ("gradient accumulation", "micro-batches that a replica sums before one update"),
-            ("replicas", "copies of the model, each with its own micro-batches"),
+            ("replicas", f"copies of the model, each with its own micro-batches{spread}"),
             ("stages", f"IPUs that share one replica{', as a pipeline' * self.pipelined}"),
             ("device iterations", f"{calls} per execution, which is one call of the program"),
         )
@@ -331,7 +375,11 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
             yield f"drop_last=True leaves out {left_out} per epoch; drop_last=False keeps all."
         product = f"{_n(self.replicas, 'replica')} x {_n(self.stages, 'stage')}"
         idle = f"{self.idle_ipus or 'none'} idle"
-        yield f"IPUs: {self.reserved_ipus} planned, {self.ipus} used ({product}), {idle}."
+        each = "IPUs of each process" if self.processes > 1 else "IPUs"
+        yield f"{each}: {self.reserved_ipus} planned, {self.ipus} used ({product}), {idle}."
+        if self.processes > 1:
+            all_ipus = f"{self.processes * self.ipus} IPUs and {_n(self.all_replicas, 'replica')}"
+            yield f"Processes: {self.processes}, with {all_ipus} in all; this is {self.process}."
 
     @property
     def _update_word(self) -> str:

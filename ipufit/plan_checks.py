@@ -24,6 +24,8 @@ _WORDS = {
     "dropped": "`dropped`",
     "fixed_updates": "`fixed_updates`",
     "auto_round_ipus": "`auto_round_ipus`",
+    "processes": "`processes`",
+    "process": "`process`, which counts from 0,",
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from typing import Any, Dict, List, Mapping, Optional, Protocol, Sequence, Tuple
 
 import torch
@@ -18,6 +19,7 @@ from ipufit.logged import LogRule
 from ipufit.losses import Loss
 from ipufit.parallel.partition import Partition
 from ipufit.plan import Plan
+from ipufit.processes import ALONE, Processes
 from ipufit.recipe import Recipe
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "Prepared",
     "Program",
     "ProgramSpec",
+    "Share",
     "TrainState",
     "loss_counts",
 ]
@@ -153,18 +156,78 @@ class CombinedBatch:
     The last execution of an epoch may hold fewer, and its last micro-batch may be smaller; each
     group of ``ga * R`` micro-batches is one update, and a short last group is a smaller update.
 
+    Of several processes each holds what it computes itself, and knows how large all others are.
+
     Attributes:
-        micro_batches: those.
+        micro_batches: those of this process.
         place: where the data stands after them; None if nobody asks.
+        layout: by update and place in it, the samples of the micro-batches of all processes, 0
+            where there is none; None for one process.
+        order: tells the order of the samples so far from another one; 0 where nobody can.
     """
 
     micro_batches: Sequence[MicroBatch]
     place: Optional[Place] = None
+    layout: Optional[Sequence[Sequence[int]]] = None
+    order: int = 0
 
     @property
     def samples(self) -> int:
-        """Number of samples in the execution."""
+        """Number of samples in the execution, of all processes."""
+        if self.layout is not None:
+            return sum(map(sum, self.layout))
         return sum(micro_batch.size for micro_batch in self.micro_batches)
+
+    def sizes(self, plan: Plan) -> List[List[int]]:
+        """By update, the samples of the micro-batches of all processes, in stream order."""
+        if self.layout is not None:
+            return [[size for size in update if size] for update in self.layout]
+        sizes = [micro_batch.size for micro_batch in self.micro_batches]
+        group = plan.micro_batches_per_update
+        return [sizes[i : i + group] for i in range(0, len(sizes), group)]
+
+    def updates(self, plan: Plan) -> int:
+        """How many updates it makes."""
+        if self.layout is not None:
+            return len(self.layout)
+        return plan.updates_in(len(self.micro_batches))
+
+    def shares(self, plan: Plan) -> List[Share]:
+        """What of each update is this process's own."""
+        layout = self.layout if self.layout is not None else self.sizes(plan)
+        return [Share.of(plan, tuple(update)) for update in layout]
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """The part of an update that one process computes.
+
+    Attributes:
+        sizes: samples of the update's micro-batches, of all processes, in stream order.
+        places: where in a full update those of this process stand.
+        own: which of ``sizes`` they are.
+    """
+
+    sizes: Tuple[int, ...]
+    places: Tuple[int, ...]
+    own: Tuple[int, ...]
+
+    @staticmethod
+    @functools.lru_cache(maxsize=64)
+    def of(plan: Plan, sizes: Tuple[int, ...]) -> Share:
+        """That of this process.
+
+        Args:
+            plan: of the update.
+            sizes: by place, 0 where there is no micro-batch.
+        """
+        there = [place for place, size in enumerate(sizes) if size]
+        own = [i for i, place in enumerate(there) if plan.is_own(place)]
+        return Share(
+            tuple(sizes[place] for place in there),
+            tuple(there[i] for i in own),
+            tuple(own),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,10 +248,11 @@ class Anchors:
     """What one execution hands back to the host.
 
     Attributes:
-        losses: one value per micro-batch, float64, on the host. Empty when predicting.
+        losses: one value per micro-batch, float64, on the host. Empty when predicting. A program
+            tells those of its own process; what the loop hands on has those of all.
         outputs: the module's outputs, on the host, of the micro-batches in ``places``, or one per
             replica when the recipe adds them up; empty when the spec wants none.
-        places: which micro-batches of the execution the outputs belong to.
+        places: which micro-batches of the execution, of this process, the outputs belong to.
         counts: how much each loss stands for, float64: tokens, or the weight of samples. None where
             it stands for the samples.
         logged: what each micro-batch has logged, by name.
@@ -252,6 +316,7 @@ class ProgramSpec:
         recipe: how an update is made.
         options: settings of the engine's own, as the user gave them, or None.
         partition: how the module lies on the IPUs of a replica; None for one IPU.
+        processes: those that work together on every update.
     """
 
     module: nn.Module
@@ -266,6 +331,7 @@ class ProgramSpec:
     recipe: Recipe = dataclasses.field(default_factory=Recipe)
     options: Any = None
     partition: Optional[Partition] = None
+    processes: Processes = ALONE
 
     @property
     def run_eagerly(self) -> bool:
@@ -278,7 +344,11 @@ class Program(Protocol):
 
     A training program may have more: ``expect(updates)``, called before the first execution with
     the number of updates that ``fit`` is to make; and ``stage(batch)``, called from any thread with
-    a batch that is to run later: what it returns is run in its place.
+    a batch that is to run later: what it returns is run in its place; and ``share_buffers()``,
+    called in all processes at the same time, after which the module's buffers are in each those of
+    the first replica of all; and ``gather_optimizer()``, called likewise, which makes the state of
+    the spec's optimizer whole where it lies in parts. An engine may have that one too, for the time
+    between programs.
     """
 
     @property

@@ -148,6 +148,8 @@ class Recipe:
         output_mode: which outputs come back in training.
         recompute: names of the layers whose values are computed again in the backward pass.
         offload_optimizer_state: whether the optimizer's state is in host memory between updates.
+        shard_optimizer: whether each of several processes, or replicas on an IPU, has a part of the
+            optimizer's state.
         jit: how a recorded program runs, a name of ``lowerings``; "off" records none.
     """
 
@@ -161,6 +163,7 @@ class Recipe:
     output_mode: OutputMode = dataclasses.field(default_factory=OutputMode)
     recompute: Tuple[str, ...] = ()
     offload_optimizer_state: bool = False
+    shard_optimizer: bool = False
     jit: str = AUTO
 
     @property
@@ -197,6 +200,7 @@ class Recipe:
             "output_every": every if mode == "every_n" else None,
             "recompute": list(self.recompute) or None,
             "offload_optimizer_state": self.offload_optimizer_state or None,
+            "shard_optimizer": self.shard_optimizer or None,
             "jit": None if self.jit == AUTO else self.jit,
         }
         return {name: value for name, value in found.items() if value is not None}

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Union
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 from ipufit import loop
 from ipufit.arguments import FitArguments, InferenceArguments
 from ipufit.callbacks import Callback, CallbackList, ProgbarLogger
 from ipufit.checkpoints.keeper import Keeper, find
+from ipufit.data.forms import Given
 from ipufit.data.source import Source
 from ipufit.errors import ConfigurationError, RecoverableDeviceError
+from ipufit.fit_data import FitRequest
 from ipufit.history import History
+from ipufit.joining import join_fit, join_inference
 from ipufit.loop import Job
 from ipufit.modes import evaluating, training
 from ipufit.plan import Plan
+from ipufit.processes import Processes
 from ipufit.program import Mode
 from ipufit.session import Session
 from ipufit.summary import stripped
+from ipufit.together import refuse_other_order
 from ipufit.validation import Validation
 from ipufit.verbosity import say_dev_run
 
@@ -36,11 +42,18 @@ _HERE = "IPU_RESET"
 _CHECKED_UPDATES = 10_000
 
 
-def fit(model: Model, session: Session, given: FitArguments) -> History:
-    """Train; the history is the model's too, also when this does not return.
+def fit(model: Model, session: Session, asked: FitRequest) -> History:
+    """Check everything, and train; the history is the model's too, also when this does not return.
 
     A device that can be used again gets another chance, where that was asked for.
     """
+    processes = session.processes
+    with processes.told():
+        given = processes.agreed(lambda: FitArguments.check(session, asked))
+        return _fit_again(model, session, join_fit(session, given))
+
+
+def _fit_again(model: Model, session: Session, given: FitArguments) -> History:
     session.warn_of_changes()
     for restart in range(1, given.max_restarts + 1):
         try:
@@ -54,7 +67,7 @@ def fit(model: Model, session: Session, given: FitArguments) -> History:
                 f"restart {restart} of {given.max_restarts}, from update {given.found.done}: "
                 f"{error}",
                 UserWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
     return _fit(model, session, given)
 
@@ -70,7 +83,7 @@ def _fit(model: Model, session: Session, given: FitArguments) -> History:
         validation = Validation(session, held_out, inference, given.seed, held_prefetch)
     with training(model.module, session.loss.module):
         _prefer(session, given)
-        job = session.start(
+        job = session.start_together(
             given.source,
             given.plan,
             Mode.TRAIN,
@@ -88,12 +101,12 @@ def _fit(model: Model, session: Session, given: FitArguments) -> History:
                 who = (model, session, given.checkpoint, given.found, given.callbacks)
                 keeper = Keeper(*who, run, restarts=given.max_restarts > 0)
                 run = keeper.run
-            if validation is not None:
-                validation.check(job.first)
-            _check_schedule(session, job, given)
+            session.processes.agreed(lambda: _check(session, job, given, validation))
+            # Those that prefetch may be further on; all have looked at the first update.
+            refuse_other_order(session.processes.gather(job.feed.order, "order of samples"))
             _expect(job, given)
             session.last_plan, session.sample = job.plan, stripped(job.first)
-            told = _callbacks(model, given, job, Mode.TRAIN, given.last_epoch)
+            told = _callbacks(model, session, given, job, Mode.TRAIN, given.last_epoch)
             about = {name: value for name, value in told.params.items() if name != "resumes"}
             model.history.params = {
                 **about,
@@ -101,7 +114,7 @@ def _fit(model: Model, session: Session, given: FitArguments) -> History:
                 "prefetch": given.prefetch,
                 **given.notes,
             }
-            if given.level:
+            if given.level and session.processes.is_first:
                 say_dev_run(given.notes, validation is not None)
             if given.found is not None:
                 model.history.params["resumed"] = given.found.described
@@ -114,6 +127,8 @@ def _fit(model: Model, session: Session, given: FitArguments) -> History:
                 session.recipe.schedule,
                 given.validation_epochs.__contains__,
                 keeper,
+                functools.partial(_agree_to_stop, model, session.processes),
+                any(map(_may_stop, given.callbacks)),
             )
             try:
                 with contextlib.nullcontext() if keeper is None else keeper.listening():
@@ -152,7 +167,7 @@ def _prefer(session: Session, given: FitArguments) -> None:
     """What the engine measured for the run that goes on holds for the rest of it."""
     prefer = getattr(session.engine, "prefer", None)
     if given.found is not None and prefer is not None:
-        prefer(given.found.tree["choices"] or {})
+        prefer(given.found.choices(session.processes) or {})
 
 
 def _expect(job: Job, given: FitArguments) -> None:
@@ -177,8 +192,12 @@ def _updates_per_epoch(plan: Plan, source: Source) -> Optional[int]:
     return -(-source.micro_batches // plan.micro_batches_per_update)
 
 
-def _check_schedule(session: Session, job: Job, given: FitArguments) -> None:
-    """Find out now whether the schedule has a value for every update to come."""
+def _check(
+    session: Session, job: Job, given: FitArguments, validation: Optional[Validation]
+) -> None:
+    """Find out now what would fail at the end of an epoch, or in the middle of one."""
+    if validation is not None:
+        validation.check(job.first)
     schedule = session.recipe.schedule
     updates = _updates_per_epoch(job.plan, given.source)
     if schedule is not None and updates is not None:
@@ -189,29 +208,44 @@ def _check_schedule(session: Session, job: Job, given: FitArguments) -> None:
 def infer(
     model: Model,
     session: Session,
-    given: InferenceArguments,
     mode: Mode,
+    data: Given,
+    how: Tuple[Any, ...],
     run: Callable[[Job, CallbackList], Any],
 ) -> Any:
-    """Evaluate or predict."""
-    with evaluating(model.module, session.loss.module):
-        job = _inference_job(session, given, mode)
-        with session.running(job):
-            told = _callbacks(model, given, job, mode)
-            try:
-                return run(job, told)
-            finally:
-                told.call("close")
+    """Check everything, and evaluate or predict."""
+    with session.processes.told():
+        given = _checked(session, mode, data, how)
+        with evaluating(model.module, session.loss.module):
+            job = _inference_job(session, given, mode)
+            with session.running(job):
+                told = _callbacks(model, session, given, job, mode)
+                try:
+                    return run(job, told)
+                finally:
+                    told.call("close")
 
 
-def stream(model: Model, session: Session, given: InferenceArguments) -> Iterator[Any]:
-    """Predict piece by piece; between two pieces the module is in the mode of its owner."""
+def _checked(session: Session, mode: Mode, data: Given, how: Tuple[Any, ...]) -> InferenceArguments:
+    given = session.processes.agreed(lambda: InferenceArguments.check(session, mode, data, *how))
+    join_inference(session, given, mode)
+    return given
+
+
+def stream(model: Model, session: Session, data: Given, how: Tuple[Any, ...]) -> Iterator[Any]:
+    """Check everything, and predict piece by piece, as it is asked for."""
+    with session.processes.told():
+        return _stream(model, session, _checked(session, Mode.PREDICT, data, how))
+
+
+def _stream(model: Model, session: Session, given: InferenceArguments) -> Iterator[Any]:
+    """Between two pieces the module is in the mode of its owner."""
     modules = (model.module, session.loss.module)
     with evaluating(*modules):
         job = _inference_job(session, given, Mode.PREDICT)
     weights = session.weights_version()
     with session.running(job):
-        told = _callbacks(model, given, job, Mode.PREDICT)
+        told = _callbacks(model, session, given, job, Mode.PREDICT)
         pieces = loop.predictions(job, told)
         try:
             while True:
@@ -233,19 +267,33 @@ def stream(model: Model, session: Session, given: InferenceArguments) -> Iterato
 
 
 def _inference_job(session: Session, given: InferenceArguments, mode: Mode) -> Job:
-    return session.start(
+    return session.start_together(
         given.source, given.plan, mode, given.seed, mode.value, prefetch=given.prefetch
     )
 
 
+def _agree_to_stop(model: Model, processes: Processes) -> None:
+    if processes.are_several:
+        model.stop_training = any(processes.gather(bool(model.stop_training), "stop"))
+
+
+def _may_stop(callback: Callback) -> bool:
+    """Whether it may ask for the end of training in the middle of an epoch."""
+    hook = type(callback).on_train_batch_end
+    return hook is not Callback.on_train_batch_end and not callback.only_reports
+
+
 def _callbacks(
     model: Model,
+    session: Session,
     given: Union[FitArguments, InferenceArguments],
     job: Job,
     mode: Mode,
     epochs: int = 1,
 ) -> CallbackList:
     """The user's, then History, then the progress bar, as in Keras; one of the user's is enough."""
+    is_first = session.processes.is_first
+    users = [callback for callback in given.callbacks if is_first or not callback.only_reports]
     metrics = [] if mode is Mode.PREDICT else [*job.meter.names, *job.meter.settings]
     directions = {name: way for name, way in job.meter.directions.items() if name in metrics}
     added: List[Callback] = []
@@ -255,7 +303,8 @@ def _callbacks(
             directions.update({f"val_{name}": way for name, way in directions.items()})
         if model.history not in given.callbacks:
             added.append(model.history)
-    if given.level and not any(isinstance(c, ProgbarLogger) for c in given.callbacks):
+    has_bar = any(isinstance(callback, ProgbarLogger) for callback in given.callbacks)
+    if given.level and is_first and not has_bar:
         added.append(ProgbarLogger(given.level))
     params = {
         "epochs": epochs,
@@ -267,4 +316,4 @@ def _callbacks(
         "directions": directions,
         "adds": sorted({name for callback in given.callbacks for name in callback.adds or ()}),
     }
-    return CallbackList([*given.callbacks, *added], model, params)
+    return CallbackList([*users, *added], model, params)

@@ -12,6 +12,7 @@ from ipufit.finders import BatchSize, Trial
 from ipufit.lr_finder import LearningRates, check_range, exponential_range
 from ipufit.plan import Plan
 from ipufit.program import Mode
+from ipufit.session import refuse_several
 
 __all__ = ["find_batch_size", "find_lr"]
 
@@ -32,6 +33,7 @@ def find_lr(
         DataError: data that can't be read or fed, or that can be read only once.
     """
     session = trial.session
+    refuse_several(session, "find_lr", "Look in one process, and pass the others what it found.")
     assert session.optimizer is not None
     check_range(*rates)
     source = open_data(data, Mode.TRAIN, session.loss.in_module)
@@ -59,6 +61,8 @@ def find_batch_size(
         DataError: data that can't be read or fed.
     """
     session = trial.session
+    instead = "Look in one process, and pass the others what it found."
+    refuse_several(session, "find_batch_size", instead)
     total = session.fixed.resolve(True, ipus=ipus)["ipus"]
     if not comes_in_samples(Given("training data", x, y)):
         raise ConfigurationError(

@@ -12,6 +12,7 @@ from torch import nn
 
 from ipufit import loop
 from ipufit.configured import FixedWork
+from ipufit.data.batches import is_weighted
 from ipufit.data.feed import Feed
 from ipufit.data.source import Source
 from ipufit.dividing import Divider
@@ -28,12 +29,14 @@ from ipufit.parallel.partition import NOT_DIVIDED, Partition, Partitions
 from ipufit.parallel.planning import Estimator
 from ipufit.parallel.serializing import described
 from ipufit.plan import Plan
+from ipufit.processes import Processes, current
 from ipufit.program import Engine, MicroBatch, Mode, Program, ProgramSpec
 from ipufit.randomness import draw_seed
 from ipufit.recipe import Recipe
+from ipufit.together import Together
 from ipufit.whole_options import TRAINING, role_of
 
-__all__ = ["Session"]
+__all__ = ["Session", "refuse_several"]
 
 
 class Session:
@@ -93,11 +96,24 @@ class Session:
         self._left_out = self._outside_optimizer()
 
     @property
+    def processes(self) -> Processes:
+        """Those that work together; of several, each has a model like this one."""
+        return current()
+
+    @property
     def optimizer(self) -> Optional[torch.optim.Optimizer]:
         """The torch optimizer, with the state of the running program if there is one."""
         if self._training is not None:
             self._training.publish()
         return self._optimizer
+
+    def gather_optimizer(self) -> Optional[torch.optim.Optimizer]:
+        """The same, whole in all processes, which call this at the same time."""
+        who = self.engine if self._training is None else self._training
+        gather = getattr(who, "gather_optimizer", None)
+        if gather is not None:
+            gather()
+        return self.optimizer
 
     @property
     def is_training(self) -> bool:
@@ -144,6 +160,8 @@ class Session:
         fixed_updates: Optional[int] = None,
     ) -> Plan:
         """Check the batch algebra; a batch size that only the first batch tells counts as 1."""
+        processes = self.processes
+        source.share(processes.num_processes, processes.process_id)
         passes = training and fixed_updates is not None
         partition = self.partitions.of(training)
         is_pipeline = partition is not None and partition.pipelines(training, device_iterations)
@@ -161,6 +179,8 @@ class Session:
             training=training,
             auto_round_ipus=self.auto_round_ipus,
             fixed_updates=fixed_updates,
+            processes=processes.num_processes,
+            process=processes.process_id,
         )
         if is_pipeline and is_own:
             plan = dataclasses.replace(plan, pipelined=True)
@@ -211,6 +231,26 @@ class Session:
             feed.close()
             raise
 
+    def start_together(self, *given: Any, **options: Any) -> Job:
+        """The same in all processes, if it works in all.
+
+        Raises:
+            ProcessError: it fails in another one.
+        """
+        started: List[Job] = []
+
+        def start() -> Job:
+            started.append(self.start(*given, **options))
+            return started[0]
+
+        try:
+            return self.processes.agreed(start)
+        except BaseException:
+            for job in started:
+                job.feed.close()
+                self.finish(job.program)
+            raise
+
     def _prepared(
         self,
         feed: Feed,
@@ -227,6 +267,7 @@ class Session:
         self.partitions = self._divider.counted(self, first, plan)
         plan = dataclasses.replace(plan, micro_batch_size=feed.micro_batch_size or first.size)
         metrics = MetricSet() if mode is Mode.PREDICT else self.metrics.fresh()
+        metrics.check_joined(self.processes.num_processes)
         spec = self._spec(plan, mode, seed, domain, bool(metrics) or wants_outputs)
         program = self.engine.build(spec)
         if mode is Mode.TRAIN:
@@ -248,7 +289,9 @@ class Session:
             raise
         settings = self.recipe.settings if mode is Mode.TRAIN else ()
         meter = Meter(metrics, plan, self.loss, prepared.rules, settings)
-        return Job(program, feed, plan, meter, first)
+        weighted = source.role if mode is Mode.TRAIN and is_weighted(first) else None
+        together = Together(self.processes, plan, source.is_portioned, weighted)
+        return Job(program, feed, plan, meter, first, together, prepared.outputs)
 
     def estimator(
         self,
@@ -296,6 +339,7 @@ class Session:
             recipe=self.recipe,
             options=self._options.get(role_of(mode)),
             partition=self.partitions.of(mode is Mode.TRAIN),
+            processes=self.processes,
         )
 
     def explain(self) -> str:
@@ -313,9 +357,24 @@ class Session:
         text += "".join(f"\n{line}" for line in self.partitions.describe())
         text += "".join(f"\n{line}" for line in described(self.module))
         text += "".join(f"\n{line}" for line in self.fixed.said)
+        text += "".join(f"\n{line}" for line in self._explain_processes())
         explain = getattr(self.engine, "explain", None)
         particular = explain(self.recipe, self._options) if explain is not None else ()
         return "\n".join([text, *particular])
+
+    def _explain_processes(self) -> List[str]:
+        """Which process this is, and what the processes send each other for every update."""
+        processes = self.processes
+        if not processes.are_several:
+            return []
+        if self._optimizer is None:
+            return [processes.describe()]
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        size = sum(p.numel() * p.element_size() for p in trained)
+        return [
+            f"{processes.describe()} In every update the gradients of all are added, {size:,} "
+            f"bytes of each; one waits {processes.timeout:g} s for another.",
+        ]
 
     def retire(self) -> None:
         """The model has been compiled anew, or closed: let go of what the engine keeps."""
@@ -368,5 +427,19 @@ class Session:
                 "compile made the optimizer, so fit leaves it as it is. Call compile again to "
                 "train it.",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
+
+
+def refuse_several(session: Session, what: str, instead: str) -> None:
+    """Refuse what works in one process alone.
+
+    Raises:
+        ConfigurationError: there are several.
+    """
+    processes = session.processes
+    if processes.are_several:
+        raise ConfigurationError(
+            f"{what} works in one process, but this is process {processes.process_id} of "
+            f"{processes.num_processes}. {instead}"
+        )

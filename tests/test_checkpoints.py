@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import hashlib
 import json
 import os
 import re
@@ -61,6 +62,27 @@ def test_so_many_updates_are_between_two(tmp_path):
     told = documents(tmp_path / "run")
     assert [each["updates"] for each in told.values()] == list(expected)
     assert [each["in_epoch"] for each in told.values()] == [not kind for kind in expected.values()]
+
+
+def test_a_run_of_an_older_version_of_the_format_goes_on(tmp_path):
+    """Version 1.0 had one process, and said nothing of others."""
+    whole = state(fit(tmp_path / "whole"))
+    fit(ipufit.Checkpoint(tmp_path / "run", every_updates=5, keep=9))
+    folder = tmp_path / "run" / "update-000000005"
+    for name in names(tmp_path / "run")[1:]:
+        shutil.rmtree(tmp_path / "run" / name)
+    document = json.loads((folder / "state.json").read_text())
+    assert document.pop("divides") is True
+    assert document["content"].pop("apart") == []
+    changed = json.dumps(document).encode()
+    (folder / "state.json").write_bytes(changed)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["version"] == [1, 1]
+    manifest["version"] = [1, 0]
+    described = {"size": len(changed), "sha256": hashlib.sha256(changed).hexdigest()}
+    manifest["files"]["state.json"] = described
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert_same(fit(tmp_path / "run", resume="auto"), whole)
 
 
 def test_the_best_one_is_kept_besides(tmp_path):

@@ -437,13 +437,14 @@ def test_what_compile_refuses(arguments, text):
     refused(lambda: compiled(metrics=(), **arguments), text)
 
 
-def test_options_for_several_processes_are_refused_off_ipus():
+def test_options_for_another_process_are_refused_off_ipus():
     options = poptorch.Options()
     options.Distributed.configureProcessId(0, 2)
     refused(
         lambda: compiled(engine="embedded", training_options=options),
-        "training_options are for one of 2 processes, but engine 'embedded' runs in one. Leave "
-        "Distributed.configureProcessId out.",
+        "training_options must be for this process, 0 of 1, but are for 0 of 2. Leave "
+        "Distributed.configureProcessId out, and let torchrun or another launcher start the "
+        "processes.",
     )
 
 

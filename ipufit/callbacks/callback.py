@@ -33,6 +33,8 @@ class Callback:
         every_updates: asks that an execution ends, and so ``on_train_batch_end`` fires, after every
             that many updates, counted from the start of ``fit``. None asks for nothing.
         writes_files: whether it writes files, which a trial run leaves alone.
+        only_reports: whether all it does is to tell others, by files or messages; of several
+            processes the first one alone calls it. By default, whether it writes files.
         wants_outputs: whether it reads the outputs of an execution.
         monitors: names in ``logs`` that ``on_epoch_end`` can't do without. Where it is certain
             before training that one of them will be missing, ``fit`` says so.
@@ -45,6 +47,11 @@ class Callback:
     wants_outputs: bool = False
     monitors: Tuple[str, ...] = ()
     adds: Optional[Tuple[str, ...]] = None
+
+    @property
+    def only_reports(self) -> bool:
+        """Whether of several processes the first one alone calls it."""
+        return self.writes_files
 
     def __init__(self) -> None:
         self.model: Any = None

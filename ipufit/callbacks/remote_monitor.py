@@ -57,6 +57,11 @@ class RemoteMonitor(Callback):
         self.send_as_json = one_of(self, "send_as_json", send_as_json, (True, False))
         self.timeout = finite(self, "timeout", timeout, 0.0)
 
+    @property
+    def only_reports(self) -> bool:
+        """It only sends."""
+        return True
+
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
         """Send the epoch."""
         text = as_json({"epoch": epoch, **(logs or {})})

@@ -59,7 +59,7 @@ def find(checkpoint: Optional[Checkpoint], resume: Optional[str]) -> Optional[Fo
     assert store is not None
     newest, faults = store.newest()
     for fault in faults:
-        warnings.warn(fault, UserWarning, stacklevel=5)
+        warnings.warn(fault, UserWarning, stacklevel=8)
     if newest is None:
         if faults:
             raise CheckpointError(
@@ -113,6 +113,7 @@ class Keeper:
         restarts: bool = False,
     ) -> None:
         self._restarts = restarts
+        self._processes = session.processes
         self._model = model
         self._session = session
         self._settings = settings
@@ -144,7 +145,8 @@ class Keeper:
             assert self._store is not None
             fit.job.feed.tells_place = True
             self._find_direction(fit)
-            self._store.prepare()
+            if self._processes.is_first:
+                self._store.prepare()
             encode(tree_of(fit, self._callbacks))
         if self.found is None:
             if self._restarts:
@@ -184,7 +186,8 @@ class Keeper:
         if settings is None or fit.ending():
             return
         every = settings.every_updates
-        if self._signals.came is not None or (every is not None and not self._done(fit) % every):
+        came = self._signals.agreed(self._processes)
+        if came or (every is not None and not self._done(fit) % every):
             self._write(fit, epoch, in_epoch=True)
             self._end_if_asked(fit, epoch)
 
@@ -201,6 +204,7 @@ class Keeper:
         value = None if settings.monitor is None else logs.get(settings.monitor)
         if value is not None and self._is_better(float(value)):
             self._best = _Best(name, float(value))
+        self._signals.agreed(self._processes)
         self._write(fit, epoch, in_epoch=False)
         self._end_if_asked(fit, epoch)
 
@@ -231,18 +235,23 @@ class Keeper:
             "best": best,
         }
         document, tensors = parts_of(fit, self._session, self._callbacks, about)
+        if not self._processes.is_first:
+            return
         self._store.write(name, document, tensors)
         also: List[str] = [] if self._best.name is None else [self._best.name]
         self._store.rotate(self._settings.keep, also)
 
     def _end_if_asked(self, fit: Fit, epoch: int) -> None:
-        if self._signals.came is None:
+        if self._signals.agreed_on is None:
             return
         assert self._settings is not None
+        # Whoever ends first may end the others: not before it is written.
+        self._processes.gather(None)
         said = (
-            f"{self._signals.came.name}: fit ends after update {self._done(fit)}, in epoch "
+            f"{self._signals.agreed_on.name}: fit ends after update {self._done(fit)}, in epoch "
             f"{epoch}, which is written down in {self._settings.folder!r}. Call it again with "
             "resume='auto' to go on."
         )
-        print(f"ipufit: {said}", file=sys.stderr)
+        if self._processes.is_first:
+            print(f"ipufit: {said}", file=sys.stderr)
         self._signals.end(said)

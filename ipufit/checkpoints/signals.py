@@ -8,6 +8,8 @@ import threading
 from types import FrameType
 from typing import Dict, Iterator, Optional
 
+from ipufit.processes import Processes
+
 __all__ = ["Signals"]
 
 
@@ -19,10 +21,12 @@ class Signals:
 
     Attributes:
         came: the signal that came, or None.
+        agreed_on: the one by which all processes end, or None.
     """
 
     def __init__(self) -> None:
         self.came: Optional[signal.Signals] = None
+        self.agreed_on: Optional[signal.Signals] = None
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
@@ -51,6 +55,17 @@ class Signals:
             raise KeyboardInterrupt
         self.came = signal.Signals(number)
 
+    def agreed(self, processes: Processes) -> bool:
+        """Whether a signal came, to any process; then it came to all.
+
+        They ask at the same time. What comes later counts when they ask next.
+        """
+        own = None if self.came is None else int(self.came)
+        numbers = [number for number in processes.gather(own, "signals") if number is not None]
+        if numbers:
+            self.agreed_on = signal.Signals(numbers[0])
+        return bool(numbers)
+
     def end(self, saved: str) -> None:
         """Leave as the signal wants it, if one came.
 
@@ -58,9 +73,12 @@ class Signals:
             KeyboardInterrupt: after SIGINT.
             SystemExit: after SIGTERM, with the exit code of a process that it has ended.
         """
-        if self.came is None:
+        if self.agreed_on is None:
             return
-        text = f"{self.came.name}: {saved}"
-        if self.came is signal.SIGINT:
-            raise KeyboardInterrupt(text)
-        raise SystemExit(128 + int(self.came))
+        text = f"{self.agreed_on.name}: {saved}"
+        error: BaseException = SystemExit(128 + int(self.agreed_on))
+        if self.agreed_on is signal.SIGINT:
+            error = KeyboardInterrupt(text)
+        # All processes end here.
+        error.is_common = True  # type: ignore[attr-defined]
+        raise error

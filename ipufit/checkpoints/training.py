@@ -17,6 +17,8 @@ from ipufit.checkpoints.reading import Contents
 from ipufit.checkpoints.store import Store
 from ipufit.checkpoints.weights_apart import joined, split
 from ipufit.errors import CheckpointError, ConfigurationError
+from ipufit.metrics import MetricSet
+from ipufit.processes import Processes
 from ipufit.program import Place, TrainState
 from ipufit.weights import differences
 
@@ -65,6 +67,7 @@ def parts_of(
         "place": None if place is None else dataclasses.asdict(place),
         "choices": None if choices is None else choices(),
     }
+    tree["apart"] = _apart(session.processes, tree)
     content, tensors = encode(tree)
     plan = fit.job.plan
     document = {
@@ -78,12 +81,25 @@ def parts_of(
         "updates": state.updates,
         "update_size": plan.update_size,
         "micro_batch_size": plan.micro_batch_size,
-        "replicas": plan.replicas,
+        "replicas": plan.all_replicas,
         "samples": plan.samples,
+        "divides": _divides(fit),
         "content": content,
         **about,
     }
     return document, {"weights": weights, "state": tensors}
+
+
+def _divides(fit: Fit) -> bool:
+    """Whether it is ipufit that divides the data, or one process that reads all of it."""
+    together = fit.job.together
+    return together.is_portioned or not together.processes.are_several
+
+
+def _apart(processes: Processes, tree: Mapping[str, Any]) -> List[Dict[str, Any]]:
+    """What the processes after the first have for themselves."""
+    own = {name: tree[name] for name in ("random", "place", "choices")}
+    return processes.gather({**own, "metrics": tree["meter"]["metrics"]}, "checkpoint")[1:]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +185,53 @@ class Found:
         best: Mapping[str, Any] = self.document["best"]
         return best
 
+    def apart(self, processes: Processes) -> Mapping[str, Any]:
+        """What this process had for itself, or the first one where there are others now."""
+        each: List[Mapping[str, Any]] = [self.tree, *self.tree.get("apart", [])]
+        return each[processes.process_id if len(each) == processes.num_processes else 0]
+
+    def check_divided(self, processes: Processes, divides: bool) -> None:
+        """Make sure that it is known which process goes on with which data.
+
+        Args:
+            processes: those of now.
+            divides: whether ipufit divides the data among them.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        before, now = 1 + len(self.tree.get("apart", [])), processes.num_processes
+        both = self.document.get("divides", True) and divides
+        place = self.tree["place"]
+        if before == now or place is None or (both and place["own"] is None):
+            return
+        raise CheckpointError(
+            f"the checkpoint {self.name!r} is of {before} processes, and the data that says itself "
+            f"what each reads can't be divided anew among {now}. Start {before} of them, or pass "
+            "data that ipufit divides."
+        )
+
+    def meter(self, metrics: MetricSet, processes: Processes) -> Dict[str, Any]:
+        """What this process is to have seen of the epoch.
+
+        Args:
+            metrics: know how to join what several have seen.
+            processes: those of now.
+        """
+        own = {**self.tree["meter"]}
+        seen = [own["metrics"], *(each["metrics"] for each in self.tree.get("apart", []))]
+        if len(seen) == processes.num_processes:
+            own["metrics"] = seen[processes.process_id]
+        elif processes.is_first:
+            own["metrics"] = metrics.joined(seen)
+        else:
+            own["metrics"] = metrics.fresh().state_dict()
+        return own
+
+    def choices(self, processes: Processes) -> Any:
+        """What was measured to be the fastest."""
+        return self.apart(processes)["choices"]
+
     @property
     def described(self) -> Dict[str, Any]:
         """What History says of a run that goes on from here."""
@@ -211,6 +274,9 @@ def _checked(found: Found) -> Found:
         raise ValueError(f"its best is {best!r}")
     for name in _PARTS:
         tree[name]
+    for each in tree.get("apart", []):
+        for name in ("random", "place", "choices", "metrics"):
+            each[name]
     choices = tree["choices"] or {}
     if not all(type(each) is str for pair in choices.items() for each in pair):
         raise ValueError("its choices are no names")
@@ -265,20 +331,23 @@ def restore(found: Found, fit: Fit, session: Session, callbacks: Sequence[Callba
             somebody else than ipufit, it has parts that nobody can take over.
     """
     tree, job = found.tree, fit.job
-    own = job.program.read_state()
-    _check_fits(found, own, fit, session, callbacks)
+    found.check_divided(session.processes, _divides(fit))
+    state = job.program.read_state()
+    _check_fits(found, state, fit, session, callbacks)
     try:
-        _restore_program(found, own, fit, session)
+        _restore_program(found, state, fit, session)
         fit.history.load_state_dict(tree["history"])
         for callback, (_, state) in zip(callbacks, tree["callbacks"]):
             if state is not None:
                 callback.load_state_dict(state)
+        processes = session.processes
+        own = found.apart(processes)
         if found.in_epoch:
-            job.meter.load_state_dict(tree["meter"])
-        if tree["place"] is not None:
-            fit.place = _place(tree["place"])
+            job.meter.load_state_dict(found.meter(job.meter.metrics, processes))
+        if own["place"] is not None:
+            fit.place = _place(own["place"])
             job.feed.seek(fit.place, job.meter.updates, found.done)
-        chance.restore(tree["random"])
+        chance.restore(own["random"])
     except (CheckpointError, ConfigurationError):
         raise
     except Exception as error:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ipufit import tree
+from ipufit.data.portions import Ledger, layout_of
 from ipufit.data.rows import Horizon, Picked
 from ipufit.data.source import Source
 from ipufit.data.weights import checked_weight
@@ -16,7 +17,7 @@ from ipufit.errors import DataError
 from ipufit.plan import Plan
 from ipufit.program import CombinedBatch, MicroBatch, Mode
 
-__all__ = ["Unpacker", "executions"]
+__all__ = ["Unpacker", "executions", "is_weighted", "portioned_executions"]
 
 # What forward is called with (positional, by name), the target, and the samples' weights.
 _Call = Tuple[Tuple[Any, ...], Mapping[str, Any], Any, Any]
@@ -317,6 +318,55 @@ def executions(
     if check_update and rest and is_weighted(group[-1]):
         check_update(group[-rest:], index - 1)
     yield CombinedBatch(group)
+
+
+def portioned_executions(
+    batches: Iterator[Any],
+    unpack: Callable[[Any, int], Sequence[MicroBatch]],
+    plan: Plan,
+    ledger: Ledger,
+    updates: Callable[[], int],
+    horizon: Horizon,
+    reuses_memory: bool = False,
+) -> Iterator[CombinedBatch]:
+    """What this process has of the executions that it makes with others.
+
+    Args:
+        batches: the own ones of an epoch.
+        unpack: makes micro-batches of what it yields at once, and the index of the first of them.
+        plan: says how many belong together.
+        ledger: knows the sizes of all batches, once the first of an update is read.
+        updates: how many make the next execution, asked before each; 0 ends the epoch.
+        horizon: told how many batches the execution still wants.
+        reuses_memory: whether a batch may be overwritten when the next one is fetched.
+    """
+    most = updates()
+    while most:
+        begin, end = ledger.begin, ledger.begin + plan.micro_batches_per_update * most
+        own = ledger.waiting
+        while not ledger.is_whole:
+            lacking = plan.own_before(end) - plan.own_before(begin) - len(own)
+            if lacking <= 0 and ledger.known >= end:
+                break
+            horizon.batches = max(1, lacking)
+            raw = next(batches, None)
+            if raw is None:
+                ledger.is_whole = True
+                break
+            new = unpack(raw, plan.own_before(begin) + len(own))
+            own += [batch.clone() for batch in new] if reuses_memory else new
+            del raw, new
+        end = min(end, ledger.known)
+        if end == begin:
+            return
+        count = plan.own_before(end) - plan.own_before(begin)
+        ledger.waiting = own[count:]
+        layout = layout_of(plan, ledger.take(end))
+        batch = CombinedBatch(own[:count], layout=layout, order=ledger.order())
+        del own
+        yield batch
+        del batch
+        most = updates()
 
 
 def is_weighted(batch: MicroBatch) -> bool:

@@ -6,9 +6,10 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from typing import Any, Callable, Generator, Iterator, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Generator, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
-from ipufit.data.batches import Unpacker, executions
+from ipufit.data.batches import Unpacker, executions, portioned_executions
+from ipufit.data.portions import Ledger, Portion
 from ipufit.data.prefetch import prefetched
 from ipufit.data.reading import is_dead_worker, told_dead_worker
 from ipufit.data.rows import Horizon, Picked, batch_count
@@ -20,7 +21,7 @@ from ipufit.plan import Plan
 from ipufit.program import CombinedBatch, MicroBatch, Mode, Place
 from ipufit.randomness import DataStream, stream_key
 
-__all__ = ["Feed"]
+__all__ = ["Feed", "Stage"]
 
 _NO_BATCH = object()
 
@@ -82,9 +83,15 @@ class Feed:
         self._place = Place(0, 0)
         self.tells_place = False
         self._sought: Optional[_Sought] = None
+        # Of several processes: what all of them read, and where the passes over it begin.
+        self._ledger: Optional[Ledger] = None
+        self._portion: Optional[Portion] = None
+        self._begun: List[Tuple[int, Place]] = []
+        self._process: Optional[int] = None
 
     def _start(self, epoch: int, plan: Plan) -> Iterator[Any]:
         """The raw batches of an epoch: a pass over the source, or the next part of many passes."""
+        is_portion = self._source.is_portioned
         sought, self._sought = self._sought, None
         skip = done = 0
         if sought is not None:
@@ -95,17 +102,27 @@ class Feed:
                 number = epoch if sought is None else sought.place.number
                 if sought is None and self._source.micro_batches:
                     number, skip = divmod(epoch * count, self._source.micro_batches)
-                self._open = self._passes(number, skip, done)
+                self._count_anew(skip if is_portion else None)
+                self._open = self._passes(plan, number, skip, done)
+            if is_portion:
+                return self._open
             left = plan.fixed_updates - (0 if sought is None else sought.updates)
             return _first(self._open, left * plan.micro_batches_per_update)
         self._close_open()
-        self._open = self._pass(epoch, skip, done)
+        self._count_anew(skip if is_portion else None)
+        self._open = self._pass(plan, epoch, skip, done)
         return self._open
 
-    def _pass(self, number: int, skip: int, done: int) -> Generator[Any, None, None]:
+    def _count_anew(self, skipped: Optional[int]) -> None:
+        """Begin to note what other processes read, if there are any."""
+        self._ledger = None if skipped is None else Ledger(skipped)
+        self._begun = []
+
+    def _pass(self, plan: Plan, number: int, skip: int, done: int) -> Generator[Any, None, None]:
         """One pass over the source.
 
         Args:
+            plan: says which of its batches this process reads.
             number: of the pass.
             skip: batches at its beginning that are read, but not wanted.
             done: batches that the source itself leaves out.
@@ -114,11 +131,16 @@ class Feed:
         key = stream_key(self._seed, self._domain, "order", number)
         read, generators = done, self._source.generator_states()
         self._place = Place(number, read, generators)
+        portion = self._portion = self._portion_of(plan, stream, self._place)
+        if self._process is not None:
+            # Whatever is drawn for the samples themselves is drawn anew in each process.
+            stream = DataStream(self._seed, self._domain, number, "process", self._process)
+        skip = skip if portion is None else portion.count(skip)
         with contextlib.ExitStack() as skipping:
             if skip:
                 # What is read once more draws once more.
                 skipping.enter_context(generators_kept())
-            for raw in self._source.epoch(stream, key, self._horizon):
+            for raw in self._source.epoch(stream, key, self._horizon, portion):
                 for each in raw.apart() if isinstance(raw, Picked) and read < skip else [raw]:
                     read += batch_count(each)
                     self._place = Place(number, read, generators)
@@ -129,11 +151,19 @@ class Feed:
                     del each
                 del raw
 
-    def _passes(self, number: int, skip: int, done: int) -> Generator[Any, None, None]:
+    def _portion_of(self, plan: Plan, stream: DataStream, begin: Place) -> Optional[Portion]:
+        """What this process reads of the pass that begins; None for all."""
+        if self._ledger is None:
+            return None
+        self._begun.append((self._ledger.known, begin))
+        drawing = contextlib.nullcontext if self._source.draws_nothing else stream.active
+        return Portion(plan, self._ledger, self._ledger.known, drawing)
+
+    def _passes(self, plan: Plan, number: int, skip: int, done: int) -> Generator[Any, None, None]:
         """Pass after pass, from one of its batches on."""
         while True:
-            yield from self._pass(number, skip, done)
-            if not self._place.batches:
+            yield from self._pass(plan, number, skip, done)
+            if not (self._place.batches if self._portion is None else self._portion.total):
                 return
             number, skip, done = number + 1, 0, 0
 
@@ -165,15 +195,25 @@ class Feed:
         Raises:
             DataError: there is none, or the program can't take it.
         """
+        plan = self._read_by(plan)
         batches = self._start(epoch, plan)
         self._horizon.batches = 1
         first = next(batches, _NO_BATCH)
+        self._ahead_epoch = epoch
         if first is _NO_BATCH:
-            raise self._source.no_batches(epoch)
+            self._ahead = batches
+            if self._portion is None or self._portion.example is None:
+                raise self._source.no_batches(epoch)
+            # All batches are read by other processes; what they look like must be known here too.
+            return self._unpack.each(self._portion.example(), 0)[0]
         micro_batch = self._unpack.each(first, 0)[0]
         self._ahead = itertools.chain([first], batches)
-        self._ahead_epoch = epoch
         return micro_batch
+
+    @property
+    def order(self) -> int:
+        """Tells the order of the samples that were looked at so far from another one, if it can."""
+        return 0 if self._ledger is None else self._ledger.latest
 
     @property
     def micro_batch_size(self) -> Optional[int]:
@@ -194,9 +234,14 @@ class Feed:
             DataError: the epoch has no batch, fewer than were asked for, or one that the program
                 can't take.
         """
-        groups = prefetched(self._prepared(epoch, plan, stage), self._prefetch)
+        groups = prefetched(self._prepared(epoch, self._read_by(plan), stage), self._prefetch)
         with contextlib.closing(groups):
             yield from groups
+
+    def _read_by(self, plan: Plan) -> Plan:
+        """The plan by which this process reads."""
+        self._process = plan.process if plan.processes > 1 else None
+        return plan if self._source.is_portioned else plan.alone
 
     def _prepared(
         self, epoch: int, plan: Plan, stage: Optional[Stage]
@@ -206,28 +251,26 @@ class Feed:
         if batches is None or self._ahead_epoch != epoch:
             batches = self._start(epoch, plan)
         check = None
-        if self._mode is Mode.TRAIN:
+        if self._mode is Mode.TRAIN and self._process is None:
             check = functools.partial(refuse_zero_update, role=self._source.role)
 
         def coming() -> int:
             return self._until_cut(plan, done)
 
+        reuses, horizon = self._source.reuses_memory, self._horizon
+        if self._ledger is None:
+            made = executions(batches, self._unpack.each, plan, reuses, check, coming, horizon)
+        else:
+            given = (self._ledger, coming, horizon, reuses)
+            made = portioned_executions(batches, self._unpack.each, plan, *given)
         try:
-            for batch in executions(
-                batches,
-                self._unpack.each,
-                plan,
-                self._source.reuses_memory,
-                check,
-                coming,
-                self._horizon,
-            ):
-                updates = plan.updates_in(len(batch.micro_batches))
+            for batch in made:
+                updates = batch.updates(plan)
                 done += updates
                 self._updates += updates
                 if self.tells_place:
                     # To ask the data itself may take time.
-                    place = dataclasses.replace(self._place, own=self._source.own_place())
+                    place = dataclasses.replace(self._here(), own=self._source.own_place())
                     batch = dataclasses.replace(batch, place=place)
                 yield batch if stage is None else stage(batch)
                 del batch
@@ -239,10 +282,18 @@ class Feed:
         if plan.fixed_updates is not None and done < plan.fixed_updates:
             raise self._source.too_few(done, plan.fixed_updates, epoch, plan.training)
 
+    def _here(self) -> Place:
+        """Where the data stands after the last execution that was read."""
+        if self._ledger is None:
+            return self._place
+        end = self._ledger.begin
+        begin, place = next(each for each in reversed(self._begun) if each[0] < end)
+        return dataclasses.replace(place, batches=end - begin)
+
     def _until_cut(self, plan: Plan, done: int) -> int:
         """Updates of the next execution at most, after so many of its epoch."""
         bounds = [every - self._updates % every for every in self._cut_every]
-        if plan.fixed_updates is not None and plan.fixed_updates > done:
+        if plan.fixed_updates is not None and (plan.fixed_updates > done or self._ledger):
             bounds.append(plan.fixed_updates - done)
         return min([plan.device_iterations, *bounds])
 

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from ipufit import tree
 from ipufit.data.arrays import ArrayLoader, EpochOrder, is_array
+from ipufit.data.sharding import Sharded
 from ipufit.data.source import Source
 from ipufit.data.weights import ClassWeights, refuse_bad_weights
 from ipufit.errors import ConfigurationError, DataError
@@ -60,6 +61,9 @@ def open_data(given: Given, mode: Mode, own_loss: bool) -> Source:
         ConfigurationError: arguments that don't go with this form; all of them.
     """
     faults = Faults()
+    is_cut = isinstance(given.x, Sharded)
+    if is_cut:
+        given = dataclasses.replace(given, x=given.x.loader)
     _refuse_table(given)
     kind = _kind(given)
     size = DEFAULT_BATCH_SIZE
@@ -81,9 +85,9 @@ def open_data(given: Given, mode: Mode, own_loss: bool) -> Source:
     if kind == "arrays":
         return _of_arrays(given, mode, size, shuffles, class_weights)
     if kind == "dataset":
-        return _of_dataset(given, size, shuffles, class_weights)
+        return _of_dataset(given, size, shuffles, class_weights, is_cut)
     loader = DataLoader(given.x, batch_size=size) if kind == "stream" else given.x
-    return Source(loader, given.role, class_weights=class_weights)
+    return Source(loader, given.role, class_weights=class_weights, is_cut=is_cut)
 
 
 def comes_in_samples(given: Given) -> bool:
@@ -93,7 +97,7 @@ def comes_in_samples(given: Given) -> bool:
 
 def _kind(given: Given) -> str:
     """One of "arrays", "dataset", "stream" (an IterableDataset), or "loader" (anything else)."""
-    x = given.x
+    x = given.x.loader if isinstance(given.x, Sharded) else given.x
     if isinstance(x, DataLoader):
         return "loader"
     if isinstance(x, Dataset):
@@ -243,7 +247,11 @@ def _refuse_no_array(path: str, leaf: Any, root: str, role: str) -> None:
 
 
 def _of_dataset(
-    given: Given, batch_size: int, shuffle: bool, class_weights: Optional[ClassWeights]
+    given: Given,
+    batch_size: int,
+    shuffle: bool,
+    class_weights: Optional[ClassWeights],
+    is_cut: bool,
 ) -> Source:
     dataset = given.x
     try:
@@ -260,7 +268,8 @@ def _of_dataset(
         return DataLoader(dataset, batch_size=batch_size, sampler=EpochOrder(len(dataset), key))
 
     loader: Any = DataLoader(dataset, batch_size=batch_size)
-    return Source(loader, given.role, shuffled if shuffle else None, class_weights=class_weights)
+    order = shuffled if shuffle else None
+    return Source(loader, given.role, order, class_weights=class_weights, is_cut=is_cut)
 
 
 def split_data(given: Given, fraction: Any, held_out: Given) -> Tuple[Given, Given]:

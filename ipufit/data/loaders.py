@@ -25,6 +25,7 @@ __all__ = [
     "is_plain",
     "is_torchs",
     "length_of",
+    "like",
     "may_reuse_memory",
     "place_of",
     "reads_as_torch",
@@ -122,10 +123,16 @@ def unshuffled(loader: Any) -> Any:
         return loader
     if type(loader.batch_sampler) is not BatchSampler or not loader.batch_size:
         return loader
+    size = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    return like(loader, shuffle=False, persistent_workers=False, **size)
+
+
+def like(loader: Any, **changes: Any) -> Any:
+    """Another DataLoader over the same data, with the same options of reading but for some."""
     names = [
-        *("num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "generator"),
-        *("worker_init_fn", "multiprocessing_context", "batch_size"),
+        *("num_workers", "collate_fn", "pin_memory", "timeout", "generator"),
+        *("worker_init_fn", "multiprocessing_context", "persistent_workers"),
         *(["prefetch_factor"] if loader.num_workers else []),
     ]
     options = {name: getattr(loader, name) for name in names}
-    return DataLoader(loader.dataset, shuffle=False, **options)
+    return DataLoader(loader.dataset, **{**options, **changes})

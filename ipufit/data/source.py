@@ -17,6 +17,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from ipufit import tree
 from ipufit.data.arrays import ArrayLoader
 from ipufit.data.held import held_rows
 from ipufit.data.loaders import (
@@ -24,6 +25,7 @@ from ipufit.data.loaders import (
     is_plain,
     is_torchs,
     length_of,
+    like,
     may_reuse_memory,
     place_of,
     reads_as_torch,
@@ -31,8 +33,11 @@ from ipufit.data.loaders import (
     sample_makers,
     stream_length,
 )
+from ipufit.data.own_loader import OwnLoader
+from ipufit.data.portions import Portion
 from ipufit.data.reading import ends_in_a_sample, unreadable
-from ipufit.data.rows import Horizon, batch_count, is_in_memory
+from ipufit.data.rows import Horizon, Rows, batch_count, is_in_memory
+from ipufit.data.sharding import AsWorkerOfAll, as_worker, refuse_unshared
 from ipufit.data.weights import ClassWeights
 from ipufit.errors import DataError
 from ipufit.keeping import generators_of
@@ -60,6 +65,7 @@ class Source:
         shuffled: the loader, or the rows, of an epoch in the order of a key; None where the loader
             has an order of its own.
         class_weights: by class, or None.
+        is_cut: whether of several processes each has a loader with samples of its own.
 
     Attributes:
         loader: the iterable of batches, untouched.
@@ -69,6 +75,8 @@ class Source:
         micro_batches: batches in an epoch, or None when unknown.
         most: batches of an epoch to read at most; None for all.
         reuses_memory: whether a batch may be overwritten when the next one is fetched.
+        is_portioned: whether of several processes each reads a portion of the loader's batches,
+            and knows how large the others are.
     """
 
     def __init__(
@@ -77,8 +85,11 @@ class Source:
         role: str,
         shuffled: Optional[Callable[[int], Iterable[Any]]] = None,
         class_weights: Optional[ClassWeights] = None,
+        is_cut: bool = False,
     ) -> None:
         _refuse_what_has_no_batches(loader, role)
+        self._is_cut = is_cut
+        self.is_portioned = False
         self.loader: Iterable[Any] = loader
         self.role = role
         self.class_weights = class_weights
@@ -89,6 +100,9 @@ class Source:
         self.most: Optional[int] = None
         self.reuses_memory = may_reuse_memory(loader)
         self._shuffled = shuffled
+        self._own_loader: Optional[OwnLoader] = None
+        self._worker: Optional[Tuple[int, int]] = None
+        self._stream_loader: Optional[Any] = None
         self._has_yielded = False
         if isinstance(loader, ArrayLoader):
             self.micro_batch_size, self.samples = loader.batch_size, loader.samples
@@ -131,6 +145,34 @@ class Source:
         source.role = role
         source.class_weights = None
         return source
+
+    def share(self, processes: int, process: int) -> None:
+        """Find out, and settle, what each of several processes reads.
+
+        Raises:
+            DataError: nobody knows.
+        """
+        self.is_portioned, self._worker = False, None
+        if processes == 1:
+            return
+        if not self._is_cut:
+            refuse_unshared(self.loader, self.role, processes)
+            self.is_portioned = not self._is_stream
+            self._worker = (process, processes) if self._is_stream else None
+        if not self.is_portioned:
+            # What the others have nobody knows.
+            self.samples = self.micro_batches = None
+            self.dropped = 0
+
+    @property
+    def _is_stream(self) -> bool:
+        loader: Any = self.loader
+        return isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+
+    @property
+    def draws_nothing(self) -> bool:
+        """Whether batches are read without a random number of torch's."""
+        return isinstance(self.loader, ArrayLoader)
 
     @property
     def reads_alone(self) -> bool:
@@ -211,7 +253,11 @@ class Source:
         return place.batches, 0
 
     def epoch(
-        self, stream: DataStream, key: int = 0, horizon: Optional[Horizon] = None
+        self,
+        stream: DataStream,
+        key: int = 0,
+        horizon: Optional[Horizon] = None,
+        portion: Optional[Portion] = None,
     ) -> Iterator[Any]:
         """The batches of one epoch, each as the loader yields it, or several as ``Picked``.
 
@@ -219,11 +265,14 @@ class Source:
             stream: torch's random numbers while they are fetched.
             key: fixes the order of what has none of its own.
             horizon: how far rows may be read ahead; None for not at all.
+            portion: which of them are wanted; None for all.
 
         Raises:
             DataError: the user's code failed; chained from its error.
         """
         loader = self.loader if self._shuffled is None else self._shuffled(key)
+        if self._worker is not None:
+            loader = self._as_workers(loader)
         # torch has one iterator for all readers of such a loader: a second would end the first.
         exclusive = isinstance(loader, DataLoader) and loader.persistent_workers
         if exclusive and loader in _BEING_READ:
@@ -235,12 +284,18 @@ class Source:
         if exclusive:
             _BEING_READ.add(loader)
         try:
-            yield from self._read(loader, stream, horizon or Horizon())
+            yield from self._read(loader, stream, horizon or Horizon(), portion)
         finally:
             if exclusive:
                 _BEING_READ.discard(loader)
 
-    def _read(self, loader: Iterable[Any], stream: DataStream, horizon: Horizon) -> Iterator[Any]:
+    def _read(
+        self,
+        loader: Iterable[Any],
+        stream: DataStream,
+        horizon: Horizon,
+        portion: Optional[Portion],
+    ) -> Iterator[Any]:
         iterator: Any = None
         index = seen = 0
         limit = stream_length(loader)
@@ -250,13 +305,16 @@ class Source:
             with told, self._drawing(stream):
                 _draw_as_for_new_workers(loader)
                 rows = held_rows(loader)
-                iterator = iter(loader) if rows is None else rows.picked(horizon, self.most)
-            while self.most is None or index < self.most:
+                if portion is not None:
+                    iterator = self._own_batches(loader, rows, horizon, portion)
+                else:
+                    iterator = iter(loader) if rows is None else rows.picked(horizon, self.most)
+            while portion is not None or self.most is None or index < self.most:
                 # torch's samplers draw the whole order at once. What draws nothing must leave the
                 # generator alone: a callback may draw from it while another thread reads.
                 drawing = _NOTHING if alone and index else self._drawing(stream)
-                told.batch = index
-                with told, drawing:
+                told.batch = index if portion is None else portion.number(index)
+                with told, drawing, self._in_turn(loader):
                     try:
                         batch = next(iterator)
                     except StopIteration as error:
@@ -276,10 +334,38 @@ class Source:
             # Let go of, not closed: one that the user holds as well may be gone on with.
             iterator = None
 
-    def _drawing(self, stream: DataStream) -> ContextManager[None]:
-        if isinstance(self.loader, ArrayLoader):
+    def _as_workers(self, loader: Any) -> Any:
+        """A stream's loader, whose workers are some of those of all processes."""
+        assert self._worker is not None
+        if not loader.num_workers:
+            return loader
+        if self._stream_loader is None:
+            started = AsWorkerOfAll(*self._worker, loader.worker_init_fn)
+            size = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+            self._stream_loader = like(loader, worker_init_fn=started, **size)
+        return self._stream_loader
+
+    def _own_batches(
+        self, loader: Any, rows: Optional[Rows], horizon: Horizon, portion: Portion
+    ) -> Iterator[Any]:
+        """What a portion says of a pass over a loader."""
+        if rows is not None:
+            return portion.rows(rows, self.most).picked(horizon)
+        if isinstance(loader, (list, tuple)):
+            whole = (lambda: loader, _rows_in, lambda batch: batch)
+            return portion.picked(*whole, self.most, draws_once=True, are_indices=False)
+        if self._own_loader is None or self._own_loader.whole is not loader:
+            self._own_loader = OwnLoader(loader)
+        return self._own_loader.batches(portion, self.most, self.reads_alone)
+
+    def _in_turn(self, loader: Any) -> ContextManager[None]:
+        """Around the reading of a stream in this process, which may ask which worker it is."""
+        if self._worker is None or loader.num_workers:
             return _NOTHING
-        return stream.active()
+        return as_worker(loader.dataset, *self._worker)
+
+    def _drawing(self, stream: DataStream) -> ContextManager[None]:
+        return _NOTHING if self.draws_nothing else stream.active()
 
     def _repeated(self, loader: Any, length: int) -> DataError:
         kind = type(loader.dataset).__name__
@@ -369,6 +455,12 @@ class Source:
             return []
         size = min(self.micro_batch_size or 1, len(loader.dataset))
         return [loader.collate_fn([loader.dataset[i] for i in range(size)])] if size else []
+
+
+def _rows_in(batch: Any) -> int:
+    """Samples of a batch that was not looked at yet; 0 where it has none to count."""
+    shapes: Iterator[Any] = (getattr(leaf, "shape", ()) for leaf in tree.flatten(batch)[0])
+    return next((int(shape[0]) for shape in shapes if len(shape)), 0)
 
 
 class _Told:

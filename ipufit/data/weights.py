@@ -14,7 +14,14 @@ from ipufit import tree
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.program import MicroBatch
 
-__all__ = ["ClassWeights", "checked_weight", "refuse_bad_weights", "refuse_zero_update"]
+__all__ = [
+    "ClassWeights",
+    "checked_weight",
+    "has_weight",
+    "refuse_bad_weights",
+    "refuse_zero_update",
+    "zero_update",
+]
 
 _CHUNK = 1 << 20
 
@@ -96,13 +103,25 @@ def refuse_zero_update(update: Sequence[MicroBatch], last_batch: int, role: str)
     Raises:
         DataError: they are.
     """
-    for micro_batch in update:
-        weight = micro_batch.unpack()[3]
-        if any(bool((leaf > 0).any()) for leaf in tree.flatten(weight)[0]):
-            return
-    first = last_batch - len(update) + 1
-    batches = f"batch {first}" if first == last_batch else f"batches {first} to {last_batch}"
-    raise DataError(
+    if not any(map(has_weight, update)):
+        raise zero_update(role, last_batch - len(update) + 1, last_batch)
+
+
+def has_weight(micro_batch: MicroBatch) -> bool:
+    """Whether a sample of it counts."""
+    weight = micro_batch.unpack()[3]
+    return any(bool((leaf > 0).any()) for leaf in tree.flatten(weight)[0])
+
+
+def zero_update(role: str, first: int, last: int) -> DataError:
+    """The error for an update in which no sample counts.
+
+    Args:
+        role: what the data is for.
+        first, last: the batches of the epoch that it is made of.
+    """
+    batches = f"batch {first}" if first == last else f"batches {first} to {last}"
+    return DataError(
         f"{role}, {batches}: an update needs a sample_weight above zero, but all of its weights "
         "are zero, so nothing would be learned. Leave such samples out, or use larger or shuffled "
         "batches."

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, Tuple
 
 from ipufit.errors import ConfigurationError
 from ipufit.ipu_config.parameters import PARAMETERS, shown
+from ipufit.processes import current
 
 if TYPE_CHECKING:
     from ipufit.ipu_config.config import IPUConfig
@@ -64,6 +65,13 @@ _EMBEDDED = {
     ),
     "replicated_tensor_sharding": (NONE, "replicas take turns in one process and share the state"),
 }
+# Where several processes train together.
+_OF_SEVERAL = {
+    "replicated_tensor_sharding": (
+        APPROXIMATED,
+        "shard_optimizer of compile: in parts over the processes, whose replicas share them",
+    ),
+}
 _STANDIN = {
     "optimizer_state_offchip": (NONE, "there is one memory"),
     "recompute_checkpoint_every_layer": (
@@ -111,12 +119,18 @@ def lists(engine: str) -> Dict[str, Row]:
         engine: its name; engines of your own are taken for the embedded one.
     """
     table = _TABLES.get(engine, _TABLES["embedded"])
+    if _over_processes(engine):
+        table = {**table, **_OF_SEVERAL}
     rows: Dict[str, Row] = {}
     for name in PARAMETERS:
         base = name[len("inference_") :] if name.startswith("inference_") else name
         row = table[base]
         rows[name] = _TWINS.get(base, row) if base != name else row
     return rows
+
+
+def _over_processes(engine: str) -> bool:
+    return engine not in ("ipu", "ipu-standin") and current().are_several
 
 
 def changed(config: IPUConfig) -> Dict[str, Any]:
@@ -148,7 +162,7 @@ def in_full(config: IPUConfig, engine: str) -> str:
             for name, (found, why) in lists(engine).items()
             if found == kind
         ]
-    return "\n".join([*lines, *_remarks(config)])
+    return "\n".join([*lines, *_remarks(config, engine)])
 
 
 def in_short(config: IPUConfig, engine: str) -> str:
@@ -165,7 +179,7 @@ def in_short(config: IPUConfig, engine: str) -> str:
                 for name, value in mine.items()
                 if rows[name][0] == kind
             ]
-    return "\n".join([*lines, *_remarks(config)])
+    return "\n".join([*lines, *_remarks(config, engine)])
 
 
 def _wrapped(text: str) -> str:
@@ -173,10 +187,11 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, 100, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def _remarks(config: IPUConfig) -> List[str]:
+def _remarks(config: IPUConfig, engine: str) -> List[str]:
     """What else should be known of this configuration."""
     lines = [f"note: {note}" for note in config.notes]
-    if config.replicated_tensor_sharding and config.replication_factor == 1:
+    is_alone = config.replication_factor == 1 and not _over_processes(engine)
+    if config.replicated_tensor_sharding and is_alone:
         lines.append(
             "note: replicated_tensor_sharding needs a replication_factor of more than 1: nothing "
             "is shared."

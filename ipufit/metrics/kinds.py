@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import numbers
-from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Protocol, Tuple
+from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Protocol, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 from ipufit.errors import MetricError
-from ipufit.metrics.stored import restore, stored
+from ipufit.metrics.stored import joined, refuse_unjoined, restore, stored, without_talk
 from ipufit.metrics.sums import Part, shapes
 from ipufit.outputs import Key, pick
 from ipufit.sample_weights import as_weights
@@ -63,6 +63,22 @@ class Metric(Protocol):
 
     def load_state_dict(self, state: Any) -> None:
         """Go on from there."""
+        ...
+
+    def joined(self, states: Sequence[Any]) -> Any:
+        """One state of what several processes have seen, each a part of the samples.
+
+        Raises:
+            MetricError: nobody knows how.
+        """
+        ...
+
+    def check_joined(self, processes: int) -> None:
+        """Make sure, before any work, that :meth:`joined` will do.
+
+        Raises:
+            MetricError: it won't.
+        """
         ...
 
     def higher_is_better(self) -> Dict[str, Optional[bool]]:
@@ -126,6 +142,13 @@ class Mean:
         """Go on from there."""
         self._total, self._count = float(state["total"]), float(state["count"])
 
+    def joined(self, states: Sequence[Any]) -> Any:
+        """Sum and count of all."""
+        return {name: math.fsum(state[name] for state in states) for name in ("total", "count")}
+
+    def check_joined(self, processes: int) -> None:
+        """Sums can always be added."""
+
     @torch.no_grad()
     def update(self, prediction: Any, target: Any, size: int, weight: Any) -> None:
         """Add one micro-batch."""
@@ -162,6 +185,7 @@ class Object:
         # One object in training and validation would mix both, and the user's is the user's.
         self._metric = copy.deepcopy(metric)
         self._metric.reset()
+        without_talk(self._metric)
         self._seen = False
         self._weight_name = weight_name
         self._own = key or type(metric).__name__
@@ -205,6 +229,26 @@ class Object:
         """Go on from there."""
         self._seen = bool(state["seen"])
         restore(self._metric, state["metric"])
+
+    def joined(self, states: Sequence[Any]) -> Any:
+        """As torchmetrics has declared it.
+
+        Raises:
+            MetricError: a state can't be joined.
+        """
+        own = [state["metric"] for state in states]
+        return {
+            "seen": any(state["seen"] for state in states),
+            "metric": joined(self._metric, own, self.name),
+        }
+
+    def check_joined(self, processes: int) -> None:
+        """Make sure that it is one of torchmetrics, which says how.
+
+        Raises:
+            MetricError: it is not.
+        """
+        refuse_unjoined(self._metric, self.name, processes)
 
     @torch.no_grad()
     def update(self, prediction: Any, target: Any, size: int, weight: Any) -> None:
@@ -271,6 +315,14 @@ class Prefixed:
     def load_state_dict(self, state: Any) -> None:
         """Go on from there."""
         self._inner.load_state_dict(state)
+
+    def joined(self, states: Sequence[Any]) -> Any:
+        """That of the metric itself."""
+        return self._inner.joined(states)
+
+    def check_joined(self, processes: int) -> None:
+        """As the metric itself does."""
+        self._inner.check_joined(processes)
 
     def update(self, prediction: Any, target: Any, size: int, weight: Any) -> None:
         """Add one micro-batch."""

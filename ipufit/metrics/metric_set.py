@@ -13,6 +13,7 @@ from ipufit.errors import ConfigurationError, MetricError
 from ipufit.keeping import generators_kept
 from ipufit.metrics.kinds import Metric, shapes
 from ipufit.names import check_log_name
+from ipufit.processes import Processes
 from ipufit.randomness import LOCK
 from ipufit.tree import flatten, map_leaves
 
@@ -126,6 +127,34 @@ class MetricSet:
                 check_log_name(name, values)
                 values[name] = value
         return values
+
+    def check_joined(self, processes: int) -> None:
+        """Make sure that what so many processes see can be brought together.
+
+        Raises:
+            MetricError: naming the metric of which nobody knows how.
+        """
+        if processes > 1:
+            for metric in self._metrics:
+                metric.check_joined(processes)
+
+    def whole(self, processes: Processes) -> MetricSet:
+        """This set as if it had seen what those of all processes have."""
+        if not processes.are_several or not self._metrics:
+            return self
+        found = self.fresh()
+        found.load_state_dict(self.joined(processes.gather(self.state_dict(), "metrics")))
+        for metric, own in zip(found._metrics, self._metrics):
+            metric.names = own.names
+        return found
+
+    def joined(self, states: Sequence[Sequence[Any]]) -> List[Any]:
+        """One state of those of several processes.
+
+        Raises:
+            MetricError: one can't be joined.
+        """
+        return [metric.joined(each) for metric, each in zip(self._metrics, zip(*states))]
 
     def state_dict(self) -> List[Any]:
         """What every metric has seen.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from ipufit.errors import MetricError
 
-__all__ = ["restore", "stored"]
+__all__ = ["joined", "refuse_unjoined", "restore", "stored", "without_talk"]
 
 # Of torchmetrics' wrappers, those that keep nothing besides the metrics inside.
 _PLAIN_WRAPPERS = ("ClasswiseWrapper", "MultioutputWrapper", "MultitaskWrapper")
@@ -53,6 +54,67 @@ def restore(metric: Any, state: Dict[str, Any]) -> None:
             setattr(each, name, list(value) if isinstance(value, list) else value)
         each._update_count = own["updates"]
         each._computed = None
+
+
+def refuse_unjoined(metric: Any, shown: str, processes: int) -> None:
+    """Make sure that what several processes have seen can be brought together.
+
+    Raises:
+        MetricError: nobody knows how.
+    """
+    if not _declared(metric):
+        raise MetricError(
+            f"each of {processes} processes sees a part of the samples, but nobody knows how to "
+            f"join what {shown!r} ({type(metric).__name__}) has seen in each. Use a plain metric "
+            "of torchmetrics, which says so, or a callable metric(prediction, target)."
+        )
+
+
+def joined(metric: Any, states: Sequence[Dict[str, Any]], shown: str) -> Dict[str, Any]:
+    """What all processes have seen, from what :func:`stored` returned in each.
+
+    States are joined as torchmetrics has declared it for each, by sum, maximum, minimum or one
+    after another.
+
+    Raises:
+        MetricError: a mean of means, which does not tell how much each stands for.
+    """
+    members = []
+    for index, each in enumerate(_declared(metric)):
+        own = [state["metrics"][index] for state in states]
+        seen = [part for part in own if part["updates"]]
+        if len(seen) < 2:
+            members.append((seen or own)[0])
+            continue
+        values = {
+            name: _joined_value(each._reductions[name], [part["values"][name] for part in seen])
+            for name in seen[0]["values"]
+        }
+        for name, value in values.items():
+            if value is None:
+                raise MetricError(
+                    f"{shown!r} ({type(each).__name__}) keeps the mean {name!r} of what it has "
+                    "seen, and the means of several processes do not tell how many samples each "
+                    "stands for. Use a metric that keeps sums."
+                )
+        members.append({"updates": sum(part["updates"] for part in seen), "values": values})
+    return {"metrics": members}
+
+
+def _joined_value(reduction: Any, values: Sequence[Any]) -> Any:
+    """One of several values of a state; None where they are unequal means."""
+    if isinstance(values[0], list):
+        return [each for value in values for each in value]
+    stacked = torch.stack([torch.as_tensor(value) for value in values])
+    if getattr(reduction, "__name__", "") == "dim_zero_mean":
+        return values[0] if bool((stacked == stacked[0]).all()) else None
+    return stacked if reduction is None else reduction(stacked)
+
+
+def without_talk(metric: Any) -> None:
+    """Keep torchmetrics from asking other processes by itself, at a time of its own."""
+    for each in _declared(metric):
+        each.sync_on_compute = False
 
 
 def _is_collection(metric: Any) -> bool:

@@ -68,6 +68,10 @@ class OptionPair:
             with faults.collected():
                 asked = _agreed(asked, name, said, f"{role}.{setter}")
         with faults.collected():
+            # Off IPUs, options share nothing out.
+            setter = f"{role}.TensorLocations.setOptimizerLocation"
+            _agreed(asked, "shard_optimizer", self.training.shards_state, setter)
+        with faults.collected():
             if self.training.scales_loss and asked.loss_scale not in (None, "dynamic"):
                 raise ConfigurationError(
                     f"loss_scale must agree with {role}.Training.setAutomaticLossScaling, which is "
@@ -91,7 +95,7 @@ class OptionPair:
         name = getattr(engine, "name", "given")
         found: List[Lists] = []
         for options in self.given:
-            options.refuse_processes(name)
+            options.refuse_other_processes()
             is_divided = partitions.of(not options.is_inference) is not None
             found.append(lists(options, is_divided))
         if self.training is not None and self.training.scales_loss and recipe.loss_scale is None:

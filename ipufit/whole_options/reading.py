@@ -8,6 +8,7 @@ from typing import Any, Dict, Optional, Tuple
 from ipufit.errors import ConfigurationError
 from ipufit.parallel.request import PartitionRequest
 from ipufit.parallel.strategy import kind_of
+from ipufit.processes import current
 from ipufit.program import Mode
 from ipufit.sdk_objects import sdk_kind
 
@@ -134,6 +135,12 @@ class WholeOptions:
         return None if on_chip is None else not on_chip
 
     @property
+    def shards_state(self) -> Optional[bool]:
+        """Whether replicas share the optimizer's state out; None where nobody says where it is."""
+        location = self.given.TensorLocations.toDict().get("location_optimizer")
+        return None if location is None else bool(location.get("useReplicatedTensorSharding"))
+
+    @property
     def scales_loss(self) -> bool:
         """Whether the scale of the loss is to be chosen while training."""
         return bool(self.given._Popart.options.get("automaticLossScalingSettings.enabled"))
@@ -181,15 +188,18 @@ class WholeOptions:
             strategy = kind_of(strategy)
         return dataclasses.replace(asked, strategy=strategy)
 
-    def refuse_processes(self, engine: str) -> None:
-        """Refuse options for one of several processes, on an engine that runs in one.
+    def refuse_other_processes(self) -> None:
+        """Refuse options that are for another one of several processes than this.
 
         Raises:
-            ConfigurationError: they are for several.
+            ConfigurationError: they are.
         """
-        count = self.given.Distributed.num_distributed_processes
-        if count > 1:
+        group, known = self.given.Distributed, current()
+        said = (group.distributed_process_id, group.num_distributed_processes)
+        if said[1] > 1 and said != (known.process_id, known.num_processes):
             raise ConfigurationError(
-                f"{self.role} are for one of {count} processes, but engine {engine!r} runs in one. "
-                "Leave Distributed.configureProcessId out."
+                f"{self.role} must be for this process, {known.process_id} of "
+                f"{known.num_processes}, but are for {said[0]} of {said[1]}. Leave "
+                "Distributed.configureProcessId out, and let torchrun or another launcher start "
+                "the processes."
             )

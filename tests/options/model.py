@@ -155,6 +155,7 @@ of(
     inference_serialized_layers=(None, {"head": 3}),
     recompute=(False, "head"),
     offload_optimizer_state=(None, True),
+    shard_optimizer=(None, True),
     run_eagerly=(False, True),
     jit=("graph", "off"),
     training_options=(None, poptorch.Options().deviceIterations(2)),

@@ -13,6 +13,8 @@ from ipufit import (
     LossScale,
     PartitionPlan,
     Plan,
+    Sharded,
+    distributed,
     errors,
     optimizer_state,
     poptorch,
@@ -165,6 +167,8 @@ of(
     training=(True, False),
     fixed_updates=(None, 3),
     pipelined=(False, True),
+    processes=(1, 2),
+    process=With(0, 1, processes=2),
 )
 of(
     "Plan.make",
@@ -180,7 +184,12 @@ of(
     auto_round_ipus=With(False, True, ipus=3),
     fixed_updates=(None, 3),
     pipelined=With(False, True, stages=2),
+    processes=(1, 2),
+    process=With(0, 1, processes=2),
 )
+TWO = {**SIZES, "processes": 2}
+of("Plan.is_own", lambda number: Plan(**TWO).is_own(number), number=(1, 2))
+of("Plan.own_before", lambda number: Plan(**TWO).own_before(number), number=(1, 2))
 of("Plan.place", lambda index: Plan(**SIZES).place(index), index=(1, 2))
 WIDE = {**SIZES, "device_iterations": 2, "gradient_accumulation": 2}
 of(
@@ -610,3 +619,33 @@ of(
     module=(True, False),
     updates=(-1, 4),
 )
+
+
+# Several processes
+
+
+def told_by_hand(**options):
+    """What is then known of the processes, and nothing afterwards."""
+    address = {"address": "127.0.0.1:29511"} if options.get("num_processes", 1) > 1 else {}
+    try:
+        processes = distributed(**{**address, **options})
+        return repr(processes), processes.describe()
+    finally:
+        distributed()
+
+
+def trained_on(loader):
+    model = ipufit.Model(linear())
+    model.compile("sgd", "cross_entropy")
+    return model.fit(Sharded(loader), verbose=0).history
+
+
+of(
+    "distributed",
+    told_by_hand,
+    process_id=With(0, 1, num_processes=2),
+    num_processes=With(2, 3, process_id=0),
+    address=With("127.0.0.1:29511", "127.0.0.1:29512", process_id=0, num_processes=2),
+    timeout=With(600.0, 60.0, process_id=0, num_processes=2),
+)
+of("Sharded", trained_on, loader=([(X[:4], Y[:4])], [(X[4:8], Y[4:8])]))

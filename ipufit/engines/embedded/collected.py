@@ -53,6 +53,14 @@ class Collected:
                 rows = total[: tensor.shape[0]] if tensor.dim() else total
                 rows.add_(tensor)
 
+    def losses(self, begin: int) -> Tensor:
+        """Of all micro-batches but those that the first entries of ``numbers`` are of."""
+        found = [
+            numbers.reshape(len(kinds), -1)[:, 0].to(torch.float64)
+            for kinds, numbers in self.numbers[begin:]
+        ]
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.float64)
+
     def to_anchors(
         self, engine: EmbeddedEngine, settings: Optional[Mapping[str, float]] = None
     ) -> Tuple[Anchors, List[bool]]:

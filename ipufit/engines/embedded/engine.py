@@ -27,6 +27,7 @@ from ipufit.engines.embedded.lowering.inductor.requirements import refuse_missin
 from ipufit.engines.embedded.lowering.racing import Race
 from ipufit.engines.embedded.merging import Decision, Merged, decide, same_in_all
 from ipufit.engines.embedded.merging.steps import MergedStep
+from ipufit.engines.embedded.parted import needs_whole_gradient, refuse_whole
 from ipufit.engines.embedded.precision import (
     autocast_state,
     computes_in_half,
@@ -38,7 +39,9 @@ from ipufit.engines.embedded.recompute import recompute_layers
 from ipufit.engines.embedded.replicas import ReplicaMemory
 from ipufit.engines.embedded.results import OutputShape, Reported
 from ipufit.engines.embedded.scaling import ScaleState
+from ipufit.engines.embedded.sharded_training import ShardedTrainingProgram
 from ipufit.engines.embedded.state_memory import HostMemory, StateMemory
+from ipufit.engines.embedded.state_parts import StateParts
 from ipufit.engines.embedded.step import MicroStep, StepModule, attributes_kept
 from ipufit.engines.embedded.storage import Block
 from ipufit.engines.embedded.training import TrainingProgram
@@ -46,6 +49,7 @@ from ipufit.engines.embedded.transfer import Transfer
 from ipufit.engines.embedded.updater import Graphs
 from ipufit.losses import Loss
 from ipufit.lowerings import CUDAGRAPH, INDUCTOR, OFF
+from ipufit.processes import current
 from ipufit.program import MicroBatch, Mode, Program, ProgramSpec
 from ipufit.recipe import Recipe
 
@@ -55,6 +59,9 @@ _OFFLOADED = "The optimizer's state is in host memory, and on the device during 
 _NOT_OFFLOADED = (
     "offload_optimizer_state changes nothing where the module is in the host's memory itself."
 )
+
+_NOT_SHARDED = "shard_optimizer changes nothing in one process, where all replicas have one state."
+_SHARDED = "The optimizer's state lies in parts over {} processes; each gets {}."
 
 # Recordings that are kept for later programs; the least recently used go first.
 _KEPT = 64
@@ -112,6 +119,8 @@ class EmbeddedEngine:
         replaying: what became of CUDA graphs in the last training program; None where nothing did.
         replays: whether it captured any.
         state_memory: where the optimizer's state of the last training program is between updates.
+        state_parts: this process's part of the optimizer's state, where it lies in parts and no
+            program has it.
         hints: marks for an IPU that were seen in forward.
         lowered: how full micro-batches of the last training program run; None before one came.
         libraries: compiled updates that are loaded.
@@ -138,6 +147,7 @@ class EmbeddedEngine:
         self.replaying: Optional[str] = None
         self.replays = False
         self.state_memory = StateMemory()
+        self.state_parts: Optional[StateParts] = None
         self.hints: Dict[str, None] = {}
         self.recomputed: Optional[Tuple[int, int, int]] = None
         self.lowered: Optional[Lowered] = None
@@ -152,9 +162,11 @@ class EmbeddedEngine:
         """Refuse what can't work, at ``compile``.
 
         Raises:
-            ConfigurationError: CUDA graphs of a module that is on no GPU, or nothing to compile
-                programs with.
+            ConfigurationError: CUDA graphs of a module that is on no GPU, nothing to compile
+                programs with, or an optimizer whose state can't lie in parts.
         """
+        if recipe.shard_optimizer and optimizer is not None and current().are_several:
+            refuse_whole(optimizer, recipe)
         if recipe.jit == CUDAGRAPH and self.tape is None:
             check_cudagraph(module)
         if recipe.jit == INDUCTOR:
@@ -176,8 +188,15 @@ class EmbeddedEngine:
     def build(self, spec: ProgramSpec) -> Program:
         """A program for the spec. Recording happens when the first micro-batch of a shape comes."""
         if spec.mode is Mode.TRAIN:
+            if spec.recipe.shard_optimizer and spec.processes.are_several:
+                return ShardedTrainingProgram(self, spec)
             return TrainingProgram(self, spec)
         return InferenceProgram(self, spec)
+
+    def gather_optimizer(self) -> None:
+        """Give torch's optimizer the whole state, if it lies in parts."""
+        if self.state_parts is not None:
+            self.state_parts.gather_optimizer({})
 
     def step_module(self, module: nn.Module, loss: Optional[Loss]) -> StepModule:
         """The user's module and loss in one; always the same one for the same two."""
@@ -261,7 +280,7 @@ class EmbeddedEngine:
             state: in their order.
             replicas: buffers of each.
         """
-        total = spec.plan.micro_batches_per_update
+        total = spec.plan.own_micro_batches_per_update
         step = self.step_module(spec.module, spec.loss)
 
         def make(merged: MergedStep, arguments: Sequence[Tensor]) -> Callable[..., List[Tensor]]:
@@ -343,6 +362,8 @@ class EmbeddedEngine:
         if recipe.offload_optimizer_state:
             in_host = isinstance(self.state_memory, HostMemory)
             said.append(_OFFLOADED if in_host else _NOT_OFFLOADED)
+        if recipe.shard_optimizer:
+            said.append(_sharded(recipe))
         said += self.compiled.said() if self.compiled is not None else []
         said += self.race.said() if self.race is not None else []
         if self.recomputed is None or not recipe.recompute:
@@ -364,6 +385,16 @@ class EmbeddedEngine:
             yield
         finally:
             self.seconds = before + time.perf_counter() - start
+
+
+def _sharded(recipe: Recipe) -> str:
+    processes, why = current(), needs_whole_gradient(recipe)
+    if not processes.are_several:
+        return _NOT_SHARDED
+    gets = "its part of the gradients' sum"
+    if why is not None:
+        gets = f"the whole sum of the gradients, which {why} needs"
+    return _SHARDED.format(processes.num_processes, gets)
 
 
 def _mebibytes(size: int) -> str:

@@ -12,7 +12,7 @@ from ipufit.engines.embedded.live import LiveState, Snapshot
 from ipufit.engines.embedded.update import Update, UpdateMaker
 from ipufit.engines.embedded.updater import Rows
 from ipufit.errors import NonFiniteLossError
-from ipufit.program import Anchors, ProgramSpec
+from ipufit.program import Anchors, ProgramSpec, Share
 from ipufit.recipe import outputs_wanted
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class Execution:
         maker: makes one update.
         updates: micro-batches, with what is recorded for them, by update.
         rows: the settings of the optimizer for each update.
+        shares: what the updates are of those of all processes; None for one process.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class Execution:
         maker: UpdateMaker,
         updates: Sequence[Update],
         rows: Rows,
+        shares: Optional[Sequence[Share]] = None,
     ) -> None:
+        self._shares = shares
         self._engine = engine
         self._spec = spec
         self._live = live
@@ -58,10 +61,18 @@ class Execution:
     def _wanted_outputs(self) -> Set[int]:
         if not self._spec.want_outputs:
             return set()
-        plan = self._spec.plan
-        count = sum(len(update) for update in self._updates)
+        plan, shares = self._spec.plan, self._shares
         mode, per_update = self._spec.recipe.output_mode, plan.micro_batches_per_update
-        return set(outputs_wanted(mode, count, per_update, plan.replicas))
+        if shares is None:
+            count = sum(len(update) for update in self._updates)
+            return set(outputs_wanted(mode, count, per_update, plan.replicas))
+        count = sum(len(share.sizes) for share in shares)
+        wanted = set(outputs_wanted(mode, count, per_update, plan.all_replicas))
+        own, begin = [], 0
+        for share in shares:
+            own += [begin + index for index in share.own]
+            begin += len(share.sizes)
+        return {index for index, place in enumerate(own) if place in wanted}
 
     def run(self) -> Anchors:
         """All updates.
@@ -89,7 +100,7 @@ class Execution:
                 self._live.restore(snapshot)
                 raise
             anchors, finite = collected.to_anchors(self._engine, self._settings())
-            lost = self._first_lost(anchors.losses)
+            lost = self._first_lost_of_all(anchors.losses)
             bad = next((i for i, ok in enumerate(finite) if not ok and i not in left_out), None)
             if lost is not None and (bad is None or lost <= bad):
                 self._go_back(snapshot)
@@ -114,10 +125,12 @@ class Execution:
         plan = self._spec.plan
         is_sum = self._spec.recipe.output_mode.kind == "sum"
         collected = Collected(plan.replicas if is_sum else 0)
+        first = 0
         for index, update in enumerate(updates):
             left = None if left_out is None else index in left_out
-            first = index * plan.micro_batches_per_update
-            self._maker.make(update, first, self._wanted, collected, left)
+            share = None if self._shares is None else self._shares[index]
+            self._maker.make(update, first, self._wanted, collected, left, share)
+            first += len(update)
         return collected
 
     def _settings(self) -> Dict[str, float]:
@@ -131,9 +144,20 @@ class Execution:
                 return index
         return None
 
+    def _first_lost_of_all(self, losses: Tensor) -> Optional[int]:
+        """The same, whichever process it is in."""
+        lost = self._first_lost(losses)
+        if self._shares is None:
+            return lost
+        found = [each for each in self._spec.processes.gather(lost) if each is not None]
+        return min(found, default=None)
+
     def _refuse(self, lost: int, losses: Tensor) -> None:
         first = sum(len(update) for update in self._updates[:lost])
-        for value in losses[first : first + len(self._updates[lost])].tolist():
+        values = losses[first : first + len(self._updates[lost])].tolist()
+        if self._shares is not None:
+            self._maker.refuse_common(values, self._shares[lost])
+        for value in values:
             self._maker.refuse_non_finite(value)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Sequence
 
 import torch
 
@@ -39,15 +39,26 @@ class InferenceProgram(BaseProgram):
             micro_batches = [micro_batch.to(self._device) for micro_batch in micro_batches]
         programs = self._recorded_for(micro_batches)
         with self._computing(programs):
+            numbers = self._numbers(batch)
             for place, (micro_batch, recorded) in enumerate(zip(micro_batches, programs)):
-                self._seed(recorded, self._passes)
+                self._seed(recorded, self._passes + numbers[place])
                 result = list(recorded.run(*self._state, *micro_batch.leaves))
                 if self._spec.mode is Mode.EVALUATE:
                     collected.numbers.append(([recorded.reported()], result.pop(0)))
                 if self._spec.want_outputs:
                     collected.add_outputs(recorded, result, place)
-                self._passes += 1
+        self._passes += sum(map(len, batch.sizes(self._spec.plan)))
         return collected.to_anchors(self._engine)[0]
+
+    def _numbers(self, batch: CombinedBatch) -> Sequence[int]:
+        """Which of the micro-batches of all processes the own ones are, in this execution."""
+        if batch.layout is None:
+            return range(len(batch.micro_batches))
+        numbers, begin = [], 0
+        for share in batch.shares(self._spec.plan):
+            numbers += [begin + index for index in share.own]
+            begin += len(share.sizes)
+        return numbers
 
     def read_state(self) -> TrainState:
         """The module's weights and buffers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Sequence
 
 from torch import Tensor
 
@@ -40,6 +40,7 @@ class LiveState:
         storage: the trained parameters.
         averages: their moving averages; None without averaging.
         states: for each replica, what a micro-batch is computed from: parameters and its buffers.
+        cuts: of each block, where each process gets a part of its gradient; None: all get it whole.
     """
 
     updater: Updater
@@ -49,6 +50,7 @@ class LiveState:
     storage: FlatStorage = dataclasses.field(default_factory=lambda: FlatStorage([]))
     averages: Optional[Averages] = None
     states: List[List[Tensor]] = dataclasses.field(default_factory=list)
+    cuts: Optional[Sequence[Sequence[int]]] = None
 
     def snapshot(self) -> Snapshot:
         """Copies of everything."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
 
-from ipufit.program import ProgramSpec, loss_counts
+from ipufit.processes import Processes
+from ipufit.processes.parts import add_parts
+from ipufit.program import ProgramSpec, Share, loss_counts
 
 __all__ = ["GradientSum", "Reduction"]
 
@@ -26,13 +29,15 @@ class Reduction:
         self._loss_is_sum = spec.loss.reduction == "sum"
         self._equally = spec.loss.normalize == "micro_batches"
         self._dtype = spec.recipe.accumulation_dtype
-        self._known: Dict[Tuple[int, ...], Tuple[List[float], float]] = {}
+        self._known: Dict[object, Tuple[List[float], float]] = {}
 
-    def start(self, sizes: Sequence[int]) -> GradientSum:
-        """A sum over micro-batches of these sizes."""
-        key = tuple(sizes)
+    def start(self, sizes: Sequence[int], share: Optional[Share] = None) -> GradientSum:
+        """A sum over micro-batches of these sizes, or over a process's share of an update."""
+        key = tuple(sizes) if share is None else share
         if key not in self._known:
-            self._known[key] = self.shares(sizes)
+            factors, whole = self.shares(sizes if share is None else share.sizes)
+            own = factors if share is None else [factors[i] for i in share.own]
+            self._known[key] = own, whole
         return GradientSum(*self._known[key], self._dtype)
 
     def coefficients(self, sizes: Sequence[int]) -> List[float]:
@@ -69,6 +74,7 @@ class GradientSum:
         self._dtype = dtype
         self._total: List[Tensor] = []
         self._counted: Optional[Tensor] = None
+        self._lost: Optional[Tensor] = None
 
     def add(self, gradients: Sequence[Tensor], count: Optional[Tensor]) -> None:
         """The gradients of the next micro-batch, which may be changed in place.
@@ -104,6 +110,50 @@ class GradientSum:
             return
         for total, gradient in zip(self._total, gradients):
             total.add_(gradient)
+
+    def add_others(
+        self,
+        processes: Processes,
+        like: Sequence[Tensor],
+        is_counted: bool,
+        is_lost: bool,
+        cuts: Optional[Sequence[Sequence[int]]] = None,
+    ) -> None:
+        """Add what the other processes have summed, so that all have the same sum.
+
+        Args:
+            processes: all of them.
+            like: tensors like the sum, for a process without a micro-batch in this update.
+            is_counted: whether losses are means over what they count.
+            is_lost: whether the sum is of no use, which all are to see by :meth:`is_suspect`.
+            cuts: of each tensor, where each process needs a part of the sum alone; only that is
+                left here. None: all need it whole.
+        """
+        if not self._total:
+            kinds = [self._dtype or each.dtype for each in like]
+            self._total = [torch.zeros_like(e, dtype=kind) for e, kind in zip(like, kinds)]
+        few = []
+        if is_counted or cuts is not None:
+            few = [self._total[0].new_zeros(2, dtype=torch.float64)]
+            few[0][0] = float(is_lost)
+            if self._counted is not None:
+                few[0][1] = self._counted
+        if cuts is not None:
+            processes.add(few)
+            self._total = add_parts(processes, self._total, cuts)
+        else:
+            if is_lost:
+                # One more message would take as long as the gradient of a small model.
+                self._total[0][:1] = math.nan
+            processes.add([*few, *self._total])
+        self._lost = few[0][0] if few else None
+        self._counted = few[0][1] if is_counted else None
+
+    def is_suspect(self) -> bool:
+        """Whether a process may have said that its part is of no use; asks the device."""
+        if self._lost is not None:
+            return bool(self._lost.item())
+        return not math.isfinite(self._total[0][0].item())
 
     def reduced(self, loss_scale: Union[float, Tensor]) -> List[Tensor]:
         """The gradient of the update, of a loss that was not scaled."""

@@ -32,24 +32,32 @@ def same(first: Tensor, second: Tensor) -> bool:
 class ReplicaMemory:
     """What the buffers of every replica were when a training program ended.
 
-    The module holds those of replica 0. A later program with as many replicas goes on where the
-    others stopped, unless the module's own buffers have been changed in between.
+    The module holds those of replica 0 of all processes. A later program with as many replicas
+    goes on where the others stopped, unless the module's own buffers have been changed in between.
     """
 
     def __init__(self) -> None:
         self._buffers: List[Buffers] = []
+        self._module: Buffers = {}
 
-    def keep(self, buffers: List[Buffers]) -> None:
-        """Remember these, replica 0 included."""
+    def keep(self, buffers: List[Buffers], module: Buffers) -> None:
+        """Remember those of this process's replicas, and of the module."""
         self._buffers = [copy_of(own) for own in buffers]
+        self._module = copy_of(module)
 
-    def recall(self, replicas: int, module: Buffers) -> List[Buffers]:
-        """Buffers for each replica; those of replica 0 are the module's own tensors."""
-        known = self._buffers
+    def recall(self, replicas: int, module: Buffers, apart: bool = False) -> List[Buffers]:
+        """Buffers for each replica.
+
+        Args:
+            replicas: how many there are in this process.
+            module: the module's own.
+            apart: whether these belong to another process's replica; if not, to the first here.
+        """
+        known = self._module
         unchanged = (
-            len(known) == replicas
-            and known[0].keys() == module.keys()
-            and all(same(known[0][name], module[name]) for name in module)
+            len(self._buffers) == replicas
+            and known.keys() == module.keys()
+            and all(same(known[name], module[name]) for name in module)
         )
-        others = known[1:] if unchanged else [module] * (replicas - 1)
-        return [module, *(copy_of(own) for own in others)]
+        own = [copy_of(each) for each in (self._buffers if unchanged else [module] * replicas)]
+        return own if apart else [module, *own[1:]]

@@ -30,11 +30,13 @@ class Rule:
 
     Attributes:
         counted: whether torch keeps a "step" for every parameter.
+        by_parameter: whether what happens to an element depends on others of its parameter.
         tensors: names of the state tensors that have the parameter's shape, as torch names them.
         decay, maximize: whether weights decay, whether the gradient is climbed.
     """
 
     counted = True
+    by_parameter = False
 
     def __init__(self, group: Group) -> None:
         self.tensors = self.state_names(group)
@@ -162,6 +164,8 @@ class AdamWRule(AdamRule):
 
 class LAMBRule(Rule):
     """LAMB (You et al. 2020, Algorithm 2), as :class:`ipufit.optim.LAMB`."""
+
+    by_parameter = True
 
     @classmethod
     def switches(cls, group: Group) -> Tuple[object, ...]:

@@ -141,7 +141,7 @@ class FlatStorage:
                 for slot in block.slots:
                     slot.parameter.data = slot.view(flat)
                 self.flats.append(flat)
-        self.form = tuple(
+        self.form: Tuple[object, ...] = tuple(
             (block.group, tuple((s.start, s.stop) for s in block.slots), flat.dtype, flat.device)
             for block, flat in zip(self.blocks, self.flats)
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import TYPE_CHECKING, Dict, List, Optional, Sequence, Tuple
+import itertools
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from ipufit.engines.embedded.state_memory import state_memory
 from ipufit.engines.embedded.step import public_name
 from ipufit.engines.embedded.storage import Block, FlatStorage
 from ipufit.engines.embedded.update import Update, UpdateMaker
-from ipufit.engines.embedded.updater import Rows, updater_for
+from ipufit.engines.embedded.updater import Rows, Updater, updater_for
 from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.lowerings import AUTO, INDUCTOR, KERNELS
 from ipufit.program import (
@@ -39,6 +40,7 @@ from ipufit.program import (
     MicroBatch,
     Prepared,
     ProgramSpec,
+    Share,
     TrainState,
 )
 
@@ -94,7 +96,8 @@ class TrainingProgram(BaseProgram):
 
     def _make_compiled(self) -> None:
         jit, engine = self._spec.recipe.jit, self._engine
-        is_auto = jit == AUTO and self._maker.at_once and missing() is None
+        several = self._spec.processes.are_several
+        is_auto = jit == AUTO and self._maker.at_once and missing() is None and not several
         if jit != INDUCTOR and not is_auto:
             return
         compiled = CompiledUpdates(self._spec, self._live, engine.libraries, self._maker)
@@ -110,23 +113,28 @@ class TrainingProgram(BaseProgram):
 
     def _make_live(self, tabled: bool) -> LiveState:
         spec, engine, recipe = self._spec, self._engine, self._spec.recipe
-        finish = Finish(recipe.clip, recipe.accumulation_dtype)
-        scheduled = None if recipe.schedule is None else recipe.schedule.names
         self._memory = engine.state_memory = state_memory(
             recipe.offload_optimizer_state, self._device, engine.as_device
         )
         return LiveState(
-            updater_for(
-                self._optimizer,
-                engine.optimizer_graphs,
-                finish,
-                scheduled,
-                self._memory,
-                tabled and scheduled is not None,
-            ),
+            self._make_updater(tabled),
             Scaler(recipe.loss_scale, engine.scale) if recipe.loss_scale else None,
-            engine.replicas.recall(spec.plan.replicas, self._buffers),
+            engine.replicas.recall(
+                spec.plan.replicas, self._buffers, apart=not spec.processes.is_first
+            ),
             spec.first_update,
+        )
+
+    def _make_updater(self, tabled: bool) -> Updater:
+        recipe = self._spec.recipe
+        scheduled = None if recipe.schedule is None else recipe.schedule.names
+        return updater_for(
+            self._optimizer,
+            self._engine.optimizer_graphs,
+            Finish(recipe.clip, recipe.accumulation_dtype),
+            scheduled,
+            self._memory,
+            tabled and scheduled is not None,
         )
 
     @property
@@ -199,6 +207,7 @@ class TrainingProgram(BaseProgram):
                 self._race.enter(self._recorded(example), example)
             elif self._maker.compiled is not None:
                 self._maker.compiled.start(self._recorded(example), example)
+        self._maker.counted = self._recorded(example).reported().counted
         self._find_merged(example)
         return prepared
 
@@ -206,7 +215,7 @@ class TrainingProgram(BaseProgram):
         """What takes several micro-batches like this one at once, if there is such a thing."""
         plan = self._spec.plan
         if (
-            plan.micro_batches_per_update == 1
+            plan.own_micro_batches_per_update == 1
             or example.size != plan.micro_batch_size
             or self._spec.recipe.jit not in (AUTO, KERNELS)
             or self._captured is not None
@@ -234,9 +243,9 @@ class TrainingProgram(BaseProgram):
         self._follow_the_optimizer()
         work = [*zip(batch.micro_batches, self._recorded_for(batch.micro_batches))]
         follow_the_module(self._step, self._parameters, self._buffers, self._live.storage)
-        self._maker.merged = self._find_merged(work[0][0])
-        group = self._spec.plan.micro_batches_per_update
-        updates = [work[i : i + group] for i in range(0, len(work), group)]
+        if work:
+            self._maker.merged = self._find_merged(work[0][0])
+        updates, shares = self._by_update(work, batch)
         start, schedule = self.updates, self._spec.recipe.schedule
         before = schedule.snapshot() if schedule is not None else None
         rows: Rows = [self._optimizer.param_groups] * len(updates)
@@ -244,9 +253,9 @@ class TrainingProgram(BaseProgram):
             rows = schedule.rows(len(updates))
         try:
             if self._race is None:
-                return self._run(updates, rows, batch)
+                return self._run(updates, rows, batch, shares)
             self._maker.compiled = self._race.before()
-            anchors = self._run(updates, rows, batch)
+            anchors = self._run(updates, rows, batch, shares)
             self._race.after(len(updates))
             return anchors
         except BaseException:
@@ -255,13 +264,30 @@ class TrainingProgram(BaseProgram):
                 schedule.rows(self.updates - start)
             raise
 
+    def _by_update(
+        self, work: Update, batch: CombinedBatch
+    ) -> Tuple[List[Update], Optional[List[Share]]]:
+        """The micro-batches of each update, and what they are of those of all processes."""
+        plan = self._spec.plan
+        if batch.layout is None:
+            group = plan.micro_batches_per_update
+            return [work[i : i + group] for i in range(0, len(work), group)], None
+        shares, rest = batch.shares(plan), iter(work)
+        return [list(itertools.islice(rest, len(share.own))) for share in shares], shares
+
     def stage(self, batch: CombinedBatch) -> CombinedBatch:
         """Start to bring a batch to the device, ahead of its execution."""
         return batch if self._captured is None else self._captured.stage(batch)
 
-    def _run(self, updates: Sequence[Update], rows: Rows, batch: CombinedBatch) -> Anchors:
+    def _run(
+        self,
+        updates: Sequence[Update],
+        rows: Rows,
+        batch: CombinedBatch,
+        shares: Optional[Sequence[Share]],
+    ) -> Anchors:
         if self._captured is None:
-            return self._compute(updates, rows)
+            return self._compute(updates, rows, shares)
         sent = batch.sent if isinstance(batch, StagedBatch) else None
         anchors = self._captured.run(updates, rows, sent)
         if anchors is None:
@@ -269,13 +295,16 @@ class TrainingProgram(BaseProgram):
                 anchors = self._compute(updates, rows)
         return anchors
 
-    def _compute(self, updates: Sequence[Update], rows: Rows) -> Anchors:
+    def _compute(
+        self, updates: Sequence[Update], rows: Rows, shares: Optional[Sequence[Share]] = None
+    ) -> Anchors:
         """Operator by operator."""
         if not self._is_here([batch for update in updates for batch, _ in update]):
             updates = [[(b.to(self._device), own) for b, own in update] for update in updates]
         self._live.updater.refresh(rows)
         with self._computing([recorded for update in updates for _, recorded in update]):
-            return Execution(self._engine, self._spec, self._live, self._maker, updates, rows).run()
+            given = (self._engine, self._spec, self._live, self._maker, updates, rows, shares)
+            return Execution(*given).run()
 
     def _follow_the_optimizer(self) -> None:
         """Take over what a callback has made of the optimizer's state."""
@@ -290,10 +319,12 @@ class TrainingProgram(BaseProgram):
                 return self.read_state()
             finally:
                 self.swap_averages()
-        self.publish()
         weights = on_host(self._parameters)
-        buffers = [on_host(own) for own in self._live.replicas]
-        optimizer = copy.deepcopy(self._optimizer.state_dict())
+        gathered = self._spec.processes.gather(
+            [on_host(own) for own in self._live.replicas], "buffers"
+        )
+        buffers = [own for several in gathered for own in several]
+        optimizer = self._optimizer_state()
         averages = self._live.averages.by_name() if self._live.averages is not None else {}
         schedule = self._spec.recipe.schedule
         return TrainState(
@@ -307,12 +338,22 @@ class TrainingProgram(BaseProgram):
             schedule.state_dict() if schedule is not None else None,
         )
 
+    def _optimizer_state(self) -> Dict[str, Any]:
+        """A copy of it, as torch has it."""
+        self.publish()
+        return copy.deepcopy(self._optimizer.state_dict())
+
     def write_state(self, state: TrainState) -> None:
         """Continue from another state. Replicas that it does not know start like its first."""
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(state.weights[public_name(name)])
-            for replica, own in enumerate(self._live.replicas):
+            if not self._spec.processes.is_first:
+                names = {public_name(name): name for name in self._buffers}
+                first = {names[name]: value for name, value in state.buffers[0].items()}
+                put_back(self._buffers, first)
+            begin = self._spec.plan.process * self._spec.plan.replicas
+            for replica, own in enumerate(self._live.replicas, begin):
                 known = replica if replica < len(state.buffers) else 0
                 put_back(own, {name: state.buffers[known][public_name(name)] for name in own})
         self._optimizer.load_state_dict(state.optimizer)
@@ -326,6 +367,10 @@ class TrainingProgram(BaseProgram):
         if self._spec.recipe.schedule is not None and state.schedule is not None:
             self._spec.recipe.schedule.load_state_dict(state.schedule)
         self._live.updates = state.updates
+
+    def share_buffers(self) -> None:
+        """The module's buffers become those of the first replica of all."""
+        self._spec.processes.spread(list(self._buffers.values()))
 
     def swap_averages(self) -> None:
         """Exchange weights and averages; without averages, nothing."""
@@ -369,7 +414,7 @@ class TrainingProgram(BaseProgram):
         if self._reached:
             self._memory.end()
             self.publish()
-            self._engine.replicas.keep(self._live.replicas)
+            self._engine.replicas.keep(self._live.replicas, self._buffers)
             if self._live.averages is not None and self._live.averages.swapped:
                 self._live.averages.swap(self._live.storage.flats)
         if self._live.scaler is not None:

@@ -13,7 +13,7 @@ from ipufit.engines.embedded.live import LiveState
 from ipufit.engines.embedded.reduction import GradientSum, Reduction
 from ipufit.engines.embedded.replicas import copy_of, put_back
 from ipufit.errors import NonFiniteLossError
-from ipufit.program import MicroBatch, ProgramSpec
+from ipufit.program import MicroBatch, ProgramSpec, Share
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import Recorded
@@ -42,6 +42,7 @@ class UpdateMaker:
             one.
 
     Attributes:
+        counted: whether losses are means over what they count, rather than over samples.
         compiled: makes the updates that fit it, once it is ready; None for none.
         merged: takes several micro-batches at once, where an update is made of such; None: never.
     """
@@ -62,6 +63,8 @@ class UpdateMaker:
         self._clips = bool(spec.recipe.clip)
         self.at_once = at_once
         self._scales = scales
+        self._processes = spec.processes
+        self.counted = False
         self.compiled: Optional[CompiledUpdates] = None
         self.merged: Optional[Merged] = None
 
@@ -72,15 +75,17 @@ class UpdateMaker:
         wanted: Set[int],
         collected: Collected,
         left_out: Optional[bool],
+        share: Optional[Share] = None,
     ) -> None:
         """One update.
 
         Args:
-            update: its micro-batches.
-            first: place of the first one in the execution.
+            update: its micro-batches, of this process.
+            first: place of the first one among those of the execution.
             wanted: places whose outputs come back.
             collected: where results go.
             left_out: whether it is known to have a gradient that is not finite; None to look.
+            share: what these are of the whole update; None for all of it.
 
         Raises:
             NonFiniteLossError: a loss, or at every loss scale the gradient, is not finite; buffers
@@ -94,7 +99,7 @@ class UpdateMaker:
         looks = left_out is not False and bool(live.replicas[0])
         saved = [copy_of(own) for own in live.replicas] if looks else []
         try:
-            gradients = self._gradients(update, first, wanted, collected)
+            gradients = self._gradients(update, first, wanted, collected, share)
             skip = False
             if live.scaler is not None:
                 seen = self._as_used(gradients)
@@ -113,14 +118,24 @@ class UpdateMaker:
             live.averages.after_update(live.storage.flats, live.updates, skipped=skip)
 
     def _gradients(
-        self, update: Update, first: int, wanted: Set[int], collected: Collected
+        self,
+        update: Update,
+        first: int,
+        wanted: Set[int],
+        collected: Collected,
+        share: Optional[Share],
     ) -> List[Tensor]:
         """Reduced over the micro-batches of one update, one flat tensor per block."""
         live = self._live
         blocks = len(live.storage.blocks)
-        total = self._reduction.start([batch.size for batch, _ in update])
-        if self.merged is not None and self.merged.takes([recorded for _, recorded in update]):
-            self._add_merged(self.merged, total, update, first, wanted, collected)
+        total = self._reduction.start([batch.size for batch, _ in update], share)
+        reported = len(collected.numbers)
+        merged = self.merged
+        # Of micro-batches of several sizes the gradients have factors of their own.
+        alike = share is None or len(set(share.sizes)) == 1
+        if merged is not None and alike and merged.takes([recorded for _, recorded in update]):
+            self._add_merged(merged, total, update, first, wanted, collected)
+            self._add_others(total, share, collected, reported)
             return total.reduced(1.0)
         scale: List[Tensor] = []
         loss_scale: Union[float, Tensor] = 1.0
@@ -129,19 +144,63 @@ class UpdateMaker:
             loss_scale = scale[0]
         elif live.scaler is not None:
             scale, loss_scale = [live.scaler.tensor(self._device)], live.scaler.value
-        for place, (batch, recorded) in enumerate(update):
+        for index, (batch, recorded) in enumerate(update):
+            place = index if share is None else share.places[index]
             self._seed(recorded, live.updates, place)
             state = live.states[place % len(live.states)]
             numbers, *rest = recorded.run(*state, *batch.leaves, *scale)
             outputs, own = rest[: len(rest) - blocks], rest[len(rest) - blocks :]
             kind = recorded.reported()
-            if self.at_once:
+            if self.at_once and share is None:
                 self.refuse_non_finite((numbers[0] if numbers.dim() else numbers).item())
             collected.numbers.append(([kind], numbers))
-            if first + place in wanted:
-                collected.add_outputs(recorded, outputs, first + place)
+            if first + index in wanted:
+                collected.add_outputs(recorded, outputs, first + index)
             total.add(own, numbers[1] if kind.counted else None)
+        self._add_others(total, share, collected, reported)
         return total.reduced(loss_scale)
+
+    def _add_others(
+        self, total: GradientSum, share: Optional[Share], collected: Collected, reported: int
+    ) -> None:
+        """Add the gradients of the other processes, if there are any.
+
+        Args:
+            total: the sum of this one.
+            share: what of the update is its own; None for all.
+            collected: with what the update's micro-batches have reported.
+            reported: how many entries of it are of earlier updates.
+        """
+        if share is None:
+            return
+        losses: List[float] = collected.losses(reported).tolist() if self.at_once else []
+        is_lost = not all(map(math.isfinite, losses))
+        live = self._live
+        total.add_others(self._processes, live.storage.flats, self.counted, is_lost, live.cuts)
+        if self.at_once and total.is_suspect():
+            self.refuse_common(losses, share)
+
+    def refuse_common(self, losses: Sequence[float], share: Share) -> None:
+        """In all processes, refuse the coming update for the first loss that is not finite, if any.
+
+        Args:
+            losses: of the own micro-batches of the update.
+            share: where they stand in it.
+
+        Raises:
+            NonFiniteLossError: one of all processes' losses is not finite.
+        """
+        found = [
+            [place, value] for place, value in zip(share.places, losses) if not math.isfinite(value)
+        ]
+        every = [each for several in self._processes.gather(found) for each in several]
+        if not every:
+            return
+        try:
+            self.refuse_non_finite(min(every)[1])
+        except NonFiniteLossError as error:
+            error.is_common = True
+            raise
 
     def _add_merged(
         self,
@@ -156,7 +215,7 @@ class UpdateMaker:
         for start in range(0, len(update), merged.count):
             batches = [batch for batch, _ in update[start : start + merged.count]]
             result = merged(self._live.states[0], batches)
-            losses = result.losses() if self.at_once else []
+            losses = result.losses() if self.at_once and not self._processes.are_several else []
             if not all(map(math.isfinite, losses)):
                 for value in losses:
                     self.refuse_non_finite(value)

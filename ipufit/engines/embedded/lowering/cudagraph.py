@@ -125,7 +125,7 @@ class CapturedExecutions:
         if inputs is None or any(leaf.device.type != "cpu" for leaf in leaves):
             return batch
         with torch.no_grad():
-            return StagedBatch(batch.micro_batches, batch.place, inputs.send(leaves))
+            return StagedBatch(batch.micro_batches, batch.place, sent=inputs.send(leaves))
 
     def run(self, updates: Sequence[Update], rows: Rows, sent: Optional[Sent]) -> Optional[Anchors]:
         """One execution; None if it is not captured, or bad: then nothing has changed.

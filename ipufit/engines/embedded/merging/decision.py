@@ -77,7 +77,7 @@ def decide(
         state: in their order.
         make: records and lowers what runs.
     """
-    total = spec.plan.micro_batches_per_update
+    total = spec.plan.own_micro_batches_per_update
     try:
         _check_request(spec, step, example, state)
         work = _Work(spec, step, example, recorded, names, state)

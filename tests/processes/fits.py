@@ -1,0 +1,228 @@
+"""What a process of a distributed fit runs; its results are compared with those of one process.
+
+Run by test_fits.py in one, two and four processes. Arguments: the folder for the results, and names
+of functions here; none for all.
+"""
+
+import json
+import os
+import sys
+
+import torch
+import torchmetrics
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
+
+import ipufit
+from ipufit.callbacks import Callback, CSVLogger, LambdaCallback
+
+REPLICAS = 4
+PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
+PROCESS = int(os.environ.get("RANK", "0"))
+
+
+class Pairs(Dataset):
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+
+class Spread(nn.Module):
+    """Logs a value, and has a buffer that every micro-batch changes."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen += x.abs().mean()
+        ipufit.log("spread", x.std(unbiased=False))
+        ipufit.log("largest", x.max(), reduce="max")
+        return self.net(x)
+
+
+class Attention(nn.Module):
+    """One layer of a transformer over four steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(2, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.layer(self.embed(x.reshape(len(x), 4, 2))).mean(1))
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(8, 6), nn.Dropout(0.3), nn.Tanh(), nn.Linear(6, 3))
+
+
+def cnn():
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 4)),
+        nn.Conv1d(2, 4, 3, padding=1),
+        nn.BatchNorm1d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16, 3),
+    )
+
+
+def data(samples):
+    generator = torch.Generator().manual_seed(samples)
+    x = torch.randn(samples, 8, generator=generator)
+    return x, torch.randint(0, 3, (samples,), generator=generator)
+
+
+def shuffled(samples, **options):
+    return DataLoader(Pairs(*data(samples)), batch_size=4, shuffle=True, **options)
+
+
+def fit(net, *given, compiled=None, weights=True, **options):
+    """History and what is left of the model after a fit."""
+    # Unlike in every process: they begin with the weights of the first.
+    torch.manual_seed(PROCESS)
+    net = net()
+    if PROCESS == 0:
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    model = ipufit.Model(net)
+    model.compile(**{"optimizer": "adam", "loss": "cross_entropy", **(compiled or {})})
+    options = {"epochs": 2, "gradient_accumulation": 2, "device_iterations": 2, **options}
+    history = model.fit(*given, ipus=REPLICAS // PROCESSES, seed=3, verbose=0, **options)
+    found = {"history": history.history, "updates_logged": history.updates}
+    found["weights"] = torch.cat([t.flatten().double() for t in net.state_dict().values()]).tolist()
+    found["updates"] = history.params["updates_done"]
+    return model, found
+
+
+def lengths():
+    """Every length leaves another end, down to a single sample in all processes."""
+    for samples in (64, 61, 33, 9, 1):
+        x, y = data(samples)
+        options = {"validation_data": (x, y), "batch_size": 4}
+        model, found = fit(mlp, x, y, compiled={"metrics": ["accuracy"]}, **options)
+        found["predicted"] = model.predict(x, batch_size=4, verbose=0).tolist()
+        found["evaluated"] = model.evaluate(x, y, batch_size=4, verbose=0)
+        pieces = model.predict_iter(x, batch_size=4, device_iterations=2, verbose=0)
+        found["pieces"] = [piece.tolist() for piece in pieces]
+        yield f"lengths {samples}", found
+
+
+def forms():
+    """Data in every form that is cut by ipufit."""
+    x, y = data(37)
+    batches = [(x[i : i + 4], y[i : i + 4]) for i in range(0, 37, 4)]
+    sampled = BatchSampler(RandomSampler(Pairs(x, y)), 4, drop_last=False)
+    given = {
+        "arrays": ((x.numpy(), y.numpy()), {"batch_size": 4}),
+        "dataset": ((Pairs(x, y),), {"batch_size": 4}),
+        "loader": ((shuffled(37),), {}),
+        "held": ((DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True),), {}),
+        "workers": ((shuffled(37, num_workers=2, persistent_workers=True),), {}),
+        "generator": ((shuffled(37, generator=torch.Generator().manual_seed(7)),), {}),
+        "drop_last": ((shuffled(37, drop_last=True),), {}),
+        "batch_sampler": ((DataLoader(Pairs(x, y), batch_sampler=sampled),), {}),
+        "list": ((batches,), {}),
+        "passes": ((shuffled(13),), {"steps_per_epoch": 3, "epochs": 3}),
+        "passes of arrays": (data(13), {"batch_size": 4, "steps_per_epoch": 3, "epochs": 3}),
+        "limited": ((shuffled(37),), {"limit_train_batches": 5}),
+        "prefetch": ((shuffled(37),), {"prefetch": 2}),
+        "split": ((x, y), {"batch_size": 4, "validation_split": 0.3}),
+        "class_weight": ((x, y), {"batch_size": 4, "class_weight": {0: 2.0, 1: 0.5}}),
+    }
+    for name, (arguments, options) in given.items():
+        yield f"forms {name}", fit(mlp, *arguments, **options)[1]
+
+
+def models():
+    """Modules, losses and ways to make an update."""
+    x, y = data(61)
+    tokens = y.repeat_interleave(2).reshape(61, 2)
+    tokens[::3, 1] = -100
+    given = {
+        "cnn": (cnn, {}),
+        "transformer": (Attention, {}),
+        "logged": (lambda: Spread(mlp()), {}),
+        "merged": (lambda: nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3)), {}),
+        "sum": (mlp, {"gradient_reduction": "sum", "optimizer": "sgd"}),
+        "clipped": (mlp, {"global_clipnorm": 0.1}),
+        "ema": (mlp, {"use_ema": True}),
+        "eager": (mlp, {"run_eagerly": True}),
+        "own step": (
+            mlp,
+            # Recorded, it asks old versions of torch for a tensor's value.
+            {"optimizer": lambda p: torch.optim.Adagrad(p, lr=0.05), "run_eagerly": True},
+        ),
+        "lamb": (mlp, {"optimizer": "lamb"}),
+        "accumulated wide": (mlp, {"accumulation_dtype": "float64"}),
+        "schedule": (mlp, {"lr_scheduler": lambda update: 0.01 / (1 + update)}),
+    }
+    for name, (net, compiled) in given.items():
+        yield f"models {name}", fit(net, x, y, batch_size=4, compiled=compiled)[1]
+    own = {"loss": nn.CrossEntropyLoss(ignore_index=-100)}
+    net = lambda: nn.Sequential(mlp(), nn.Unflatten(1, (3, 1)), nn.Upsample(2))  # noqa: E731
+    yield "models tokens", fit(net, x, tokens, batch_size=4, compiled=own)[1]
+
+
+def measures():
+    """Metrics of every kind that can be joined."""
+    x, y = data(53)
+    metrics = {
+        "accuracy": "accuracy",
+        "own": lambda prediction, target: (prediction.argmax(1) == target).double(),
+        "auroc": torchmetrics.AUROC("multiclass", num_classes=3),
+        "several": torchmetrics.MetricCollection(
+            [
+                torchmetrics.F1Score("multiclass", num_classes=3),
+                torchmetrics.Precision("multiclass", num_classes=3, average="macro"),
+            ]
+        ),
+    }
+    compiled = {"metrics": metrics}
+    yield "measures", fit(mlp, x, y, batch_size=4, compiled=compiled, validation_split=0.2)[1]
+
+
+class StopsInOne(Callback):
+    """Asks to stop in the last process alone."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if PROCESS == PROCESSES - 1 and batch == 3:
+            self.model.stop_training = True
+
+
+def callbacks():
+    """Callbacks run in all processes, those that only report in the first; any may stop."""
+    x, y = data(61)
+    folder = os.path.join(sys.argv[1], f"logs-{PROCESSES}-{PROCESS}.csv")
+    seen = []
+    noted = LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(logs["loss"]))
+    given = [CSVLogger(folder), noted, StopsInOne()]
+    _, found = fit(mlp, x, y, batch_size=4, callbacks=given)
+    found["seen"] = seen
+    yield "callbacks", found
+    found = {"wrote": os.path.exists(folder) == (PROCESS == 0)}
+    yield "files", found
+
+
+def main():
+    torch.set_default_dtype(torch.float64)
+    results = {}
+    for part in (lengths, forms, models, measures, callbacks):
+        for name, found in part() if part.__name__ in (sys.argv[2:] or [part.__name__]) else ():
+            results[name] = found
+    with open(os.path.join(sys.argv[1], f"{PROCESSES}-{PROCESS}.json"), "w") as file:
+        json.dump(results, file)
+
+
+if __name__ == "__main__":
+    main()

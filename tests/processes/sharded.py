@@ -1,0 +1,324 @@
+"""What a process runs of which each has a part of the optimizer's state; see test_sharded.py.
+
+Arguments: a folder, and names of functions here. Each compares with a fit that is not sharded.
+"""
+
+import os
+import shutil
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import ipufit
+from ipufit.callbacks import Callback, LambdaCallback
+from ipufit.engines.embedded.engine import EmbeddedEngine
+from ipufit.errors import ConfigurationError, NonFiniteLossError, ProcessError
+from ipufit.processes import current
+
+FOLDER = sys.argv[1]
+US = current()
+# Of a process; a power of two, and in all as many where one process goes on for two.
+IPUS = 4 // US.num_processes or 1
+ODD = 95  # parameters, which neither 2 nor 3 processes share evenly
+
+
+def net():
+    """Weights of process 0 are those of all, so they differ at first."""
+    torch.manual_seed(US.process_id)
+    found = nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 4))
+    assert sum(p.numel() for p in found.parameters()) == ODD
+    if US.is_first:
+        torch.manual_seed(11)
+        for parameter in found.parameters():
+            nn.init.normal_(parameter, std=0.3)
+    return found
+
+
+def data(samples=61):
+    generator = torch.Generator().manual_seed(samples)
+    x = torch.randn(samples, 8, generator=generator)
+    return x, torch.randint(0, 4, (samples,), generator=generator)
+
+
+def compiled(shards, optimizer="adam", engine="embedded", **options):
+    """A model; an optimizer's settings may be given as a dict."""
+    model = ipufit.Model(net(), engine=engine)
+    if isinstance(optimizer, tuple):
+        kind, settings = optimizer
+        optimizer = lambda parameters: kind(parameters, **settings)  # noqa: E731
+    options = {"loss": "cross_entropy", **options}
+    model.compile(optimizer, shard_optimizer=shards, **options)
+    return model
+
+
+def fit(model, epochs=2, **options):
+    options = {"gradient_accumulation": 1, "device_iterations": 2, **options}
+    given = options.pop("given", None) or data()
+    # 61 samples leave an update that is not full.
+    model.fit(*given, batch_size=2, epochs=epochs, ipus=IPUS, seed=3, verbose=0, **options)
+
+
+def weights(model):
+    return torch.cat([t.detach().flatten() for t in model.module.parameters()])
+
+
+def same(model, other, what):
+    """Up to the order of sums, and of the same bits in every process."""
+    own = weights(model)
+    torch.testing.assert_close(own, weights(other), rtol=1e-10, atol=1e-10, msg=what)
+    assert not own.isnan().any(), what
+    assert all(own.equal(each) for each in US.gather(own)), what
+
+
+def state_of(optimizer):
+    """By place of the parameter."""
+    return optimizer.state_dict()["state"]
+
+
+def same_state(optimizer, other, what):
+    mine, theirs = state_of(optimizer), state_of(other)
+    assert mine, what
+    assert mine.keys() == theirs.keys(), what
+    for place in mine:
+        assert mine[place].keys() == theirs[place].keys(), what
+        for name in mine[place]:
+            a, b = (torch.as_tensor(each[place][name]) for each in (mine, theirs))
+            assert (a.dtype, a.shape) == (b.dtype, b.shape), (what, name)
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12, msg=f"{what} {name}")
+            assert type(mine[place][name]) is type(theirs[place][name])
+
+
+def groups(parameters):
+    first, second, *rest = parameters
+    alike = [{"params": [first, second]}, {"params": rest, "lr": 0.02, "weight_decay": 0.01}]
+    return torch.optim.Adam(alike, lr=0.05)
+
+
+OPTIMIZERS = {
+    "sgd": {"optimizer": (torch.optim.SGD, {"lr": 0.1})},
+    "momentum": {"optimizer": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1})},
+    "adam": {"optimizer": (torch.optim.Adam, {"lr": 0.05, "weight_decay": 0.01})},
+    "amsgrad": {"optimizer": (torch.optim.AdamW, {"lr": 0.05, "amsgrad": True})},
+    "centered": {
+        "optimizer": (torch.optim.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.5})
+    },
+    "lamb": {"optimizer": (ipufit.optim.LAMB, {"lr": 0.05})},
+    "groups": {"optimizer": groups},
+}
+OTHERS = {
+    "global norm": {"global_clipnorm": 0.1},
+    "norm": {"clipnorm": 0.05},
+    "value": {"clipvalue": 0.003},
+    "norm of lamb": {"optimizer": "lamb", "clipnorm": 0.05},
+    "schedule": {"lr_scheduler": lambda update: 0.05 / (1 + update)},
+    "ema": {"use_ema": True, "ema_overwrite_frequency": 3},
+    "eager": {"run_eagerly": True},
+    "scaled": {"loss_scale": 8.0},
+    "wide": {"accumulation_dtype": "float64", "optimizer": "lamb"},
+    "sum": {"gradient_reduction": "sum", "optimizer": ("sgd")},
+}
+
+
+def optimizers():
+    """Each rule, in three fits, between which a layer is frozen and trained again."""
+    for name, options in OPTIMIZERS.items():
+        models = [compiled(shards, **options) for shards in (True, False)]
+        for frozen in (False, True, False):
+            for model in models:
+                model.module[0].weight.requires_grad_(not frozen)
+                fit(model)
+            same(*models, name)
+            assert not any(state_of(models[0].optimizer).values()), name
+        sharded, whole = models
+        held = sharded._session.engine.state_parts
+        assert sharded.gather_optimizer() is sharded.optimizer
+        assert whole.gather_optimizer() is whole.optimizer
+        same_state(sharded.optimizer, whole.optimizer, name)
+        # What was gathered goes on, and is let go of.
+        for model in models:
+            fit(model)
+        same(*models, f"{name} after it was gathered")
+        assert not any(state_of(sharded.optimizer).values()), name
+        counts = US.gather(sum(t.numel() for p in held._parts.values() for t in p.tensors.values()))
+        kept = sum(t.numel() for p in state_of(whole.optimizer).values() for t in tensors(p))
+        assert sum(counts) == kept, name
+
+
+def tensors(state):
+    return [t for t in state.values() if isinstance(t, torch.Tensor) and t.dim()]
+
+
+def others():
+    """What else happens to a gradient or a weight, and the same where the host looks late."""
+    for name, options in OTHERS.items():
+        models = [compiled(shards, **options) for shards in (True, False)]
+        for model in models:
+            fit(model)
+        same(*models, name)
+    for name, options in {"late": {}, "late norm": {"global_clipnorm": 0.1}}.items():
+        models = [compiled(each, engine=late, **options) for each in (True, False)]
+        for model in models:
+            fit(model)
+
+        same(*models, name)
+    models = [compiled(each, engine=late, offload_optimizer_state=True) for each in (True, False)]
+    for model in models:
+        fit(model)
+        fit(model)
+    same(*models, "offloaded")
+    models[0].gather_optimizer()
+    same_state(models[0].optimizer, models[1].optimizer, "offloaded")
+
+
+def late():
+    engine = EmbeddedEngine()
+    engine.as_device = True
+    return engine
+
+
+def skips():
+    """Updates that are skipped, or taken back, leave the state as it was."""
+    x, y = data()
+    spoilt = x.clone()
+    spoilt[30] = 1e200
+    for engine in ("embedded", late):
+        scale = {"loss_scale": ipufit.LossScale(2.0**1015, 4), "engine": engine}
+        models = [compiled(each, **scale, loss="mse") for each in (True, False)]
+        target = 1e4 * torch.randn(61, 4, generator=torch.Generator().manual_seed(2))
+        for model in models:
+            fit(model, given=(x, target), epochs=3)
+        skipped = [model.history.history["skipped_updates"] for model in models]
+        assert skipped[0] == skipped[1]
+        assert sum(skipped[0]) > 1
+        same(*models, "skipped")
+        spoilt[30] = float("nan")
+        models = [compiled(each, engine=engine) for each in (True, False)]
+        for model in models:
+            fit(model)
+            with pytest.raises(NonFiniteLossError):
+                fit(model, given=(spoilt, y))
+            fit(model)
+        same(*models, "not finite")
+
+
+class Halves(Callback):
+    """Changes the optimizer's state at the end of an epoch."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        for own in self.model.gather_optimizer().state.values():
+            own["exp_avg"].mul_(0.5)
+
+
+class Looks(Callback):
+    """Gathers in the middle of everything, and remembers what it saw."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.held = [], []
+
+    def on_train_batch_end(self, batch, logs=None):
+        program = self.model._session._training
+        self.held.append([t.numel() for t in program._live.updater._kept()])
+        assert not any(self.model.optimizer.state_dict()["state"].values()) or batch % 2
+        state = self.model.gather_optimizer().state_dict()["state"]
+        self.seen.append({place: own["exp_avg"].clone() for place, own in state.items()})
+
+
+def callbacks():
+    """State that callbacks ask for or change; how much a process holds of it."""
+    models = [compiled(shards) for shards in (True, False)]
+    for model in models:
+        fit(model, epochs=3, callbacks=[Halves()])
+    same(*models, "halved")
+    looks, plain = Looks(), compiled(True)
+    fit(plain, epochs=3)
+    model = compiled(True)
+    fit(model, epochs=3, callbacks=[looks])
+    assert weights(model).equal(weights(plain))
+    share = ODD // US.num_processes
+    own = share if US.process_id < US.num_processes - 1 else ODD - share * (US.num_processes - 1)
+    assert looks.held == [[own, own]] * len(looks.seen)
+    assert all(len(seen) == 4 for seen in looks.seen)
+    model.close()
+    refused()
+
+
+def refused():
+    """What can't work is said before it is tried, by all processes."""
+
+    def changed(logs):
+        if US.process_id == 0:
+            model.optimizer.state[next(model.module.parameters())] = {"step": 1.0}
+
+    def within(logs):
+        model.gather_optimizer().state[next(model.module.parameters())]["exp_avg"].mul_(2)
+
+    texts = []
+    kinds = (ConfigurationError, ProcessError)
+    for options in ({"optimizer": "adagrad"}, {"jit": "inductor"}):
+        try:
+            compiled(True, **options)
+        except kinds as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    one = LambdaCallback(on_epoch_end=lambda epoch, logs: changed(logs))
+    several = LambdaCallback(on_train_batch_end=lambda batch, logs: within(logs))
+    for callback in (one, several):
+        model = compiled(True)
+        try:
+            fit(model, callbacks=[callback])
+        except kinds as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    print("\n".join(texts), flush=True)
+    for options in ({}, {"global_clipnorm": 1.0}, {"loss_scale": 2.0}):
+        compiled(True, **options).explain(data()[0], batch_size=2)
+    config = ipufit.IPUConfig(replicated_tensor_sharding=True)
+    compiled(None, config=config).explain(data()[0], batch_size=2)
+
+
+def checkpointed(shards, name, epochs, **options):
+    """A fit that writes, or goes on from, checkpoints."""
+    model = compiled(shards, optimizer=options.pop("optimizer", "adam"))
+    settings = ipufit.Checkpoint(os.path.join(FOLDER, name), every_updates=2)
+    fit(model, epochs, checkpoint=settings, resume="auto", **options)
+    return model
+
+
+def writes():
+    """Checkpoints of two epochs, of both kinds, and what four epochs come to."""
+    for name in ("adam", "lamb"):
+        for shards in (True, False):
+            checkpointed(shards, f"{name}-{shards}", 2, optimizer=name)
+        whole = compiled(False, optimizer=name)
+        fit(whole, 4)
+        if US.is_first:
+            torch.save(weights(whole), os.path.join(FOLDER, f"{name}.pt"))
+
+
+def resumes():
+    """Each goes on as the other kind, and as its own."""
+    for name in ("adam", "lamb"):
+        expected = torch.load(os.path.join(FOLDER, f"{name}.pt"))
+        for wrote in (True, False):
+            for shards in (True, False):
+                copied = f"{name}-{wrote}-{shards}-{US.num_processes}"
+                if US.is_first:
+                    source = os.path.join(FOLDER, f"{name}-{wrote}")
+                    shutil.copytree(source, os.path.join(FOLDER, copied))
+                US.gather(None)
+                model = checkpointed(shards, copied, 4, optimizer=name)
+                text = f"{name} of {wrote} goes on as {shards}"
+                torch.testing.assert_close(weights(model), expected, rtol=1e-9, atol=1e-9, msg=text)
+
+
+def main():
+    torch.set_default_dtype(torch.float64)
+    for part in (optimizers, others, skips, callbacks, writes, resumes):
+        if part.__name__ in sys.argv[2:]:
+            part()
+            print(f"{part.__name__} done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Fits in several real processes give what one process with as many replicas gives."""
+
+import json
+
+import pytest
+
+from tests.processes.launching import ROOT, on_one_python, run_processes
+
+SCRIPT = (ROOT / "tests" / "processes" / "fits.py").read_text()
+
+# In two processes everything; in four a little, and all of it with --exhaustive.
+SAMPLE = ("measures", "callbacks")
+
+
+def results(folder, count, parts=()):
+    """By process, what each part has found."""
+    script = "import sys\nsys.path.insert(0, '.')\n" + SCRIPT
+    for ended in run_processes(script, count, timeout=240, args=(str(folder), *parts)):
+        assert ended.code == 0, str(ended)
+    return [json.loads((folder / f"{count}-{each}.json").read_text()) for each in range(count)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process finds."""
+    (found,) = results(tmp_path_factory.mktemp("alone"), 1)
+    return found
+
+
+def numbers(value):
+    """All numbers in a tree, in one order."""
+    if isinstance(value, dict):
+        return [number for key in sorted(value) for number in numbers(value[key])]
+    if isinstance(value, list):
+        return [number for each in value for number in numbers(each)]
+    return [float(value)]
+
+
+def check(alone, found):
+    """In float64 only the order of sums is another one; every process has the same bits."""
+    assert found[0].keys() <= alone.keys()
+    for name, first in found[0].items():
+        for part, value in first.items():
+            assert numbers(value) == pytest.approx(
+                numbers(alone[name][part]), rel=1e-10, abs=1e-10, nan_ok=True
+            ), (name, part)
+            assert all(each[name][part] == value for each in found), (name, part)
+
+
+def test_two_processes_give_the_numbers_of_one(alone, tmp_path):
+    found = results(tmp_path, 2)
+    assert len(found[0]) == len(alone) == 36
+    check(alone, found)
+
+
+@on_one_python
+def test_four_processes_give_the_numbers_of_one(alone, tmp_path, request):
+    parts = () if request.config.getoption("--exhaustive") else SAMPLE
+    found = results(tmp_path, 4, parts)
+    assert len(found[0]) == (36 if not parts else 3)
+    check(alone, found)
