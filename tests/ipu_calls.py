@@ -76,6 +76,7 @@ class Recorder(types.ModuleType):
             "poptorch.PoplarExecutor": ipufit.poptorch.PoplarExecutor,
             "poptorch.Options": ipufit.poptorch.Options,
             "poptorch.options._TrainingOptions": type(ipufit.poptorch.Options().Training),
+            "poptorch.options._DistributedOptions": type(ipufit.poptorch.Options().Distributed),
         }
         kinds.update(
             {

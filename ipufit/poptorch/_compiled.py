@@ -14,6 +14,7 @@ from ipufit.poptorch._counters import Counters
 from ipufit.poptorch._device import Device
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._execution import Execution, Shape
+from ipufit.poptorch._group import Group
 from ipufit.poptorch._hooks import compile_hooks
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._loss_scale import ScalingSettings
@@ -72,6 +73,7 @@ class Compiled:
         placement: on which IPUs its parts would be.
         recorded: the program.
         device: its memory.
+        group: the processes that it runs in.
         wide: whether float64 is kept.
         is_synthetic: whether it runs on made-up inputs, and nothing comes back.
 
@@ -95,6 +97,7 @@ class Compiled:
     ) -> None:
         self._options = options
         self._shape = shape = shape_of(options)
+        self.group = Group(options, training)
         self.wide = keeps_float64() if wide is None else wide
         self.arguments = arguments.without_values()
         self.counters = Counters()
@@ -157,6 +160,7 @@ class Compiled:
             self.recorded,
             self.device,
             self._shape,
+            self.group,
             reduction == ReductionType.Mean,
             self.scale,
             self.counters,
@@ -224,6 +228,7 @@ class Compiled:
         inputs = [self._on_device(tensor) for tensor in arguments.tensors(self.arguments)]
         if self.is_synthetic:
             inputs = [_made_up(tensor) for tensor in inputs]
+        self._begin_together(inputs)
         changed = self.recorded.changed_inputs
         for place in changed:
             inputs[place] = inputs[place].clone()
@@ -240,6 +245,16 @@ class Compiled:
         if not self.wide:
             outputs = [narrowed_output(tensor) for tensor in outputs]
         return self.recorded.outputs.rebuild(outputs)
+
+    def _begin_together(self, inputs: Sequence[Tensor]) -> None:
+        shape = self._shape
+        self.group.begin(
+            self.device,
+            device_iterations=shape.iterations,
+            gradient_accumulation=shape.accumulation,
+            replication_factor=shape.replicas,
+            inputs=[[*tensor.shape] for tensor in inputs],
+        )
 
     def tensor_names(self) -> List[str]:
         """Names that can be anchored."""

@@ -44,6 +44,12 @@ class Device:
         groupings: of those parameters that are not the same on all replicas.
         separate: whether each replica has buffers of its own.
         wide: let float64 be.
+
+    Attributes:
+        names: of all tensors.
+        parameters: names of those that are no buffers.
+        writes: how often the host has brought tensors over.
+        updates: makes weight updates; None where there are none.
     """
 
     def __init__(
@@ -59,6 +65,8 @@ class Device:
         self._groupings = dict(groupings)
         self._wide = wide
         self.names: Tuple[str, ...] = (*parameters, *buffers)
+        self.parameters: Tuple[str, ...] = tuple(parameters)
+        self.writes = 0
         self._buffers = tuple(buffers)
         self._parts: Dict[str, List[Tensor]] = {}
         for name, tensor in parameters.items():
@@ -139,6 +147,7 @@ class Device:
 
     def write(self, values: Mapping[str, Tensor]) -> None:
         """Host to device: floating-point tensors; what else there is, is part of the program."""
+        self.writes += 1
         with torch.no_grad():
             for name, host in values.items():
                 if not host.is_floating_point():

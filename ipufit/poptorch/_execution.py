@@ -20,6 +20,7 @@ from ipufit.poptorch._anchors import Anchored
 from ipufit.poptorch._counters import Counters
 from ipufit.poptorch._device import Device
 from ipufit.poptorch._floating_point import Checked
+from ipufit.poptorch._group import Group
 from ipufit.poptorch._half import half_computed, makes_half
 from ipufit.poptorch._recorded import Recorded
 from ipufit.poptorch.enums import OutputMode
@@ -129,6 +130,7 @@ class Execution:
         recorded: the micro-batch.
         device: its tensors.
         shape: how many there are.
+        group: the processes whose replicas make an update together.
         mean: whether gradients are averaged over accumulation steps and replicas, or added up.
         scale: what the loss's gradient starts from.
         counters: notes when inputs and outputs are there.
@@ -141,6 +143,7 @@ class Execution:
         recorded: Recorded,
         device: Device,
         shape: Shape,
+        group: Group,
         mean: bool,
         scale: Callable[[], float],
         counters: Counters,
@@ -150,6 +153,7 @@ class Execution:
         self._recorded = recorded
         self._device = device
         self._shape = shape
+        self._group = group
         self._mean = mean
         self._scale = scale
         self._counters = counters
@@ -173,6 +177,7 @@ class Execution:
         results = _Results(shape, self._outputs)
         anchors = _Results(shape, len(self._anchored.names))
         total: Dict[Tuple[str, int], Tensor] = {}
+        large: List[Tensor] = []
         pending: List[Tuple[Tuple[int, int, int], Mapping[str, Tensor]]] = []
         parts = [_parts(tensor, shape.micro_batches) for tensor in inputs]
         self._counters.begin(len(inputs), self._outputs)
@@ -194,21 +199,21 @@ class Execution:
                 if results.add(place, returned.outputs):
                     self._counters.output(ready, time.perf_counter())
                 if returned.large is not None:
-                    self._device.observe(returned.large)
+                    large.append(returned.large)
                 self._accumulate(total, place[2], returned.gradients)
                 found = self._anchored.of(place[2], leaves, returned)
                 pending.append((place, {**found, **dict(zip(self._inner, inner))}))
                 if place[1:] == (shape.accumulation - 1, shape.replicas - 1):
-                    self._update(total)
+                    self._update(total, large)
                     for each, values in pending:
                         anchors.add(each, self._anchored.complete(each[2], values))
-                    total, pending = {}, []
+                    total, large, pending = {}, [], []
         return [results.joined(), anchors.joined()]
 
     def _start_random_numbers(self, seed: int, place: Tuple[int, int, int]) -> None:
         """Those of ``ipufit.Model`` for the same number of an update, and place in it."""
         iteration, step, replica = place
-        within = step * self._shape.replicas + replica
+        within = self._group.place(step, replica, self._shape.replicas)
         seed_generators(micro_batch_key(seed + iteration, within), _HOST)
 
     def _micro_batch(self, replica: int, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -226,10 +231,14 @@ class Execution:
                 dtype = self._device.accumulator(gradient.dtype)
                 total[key] = gradient.to(dtype, copy=True)
 
-    def _update(self, total: Mapping[Tuple[str, int], Tensor]) -> None:
+    def _update(self, total: Mapping[Tuple[str, int], Tensor], large: Sequence[Tensor]) -> None:
         if not total:
             return
-        count = self._shape.accumulation * self._shape.replicas if self._mean else 1
+        self._group.add(total)
+        for each in self._group.all_of(large):
+            self._device.observe(each)
+        replicas = self._group.count * self._shape.replicas
+        count = self._shape.accumulation * replicas if self._mean else 1
         self._device.update(
             {self._device.part_name(*key): gradient / count for key, gradient in total.items()}
         )

@@ -396,7 +396,9 @@ class PoplarExecutor(Inspection):
             raise
 
     def _attach(self) -> None:
-        self._lease = acquire(self._options, self._program().placement.ipus)
+        program = self._program()
+        program.group.check(program.device)
+        self._lease = acquire(self._options, program.placement.ipus)
         self.copyWeightsToDevice()
         if self._optimizer is not None:
             self._optimizer.begun()

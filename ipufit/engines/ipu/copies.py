@@ -17,6 +17,7 @@ from ipufit.engines.ipu.size import Size
 from ipufit.engines.ipu.step import Form, IpuStep
 from ipufit.engines.ipu.unit import Unit
 from ipufit.losses import Loss
+from ipufit.processes import Processes
 from ipufit.program import MicroBatch, ProgramSpec
 
 __all__ = ["Host", "Trained", "plain", "unwrapped"]
@@ -85,6 +86,16 @@ class Host:
     def buffers(self) -> Dict[str, Tensor]:
         """As they are now."""
         return dict(self._named("named_buffers"))
+
+    def share_buffers(self, processes: Processes) -> None:
+        """Those of floating point become those of process 0; the host counts all others alike."""
+        own = [buffer for buffer in self.buffers().values() if buffer.is_floating_point()]
+        common = [plain(buffer) for buffer in own]
+        processes.spread(common)
+        if not processes.is_first:
+            with torch.no_grad():
+                for buffer, value in zip(own, common):
+                    buffer.copy_(value)
 
     def tensors(self) -> Dict[str, Tensor]:
         """Parameters and buffers by the names that programs have for them."""

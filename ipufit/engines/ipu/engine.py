@@ -17,7 +17,7 @@ from ipufit.engines.ipu.device import OWNER, alone
 from ipufit.engines.ipu.failures import told
 from ipufit.engines.ipu.from_config import engine_options
 from ipufit.engines.ipu.inference import InferenceProgram
-from ipufit.engines.ipu.limits import check_autocast, check_request
+from ipufit.engines.ipu.limits import check_autocast, check_ipus, check_request
 from ipufit.engines.ipu.options import check_options, make_options
 from ipufit.engines.ipu.sdk import ignored_options, keeps_float64
 from ipufit.engines.ipu.size import Size
@@ -99,6 +99,7 @@ class IpuEngine:
         """A program for the spec; it is compiled when the first micro-batch of a shape comes."""
         check_options(self.sdk, spec.options, role_of(spec.mode))
         check_autocast()
+        check_ipus(spec.plan)
         if spec.mode is Mode.TRAIN:
             return TrainingProgram(self, spec)
         return InferenceProgram(self, spec)

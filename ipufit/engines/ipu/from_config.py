@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ipufit.engines.ipu.launched import new_options
 from ipufit.engines.ipu.sdk import is_standin
 from ipufit.errors import ConfigurationError
 from ipufit.randomness import isolated
@@ -80,9 +81,9 @@ def engine_options(sdk: Any, config: IPUConfig, for_inference: bool) -> Any:
         config: for one type of pod.
         for_inference: for inference.
     """
-    options = sdk.Options()
-    options.autoRoundNumIPUs(True)
     prefix = "inference_" if for_inference else ""
+    options = new_options(sdk, getattr(config, f"{prefix}ipus_per_replica"))
+    options.autoRoundNumIPUs(True)
     memory = getattr(config, f"{prefix}matmul_proportion")
     ipus = getattr(config, f"{prefix}ipus_per_replica")
     by_ipu = memory if isinstance(memory, list) else [memory] * ipus

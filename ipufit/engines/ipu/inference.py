@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, List, Sequence
+from typing import TYPE_CHECKING, Dict, List, Optional, Sequence
 
 import torch
 
@@ -10,9 +10,11 @@ from ipufit.engines.embedded.step import public_name
 from ipufit.engines.ipu.copies import Host, plain
 from ipufit.engines.ipu.device import OWNER, alone
 from ipufit.engines.ipu.failures import told
+from ipufit.engines.ipu.launched import fixes_replicas
 from ipufit.engines.ipu.options import seed_of
 from ipufit.engines.ipu.reading import anchors_of
-from ipufit.engines.ipu.size import Size
+from ipufit.engines.ipu.size import Size, by_process
+from ipufit.engines.ipu.tails import padded
 from ipufit.engines.ipu.unit import Result, Unit
 from ipufit.program import (
     Anchors,
@@ -33,7 +35,8 @@ class InferenceProgram:
     """Works on the module's present weights.
 
     What does not fill a call is filled up with micro-batches whose results are left aside; a
-    smaller last one has a program of its own.
+    smaller last one has a program of its own. Several processes make the same calls, whatever each
+    has to compute: compiling and loading a program is something that they do together.
     """
 
     def __init__(self, engine: IpuEngine, spec: ProgramSpec) -> None:
@@ -43,18 +46,24 @@ class InferenceProgram:
         self._size = Size.of(spec.plan)
         self._passes = 0
         self._versions: List[int] = []
+        self._example: Optional[MicroBatch] = None
         self.updates = spec.first_update
 
     def _unit(self, example: MicroBatch) -> Unit:
         size = self._size
         if example.size != size.micro_batch:
-            size = Size(1, 1, 1, example.size)
+            several = self._spec.processes.are_several or fixes_replicas(self._engine.sdk)
+            size = Size(1, 1, size.replicas if several else 1, example.size)
         return self._engine.inference_unit(self._spec, size, example)
 
     @alone
     def prepare(self, example: MicroBatch) -> Prepared:
         """Compile for micro-batches like this one, and bring the present weights over."""
+        if self._spec.processes.are_several and example.size < self._size.micro_batch:
+            # Others may have begun with a full one: all compile the same programs in one order.
+            self._unit(padded(example, self._size.micro_batch))
         unit = self._unit(example)
+        self._example = self._example or example
         with told(self._engine.sdk, "bringing weights to the device"):
             if not OWNER.take(unit.executor):
                 unit.executor.copyWeightsToDevice()
@@ -66,6 +75,8 @@ class InferenceProgram:
     @alone
     def run(self, batch: CombinedBatch) -> Anchors:
         """One execution."""
+        if batch.layout is not None:
+            return self._run_together(batch)
         results: List[Result] = []
         work = list(batch.micro_batches)
         while work:
@@ -77,21 +88,50 @@ class InferenceProgram:
             results += self._run_alike(unit, alike)
         return anchors_of(results, self._spec, {})
 
+    def _run_together(self, batch: CombinedBatch) -> Anchors:
+        """Micro-batches of one size after those of another, as often as any process needs it."""
+        plan, work, layout = self._spec.plan, batch.micro_batches, batch.layout or ()
+        found: Dict[int, Result] = {}
+        for size in sorted({each for update in layout for each in update if each}, reverse=True):
+            columns = zip(*(by_process(update, plan, size) for update in layout))
+            counts = [sum(column) for column in columns]
+            places = [place for place, each in enumerate(work) if each.size == size]
+            alike = [work[place] for place in places]
+            unit = self._unit(alike[0] if alike else self._example_of(size))
+            self._take(unit)
+            per_call = unit.size.micro_batches
+            for first in range(0, max(counts), per_call):
+                part = alike[first : first + per_call]
+                rest = [part[-1] if part else self._example_of(size)] * (per_call - len(part))
+                results = unit.run([*part, *rest], seed_of(self._spec, self._passes))
+                found.update(zip(places[first : first + per_call], results))
+                self._passes += sum(max(0, min(per_call, each - first)) for each in counts)
+        return anchors_of([found[place] for place in range(len(work))], self._spec, {})
+
+    def _example_of(self, size: int) -> MicroBatch:
+        """A micro-batch to repeat, in a process that has none of this size."""
+        assert self._example is not None
+        example = padded(self._example, max(size, self._example.size))
+        return example if example.size == size else example.cut(size)
+
     def _run_alike(self, unit: Unit, work: Sequence[MicroBatch]) -> List[Result]:
         count = unit.size.micro_batches
         results: List[Result] = []
-        versions = self._host.all_versions()
-        with told(self._engine.sdk, "taking the device"):
-            # A callback may have changed weights.
-            if not OWNER.take(unit.executor) and versions != self._versions:
-                unit.executor.copyWeightsToDevice()
-        self._versions = versions
+        self._take(unit)
         for first in range(0, len(work), count):
             part = list(work[first : first + count])
             full = part + [part[-1]] * (count - len(part))
             results += unit.run(full, seed_of(self._spec, self._passes))[: len(part)]
             self._passes += len(part)
         return results
+
+    def _take(self, unit: Unit) -> None:
+        versions = self._host.all_versions()
+        with told(self._engine.sdk, "taking the device"):
+            # A callback may have changed weights.
+            if not OWNER.take(unit.executor) and versions != self._versions:
+                unit.executor.copyWeightsToDevice()
+        self._versions = versions
 
     def read_state(self) -> TrainState:
         """The module's weights and buffers."""

@@ -12,13 +12,18 @@ from ipufit.engines.embedded.rules import rule_for
 from ipufit.engines.embedded.sharing import refuse_shared_memory
 from ipufit.engines.embedded.updater import refuse_step_hooks
 from ipufit.engines.ipu.optimizers import check_optimizer
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, PlanError
 from ipufit.faults import Faults
 from ipufit.losses import Loss
 from ipufit.lowerings import AUTO
+from ipufit.plan import Plan
 from ipufit.recipe import Recipe
 
-__all__ = ["check_autocast", "check_request", "check_trained"]
+__all__ = ["check_autocast", "check_ipus", "check_request", "check_trained"]
+
+# The most that PopTorch lets one process have: assertSingleInstanceMaxNumIPUs in
+# popart_compiler/source/CompilerImpl.cpp of PopTorch 3.4.
+_MOST_IPUS = 64
 
 
 def check_request(
@@ -49,6 +54,24 @@ def check_request(
     with faults.collected():
         _check_tensors(module, loss, wide)
     faults.raise_all()
+
+
+def check_ipus(plan: Plan) -> None:
+    """Make sure that a process can have so many IPUs.
+
+    Raises:
+        PlanError: it can't.
+    """
+    if plan.reserved_ipus > _MOST_IPUS:
+        processes = plan.processes * plan.reserved_ipus // _MOST_IPUS
+        raise PlanError(
+            [
+                f"`ipus`, those of one process, must be at most {_MOST_IPUS}, as PopTorch gives a "
+                f"process no more, got {plan.ipus}. Try ipus={_MOST_IPUS} in {processes} "
+                "processes, which torchrun, mpirun or PopRun starts."
+            ],
+            {"ipus": _MOST_IPUS},
+        )
 
 
 def check_autocast() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from ipufit.engines.ipu.launched import new_options, set_replicas
 from ipufit.engines.ipu.placing import place
 from ipufit.engines.ipu.size import Size
 from ipufit.errors import ConfigurationError
 from ipufit.program import Mode, ProgramSpec
 from ipufit.randomness import update_key
+from ipufit.whole_options import role_of
 
 __all__ = ["check_options", "make_options", "seed_of"]
 
@@ -54,10 +56,11 @@ def make_options(sdk: Any, given: Any, spec: ProgramSpec, size: Size) -> Any:
         options = given.clone()
     else:
         # PopTorch's bar would be drawn into logs, and whatever verbose says.
-        options = sdk.Options().showCompilationProgressBar(False)
+        options = new_options(sdk, spec.plan.stages).showCompilationProgressBar(False)
     training = spec.mode is Mode.TRAIN
     options.deviceIterations(size.iterations)
-    options.replicationFactor(size.replicas)
+    given_to = (spec.plan.stages, spec.processes, role_of(spec.mode))
+    set_replicas(sdk, options, size.replicas, *given_to)
     options.outputMode(sdk.OutputMode.All)
     if training:
         options.Training.gradientAccumulation(size.accumulation)
@@ -70,15 +73,20 @@ def make_options(sdk: Any, given: Any, spec: ProgramSpec, size: Size) -> Any:
         options.autoRoundNumIPUs(True)
     if spec.partition is not None:
         place(sdk, options, spec.partition, size, training)
-    if size.replicas > 1:
+    if size.replicas * spec.processes.num_processes > 1:
         # Each replica has running statistics of its own.
         options.broadcastBuffers(False)
     return options
 
 
 def _offload(sdk: Any, options: Any, spec: ProgramSpec) -> None:
-    """Let the optimizer's state be beside the chip, unless the options say where it is."""
+    """Let the optimizer's state be beside the chip, or in parts, unless the options say where."""
     known = "location_optimizer" in options.TensorLocations.toDict()
-    if spec.recipe.offload_optimizer_state and not known:
-        location = sdk.TensorLocationSettings().useOnChipStorage(False)
+    shards = spec.recipe.shard_optimizer and spec.plan.all_replicas > 1
+    if (spec.recipe.offload_optimizer_state or shards) and not known:
+        location = sdk.TensorLocationSettings()
+        if spec.recipe.offload_optimizer_state:
+            location.useOnChipStorage(False)
+        if shards:
+            location.useReplicatedTensorSharding(True)
         options.TensorLocations.setOptimizerLocation(location)

@@ -72,6 +72,7 @@ class Programs:
         if size.micro_batch != example.size:
             example = example.cut(size.micro_batch)
         self.leave()
+        self._meet()
         engine, spec = self._engine, self._spec
         options = make_options(engine.sdk, spec.options, spec, size)
         with engine.timed():
@@ -96,11 +97,16 @@ class Programs:
         return program
 
     def _refuse_shared_count(self, program: Trained) -> None:
-        if program.unit.traced.reported.counted and program.unit.size.per_update > 1:
+        processes = self._spec.processes.num_processes
+        count = program.unit.size.per_update * processes
+        if program.unit.traced.reported.counted and count > 1:
+            sources = "gradient_accumulation and ipus"
+            if processes > 1:
+                sources = f"gradient_accumulation, ipus and {processes} processes"
             raise ConfigurationError(
                 "on an IPU an update of a loss that counts its own tokens or weights must have one "
-                f"micro-batch, got {program.unit.size.per_update} from gradient_accumulation and "
-                "ipus: only the device knows the counts, and only after the gradients were joined. "
+                f"micro-batch, got {count} from {sources}: only the device knows the counts, and "
+                "only after the gradients were joined. "
                 "Use normalize='samples' and sample_weight_reduction='sum_over_batch_size', one "
                 "micro-batch per update, or engine='embedded'."
             )
@@ -120,12 +126,15 @@ class Programs:
         """Let a program have the device, with the newest weights and optimizer state."""
         with told(self._engine.sdk, "taking the device"):
             if self._current is program:
+                if not self._is_attached(program):
+                    self._meet()
                 fresh = OWNER.take(program.executor)
                 if not fresh and self._host.versions() != self._versions:
                     _send_weights(program.executor)
                 self._versions = self._host.versions()
                 return
             self.leave()
+            self._meet()
             program.load()
             OWNER.take(program.executor)
         self._enter(program)
@@ -147,10 +156,28 @@ class Programs:
             return
         if program is None:
             return
-        if OWNER.has(program.executor) and program.executor.isAttachedToDevice():
+        if self._is_attached(program):
             with told(self._engine.sdk, "bringing weights to the device"):
                 _send_weights(program.executor)
         self._versions = self._host.versions()
+
+    def _is_attached(self, program: Trained) -> bool:
+        return OWNER.has(program.executor) and bool(program.executor.isAttachedToDevice())
+
+    @property
+    def changes_buffers(self) -> bool:
+        """Whether forward changes buffers of floating point, which replicas have apart."""
+        all_traced = [program.unit.traced for program in self._programs.values()]
+        # The statistics of a BatchNorm change unseen, beside its counter.
+        return any(traced.changed or traced.counters for traced in all_traced)
+
+    def _meet(self) -> None:
+        """Let all processes' replicas begin with the buffers of the first of all.
+
+        They are about to take them from the host, as those of one process do.
+        """
+        if self._spec.processes.are_several and self.changes_buffers:
+            self._host.share_buffers(self._spec.processes)
 
     def follow_the_optimizer(self) -> None:
         """Take over what a callback has made of the optimizer's state."""

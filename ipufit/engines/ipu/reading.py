@@ -68,7 +68,7 @@ def _outputs(results: Sequence[Result], spec: ProgramSpec) -> Tuple[List[Any], L
             _sum([result.outputs for result in results[replica :: plan.replicas]])
             for replica in range(min(plan.replicas, len(results)))
         ], []
-    places = outputs_wanted(mode, len(results), plan.micro_batches_per_update, plan.replicas)
+    places = outputs_wanted(mode, len(results), plan.own_micro_batches_per_update, plan.replicas)
     return [results[place].outputs for place in places], places
 
 

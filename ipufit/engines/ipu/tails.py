@@ -18,6 +18,7 @@ from ipufit.engines.ipu.size import Size
 from ipufit.errors import IpufitError
 from ipufit.logged import collecting
 from ipufit.losses import Loss, loss_of_valid
+from ipufit.plan import Plan
 from ipufit.program import MicroBatch, ProgramSpec
 from ipufit.randomness import isolated, seed_generators
 from ipufit.recipe import Precision
@@ -27,26 +28,34 @@ __all__ = ["filled", "padded", "padding_needed", "samples_stand_apart"]
 _HOST = torch.device("cpu")
 
 
-def padding_needed(sizes: Sequence[int], size: Size) -> str:
-    """What padding would make a full update of micro-batches of these sizes.
+def padding_needed(sizes: Sequence[int], plan: Plan) -> str:
+    """What padding would make a full update of micro-batches of these sizes, of all processes.
 
     Returns:
         "none", "micro-batches" or "samples", as in :class:`Size`.
     """
-    if any(own != size.micro_batch for own in sizes):
+    if any(each != plan.micro_batch_size for each in sizes):
         return "samples"
-    return "none" if len(sizes) == size.per_update else "micro-batches"
+    return "none" if len(sizes) == plan.micro_batches_per_update else "micro-batches"
 
 
-def filled(update: Sequence[MicroBatch], size: Size) -> Tuple[List[MicroBatch], List[int]]:
+def filled(
+    update: Sequence[MicroBatch], size: Size, example: MicroBatch
+) -> Tuple[List[MicroBatch], List[int]]:
     """Full micro-batches for a full update, and how many samples of each count.
 
     The padding repeats samples: like these they give finite numbers, which count zero times.
+
+    Args:
+        update: micro-batches of this process; of several, one may have none.
+        size: of the program.
+        example: what is repeated where there is none.
     """
     batch = [padded(each, size.micro_batch) for each in update]
     sizes = [each.size for each in update]
     missing = size.per_update - len(batch)
-    return batch + [batch[-1]] * missing, sizes + [0] * missing
+    repeated = batch[-1] if batch else padded(example, size.micro_batch)
+    return batch + [repeated] * missing, sizes + [0] * missing
 
 
 def padded(batch: MicroBatch, size: int) -> MicroBatch:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -21,7 +22,7 @@ from ipufit.engines.ipu.ownership import Programs
 from ipufit.engines.ipu.reading import anchors_of
 from ipufit.engines.ipu.shapes import Shapes
 from ipufit.engines.ipu.size import Size
-from ipufit.engines.ipu.tails import filled, padded
+from ipufit.engines.ipu.tails import filled, padded, padding_needed
 from ipufit.engines.ipu.unit import Result, Unit, cut_rows
 from ipufit.errors import ConfigurationError, LossError, NonFiniteLossError
 from ipufit.program import (
@@ -30,6 +31,7 @@ from ipufit.program import (
     MicroBatch,
     Prepared,
     ProgramSpec,
+    Share,
     TrainState,
 )
 
@@ -37,6 +39,21 @@ if TYPE_CHECKING:
     from ipufit.engines.ipu.engine import IpuEngine
 
 __all__ = ["TrainingProgram"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Update:
+    """One update.
+
+    Attributes:
+        layout: samples of its micro-batches, of all processes, by place; 0 where there is none.
+        share: what of them is this process's.
+        own: these.
+    """
+
+    layout: Sequence[int]
+    share: Share
+    own: List[MicroBatch]
 
 
 class TrainingProgram:
@@ -75,6 +92,7 @@ class TrainingProgram:
         self._programs = Programs(engine, spec, self._host, spec.optimizer)
         self._shapes = Shapes(spec, self._size, self._programs)
         self._closed = False
+        self._lost: Optional[Tuple[int, float]] = None
         self._frozen: object = None
         self._held: object = None
 
@@ -109,9 +127,13 @@ class TrainingProgram:
         if programs.example is None or example.size == self._size.micro_batch:
             programs.example = padded(example, self._size.micro_batch)
             program = self._prepared_main()
+            shapes.check_last()
             if example.size == self._size.micro_batch:
                 return _prepared(program.unit, example.size)
         sizes = shapes.last_sizes()
+        if sizes is None and self._spec.processes.are_several:
+            # Not all of them may have begun with a smaller one, and they compile together.
+            return _prepared(programs.built(self._size).unit, example.size)
         if sizes is None or sizes[-1] != example.size:
             sizes = (example.size,)
         return _prepared(shapes.program_for(sizes).unit, example.size)
@@ -139,9 +161,7 @@ class TrainingProgram:
         """One execution: every update in turn, its micro-batches in stream order."""
         self._host.refuse_changes()
         self._programs.follow_the_optimizer()
-        per_update = self._size.per_update
-        work = list(batch.micro_batches)
-        updates = [work[i : i + per_update] for i in range(0, len(work), per_update)]
+        updates = self._by_update(batch)
         schedule, start = self._spec.recipe.schedule, self.updates
         before = schedule.snapshot() if schedule is not None else None
         rows: Sequence[Any] = [self._optimizer.param_groups] * len(updates)
@@ -149,17 +169,26 @@ class TrainingProgram:
             rows = schedule.rows(len(updates))
         try:
             results = self._run_all(updates, rows)
+            self._refuse_lost()
         except BaseException:
             if schedule is not None:
                 schedule.restore(before)
                 schedule.rows(self.updates - start)
             raise
-        return self._anchors(results, rows, work)
+        return self._anchors(results, rows)
 
-    def _run_all(self, updates: Sequence[List[MicroBatch]], rows: Sequence[Any]) -> List[Result]:
-        size = self._size
+    def _by_update(self, batch: CombinedBatch) -> List[_Update]:
+        plan, rest = self._spec.plan, iter(batch.micro_batches)
+        layouts = batch.sizes(plan) if batch.layout is None else batch.layout
+        shares = batch.shares(plan)
+        own = [list(itertools.islice(rest, len(share.own))) for share in shares]
+        return [_Update(*each) for each in zip(layouts, shares, own)]
+
+    def _run_all(self, updates: Sequence[_Update], rows: Sequence[Any]) -> List[Result]:
+        """The same calls in all processes, whatever their own micro-batches are."""
+        size, self._lost = self._size, None
         results: List[Result] = []
-        full = [len(u) == size.per_update and _all_of(u, size.micro_batch) for u in updates]
+        full = [padding_needed(u.share.sizes, self._spec.plan) == "none" for u in updates]
         step = size.iterations
         for first in range(0, len(updates), step):
             group = updates[first : first + step]
@@ -167,24 +196,25 @@ class TrainingProgram:
                 main = self._programs.built(size)
                 self._programs.turn_to(main)
                 main.send(rows[first])
-                joined = [micro_batch for update in group for micro_batch in update]
+                joined = [micro_batch for update in group for micro_batch in update.own]
                 results += self._done(main, main.unit.run(joined, self._seed()), len(group))
                 continue
             for index, update in enumerate(group, first):
                 results += self._run_one(update, rows[index])
         return results
 
-    def _run_one(self, update: List[MicroBatch], row: Any) -> List[Result]:
+    def _run_one(self, update: _Update, row: Any) -> List[Result]:
         """One update that does not fill the main program, or stands beside one that does not."""
-        sizes = tuple(each.size for each in update)
-        program = self._shapes.program_for(sizes)
+        program, share = self._shapes.program_for(update.layout), update.share
         size = program.unit.size
         self._programs.turn_to(program)
         program.send(row)
-        batch, valid = filled(update, size)
-        shares = self._shapes.shares(sizes, size, program.unit.traced.reported.counted)
-        shares += [0.0] * (len(batch) - len(shares))
-        results = program.unit.run(batch, self._seed(), shares, valid)[: len(update)]
+        assert self._programs.example is not None
+        batch, valid = filled(update.own, size, self._programs.example)
+        counted = program.unit.traced.reported.counted
+        shares = self._shapes.shares(share.sizes, size, counted)
+        shares = [shares[i] for i in share.own] + [0.0] * (len(batch) - len(update.own))
+        results = program.unit.run(batch, self._seed(), shares, valid)[: len(update.own)]
         results = self._done(program, results, 1)
         if program.own:
             # The user's module, which callbacks look at, belongs to the main program.
@@ -198,28 +228,40 @@ class TrainingProgram:
         """Count, and look at the losses.
 
         Raises:
-            NonFiniteLossError: one is no finite number.
+            NonFiniteLossError: one is no finite number, in one process.
         """
         size, first = program.unit.size, self.updates
         self._programs.count(updates)
         for name, times in program.unit.traced.counters.items():
             self._host.count(name, times * updates * size.accumulation)
         for place, result in enumerate(results):
-            if not math.isfinite(result.numbers[0]):
+            if not math.isfinite(result.numbers[0]) and self._lost is None:
                 lost = first + place // max(1, len(results) // updates)
-                raise NonFiniteLossError(
-                    f"the loss must be finite, but it became {result.numbers[0]} in update {lost}. "
-                    f"An IPU can't go back: the weights and the optimizer state are those after "
-                    f"update {self.updates - 1}, the last one of its call. Look for a learning "
-                    "rate that is too high, a log or division of zero, or non-finite data.",
-                    lost,
-                    result.numbers[0],
-                )
+                self._lost = (lost, result.numbers[0])
+        if not self._spec.processes.are_several:
+            self._refuse_lost()
         return results
 
-    def _anchors(
-        self, results: List[Result], rows: Sequence[Any], batch: Sequence[MicroBatch]
-    ) -> Anchors:
+    def _refuse_lost(self) -> None:
+        """Of several processes all make the whole execution: the others would wait for this one.
+
+        Raises:
+            NonFiniteLossError: a loss was no finite number.
+        """
+        if self._lost is None:
+            return
+        lost, value = self._lost
+        what = "execution" if self._spec.processes.are_several else "call"
+        raise NonFiniteLossError(
+            f"the loss must be finite, but it became {value} in update {lost}. An IPU can't go "
+            f"back: the weights and the optimizer state are those after update "
+            f"{self.updates - 1}, the last one of its {what}. Look for a learning rate that is "
+            "too high, a log or division of zero, or non-finite data.",
+            lost,
+            value,
+        )
+
+    def _anchors(self, results: List[Result], rows: Sequence[Any]) -> Anchors:
         settings: Dict[str, float] = {}
         if self._spec.recipe.schedule is not None:
             settings["learning_rate"] = float(rows[-1][0]["lr"])
@@ -234,12 +276,17 @@ class TrainingProgram:
 
     @alone
     def read_state(self) -> TrainState:
-        """Copies of everything that training has changed; of buffers, those of replica 0."""
+        """Copies of everything that training has changed; of buffers, those of replica 0.
+
+        Of several processes it is that of process 0, and all of them call this.
+        """
         self.publish()
+        buffers = {public_name(name): plain(b) for name, b in self._host.buffers().items()}
+        self._spec.processes.spread(list(buffers.values()))
         schedule, scale = self._spec.recipe.schedule, self._spec.recipe.loss_scale
         return TrainState(
             {public_name(name): plain(p) for name, p in self._host.parameters.items()},
-            [{public_name(name): plain(b) for name, b in self._host.buffers().items()}],
+            [buffers],
             copy.deepcopy(self._optimizer.state_dict()),
             self._spec.seed,
             self.updates,
@@ -262,6 +309,12 @@ class TrainingProgram:
         self._programs.updates = state.updates
         self._programs.note_published()
 
+    @alone
+    def share_buffers(self) -> None:
+        """The module's buffers become those of the first replica of all."""
+        if self._programs.changes_buffers:
+            self._host.share_buffers(self._spec.processes)
+
     def swap_averages(self) -> None:
         """There are no averages."""
 
@@ -279,10 +332,6 @@ class TrainingProgram:
         if not self._closed:
             self._closed = True
             self._drop()
-
-
-def _all_of(update: Sequence[MicroBatch], size: int) -> bool:
-    return all(each.size == size for each in update)
 
 
 def _prepared(unit: Unit, samples: int) -> Prepared:
