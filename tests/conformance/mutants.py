@@ -255,12 +255,12 @@ def _divided_by(count):
     """The divisor of the mean is another."""
 
     def make(original):
-        def update(self, total):
+        def update(self, total, large):
             shape = self._shape
             if self._mean:
                 factor = shape.accumulation * shape.replicas / count(shape)
                 total = {key: value * factor for key, value in total.items()}
-            return original(self, total)
+            return original(self, total, large)
 
         return update
 

@@ -44,6 +44,7 @@ def last(text, after=()):
     return [text, f"{again}them because {what}. {CURE}", *after]
 
 
+@pytest.mark.long
 @on_one_python
 def test_an_error_in_one_process_is_named_by_the_others():
     """One waits in a sum, one comes to its own later."""
@@ -210,6 +211,7 @@ def test_torchrun_starts_processes():
     ]
 
 
+@pytest.mark.long
 def test_a_group_of_the_users_is_used_and_kept():
     """Its numbers count, and ipufit does not end it."""
     script = """

@@ -189,6 +189,7 @@ def others():
     return [[json.loads(line) for line in each.stdout.splitlines()] for each in ended]
 
 
+@pytest.mark.long
 def test_processes_with_parts_of_their_own_do_as_on_the_embedded_engine(others):
     """A process without a micro-batch computes padding, so that all run the same programs."""
     for found in others:
@@ -257,6 +258,7 @@ def test_what_the_stand_in_refuses_in_all_processes(others):
         assert found[6:] == texts
 
 
+@pytest.mark.long
 def test_a_device_error_of_one_process_ends_the_other():
     """It waits in an update, and names who has failed, and of what."""
     script = """

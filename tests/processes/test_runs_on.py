@@ -52,12 +52,14 @@ def go_on(ended, folder, count):
         assert each.code == 0, str(each)
 
 
+@pytest.mark.long
 def test_a_signal_to_one_process_ends_all_and_they_go_on(whole, ended, tmp_path):
     go_on(ended, tmp_path, 2)
     assert [found(tmp_path, each) for each in (0, 1)] == [found(whole, each) for each in (0, 1)]
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("count", [1, 4])
 def test_other_numbers_of_processes_go_on_up_to_summation_order(whole, ended, tmp_path, count):
     go_on(ended, tmp_path, count)
     # Updates of Adam turn the last bits of a gradient near zero into a few more.

@@ -56,6 +56,7 @@ def test_every_rule_works_on_parts(tmp_path):
     run(tmp_path, 2, "optimizers")
 
 
+@pytest.mark.long
 def test_what_is_skipped_or_asked_for_works_on_parts(tmp_path):
     """Skipped and lost updates, callbacks that gather or change state, refusals, ``explain``."""
     for text in run(tmp_path, 2, "skips", "callbacks"):
@@ -122,6 +123,7 @@ SUMS = """
 """
 
 
+@pytest.mark.long
 def test_parts_are_summed_joined_and_collected():
     """Parts of every length and dtype, some empty, some of several windows."""
     for ended in run_processes(textwrap.dedent(SUMS), 3, timeout=90):
