@@ -186,13 +186,7 @@ class NonFiniteLossError(IpufitError, ArithmeticError):
 
 
 class ProcessError(IpufitError, RuntimeError):
-    """Another process of the run has gone, has failed, or does not do the same.
-
-    Attributes:
-        is_common: whether every process of the run gets it, so that none has to tell the others.
-    """
-
-    is_common = False
+    """Another process of the run has gone, has failed, or does not do the same."""
 
 
 class DeviceError(IpufitError, RuntimeError):

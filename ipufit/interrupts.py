@@ -20,13 +20,18 @@ class SameProcess:
     def __init__(self) -> None:
         self._process = os.getpid()
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this is that process, and no copy of it."""
+        return os.getpid() == self._process
+
     def check(self) -> None:
         """Make sure that nobody goes on in a copy, which has no threads but one.
 
         Raises:
             ConfigurationError: this is a copy, made by ``os.fork``.
         """
-        if os.getpid() != self._process:
+        if not self.is_here:
             raise ConfigurationError(
                 f"a run goes on in the process that it was begun in ({self._process}), but this is "
                 f"a copy of it, made by fork ({os.getpid()}). End the copy with os._exit, or "

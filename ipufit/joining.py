@@ -19,7 +19,7 @@ from ipufit.checkpoints.training import Found
 from ipufit.errors import ProcessError
 from ipufit.lowerings import CUDAGRAPH, INDUCTOR
 from ipufit.plan import Plan
-from ipufit.processes import Processes
+from ipufit.processes import Processes, common
 from ipufit.program import Mode
 from ipufit.randomness import draw_seed
 from ipufit.session import Session, refuse_several
@@ -148,14 +148,13 @@ def _refuse_one_gpu_for_two(session: Session) -> None:
     told = session.processes.gather([socket.gethostname(), str(device)])
     for process, place in enumerate(told):
         if device.type == "cuda" and place in told[:process]:
-            error = ProcessError(
+            text = (
                 f"each process needs a GPU of its own, but processes {told.index(place)} and "
                 f"{process} are both on {place[1]} of {place[0]}. Move the module to cuda:N, where "
                 "N is the number of the process on its machine: the variable LOCAL_RANK of "
                 "torchrun."
             )
-            error.is_common = True
-            raise error
+            raise common(ProcessError(text))
 
 
 def _of_fit(given: FitArguments) -> Dict[str, Any]:

@@ -11,7 +11,7 @@ import operator
 import textwrap
 from dataclasses import dataclass
 from functools import partial
-from typing import Iterator, List, NamedTuple, Optional, Sequence, SupportsIndex, Tuple
+from typing import Iterator, List, NamedTuple, Optional, SupportsIndex, Tuple
 
 from ipufit.plan_checks import Checks, round_up
 
@@ -171,9 +171,9 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
         """Those of them that this process computes."""
         return self.gradient_accumulation * self.replicas
 
-    def is_own(self, number: int) -> bool:
-        """Whether this process computes the micro-batch at a place of an update, or of a stream."""
-        return number % self.all_replicas // self.replicas == self.process
+    def owner(self, number: int) -> int:
+        """The process that computes the micro-batch at a place of an update, or of a stream."""
+        return number % self.all_replicas // self.replicas
 
     def own_before(self, number: int) -> int:
         """How many of the first micro-batches of a stream this process computes."""
@@ -186,11 +186,6 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
     def alone(self) -> Plan:
         """The same as if there were no other process."""
         return dataclasses.replace(self, processes=1, process=0)
-
-    @property
-    def own_places(self) -> Sequence[int]:
-        """Where the micro-batches of this process stand in a full update."""
-        return [place for place in range(self.micro_batches_per_update) if self.is_own(place)]
 
     def updates_in(self, micro_batches: int) -> int:
         """How many updates so many micro-batches make, the last of which may be smaller."""

@@ -9,7 +9,19 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from typing import Any, Dict, List, Mapping, Optional, Protocol, Sequence, Tuple
+import itertools
+from typing import (
+    Any,
+    Dict,
+    Iterable,
+    List,
+    Mapping,
+    Optional,
+    Protocol,
+    Sequence,
+    Tuple,
+    TypeVar,
+)
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +46,12 @@ __all__ = [
     "ProgramSpec",
     "Share",
     "TrainState",
+    "dealt",
     "loss_counts",
+    "own_numbers",
 ]
+
+T = TypeVar("T")
 
 
 class Mode(enum.Enum):
@@ -222,12 +238,27 @@ class Share:
             sizes: by place, 0 where there is no micro-batch.
         """
         there = [place for place, size in enumerate(sizes) if size]
-        own = [i for i, place in enumerate(there) if plan.is_own(place)]
+        own = [i for i, place in enumerate(there) if plan.owner(place) == plan.process]
         return Share(
             tuple(sizes[place] for place in there),
             tuple(there[i] for i in own),
             tuple(own),
         )
+
+
+def own_numbers(shares: Sequence[Share]) -> List[int]:
+    """Which micro-batches of an execution, of all processes in stream order, are the own ones."""
+    numbers, begin = [], 0
+    for share in shares:
+        numbers += [begin + index for index in share.own]
+        begin += len(share.sizes)
+    return numbers
+
+
+def dealt(own: Iterable[T], shares: Sequence[Share]) -> List[List[T]]:
+    """What stands for the own micro-batches of an execution, update by update."""
+    rest = iter(own)
+    return [list(itertools.islice(rest, len(share.own))) for share in shares]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any, Dict, Iterator, List, Optional, Sequence
 
 import torch
@@ -14,8 +13,8 @@ from ipufit.data.weights import has_weight, zero_update
 from ipufit.errors import NonFiniteLossError, ProcessError
 from ipufit.logged import LogRule
 from ipufit.plan import Plan
-from ipufit.processes import Processes
-from ipufit.program import Anchors, CombinedBatch, Program
+from ipufit.processes import Processes, common
+from ipufit.program import Anchors, CombinedBatch, Program, dealt
 
 __all__ = ["Together", "refuse_other_order"]
 
@@ -58,6 +57,9 @@ class Together:
             yield from batches
             return
         plan, group = self._plan, self._plan.own_micro_batches_per_update
+        places: List[List[int]] = [[] for _ in range(plan.processes)]
+        for place in range(plan.micro_batches_per_update):
+            places[plan.owner(place)].append(place)
         batch: Optional[CombinedBatch] = CombinedBatch([])
         while True:
             if batch is not None:
@@ -69,10 +71,9 @@ class Together:
             count = max(-(-len(each) // group) for each in told if each)
             layout = [[0] * plan.micro_batches_per_update for _ in range(count)]
             for process, each in enumerate(told):
-                places = dataclasses.replace(plan, process=process).own_places
                 for index, size in enumerate(each or ()):
-                    update, place = divmod(index, group)
-                    layout[update][places[place]] = size
+                    update, within = divmod(index, group)
+                    layout[update][places[process][within]] = size
             own = CombinedBatch([]) if batch is None else batch
             yield dataclasses.replace(own, layout=layout)
 
@@ -103,28 +104,21 @@ class Together:
 
     def _refuse_zero_update(self, batch: CombinedBatch, role: str) -> None:
         """As one process would: a sample of any process may be the one that counts."""
-        own = list(map(has_weight, batch.micro_batches))
         shares = batch.shares(self._plan)
-        ends = list(itertools.accumulate(len(share.own) for share in shares))
-        begins = [0, *ends]
-        counts = [any(own[begin:end]) for begin, end in zip(begins, ends)]
+        counts = list(map(any, dealt(map(has_weight, batch.micro_batches), shares)))
         told = self.processes.gather(counts, "weights of samples")
         for share, *seen in zip(shares, *told):
             first = self._batches
             self._batches += len(share.sizes)
             if not any(seen):
-                error = zero_update(role, first, self._batches - 1)
-                error.is_common = True
-                raise error
+                raise common(zero_update(role, first, self._batches - 1))
 
     def _refuse_lost(self, told: Sequence[Any], own: Optional[NonFiniteLossError]) -> None:
         found = [each for each in told if each is not None]
         if not found:
             return
         message, update, value = min(found, key=lambda each: each[1])
-        error = NonFiniteLossError(message, update, value)
-        error.is_common = True
-        raise error from own
+        raise common(NonFiniteLossError(message, update, value)) from own
 
     def _joined(
         self, anchors: Anchors, batch: CombinedBatch, told: Sequence[Dict[str, Any]]
@@ -157,7 +151,7 @@ class Together:
         for update in batch.layout:
             for place, size in enumerate(update):
                 if size:
-                    process = place % plan.all_replicas // plan.replicas
+                    process = plan.owner(place)
                     found.append((process, seen[process]))
                     seen[process] += 1
         return found
@@ -227,10 +221,9 @@ def refuse_other_order(orders: Sequence[int]) -> None:
     """
     for process, order in enumerate(orders):
         if order != orders[0]:
-            error = ProcessError(
+            text = (
                 f"all processes must go through the samples in one order, of which each reads its "
                 f"part, but process {process} has another one than process 0. Seed what shuffles "
                 "alike in all of them: the generator of the DataLoader, or a sampler of your own."
             )
-            error.is_common = True
-            raise error
+            raise common(ProcessError(text))

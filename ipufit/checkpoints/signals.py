@@ -8,7 +8,7 @@ import threading
 from types import FrameType
 from typing import Dict, Iterator, Optional
 
-from ipufit.processes import Processes
+from ipufit.processes import Processes, common
 
 __all__ = ["Signals"]
 
@@ -80,5 +80,4 @@ class Signals:
         if self.agreed_on is signal.SIGINT:
             error = KeyboardInterrupt(text)
         # All processes end here.
-        error.is_common = True  # type: ignore[attr-defined]
-        raise error
+        raise common(error)

@@ -110,7 +110,7 @@ class Portion:
 
     def is_own(self, number: int) -> bool:
         """Whether the batch of this number in the pass is an own one."""
-        return self.plan.is_own(self.begin + number)
+        return self.plan.owner(self.begin + number) == self.plan.process
 
     def picked(
         self,

@@ -14,9 +14,10 @@ from ipufit.errors import ProcessError
 from ipufit.processes.link import TORCH_ERRORS, Link, Place
 from ipufit.processes.messages import FRAME, as_bytes, buckets, length, pack, unpack
 
-__all__ = ["ALONE", "TIMEOUT", "Processes"]
+__all__ = ["ALONE", "TIMEOUT", "Processes", "common"]
 
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 
 TIMEOUT = 600.0  # seconds that one process waits for another
 # Sums in these are made in wider ones: gloo has no such sums, or has them on newer torch only.
@@ -109,11 +110,12 @@ class Processes:
         told = [unpack(each) for each in first]
         for process, (theirs, _) in enumerate(told):
             if theirs != told[0][0]:
-                raise _common(
+                text = (
                     "all processes must do the same at the same time, but process 0 is at "
                     f"{told[0][0]!r} and process {process} at {theirs!r}. Call fit, evaluate and "
                     "predict in all of them, also from callbacks, and never in one alone."
                 )
+                raise common(ProcessError(text))
         return [found for _, found in told]
 
     def gather_rows(self, tensor: Tensor, counts: Sequence[int]) -> List[Tensor]:
@@ -211,8 +213,7 @@ class Processes:
             error = caught
         told = self.gather(None if error is None else _text(error), "check")
         if error is not None:
-            _mark_common(error)
-            raise error
+            raise common(error)
         for process, text in enumerate(told):
             if text is not None:
                 raise self._failed(process, text)
@@ -257,7 +258,7 @@ class Processes:
             message = pack({"result": result})
         except Exception as error:
             self._send(pack({"error": _text(error)}))
-            _mark_common(error)
+            common(error)
             raise
         self._send(message)
         return result
@@ -306,18 +307,20 @@ class Processes:
         self.link.wait(works)
 
     def _failed(self, process: int, text: str) -> ProcessError:
-        return _common(
+        what = (
             f"all processes must get through this, but process {process} of "
             f"{self.num_processes} failed: {text}. Look at what that process printed, and repair "
             "it there."
         )
+        return common(ProcessError(what))
 
     def _disagreed(self, fact: str, first: Any, process: int, theirs: Any) -> ProcessError:
-        return _common(
+        text = (
             f"all processes of a run must have the same {fact}, but process 0 has {_shown(first)} "
             f"and process {process} has {_shown(theirs)}. Start all of them with the same program, "
             "arguments and seed, and give each the whole data, as each takes its share itself."
         )
+        return common(ProcessError(text))
 
 
 def _summable(tensor: Tensor) -> Tensor:
@@ -354,16 +357,12 @@ def _give_back(tensor: Tensor, found: Tensor) -> None:
     target.copy_(found.reshape(target.shape))
 
 
-def _common(text: str) -> ProcessError:
-    error = ProcessError(text)
-    error.is_common = True
-    return error
-
-
-def _mark_common(error: Exception) -> None:
+def common(error: E) -> E:
+    """The error, marked as one that all processes have; none is to tell the others of it."""
     # An exception of the user's may take no attributes; then the others are only told once more.
     with contextlib.suppress(Exception):
         error.is_common = True  # type: ignore[attr-defined]
+    return error
 
 
 def _text(error: BaseException) -> str:

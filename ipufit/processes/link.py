@@ -8,7 +8,6 @@ import ctypes
 import dataclasses
 import datetime
 import math
-import os
 import time
 from typing import Any, NoReturn, Optional, Sequence, Tuple
 
@@ -72,7 +71,6 @@ class Link:
         self._broken = ""
         self._is_ours = False
         self._same = SameProcess()
-        self._owner = os.getpid()
 
     def connect(self) -> None:
         """Join torch.distributed, once.
@@ -145,7 +143,7 @@ class Link:
 
     def tell(self, error: BaseException) -> None:
         """Tell the others that this process ends by an error, and leave them."""
-        if self._broken or self._owner != os.getpid() or not distributed.is_available():
+        if self._broken or not self._same.is_here or not distributed.is_available():
             return
         text = f"{type(error).__name__}: {error}".rstrip(".: ")
         # The error itself matters more than who hears of it.
@@ -285,7 +283,7 @@ class Link:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     def _close(self) -> None:
-        if self._owner != os.getpid():
+        if not self._same.is_here:
             return
         if self._board is not None:
             self._board.leave()

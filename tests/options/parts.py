@@ -188,7 +188,7 @@ of(
     process=With(0, 1, processes=2),
 )
 TWO = {**SIZES, "processes": 2}
-of("Plan.is_own", lambda number: Plan(**TWO).is_own(number), number=(1, 2))
+of("Plan.owner", lambda number: Plan(**TWO).owner(number), number=(1, 2))
 of("Plan.own_before", lambda number: Plan(**TWO).own_before(number), number=(1, 2))
 of("Plan.place", lambda index: Plan(**SIZES).place(index), index=(1, 2))
 WIDE = {**SIZES, "device_iterations": 2, "gradient_accumulation": 2}

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ipufit
@@ -293,13 +294,13 @@ def writes():
         whole = compiled(False, optimizer=name)
         fit(whole, 4)
         if US.is_first:
-            torch.save(weights(whole), os.path.join(FOLDER, f"{name}.pt"))
+            save_file({"weights": weights(whole)}, os.path.join(FOLDER, f"{name}.safetensors"))
 
 
 def resumes():
     """Each goes on as the other kind, and as its own."""
     for name in ("adam", "lamb"):
-        expected = torch.load(os.path.join(FOLDER, f"{name}.pt"))
+        expected = load_file(os.path.join(FOLDER, f"{name}.safetensors"))["weights"]
         for wrote in (True, False):
             for shards in (True, False):
                 copied = f"{name}-{wrote}-{shards}-{US.num_processes}"

@@ -44,6 +44,16 @@ def last(text, after=()):
     return [text, f"{again}them because {what}. {CURE}", *after]
 
 
+def check_killed(ended, number, text):
+    """One process was killed, and the others print this of it."""
+    for each, process in enumerate(ended):
+        if each == number:
+            assert process.code == -9
+        else:
+            assert process.code == 0, process
+            assert process.stdout.splitlines() == last(text), process
+
+
 @pytest.mark.long
 @on_one_python
 def test_an_error_in_one_process_is_named_by_the_others():
@@ -88,12 +98,7 @@ def test_a_killed_process_is_named_by_the_others(number):
     text = f"{GO_ON}process {number} of 3 has gone (killed, or the machine failed). {CURE}"
     if number == 0:
         text = f"{GO_ON}process 0 of 3 has gone (ended, killed, or its machine failed). {CURE}"
-    for each, process in enumerate(ended):
-        if each == number:
-            assert process.code == -9
-        else:
-            assert process.code == 0, process
-            assert process.stdout.splitlines() == last(text), process
+    check_killed(ended, number, text)
 
 
 @pytest.mark.long
@@ -125,12 +130,7 @@ def test_a_process_that_does_not_come_is_named_by_the_others(number):
             f"{GO_ON}process 0 of 3 did not come to the same point within 3 s, and does not answer "
             f"(it hangs, or its machine failed). {CURE}"
         )
-    for each, process in enumerate(ended):
-        if each == number:
-            assert process.code == -9
-        else:
-            assert process.code == 0, process
-            assert process.stdout.splitlines() == last(text), process
+    check_killed(ended, number, text)
 
 
 @pytest.mark.long

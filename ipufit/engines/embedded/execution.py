@@ -12,7 +12,7 @@ from ipufit.engines.embedded.live import LiveState, Snapshot
 from ipufit.engines.embedded.update import Update, UpdateMaker
 from ipufit.engines.embedded.updater import Rows
 from ipufit.errors import NonFiniteLossError
-from ipufit.program import Anchors, ProgramSpec, Share
+from ipufit.program import Anchors, ProgramSpec, Share, own_numbers
 from ipufit.recipe import outputs_wanted
 
 if TYPE_CHECKING:
@@ -68,11 +68,7 @@ class Execution:
             return set(outputs_wanted(mode, count, per_update, plan.replicas))
         count = sum(len(share.sizes) for share in shares)
         wanted = set(outputs_wanted(mode, count, per_update, plan.all_replicas))
-        own, begin = [], 0
-        for share in shares:
-            own += [begin + index for index in share.own]
-            begin += len(share.sizes)
-        return {index for index, place in enumerate(own) if place in wanted}
+        return {index for index, place in enumerate(own_numbers(shares)) if place in wanted}
 
     def run(self) -> Anchors:
         """All updates.

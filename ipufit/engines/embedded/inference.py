@@ -9,7 +9,15 @@ import torch
 from ipufit.engines.embedded.base import BaseProgram, on_host
 from ipufit.engines.embedded.collected import Collected
 from ipufit.engines.embedded.step import public_name
-from ipufit.program import Anchors, CombinedBatch, MicroBatch, Mode, ProgramSpec, TrainState
+from ipufit.program import (
+    Anchors,
+    CombinedBatch,
+    MicroBatch,
+    Mode,
+    ProgramSpec,
+    TrainState,
+    own_numbers,
+)
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
@@ -39,7 +47,9 @@ class InferenceProgram(BaseProgram):
             micro_batches = [micro_batch.to(self._device) for micro_batch in micro_batches]
         programs = self._recorded_for(micro_batches)
         with self._computing(programs):
-            numbers = self._numbers(batch)
+            numbers: Sequence[int] = range(len(micro_batches))
+            if batch.layout is not None:
+                numbers = own_numbers(batch.shares(self._spec.plan))
             for place, (micro_batch, recorded) in enumerate(zip(micro_batches, programs)):
                 self._seed(recorded, self._passes + numbers[place])
                 result = list(recorded.run(*self._state, *micro_batch.leaves))
@@ -49,16 +59,6 @@ class InferenceProgram(BaseProgram):
                     collected.add_outputs(recorded, result, place)
         self._passes += sum(map(len, batch.sizes(self._spec.plan)))
         return collected.to_anchors(self._engine)[0]
-
-    def _numbers(self, batch: CombinedBatch) -> Sequence[int]:
-        """Which of the micro-batches of all processes the own ones are, in this execution."""
-        if batch.layout is None:
-            return range(len(batch.micro_batches))
-        numbers, begin = [], 0
-        for share in batch.shares(self._spec.plan):
-            numbers += [begin + index for index in share.own]
-            begin += len(share.sizes)
-        return numbers
 
     def read_state(self) -> TrainState:
         """The module's weights and buffers."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
@@ -42,6 +41,7 @@ from ipufit.program import (
     ProgramSpec,
     Share,
     TrainState,
+    dealt,
 )
 
 if TYPE_CHECKING:
@@ -272,8 +272,8 @@ class TrainingProgram(BaseProgram):
         if batch.layout is None:
             group = plan.micro_batches_per_update
             return [work[i : i + group] for i in range(0, len(work), group)], None
-        shares, rest = batch.shares(plan), iter(work)
-        return [list(itertools.islice(rest, len(share.own))) for share in shares], shares
+        shares = batch.shares(plan)
+        return [*dealt(work, shares)], shares
 
     def stage(self, batch: CombinedBatch) -> CombinedBatch:
         """Start to bring a batch to the device, ahead of its execution."""

@@ -13,6 +13,7 @@ from ipufit.engines.embedded.live import LiveState
 from ipufit.engines.embedded.reduction import GradientSum, Reduction
 from ipufit.engines.embedded.replicas import copy_of, put_back
 from ipufit.errors import NonFiniteLossError
+from ipufit.processes import common
 from ipufit.program import MicroBatch, ProgramSpec, Share
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ class UpdateMaker:
         try:
             self.refuse_non_finite(min(every)[1])
         except NonFiniteLossError as error:
-            error.is_common = True
+            common(error)
             raise
 
     def _add_merged(

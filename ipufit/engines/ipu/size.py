@@ -57,5 +57,5 @@ def by_process(update: Sequence[int], plan: Plan, size: Optional[int] = None) ->
     """
     counts = [0] * plan.processes
     for place, each in enumerate(update):
-        counts[place % plan.all_replicas // plan.replicas] += each == size if size else each > 0
+        counts[plan.owner(place)] += each == size if size else each > 0
     return counts

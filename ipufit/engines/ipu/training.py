@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import math
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
@@ -33,6 +32,7 @@ from ipufit.program import (
     ProgramSpec,
     Share,
     TrainState,
+    dealt,
 )
 
 if TYPE_CHECKING:
@@ -178,10 +178,10 @@ class TrainingProgram:
         return self._anchors(results, rows)
 
     def _by_update(self, batch: CombinedBatch) -> List[_Update]:
-        plan, rest = self._spec.plan, iter(batch.micro_batches)
+        plan = self._spec.plan
         layouts = batch.sizes(plan) if batch.layout is None else batch.layout
         shares = batch.shares(plan)
-        own = [list(itertools.islice(rest, len(share.own))) for share in shares]
+        own = dealt(batch.micro_batches, shares)
         return [_Update(*each) for each in zip(layouts, shares, own)]
 
     def _run_all(self, updates: Sequence[_Update], rows: Sequence[Any]) -> List[Result]:
