@@ -1,0 +1,152 @@
+"""What a model says of itself and of what it would do; nothing is trained."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Mapping, Optional, Sequence, Union
+
+from torch import nn
+
+from ipufit.errors import NotCompiledError
+from ipufit.explaining import explained, summarized
+from ipufit.parallel.partition_plan import PartitionPlan
+from ipufit.parallel.request import PartitionRequest
+from ipufit.planned import planned
+from ipufit.session import Session
+from ipufit.summary import check_options
+
+__all__ = ["Inspected"]
+
+
+class Inspected:
+    """The methods of :class:`ipufit.Model` that look without training.
+
+    Attributes:
+        module: the user's module.
+    """
+
+    module: nn.Module
+    _session: Optional[Session]
+
+    def explain(
+        self,
+        x: Any = None,
+        *,
+        batch_size: Optional[int] = None,
+        steps_per_epoch: Optional[int] = None,
+        limit_train_batches: Union[int, float, None] = None,
+        ipus: Optional[int] = None,
+        device_iterations: Optional[int] = None,
+        gradient_accumulation: Optional[int] = None,
+    ) -> None:
+        """Print what ``fit`` would do with these arguments, in plain words; nothing is run.
+
+        Args:
+            x: as for ``fit``; None explains the last ``fit``.
+            batch_size: as for ``fit``.
+            steps_per_epoch: as for ``fit``.
+            limit_train_batches: as for ``fit``.
+            ipus: as for ``fit``.
+            device_iterations: as for ``fit``.
+            gradient_accumulation: as for ``fit``.
+
+        Raises:
+            NotCompiledError: before ``compile``.
+            ConfigurationError: neither a loader nor an earlier ``fit``.
+            PlanError: the batch algebra does not fit; with all faults.
+        """
+        session = self._compiled("explain")
+        work = (ipus, device_iterations, gradient_accumulation)
+        print(explained(session, x, batch_size, steps_per_epoch, limit_train_batches, work))
+
+    def summary(
+        self,
+        x: Any = None,
+        *,
+        line_length: Optional[int] = None,
+        depth: Optional[int] = None,
+        expand_nested: bool = True,
+        print_fn: Optional[Callable[[str], Any]] = None,
+    ) -> None:
+        """Print the layers with output shapes and parameters, the totals, and the plan.
+
+        Works before ``compile`` too; after ``fit``, the plan and how it ran are part of it.
+
+        Args:
+            x: a batch of inputs as ``predict`` takes it, a tuple ``(inputs, target)``, or a loader,
+                whose first batch is read. Only its shapes and dtypes matter: no value is computed,
+                no buffer changes and no random number is drawn. None takes those of the last
+                ``fit``; without one, output shapes are unknown.
+            line_length: longest line, at least 60; wider cells are broken into lines. None has no
+                limit.
+            depth: levels of layers to show; parameters of deeper ones count in the last level
+                shown. None shows all.
+            expand_nested: False shows one level, like ``depth=1``.
+            print_fn: called once with the whole text, as in Keras; None prints it.
+
+        Raises:
+            ConfigurationError: an option that can't be honoured.
+            DataError: the batch can't be fed.
+        """
+        check_options(line_length, depth, expand_nested, print_fn)
+        levels = depth if expand_nested else 1
+        (print_fn or print)(summarized(self.module, self._session, x, line_length, levels))
+
+    def plan(
+        self,
+        x: Any = None,
+        *,
+        ipus: Optional[int] = None,
+        gradient_accumulation: Optional[int] = None,
+        ipus_per_replica: Optional[int] = None,
+        stages: Union[Mapping[str, int], str, None] = None,
+        layers_per_ipu: Optional[Sequence[int]] = None,
+        layers: Union[str, Sequence[str], None] = None,
+        strategy: Optional[str] = None,
+        schedule: str = "grouped",
+        recompute: Union[bool, str, Sequence[str], None] = None,
+        ipu_memory: Optional[int] = None,
+    ) -> PartitionPlan:
+        """Estimate what training takes on IPUs: memory, FLOPs and time of every stage.
+
+        One micro-batch goes through module, loss and backward pass as tensors without values;
+        nothing is changed. Without a division of its own and of ``compile``, the plan finds one:
+        the smallest power of two of stages that fits memory, the slowest stage as fast as it can
+        be; ``compile(stages=plan)`` takes it.
+
+        Args:
+            x: a micro-batch: inputs as ``predict`` takes them, a tuple or list of inputs and
+                target, with which the loss is counted too, or a loader, whose first batch is read.
+                Only shapes and dtypes matter. None takes those of the last ``fit``.
+            ipus: as for ``fit``; at most so many are looked for.
+            gradient_accumulation: as for ``fit``; None is the smallest that fills the pipeline.
+            ipus_per_replica: find a division into so many stages.
+            stages: as for ``compile``; None is what ``compile`` was told, "auto" to find them.
+            layers_per_ipu: as for ``compile``.
+            layers: as for ``compile``.
+            strategy: "pipelined" or "sharded"; None is what ``compile`` was told.
+            schedule: of a pipeline: "grouped", as PopTorch's, "interleaved" or "sequential".
+            recompute: what is kept of activations, the rest being computed anew: True for the
+                inputs of the stages, and the outputs of the layers that ``compile(recompute=...)``
+                names; other names instead of those; False keeps all. None is as compiled: True in
+                a pipeline, where PopTorch does so by itself, else False.
+            ipu_memory: bytes of an IPU to fill at most; None is all of 1,472 tiles x 624 KiB.
+
+        Raises:
+            NotCompiledError: before ``compile``.
+            ConfigurationError: neither a batch nor an earlier ``fit``, or arguments that can't
+                work; ``PartitionError`` and ``PlanError`` are two kinds of it.
+            DataError: the batch can't be fed.
+            CaptureError: the module can't be recorded.
+        """
+        session = self._compiled("plan")
+        asked = PartitionRequest(stages, layers_per_ipu, layers, strategy, ipus_per_replica)
+        work = (ipus, gradient_accumulation)
+        return planned(session, x, asked, work, (schedule, recompute, ipu_memory))
+
+    def _compiled(self, name: str) -> Session:
+        if self._session is None:
+            raise NotCompiledError(
+                f"{name} needs a compiled model. Call "
+                "model.compile(optimizer='adam', loss='cross_entropy') first."
+            )
+        return self._session
