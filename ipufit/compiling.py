@@ -84,6 +84,7 @@ class CompileRequest:
     recompute: Any
     offload_optimizer_state: Optional[bool]
     shard_optimizer: Optional[bool]
+    shard_weights: bool
     run_eagerly: bool
     jit: str
     training_options: Any
@@ -135,6 +136,7 @@ def compiled(
     if shard is None:
         # Replicas of one process have one state anyway.
         shard = config is not None and config.replicated_tensor_sharding and current().are_several
+        shard = shard or asked.shard_weights is True
     # optimum-graphcore rounds whatever its configuration says.
     rounds = config is not None if asked.auto_round_ipus is None else asked.auto_round_ipus
     asked = dataclasses.replace(
@@ -268,6 +270,13 @@ def _how(module: nn.Module, asked: CompileRequest, faults: Faults) -> Dict[str, 
             one_of(name, getattr(asked, name), choices)
     settings["offload_optimizer_state"] = asked.offload_optimizer_state
     settings["shard_optimizer"] = asked.shard_optimizer
+    settings["shard_weights"] = asked.shard_weights
+    with faults.collected():
+        if asked.shard_weights is True and asked.shard_optimizer is False:
+            raise ConfigurationError(
+                "shard_weights=True divides the optimizer's state too, but got "
+                "shard_optimizer=False. Leave shard_optimizer out."
+            )
     return settings
 
 
@@ -276,5 +285,6 @@ _CHOICES: Dict[str, Tuple[object, ...]] = {
     "auto_round_ipus": (True, False),
     "offload_optimizer_state": (True, False),
     "shard_optimizer": (True, False),
+    "shard_weights": (True, False),
     "run_eagerly": (True, False),
 }

@@ -125,6 +125,7 @@ class Model(Inspected):
         recompute: Union[bool, str, Sequence[str], None] = None,
         offload_optimizer_state: Optional[bool] = None,
         shard_optimizer: Optional[bool] = None,
+        shard_weights: bool = False,
         run_eagerly: bool = False,
         jit: str = "auto",
         training_options: Any = None,
@@ -223,6 +224,11 @@ class Model(Inspected):
             shard_optimizer: of several processes, keep in each a part of the optimizer's state: the
                 same numbers, and less memory; see :meth:`gather_optimizer`. On IPUs, the same over
                 replicas. In one process, of no effect. None is what ``config`` says, else False.
+            shard_weights: of several processes, keep in each a part of the weights, gradients and
+                optimizer's state; weights are whole, piece by piece, while they are at work: the
+                same numbers, a model larger than one device, more to send. During ``fit`` the
+                module's own parameters are copies in host memory, which are up to date at the end
+                of an epoch and after :meth:`gather_weights`. In one process, of no effect.
             run_eagerly: run the module itself instead of a recorded program: the same numbers,
                 slower, and open to a debugger. The same as jit="off".
             jit: how a recorded program runs: "graph", as it was recorded, with the bits of
@@ -282,6 +288,7 @@ class Model(Inspected):
                 recompute=recompute,
                 offload_optimizer_state=offload_optimizer_state,
                 shard_optimizer=shard_optimizer,
+                shard_weights=shard_weights,
                 run_eagerly=run_eagerly,
                 jit=jit,
                 training_options=training_options,
@@ -318,6 +325,15 @@ class Model(Inspected):
         at the end of an epoch or between fits, the state may be changed, in all processes alike.
         """
         return self._compiled("gather_optimizer").gather_optimizer()
+
+    def gather_weights(self) -> nn.Module:
+        """The module, with its present weights where ``shard_weights`` has divided them.
+
+        During ``fit`` its weights are else those of the end of the last epoch. Call it in all
+        processes at the same time, from a callback. Elsewhere the module has them anyway.
+        """
+        self._compiled("gather_weights").gather_weights()
+        return self.module
 
     def swap_ema_weights(self) -> None:
         """Exchange the trained weights and their moving averages; called again, back.

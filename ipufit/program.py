@@ -222,11 +222,13 @@ class Share:
         sizes: samples of the update's micro-batches, of all processes, in stream order.
         places: where in a full update those of this process stand.
         own: which of ``sizes`` they are.
+        most: micro-batches of the process that has the most.
     """
 
     sizes: Tuple[int, ...]
     places: Tuple[int, ...]
     own: Tuple[int, ...]
+    most: int = 0
 
     @staticmethod
     @functools.lru_cache(maxsize=64)
@@ -238,11 +240,13 @@ class Share:
             sizes: by place, 0 where there is no micro-batch.
         """
         there = [place for place, size in enumerate(sizes) if size]
-        own = [i for i, place in enumerate(there) if plan.owner(place) == plan.process]
+        owners = [plan.owner(place) for place in there]
+        own = [i for i, owner in enumerate(owners) if owner == plan.process]
         return Share(
             tuple(sizes[place] for place in there),
             tuple(there[i] for i in own),
             tuple(own),
+            max(map(owners.count, owners), default=0),
         )
 
 
@@ -369,6 +373,11 @@ class ProgramSpec:
         """Whether the user's module itself runs, without capture."""
         return self.recipe.run_eagerly
 
+    @property
+    def divides_weights(self) -> bool:
+        """Whether each of several processes has a part of the weights."""
+        return self.recipe.shard_weights and self.processes.are_several
+
 
 class Program(Protocol):
     """A whole training, evaluation or prediction step, ready to run.
@@ -379,7 +388,8 @@ class Program(Protocol):
     called in all processes at the same time, after which the module's buffers are in each those of
     the first replica of all; and ``gather_optimizer()``, called likewise, which makes the state of
     the spec's optimizer whole where it lies in parts. An engine may have that one too, for the time
-    between programs.
+    between programs. ``gather_weights()``, called likewise, brings the module's weights up to date
+    where they lie in parts.
     """
 
     @property

@@ -150,6 +150,7 @@ class Recipe:
         offload_optimizer_state: whether the optimizer's state is in host memory between updates.
         shard_optimizer: whether each of several processes, or replicas on an IPU, has a part of the
             optimizer's state.
+        shard_weights: whether each has a part of the weights too; then ``shard_optimizer`` is true.
         jit: how a recorded program runs, a name of ``lowerings``; "off" records none.
     """
 
@@ -164,6 +165,7 @@ class Recipe:
     recompute: Tuple[str, ...] = ()
     offload_optimizer_state: bool = False
     shard_optimizer: bool = False
+    shard_weights: bool = False
     jit: str = AUTO
 
     @property
@@ -201,6 +203,7 @@ class Recipe:
             "recompute": list(self.recompute) or None,
             "offload_optimizer_state": self.offload_optimizer_state or None,
             "shard_optimizer": self.shard_optimizer or None,
+            "shard_weights": self.shard_weights or None,
             "jit": None if self.jit == AUTO else self.jit,
         }
         return {name: value for name, value in found.items() if value is not None}

@@ -115,6 +115,12 @@ class Session:
             gather()
         return self.optimizer
 
+    def gather_weights(self) -> None:
+        """Bring the module's weights up to date, in all processes at the same time."""
+        gather = getattr(self._training, "gather_weights", None)
+        if gather is not None:
+            gather()
+
     @property
     def is_training(self) -> bool:
         """Whether a training program has the weights."""

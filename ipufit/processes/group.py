@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, distributed
 
 from ipufit.errors import ProcessError
-from ipufit.processes.link import TORCH_ERRORS, Link, Place
+from ipufit.processes.link import Link, Place
 from ipufit.processes.messages import FRAME, as_bytes, buckets, length, pack, unpack
+from ipufit.processes.works import Works
 
 __all__ = ["ALONE", "TIMEOUT", "Processes", "common"]
 
@@ -290,21 +291,17 @@ class Processes:
     @contextlib.contextmanager
     def collectives(self) -> Iterator[Callable[..., None]]:
         """Start some, and wait for all of them at the end."""
+        works = self.works()
+        yield works.start
+        works.wait()
+
+    def works(self) -> Works:
+        """None yet; whoever starts collectives with it waits for them when it likes.
+
+        All processes start the same ones in the same order.
+        """
         self.connect()
-        works: List[Tuple[Any, bool]] = []
-
-        def start(collective: Callable[..., Any], *arguments: Any, like: Tensor) -> None:
-            is_on_host = like.device.type == "cpu"
-            group = self.link.group if is_on_host else None
-            try:
-                work = collective(*arguments, group=group, async_op=True)
-            except TORCH_ERRORS as error:
-                # The others have begun it, perhaps, and are not to wait.
-                self.link.fail(True, str(error), error)
-            works.append((work, is_on_host))
-
-        yield start
-        self.link.wait(works)
+        return Works(self.link)
 
     def _failed(self, process: int, text: str) -> ProcessError:
         what = (

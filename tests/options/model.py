@@ -156,6 +156,7 @@ of(
     recompute=(False, "head"),
     offload_optimizer_state=(None, True),
     shard_optimizer=(None, True),
+    shard_weights=(False, True),
     run_eagerly=(False, True),
     jit=("graph", "off"),
     training_options=(None, poptorch.Options().deviceIterations(2)),

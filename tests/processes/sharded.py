@@ -1,6 +1,7 @@
 """What a process runs of which each has a part of the optimizer's state; see test_sharded.py.
 
-Arguments: a folder, and names of functions here. Each compares with a fit that is not sharded.
+Arguments: a folder, and names of functions here. Each compares with a fit that is not sharded. With
+"weights" these lie in parts too; with "briefly" fewer nets are tried.
 """
 
 import os
@@ -19,6 +20,7 @@ from ipufit.errors import ConfigurationError, NonFiniteLossError, ProcessError
 from ipufit.processes import current
 
 FOLDER = sys.argv[1]
+WEIGHTS = "weights" in sys.argv[2:]  # whether these lie in parts too
 US = current()
 # Of a process; a power of two, and in all as many where one process goes on for two.
 IPUS = 4 // US.num_processes or 1
@@ -50,7 +52,8 @@ def compiled(shards, optimizer="adam", engine="embedded", **options):
         kind, settings = optimizer
         optimizer = lambda parameters: kind(parameters, **settings)  # noqa: E731
     options = {"loss": "cross_entropy", **options}
-    model.compile(optimizer, shard_optimizer=shards, **options)
+    sharded = "shard_weights" if WEIGHTS else "shard_optimizer"
+    model.compile(optimizer, **{sharded: shards}, **options)
     return model
 
 
@@ -154,6 +157,8 @@ def tensors(state):
 def others():
     """What else happens to a gradient or a weight, and the same where the host looks late."""
     for name, options in OTHERS.items():
+        if WEIGHTS and name in ("ema", "eager"):
+            continue
         models = [compiled(shards, **options) for shards in (True, False)]
         for model in models:
             fit(model)
@@ -240,7 +245,12 @@ def callbacks():
     assert weights(model).equal(weights(plain))
     share = ODD // US.num_processes
     own = share if US.process_id < US.num_processes - 1 else ODD - share * (US.num_processes - 1)
-    assert looks.held == [[own, own]] * len(looks.seen)
+    if WEIGHTS:
+        # Each of several pieces is cut by itself; all parts together are the whole.
+        (own,) = {sum(held) // 2 for held in looks.held}
+        assert sum(US.gather(own)) == ODD
+    else:
+        assert looks.held == [[own, own]] * len(looks.seen)
     assert all(len(seen) == 4 for seen in looks.seen)
     model.close()
     refused()
@@ -258,7 +268,8 @@ def refused():
 
     texts = []
     kinds = (ConfigurationError, ProcessError)
-    for options in ({"optimizer": "adagrad"}, {"jit": "inductor"}):
+    whole = ({"run_eagerly": True}, {"use_ema": True}) if WEIGHTS else ()
+    for options in ({"optimizer": "adagrad"}, {"jit": "inductor"}, *whole):
         try:
             compiled(True, **options)
         except kinds as error:
@@ -274,8 +285,9 @@ def refused():
     print("\n".join(texts), flush=True)
     for options in ({}, {"global_clipnorm": 1.0}, {"loss_scale": 2.0}):
         compiled(True, **options).explain(data()[0], batch_size=2)
-    config = ipufit.IPUConfig(replicated_tensor_sharding=True)
-    compiled(None, config=config).explain(data()[0], batch_size=2)
+    if not WEIGHTS:
+        config = ipufit.IPUConfig(replicated_tensor_sharding=True)
+        compiled(None, config=config).explain(data()[0], batch_size=2)
 
 
 def checkpointed(shards, name, epochs, **options):
@@ -313,9 +325,168 @@ def resumes():
                 torch.testing.assert_close(weights(model), expected, rtol=1e-9, atol=1e-9, msg=text)
 
 
+class Tied(nn.Module):
+    """Uses a weight twice, has one that is frozen, one that nobody uses, and draws numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 12)
+        layer = {"dim_feedforward": 20, "dropout": 0.2, "batch_first": True}
+        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 2, **layer), 3)
+        self.frozen = nn.Linear(12, 12)
+        self.frozen.requires_grad_(False)
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, tokens):
+        hidden = self.frozen(self.layers(self.embedding(tokens)))
+        return (hidden @ self.embedding.weight.t()).transpose(1, 2)
+
+
+def picture_net():
+    layers = [nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2)]
+    more = [nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(32, 5)]
+    return nn.Sequential(*layers, *more)
+
+
+def tokens(samples=26):
+    """Of a third of the targets, none counts: a loss is a mean over what does."""
+    generator = torch.Generator().manual_seed(samples)
+    x = torch.randint(0, 11, (samples, 6), generator=generator)
+    y = torch.randint(0, 11, (samples, 6), generator=generator)
+    y[torch.rand(samples, 6, generator=generator) < 0.3] = -100
+    y[:, 0] = 3
+    return x, y
+
+
+def pictures(samples=27):
+    generator = torch.Generator().manual_seed(samples)
+    x = torch.randn(samples, 2, 8, 8, generator=generator)
+    return x, torch.randint(0, 5, (samples,), generator=generator)
+
+
+NETS = {
+    "tokens": (Tied, tokens, {"loss": nn.CrossEntropyLoss(), "metrics": ["accuracy"]}),
+    "tokens that count": (Tied, tokens, {"normalize": "tokens"}),
+    "recomputed": (Tied, tokens, {"recompute": ["layers.layers.0", "layers.layers.1"]}),
+    "pictures": (picture_net, pictures, {"metrics": ["accuracy"]}),
+    "kernels": (picture_net, pictures, {"jit": "kernels", "gradient_reduction": "sum"}),
+}
+
+
+BRIEFLY = ("tokens that count",)
+
+
+def nets():
+    """Nets that use weights twice, not at all, in other orders; data that ends anywhere."""
+    for name in BRIEFLY if "briefly" in sys.argv[2:] else NETS:
+        (make, read, options), found = NETS[name], []
+        for shards in (True, False):
+            torch.manual_seed(5)
+            model = ipufit.Model(make())
+            options = {"optimizer": "adamw", "loss": "cross_entropy", **options}
+            model.compile(**options, shard_weights=shards)
+            x, y = read()
+            how = {"batch_size": 2, "verbose": 0}
+            work = {"ipus": IPUS, "gradient_accumulation": 2, "device_iterations": 2}
+            model.fit(x, y, epochs=2, seed=3, validation_data=(x, y), **work, **how)
+            more = model.evaluate(x[:7], y[:7], ipus=IPUS, **how)
+            found.append((model, model.predict(x[:7], ipus=IPUS, **how), more))
+        (model, rows, measured), (whole, all_rows, expected) = found
+        same(model, whole, name)
+        torch.testing.assert_close(rows, all_rows, rtol=1e-9, atol=1e-10, msg=name)
+        assert measured == pytest.approx(expected, rel=1e-9), name
+        assert model.history.history.keys() == whole.history.history.keys()
+        for key, values in model.history.history.items():
+            assert values == pytest.approx(whole.history.history[key], rel=1e-9), (name, key)
+
+
+class Watch(Callback):
+    """What the module holds while its weights lie in parts, and how much is whole at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.stale, self.fresh, self.bytes = [], [], []
+
+    def on_train_batch_end(self, batch, logs=None):
+        program = self.model._session._training
+        pieces = program._weights.pieces
+        assert not any(piece.is_there for piece in pieces)
+        assert not any(piece.flat.untyped_storage().nbytes() for piece in pieces)
+        self.bytes.append(sum(piece.own.numel() for piece in pieces))
+        self.stale.append(weights(self.model))
+        if len(self.stale) % 2:
+            assert self.model.gather_weights() is self.model.module
+            self.fresh.append((len(self.stale) - 1, weights(self.model)))
+
+
+def gathers():
+    """The module is up to date when somebody asks, at epochs' ends, and when a loss is lost."""
+    watch, model, whole = Watch(), compiled(True), compiled(False)
+    seen = []
+    look = LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(weights(whole)))
+    fit(model, callbacks=[watch])
+    fit(whole, callbacks=[look])
+    assert len(seen) == len(watch.stale) == 8
+    assert len(watch.fresh) == 4
+    for index, mine in watch.fresh:
+        torch.testing.assert_close(mine, seen[index], rtol=1e-10, atol=1e-10)
+    assert watch.stale[1].equal(watch.stale[2])
+    assert not seen[1].equal(seen[2])
+    assert sum(US.gather(watch.bytes[0])) == ODD
+    same(model, whole, "watched")
+    halved = LambdaCallback(on_epoch_end=lambda epoch, logs: halve(model))
+    fit(model, callbacks=[halved])
+    halved = LambdaCallback(on_epoch_end=lambda epoch, logs: halve(whole))
+    fit(whole, callbacks=[halved])
+    same(model, whole, "halved")
+    x, y = data()
+    spoilt = x.clone()
+    spoilt[30] = float("nan")
+    for each in (model, whole):
+        with pytest.raises(NonFiniteLossError):
+            fit(each, given=(spoilt, y), callbacks=[])
+    same(model, whole, "of before the update that was lost")
+    model = compiled(True)
+    within = LambdaCallback(on_train_batch_end=lambda batch, logs: halve(model))
+    with pytest.raises(ConfigurationError) as caught:
+        fit(model, callbacks=[within])
+    print(f"{caught.value}", flush=True)
+
+
+def halve(model):
+    with torch.no_grad():
+        next(model.module.parameters()).mul_(0.5)
+
+
+def most():
+    """No more than two pieces are whole at a time."""
+    from ipufit.engines.embedded.divided.weights import Piece
+
+    whole, before = [0, 0], (Piece.make_room, Piece.free)
+
+    def make_room(piece):
+        before[0](piece)
+        whole[0] += 1
+        whole[1] = max(whole)
+
+    def free(piece):
+        whole[0] -= piece.is_there
+        before[1](piece)
+
+    Piece.make_room, Piece.free = make_room, free
+    torch.manual_seed(1)
+    deep = nn.Sequential(*[nn.Sequential(nn.Linear(9, 9), nn.Tanh()) for _ in range(20)])
+    model = ipufit.Model(deep)
+    model.compile("adam", "mse", shard_weights=True)
+    x = torch.randn(24, 9)
+    model.fit(x, x, batch_size=2, epochs=1, verbose=0)
+    model.predict(x, batch_size=2, verbose=0)
+    assert whole == [0, 2], whole
+
+
 def main():
     torch.set_default_dtype(torch.float64)
-    for part in (optimizers, others, skips, callbacks, writes, resumes):
+    for part in (most, nets, optimizers, others, skips, writes, resumes, callbacks, gathers):
         if part.__name__ in sys.argv[2:]:
             part()
             print(f"{part.__name__} done", flush=True)

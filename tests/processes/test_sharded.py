@@ -22,7 +22,8 @@ def run(folder, count, *parts):
     ends = run_processes(SCRIPT, count, timeout=240, args=(str(folder), *parts))
     for ended in ends:
         assert ended.code == 0, str(ended)
-        assert ended.stdout.count(" done\n") == len(parts), str(ended)
+        done = [part for part in parts if part not in ("weights", "briefly")]
+        assert ended.stdout.count(" done\n") == len(done), str(ended)
     return [ended.stdout for ended in ends]
 
 

@@ -14,6 +14,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from ipufit.engines.embedded.capture import capture, uses_random_numbers
+from ipufit.engines.embedded.divided.programs import (
+    DividedInferenceProgram,
+    DividedTrainingProgram,
+)
+from ipufit.engines.embedded.divided.running import DividedRun
+from ipufit.engines.embedded.divided.weights import DividedWeights
 from ipufit.engines.embedded.fingerprint import fingerprint
 from ipufit.engines.embedded.hints import said_of
 from ipufit.engines.embedded.inference import InferenceProgram
@@ -48,7 +54,7 @@ from ipufit.engines.embedded.training import TrainingProgram
 from ipufit.engines.embedded.transfer import Transfer
 from ipufit.engines.embedded.updater import Graphs
 from ipufit.losses import Loss
-from ipufit.lowerings import CUDAGRAPH, INDUCTOR, OFF
+from ipufit.lowerings import CUDAGRAPH, GRAPH, INDUCTOR, OFF
 from ipufit.processes import current
 from ipufit.program import MicroBatch, Mode, Program, ProgramSpec
 from ipufit.recipe import Recipe
@@ -60,8 +66,8 @@ _NOT_OFFLOADED = (
     "offload_optimizer_state changes nothing where the module is in the host's memory itself."
 )
 
-_NOT_SHARDED = "shard_optimizer changes nothing in one process, where all replicas have one state."
-_SHARDED = "The optimizer's state lies in parts over {} processes; each gets {}."
+_NOT_SHARDED = "{} changes nothing in one process, where all replicas have one state."
+_SHARDED = "{} in parts over {} processes; each gets {}."
 
 # Recordings that are kept for later programs; the least recently used go first.
 _KEPT = 64
@@ -121,6 +127,7 @@ class EmbeddedEngine:
         state_memory: where the optimizer's state of the last training program is between updates.
         state_parts: this process's part of the optimizer's state, where it lies in parts and no
             program has it.
+        divided: the weights, where each process has a part and a training program lives.
         hints: marks for an IPU that were seen in forward.
         lowered: how full micro-batches of the last training program run; None before one came.
         libraries: compiled updates that are loaded.
@@ -148,6 +155,7 @@ class EmbeddedEngine:
         self.replays = False
         self.state_memory = StateMemory()
         self.state_parts: Optional[StateParts] = None
+        self.divided: Optional[DividedWeights] = None
         self.hints: Dict[str, None] = {}
         self.recomputed: Optional[Tuple[int, int, int]] = None
         self.lowered: Optional[Lowered] = None
@@ -188,10 +196,12 @@ class EmbeddedEngine:
     def build(self, spec: ProgramSpec) -> Program:
         """A program for the spec. Recording happens when the first micro-batch of a shape comes."""
         if spec.mode is Mode.TRAIN:
+            if spec.divides_weights:
+                return DividedTrainingProgram(self, spec)
             if spec.recipe.shard_optimizer and spec.processes.are_several:
                 return ShardedTrainingProgram(self, spec)
             return TrainingProgram(self, spec)
-        return InferenceProgram(self, spec)
+        return (DividedInferenceProgram if spec.divides_weights else InferenceProgram)(self, spec)
 
     def gather_optimizer(self) -> None:
         """Give torch's optimizer the whole state, if it lies in parts."""
@@ -230,7 +240,7 @@ class EmbeddedEngine:
             _partition(layout(trained)) if layout else (),
             tuple((t.shape, t.dtype, t.device, t.stride()) for t in [*state, *example.leaves]),
             frozen,
-            (recipe.precision, scaled, recompute),
+            (recipe.precision, scaled, recompute, spec.divides_weights),
             autocast_state(state[0].device if state else torch.device("cpu")),
         )
         if key not in self._recorded:
@@ -251,7 +261,10 @@ class EmbeddedEngine:
             arguments = [*state, *example.leaves]
             if scaled:
                 arguments.append(torch.ones((), dtype=torch.float64, device=arguments[-1].device))
-            run, random, lowered, graph = self._make(micro, step, arguments, recipe.jit, recompute)
+            names = (*trained, *fixed) if spec.divides_weights else None
+            run, random, lowered, graph = self._make(
+                micro, step, arguments, recipe.jit, recompute, names
+            )
             self.hints.update(micro.hints)
             self._recorded[key] = Recorded(
                 run, lowered, micro, micro.outputs, micro.reached, random, held, graph
@@ -302,8 +315,13 @@ class EmbeddedEngine:
         arguments: Sequence[Tensor],
         jit: str,
         recompute: Sequence[str],
+        divided: Optional[Sequence[str]] = None,
     ) -> Tuple[Callable[..., List[Tensor]], bool, Lowered, Optional[fx.GraphModule]]:
-        """What to run, whether it may draw random numbers, how it runs, and what was recorded."""
+        """What to run, whether it may draw random numbers, how it runs, and what was recorded.
+
+        Args:
+            divided: names of the first arguments, where these are weights in parts.
+        """
         if jit == OFF:
             # Once on copies, to see the outputs and which parameters a gradient reaches.
             with attributes_kept(step):
@@ -323,6 +341,11 @@ class EmbeddedEngine:
                 UserWarning,
                 stacklevel=2,
             )
+        if divided is not None:
+            blocks = micro.blocks if isinstance(micro, MicroStep) else ()
+            kept = Lowered(DividedRun(graph, divided, len(blocks)), GRAPH, "")
+            run = without_autocast(kept.run, arguments)
+            return run, uses_random_numbers(graph), kept, graph
         with self.timed():
             lowered = lower(graph, arguments, jit)
         run = without_autocast(lowered.run, arguments)
@@ -390,11 +413,15 @@ class EmbeddedEngine:
 def _sharded(recipe: Recipe) -> str:
     processes, why = current(), needs_whole_gradient(recipe)
     if not processes.are_several:
-        return _NOT_SHARDED
-    gets = "its part of the gradients' sum"
-    if why is not None:
+        name = "shard_weights" if recipe.shard_weights else "shard_optimizer"
+        return _NOT_SHARDED.format(name)
+    what, gets = "The optimizer's state lies", "its part of the gradients' sum"
+    if recipe.shard_weights:
+        what = "Weights and the optimizer's state lie"
+        gets = f"whole weights while they are read, and {gets}"
+    elif why is not None:
         gets = f"the whole sum of the gradients, which {why} needs"
-    return _SHARDED.format(processes.num_processes, gets)
+    return _SHARDED.format(what, processes.num_processes, gets)
 
 
 def _mebibytes(size: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, List, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence
 
 from torch import Tensor
 
@@ -12,6 +12,9 @@ from ipufit.engines.embedded.replicas import copy_of, put_back
 from ipufit.engines.embedded.scaling import Scaler, ScaleState
 from ipufit.engines.embedded.storage import FlatStorage
 from ipufit.engines.embedded.updater import Updater
+
+if TYPE_CHECKING:
+    from ipufit.engines.embedded.divided.weights import DividedWeights
 
 __all__ = ["LiveState", "Snapshot"]
 
@@ -41,6 +44,7 @@ class LiveState:
         averages: their moving averages; None without averaging.
         states: for each replica, what a micro-batch is computed from: parameters and its buffers.
         cuts: of each block, where each process gets a part of its gradient; None: all get it whole.
+        divided: the weights, where each process has a part of them; None: all have all.
     """
 
     updater: Updater
@@ -51,6 +55,7 @@ class LiveState:
     averages: Optional[Averages] = None
     states: List[List[Tensor]] = dataclasses.field(default_factory=list)
     cuts: Optional[Sequence[Sequence[int]]] = None
+    divided: Optional[DividedWeights] = None
 
     def snapshot(self) -> Snapshot:
         """Copies of everything."""

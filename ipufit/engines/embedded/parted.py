@@ -37,22 +37,35 @@ def needs_whole_gradient(recipe: Recipe) -> Optional[str]:
 
 
 def refuse_whole(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-    """Make sure that the optimizer's state can lie in parts over processes.
+    """Make sure that the optimizer's state, and weights if asked for, can lie in parts.
 
     Raises:
         ConfigurationError: its step is torch's own, or another way to run keeps it whole.
     """
+    name = "shard_weights" if recipe.shard_weights else "shard_optimizer"
     if rule_for(optimizer) is None:
         raise ConfigurationError(
-            "shard_optimizer=True needs an optimizer that ipufit has as a program of its own, but "
+            f"{name}=True needs an optimizer that ipufit has as a program of its own, but "
             f"got {type(optimizer).__name__}, whose own step works on whole parameters. Use sgd, "
-            "adam, adamw, rmsprop or lamb, or leave shard_optimizer out."
+            f"adam, adamw, rmsprop or lamb, or leave {name} out."
         )
     if recipe.jit in (INDUCTOR, CUDAGRAPH):
         raise ConfigurationError(
-            "shard_optimizer=True needs a program that meets the other processes within an update, "
-            f"but got jit={recipe.jit!r}, which has whole updates as one. Use jit='auto', or leave "
-            "shard_optimizer out."
+            f"{name}=True needs a program that meets the other processes within an "
+            f"update, but got jit={recipe.jit!r}, which has whole updates as one. Use jit='auto', "
+            f"or leave {name} out."
+        )
+    if recipe.shard_weights and recipe.run_eagerly:
+        raise ConfigurationError(
+            "shard_weights=True needs a recorded program, in which weights are whole only while "
+            "they are read, but got run_eagerly=True or jit='off', which runs the module itself. "
+            "Leave one of them out."
+        )
+    if recipe.shard_weights and recipe.averaging is not None:
+        raise ConfigurationError(
+            "shard_weights=True keeps each weight once, in one process, but use_ema=True exchanges "
+            "whole weights for their averages. Use shard_optimizer=True with it, or leave use_ema "
+            "out."
         )
 
 
@@ -106,9 +119,7 @@ class PartedUpdater(RuleUpdater):
 
     def bind(self, storage: FlatStorage, run_eagerly: bool) -> None:
         """Take over this process's part of the state, of which torch's optimizer keeps nothing."""
-        count, by = self._processes.num_processes, self._kind.by_parameter
-        cuts = [cuts_of(block, count, by) for block in storage.blocks]
-        self._whole, self.cuts = storage, cuts
+        self._whole, self.cuts = storage, self.cuts_of(storage.blocks)
         try:
             own = {slot.name: (slot, *own) for _, slot, own in self._slots()}
             self._parts.align(own)
@@ -119,6 +130,11 @@ class PartedUpdater(RuleUpdater):
         self._parts.forget(list(own))
         for slot, *_ in own.values():
             self._optimizer.state.pop(slot.parameter, None)
+
+    def cuts_of(self, blocks: Sequence[Block]) -> List[List[int]]:
+        """Where blocks are cut into parts."""
+        count, by = self._processes.num_processes, self._kind.by_parameter
+        return [cuts_of(block, count, by) for block in blocks]
 
     def _slots(self) -> List[Tuple[int, Slot, Tuple[int, int]]]:
         """Block and place of each parameter, and which of its elements this process updates."""
@@ -133,7 +149,7 @@ class PartedUpdater(RuleUpdater):
     def _own(self, storage: FlatStorage) -> FlatStorage:
         """The part that this process updates, with the parameters that are wholly in it."""
         own, me = FlatStorage([]), self._processes.process_id
-        own.flats = [part_of(self._processes, *each) for each in zip(storage.flats, self.cuts)]
+        own.flats = self._flats_of(storage)
         for block, cuts in zip(storage.blocks, self.cuts):
             begin, end = cuts[me : me + 2]
             inside = tuple(
@@ -144,6 +160,9 @@ class PartedUpdater(RuleUpdater):
             own.blocks.append(dataclasses.replace(block, slots=inside))
         own.form = (*storage.form, tuple(map(tuple, self.cuts)), me)
         return own
+
+    def _flats_of(self, storage: FlatStorage) -> List[Tensor]:
+        return [part_of(self._processes, *each) for each in zip(storage.flats, self.cuts)]
 
     def _load(self, block: Block, flat: Tensor, rule: Rule) -> Dict[str, Tensor]:
         index = next(i for i, own in enumerate(self._storage.blocks) if own is block)

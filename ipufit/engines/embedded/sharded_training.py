@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Dict, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Tuple, Type
 
 from ipufit.engines.embedded.parted import PartedUpdater
 from ipufit.engines.embedded.rules import rule_for
@@ -25,6 +25,8 @@ class ShardedTrainingProgram(TrainingProgram):
     :meth:`gather_optimizer`; with the next execution it has none again.
     """
 
+    updater_class: Type[PartedUpdater] = PartedUpdater
+
     def __init__(self, engine: EmbeddedEngine, spec: ProgramSpec) -> None:
         known = engine.state_parts
         if known is None or known.optimizer is not spec.optimizer:
@@ -37,7 +39,7 @@ class ShardedTrainingProgram(TrainingProgram):
     def _make_updater(self, tabled: bool) -> Updater:
         recipe, rule = self._spec.recipe, rule_for(self._optimizer)
         assert rule is not None
-        self._updater = PartedUpdater(
+        self._updater = self.updater_class(
             self._optimizer,
             rule,
             self._engine.optimizer_graphs,
@@ -61,11 +63,14 @@ class ShardedTrainingProgram(TrainingProgram):
             ProcessError: some have changed it, and others not.
         """
         if self._reached:
-            changed = self._published.is_changed
-            self._spec.processes.agree(state_of_the_optimizer="changed" if changed else "as it was")
-            if changed:
-                self._let_go()
+            self._take_over_changes()
         return super().prepare(example)
+
+    def _take_over_changes(self) -> None:
+        changed = self._published.is_changed
+        self._spec.processes.agree(state_of_the_optimizer="changed" if changed else "as it was")
+        if changed:
+            self._let_go()
 
     def _follow_the_optimizer(self) -> None:
         if not self._reached:

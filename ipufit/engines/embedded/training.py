@@ -168,7 +168,7 @@ class TrainingProgram(BaseProgram):
 
     def _take_over(self, reached: Tuple[str, ...]) -> None:
         """From here on parameters and optimizer state are the program's."""
-        self._live.storage = FlatStorage(self._lay_out(reached))
+        self._live.storage = self._make_storage(reached)
         try:
             with self._engine.timed():
                 self._live.updater.bind(self._live.storage, self._spec.run_eagerly)
@@ -182,6 +182,9 @@ class TrainingProgram(BaseProgram):
             self._live.averages = Averages(rule, storage.blocks, storage.flats, known)
         self._published.note(self.updates)
         self._live.states = [self._collect_state(buffers) for buffers in self._live.replicas]
+
+    def _make_storage(self, reached: Sequence[str]) -> FlatStorage:
+        return FlatStorage(self._lay_out(reached))
 
     def prepare(self, example: MicroBatch) -> Prepared:
         """Record the program, or look again what it was recorded from.
@@ -242,7 +245,7 @@ class TrainingProgram(BaseProgram):
             self._maker.compiled.wait()
         self._follow_the_optimizer()
         work = [*zip(batch.micro_batches, self._recorded_for(batch.micro_batches))]
-        follow_the_module(self._step, self._parameters, self._buffers, self._live.storage)
+        self._follow_the_module()
         if work:
             self._maker.merged = self._find_merged(work[0][0])
         updates, shares = self._by_update(work, batch)
@@ -310,6 +313,10 @@ class TrainingProgram(BaseProgram):
         """Take over what a callback has made of the optimizer's state."""
         if self._reached and self._published.to_take_over(self.updates):
             self._let_go()
+
+    def _follow_the_module(self) -> None:
+        """Take over what a callback has put into parameters."""
+        follow_the_module(self._step, self._parameters, self._buffers, self._live.storage)
 
     def read_state(self) -> TrainState:
         """Copies of everything that training has changed, whichever weights are in the module."""

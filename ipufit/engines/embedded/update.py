@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ipufit.engines.embedded.collected import Collected
+from ipufit.engines.embedded.divided.sums import DividedSum
 from ipufit.engines.embedded.live import LiveState
 from ipufit.engines.embedded.reduction import GradientSum, Reduction
 from ipufit.engines.embedded.replicas import copy_of, put_back
@@ -104,6 +105,8 @@ class UpdateMaker:
             skip = False
             if live.scaler is not None:
                 seen = self._as_used(gradients)
+                if live.divided is not None:
+                    seen = [self._lost_anywhere(seen)]
                 skip = live.scaler.judge(seen, left_out, collected.finite, live.updates)
         except BaseException:
             for buffers, values in zip(live.replicas, saved):
@@ -129,7 +132,9 @@ class UpdateMaker:
         """Reduced over the micro-batches of one update, one flat tensor per block."""
         live = self._live
         blocks = len(live.storage.blocks)
-        total = self._reduction.start([batch.size for batch, _ in update], share)
+        divided = live.divided
+        kind = None if divided is None else DividedSum
+        total = self._reduction.start([batch.size for batch, _ in update], share, kind)
         reported = len(collected.numbers)
         merged = self.merged
         # Of micro-batches of several sizes the gradients have factors of their own.
@@ -149,15 +154,20 @@ class UpdateMaker:
             place = index if share is None else share.places[index]
             self._seed(recorded, live.updates, place)
             state = live.states[place % len(live.states)]
+            if isinstance(total, DividedSum) and divided is not None:
+                divided.factor = None if self.counted else total.next_factor()
             numbers, *rest = recorded.run(*state, *batch.leaves, *scale)
             outputs, own = rest[: len(rest) - blocks], rest[len(rest) - blocks :]
-            kind = recorded.reported()
+            reported_kind = recorded.reported()
             if self.at_once and share is None:
                 self.refuse_non_finite((numbers[0] if numbers.dim() else numbers).item())
-            collected.numbers.append(([kind], numbers))
+            collected.numbers.append(([reported_kind], numbers))
             if first + index in wanted:
                 collected.add_outputs(recorded, outputs, first + index)
-            total.add(own, numbers[1] if kind.counted else None)
+            total.add(own, numbers[1] if reported_kind.counted else None)
+        if divided is not None and share is not None:
+            for _ in range(share.most - len(update)):
+                total.add(divided.idle(divided.events), None)
         self._add_others(total, share, collected, reported)
         return total.reduced(loss_scale)
 
@@ -232,6 +242,13 @@ class UpdateMaker:
         if self._clips:
             return list(gradients)
         return [g.to(flat.dtype) for g, flat in zip(gradients, self._live.storage.flats)]
+
+    def _lost_anywhere(self, gradients: Sequence[Tensor]) -> Tensor:
+        """One number, finite if the gradients are so in all processes."""
+        lost = torch.stack([~gradient.isfinite().all() for gradient in gradients]).any()
+        count = lost.to(torch.float32).reshape(1)
+        self._processes.add([count])
+        return torch.where(count > 0, math.inf, 0.0)
 
     def refuse_non_finite(self, value: float) -> None:
         """Make sure that a loss of the coming update is a number.

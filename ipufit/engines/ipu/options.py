@@ -80,13 +80,22 @@ def make_options(sdk: Any, given: Any, spec: ProgramSpec, size: Size) -> Any:
 
 
 def _offload(sdk: Any, options: Any, spec: ProgramSpec) -> None:
-    """Let the optimizer's state be beside the chip, or in parts, unless the options say where."""
-    known = "location_optimizer" in options.TensorLocations.toDict()
-    shards = spec.recipe.shard_optimizer and spec.plan.all_replicas > 1
-    if (spec.recipe.offload_optimizer_state or shards) and not known:
-        location = sdk.TensorLocationSettings()
-        if spec.recipe.offload_optimizer_state:
-            location.useOnChipStorage(False)
-        if shards:
-            location.useReplicatedTensorSharding(True)
-        options.TensorLocations.setOptimizerLocation(location)
+    """Let the optimizer's state be beside the chip, or in parts, and the weights in parts.
+
+    What the options say of either holds.
+    """
+    recipe, locations = spec.recipe, options.TensorLocations
+    shares = spec.plan.all_replicas > 1
+    asked = (
+        ("Optimizer", recipe.offload_optimizer_state, recipe.shard_optimizer and shares),
+        ("Weight", False, recipe.shard_weights and shares),
+    )
+    known = locations.toDict()
+    for what, offloads, shards in asked:
+        if (offloads or shards) and f"location_{what.lower()}" not in known:
+            location = sdk.TensorLocationSettings()
+            if offloads:
+                location.useOnChipStorage(False)
+            if shards:
+                location.useReplicatedTensorSharding(True)
+            getattr(locations, f"set{what}Location")(location)
