@@ -15,7 +15,7 @@ from ipufit.processes.link import Link, Place
 from ipufit.processes.messages import FRAME, as_bytes, buckets, length, pack, unpack
 from ipufit.processes.works import Works
 
-__all__ = ["ALONE", "TIMEOUT", "Processes", "common"]
+__all__ = ["ALONE", "TIMEOUT", "Processes", "common", "give_back", "summable"]
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
@@ -152,7 +152,7 @@ class Processes:
         if not self.are_several:
             return
         sent: List[Tuple[Tensor, List[Tensor]]] = []
-        rows = [_summable(each) for each in tensors]
+        rows = [summable(each) for each in tensors]
         with torch.no_grad(), self.collectives() as start:
             for kind in dict.fromkeys((row.device, row.dtype) for row in rows):
                 alike = [row for row in rows if (row.device, row.dtype) == kind and row.numel()]
@@ -161,7 +161,7 @@ class Processes:
                     sent.append((bucket, parts))
         _unpack_buckets(sent)
         for tensor, row in zip(tensors, rows):
-            _give_back(tensor, row)
+            give_back(tensor, row)
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
         """Each tensor becomes that of process 0, in place, whatever its dtype."""
@@ -179,7 +179,7 @@ class Processes:
         _unpack_buckets(sent)
         if not self.is_first:
             for tensor, each in zip(tensors, plain):
-                _give_back(tensor, each)
+                give_back(tensor, each)
 
     def first(self, make: Callable[[], T]) -> T:
         """What ``make`` returns in process 0, which alone calls it: a tree as for gather.
@@ -320,7 +320,7 @@ class Processes:
         return common(ProcessError(text))
 
 
-def _summable(tensor: Tensor) -> Tensor:
+def summable(tensor: Tensor) -> Tensor:
     """The values flat, in a dtype that can be summed; the tensor's own memory where possible."""
     row = _plain(tensor).reshape(-1)
     if row.is_complex():
@@ -343,7 +343,8 @@ def _unpack_buckets(sent: Sequence[Tuple[Tensor, List[Tensor]]]) -> None:
                 part.copy_(found)
 
 
-def _give_back(tensor: Tensor, found: Tensor) -> None:
+def give_back(tensor: Tensor, found: Tensor) -> None:
+    """Put what was made of :func:`summable` values where these came from, if it is elsewhere."""
     target = tensor.detach()
     if target.data_ptr() == found.data_ptr() and target.is_contiguous():
         return

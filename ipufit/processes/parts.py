@@ -15,7 +15,7 @@ from torch import Tensor, distributed
 from ipufit.processes.group import Processes
 from ipufit.processes.messages import as_bytes
 
-__all__ = ["add_parts", "collect_parts", "join_parts", "part_of"]
+__all__ = ["PartSum", "add_parts", "collect_parts", "join_parts", "part_of"]
 
 # Bytes of all processes that are under way at a time; a copy of them is made.
 _WINDOW = 25 * 2**20
@@ -118,3 +118,37 @@ def collect_parts(
         texts: Tuple[Tensor, Tensor] = as_bytes(whole), as_bytes(part)
         start(distributed.all_to_all_single, *texts, here, there, like=part)
     return whole if wants else None
+
+
+class PartSum:
+    """The sum of a flat tensor over all processes, under way, of which each gets its part.
+
+    Args:
+        processes: all of them.
+        whole: contiguous; it stays as it is until the sum has ended.
+        cuts: of it.
+
+    Attributes:
+        own: this process's part, when the sum has ended.
+    """
+
+    def __init__(self, processes: Processes, whole: Tensor, cuts: Sequence[int]) -> None:
+        count = len(cuts) - 1
+        self.own = torch.empty_like(part_of(processes, whole, cuts))
+        self._received = whole.new_empty(count * len(self.own))
+        # What is sent stays until it has arrived.
+        self._sent = whole
+        self._works = processes.works()
+        one = whole.element_size()
+        here = [one * len(self.own)] * count
+        there = [one * (end - begin) for begin, end in zip(cuts, cuts[1:])]
+        texts = as_bytes(self._received), as_bytes(whole)
+        self._works.start(distributed.all_to_all_single, *texts, here, there, like=whole)
+
+    def end(self) -> None:
+        """Wait for it."""
+        self._works.wait()
+        rows = self._received.view(-1, len(self.own)) if len(self.own) else None
+        if rows is not None:
+            wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
+            self.own.copy_(rows.sum(0, dtype=wide))

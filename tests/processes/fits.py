@@ -1,7 +1,7 @@
 """What a process of a distributed fit runs; its results are compared with those of one process.
 
 Run by test_fits.py in one, two and four processes. Arguments: the folder for the results, and names
-of functions here; none for all.
+of functions here; none for all. With "buckets" gradients go in many small ones.
 """
 
 import json
@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, T
 
 import ipufit
 from ipufit.callbacks import Callback, CSVLogger, LambdaCallback
+from ipufit.engines.embedded import overlap
 
 REPLICAS = 4
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
@@ -215,11 +216,22 @@ def callbacks():
 
 
 def main():
+    asked = [each for each in sys.argv[2:] if each != "buckets"]
+    begun = []
+    if "buckets" in sys.argv[2:]:
+        overlap.BUCKET, inner = 256, overlap.BucketSums.sum
+
+        def noted(sums, *given):
+            begun.append(given[0])
+            return inner(sums, *given)
+
+        overlap.BucketSums.sum = noted
     torch.set_default_dtype(torch.float64)
     results = {}
     for part in (lengths, forms, models, measures, callbacks):
-        for name, found in part() if part.__name__ in (sys.argv[2:] or [part.__name__]) else ():
+        for name, found in part() if part.__name__ in (asked or [part.__name__]) else ():
             results[name] = found
+    assert bool(begun) == ("buckets" in sys.argv[2:])
     with open(os.path.join(sys.argv[1], f"{PROCESSES}-{PROCESS}.json"), "w") as file:
         json.dump(results, file)
 

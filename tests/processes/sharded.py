@@ -1,7 +1,8 @@
 """What a process runs of which each has a part of the optimizer's state; see test_sharded.py.
 
 Arguments: a folder, and names of functions here. Each compares with a fit that is not sharded. With
-"weights" these lie in parts too; with "briefly" fewer nets are tried.
+"weights" these lie in parts too; with "briefly" fewer nets are tried; with "buckets" gradients go
+in small ones.
 """
 
 import os
@@ -15,6 +16,7 @@ from torch import nn
 
 import ipufit
 from ipufit.callbacks import Callback, LambdaCallback
+from ipufit.engines.embedded import overlap
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.errors import ConfigurationError, NonFiniteLossError, ProcessError
 from ipufit.processes import current
@@ -486,6 +488,8 @@ def most():
 
 def main():
     torch.set_default_dtype(torch.float64)
+    if "buckets" in sys.argv[2:]:
+        overlap.BUCKET = 64
     for part in (most, nets, optimizers, others, skips, writes, resumes, callbacks, gathers):
         if part.__name__ in sys.argv[2:]:
             part()

@@ -53,6 +53,19 @@ def test_two_processes_give_the_numbers_of_one(alone, tmp_path):
     check(alone, found)
 
 
+@pytest.mark.parametrize(
+    ("processes", "parts"),
+    [
+        pytest.param(2, ("models",), marks=on_one_python),
+        pytest.param(2, (), marks=pytest.mark.long),
+        pytest.param(4, (), marks=pytest.mark.long),
+    ],
+)
+def test_buckets_that_go_along_with_backward_change_nothing(alone, tmp_path, processes, parts):
+    """Updates take turns at first: their gradients are added during the backward pass, or after."""
+    check(alone, results(tmp_path, processes, ("buckets", *parts)))
+
+
 @on_one_python
 def test_four_processes_give_the_numbers_of_one(alone, tmp_path, request):
     parts = () if request.config.getoption("--exhaustive") else SAMPLE

@@ -22,7 +22,7 @@ def run(folder, count, *parts):
     ends = run_processes(SCRIPT, count, timeout=240, args=(str(folder), *parts))
     for ended in ends:
         assert ended.code == 0, str(ended)
-        done = [part for part in parts if part not in ("weights", "briefly")]
+        done = [part for part in parts if part not in ("weights", "briefly", "buckets")]
         assert ended.stdout.count(" done\n") == len(done), str(ended)
     return [ended.stdout for ended in ends]
 
@@ -55,6 +55,11 @@ def test_two_processes_give_the_numbers_of_whole_state(tmp_path):
 def test_every_rule_works_on_parts(tmp_path):
     """With layers frozen and thawed between fits."""
     run(tmp_path, 2, "optimizers")
+
+
+@pytest.mark.long
+def test_parts_of_sums_go_along_with_backward_too(tmp_path):
+    run(tmp_path, 2, "buckets", "optimizers", "others", "skips")
 
 
 @pytest.mark.long

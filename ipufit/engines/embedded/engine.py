@@ -33,6 +33,7 @@ from ipufit.engines.embedded.lowering.inductor.requirements import refuse_missin
 from ipufit.engines.embedded.lowering.racing import Race
 from ipufit.engines.embedded.merging import Decision, Merged, decide, same_in_all
 from ipufit.engines.embedded.merging.steps import MergedStep
+from ipufit.engines.embedded.overlap import Overlap
 from ipufit.engines.embedded.parted import needs_whole_gradient, refuse_whole
 from ipufit.engines.embedded.precision import (
     autocast_state,
@@ -128,6 +129,7 @@ class EmbeddedEngine:
         state_parts: this process's part of the optimizer's state, where it lies in parts and no
             program has it.
         divided: the weights, where each process has a part and a training program lives.
+        overlap: says when several processes add gradients that are in several buckets.
         hints: marks for an IPU that were seen in forward.
         lowered: how full micro-batches of the last training program run; None before one came.
         libraries: compiled updates that are loaded.
@@ -156,6 +158,7 @@ class EmbeddedEngine:
         self.state_memory = StateMemory()
         self.state_parts: Optional[StateParts] = None
         self.divided: Optional[DividedWeights] = None
+        self.overlap: Optional[Overlap] = None
         self.hints: Dict[str, None] = {}
         self.recomputed: Optional[Tuple[int, int, int]] = None
         self.lowered: Optional[Lowered] = None
@@ -263,7 +266,7 @@ class EmbeddedEngine:
                 arguments.append(torch.ones((), dtype=torch.float64, device=arguments[-1].device))
             names = (*trained, *fixed) if spec.divides_weights else None
             run, random, lowered, graph = self._make(
-                micro, step, arguments, recipe.jit, recompute, names
+                micro, step, arguments, recipe.jit, recompute, names, spec.processes.are_several
             )
             self.hints.update(micro.hints)
             self._recorded[key] = Recorded(
@@ -316,11 +319,13 @@ class EmbeddedEngine:
         jit: str,
         recompute: Sequence[str],
         divided: Optional[Sequence[str]] = None,
+        several: bool = False,
     ) -> Tuple[Callable[..., List[Tensor]], bool, Lowered, Optional[fx.GraphModule]]:
         """What to run, whether it may draw random numbers, how it runs, and what was recorded.
 
         Args:
             divided: names of the first arguments, where these are weights in parts.
+            several: whether gradients go to other processes.
         """
         if jit == OFF:
             # Once on copies, to see the outputs and which parameters a gradient reaches.
@@ -341,13 +346,13 @@ class EmbeddedEngine:
                 UserWarning,
                 stacklevel=2,
             )
+        blocks = len(micro.blocks) if isinstance(micro, MicroStep) else 0
         if divided is not None:
-            blocks = micro.blocks if isinstance(micro, MicroStep) else ()
-            kept = Lowered(DividedRun(graph, divided, len(blocks)), GRAPH, "")
+            kept = Lowered(DividedRun(graph, divided, blocks), GRAPH, "")
             run = without_autocast(kept.run, arguments)
             return run, uses_random_numbers(graph), kept, graph
         with self.timed():
-            lowered = lower(graph, arguments, jit)
+            lowered = lower(graph, arguments, jit, blocks if several and blocks > 1 else 0)
         run = without_autocast(lowered.run, arguments)
         values = [node.meta.get("val") for node in graph.graph.nodes]
         on_cpu = arguments[-1].device.type == "cpu"
@@ -387,6 +392,7 @@ class EmbeddedEngine:
             said.append(_OFFLOADED if in_host else _NOT_OFFLOADED)
         if recipe.shard_optimizer:
             said.append(_sharded(recipe))
+        said += [self.overlap.said()] if self.overlap is not None else []
         said += self.compiled.said() if self.compiled is not None else []
         said += self.race.said() if self.race is not None else []
         if self.recomputed is None or not recipe.recompute:

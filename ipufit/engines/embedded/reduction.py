@@ -81,6 +81,10 @@ class GradientSum:
         self._counted: Optional[Tensor] = None
         self._lost: Optional[Tensor] = None
 
+    def next_factor(self) -> float:
+        """Of the next micro-batch, if its loss stands for its samples."""
+        return next(self._factors)
+
     def add(self, gradients: Sequence[Tensor], count: Optional[Tensor]) -> None:
         """The gradients of the next micro-batch, which may be changed in place.
 
@@ -88,17 +92,33 @@ class GradientSum:
             gradients: one flat tensor per block.
             count: what the loss is a mean over, shape (); None where it is the samples.
         """
-        factor = next(self._factors)
+        factor = self.next_factor()
+        self._total = [self.joined(i, g, factor, count) for i, g in enumerate(gradients)]
+        self.note(count)
+
+    def joined(
+        self, block: int, gradient: Tensor, factor: float, count: Optional[Tensor]
+    ) -> Tensor:
+        """The sum of a block with the gradient of one more micro-batch, which may be changed.
+
+        Args:
+            block: its number.
+            gradient: flat.
+            factor: of the micro-batch.
+            count: what the loss is a mean over, shape (); None where it is the samples.
+        """
         if self._dtype is not None:
-            gradients = [gradient.to(self._dtype) for gradient in gradients]
+            gradient = gradient.to(self._dtype)
+        if count is not None:
+            gradient, factor = gradient.mul_(count), 1.0
+        if not self._total:
+            return gradient.mul_(factor) if factor != 1 else gradient
+        return self._total[block].add_(gradient, alpha=factor)
+
+    def note(self, count: Optional[Tensor]) -> None:
+        """What the loss of one more micro-batch is a mean over; None where it is the samples."""
         if count is not None:
             self._counted = count if self._counted is None else self._counted + count
-            gradients, factor = [gradient.mul_(count) for gradient in gradients], 1.0
-        if not self._total:
-            self._total = [g.mul_(factor) if factor != 1 else g for g in gradients]
-            return
-        for total, gradient in zip(self._total, gradients):
-            total.add_(gradient, alpha=factor)
 
     def add_summed(self, gradients: Sequence[Tensor], count: Optional[Tensor]) -> None:
         """The sum of the gradients of full micro-batches, each times its count.
@@ -108,13 +128,49 @@ class GradientSum:
             count: the sum of the counts; None where losses stand for samples.
         """
         next(self._factors)
-        if count is not None:
-            self._counted = count if self._counted is None else self._counted + count
+        self.note(count)
         if not self._total:
             self._total = list(gradients)
             return
         for total, gradient in zip(self._total, gradients):
             total.add_(gradient)
+
+    def like(self, flats: Sequence[Tensor]) -> List[Tensor]:
+        """The sum by block; zeros like these where nothing was added."""
+        if not self._total:
+            kinds = [self._dtype or each.dtype for each in flats]
+            self._total = [torch.zeros_like(e, dtype=kind) for e, kind in zip(flats, kinds)]
+        return self._total
+
+    def replace(self, totals: Sequence[Tensor]) -> None:
+        """What the sum is, over all processes."""
+        self._total = list(totals)
+
+    def add_facts(
+        self, processes: Processes, like: Tensor, is_counted: bool, is_lost: bool
+    ) -> None:
+        """Add what all processes say of their losses, beside the gradients.
+
+        Args:
+            processes: all of them.
+            like: on the device of the sum.
+            is_counted: whether losses are means over what they count.
+            is_lost: whether the sum is of no use, which all are to see by :meth:`is_suspect`.
+        """
+        few = self._facts(like, is_lost)
+        processes.add([few])
+        self._keep_facts(few, is_counted)
+
+    def _facts(self, like: Tensor, is_lost: bool) -> Tensor:
+        few = like.new_zeros(2, dtype=torch.float64)
+        few[0] = float(is_lost)
+        if self._counted is not None:
+            few[1] = self._counted
+        return few
+
+    def _keep_facts(self, few: Tensor, is_counted: bool) -> None:
+        self._lost = few[0]
+        self._counted = few[1] if is_counted else None
 
     def add_others(
         self,
@@ -134,25 +190,19 @@ class GradientSum:
             cuts: of each tensor, where each process needs a part of the sum alone; only that is
                 left here. None: all need it whole.
         """
-        if not self._total:
-            kinds = [self._dtype or each.dtype for each in like]
-            self._total = [torch.zeros_like(e, dtype=kind) for e, kind in zip(like, kinds)]
-        few = []
-        if is_counted or cuts is not None:
-            few = [self._total[0].new_zeros(2, dtype=torch.float64)]
-            few[0][0] = float(is_lost)
-            if self._counted is not None:
-                few[0][1] = self._counted
+        total = self.like(like)
         if cuts is not None:
-            processes.add(few)
-            self._total = add_parts(processes, self._total, cuts)
-        else:
-            if is_lost:
-                # One more message would take as long as the gradient of a small model.
-                self._total[0][:1] = math.nan
-            processes.add([*few, *self._total])
-        self._lost = few[0][0] if few else None
-        self._counted = few[0][1] if is_counted else None
+            self.add_facts(processes, total[0], is_counted, is_lost)
+            self._total = add_parts(processes, total, cuts)
+            return
+        few = [self._facts(total[0], is_lost)] if is_counted else []
+        if is_lost:
+            # One more message would take as long as the gradient of a small model.
+            total[0][:1] = math.nan
+        processes.add([*few, *total])
+        self._lost = None
+        if few:
+            self._keep_facts(few[0], is_counted)
 
     def is_suspect(self) -> bool:
         """Whether a process may have said that its part is of no use; asks the device."""

@@ -21,6 +21,7 @@ from ipufit.engines.embedded.lowering.cudagraph import CapturedExecutions, Stage
 from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates
 from ipufit.engines.embedded.lowering.inductor.requirements import missing
 from ipufit.engines.embedded.lowering.racing import Race
+from ipufit.engines.embedded.overlap import Overlap, buckets_of
 from ipufit.engines.embedded.precision import warn_of_vanishing_eps
 from ipufit.engines.embedded.publication import Publication
 from ipufit.engines.embedded.replicas import put_back
@@ -143,7 +144,11 @@ class TrainingProgram(BaseProgram):
         return self._live.updates
 
     def _lay_out(self, names: Sequence[str]) -> List[Block]:
-        return self._live.updater.layout([(name, self._parameters[name]) for name in names])
+        named = [(name, self._parameters[name]) for name in names]
+        if not self._spec.processes.are_several:
+            return self._live.updater.layout(named)
+        layout = self._live.updater.layout
+        return [block for bucket in buckets_of(named) for block in layout(bucket)]
 
     def _collect_state(self, buffers: Dict[str, Tensor]) -> List[Tensor]:
         names = [*self._trained, *self._frozen]
@@ -210,9 +215,21 @@ class TrainingProgram(BaseProgram):
                 self._race.enter(self._recorded(example), example)
             elif self._maker.compiled is not None:
                 self._maker.compiled.start(self._recorded(example), example)
+        if is_full or self._maker.overlap is None:
+            self._maker.overlap = self._find_overlap(example)
         self._maker.counted = self._recorded(example).reported().counted
         self._find_merged(example)
         return prepared
+
+    def _find_overlap(self, example: MicroBatch) -> Optional[Overlap]:
+        """What says when the processes add their gradients, where there are several buckets."""
+        meeting = self._recorded(example).lowered.meeting
+        if meeting is None:
+            return None
+        known = self._engine.overlap
+        if known is None or known.order != meeting.order:
+            known = self._engine.overlap = Overlap(self._spec.processes, meeting.order)
+        return known
 
     def _find_merged(self, example: MicroBatch) -> Optional[Merged]:
         """What takes several micro-batches like this one at once, if there is such a thing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import TYPE_CHECKING, Callable, Iterator, List, Optional, Sequence, Set, Tuple, Union
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from ipufit.engines.embedded.collected import Collected
 from ipufit.engines.embedded.divided.sums import DividedSum
 from ipufit.engines.embedded.live import LiveState
+from ipufit.engines.embedded.overlap import BucketSums, Overlap
 from ipufit.engines.embedded.reduction import GradientSum, Reduction
 from ipufit.engines.embedded.replicas import copy_of, put_back
 from ipufit.errors import NonFiniteLossError
@@ -47,6 +49,8 @@ class UpdateMaker:
         counted: whether losses are means over what they count, rather than over samples.
         compiled: makes the updates that fit it, once it is ready; None for none.
         merged: takes several micro-batches at once, where an update is made of such; None: never.
+        overlap: says whether gradients are added during the backward pass; None where they are
+            in one bucket, or in one process.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class UpdateMaker:
         self.counted = False
         self.compiled: Optional[CompiledUpdates] = None
         self.merged: Optional[Merged] = None
+        self.overlap: Optional[Overlap] = None
 
     def make(
         self,
@@ -135,13 +140,17 @@ class UpdateMaker:
         divided = live.divided
         kind = None if divided is None else DividedSum
         total = self._reduction.start([batch.size for batch, _ in update], share, kind)
+        sums, goes_along = None, False
+        if self.overlap is not None and share is not None:
+            sums = BucketSums(self._processes, self.overlap.order, total, live.cuts)
+            goes_along = self.overlap.begin()
         reported = len(collected.numbers)
         merged = self.merged
         # Of micro-batches of several sizes the gradients have factors of their own.
         alike = share is None or len(set(share.sizes)) == 1
         if merged is not None and alike and merged.takes([recorded for _, recorded in update]):
             self._add_merged(merged, total, update, first, wanted, collected)
-            self._add_others(total, share, collected, reported)
+            self._add_others(total, share, collected, reported, sums)
             return total.reduced(1.0)
         scale: List[Tensor] = []
         loss_scale: Union[float, Tensor] = 1.0
@@ -156,7 +165,9 @@ class UpdateMaker:
             state = live.states[place % len(live.states)]
             if isinstance(total, DividedSum) and divided is not None:
                 divided.factor = None if self.counted else total.next_factor()
-            numbers, *rest = recorded.run(*state, *batch.leaves, *scale)
+            meets = goes_along and index == len(update) - 1 and recorded.lowered.meeting is not None
+            with self._met(sums if meets else None, recorded, total):
+                numbers, *rest = recorded.run(*state, *batch.leaves, *scale)
             outputs, own = rest[: len(rest) - blocks], rest[len(rest) - blocks :]
             reported_kind = recorded.reported()
             if self.at_once and share is None:
@@ -164,15 +175,40 @@ class UpdateMaker:
             collected.numbers.append(([reported_kind], numbers))
             if first + index in wanted:
                 collected.add_outputs(recorded, outputs, first + index)
-            total.add(own, numbers[1] if reported_kind.counted else None)
+            count = numbers[1] if reported_kind.counted else None
+            if meets:
+                total.note(count)
+            else:
+                total.add(own, count)
         if divided is not None and share is not None:
             for _ in range(share.most - len(update)):
                 total.add(divided.idle(divided.events), None)
-        self._add_others(total, share, collected, reported)
+        self._add_others(total, share, collected, reported, sums)
         return total.reduced(loss_scale)
 
+    @contextlib.contextmanager
+    def _met(
+        self, sums: Optional[BucketSums], recorded: Recorded, total: GradientSum
+    ) -> Iterator[None]:
+        """A micro-batch runs, whose gradients go to the other processes as they come."""
+        meeting = recorded.lowered.meeting
+        if sums is None or meeting is None:
+            yield
+            return
+        sums.expect(total.next_factor(), self.counted)
+        meeting.host = sums
+        try:
+            yield
+        finally:
+            meeting.host = None
+
     def _add_others(
-        self, total: GradientSum, share: Optional[Share], collected: Collected, reported: int
+        self,
+        total: GradientSum,
+        share: Optional[Share],
+        collected: Collected,
+        reported: int,
+        sums: Optional[BucketSums] = None,
     ) -> None:
         """Add the gradients of the other processes, if there are any.
 
@@ -181,13 +217,21 @@ class UpdateMaker:
             share: what of the update is its own; None for all.
             collected: with what the update's micro-batches have reported.
             reported: how many entries of it are of earlier updates.
+            sums: those of buckets, some begun perhaps; None for all of the gradient at once.
         """
         if share is None:
             return
         losses: List[float] = collected.losses(reported).tolist() if self.at_once else []
         is_lost = not all(map(math.isfinite, losses))
         live = self._live
-        total.add_others(self._processes, live.storage.flats, self.counted, is_lost, live.cuts)
+        flats = live.storage.flats
+        if sums is not None:
+            assert self.overlap is not None
+            sums.finish(flats)
+            self.overlap.end()
+            total.add_facts(self._processes, flats[0], self.counted, is_lost)
+        else:
+            total.add_others(self._processes, flats, self.counted, is_lost, live.cuts)
         if self.at_once and total.is_suspect():
             self.refuse_common(losses, share)
 

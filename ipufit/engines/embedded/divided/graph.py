@@ -19,7 +19,7 @@ from ipufit.engines.embedded.marks import is_backward
 from ipufit.engines.embedded.step import public_name
 from ipufit.errors import CaptureError
 
-__all__ = ["FILL", "FREE", "SUM", "Event", "Meeting", "with_meetings"]
+__all__ = ["FILL", "FREE", "SUM", "Event", "Meeting", "with_meetings", "with_sums"]
 
 FILL, FREE, SUM = "fill", "free", "sum"
 
@@ -42,15 +42,19 @@ class Meeting(nn.Module):
     """Stands in a graph for whoever has the weights.
 
     Attributes:
-        host: has a method for each kind of event; set before the graph runs.
+        order: in which sums are met.
+        host: has a method for each kind of event. Without one, sums are what is to be added.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.host: Any = None
+        self.order: Tuple[int, ...] = ()
 
     def forward(self, what: str, piece: int, *tensors: torch.Tensor) -> Any:
         """One event."""
+        if self.host is None:
+            return tensors[-1]
         return getattr(self.host, what)(piece, *tensors)
 
 
@@ -84,6 +88,22 @@ def with_meetings(
     graph.lint()
     met = [node for node in graph.nodes if node.op == "call_module"]
     return [(node.args[0], node.args[1]) for node in met]
+
+
+def with_sums(module: fx.GraphModule, gradients: int) -> Meeting:
+    """Meet the others as soon as a gradient is there.
+
+    Args:
+        module: of a micro-batch; changed in place, with a submodule ``meeting``.
+        gradients: how many of its last outputs are gradients.
+    """
+    meeting = Meeting()
+    module.add_submodule("meeting", meeting)
+    gradients_early(module.graph, gradients)
+    _add_sums(module.graph, gradients)
+    met = [node for node in module.graph.nodes if node.op == "call_module"]
+    meeting.order = tuple(node.args[1] for node in met)
+    return meeting
 
 
 def _spans(

@@ -18,7 +18,7 @@ from ipufit.engines.embedded.divided.graph import FILL, SUM, Event
 from ipufit.engines.embedded.storage import Block, FlatStorage
 from ipufit.processes import Processes
 from ipufit.processes.messages import as_bytes
-from ipufit.processes.parts import part_of
+from ipufit.processes.parts import PartSum, part_of
 from ipufit.processes.works import Works
 
 __all__ = ["DividedWeights", "Piece", "pieces_of"]
@@ -144,7 +144,7 @@ class DividedWeights(FlatStorage):
         self._events: Sequence[Event] = ()
         self._place = 0
         self._coming: Dict[int, Works] = {}
-        self._sum: Optional[_Sum] = None
+        self._sum: Optional[PartSum] = None
         self._seen = self._signature()
 
     @property
@@ -227,7 +227,7 @@ class DividedWeights(FlatStorage):
         else:
             gradient = gradient.to(kind)
             gradient = gradient if self.factor == 1 else gradient.mul_(self.factor)
-        self._sum = _Sum(self._processes, gradient, piece.cuts)
+        self._sum = PartSum(self._processes, gradient, piece.cuts)
         return self._sum.own
 
     def _end_sum(self) -> None:
@@ -273,31 +273,3 @@ class DividedWeights(FlatStorage):
             if parameter.device != self.device:
                 parameter.data = parameter.data.to(self.device)
         self.pieces, self._home = [], {}
-
-
-class _Sum:
-    """A sum under way.
-
-    Attributes:
-        own: this process's part, when it has ended.
-    """
-
-    def __init__(self, processes: Processes, gradient: Tensor, cuts: Sequence[int]) -> None:
-        count = len(cuts) - 1
-        self.own = torch.empty_like(part_of(processes, gradient, cuts))
-        self._received = gradient.new_empty(count * len(self.own))
-        # What is sent stays until it has arrived.
-        self._sent = gradient
-        self._works = processes.works()
-        one = gradient.element_size()
-        here = [one * len(self.own)] * count
-        there = [one * (end - begin) for begin, end in zip(cuts, cuts[1:])]
-        texts = as_bytes(self._received), as_bytes(gradient)
-        self._works.start(distributed.all_to_all_single, *texts, here, there, like=gradient)
-
-    def end(self) -> None:
-        self._works.wait()
-        rows = self._received.view(-1, len(self.own)) if len(self.own) else None
-        if rows is not None:
-            wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
-            self.own.copy_(rows.sum(0, dtype=wide))

@@ -10,6 +10,7 @@ from typing import Callable, Dict, List, Optional, Sequence
 import torch
 from torch import Tensor, fx
 
+from ipufit.engines.embedded.divided.graph import Meeting, with_sums
 from ipufit.engines.embedded.lowering.calls import call_shortly
 from ipufit.engines.embedded.lowering.channels_last import pictures_last
 from ipufit.engines.embedded.lowering.gathering import gather_in_place
@@ -35,31 +36,35 @@ class Lowered:
         run: takes and returns what the recorded graph does.
         way: "graph" or "kernels".
         why: a sentence for ``explain``.
+        meeting: where its gradients may go to other processes; None where they don't.
     """
 
     run: Callable[..., List[Tensor]]
     way: str
     why: str
+    meeting: Optional[Meeting] = None
 
 
-def lower(graph: fx.GraphModule, arguments: Sequence[Tensor], jit: str) -> Lowered:
+def lower(graph: fx.GraphModule, arguments: Sequence[Tensor], jit: str, sums: int = 0) -> Lowered:
     """Make of a recorded graph what runs.
 
     Args:
         graph: of one micro-batch; it stays as it is.
         arguments: a micro-batch with the state it starts from; none of them is changed.
         jit: how to run; ways that are not of this module count as "auto".
+        sums: how many of the last results are gradients that may go to other processes at once.
     """
     recorded = _copy(graph)
     tidy(recorded.graph)
+    meeting = with_sums(recorded, sums) if sums else None
     other = None if jit == GRAPH else _copy(recorded)
-    plain = Lowered(_ready(recorded), GRAPH, "")
+    plain = Lowered(_ready(recorded), GRAPH, "", meeting)
     if other is None:
         return plain
     what = _with_kernels(other.graph)
     if not what:
         return plain
-    chosen = Lowered(_ready(other), KERNELS, f"Runs {what}.")
+    chosen = Lowered(_ready(other), KERNELS, f"Runs {what}.", meeting)
     away = _disagreement(plain.run, chosen.run, arguments)
     if away is not None:
         return dataclasses.replace(plain, why=f"{_AS_IT_IS}: {away}.")
