@@ -12,6 +12,7 @@ from ipufit.lr_finder import LearningRates
 from ipufit.model import Model
 from ipufit.parallel.partition_plan import PartitionPlan
 from ipufit.plan import Plan
+from ipufit.preflight.report import PreflightReport
 from ipufit.processes import distributed
 from ipufit.recipe import LossScale
 from ipufit.seeding import seed_everything
@@ -26,6 +27,7 @@ __all__ = [
     "Model",
     "PartitionPlan",
     "Plan",
+    "PreflightReport",
     "Sharded",
     "callbacks",
     "distributed",

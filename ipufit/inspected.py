@@ -11,6 +11,8 @@ from ipufit.explaining import explained, summarized
 from ipufit.parallel.partition_plan import PartitionPlan
 from ipufit.parallel.request import PartitionRequest
 from ipufit.planned import planned
+from ipufit.preflight import PreflightReport
+from ipufit.sampled import able_to_run, sample_for
 from ipufit.session import Session
 from ipufit.summary import check_options
 
@@ -142,6 +144,29 @@ class Inspected:
         asked = PartitionRequest(stages, layers_per_ipu, layers, strategy, ipus_per_replica)
         work = (ipus, gradient_accumulation)
         return planned(session, x, asked, work, (schedule, recompute, ipu_memory))
+
+    def preflight(self, x: Any = None) -> PreflightReport:
+        """Say what the model needs changed before it can run on an IPU through PopTorch 3.4.
+
+        One micro-batch goes through module and loss as tensors without values; nothing is changed.
+        Operators, layers, loss, optimizer, settings and types are held against facts from
+        PopTorch's published source and documentation. No IPU has run any of it, and what no fact
+        is about is called unknown.
+
+        Args:
+            x: a micro-batch: inputs as ``predict`` takes them, a tuple or list of inputs and
+                target, with which the loss is looked at too, or a loader, whose first batch is
+                read. Only shapes and dtypes matter. None takes those of the last ``fit``.
+
+        Raises:
+            NotCompiledError: before ``compile``.
+            ConfigurationError: neither a batch nor an earlier ``fit``.
+            DataError: the batch can't be fed, or module or loss can't take it.
+        """
+        session = self._compiled("preflight")
+        sample = sample_for(session, x, "preflight")
+        with able_to_run(sample, "preflight"):
+            return session.preflight(sample)
 
     def _compiled(self, name: str) -> Session:
         if self._session is None:

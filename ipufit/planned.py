@@ -7,16 +7,8 @@ from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 from torch import nn
 
-from ipufit.data.source import Source
-from ipufit.errors import (
-    ConfigurationError,
-    DataError,
-    IpufitError,
-    PartitionError,
-    UnknownNameError,
-)
+from ipufit.errors import ConfigurationError, PartitionError, UnknownNameError
 from ipufit.faults import Faults, one_of
-from ipufit.first_batch import check_call
 from ipufit.lowerings import GRAPH
 from ipufit.parallel.as_planned import fingerprint
 from ipufit.parallel.costs import IPU_MEMORY, StageCost
@@ -30,8 +22,8 @@ from ipufit.parallel.schedule import SCHEDULES
 from ipufit.plan import Plan
 from ipufit.plan_checks import round_up
 from ipufit.program import MicroBatch
+from ipufit.sampled import able_to_run, sample_for
 from ipufit.session import Session
-from ipufit.summary import sample_of
 
 __all__ = ["planned"]
 
@@ -72,7 +64,7 @@ def planned(
             f"{schedule!r}. Leave it out, or use strategy='pipelined'."
         )
     schedule = schedule_of(strategy, schedule)
-    sample = _sample(session, x)
+    sample = sample_for(session, x, "plan")
     estimator = _estimator(session, sample, wanted.given, recompute.checkpoints)
     if wanted.counts:
 
@@ -289,26 +281,5 @@ def _estimator(
     Raises:
         DataError: the module or the loss can't take it.
     """
-    try:
+    with able_to_run(sample, "plan"):
         return session.estimator(sample, partition, checkpoints)
-    except IpufitError:
-        raise
-    except Exception as error:
-        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in sample.leaves)
-        raise DataError(
-            "plan must be able to run module and loss on the batch, whose tensors have shape "
-            f"{shapes}, but that fails: {type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0].rstrip('.')}. Pass a batch that fit takes."
-        ) from error
-
-
-def _sample(session: Session, x: Any) -> MicroBatch:
-    if x is not None:
-        sample = sample_of(x, session.loss.in_module, "plan", target=True)
-        check_call(session.module, sample, session.loss, Source([], "plan"))
-        return sample
-    if session.sample is None:
-        raise ConfigurationError(
-            "plan needs a batch, plan((inputs, target)), or an earlier fit; got neither."
-        )
-    return session.sample

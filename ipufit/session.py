@@ -29,6 +29,7 @@ from ipufit.parallel.partition import NOT_DIVIDED, Partition, Partitions
 from ipufit.parallel.planning import Estimator
 from ipufit.parallel.serializing import described
 from ipufit.plan import Plan
+from ipufit.preflight.report import PreflightReport
 from ipufit.processes import Processes, current
 from ipufit.program import Engine, MicroBatch, Mode, Program, ProgramSpec
 from ipufit.randomness import draw_seed
@@ -315,6 +316,17 @@ class Session:
         names = self.recipe.recompute if recompute is None else recompute
         how = (self._optimizer, self.recipe, sample, partition, names)
         return Estimator(self.module, self.loss, *how)
+
+    def preflight(self, sample: MicroBatch) -> PreflightReport:
+        """Hold the model against what PopTorch says of itself.
+
+        Args:
+            sample: a micro-batch.
+        """
+        # Imported here: few models are looked at like this.
+        from ipufit.preflight.judging import preflight
+
+        return preflight(self.module, self.loss, self._optimizer, self.recipe, sample)
 
     def recomputes(self, strategy: str, stages: int) -> bool:
         """Whether training, as compiled, has PopTorch compute activations again.

@@ -549,3 +549,13 @@ of(
     recompute=(False, True),
     ipu_memory=(None, 5000),
 )
+
+
+def looked_at(**options):
+    """What is said of a layer that no IPU has."""
+    model = ipufit.Model(stack())
+    model.compile("sgd", "cross_entropy")
+    return str(model.preflight(**options))
+
+
+of("Model.preflight", looked_at, x=((X, Y), X[:3]))

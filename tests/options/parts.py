@@ -1,6 +1,7 @@
 """Options of everything that is neither Model nor a callback of Keras."""
 
 import dataclasses
+import json
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from ipufit import (
     LossScale,
     PartitionPlan,
     Plan,
+    PreflightReport,
     Sharded,
     distributed,
     errors,
@@ -24,6 +26,7 @@ from ipufit import (
 from ipufit.optim import LAMB
 from ipufit.parallel.costs import StageCost
 from ipufit.parallel.partition_plan import Planned
+from ipufit.preflight import FACTS, Finding
 from ipufit.program import Mode, ProgramSpec
 
 from . import FLIPS, Made, With, X, Y, files, folder, linear, of, told
@@ -254,6 +257,20 @@ of(
     schedule=With(None, "sequential", utilisation=0.4),
 )
 of("PartitionPlan.plot", bars, path=(None, "plan.png"))
+
+
+# What an IPU can't do
+
+LIMIT = next(fact for fact in FACTS if fact.cure)
+SAID = {"title": "Net", "findings": (), "operators": 3}
+of(
+    "PreflightReport",
+    lambda **given: json.dumps(PreflightReport(**{**SAID, **given}).as_dict()),
+    title=("Net", "Other"),
+    findings=((), (Finding(LIMIT, "it"),)),
+    operators=(3, 4),
+    stopped=(None, "a branch"),
+)
 
 
 # Logged values, seeds, loss scale

@@ -29,7 +29,7 @@ from ipufit.engines.embedded.masks import unread_masks
 from ipufit.errors import CaptureError
 from ipufit.randomness import LOCK
 
-__all__ = ["capture", "uses_random_numbers"]
+__all__ = ["capture", "user_frame", "uses_random_numbers"]
 
 # File, line, function.
 Frame = Tuple[str, int, str]
@@ -75,6 +75,15 @@ def _stack(frame: Optional[types.FrameType]) -> List[Frame]:
         frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
     return frames
+
+
+def user_frame(frame: Optional[types.FrameType]) -> Optional[Frame]:
+    """The user's line that a frame goes back to, or else that of a torch module; None of neither.
+
+    Args:
+        frame: the innermost.
+    """
+    return _first_user_frame(_stack(frame))
 
 
 def _frame_of(error: BaseException) -> Optional[Frame]:
@@ -186,7 +195,7 @@ class _ValueGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "random numbers were drawn again after the generator was set back, as "
                 "torch.utils.checkpoint does with dropout, but a recording would draw new ones",
                 "Leave the dropout outside of what is checkpointed.",
-                _first_user_frame(_stack(sys._getframe())),
+                user_frame(sys._getframe()),
             )
         if func is _RANDOM_BETWEEN and args[2] is not None:
             # The name of this operator is a keyword, which the text of a graph can't hold.
@@ -194,11 +203,11 @@ class _ValueGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.ops.aten.random_.to(args[0], high - low, **(kwargs or {})).add_(low)
         if fake and unknown:
             if torch.Tag.data_dependent_output in func.tags:
-                raise _value_error(_first_user_frame(_stack(sys._getframe())))
+                raise _value_error(user_frame(sys._getframe()))
             if torch.Tag.dynamic_output_shape in func.tags and (
                 func is not torch.ops.aten.index.Tensor or _has_mask_index(args)
             ):
-                raise _shape_error(_first_user_frame(_stack(sys._getframe())))
+                raise _shape_error(user_frame(sys._getframe()))
         return func(*args, **(kwargs or {}))
 
 

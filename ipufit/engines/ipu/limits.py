@@ -17,9 +17,11 @@ from ipufit.faults import Faults
 from ipufit.losses import Loss
 from ipufit.lowerings import AUTO
 from ipufit.plan import Plan
+from ipufit.preflight.facts import Fact
+from ipufit.preflight.settings import SETTINGS
 from ipufit.recipe import Recipe
 
-__all__ = ["check_autocast", "check_ipus", "check_request", "check_trained"]
+__all__ = ["check_autocast", "check_ipus", "check_request", "check_trained", "refused"]
 
 # The most that PopTorch lets one process have: assertSingleInstanceMaxNumIPUs in
 # popart_compiler/source/CompilerImpl.cpp of PopTorch 3.4.
@@ -43,10 +45,10 @@ def check_request(
         ConfigurationError: it does; several faults as one error.
     """
     faults = Faults()
-    for name, reason, cure in _refused(recipe):
+    for name, fact in refused(recipe):
         with faults.collected():
             raise ConfigurationError(
-                f"an IPU can't run {name}: {reason}. {cure}, or use engine='embedded'."
+                f"an IPU can't run {name}: {fact.says}. {fact.cure}, or use engine='embedded'."
             )
     with faults.collected():
         if optimizer is not None:
@@ -104,49 +106,27 @@ def check_trained(
     refuse_shared_memory(trained, parameters, buffers)
 
 
-def _refused(recipe: Recipe) -> Iterator[Tuple[str, str, str]]:
+def refused(recipe: Recipe) -> Iterator[Tuple[str, Fact]]:
+    """What of a recipe an IPU can't do, as it is written in ``compile``, with the facts."""
     clip, scale, precision = recipe.clip, recipe.loss_scale, recipe.precision
     for name, bound in (("clipnorm", clip.norm), ("clipvalue", clip.value)):
         if bound is not None:
-            yield (
-                f"{name}={bound:g}",
-                "PopTorch bounds the norm of all gradients together only",
-                "Use global_clipnorm",
-            )
+            yield f"{name}={bound:g}", SETTINGS[name]
     if recipe.averaging is not None:
-        yield "use_ema=True", "PopTorch keeps no averages of weights", "Leave it out"
+        yield "use_ema=True", SETTINGS["use_ema"]
     if precision.autocast is not None:
-        yield (
-            f"precision={precision.name!r}",
-            "PopTorch has no autocast",
-            "Convert the module: module.half() and precision='float16'",
-        )
+        yield f"precision={precision.name!r}", SETTINGS["autocast"]
     if precision.inputs in (torch.bfloat16, torch.float64):
-        yield (
-            f"precision={precision.name!r}",
-            "a device computes in float16 and float32",
-            "Use 'float16' or 'float32'",
-        )
+        yield f"precision={precision.name!r}", SETTINGS["precision"]
     if scale is not None and scale.dynamic and precision.autocast is None:
-        yield (
-            f"loss_scale={scale.describe()!r}",
-            "PopTorch's own automatic scaling follows other rules and does not tell its factor",
-            "Pass a number",
-        )
+        yield f"loss_scale={scale.describe()!r}", SETTINGS["loss_scale"]
     if recipe.accumulation_dtype not in (None, torch.float16, torch.float32):
-        yield (
-            f"accumulation_dtype={str(recipe.accumulation_dtype).replace('torch.', '')!r}",
-            "accumulators are float16 or float32",
-            "Use one of these",
-        )
+        dtype = str(recipe.accumulation_dtype).replace("torch.", "")
+        yield f"accumulation_dtype={dtype!r}", SETTINGS["accumulation_dtype"]
     if recipe.run_eagerly:
-        yield (
-            "run_eagerly=True or jit='off'",
-            "a device runs compiled programs only",
-            "Leave it out",
-        )
+        yield "run_eagerly=True or jit='off'", SETTINGS["run_eagerly"]
     elif recipe.jit != AUTO:
-        yield f"jit={recipe.jit!r}", "Poplar alone compiles its programs", "Leave it out"
+        yield f"jit={recipe.jit!r}", SETTINGS["jit"]
 
 
 def _check_tensors(module: nn.Module, loss: Loss, wide: bool) -> None:

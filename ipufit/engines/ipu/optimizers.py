@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple, Type
+from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Type
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from ipufit.errors import OptimizerError
 from ipufit.optim import LAMB
 from ipufit.optimizer_state import device_state, torch_state
+from ipufit.preflight.optimizers import ParameterGroup, refused_settings
+from ipufit.preflight.settings import CLIPPED, SETTINGS
 from ipufit.recipe import Recipe
 
 __all__ = ["DeviceOptimizer", "check_optimizer"]
@@ -43,7 +45,6 @@ _SETTINGS: Dict[Type[torch.optim.Optimizer], Dict[str, Any]] = {
     },
 }
 
-_CLIPPED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _NO_LIMIT = float(torch.finfo(torch.float32).max)
 
 
@@ -64,41 +65,22 @@ def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
             "Choose one of these, or engine='embedded'."
         )
     for index, group in enumerate(optimizer.param_groups):
-        for name, reason in _refusals(kind, group):
+        for name, fact in refused_settings(ParameterGroup(kind, group)):
             raise OptimizerError(
                 f"an IPU can't run {kind.__name__} with {name}, which parameter group {index} has: "
-                f"{reason}. Leave it out, or use engine='embedded'."
+                f"{fact.says}. Leave it out, or use engine='embedded'."
             )
     if kind is LAMB and len({group["bias_correction"] for group in optimizer.param_groups}) > 1:
         raise OptimizerError(
             "an IPU runs LAMB with one bias_correction for all parameter groups, got several. Make "
             "them alike, or use engine='embedded'."
         )
-    if recipe.clip.global_norm is not None and kind not in _CLIPPED:
+    unbounded = SETTINGS["global_clipnorm"].applies(kind)
+    if recipe.clip.global_norm is not None and unbounded:
         raise OptimizerError(
-            f"an IPU clips the gradients of {_names(_CLIPPED)} only, got global_clipnorm with "
+            f"an IPU clips the gradients of {', '.join(CLIPPED)} only, got global_clipnorm with "
             f"{kind.__name__}. Leave it out, choose one of these, or use engine='embedded'."
         )
-
-
-def _refusals(kind: Type[torch.optim.Optimizer], group: Mapping[str, Any]) -> List[Tuple[str, str]]:
-    found = []
-    if group.get("maximize"):
-        found.append(("maximize=True", "PopTorch leaves it aside"))
-    if group.get("amsgrad"):
-        found.append(("amsgrad=True", "PopTorch has no such variant"))
-    if kind is torch.optim.Adam and group.get("decoupled_weight_decay"):
-        found.append(("decoupled_weight_decay=True", "AdamW is the class for that"))
-    if group.get("momentum") and group.get("dampening"):
-        found.append(
-            (
-                f"dampening={group['dampening']}",
-                "torch takes the first gradient whole, the device does not",
-            )
-        )
-    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
-        found.append(("a learning rate that is no single number", "PopTorch takes one"))
-    return found
 
 
 class DeviceOptimizer:

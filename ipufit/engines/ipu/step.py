@@ -25,7 +25,7 @@ from ipufit.parallel.recomputation import outputs_checkpointed
 from ipufit.parallel.tracing import traced_by
 from ipufit.program import MicroBatch, Mode, ProgramSpec
 
-__all__ = ["Form", "IpuStep", "Traced"]
+__all__ = ["Form", "IpuStep", "Traced", "counts_batches"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +238,7 @@ class IpuStep(nn.Module):
                 continue
             if buffer.is_floating_point():
                 changed.append(name)
-            elif self._counts_batches(name):
+            elif counts_batches(self, name):
                 counters[name] = times
             else:
                 public = name.partition(".")[2] if name.startswith("net.") else name
@@ -249,9 +249,10 @@ class IpuStep(nn.Module):
                 )
         self.traced.counters, self.traced.changed = counters, tuple(changed)
 
-    def _counts_batches(self, name: str) -> bool:
-        """Whether this is the counter of a BatchNorm that does not go into its statistics."""
-        path, _, attribute = name.rpartition(".")
-        owner = self.get_submodule(path)
-        is_norm = isinstance(owner, nn.modules.batchnorm._BatchNorm)
-        return attribute == "num_batches_tracked" and is_norm and owner.momentum is not None
+
+def counts_batches(module: nn.Module, name: str) -> bool:
+    """Whether a buffer is the counter of a BatchNorm that does not go into its statistics."""
+    path, _, attribute = name.rpartition(".")
+    owner = module.get_submodule(path)
+    is_norm = isinstance(owner, nn.modules.batchnorm._BatchNorm)
+    return attribute == "num_batches_tracked" and is_norm and owner.momentum is not None
