@@ -712,6 +712,45 @@ def test_optimizer_state_changed_within_an_epoch_is_taken_over():
     assert_same(net, other)
 
 
+@pytest.mark.parametrize("reader", ["nobody", "model.optimizer", "checkpoint", "end"])
+def test_optimizer_state_changed_after_an_epoch_survives_who_reads_it(reader, tmp_path):
+    """Whoever brings the state up to date must not write over what a callback has just set."""
+    net = MLP().double()
+    other = copy.deepcopy(net)
+
+    def momentum(parameters):
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    def halve(optimizer):
+        for state in optimizer.state.values():
+            state["momentum_buffer"].mul_(0.5)
+
+    class Halve(Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            halve(self.model.optimizer)
+            if reader == "model.optimizer":
+                assert self.model.optimizer is not None
+
+    # At the end of fit the program closes; the next one takes over what is there.
+    model = compiled(net, optimizer=momentum)
+    folder = tmp_path / "runs" if reader == "checkpoint" else None
+    ends = (1, 2) if reader == "end" else (2,)
+    for begin, end in zip((0, *ends), ends):
+        given = {"initial_epoch": begin, "checkpoint": folder, "callbacks": Halve()}
+        model.fit(loader(20), epochs=end, verbose=0, **given)
+    optimizer = momentum(other.parameters())
+    for _ in range(2):
+        for x, y in loader(20):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(other(x), y).backward()
+            optimizer.step()
+        halve(optimizer)
+    assert_same(net, other)
+    for mine, theirs in zip(net.parameters(), other.parameters()):
+        found = model.optimizer.state[mine]["momentum_buffer"]
+        torch.testing.assert_close(found, optimizer.state[theirs]["momentum_buffer"])
+
+
 def test_optimizer_state_that_is_not_up_to_date_is_not_taken_over():
     """The updates since would be lost."""
     net = MLP().double()

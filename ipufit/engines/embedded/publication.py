@@ -36,6 +36,10 @@ class Publication:
         """It holds the state after so many updates."""
         self._held, self._updates = _signature(self._optimizer), updates
 
+    def is_ahead(self, updates: int) -> bool:
+        """Whether somebody has made another state of it, after so many updates, when it was new."""
+        return self.is_changed and self._updates == updates
+
     def to_take_over(self, updates: int) -> bool:
         """Whether a callback has made another state of it, after so many updates.
 

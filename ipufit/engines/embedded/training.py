@@ -415,7 +415,8 @@ class TrainingProgram(BaseProgram):
 
     def publish(self) -> None:
         """Write the optimizer's state where torch keeps it."""
-        if self._reached:
+        # What a callback has made of it is the newer one, until the next update takes it over.
+        if self._reached and not self._published.is_ahead(self.updates):
             self._live.updater.export()
             self._published.note(self.updates)
 
