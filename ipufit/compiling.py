@@ -85,6 +85,7 @@ class CompileRequest:
     offload_optimizer_state: Optional[bool]
     shard_optimizer: Optional[bool]
     shard_weights: bool
+    detect_nan: bool
     run_eagerly: bool
     jit: str
     training_options: Any
@@ -277,6 +278,7 @@ def _how(module: nn.Module, asked: CompileRequest, faults: Faults) -> Dict[str, 
                 "shard_weights=True divides the optimizer's state too, but got "
                 "shard_optimizer=False. Leave shard_optimizer out."
             )
+    settings["detect_nan"] = asked.detect_nan
     return settings
 
 
@@ -286,5 +288,6 @@ _CHOICES: Dict[str, Tuple[object, ...]] = {
     "offload_optimizer_state": (True, False),
     "shard_optimizer": (True, False),
     "shard_weights": (True, False),
+    "detect_nan": (True, False),
     "run_eagerly": (True, False),
 }

@@ -25,7 +25,10 @@ Every message has three beats: what was expected, what came, what to do.
 from __future__ import annotations
 
 import difflib
-from typing import Dict, Iterable, Optional, Sequence
+from typing import TYPE_CHECKING, Dict, Iterable, Optional, Sequence, Tuple
+
+if TYPE_CHECKING:
+    from ipufit.diagnose.nan import NonFiniteValue
 
 __all__ = [
     "CaptureError",
@@ -171,18 +174,51 @@ class NonFiniteLossError(IpufitError, ArithmeticError):
 
     The weights, buffers and optimizer state are those from before the update named here.
 
+    With ``compile(detect_nan=True)`` it is raised for a gradient or a weight as well, and says
+    where the first such value came from.
+
     Attributes:
         update: index of the weight update, counted from 0 over the life of the compiled model; None
             when it is another value than the loss of an update.
         value: the loss that came.
         epoch: index of the epoch, set by the training loop.
+        found: all that is known of the first value that is not finite; None without ``detect_nan``.
+        module: name of the module whose operator made it.
+        operator: that operator, such as "aten.log.default".
+        samples: rows of the micro-batch with such a value; () where they can't be told.
+        epoch_samples: the same in the order of the epoch, set by the training loop.
     """
 
-    def __init__(self, message: str, update: Optional[int], value: float) -> None:
+    def __init__(
+        self,
+        message: str,
+        update: Optional[int],
+        value: float,
+        found: Optional[NonFiniteValue] = None,
+    ) -> None:
         self.update = update
         self.value = value
         self.epoch: Optional[int] = None
+        self.found = found
+        self.module = None if found is None else found.module
+        self.operator = None if found is None else found.operator
+        self.samples: Tuple[int, ...] = () if found is None else found.samples
+        self.epoch_samples: Tuple[int, ...] = ()
         super().__init__(message)
+
+    def place(self, epoch: int, before: int) -> None:
+        """Say where in the epoch it happened.
+
+        Args:
+            epoch: its index.
+            before: samples of the epoch before the execution.
+        """
+        self.epoch = epoch
+        if self.found is None or not self.samples:
+            return
+        self.epoch_samples = tuple(before + self.found.offset + row for row in self.samples)
+        shown = ", ".join(map(str, self.epoch_samples[:8]))
+        self.args = (f"{self} In the order of epoch {epoch}: {shown}.", *self.args[1:])
 
 
 class ProcessError(IpufitError, RuntimeError):

@@ -53,10 +53,14 @@ class Trial:
     Args:
         session: what ``compile`` fixed.
         make_engine: an engine of the trial's own, so that no recording of it stays either.
+        jit: how it runs; None is as compiled.
     """
 
-    def __init__(self, session: Session, make_engine: Callable[[], Engine]) -> None:
+    def __init__(
+        self, session: Session, make_engine: Callable[[], Engine], jit: Optional[str] = None
+    ) -> None:
         self.session = session
+        self._jit = jit
         self._make_engine = make_engine
 
     @contextlib.contextmanager
@@ -91,6 +95,7 @@ class Trial:
                 averaging=None,
                 schedule=schedule(optimizer),
                 output_mode=OutputMode(),
+                jit=session.recipe.jit if self._jit is None else self._jit,
             )
             trial = Session(
                 session.module,

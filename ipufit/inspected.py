@@ -6,7 +6,12 @@ from typing import Any, Callable, Mapping, Optional, Sequence, Union
 
 from torch import nn
 
-from ipufit.errors import NotCompiledError
+from ipufit.diagnose.comparison import Comparison
+from ipufit.diagnose.invariance import check_invariance
+from ipufit.diagnose.invariance_report import InvarianceReport
+from ipufit.diagnose.parity import compare
+from ipufit.engines.choice import engine_maker
+from ipufit.errors import ConfigurationError, NotCompiledError
 from ipufit.explaining import explained, summarized
 from ipufit.parallel.partition_plan import PartitionPlan
 from ipufit.parallel.request import PartitionRequest
@@ -168,6 +173,66 @@ class Inspected:
         with able_to_run(sample, "preflight"):
             return session.preflight(sample)
 
+    def compare(
+        self,
+        sample: Any,
+        reference: str = "eager",
+        *,
+        rtol: Optional[float] = None,
+        atol: Optional[float] = None,
+    ) -> Comparison:
+        """Hold the recorded training program against the module itself, value by value.
+
+        One micro-batch runs through the graph that ``fit`` runs and through the module, with the
+        same weights, buffers, data, random numbers and precision; every operator of both passes,
+        every module's output, the loss, the gradients and the buffers are compared, and then the
+        results of what runs in the graph's place. All is put back as it was.
+
+        Args:
+            sample: a micro-batch as ``train_on_batch`` takes it, ``(inputs, target)``, or a loader,
+                whose first batch is read.
+            reference: "eager"; or "float64", the same in double precision, which shows where the
+                program's own precision loses most.
+            rtol: what a tensor may differ by, of its largest magnitude; None is that of its dtype:
+                1e-10 in float64, 1e-4 in float32, 0.01 in float16, 0.05 in bfloat16. Integers must
+                be equal; NaN is equal to NaN.
+            atol: the same besides; None is 1e-14, 1e-7, 1e-4 and 1e-3.
+
+        Raises:
+            NotCompiledError: before ``compile``.
+            ConfigurationError: inside ``fit``, arguments that can't work, no recorded program, or
+                an engine whose programs can't be looked into.
+            DataError: the batch can't be fed.
+        """
+        return compare(self._trainable("compare"), sample, reference, (rtol, atol))
+
+    def check_invariance(
+        self, sample: Any, *, rtol: Optional[float] = None, atol: Optional[float] = None
+    ) -> InvarianceReport:
+        """Try whether weights depend on how the samples of an update are divided.
+
+        Copies of module, loss and optimizer make four updates of the sample with several batch
+        sizes, gradient accumulations, replicas and device iterations, eagerly and in float64 where
+        they can, so that rounding is no cause. What breaks it is found by repeating each module
+        with a part of its rows. Several processes have the numbers of as many replicas, so these
+        stand for them. Nothing of the model changes.
+
+        Args:
+            sample: the samples of one update, as ``train_on_batch`` takes them, 4 or more with
+                divisors, such as 8 or 12; or a loader, whose first batch is read.
+            rtol: what weights and losses may differ by, of their largest magnitude; None is 1e-7 in
+                float64, else that of the dtype, as for :meth:`compare`.
+            atol: the same besides.
+
+        Raises:
+            NotCompiledError: before ``compile``.
+            ConfigurationError: inside ``fit``, arguments that can't work, or a module that can't be
+                copied.
+            DataError: the batch can't be fed, or has one sample.
+        """
+        session = self._trainable("check_invariance")
+        return check_invariance(session, engine_maker("embedded"), sample, (rtol, atol))
+
     def _compiled(self, name: str) -> Session:
         if self._session is None:
             raise NotCompiledError(
@@ -175,3 +240,16 @@ class Inspected:
                 "model.compile(optimizer='adam', loss='cross_entropy') first."
             )
         return self._session
+
+    def _trainable(self, name: str, later: str = "Call it when fit has returned.") -> Session:
+        session = self._compiled(name)
+        if session.is_training:
+            raise ConfigurationError(
+                f"{name} was called inside fit, from a callback or the data. {later}"
+            )
+        if session.optimizer is None:
+            raise ConfigurationError(
+                f"{name} needs an optimizer, but compile(optimizer=None) made a model that can "
+                "only evaluate and predict. Call compile with one, such as optimizer='adam'."
+            )
+        return session

@@ -194,7 +194,7 @@ class Fit:
             with deferred():
                 anchors = self.job.together.run(program, batch)
         except NonFiniteLossError as error:
-            error.epoch = epoch
+            error.place(epoch, self.job.meter.samples)
             if not self.callbacks.ask("on_non_finite", error):
                 raise
             self._non_finite = error

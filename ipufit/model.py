@@ -126,6 +126,7 @@ class Model(Inspected):
         offload_optimizer_state: Optional[bool] = None,
         shard_optimizer: Optional[bool] = None,
         shard_weights: bool = False,
+        detect_nan: bool = False,
         run_eagerly: bool = False,
         jit: str = "auto",
         training_options: Any = None,
@@ -229,6 +230,10 @@ class Model(Inspected):
                 same numbers, a model larger than one device, more to send. During ``fit`` the
                 module's own parameters are copies in host memory, which are up to date at the end
                 of an epoch and after :meth:`gather_weights`. In one process, of no effect.
+            detect_nan: look at losses, gradients and weights in every update, and if one is not
+                finite, run that update again operator by operator: ``NonFiniteLossError`` then
+                names the module, the operator, the line and the samples where it began. One process
+                and the embedded engine only; without it nothing is looked at but the losses.
             run_eagerly: run the module itself instead of a recorded program: the same numbers,
                 slower, and open to a debugger. The same as jit="off".
             jit: how a recorded program runs: "graph", as it was recorded, with the bits of
@@ -289,6 +294,7 @@ class Model(Inspected):
                 offload_optimizer_state=offload_optimizer_state,
                 shard_optimizer=shard_optimizer,
                 shard_weights=shard_weights,
+                detect_nan=detect_nan,
                 run_eagerly=run_eagerly,
                 jit=jit,
                 training_options=training_options,
@@ -847,16 +853,3 @@ class Model(Inspected):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _trainable(self, name: str, later: str = "Call it when fit has returned.") -> Session:
-        session = self._compiled(name)
-        if session.is_training:
-            raise ConfigurationError(
-                f"{name} was called inside fit, from a callback or the data. {later}"
-            )
-        if session.optimizer is None:
-            raise ConfigurationError(
-                f"{name} needs an optimizer, but compile(optimizer=None) made a model that can "
-                "only evaluate and predict. Call compile with one, such as optimizer='adam'."
-            )
-        return session

@@ -389,7 +389,8 @@ class Program(Protocol):
     the first replica of all; and ``gather_optimizer()``, called likewise, which makes the state of
     the spec's optimizer whole where it lies in parts. An engine may have that one too, for the time
     between programs. ``gather_weights()``, called likewise, brings the module's weights up to date
-    where they lie in parts.
+    where they lie in parts. ``compare(batch, reference, tolerance)`` holds what is recorded for a
+    micro-batch against the module itself.
     """
 
     @property
@@ -446,8 +447,9 @@ class Engine(Protocol):
     ``training_options`` mean something to it; ``options_of(config)``, those that an IPUConfig asks
     for, by the argument of ``compile``; ``computes_on_host(module)``, whether its programs take the
     time of this computer's own cores; ``choices()`` and ``prefer(choices)``, what it has measured,
-    by name, so that a run that goes on computes alike; and ``close()``, called when the model is
-    compiled anew or closed.
+    by name, so that a run that goes on computes alike; ``beside()``, an engine for a trial that
+    runs the very programs that this one has recorded, and whose programs have ``compare``; and
+    ``close()``, called when the model is compiled anew or closed.
 
     Attributes:
         name: for reports.

@@ -151,6 +151,8 @@ class Recipe:
         shard_optimizer: whether each of several processes, or replicas on an IPU, has a part of the
             optimizer's state.
         shard_weights: whether each has a part of the weights too; then ``shard_optimizer`` is true.
+        detect_nan: whether losses, gradients and weights are looked at in every update, and what
+            is not finite is traced to where it began.
         jit: how a recorded program runs, a name of ``lowerings``; "off" records none.
     """
 
@@ -166,6 +168,7 @@ class Recipe:
     offload_optimizer_state: bool = False
     shard_optimizer: bool = False
     shard_weights: bool = False
+    detect_nan: bool = False
     jit: str = AUTO
 
     @property
@@ -204,6 +207,7 @@ class Recipe:
             "offload_optimizer_state": self.offload_optimizer_state or None,
             "shard_optimizer": self.shard_optimizer or None,
             "shard_weights": self.shard_weights or None,
+            "detect_nan": self.detect_nan or None,
             "jit": None if self.jit == AUTO else self.jit,
         }
         return {name: value for name, value in found.items() if value is not None}

@@ -17,7 +17,7 @@ from ipufit.layers import Layer, layers_of, note_calls, output_shapes
 from ipufit.program import MicroBatch, Mode
 from ipufit.randomness import isolated
 
-__all__ = ["check_options", "sample_of", "stripped", "summarize"]
+__all__ = ["batch_of", "check_options", "sample_of", "stripped", "summarize"]
 
 _HEAD = ("layer", "class", "output shape", "parameters", "trainable", "notes")
 _TEXT = (0, 1, 2, 5)  # columns that may be broken into lines
@@ -69,6 +69,24 @@ def sample_of(x: Any, own_loss: bool, asks: str = "summary", target: bool = Fals
         ConfigurationError: a loader that can be read only once, or is empty.
         DataError: it can't be fed.
     """
+    batch = batch_of(x, own_loss, asks)
+    with_target = target and isinstance(batch, (tuple, list)) and len(batch) in (2, 3)
+    with_target = with_target and batch[1] is not None
+    mode = Mode.TRAIN if own_loss or with_target else Mode.PREDICT
+    return Unpacker(Source([batch], "the sample"), mode, own_loss)(batch, 0)
+
+
+def batch_of(x: Any, own_loss: bool, asks: str) -> Any:
+    """What was given, if it is a batch, or the first one of a loader.
+
+    Args:
+        x: the batch or the loader.
+        own_loss: whether the module computes its own loss.
+        asks: the method that asks, for messages.
+
+    Raises:
+        ConfigurationError: a loader that can be read only once, or is empty.
+    """
     batch = x
     if not (_is_array(x) or isinstance(x, (tuple, Mapping)) or _is_list_of_parts(x, own_loss)):
         if isinstance(x, collections.abc.Iterator):
@@ -81,10 +99,7 @@ def sample_of(x: Any, own_loss: bool, asks: str = "summary", target: bool = Fals
             batch = next(iter(Source(x, "the sample").loader), None)
         if batch is None:
             raise ConfigurationError(f"{asks} needs a batch, but the loader has none. Pass one.")
-    with_target = target and isinstance(batch, (tuple, list)) and len(batch) in (2, 3)
-    with_target = with_target and batch[1] is not None
-    mode = Mode.TRAIN if own_loss or with_target else Mode.PREDICT
-    return Unpacker(Source([batch], "the sample"), mode, own_loss)(batch, 0)
+    return batch
 
 
 def _is_array(x: Any) -> bool:

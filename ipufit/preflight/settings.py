@@ -71,6 +71,7 @@ SETTINGS: Dict[str, Fact] = dict(
             "Use one of these",
             Place("python/_optimizer_attributes.py", 75),
         ),
+        _fact("detect_nan", "a device tells nothing of its operators", "Leave it out", _COMPILED),
         _fact("run_eagerly", "a device runs compiled programs only", "Leave it out", _COMPILED),
         _fact("jit", "Poplar alone compiles its programs", "Leave it out", _COMPILED),
     )

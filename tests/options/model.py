@@ -157,6 +157,7 @@ of(
     offload_optimizer_state=(None, True),
     shard_optimizer=(None, True),
     shard_weights=(False, True),
+    detect_nan=(False, True),
     run_eagerly=(False, True),
     jit=("graph", "off"),
     training_options=(None, poptorch.Options().deviceIterations(2)),
@@ -383,6 +384,38 @@ of(
     depth=(None, 1),
     expand_nested=(True, False),
     print_fn=(None, "given"),
+)
+
+
+def compared(**options):
+    model = ipufit.Model(linear())
+    model.compile("sgd", "cross_entropy")
+    found = model.compare(**{"sample": (X[:4], Y[:4]), **options})
+    return str(found), len(found.differences)
+
+
+of(
+    "Model.compare",
+    compared,
+    sample=((X[:4], Y[:4]), (X[:4], 1.0 * Y[:4])),
+    reference=("eager", "float64"),
+    rtol=With(None, 0.0, reference="float64", atol=0.0),
+    atol=With(0.0, 1.0, reference="float64", rtol=0.0),
+)
+
+
+def checked(**options):
+    model = ipufit.Model(linear())
+    model.compile("sgd", "cross_entropy")
+    return str(model.check_invariance(**{"sample": (X[:8], Y[:8]), **options}))
+
+
+of(
+    "Model.check_invariance",
+    checked,
+    sample=((X[:8], Y[:8]), (X[:4], Y[:4])),
+    rtol=With(0.0, 1.0, atol=0.0),
+    atol=With(0.0, 1.0, rtol=0.0),
 )
 
 

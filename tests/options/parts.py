@@ -23,6 +23,7 @@ from ipufit import (
     schedules,
     testing,
 )
+from ipufit.diagnose.nan import NonFiniteValue
 from ipufit.optim import LAMB
 from ipufit.parallel.costs import StageCost
 from ipufit.parallel.partition_plan import Planned
@@ -503,7 +504,23 @@ of_error(
     cause=(None, "shape"),
     advice=("", "c"),
 )
-of_error(errors.NonFiniteLossError, message=("a", "b"), update=(1, 2), value=(1.0, 2.0))
+of_error(
+    errors.NonFiniteLossError,
+    message=("a", "b"),
+    update=(1, 2),
+    value=(1.0, 2.0),
+    found=(None, NonFiniteValue("data", samples=(1,))),
+)
+
+
+def placed(**options):
+    found = NonFiniteValue("data", samples=(1,))
+    error = errors.NonFiniteLossError("a", 1, 1.0, found)
+    error.place(**{"epoch": 0, "before": 0, **options})
+    return str(error), error.epoch, error.epoch_samples
+
+
+of("errors.NonFiniteLossError.place", placed, epoch=(0, 1), before=(0, 8))
 of_error(errors.RecoverableDeviceError, message=("a", "b"), action=("IPU_RESET", "FULL_RESET"))
 of_error(errors.PlanError, faults=(["a"], ["b"]), suggestion=(None, {"ipus": 2}))
 of_error(

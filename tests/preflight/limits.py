@@ -370,6 +370,7 @@ SETTINGS = {
     "accumulation_dtype": recipes(
         _with(accumulation_dtype=torch.float64), _with(accumulation_dtype=torch.float32)
     ),
+    "detect_nan": recipes(_with(detect_nan=True), _PLAIN),
     "run_eagerly": recipes(_with(jit="off"), _PLAIN),
     "jit": recipes(_with(jit="graph"), _with(jit="auto")),
 }

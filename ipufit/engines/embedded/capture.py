@@ -29,7 +29,7 @@ from ipufit.engines.embedded.masks import unread_masks
 from ipufit.errors import CaptureError
 from ipufit.randomness import LOCK
 
-__all__ = ["capture", "user_frame", "uses_random_numbers"]
+__all__ = ["Frame", "capture", "user_frame", "uses_random_numbers"]
 
 # File, line, function.
 Frame = Tuple[str, int, str]

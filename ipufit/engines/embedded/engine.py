@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ipufit.engines.embedded.capture import capture, uses_random_numbers
+from ipufit.engines.embedded.detection import refuse_detection
 from ipufit.engines.embedded.divided.programs import (
     DividedInferenceProgram,
     DividedTrainingProgram,
@@ -174,8 +175,11 @@ class EmbeddedEngine:
 
         Raises:
             ConfigurationError: CUDA graphs of a module that is on no GPU, nothing to compile
-                programs with, or an optimizer whose state can't lie in parts.
+                programs with, an optimizer whose state can't lie in parts, or a search for what
+                is not finite where nothing can be run again operator by operator.
         """
+        if recipe.detect_nan:
+            refuse_detection(recipe)
         if recipe.shard_optimizer and optimizer is not None and current().are_several:
             refuse_whole(optimizer, recipe)
         if recipe.jit == CUDAGRAPH and self.tape is None:
@@ -205,6 +209,13 @@ class EmbeddedEngine:
                 return ShardedTrainingProgram(self, spec)
             return TrainingProgram(self, spec)
         return (DividedInferenceProgram if spec.divides_weights else InferenceProgram)(self, spec)
+
+    def beside(self) -> EmbeddedEngine:
+        """Another engine that runs what this one has recorded, and remembers no training."""
+        other = EmbeddedEngine()
+        other.as_device, other.tape, other.libraries = self.as_device, self.tape, self.libraries
+        other._recorded, other._steps = self._recorded, self._steps
+        return other
 
     def gather_optimizer(self) -> None:
         """Give torch's optimizer the whole state, if it lies in parts."""

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Dict, Optional, Sequence, Set
 from torch import Tensor
 
 from ipufit.engines.embedded.collected import Collected
+from ipufit.engines.embedded.detection import explained
 from ipufit.engines.embedded.live import LiveState, Snapshot
+from ipufit.engines.embedded.replay import Replay
 from ipufit.engines.embedded.update import Update, UpdateMaker
 from ipufit.engines.embedded.updater import Rows
 from ipufit.errors import NonFiniteLossError
@@ -37,6 +39,7 @@ class Execution:
         updates: micro-batches, with what is recorded for them, by update.
         rows: the settings of the optimizer for each update.
         shares: what the updates are of those of all processes; None for one process.
+        replay: finds out where a value that is not finite began; None: nobody asks.
     """
 
     def __init__(
@@ -48,8 +51,10 @@ class Execution:
         updates: Sequence[Update],
         rows: Rows,
         shares: Optional[Sequence[Share]] = None,
+        replay: Optional[Replay] = None,
     ) -> None:
         self._shares = shares
+        self._replay = replay
         self._engine = engine
         self._spec = spec
         self._live = live
@@ -76,12 +81,29 @@ class Execution:
         Raises:
             NonFiniteLossError: the state is that before the update named in it.
         """
+        if self._replay is not None:
+            return self._run_watched(self._replay)
         if self._maker.at_once:
             anchors, _ = self.attempt(self._updates, None).to_anchors(
                 self._engine, self._settings()
             )
             return anchors
         return self._run_late()
+
+    def _run_watched(self, replay: Replay) -> Anchors:
+        """The same, with what is not finite traced to where it began."""
+        start, snapshot = self._live.updates, self._live.snapshot()
+        try:
+            collected = self.attempt(self._updates, None)
+        except NonFiniteLossError as error:
+            lost = self._live.updates - start
+            if error.found is not None:
+                # Weights show it when the update is made.
+                self._go_back(snapshot)
+                self.attempt(self._updates[:lost], None)
+            before = sum(batch.size for update in self._updates[:lost] for batch, _ in update)
+            raise explained(error, replay, self._updates[lost], before) from None
+        return collected.to_anchors(self._engine, self._settings())[0]
 
     def _run_late(self) -> Anchors:
         snapshot = self._live.snapshot()

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterator, Optional, Sequence
+from typing import Any, Callable, Iterator, List, Optional, Sequence
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ipufit.parallel.recomputation import calls_watched
 
-__all__ = ["backward_marked", "is_backward", "layers_marked", "mark_backward", "segment_of"]
+__all__ = [
+    "backward_heard",
+    "backward_marked",
+    "graph_in_recording",
+    "is_backward",
+    "layers_marked",
+    "mark_backward",
+    "segment_of",
+]
 
 _BACKWARD = "ipufit_backward"
 _SEGMENT = "ipufit_segment"
+
+# Called with what torch is about to follow back, and with None when it has.
+Listener = Callable[[Optional[Tensor]], None]
+
+_LISTENERS: List[Listener] = []
 
 
 def is_backward(node: fx.Node) -> bool:
@@ -32,7 +45,7 @@ def segment_of(node: fx.Node) -> Optional[int]:
     return found
 
 
-def _graph() -> Optional[fx.Graph]:
+def graph_in_recording() -> Optional[fx.Graph]:
     """The graph that is being recorded; None where the function runs on values."""
     for mode in reversed(_get_current_dispatch_mode_stack()):
         tracer = getattr(mode, "tracer", None)
@@ -55,13 +68,31 @@ def _mark(graph: fx.Graph, after: fx.Node, key: str, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def backward_marked() -> Iterator[None]:
-    """What is recorded in the block belongs to the backward pass."""
-    graph = _graph()
+def backward_marked(objective: Optional[Tensor] = None) -> Iterator[None]:
+    """What is recorded in the block belongs to the backward pass.
+
+    Args:
+        objective: what is followed back; for whoever listens.
+    """
+    graph = graph_in_recording()
     start = None if graph is None else _last(graph)
+    for tell in _LISTENERS:
+        tell(objective)
     yield
+    for tell in _LISTENERS:
+        tell(None)
     if graph is not None and start is not None:
         _mark(graph, start, _BACKWARD, True)
+
+
+@contextlib.contextmanager
+def backward_heard(listener: Listener) -> Iterator[None]:
+    """Tell of every backward pass in the block."""
+    _LISTENERS.append(listener)
+    try:
+        yield
+    finally:
+        _LISTENERS.remove(listener)
 
 
 @contextlib.contextmanager
@@ -71,7 +102,7 @@ def layers_marked(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
     Raises:
         ConfigurationError: one of them was never called.
     """
-    graph = _graph()
+    graph = graph_in_recording()
     starts, calls = [], 0
 
     def begin(name: str) -> None:

@@ -152,6 +152,8 @@ class MicroStep:
 
     Attributes:
         trained: names of the parameters that come first.
+        fixed: those of what comes next.
+        precision: in which the module computes.
         outputs: how the output tensors become the module's outputs.
         reached: names of the parameters that a gradient reached.
         blocks: what their gradients are packed into.
@@ -176,12 +178,12 @@ class MicroStep:
         self._partition = partition
         self._recompute = recompute
         self.trained = list(trained)
-        self._fixed = list(fixed)
+        self.fixed = list(fixed)
         self._structure = example.structure
         self._with_loss = with_loss
         self._want_outputs = want_outputs
         self._layout = layout
-        self._precision = precision
+        self.precision = precision
         self._scaled = scaled
         self.hints: Dict[str, None] = {}
         self.reported = Reported()
@@ -191,13 +193,13 @@ class MicroStep:
 
     def __call__(self, *tensors: Tensor) -> List[Tensor]:
         """Run the user's module and loss, and autograd, on these tensors."""
-        count, end = len(self.trained), len(self.trained) + len(self._fixed)
+        count, end = len(self.trained), len(self.trained) + len(self.fixed)
         weights = [t.detach() for t in tensors[:count]]
         if self._layout is not None:
             weights = [w.requires_grad_() for w in weights]
             self._keep_hooks(weights)
         state = dict(zip(self.trained, weights))
-        state.update(zip(self._fixed, tensors[count:end]))
+        state.update(zip(self.fixed, tensors[count:end]))
         scale = tensors[-1] if self._scaled else None
         leaves = tensors[end:-1] if self._scaled else tensors[end:]
         batch = tree.unflatten(leaves, self._structure)
@@ -205,9 +207,9 @@ class MicroStep:
         gradients: List[Tensor] = []
         with torch.set_grad_enabled(self._layout is not None):
             marked = layers_marked(self._step.net, self._recompute)
-            precision = computing_in(self._precision, tensors[-1].device)
+            precision = computing_in(self.precision, tensors[-1].device)
             with collecting() as entries, precision, marked:
-                batch = with_inputs_in(self._precision, batch)
+                batch = with_inputs_in(self.precision, batch)
                 with hints_noted(batch, self.hints), followed(self._partition, self._step.net):
                     arguments = (batch, state, self._with_loss)
                     outputs, term = call_with(self._step, state, arguments)
@@ -243,7 +245,7 @@ class MicroStep:
         if loss.requires_grad:
             self._refuse_bypass(loss)
             objective = loss if scale is None else loss * scale.to(loss.dtype)
-            with backward_marked():
+            with backward_marked(objective):
                 found = torch.autograd.grad(objective, weights, allow_unused=True)
         by_name = {n: g for n, g in zip(self.trained, found) if g is not None}
         if not self.reached:

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
+from ipufit.diagnose.comparison import Comparison
+from ipufit.diagnose.tolerance import Tolerance
 from ipufit.engines.embedded.averages import Averages
 from ipufit.engines.embedded.base import BaseProgram, on_host
 from ipufit.engines.embedded.clipping import Finish
+from ipufit.engines.embedded.comparing import Comparing
 from ipufit.engines.embedded.execution import Execution
 from ipufit.engines.embedded.following import follow_the_module
 from ipufit.engines.embedded.freed_memory import give_back_freed_memory
@@ -24,6 +27,7 @@ from ipufit.engines.embedded.lowering.racing import Race
 from ipufit.engines.embedded.overlap import Overlap, buckets_of
 from ipufit.engines.embedded.precision import warn_of_vanishing_eps
 from ipufit.engines.embedded.publication import Publication
+from ipufit.engines.embedded.replay import Replay
 from ipufit.engines.embedded.replicas import put_back
 from ipufit.engines.embedded.scaling import Scaler, ScaleState
 from ipufit.engines.embedded.sharing import refuse_shared_memory
@@ -86,8 +90,11 @@ class TrainingProgram(BaseProgram):
             self._live,
             self._device,
             self._seed,
-            at_once=self._device.type == "cpu" and not engine.as_device,
+            at_once=spec.recipe.detect_nan or (self._device.type == "cpu" and not engine.as_device),
         )
+        self._replay: Optional[Replay] = None
+        if spec.recipe.detect_nan:
+            self._replay = Replay(spec, self._step, self._live, self._seed)
         self._maker.compiled = engine.compiled = engine.race = None
         self._race: Optional[Race] = None
         self._make_compiled()
@@ -98,7 +105,8 @@ class TrainingProgram(BaseProgram):
     def _make_compiled(self) -> None:
         jit, engine = self._spec.recipe.jit, self._engine
         several = self._spec.processes.are_several
-        is_auto = jit == AUTO and self._maker.at_once and missing() is None and not several
+        is_auto = jit == AUTO and self._maker.at_once and missing() is None
+        is_auto = is_auto and not several and not self._spec.recipe.detect_nan
         if jit != INDUCTOR and not is_auto:
             return
         compiled = CompiledUpdates(self._spec, self._live, engine.libraries, self._maker)
@@ -324,7 +332,25 @@ class TrainingProgram(BaseProgram):
         self._live.updater.refresh(rows)
         with self._computing([recorded for update in updates for _, recorded in update]):
             given = (self._engine, self._spec, self._live, self._maker, updates, rows, shares)
-            return Execution(*given).run()
+            return Execution(*given, self._replay).run()
+
+    def compare(self, batch: MicroBatch, reference: str, tolerance: Tolerance) -> Comparison:
+        """Hold the recorded micro-batch against a reference; nothing is trained.
+
+        Args:
+            batch: one micro-batch.
+            reference: "eager" or "float64".
+            tolerance: what is no difference.
+        """
+        batch = batch.to(self._device)
+        recorded = self._recorded(batch)
+
+        def seed() -> None:
+            self._seed(recorded, self.updates)
+
+        with self._computing([recorded]):
+            given = (self._step, self._live, recorded, batch, seed, tolerance)
+            return Comparing(*given).run(reference)
 
     def _follow_the_optimizer(self) -> None:
         """Take over what a callback has made of the optimizer's state."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ipufit.engines.embedded.collected import Collected
+from ipufit.engines.embedded.detection import refuse_gradients, refuse_weights
 from ipufit.engines.embedded.divided.sums import DividedSum
 from ipufit.engines.embedded.live import LiveState
 from ipufit.engines.embedded.overlap import BucketSums, Overlap
@@ -70,6 +71,7 @@ class UpdateMaker:
         self.at_once = at_once
         self._scales = scales
         self._processes = spec.processes
+        self._detects = spec.recipe.detect_nan
         self.counted = False
         self.compiled: Optional[CompiledUpdates] = None
         self.merged: Optional[Merged] = None
@@ -96,7 +98,8 @@ class UpdateMaker:
 
         Raises:
             NonFiniteLossError: a loss, or at every loss scale the gradient, is not finite; buffers
-                are back to what they were before the update.
+                are back to what they were before the update. With ``detect_nan`` also a gradient,
+                or a weight afterwards, with which the update is made already.
         """
         if self.compiled is not None and self.compiled.fits(update):
             self.compiled.make(update, first, wanted, collected)
@@ -113,6 +116,8 @@ class UpdateMaker:
                 if live.divided is not None:
                     seen = [self._lost_anywhere(seen)]
                 skip = live.scaler.judge(seen, left_out, collected.finite, live.updates)
+            elif self._detects:
+                refuse_gradients(live, gradients)
         except BaseException:
             for buffers, values in zip(live.replicas, saved):
                 put_back(buffers, values)
@@ -122,6 +127,8 @@ class UpdateMaker:
             live.updater.skip()
         else:
             live.updater.apply(gradients)
+            if self._detects:
+                refuse_weights(live)
         live.updates += 1
         if live.averages is not None:
             live.averages.after_update(live.storage.flats, live.updates, skipped=skip)

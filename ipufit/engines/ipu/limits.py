@@ -123,6 +123,8 @@ def refused(recipe: Recipe) -> Iterator[Tuple[str, Fact]]:
     if recipe.accumulation_dtype not in (None, torch.float16, torch.float32):
         dtype = str(recipe.accumulation_dtype).replace("torch.", "")
         yield f"accumulation_dtype={dtype!r}", SETTINGS["accumulation_dtype"]
+    if recipe.detect_nan:
+        yield "detect_nan=True", SETTINGS["detect_nan"]
     if recipe.run_eagerly:
         yield "run_eagerly=True or jit='off'", SETTINGS["run_eagerly"]
     elif recipe.jit != AUTO:

@@ -162,6 +162,8 @@ class CapturedExecutions:
         if not isinstance(live.updater, RuleUpdater):
             name = type(self._spec.optimizer).__name__
             return f"the step of {name} is torch's own, which counts on the host"
+        if recipe.detect_nan:
+            return "detect_nan looks at every update while it is made"
         if recipe.offload_optimizer_state:
             return "the optimizer's state is in host memory between updates"
         if any(flat.device != self._device for flat in live.storage.flats):

@@ -1,0 +1,141 @@
+"""What ``Model.compare`` returns: where a program and its reference part."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Dict, Optional, Tuple
+
+__all__ = ["Comparison", "Difference"]
+
+_KINDS = ("operator", "module", "loss", "gradient", "buffer", "lowering")
+
+_REFERENCES = {
+    "eager": "the module run eagerly",
+    "float64": "the module run eagerly in float64",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """One value of the program, held against the reference.
+
+    Attributes:
+        kind: "operator", "module", "loss", "gradient", "buffer"; or "lowering" for a result that is
+            right in the recorded graph, and not in what runs in its place.
+        name: of the operator, such as "aten.mm.default"; of the module, "" for the user's own; of
+            the parameter or buffer; "loss".
+        module, module_kind: whose operator it is, and its class; None and "" where it is none's.
+        node: name of the operator in the recorded graph; None for other kinds.
+        is_backward: whether the operator is one of the backward pass.
+        file, line, source: the user's line, of an operator.
+        absolute: the largest difference of two elements.
+        relative: the same, of the largest magnitude in the reference.
+        tolerance: what ``absolute`` may be at most.
+    """
+
+    kind: str
+    name: str
+    absolute: float
+    relative: float
+    tolerance: float
+    module: Optional[str] = None
+    module_kind: str = ""
+    node: Optional[str] = None
+    is_backward: bool = False
+    file: Optional[str] = None
+    line: Optional[int] = None
+    source: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it is within the tolerance."""
+        return self.absolute <= self.tolerance
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} {self._called()}: max absolute difference {self.absolute:.3g}, relative "
+            f"{self.relative:.3g}, tolerance {self.tolerance:.3g}"
+        )
+
+    def _called(self) -> str:
+        if self.kind == "module":
+            return f"{self.name!r} ({self.module_kind})" if self.name else f"({self.module_kind})"
+        if self.kind != "operator":
+            return self.name
+        text = self.name
+        if self.module == "loss":
+            text += " of the loss"
+        elif self.module is not None:
+            text += f" of {self.module!r} ({self.module_kind})" if self.module else " of the module"
+        text += ", backward" if self.is_backward else ""
+        if self.file is not None:
+            text += f", at {self.file}:{self.line}"
+            text += f": `{self.source}`" if self.source else ""
+        return text
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A micro-batch of training through the recorded program and through its reference.
+
+    Attributes:
+        reference: "eager" or "float64".
+        differences: all that pass the tolerance, in the order in which they were computed.
+        counts: how many of each kind were compared.
+        largest: of the operators, the one with the largest relative difference, within the
+            tolerance or not; None if none was compared.
+        how: how the program runs, as ``explain`` has it.
+    """
+
+    reference: str
+    differences: Tuple[Difference, ...]
+    counts: Dict[str, int]
+    largest: Optional[Difference] = None
+    how: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing passes the tolerance."""
+        return not self.differences
+
+    @property
+    def first(self) -> Optional[Difference]:
+        """The first difference; None if there is none."""
+        return next(iter(self.differences), None)
+
+    def first_of(self, kind: str) -> Optional[Difference]:
+        """The first difference of a kind; None if there is none.
+
+        Args:
+            kind: as of :class:`Difference`.
+        """
+        return next((each for each in self.differences if each.kind == kind), None)
+
+    def as_dict(self) -> Dict[str, Any]:
+        """All of it as plain numbers, texts, lists and dicts."""
+        found = dataclasses.asdict(self)
+        found["differences"] = [dataclasses.asdict(each) for each in self.differences]
+        return {"ok": self.ok, **found}
+
+    def __str__(self) -> str:
+        with_what = _REFERENCES[self.reference]
+        compared = ", ".join(
+            f"{self.counts[kind]} {kind}{'s' if self.counts[kind] != 1 else ''}"
+            for kind in ("module", "operator", "gradient")
+            if kind in self.counts
+        )
+        if self.ok:
+            lines = [f"The recorded program agrees with {with_what}: {compared} and the loss."]
+            if self.largest is not None and self.largest.absolute:
+                lines.append(f"The largest difference is that of {self.largest}.")
+            return "\n".join(lines)
+        lines = [f"The recorded program differs from {with_what} ({compared} compared)."]
+        for kind in _KINDS:
+            found = self.first_of(kind)
+            if found is not None:
+                count = sum(each.kind == kind for each in self.differences)
+                more = f" ({count - 1} more)" if count > 1 else ""
+                lines.append(f"First {found}{more}")
+        if self.first_of("lowering") is not None and self.how:
+            lines.append(f"What runs in place of the recorded graph: {self.how}")
+        return "\n".join(lines)

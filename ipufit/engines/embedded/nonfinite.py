@@ -1,0 +1,257 @@
+"""Find the operator that made the first value that is not finite, while a micro-batch runs.
+
+Not every such value is a fault: a mask of ``-inf`` is there on purpose, and what ``torch.where``
+leaves aside reaches nothing. So the search begins at a result, the loss or a gradient, and goes
+back through the operators that its NaN or infinity came through.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ipufit import tree
+from ipufit.diagnose.nan import NonFiniteValue, Operand
+from ipufit.engines.embedded.origins import Origin
+from ipufit.engines.embedded.rebinding import public_name
+from ipufit.engines.embedded.rows import Rows
+from ipufit.program import MicroBatch
+
+__all__ = ["NonFiniteSearch"]
+
+# They read nothing of the tensor that they write to, which may never have been written before.
+_OVERWRITING = (
+    "bernoulli_",
+    "copy_",
+    "exponential_",
+    "fill_",
+    "normal_",
+    "random_",
+    "uniform_",
+    "zero_",
+)
+
+_View = Tuple[Tuple[int, ...], Tuple[int, ...], int]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """A tensor with values that are not finite, and what made it.
+
+    Attributes:
+        nan: whether it has NaN; if not, it has infinities.
+        view: which part of its memory it is.
+        sources: what it may come from, NaN first; empty where the operator made it of finite ones.
+        cause: as of NonFiniteValue, or "constant" for what Python wrote into it.
+        operator, origin, operands, samples: of what made it.
+        name: of a parameter or buffer.
+    """
+
+    nan: bool
+    view: _View
+    sources: Sequence[_Found] = ()
+    cause: str = ""
+    operator: str = ""
+    origin: Origin = dataclasses.field(default_factory=Origin)
+    operands: Sequence[Operand] = ()
+    samples: Tuple[int, ...] = ()
+    name: Optional[str] = None
+
+
+class NonFiniteSearch(TorchDispatchMode):
+    """Looks at the results of every operator that is called in its block.
+
+    Args:
+        now: tells where the operator that is being called comes from.
+        batch: whose rows are samples.
+        tensors: parameters and buffers, by name.
+    """
+
+    def __init__(
+        self, now: Callable[[], Origin], batch: MicroBatch, tensors: Mapping[str, Tensor]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._now = now
+        self._rows = Rows(batch.size)
+        # By memory, in the order in which they were made.
+        self._found: Dict[int, List[_Found]] = {}
+        for leaf in batch.leaves:
+            self._rows.begin(leaf)
+            self._keep_given(leaf, "data", None)
+        for name, tensor in tensors.items():
+            self._keep_given(tensor, "weights", public_name(name))
+
+    def _keep_given(self, tensor: Tensor, cause: str, name: Optional[str]) -> None:
+        kind = _kind_of(tensor)
+        if kind is None:
+            return
+        samples = self._rows.marked(tensor, ~tensor.isfinite())
+        if (cause == "weights" and kind == "inf") or (cause == "data" and _is_mask(tensor)):
+            cause = "constant"
+        found = _Found(kind == "nan", _view(tensor), cause=cause, samples=samples, name=name)
+        self._found.setdefault(_memory(tensor), []).append(found)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Tuple[Any, ...] = (),
+        kwargs: Optional[Dict[str, Any]] = None,
+    ) -> Any:
+        origin = self._now()
+        name = func._schema.name.partition("::")[2]
+        read = args[1:] if name in _OVERWRITING else args
+        given = [t for t in tree.flatten((read, kwargs or {}))[0] if _is_number(t)]
+        looks = [_kind_of(t) for t in given]
+        sources = [self._source(t, kind) for t, kind in zip(given, looks) if kind is not None]
+        # An operator that works in place leaves nothing of these.
+        operands = [_operand(t) for t in given] if func._schema.is_mutable else []
+        result = func(*args, **(kwargs or {}))
+        outputs = [t for t in tree.flatten(result)[0] if isinstance(t, Tensor)]
+        old = {_memory(t) for t in tree.flatten((args, kwargs or {}))[0] if isinstance(t, Tensor)}
+        for output in outputs:
+            if _memory(output) not in old:
+                self._found.pop(_memory(output), None)
+                self._rows.forget(output)
+        self._rows.note(func, args, outputs)
+        for output in outputs:
+            kind = _kind_of(output)
+            if kind is None or "empty" in name:
+                continue
+            known = sorted((s for s in sources if s is not None), key=lambda s: not s.nan)
+            if kind == "nan":
+                made = not any(s.nan for s in known) and "nan" not in looks
+            else:
+                made = not known and not any(looks)
+            cause = "backward" if origin.is_backward else "forward"
+            if made and kind == "inf" and _is_written(args, kwargs, given):
+                cause = "constant"
+            self._found.setdefault(_memory(output), []).append(
+                _Found(
+                    kind == "nan",
+                    _view(output),
+                    known,
+                    cause,
+                    str(func),
+                    origin,
+                    (operands or [_operand(t) for t in given]) if made else (),
+                    self._rows.marked(output, _bad(output, kind)) if made else (),
+                )
+            )
+        return result
+
+    def _source(self, tensor: Tensor, kind: str) -> Optional[_Found]:
+        """What such a value of a tensor comes from; of parts of the memory, the same part first."""
+        known = [
+            each for each in self._found.get(_memory(tensor), ()) if each.nan or kind == "inf"
+        ] or self._found.get(_memory(tensor), [])
+        view = _view(tensor)
+        same = [each for each in known if each.view == view]
+        return next(reversed(same or known), None)
+
+    def cause_of(self, result: Tensor) -> Optional[NonFiniteValue]:
+        """Where a result's value that is not finite came from; None if the search has not seen it.
+
+        Args:
+            result: one with such a value.
+        """
+        kind = _kind_of(result)
+        found = None if kind is None else self._source(result, kind)
+        if found is None:
+            return None
+        first = _first(found)
+        if first.cause == "constant":
+            # Written on purpose: what met it afterwards should not have.
+            first = _after_constant(found)
+        return NonFiniteValue(
+            first.cause,
+            "nan" if first.nan else "inf",
+            module=first.origin.module,
+            kind=first.origin.kind,
+            operator=first.operator or None,
+            file=first.origin.file,
+            line=first.origin.line,
+            source=first.origin.source,
+            samples=first.samples,
+            operands=first.operands,
+            parameter=first.name,
+        )
+
+
+def _first(found: _Found) -> _Found:
+    """Follow a value back to what made it."""
+    while True:
+        nans = [source for source in found.sources if source.nan]
+        if found.nan and nans:
+            found = nans[0]
+            continue
+        if not found.sources:
+            return found
+        # Infinite operands: one that an operator computed is where it began.
+        firsts = [_first(source) for source in found.sources]
+        begun = [first for first in firsts if first.cause != "constant"]
+        if begun:
+            return begun[0]
+        return found if found.nan else firsts[0]
+
+
+def _after_constant(found: _Found) -> _Found:
+    """Of the operators between what Python wrote and the result, the first that chose from it."""
+    path = [found]
+    while path[-1].sources and path[-1].cause != "constant":
+        path.append(path[-1].sources[0])
+    for source, result in zip(path[::-1], path[-2::-1]):
+        if math.prod(result.view[0]) < math.prod(source.view[0]):
+            return result
+    return path[-2] if len(path) > 1 else found
+
+
+def _is_number(value: Any) -> bool:
+    if not isinstance(value, Tensor) or value.is_quantized or value.layout is not torch.strided:
+        return False
+    return value.is_floating_point() or value.is_complex()
+
+
+def _kind_of(tensor: Tensor) -> Optional[str]:
+    """What is not finite: NaN, "nan"; nothing but infinities, "inf"; nothing at all, None."""
+    if not _is_number(tensor) or not tensor.numel() or bool(tensor.isfinite().all()):
+        return None
+    return "nan" if bool(tensor.isnan().any()) else "inf"
+
+
+def _bad(tensor: Tensor, kind: str) -> Tensor:
+    return tensor.isnan() if kind == "nan" else tensor.isinf()
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    """Whether all that is not finite is ``-inf``, as in a mask that is added to scores."""
+    return bool((tensor.isfinite() | (tensor == -torch.inf)).all())
+
+
+def _is_written(args: Any, kwargs: Any, given: Sequence[Tensor]) -> bool:
+    """Whether Python gave the infinity, or the operator makes a tensor of nothing."""
+    leaves = tree.flatten((args, kwargs or {}))[0]
+    numbers = [leaf for leaf in leaves if isinstance(leaf, float)]
+    return not given or any(number in (torch.inf, -torch.inf) for number in numbers)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _view(tensor: Tensor) -> _View:
+    return tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
+
+
+def _operand(tensor: Tensor) -> Operand:
+    values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    finite = values[values.isfinite()]
+    least = float(finite.min()) if finite.numel() else None
+    most = float(finite.max()) if finite.numel() else None
+    nans, infinities = int(values.isnan().sum()), int(values.isinf().sum())
+    return Operand(tuple(tensor.shape), least, most, nans, infinities)
