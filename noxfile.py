@@ -109,6 +109,13 @@ def keras(session: nox.Session) -> None:
 
 
 @nox.session
+def diagnose(session: nox.Session) -> None:
+    """Run all tests of the checks, those on models of the transformers library included."""
+    session.install("-e", ".", *group("diagnose", "torch"))
+    session.run("python", "-m", "pytest", "--exhaustive", "tests/check", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Time ipufit beside its peers on the same work: `-- --quick` for a look, else minutes."""
     session.install("-e", ".[plot]", *group("bench", "torch"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from typing import Callable, List, NoReturn, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, NoReturn, Optional, Sequence, Tuple
 
 from ipufit import __version__
 from ipufit.finding_poptorch import CHOICES, offer_poptorch
@@ -27,6 +27,15 @@ Poplar SDK if that is installed and can be imported, and ipufit's stand-in in pl
 a line on stderr says which.
 """
 
+_CHECK = """\
+Run a script as `ipufit run` does, up to its first call of Model.fit, and check the model, the loss
+and the first micro-batch instead of training: what a recorded program would not do as it is
+written, each with file, line and what to write instead. Then the script is ended, so that nothing
+that comes after training can overwrite files with a model that was not trained. With --all it goes
+on: every fit is a check, and returns an empty History. Exit status: 0 nothing was found, 1 there
+are findings, 2 the command line or the script can't be read, or the script fails or fits no model.
+"""
+
 
 def main(arguments: Optional[Sequence[str]] = None) -> None:
     """Do what the command line asks for.
@@ -35,25 +44,42 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         arguments: without the name of the command; None means those of this process.
     Raises:
         SystemExit: with status 2, where the command line or the script can't be read; with the
-            script's own status, where it ends itself.
+            script's own status, where it ends itself; with that of the check, after one.
         BaseException: whatever the script raises.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    parser, run = _parsers()
+    parser, commands = _parsers()
     given, rest = _split(given)
     options = parser.parse_args(given)
     if options.command is None:
         parser.print_help()
         return
+    command = commands[options.command]
     if (options.script is None) == (options.module is None):
-        run.error("give a script, or -m and a module")
-    execute = _found(run, options, rest)
+        command.error("give a script, or -m and a module")
+    execute = _found(command, options, rest)
+    if options.command == "check":
+        _check(options, execute)
+        return
     offer_poptorch(options.poptorch, tell=_silent if options.quiet else _tell)
     execute()
 
 
+def _check(options: argparse.Namespace, execute: Callable[[], None]) -> None:
+    """Run what was found with fit replaced.
+
+    Raises:
+        SystemExit: always; with the status of the check.
+    """
+    offer_poptorch(options.poptorch, tell=_silent)
+    # Imported here: another command does without.
+    from ipufit.diagnose.check_command import check_script
+
+    raise SystemExit(check_script(execute, options.json, options.all))
+
+
 def _found(
-    run: argparse.ArgumentParser, options: argparse.Namespace, rest: List[str]
+    command: argparse.ArgumentParser, options: argparse.Namespace, rest: List[str]
 ) -> Callable[[], None]:
     """Enter what is to be run, and return what runs it."""
     try:
@@ -62,13 +88,13 @@ def _found(
             return functools.partial(run_module, options.module)
         script = read_script(options.script)
     except ScriptError as fault:
-        _refuse(run, str(fault))
+        _refuse(command, str(fault))
     enter(script, rest)
     return functools.partial(run_script, script)
 
 
-def _parsers() -> Tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """The parser of the whole command and the one of ``ipufit run``."""
+def _parsers() -> Tuple[argparse.ArgumentParser, Dict[str, argparse.ArgumentParser]]:
+    """The parser of the whole command, and those of its parts by their names."""
     parser = argparse.ArgumentParser(
         prog="ipufit", description="Keras' compile and fit for PyTorch, on IPUs and elsewhere."
     )
@@ -82,17 +108,43 @@ def _parsers() -> Tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         "{script,-m module} [arguments ...]",
         allow_abbrev=False,
     )
-    run.add_argument(
+    _take_script(run, "run")
+    run.add_argument("--quiet", action="store_true", help="don't say which PopTorch was imported")
+    check = commands.add_parser(
+        "check",
+        help="check what a script would train",
+        description=_CHECK,
+        usage="%(prog)s [-h] [--json] [--all] [--poptorch {auto,sdk,standin}] "
+        "{script,-m module} [arguments ...]",
+        allow_abbrev=False,
+    )
+    _take_script(check, "check")
+    check.add_argument(
+        "--json",
+        action="store_true",
+        help="print the findings as JSON; what the script prints goes to stderr",
+    )
+    check.add_argument(
+        "--all", action="store_true", help="go on after the first fit, and check every one"
+    )
+    return parser, {"run": run, "check": check}
+
+
+def _take_script(command: argparse.ArgumentParser, verb: str) -> None:
+    """Arguments that say what to run."""
+    command.add_argument(
         "--poptorch",
         choices=CHOICES,
         default="auto",
         help="which PopTorch the script imports: the SDK's if it works (auto, the default), "
         "the SDK's or an error (sdk), ipufit's (standin)",
     )
-    run.add_argument("--quiet", action="store_true", help="don't say which PopTorch was imported")
-    run.add_argument("-m", dest="module", help="the module to run; what follows it is its own")
-    run.add_argument("script", nargs="?", help="the file to run; what follows it is its own")
-    return parser, run
+    command.add_argument(
+        "-m", dest="module", help=f"the module to {verb}; what follows it is its own"
+    )
+    command.add_argument(
+        "script", nargs="?", help=f"the file to {verb}; what follows it is its own"
+    )
 
 
 def _split(given: List[str]) -> Tuple[List[str], List[str]]:

@@ -148,6 +148,10 @@ class CaptureError(IpufitError, RuntimeError):
         cause: "value" or "shape" where the program would have to know a tensor's values to go on;
             None for anything else.
         brief: the message without the advice that only holds for :class:`ipufit.Model`.
+        function: the function in that file, or None.
+        kind: a word for what it is, such as "branch", as :class:`ipufit.diagnose.Finding` has it.
+        what: the first part of the message, what is wrong; empty where it is not in parts.
+        cure: the last part, what to write instead.
     """
 
     def __init__(
@@ -157,11 +161,20 @@ class CaptureError(IpufitError, RuntimeError):
         line: Optional[int] = None,
         cause: Optional[str] = None,
         advice: str = "",
+        *,
+        function: Optional[str] = None,
+        kind: str = "capture",
+        what: str = "",
+        cure: str = "",
     ) -> None:
         self.file = file
         self.line = line
         self.cause = cause
         self.brief = message
+        self.function = function
+        self.kind = kind
+        self.what = what
+        self.cure = cure
         super().__init__(f"{message} {advice}".rstrip())
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Mapping, Optional, Sequence, Union
+import sys
+from typing import TYPE_CHECKING, Any, Callable, Mapping, Optional, Sequence, Union
 
 from torch import nn
 
@@ -20,6 +21,9 @@ from ipufit.preflight import PreflightReport
 from ipufit.sampled import able_to_run, sample_for
 from ipufit.session import Session
 from ipufit.summary import check_options
+
+if TYPE_CHECKING:
+    from ipufit.diagnose import CheckReport
 
 __all__ = ["Inspected"]
 
@@ -232,6 +236,37 @@ class Inspected:
         """
         session = self._trainable("check_invariance")
         return check_invariance(session, engine_maker("embedded"), sample, (rtol, atol))
+
+    def check(self, x: Any = None) -> CheckReport:
+        """Say what of this module a recorded program would not do as it is written.
+
+        A program is recorded once and then repeated, so that Python code in ``forward`` and in the
+        loss runs once: a counter stands still, a branch is taken for good. The micro-batch goes
+        through module, loss and backward pass a few times, in train mode and in eval mode, without
+        values and, where something is wrong, with them, on copies. The runs are held against each
+        other. Weights, buffers, optimizer, generators, attributes and modes are left as they were,
+        and what forward prints is not shown.
+
+        Works before ``compile`` too, then without a loss: gradients are those of all outputs.
+
+        Args:
+            x: a micro-batch: inputs as ``predict`` takes them, a tuple or list of inputs and
+                target, with which the loss is checked too, or a loader, whose first batch is read.
+                None takes random numbers in the shapes of the last ``fit``; where inputs are whole
+                numbers, such as class indices, zeros.
+
+        Returns:
+            The findings, each with file, line and what to write instead; empty, and false, where
+            there are none.
+
+        Raises:
+            ConfigurationError: neither a batch nor an earlier ``fit``.
+            DataError: the batch can't be fed, or the module can't take it.
+        """
+        # Imported here: it is slow to import, and `import ipufit` must stay quick.
+        from ipufit.diagnose.check_model import checked
+
+        return checked(self.module, self._session, x, sys._getframe(1))
 
     def _compiled(self, name: str) -> Session:
         if self._session is None:

@@ -19,6 +19,7 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 PUBLIC = [
     "ipufit",
     "ipufit.callbacks",
+    "ipufit.diagnose",
     "ipufit.errors",
     "ipufit.optim",
     "ipufit.parallel",
@@ -146,6 +147,8 @@ def test_every_entry_of_the_reference_exists():
         "Model",
         "Plan",
         "callbacks.Callback",
+        "diagnose.CheckReport",
+        "diagnose.Finding",
         "schedules.Schedule",
     ],
 )

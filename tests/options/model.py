@@ -592,3 +592,16 @@ def looked_at(**options):
 
 
 of("Model.preflight", looked_at, x=((X, Y), X[:3]))
+
+
+# The check of a module
+
+
+def checked(**options):
+    """What a check says."""
+    model = ipufit.Model(linear())
+    model.compile("sgd", "cross_entropy")
+    return str(model.check(**options))
+
+
+of("Model.check", checked, x=(None, (X, Y)))

@@ -503,6 +503,10 @@ of_error(
     line=(None, 3),
     cause=(None, "shape"),
     advice=("", "c"),
+    function=(None, "forward"),
+    kind=("capture", "branch"),
+    what=("", "d"),
+    cure=("", "e"),
 )
 of_error(
     errors.NonFiniteLossError,

@@ -29,7 +29,19 @@ from ipufit.engines.embedded.masks import unread_masks
 from ipufit.errors import CaptureError
 from ipufit.randomness import LOCK
 
-__all__ = ["Frame", "capture", "user_frame", "uses_random_numbers"]
+__all__ = [
+    "CALLERS",
+    "Frame",
+    "capture",
+    "has_mask_index",
+    "numpy_error",
+    "recordable",
+    "shape_error",
+    "text_error",
+    "user_frame",
+    "uses_random_numbers",
+    "value_error",
+]
 
 # File, line, function.
 Frame = Tuple[str, int, str]
@@ -44,9 +56,10 @@ _INTERNAL = (
 _TORCH_MODULES = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "nn") + os.sep
 
 # Where ipufit calls the user's module and loss.
-_CALLERS = (
+CALLERS = (
     os.path.join(_HERE, "step.py"),
     os.path.join(os.path.dirname(os.path.dirname(_HERE)), "poptorch", "_recording.py"),
+    os.path.join(os.path.dirname(os.path.dirname(_HERE)), "diagnose", "check_runs.py"),
 )
 
 _EAGERLY = "To run this module as it is, without capture, use compile(..., run_eagerly=True)."
@@ -60,7 +73,7 @@ def _first_user_frame(frames: Sequence[Frame]) -> Optional[Frame]:
     module = None
     for frame in frames:
         path = os.path.abspath(frame[0])
-        if path in _CALLERS:
+        if path in CALLERS:
             break
         if not path.startswith(_INTERNAL) and not frame[0].startswith("<"):
             return frame
@@ -92,15 +105,20 @@ def _frame_of(error: BaseException) -> Optional[Frame]:
 
 
 def _error(
-    what: str, instead: str, frame: Optional[Frame], cause: Optional[str] = None
+    what: str,
+    instead: str,
+    frame: Optional[Frame],
+    cause: Optional[str] = None,
+    kind: str = "capture",
 ) -> CaptureError:
+    parts: Dict[str, Any] = {"kind": kind, "what": what, "cure": instead}
     if frame is None:
-        return CaptureError(f"{what}. {instead}", cause=cause, advice=_EAGERLY)
+        return CaptureError(f"{what}. {instead}", cause=cause, advice=_EAGERLY, **parts)
     file, line, function = frame
     source = linecache.getline(file, line).strip()
     shown = f": `{source}`" if source else ""
     text = f"{what}, at {file}:{line} in {function}{shown}. {instead}"
-    return CaptureError(text, file, line, cause, _EAGERLY)
+    return CaptureError(text, file, line, cause, _EAGERLY, function=function, **parts)
 
 
 # What the user's line looks like tells which of several causes it was; torch's error is the same.
@@ -110,7 +128,8 @@ _BRANCH = re.compile(
 )
 
 
-def _value_error(frame: Optional[Frame]) -> CaptureError:
+def value_error(frame: Optional[Frame]) -> CaptureError:
+    """Python needs a tensor's value there."""
     source = linecache.getline(frame[0], frame[1]).strip() if frame else ""
     if _NUMBER.search(source):
         return _error(
@@ -120,6 +139,7 @@ def _value_error(frame: Optional[Frame]) -> CaptureError:
             "number before training and store it as an attribute.",
             frame,
             "value",
+            "number",
         )
     if _BRANCH.search(source):
         return _error(
@@ -129,6 +149,7 @@ def _value_error(frame: Optional[Frame]) -> CaptureError:
             "the program.",
             frame,
             "value",
+            "branch",
         )
     return _error(
         "Python needed a tensor's value, but the program is recorded once, before there are values",
@@ -136,20 +157,24 @@ def _value_error(frame: Optional[Frame]) -> CaptureError:
         "instead of a slice that ends at a value.",
         frame,
         "value",
+        "value",
     )
 
 
-def _text_error(frame: Optional[Frame]) -> CaptureError:
+def text_error(frame: Optional[Frame]) -> CaptureError:
+    """A tensor's value is written into a text there."""
     return _error(
         "a tensor's value was written into a text, but the program is recorded once, before there "
         "are values",
         "Return the tensor as an output, and format it outside of the module.",
         frame,
         "value",
+        "text",
     )
 
 
-def _shape_error(frame: Optional[Frame]) -> CaptureError:
+def shape_error(frame: Optional[Frame]) -> CaptureError:
+    """A shape depends on a tensor's values there."""
     return _error(
         "a shape depends on a tensor's values, but the shapes of the program are fixed when it is "
         "recorded",
@@ -157,20 +182,24 @@ def _shape_error(frame: Optional[Frame]) -> CaptureError:
         "k instead of nonzero or unique.",
         frame,
         "shape",
+        "shape",
     )
 
 
-def _numpy_error(frame: Optional[Frame]) -> CaptureError:
+def numpy_error(frame: Optional[Frame]) -> CaptureError:
+    """A tensor is converted to NumPy there."""
     return _error(
         "a tensor was converted to NumPy, but the program is recorded once, before there are "
         "values",
         "Use the torch operator of the same meaning.",
         frame,
         "value",
+        "numpy",
     )
 
 
-def _has_mask_index(args: Tuple[Any, ...]) -> bool:
+def has_mask_index(args: Tuple[Any, ...]) -> bool:
+    """Whether aten::index with these arguments takes what a mask says."""
     indices = args[1] if len(args) > 1 else ()
     return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
@@ -203,11 +232,11 @@ class _ValueGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.ops.aten.random_.to(args[0], high - low, **(kwargs or {})).add_(low)
         if fake and unknown:
             if torch.Tag.data_dependent_output in func.tags:
-                raise _value_error(user_frame(sys._getframe()))
+                raise value_error(user_frame(sys._getframe()))
             if torch.Tag.dynamic_output_shape in func.tags and (
-                func is not torch.ops.aten.index.Tensor or _has_mask_index(args)
+                func is not torch.ops.aten.index.Tensor or has_mask_index(args)
             ):
-                raise _shape_error(user_frame(sys._getframe()))
+                raise shape_error(user_frame(sys._getframe()))
         return func(*args, **(kwargs or {}))
 
 
@@ -246,6 +275,13 @@ def _no_value_checks() -> Iterator[None]:
         yield
     finally:
         kind.set_default_validate_args(before)
+
+
+@contextlib.contextmanager
+def recordable() -> Iterator[None]:
+    """Torch's own layers go the ways that a recording of them goes."""
+    with _recordable_kernels(), _no_value_checks(), unread_masks():
+        yield
 
 
 class _Restored:
@@ -304,24 +340,22 @@ def capture(
 
     # A user's exception inside forward is theirs: it leaves as it is.
     try:
-        with LOCK, _quiet(), _recordable_kernels(), _no_value_checks(), (
-            _no_restored_generator()
-        ), unread_masks():
+        with LOCK, _quiet(), recordable(), _no_restored_generator():
             # Detached, so that one tensor in two places is two inputs: the next batch may differ.
             inputs = [argument.detach() for argument in args]
             graph = make_fx(guarded, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
     except CaptureError:
         raise
     except DataDependentOutputException as error:
-        raise _value_error(_frame_of(error)) from error
+        raise value_error(_frame_of(error)) from error
     except DynamicOutputShapeException as error:
-        raise _shape_error(_frame_of(error)) from error
+        raise shape_error(_frame_of(error)) from error
     except (RuntimeError, TypeError) as error:
         text = str(error)
         if text.startswith(".numpy() is not supported for tensor subclasses"):
-            raise _numpy_error(_frame_of(error)) from error
+            raise numpy_error(_frame_of(error)) from error
         if type(error).__name__ == "GuardOnDataDependentSymNode":
-            raise _value_error(_frame_of(error)) from error
+            raise value_error(_frame_of(error)) from error
         if "incompatible with .grad()" in text or "not compatible with .grad()" in text:
             raise _error(
                 "torch.utils.checkpoint with use_reentrant=True can't be recorded",
@@ -329,9 +363,9 @@ def capture(
                 _frame_of(error),
             ) from error
         if text.startswith(".tolist() is not supported") or "value out of a tracing tensor" in text:
-            raise _value_error(_frame_of(error)) from error
+            raise value_error(_frame_of(error)) from error
         if text.endswith("FakeTensor.__format__"):
-            raise _text_error(_frame_of(error)) from error
+            raise text_error(_frame_of(error)) from error
         raise
     _simplify(graph)
     return graph

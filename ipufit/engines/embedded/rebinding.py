@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import Dict, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Sequence, Tuple
 
 from torch import Tensor, nn
 
 from ipufit.engines.embedded.storage import storage_id
 from ipufit.errors import CaptureError
 
-__all__ = ["public_name", "refuse_rebinding", "storages"]
+__all__ = ["public_name", "rebound", "refuse_rebinding", "storages"]
 
 
 def public_name(name: str) -> str:
@@ -24,32 +24,41 @@ def storages(tensors: Mapping[str, Tensor]) -> Dict[str, int]:
     return {name: storage_id(tensor) for name, tensor in tensors.items()}
 
 
-def refuse_rebinding(
+def rebound(
     module: nn.Module, tensors: Mapping[str, Tensor], before: Mapping[str, int]
-) -> None:
-    """Make sure that forward has left every tensor where it was.
+) -> Iterator[CaptureError]:
+    """Errors, with the place, for the tensors that forward has not left where they were.
 
     Args:
         module: whose forward has run.
         tensors: its parameters and buffers before, by name.
         before: their storages.
-
-    Raises:
-        CaptureError: it has not; with the place.
     """
     now: Dict[str, Tensor] = dict(module.named_parameters())
     now.update(module.named_buffers())
     for name in sorted({*tensors, *now}):
         tensor = tensors.get(name)
         if tensor is None or now.get(name) is not tensor or storage_id(tensor) != before[name]:
-            raise _rebound(module, name, new=tensor is None)
+            yield _rebound(module, name, new=tensor is None)
+
+
+def refuse_rebinding(
+    module: nn.Module, tensors: Mapping[str, Tensor], before: Mapping[str, int]
+) -> None:
+    """Make sure that there are none.
+
+    Raises:
+        CaptureError: the first one.
+    """
+    for error in rebound(module, tensors, before):
+        raise error
 
 
 def _rebound(module: nn.Module, name: str, new: bool) -> CaptureError:
     path, _, attribute = name.rpartition(".")
     parts = path.split(".")
     owners = [module.get_submodule(".".join(parts[:i])) for i in range(len(parts), 0, -1)]
-    file, line = _assignment([type(owner) for owner in owners], attribute)
+    file, line, function = _assignment([type(owner) for owner in owners], attribute)
     if new:
         what = "registered"
         instead = "Register it in __init__, and change it in place in forward"
@@ -60,31 +69,48 @@ def _rebound(module: nn.Module, name: str, new: bool) -> CaptureError:
         what = "replaced by another tensor"
         instead = f"Change it in place: self.{attribute}.copy_(new_value)"
     at = f", at {file}:{line}" if file else ""
+    begin, end = f"{public_name(name)!r} was {what} inside forward", "the program would never see"
     return CaptureError(
-        f"{public_name(name)!r} was {what} inside forward{at}, and the program would never see "
-        f"the new one. {instead}.",
+        f"{begin}{at}, and {end} the new one. {instead}.",
         file,
         line,
+        function=function,
+        kind="rebound",
+        what=f"{begin}, and {end} the new one",
+        cure=f"{instead}.",
     )
 
 
-def _assignment(owners: Sequence[type], attribute: str) -> Tuple[Optional[str], Optional[int]]:
-    """File and line where a forward of the user's sets the attribute, or else where one begins."""
+def _assignment(
+    owners: Sequence[type], attribute: str
+) -> Tuple[Optional[str], Optional[int], Optional[str]]:
+    """File, line and function where the user sets the attribute, or else where forward begins."""
     name = re.escape(attribute)
     setting = re.compile(rf"\.{name}(\.data)?\s*=(?!=)|[\"']{name}[\"']")
-    begin: Tuple[Optional[str], Optional[int]] = (None, None)
+    begin: Tuple[Optional[str], Optional[int], Optional[str]] = (None, None, None)
     for owner in owners:
-        if owner.__module__.partition(".")[0] == "torch":
-            continue
-        try:
-            forward = inspect.unwrap(owner.forward)  # type: ignore[attr-defined]
-            file = inspect.getsourcefile(forward)
-            lines, first = inspect.getsourcelines(forward)
-        except (OSError, TypeError, AttributeError):
-            continue
-        for number, line in enumerate(lines, first):
-            if setting.search(line):
-                return file, number
-        if begin == (None, None):
-            begin = file, first
+        for function in _methods(owner):
+            try:
+                file = inspect.getsourcefile(function)
+                lines, first = inspect.getsourcelines(function)
+            except (OSError, TypeError):
+                continue
+            for number, line in enumerate(lines, first):
+                if setting.search(line):
+                    return file, number, function.__name__
+            if begin[0] is None and function.__name__ == "forward":
+                begin = file, first, "forward"
     return begin
+
+
+def _methods(owner: type) -> Iterator[Callable[..., Any]]:
+    """Of a class of the user's: forward, and then what it may call."""
+    if owner.__module__.partition(".")[0] == "torch":
+        return
+    forward = inspect.unwrap(owner.forward)  # type: ignore[attr-defined]
+    yield forward
+    for base in owner.__mro__:
+        if base.__module__.partition(".")[0] not in ("torch", "builtins"):
+            for name, method in vars(base).items():
+                if inspect.isfunction(method) and name not in ("forward", "__init__"):
+                    yield inspect.unwrap(method)

@@ -24,7 +24,7 @@ from ipufit.engines.embedded.fingerprint import called_objects
 from ipufit.engines.embedded.hints import hints_noted
 from ipufit.engines.embedded.marks import backward_marked, layers_marked
 from ipufit.engines.embedded.precision import computing_in, with_inputs_in
-from ipufit.engines.embedded.rebinding import public_name, refuse_rebinding, storages
+from ipufit.engines.embedded.rebinding import public_name, rebound, storages
 from ipufit.engines.embedded.results import OutputShape, Reported
 from ipufit.engines.embedded.storage import Block, storage_id
 from ipufit.errors import CaptureError, LossError
@@ -41,16 +41,27 @@ __all__ = ["MicroStep", "StepModule", "attributes_kept", "carries_loss", "public
 class StepModule(nn.Module):
     """The user's module and loss as one module, so that both may own parameters and buffers.
 
+    Args:
+        net: the user's module.
+        loss: normal form; None where there is none.
+        forgive: called with the error for a tensor that forward replaces, which is then not raised.
+
     Attributes:
         net, loss_module: the two.
         called: what the loss calls that is no module and has attributes.
     """
 
-    def __init__(self, net: nn.Module, loss: Optional[Loss]) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        loss: Optional[Loss],
+        forgive: Optional[Callable[[CaptureError], None]] = None,
+    ) -> None:
         super().__init__()
         self.net = net
         self.loss_module = loss.module if loss is not None else None
         self._loss = loss
+        self._forgive = forgive
         self.called = called_objects(loss)
 
     def forward(
@@ -72,7 +83,10 @@ class StepModule(nn.Module):
                 outputs, term = self._loss.split(result)
         elif with_loss and self._loss is not None:
             term = self._loss(result, target, sample_weight)
-        refuse_rebinding(self, tensors, before)
+        for error in rebound(self, tensors, before):
+            if self._forgive is None:
+                raise error
+            self._forgive(error)
         return outputs, term if with_loss else None
 
 
