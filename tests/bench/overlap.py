@@ -1,8 +1,10 @@
 """``python -m tests.bench.overlap``: sums of gradients beside the backward pass, and behind it.
 
-Prints the table of docs/scaling.md. Two processes, one core each, over the loopback device as it is
-and, where this is Linux and one may (root, with `ip` and `tc` of iproute2), over one of a network
-namespace that is as slow as a network. In each run, updates of both kinds take turns.
+Prints two tables of docs/scaling.md. Two processes, one core each, over the loopback device as it
+is and, where this is Linux and one may (root, with `ip` and `tc` of iproute2), over one of a
+network namespace that is as slow as a network. In each run, updates of both kinds take turns. The
+second table is on paper: what share of the sending was hidden goes into the times of more
+processes.
 """
 
 import argparse
@@ -12,8 +14,10 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 
-from tests.bench.scaling import ROOT
+from tests.bench.scaling import NETWORKS as PAPER
+from tests.bench.scaling import ROOT, SIZES, on_paper
 
 WIDTH, LAYERS, BATCH = 1500, 12, 64
 # Rates of the loopback device, which both directions share: twice that of one direction.
@@ -31,27 +35,41 @@ def work():
     from torch import nn
 
     import ipufit
-    from ipufit.engines.embedded import overlap
+    from ipufit.engines.embedded import overlap, update
 
     torch.set_num_threads(1)
+    inner, alone = update.UpdateMaker._gradients, []
+
+    def timed(*given):
+        start = time.perf_counter()
+        found = inner(*given)
+        alone.append(time.perf_counter() - start)
+        return found
+
     # Not to be decided: all updates take turns.
     overlap._ROUNDS = 10**6
     layers = [[nn.Linear(WIDTH, WIDTH), nn.ReLU()] for _ in range(LAYERS)]
     model = ipufit.Model(nn.Sequential(*[layer for both in layers for layer in both]))
     model.compile("sgd", "mse")
     processes = ipufit.distributed()
+    if not processes.are_several:
+        update.UpdateMaker._gradients = timed
     x = torch.randn(24 * BATCH * processes.num_processes, WIDTH)
     model.fit(x, x, batch_size=BATCH, verbose=0)
     measured = model._session.engine.overlap
-    after, along = (statistics.median(each) for each in measured._seconds)
+    size = sum(p.numel() * p.element_size() for p in model.module.parameters())
+    found = {"alone": statistics.median(alone[2:] or [0.0]), "bytes": size}
+    if measured is not None:
+        after, along = (statistics.median(each) for each in measured._seconds)
+        found.update(after=after, along=along, buckets=len(measured.order))
     if processes.process_id == 0:
-        print(json.dumps({"after": after, "along": along, "buckets": len(measured.order)}))
+        print(json.dumps(found))
 
 
-def measured(network):
+def measured(network, processes=2):
     """One run."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
     command += ["--master-addr=127.0.0.1", "--master-port=29500"]
     command += ["-m", "tests.bench.overlap", "--work"]
     name = "ipufit-overlap"
@@ -84,12 +102,14 @@ def main():
     if asked.work:
         return work()
     may = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
+    found, alone = {}, measured(None, processes=1)
     print("| network | buckets | after it | during it | ratio |\n| --- | --- | --- | --- | --- |")
     for name, network in NETWORKS.items():
         if network is not None and not may:
             print(f"{name} needs root, ip and tc.")
             continue
         runs = [measured(network) for _ in range(asked.rounds)]
+        found[name] = runs
         after, along = (statistics.median(run[key] for run in runs) for key in ("after", "along"))
         ratios = sorted(run["along"] / run["after"] for run in runs)
         print(
@@ -97,7 +117,27 @@ def main():
             f"{ratios[len(ratios) // 2]:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |",
             flush=True,
         )
+    print_on_paper(found, alone)
     return None
+
+
+def print_on_paper(found, alone):
+    """The share of an update's time that is left for computing, with and without the overlap."""
+    seconds, size = alone["alone"], alone["bytes"]
+    head = " | ".join(f"{count} processes" for count in SIZES)
+    print(f"\nOne process alone: {seconds * 1e3:.0f} ms, {size:,} bytes of gradients.")
+    print(f"\n| network | sums | {head} |\n| --- | --- |{' --- |' * len(SIZES)}")
+    runs = [run for name, several in found.items() if "Gbit" in name for run in several]
+    hidden = statistics.median(
+        (run["after"] - run["along"]) / (run["after"] - seconds) for run in runs
+    )
+    for label, network in PAPER.items():
+        for when, share in (("after", 0.0), (f"during, {hidden:.0%} hidden", hidden)):
+            shares = []
+            for count in SIZES:
+                sending = on_paper(seconds, size, network, count) - seconds
+                shares.append(seconds / (seconds + (1 - share) * sending))
+            print(f"| {label} | {when} | {' | '.join(f'{each:.0%}' for each in shares)} |")
 
 
 if __name__ == "__main__":
