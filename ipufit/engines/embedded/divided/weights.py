@@ -56,6 +56,7 @@ class Piece:
         flat: whole; without memory but for a while.
         own: what this process has of it.
         views: the parameters in ``flat``.
+        is_there: whether ``flat`` has memory.
     """
 
     block: Block
@@ -128,11 +129,13 @@ class DividedWeights(FlatStorage):
         self._dtype = dtype
         self.device = device
         self._home = {slot.name: slot.parameter for block in blocks for slot in block.slots}
+        self.pieces: List[Piece] = []
         with torch.no_grad():
-            self.pieces = [Piece.of(*each, processes, device) for each in zip(blocks, cuts)]
-            if device.type != "cpu":
-                for parameter in self._home.values():
-                    parameter.data = parameter.data.cpu()
+            for block, own in zip(blocks, cuts):
+                self.pieces.append(Piece.of(block, own, processes, device))
+                # One after another: the device never holds much more than the whole.
+                for slot in block.slots if device.type != "cpu" else ():
+                    slot.parameter.data = slot.parameter.data.cpu()
         self.blocks = list(blocks[:trained])
         self.flats = [piece.own for piece in self.pieces[:trained]]
         self.form: Tuple[object, ...] = tuple(
@@ -268,8 +271,8 @@ class DividedWeights(FlatStorage):
 
     def release(self) -> None:
         """The module's parameters are where they were, with the values that they have."""
-        self.blocks, self.flats = [], []
+        self.blocks, self.flats, self.pieces = [], [], []
         for parameter in self._home.values():
             if parameter.device != self.device:
                 parameter.data = parameter.data.to(self.device)
-        self.pieces, self._home = [], {}
+        self._home = {}
