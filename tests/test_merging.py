@@ -229,6 +229,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_is_what_it_is_apart(name):
     """The loss of each micro-batch, its count, what it logs, and its gradient."""
@@ -518,6 +519,7 @@ APART = {
 OTHERWISE = {"instance_norm", "lstm", "products", "samples second"}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("name", "size"), [(n, s) for n in APART for s in (1, 2) if s == 2 or n not in OTHERWISE]
 )
@@ -683,6 +685,7 @@ TOGETHER = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", TOGETHER)
 def test_modules_that_may_join_samples_do_not_merge(name):
     """A reason is given, and the bits are those without any of this."""

@@ -166,6 +166,7 @@ def test_every_block_has_an_ipu(engine):
     )
 
 
+@pytest.mark.grid
 @ENGINES
 @pytest.mark.parametrize(
     ("ipus", "stages"),

@@ -194,6 +194,7 @@ def fitted(net, recompute, engine=None, **options):
     return net, history.history["loss"], engine
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("kind", "recompute"), NETS.values(), ids=list(NETS))
 def test_the_bits_are_those_without(kind, recompute):
     """Weights, BatchNorm's statistics, buffers and losses; masks of dropout are drawn once."""

@@ -289,6 +289,7 @@ ALL = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", ALL)
 def test_the_bits_are_those_of_a_run_that_was_not_interrupted(case, tmp_path):
     interrupted(case, 0.6, tmp_path)

@@ -153,6 +153,7 @@ CASES = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_an_error_of_data_code_names_batch_and_sample(name, prefetch):

@@ -135,6 +135,9 @@ def refused():
     yield "on_batch", lambda: made().train_on_batch(X, Y)
     yield "find_lr", lambda: made().find_lr(X, Y)
     yield "find_batch_size", lambda: made().find_batch_size(X, Y, effective_batch_size=4)
+    yield "compare", lambda: made().compare((X, Y))
+    yield "invariance", lambda: made().check_invariance((X, Y))
+    yield "detection", lambda: fit(X, Y, model=made(detect_nan=True))
     yield "restarts", lambda: fit(X, Y, checkpoint="runs", max_restarts=1)
     zero = torch.ones(20)
     zero[8:12] = 0

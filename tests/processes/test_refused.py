@@ -79,6 +79,18 @@ REFUSED = {
     ),
     "find_lr": ("ConfigurationError", f"find_lr {SEARCH}"),
     "find_batch_size": ("ConfigurationError", f"find_batch_size {SEARCH}"),
+    "compare": (
+        "ConfigurationError",
+        f"compare {IN_ONE}Compare in one process: each runs the same program.",
+    ),
+    "invariance": (
+        "ConfigurationError",
+        f"check_invariance {IN_ONE}Check in one process: its replicas stand for those of all.",
+    ),
+    "detection": (
+        "ConfigurationError",
+        f"detect_nan=True {IN_ONE}Leave it out, or train in one process with ipus= as large.",
+    ),
     "restarts": (
         "ConfigurationError",
         f"max_restarts=1 {IN_ONE}Leave it out, and let the launcher begin again: torchrun "

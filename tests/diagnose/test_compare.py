@@ -16,10 +16,7 @@ from ipufit.diagnose.tolerance import DEFAULTS, Tolerance, distance
 from ipufit.engines.embedded import engine as engine_module
 from ipufit.errors import ConfigurationError, NotCompiledError
 from tests import nets
-from tests.engines import embedded_only
 from tests.told import refused
-
-pytestmark = embedded_only("the programs of an IPU can't be looked into, so compare is refused")
 
 SAMPLE = nets.data(4)
 

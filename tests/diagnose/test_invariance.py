@@ -10,10 +10,7 @@ from torch import nn
 import ipufit
 from ipufit.errors import ConfigurationError, DataError, NotCompiledError
 from tests import nets
-from tests.engines import embedded_only
 from tests.told import refused
-
-pytestmark = embedded_only("it runs on the embedded engine, whichever engine the model has")
 
 SAMPLE = nets.data(12)
 
