@@ -25,7 +25,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # meets every value of every parameter. On the oldest Python, which shows whether anything is
 # missing there, one in so many of any test that has many. And so many examples of a property.
 SAMPLE = 7
-SAMPLE_OF_OLDEST = 3
+SAMPLE_OF_OLDEST = 5
 IS_OLDEST = sys.version_info < (3, 9)
 EXAMPLES, ALL_EXAMPLES = 200, 2000
 
