@@ -389,8 +389,9 @@ class Session:
             return [processes.describe()]
         trained = [p for p in self.module.parameters() if p.requires_grad]
         size = sum(p.numel() * p.element_size() for p in trained)
+        when = "micro-batch" if self.recipe.shard_weights else "update"
         return [
-            f"{processes.describe()} In every update the gradients of all are added, {size:,} "
+            f"{processes.describe()} In every {when} the gradients of all are added, {size:,} "
             f"bytes of each; one waits {processes.timeout:g} s for another.",
         ]
 

@@ -63,6 +63,7 @@ def test_callbacks_and_refusals_know_of_parts(tmp_path):
         assert refused in text
         gets = "whole weights while they are read, and its part of the gradients' sum."
         assert text.count(said + gets) == 3
+        assert text.count("In every micro-batch the gradients of all are added, 760 bytes") == 3
 
 
 def recorded(function, *tensors):
