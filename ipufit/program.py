@@ -46,6 +46,7 @@ __all__ = [
     "ProgramSpec",
     "Share",
     "TrainState",
+    "by_process",
     "dealt",
     "loss_counts",
     "own_numbers",
@@ -240,14 +241,27 @@ class Share:
             sizes: by place, 0 where there is no micro-batch.
         """
         there = [place for place, size in enumerate(sizes) if size]
-        owners = [plan.owner(place) for place in there]
-        own = [i for i, owner in enumerate(owners) if owner == plan.process]
+        own = [i for i, place in enumerate(there) if plan.owner(place) == plan.process]
         return Share(
             tuple(sizes[place] for place in there),
             tuple(there[i] for i in own),
             tuple(own),
-            max(map(owners.count, owners), default=0),
+            max(by_process(sizes, plan)),
         )
+
+
+def by_process(update: Sequence[int], plan: Plan, size: Optional[int] = None) -> List[int]:
+    """How many micro-batches of an update each process has.
+
+    Args:
+        update: samples of the micro-batches of all processes, by place; 0 where there is none.
+        plan: of the update.
+        size: of those that count, in samples; None for all of them.
+    """
+    counts = [0] * plan.processes
+    for place, each in enumerate(update):
+        counts[plan.owner(place)] += each == size if size else each > 0
+    return counts
 
 
 def own_numbers(shares: Sequence[Share]) -> List[int]:

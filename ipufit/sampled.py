@@ -12,7 +12,7 @@ from ipufit.program import MicroBatch
 from ipufit.session import Session
 from ipufit.summary import sample_of
 
-__all__ = ["able_to_run", "sample_for"]
+__all__ = ["able_to_run", "no_batch", "sample_for"]
 
 
 def sample_for(session: Session, x: Any, asks: str) -> MicroBatch:
@@ -32,10 +32,15 @@ def sample_for(session: Session, x: Any, asks: str) -> MicroBatch:
         check_call(session.module, sample, session.loss, Source([], asks))
         return sample
     if session.sample is None:
-        raise ConfigurationError(
-            f"{asks} needs a batch, {asks}((inputs, target)), or an earlier fit; got neither."
-        )
+        raise no_batch(asks)
     return session.sample
+
+
+def no_batch(asks: str) -> ConfigurationError:
+    """The error of a method that has nothing to look at."""
+    return ConfigurationError(
+        f"{asks} needs a batch, {asks}((inputs, target)), or an earlier fit; got neither."
+    )
 
 
 @contextlib.contextmanager

@@ -257,7 +257,10 @@ def provoked():
         model.compile("sgd", "cross_entropy")
         model.predict([torch.ones(1, 2)], verbose=0)
 
-    for call in (plan, names, lambda: buffers("seen"), lambda: buffers("new")):
+    def check():
+        ipufit.Model(nn.Linear(1, 1)).check()
+
+    for call in (plan, names, lambda: buffers("seen"), lambda: buffers("new"), check):
         with pytest.raises(ipufit.errors.IpufitError) as caught:
             call()
         yield str(caught.value)

@@ -12,11 +12,11 @@ from ipufit.data.source import Source
 from ipufit.diagnose.check import check
 from ipufit.diagnose.check_frames import users_frame
 from ipufit.diagnose.check_report import CheckReport
-from ipufit.errors import ConfigurationError
 from ipufit.first_batch import check_call
 from ipufit.parallel.partition import NOT_DIVIDED
 from ipufit.program import MicroBatch
 from ipufit.recipe import Precision
+from ipufit.sampled import no_batch
 from ipufit.session import Session
 from ipufit.summary import sample_of
 
@@ -45,9 +45,7 @@ def checked(
         leaves = tuple(_random(leaf) for leaf in session.sample.leaves)
         sample = MicroBatch(leaves, session.sample.structure, session.sample.size)
     else:
-        raise ConfigurationError(
-            "check needs a batch, check((inputs, target)), or an earlier fit; got neither."
-        )
+        raise no_batch("check")
     return checked_sample(module, session, sample, frame)
 
 

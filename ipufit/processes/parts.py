@@ -7,6 +7,7 @@ gloo's own reduce-scatter is missing on old ones.
 
 from __future__ import annotations
 
+import itertools
 from typing import Iterator, List, Optional, Sequence, Tuple
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor, distributed
 
 from ipufit.processes.group import Processes
 from ipufit.processes.messages import as_bytes
+from ipufit.processes.works import Works
 
-__all__ = ["PartSum", "add_parts", "collect_parts", "join_parts", "part_of"]
+__all__ = ["PartSum", "add_parts", "collect_parts", "join_parts", "part_of", "start_joining"]
 
 # Bytes of all processes that are under way at a time; a copy of them is made.
 _WINDOW = 25 * 2**20
@@ -58,17 +60,10 @@ def _windows(flat: Tensor, cuts: Sequence[int]) -> Iterator[List[Tensor]]:
 
 
 def _add_window(processes: Processes, pieces: Sequence[Tensor]) -> None:
-    own = pieces[processes.process_id]
-    sent = torch.cat(list(pieces))
-    received = own.new_empty(len(pieces) * len(own))
-    one = own.element_size()
-    here, there = [one * len(own)] * len(pieces), [one * len(piece) for piece in pieces]
-    with processes.collectives() as start:
-        texts = as_bytes(received), as_bytes(sent)
-        start(distributed.all_to_all_single, *texts, here, there, like=sent)
-    rows = received.view(len(pieces), len(own))
-    wide = torch.float32 if own.dtype in (torch.float16, torch.bfloat16) else own.dtype
-    own.copy_(rows.sum(0, dtype=wide))
+    cuts = [*itertools.accumulate(map(len, pieces), initial=0)]
+    part = PartSum(processes, torch.cat(list(pieces)), cuts)
+    part.end()
+    pieces[processes.process_id].copy_(part.own)
 
 
 def join_parts(
@@ -80,12 +75,25 @@ def join_parts(
         flats: contiguous.
         cuts: of each.
     """
-    with torch.no_grad(), processes.collectives() as start:
+    works = processes.works()
+    with torch.no_grad():
         for flat, own in zip(flats, cuts):
-            for process, (begin, end) in enumerate(zip(own, own[1:])):
-                if end > begin:
-                    part = as_bytes(flat[begin:end])
-                    start(distributed.broadcast, part, process, like=part)
+            start_joining(works, flat, own)
+    works.wait()
+
+
+def start_joining(works: Works, flat: Tensor, cuts: Sequence[int]) -> None:
+    """Have a flat tensor whole, when the works are done, of the part that each process has.
+
+    Args:
+        works: of the processes.
+        flat: contiguous.
+        cuts: of it.
+    """
+    for process, (begin, end) in enumerate(zip(cuts, cuts[1:])):
+        if end > begin:
+            part = as_bytes(flat[begin:end])
+            works.start(distributed.broadcast, part, process, like=part)
 
 
 def collect_parts(

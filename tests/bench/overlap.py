@@ -17,7 +17,7 @@ import sys
 import time
 
 from tests.bench.scaling import NETWORKS as PAPER
-from tests.bench.scaling import ROOT, SIZES, on_paper
+from tests.bench.scaling import SIZES, on_paper, told_by
 
 WIDTH, LAYERS, BATCH = 1500, 12, 64
 # Rates of the loopback device, which both directions share: twice that of one direction.
@@ -68,7 +68,6 @@ def work():
 
 def measured(network, processes=2):
     """One run."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
     command += ["--master-addr=127.0.0.1", "--master-port=29500"]
     command += ["-m", "tests.bench.overlap", "--work"]
@@ -82,15 +81,10 @@ def measured(network, processes=2):
             subprocess.run([*space, "ip", "link", "set", "lo", "up"], check=True)
             subprocess.run([*space, "tc", "qdisc", "add", "dev", "lo", "root", *shape], check=True)
             command = space + command
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, cwd=str(ROOT), timeout=600
-        )
+        return told_by(command)
     finally:
         if network is not None:
             subprocess.run(["ip", "netns", "del", name], check=True)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def main():

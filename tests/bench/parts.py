@@ -8,12 +8,10 @@ and the module's weights where training works on these themselves.
 import argparse
 import ctypes
 import json
-import os
-import subprocess
 import sys
 import threading
 
-from tests.bench.scaling import ROOT, loopback_bytes
+from tests.bench.scaling import loopback_bytes, told_by
 
 WIDTH, LAYERS = 1200, 20
 KINDS = {"whole": {}, "shard_optimizer": {}, "shard_weights": {}}
@@ -98,13 +96,9 @@ class Peak(threading.Thread):
 
 def measured(kind, processes):
     """One run."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={processes}", "-m", "tests.bench.parts", "--work", kind]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=str(ROOT))
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return told_by(command)
 
 
 def main():

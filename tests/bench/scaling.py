@@ -62,13 +62,18 @@ def loopback_bytes():
 
 def measured(name, processes, iterations):
     """One run."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
     if processes == 1:
         command = [sys.executable]
     command += ["-m", "tests.bench.scaling", "--work", name, "--iterations", str(iterations)]
     if processes > 1:
         command[3:3] = ["--standalone"]
+    return told_by(command)
+
+
+def told_by(command):
+    """What a command prints in JSON as its last line; each of its processes has one thread."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=str(ROOT))
     if done.returncode:
         raise SystemExit(done.stderr)

@@ -7,14 +7,13 @@ import torch
 from torch import nn
 
 import ipufit
-from ipufit import poptorch
 from ipufit.engines.embedded.capture import capture
 from ipufit.engines.embedded.divided.graph import FILL, FREE, SUM, with_meetings
 from ipufit.engines.embedded.divided.weights import pieces_of
 from ipufit.engines.embedded.lowering.early import gradients_early
 from ipufit.engines.embedded.marks import backward_marked
 from ipufit.errors import CaptureError, ConfigurationError
-from tests.processes.test_sharded import REFUSED, SAID, run
+from tests.processes.test_sharded import REFUSED, SAID, locations_on_ipus, run
 
 WITHIN = """\
 with shard_weights=True weights must be changed in all processes before an epoch begins, but one \
@@ -165,19 +164,7 @@ def test_settings_that_contradict_each_other_are_refused(options, text):
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_on_ipus_replicas_share_weights_and_state(replicas, monkeypatch):
     """In what PopTorch is given; the stand-in has one memory."""
-    given = []
-    made = poptorch.trainingModel
-
-    def noted(module, options=None, optimizer=None):
-        given.append(options.TensorLocations.toDict())
-        return made(module, options, optimizer)
-
-    monkeypatch.setattr(poptorch, "trainingModel", noted)
-    model = ipufit.Model(nn.Linear(4, 3), engine="ipu-standin")
-    model.compile("adam", "cross_entropy", shard_weights=True)
-    x, y = torch.randn(8, 4), torch.tensor([0, 1] * 4)
-    model.fit(x, y, batch_size=2, ipus=replicas, verbose=0)
+    found = locations_on_ipus(monkeypatch, replicas, shard_weights=True)
     parts = {"useReplicatedTensorSharding": 1} if replicas > 1 else None
-    assert given[0].get("location_optimizer") == parts
-    assert given[0].get("location_weight") == parts
-    model.close()
+    assert found.get("location_optimizer") == parts
+    assert found.get("location_weight") == parts

@@ -201,6 +201,24 @@ def test_what_compile_refuses(options, text):
     assert str(caught.value) == text
 
 
+def locations_on_ipus(monkeypatch, replicas, **options):
+    """Where PopTorch is told to have what, in a fit on the stand-in."""
+    given = []
+    made = poptorch.trainingModel
+
+    def noted(module, options=None, optimizer=None):
+        given.append(options.TensorLocations.toDict())
+        return made(module, options, optimizer)
+
+    monkeypatch.setattr(poptorch, "trainingModel", noted)
+    model = ipufit.Model(nn.Linear(4, 3), engine="ipu-standin")
+    model.compile("adam", "cross_entropy", **options)
+    x, y = torch.randn(8, 4), torch.tensor([0, 1] * 4)
+    model.fit(x, y, batch_size=2, ipus=replicas, verbose=0)
+    model.close()
+    return given[0]
+
+
 @pytest.mark.parametrize(
     ("options", "replicas", "location"),
     [
@@ -213,17 +231,5 @@ def test_what_compile_refuses(options, text):
 )
 def test_on_ipus_replicas_share_the_state(options, replicas, location, monkeypatch):
     """In what PopTorch is given; the stand-in has one memory."""
-    given = []
-    made = poptorch.trainingModel
-
-    def noted(module, options=None, optimizer=None):
-        given.append(options.TensorLocations.toDict())
-        return made(module, options, optimizer)
-
-    monkeypatch.setattr(poptorch, "trainingModel", noted)
-    model = ipufit.Model(nn.Linear(4, 3), engine="ipu-standin")
-    model.compile("adam", "cross_entropy", shard_optimizer=True, **options)
-    x, y = torch.randn(8, 4), torch.tensor([0, 1] * 4)
-    model.fit(x, y, batch_size=2, ipus=replicas, verbose=0)
-    assert given[0].get("location_optimizer") == location
-    model.close()
+    found = locations_on_ipus(monkeypatch, replicas, shard_optimizer=True, **options)
+    assert found.get("location_optimizer") == location

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Dict, List, Optional, Sequence, Tuple, Type, Union
+from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -31,19 +31,14 @@ class Reduction:
         self._dtype = spec.recipe.accumulation_dtype
         self._known: Dict[object, Tuple[List[float], float]] = {}
 
-    def start(
-        self,
-        sizes: Sequence[int],
-        share: Optional[Share] = None,
-        kind: Optional[Type[GradientSum]] = None,
-    ) -> GradientSum:
+    def start(self, sizes: Sequence[int], share: Optional[Share] = None) -> GradientSum:
         """A sum over micro-batches of these sizes, or over a process's share of an update."""
         key = tuple(sizes) if share is None else share
         if key not in self._known:
             factors, whole = self.shares(sizes if share is None else share.sizes)
             own = factors if share is None else [factors[i] for i in share.own]
             self._known[key] = own, whole
-        return (kind or GradientSum)(*self._known[key], self._dtype)
+        return GradientSum(*self._known[key], self._dtype)
 
     def coefficients(self, sizes: Sequence[int]) -> List[float]:
         """What the gradient of each of these micro-batches is multiplied with, in all."""
@@ -127,7 +122,16 @@ class GradientSum:
             gradients: one flat tensor per block, which may be changed in place.
             count: the sum of the counts; None where losses stand for samples.
         """
-        next(self._factors)
+        self.next_factor()
+        self.collect(gradients, count)
+
+    def collect(self, gradients: Sequence[Tensor], count: Optional[Tensor]) -> None:
+        """Gradients that are weighted as they count already.
+
+        Args:
+            gradients: one flat tensor per block, which may be changed in place.
+            count: what they are weighted with; None where losses stand for samples.
+        """
         self.note(count)
         if not self._total:
             self._total = list(gradients)

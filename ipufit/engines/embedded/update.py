@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ipufit.engines.embedded.collected import Collected
 from ipufit.engines.embedded.detection import refuse_gradients, refuse_weights
-from ipufit.engines.embedded.divided.sums import DividedSum
 from ipufit.engines.embedded.live import LiveState
 from ipufit.engines.embedded.overlap import BucketSums, Overlap
 from ipufit.engines.embedded.reduction import GradientSum, Reduction
@@ -145,8 +144,7 @@ class UpdateMaker:
         live = self._live
         blocks = len(live.storage.blocks)
         divided = live.divided
-        kind = None if divided is None else DividedSum
-        total = self._reduction.start([batch.size for batch, _ in update], share, kind)
+        total = self._reduction.start([batch.size for batch, _ in update], share)
         sums, goes_along = None, False
         if self.overlap is not None and share is not None:
             sums = BucketSums(self._processes, self.overlap.order, total, live.cuts)
@@ -170,26 +168,28 @@ class UpdateMaker:
             place = index if share is None else share.places[index]
             self._seed(recorded, live.updates, place)
             state = live.states[place % len(live.states)]
-            if isinstance(total, DividedSum) and divided is not None:
+            if divided is not None:
                 divided.factor = None if self.counted else total.next_factor()
             meets = goes_along and index == len(update) - 1 and recorded.lowered.meeting is not None
             with self._met(sums if meets else None, recorded, total):
                 numbers, *rest = recorded.run(*state, *batch.leaves, *scale)
             outputs, own = rest[: len(rest) - blocks], rest[len(rest) - blocks :]
-            reported_kind = recorded.reported()
+            kind = recorded.reported()
             if self.at_once and share is None:
                 self.refuse_non_finite((numbers[0] if numbers.dim() else numbers).item())
-            collected.numbers.append(([reported_kind], numbers))
+            collected.numbers.append(([kind], numbers))
             if first + index in wanted:
                 collected.add_outputs(recorded, outputs, first + index)
-            count = numbers[1] if reported_kind.counted else None
+            count = numbers[1] if kind.counted else None
             if meets:
                 total.note(count)
+            elif divided is not None:
+                total.collect(own, count)
             else:
                 total.add(own, count)
         if divided is not None and share is not None:
             for _ in range(share.most - len(update)):
-                total.add(divided.idle(divided.events), None)
+                total.collect(divided.idle(divided.events), None)
         self._add_others(total, share, collected, reported, sums)
         return total.reduced(loss_scale)
 
@@ -236,6 +236,8 @@ class UpdateMaker:
             assert self.overlap is not None
             sums.finish(flats)
             self.overlap.end()
+        if sums is not None or live.divided is not None:
+            # The gradients have met those of the others already.
             total.add_facts(self._processes, flats[0], self.counted, is_lost)
         else:
             total.add_others(self._processes, flats, self.counted, is_lost, live.cuts)

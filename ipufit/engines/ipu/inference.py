@@ -13,7 +13,7 @@ from ipufit.engines.ipu.failures import told
 from ipufit.engines.ipu.launched import fixes_replicas
 from ipufit.engines.ipu.options import seed_of
 from ipufit.engines.ipu.reading import anchors_of
-from ipufit.engines.ipu.size import Size, by_process
+from ipufit.engines.ipu.size import Size
 from ipufit.engines.ipu.tails import padded
 from ipufit.engines.ipu.unit import Result, Unit
 from ipufit.program import (
@@ -23,6 +23,7 @@ from ipufit.program import (
     Prepared,
     ProgramSpec,
     TrainState,
+    by_process,
 )
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from ipufit.engines.embedded.reduction import Reduction
 from ipufit.engines.embedded.step import public_name
 from ipufit.engines.ipu.copies import Trained
 from ipufit.engines.ipu.ownership import Programs
-from ipufit.engines.ipu.size import Size, by_process
+from ipufit.engines.ipu.size import Size
 from ipufit.engines.ipu.tails import padding_needed, samples_stand_apart
 from ipufit.errors import PlanError
-from ipufit.program import ProgramSpec
+from ipufit.program import ProgramSpec, by_process
 
 __all__ = ["Shapes"]
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import List, Optional, Sequence
 
 from ipufit.plan import Plan
 
-__all__ = ["Size", "by_process"]
+__all__ = ["Size"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,17 +44,3 @@ class Size:
     def micro_batches(self) -> int:
         """Micro-batches of one call."""
         return self.iterations * self.per_update
-
-
-def by_process(update: Sequence[int], plan: Plan, size: Optional[int] = None) -> List[int]:
-    """How many micro-batches of an update each process has.
-
-    Args:
-        update: samples of the micro-batches of all processes, by place; 0 where there is none.
-        plan: of the update.
-        size: of those that count, in samples; None for all of them.
-    """
-    counts = [0] * plan.processes
-    for place, each in enumerate(update):
-        counts[plan.owner(place)] += each == size if size else each > 0
-    return counts

@@ -17,7 +17,14 @@ from ipufit.engines.embedded.sharded_training import ShardedTrainingProgram
 from ipufit.engines.embedded.state_parts import cuts_of
 from ipufit.engines.embedded.storage import Block, FlatStorage
 from ipufit.errors import ConfigurationError, NonFiniteLossError
-from ipufit.program import Anchors, CombinedBatch, MicroBatch, ProgramSpec, TrainState
+from ipufit.program import (
+    Anchors,
+    CombinedBatch,
+    MicroBatch,
+    ProgramSpec,
+    TrainState,
+    by_process,
+)
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
@@ -161,13 +168,9 @@ class DividedInferenceProgram(InferenceProgram):
     def run(self, batch: CombinedBatch) -> Anchors:
         """One execution; a process without a micro-batch brings its parts to those of others."""
         anchors = super().run(batch)
-        plan = self._spec.plan
-        places = [
-            place for update in batch.layout or () for place, size in enumerate(update) if size
-        ]
-        counts = [0] * plan.processes
-        for place in places:
-            counts[plan.owner(place)] += 1
+        plan, layout = self._spec.plan, batch.layout
+        assert layout is not None
+        counts = [sum(each) for each in zip(*(by_process(update, plan) for update in layout))]
         for _ in range(max(counts) - counts[plan.process]):
             with torch.no_grad():
                 self._weights.idle(self._events)

@@ -12,13 +12,13 @@ import math
 from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from ipufit.engines.embedded.divided.graph import FILL, SUM, Event
 from ipufit.engines.embedded.storage import Block, FlatStorage
 from ipufit.processes import Processes
 from ipufit.processes.messages import as_bytes
-from ipufit.processes.parts import PartSum, part_of
+from ipufit.processes.parts import PartSum, part_of, start_joining
 from ipufit.processes.works import Works
 
 __all__ = ["DividedWeights", "Piece", "pieces_of"]
@@ -201,10 +201,7 @@ class DividedWeights(FlatStorage):
         piece, works = self.pieces[number], self._processes.works()
         piece.make_room()
         part_of(self._processes, piece.flat, piece.cuts).copy_(piece.own)
-        for process, (begin, end) in enumerate(zip(piece.cuts, piece.cuts[1:])):
-            if end > begin:
-                part = as_bytes(piece.flat[begin:end])
-                works.start(distributed.broadcast, part, process, like=part)
+        start_joining(works, piece.flat, piece.cuts)
         return works
 
     def sum(
