@@ -15,6 +15,7 @@ from ipufit.plan import Plan
 from ipufit.preflight.report import PreflightReport
 from ipufit.processes import distributed
 from ipufit.recipe import LossScale
+from ipufit.report import Report
 from ipufit.seeding import seed_everything
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "PartitionPlan",
     "Plan",
     "PreflightReport",
+    "Report",
     "Sharded",
     "callbacks",
     "distributed",

@@ -20,6 +20,7 @@ from ipufit.faults import Faults, at_least
 from ipufit.fit_data import FitData, FitRequest, inference_plan, refuse_unused, resolve_prefetch
 from ipufit.plan import Plan
 from ipufit.program import Mode
+from ipufit.report.settings import Report, refuse_report, resolve_report
 from ipufit.session import Session, refuse_several
 from ipufit.verbosity import resolve_verbose
 
@@ -103,6 +104,7 @@ class FitArguments:
         resume: what to go on from, as asked for.
         found: the checkpoint to go on from; None to begin.
         max_restarts: how often a device may fail.
+        report: where a report is written; None for none.
         seed: drawn, if none was given.
     """
 
@@ -120,6 +122,7 @@ class FitArguments:
     checkpoint: Optional[Checkpoint]
     resume: Optional[str]
     max_restarts: int
+    report: Optional[Report] = None
     found: Optional[Found] = None
     seed: int = 0
 
@@ -159,6 +162,11 @@ class FitArguments:
             resume = resolve_resume(asked.resume, checkpoint)
         with faults.collected():
             max_restarts = _restarts(session, asked.max_restarts, asked.checkpoint)
+        report = None
+        with faults.collected():
+            report = resolve_report(asked.report, asked.autoreport, asked.autoreport_dir)
+            if report is not None and not dev_run:
+                refuse_report(report, resume is not None)
         faults.raise_all()
         assert data.source is not None
         assert plan is not None
@@ -172,7 +180,8 @@ class FitArguments:
             notes["fast_dev_run"] = dev_run
             notes["left_out_callbacks"] = [type(callback).__name__ for callback in left_out]
             notes["left_out_callbacks"] += [] if checkpoint is None else ["checkpoint"]
-            checkpoint = resume = None
+            notes["left_out_callbacks"] += [] if report is None else ["report"]
+            checkpoint = resume = report = None
             last, due = first + 1, [first]
         if max_restarts and plan.fixed_updates is None:
             # Whatever goes on reads the data anew.
@@ -194,6 +203,7 @@ class FitArguments:
             checkpoint=checkpoint,
             resume=resume,
             max_restarts=max_restarts,
+            report=report,
         )
 
     def going_on_from(self, found: Optional[Found]) -> FitArguments:

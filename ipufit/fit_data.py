@@ -60,6 +60,9 @@ class FitRequest:
     checkpoint: Any
     resume: Any
     max_restarts: Any
+    report: Any
+    autoreport: Any
+    autoreport_dir: Any
     seed: Any
     verbose: Any
 

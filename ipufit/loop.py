@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ipufit import tree
 from ipufit.callbacks import CallbackList
+from ipufit.clock import NO_CLOCK, NoClock
 from ipufit.data.feed import Feed, Stage
 from ipufit.errors import DataError, NonFiniteLossError
 from ipufit.history import History
@@ -25,6 +26,7 @@ from ipufit.together import Together
 
 if TYPE_CHECKING:
     from ipufit.checkpoints.keeper import Keeper
+    from ipufit.report.recorder import Recorder
 
 __all__ = ["Fit", "Job", "check_rows", "evaluate", "predict", "predictions"]
 
@@ -75,6 +77,7 @@ class Fit:
         keeper: writes checkpoints, and goes on from one; None for neither.
         agree_to_stop: lets all processes know whether a callback has asked to stop in one of them.
         may_stop: whether one may do so in the middle of an epoch.
+        recorder: writes down what happens; None for nobody.
         place: where the data stands after the last execution.
 
     Raises:
@@ -91,6 +94,7 @@ class Fit:
     keeper: Optional[Keeper] = None
     agree_to_stop: Callable[[], None] = lambda: None
     may_stop: bool = False
+    recorder: Optional[Recorder] = None
     place: Optional[Place] = dataclasses.field(default=None, init=False)
     _process: SameProcess = dataclasses.field(default_factory=SameProcess, init=False)
     _non_finite: Optional[NonFiniteLossError] = dataclasses.field(default=None, init=False)
@@ -108,17 +112,24 @@ class Fit:
             for epoch in range(first_epoch, epochs):
                 begun = found is not None and found.in_epoch and epoch == first_epoch
                 if not begun:
-                    self.callbacks.call("on_epoch_begin", epoch, {})
+                    with self._clock.during("callbacks"):
+                        self.callbacks.call("on_epoch_begin", epoch, {})
                     self.job.meter.reset()
                 # Callbacks may have changed the module or the optimizer.
                 with deferred():
                     self.job.program.prepare(self.job.first)
+                if self.recorder is not None:
+                    self.recorder.begin_epoch(epoch)
                 logs = self._epoch(epoch)
                 self.job.program.publish()
-                self._end_epoch(epoch, logs)
+                with self._clock.during("callbacks"):
+                    self._end_epoch(epoch, logs)
                 self.agree_to_stop()
                 if self.keeper is not None:
-                    self.keeper.end_epoch(self, epoch, logs)
+                    with self._clock.during("checkpoint"):
+                        self.keeper.end_epoch(self, epoch, logs)
+                if self.recorder is not None:
+                    self.recorder.end_epoch()
                 if self.ending():
                     break
             self.job.program.adopt_averages()
@@ -127,6 +138,10 @@ class Fit:
                 self.callbacks.call("on_train_end", logs)
             finally:
                 self.callbacks.call("close")
+
+    @property
+    def _clock(self) -> NoClock:
+        return NO_CLOCK if self.recorder is None else self.recorder.clock
 
     def ending(self) -> bool:
         """Whether training ends with the execution that was the last."""
@@ -143,15 +158,19 @@ class Fit:
     def _epoch(self, epoch: int) -> Dict[str, float]:
         stage = getattr(self.job.program, "stage", None)
         with self.job.executions(epoch, stage) as batches:
-            for batch in batches:
-                self._execution(batch, epoch)
+            for batch in self._clock.reading(batches):
+                updates = batch.updates(self.job.plan)
+                self._execution(batch, updates, epoch)
                 self.place = batch.place
                 if self.may_stop:
                     self.agree_to_stop()
                 # The memory of its samples is free for the next ones.
                 del batch
                 if self.keeper is not None:
-                    self.keeper.end_execution(self, epoch)
+                    with self._clock.during("checkpoint"):
+                        self.keeper.end_execution(self, epoch)
+                if self.recorder is not None and self._non_finite is None:
+                    self.recorder.executed(epoch, updates)
                 if self.ending():
                     break
         logs = self.job.meter.whole_values(self.job.together.processes)
@@ -160,7 +179,8 @@ class Fit:
         self._warn_of_skipped(epoch)
         self.job.together.share_buffers(self.job.program)
         if self.validate is not None and self.validates(epoch):
-            validation = self.validate(epoch, self.callbacks)
+            with self._clock.during("validation"):
+                validation = self.validate(epoch, self.callbacks)
             logs.update({f"val_{name}": value for name, value in validation.items()})
         if self.schedule is not None:
             self.schedule.end_epoch(logs)
@@ -185,13 +205,14 @@ class Fit:
                 stacklevel=8,
             )
 
-    def _execution(self, batch: CombinedBatch, epoch: int) -> None:
-        self.callbacks.call("on_train_batch_begin", self.job.meter.updates, {})
-        program, updates = self.job.program, batch.updates(self.job.plan)
+    def _execution(self, batch: CombinedBatch, updates: int, epoch: int) -> None:
+        clock, program = self._clock, self.job.program
+        with clock.during("callbacks"):
+            self.callbacks.call("on_train_batch_begin", self.job.meter.updates, {})
         try:
             self._process.check()
             strike(program, updates)
-            with deferred():
+            with clock.during("compute"), deferred():
                 anchors = self.job.together.run(program, batch)
         except NonFiniteLossError as error:
             error.place(epoch, self.job.meter.samples)
@@ -199,10 +220,12 @@ class Fit:
                 raise
             self._non_finite = error
             return
-        self.job.meter.add(batch, anchors)
-        self.callbacks.show_outputs(anchors.outputs)
         meter = self.job.meter
-        self.callbacks.call("on_train_batch_end", meter.updates - 1, meter.running())
+        with clock.during("metrics"):
+            meter.add(batch, anchors)
+        with clock.during("callbacks"):
+            self.callbacks.show_outputs(anchors.outputs)
+            self.callbacks.call("on_train_batch_end", meter.updates - 1, meter.running())
 
 
 def evaluate(job: Job, callbacks: CallbackList, epoch: int = 0) -> Dict[str, float]:

@@ -187,6 +187,11 @@ class Meter:
         """Mean over the samples so far, or over what the loss counts."""
         return self._total / self._weight if self._weight else float("nan")
 
+    @property
+    def settings_now(self) -> Mapping[str, float]:
+        """What the program said of itself after the last execution."""
+        return self._settings
+
     def cheap(self) -> Dict[str, float]:
         """All but the metrics."""
         logged = {name: running.value for name, running in self._logged.items()}

@@ -37,6 +37,7 @@ from ipufit.parallel.request import PartitionRequest
 from ipufit.program import Engine, Mode
 from ipufit.recipe import LossScale
 from ipufit.recordable import refuse_unrecordable
+from ipufit.report.settings import Report
 from ipufit.session import Session
 from ipufit.weights import described, load_weights, save_weights
 
@@ -388,6 +389,9 @@ class Model(Inspected):
         checkpoint: Union[str, os.PathLike[str], Checkpoint, None] = None,
         resume: Union[str, os.PathLike[str], None] = None,
         max_restarts: int = 0,
+        report: Union[str, os.PathLike[str], Report, None] = None,
+        autoreport: bool = False,
+        autoreport_dir: Union[str, os.PathLike[str], None] = None,
         seed: Optional[int] = None,
         verbose: Union[int, str] = "auto",
     ) -> History:
@@ -452,6 +456,11 @@ class Model(Inspected):
                 are those of the run that wrote it.
             max_restarts: so often training goes on by itself, from the last checkpoint, when a
                 device has failed that can be used again after "IPU_RESET".
+            report: folder to write down in what the run did and where its time and memory went, as
+                a page for a browser and a trace; see :class:`ipufit.Report`, of which a path is the
+                short form. On IPUs PopVision's own report goes there too.
+            autoreport: the same by the name that it has in Lightning, into ``autoreport_dir``.
+            autoreport_dir: folder of ``autoreport``; None is "autoreport" in the present one.
             seed: of all random numbers: dropout and the like, the order of samples, and what a
                 loader draws from torch's generator in this process. None is that of
                 ``compile(config=...)``, else one drawn from that generator.
@@ -501,6 +510,9 @@ class Model(Inspected):
             checkpoint=checkpoint,
             resume=resume,
             max_restarts=max_restarts,
+            report=report,
+            autoreport=autoreport,
+            autoreport_dir=autoreport_dir,
             seed=seed,
             verbose=verbose,
         )

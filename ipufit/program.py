@@ -404,7 +404,8 @@ class Program(Protocol):
     the spec's optimizer whole where it lies in parts. An engine may have that one too, for the time
     between programs. ``gather_weights()``, called likewise, brings the module's weights up to date
     where they lie in parts. ``compare(batch, reference, tolerance)`` holds what is recorded for a
-    micro-batch against the module itself.
+    micro-batch against the module itself. ``profile(batch)`` times the operators of a micro-batch,
+    as :mod:`ipufit.report.files` says; nothing is trained by it.
     """
 
     @property
@@ -462,7 +463,8 @@ class Engine(Protocol):
     for, by the argument of ``compile``; ``computes_on_host(module)``, whether its programs take the
     time of this computer's own cores; ``choices()`` and ``prefer(choices)``, what it has measured,
     by name, so that a run that goes on computes alike; ``beside()``, an engine for a trial that
-    runs the very programs that this one has recorded, and whose programs have ``compare``; and
+    runs the very programs that this one has recorded, and whose programs have ``compare``;
+    ``clock``, which it tells what its time goes to, and which is set for the time of a ``fit``; and
     ``close()``, called when the model is compiled anew or closed.
 
     Attributes:

@@ -30,6 +30,7 @@ from ipufit.verbosity import say_dev_run
 
 if TYPE_CHECKING:
     from ipufit.model import Model
+    from ipufit.report.recorder import Recorder
 
 __all__ = ["fit", "infer", "stream"]
 
@@ -73,6 +74,20 @@ def _fit_again(model: Model, session: Session, given: FitArguments) -> History:
 
 
 def _fit(model: Model, session: Session, given: FitArguments) -> History:
+    # Of several processes the first one writes down what they do.
+    if given.report is None or not session.processes.is_first:
+        return _train(model, session, given, None)
+    # Imported here: few runs are written down.
+    from ipufit.report.recorder import recorded
+
+    goes_on_from = None if given.found is None else given.found.done
+    with recorded(session, given.report, goes_on_from) as recorder:
+        return _train(model, session, given, recorder)
+
+
+def _train(
+    model: Model, session: Session, given: FitArguments, recorder: Optional[Recorder]
+) -> History:
     model.stop_training = False
     model.outputs = []
     own = [callback for callback in given.callbacks if isinstance(callback, History)]
@@ -118,6 +133,8 @@ def _fit(model: Model, session: Session, given: FitArguments) -> History:
                 say_dev_run(given.notes, validation is not None)
             if given.found is not None:
                 model.history.params["resumed"] = given.found.described
+            if recorder is not None:
+                recorder.begin(job, model.history, _updates_to_come(job, given))
             fit = loop.Fit(
                 job,
                 told,
@@ -129,6 +146,7 @@ def _fit(model: Model, session: Session, given: FitArguments) -> History:
                 keeper,
                 functools.partial(_agree_to_stop, model, session.processes),
                 any(map(_may_stop, given.callbacks)),
+                recorder,
             )
             try:
                 with contextlib.nullcontext() if keeper is None else keeper.listening():
@@ -173,9 +191,15 @@ def _prefer(session: Session, given: FitArguments) -> None:
 def _expect(job: Job, given: FitArguments) -> None:
     """Tell the program how much is to come, if it wants to know and that is known."""
     expect = getattr(job.program, "expect", None)
-    updates = _updates_per_epoch(job.plan, given.source)
+    updates = _updates_to_come(job, given)
     if expect is not None and updates is not None:
-        expect(updates * (given.last_epoch - given.first_epoch))
+        expect(updates)
+
+
+def _updates_to_come(job: Job, given: FitArguments) -> Optional[int]:
+    """In all epochs, from the beginning of the first one; None if nobody knows."""
+    updates = _updates_per_epoch(job.plan, given.source)
+    return None if updates is None else updates * (given.last_epoch - given.first_epoch)
 
 
 def _way(session: Session) -> str:

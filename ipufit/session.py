@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from typing import Any, Iterator, List, Mapping, Optional, Sequence
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
 
 import torch
 from torch import nn
@@ -107,6 +107,11 @@ class Session:
         if self._training is not None:
             self._training.publish()
         return self._optimizer
+
+    @property
+    def groups(self) -> List[Dict[str, Any]]:
+        """The groups of parameters of the optimizer, with their present settings."""
+        return [] if self._optimizer is None else self._optimizer.param_groups
 
     def gather_optimizer(self) -> Optional[torch.optim.Optimizer]:
         """The same, whole in all processes, which call this at the same time."""

@@ -65,7 +65,8 @@ class Collected:
         self, engine: EmbeddedEngine, settings: Optional[Mapping[str, float]] = None
     ) -> Tuple[Anchors, List[bool]]:
         """Everything an execution hands back, in one copy, and which gradients were finite."""
-        return self.anchors(engine.transfer.to_host(self.tensors()), settings)
+        with engine.clock.during("anchors"):
+            return self.anchors(engine.transfer.to_host(self.tensors()), settings)
 
     def tensors(self) -> List[Tensor]:
         """All that goes to the host."""

@@ -13,6 +13,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 import torch
 from torch import Tensor, fx, nn
 
+from ipufit.clock import NO_CLOCK, NoClock
 from ipufit.engines.embedded.capture import capture, uses_random_numbers
 from ipufit.engines.embedded.detection import refuse_detection
 from ipufit.engines.embedded.divided.programs import (
@@ -116,6 +117,7 @@ class EmbeddedEngine:
     Attributes:
         captures: number of recordings made so far.
         seconds: time spent on them, in seconds.
+        clock: is told what the time goes to.
         transfer: the way to the host; counts the copies.
         replicas: buffers of every replica as the last training program left them.
         optimizer_graphs: recorded optimizer updates, by all that they depend on.
@@ -147,6 +149,7 @@ class EmbeddedEngine:
     def __init__(self) -> None:
         self.captures = 0
         self.seconds = 0.0
+        self.clock: NoClock = NO_CLOCK
         self.transfer = Transfer()
         self.replicas = ReplicaMemory()
         self.optimizer_graphs: Graphs = {}
@@ -422,7 +425,8 @@ class EmbeddedEngine:
         # Of a block within a block, the outer one counts.
         before, start = self.seconds, time.perf_counter()
         try:
-            yield
+            with self.clock.during("capture"):
+                yield
         finally:
             self.seconds = before + time.perf_counter() - start
 

@@ -328,7 +328,8 @@ class TrainingProgram(BaseProgram):
     ) -> Anchors:
         """Operator by operator."""
         if not self._is_here([batch for update in updates for batch, _ in update]):
-            updates = [[(b.to(self._device), own) for b, own in update] for update in updates]
+            with self._engine.clock.during("to_device"):
+                updates = [[(b.to(self._device), own) for b, own in update] for update in updates]
         self._live.updater.refresh(rows)
         with self._computing([recorded for update in updates for _, recorded in update]):
             given = (self._engine, self._spec, self._live, self._maker, updates, rows, shares)

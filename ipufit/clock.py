@@ -1,0 +1,106 @@
+"""Where the time of a ``fit`` goes: seconds by phase, each moment counted once."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any, ContextManager, Dict, Iterator, List, TypeVar
+
+__all__ = ["NO_CLOCK", "PHASES", "Clock", "NoClock"]
+
+T = TypeVar("T")
+
+# In the order in which an execution meets them; the last two stand beside executions.
+PHASES = (
+    "data",
+    "to_device",
+    "compute",
+    "anchors",
+    "metrics",
+    "callbacks",
+    "checkpoint",
+    "capture",
+    "validation",
+    "report",
+    "other",
+)
+
+
+class NoClock:
+    """Measures nothing, and costs next to nothing."""
+
+    def during(self, phase: str) -> ContextManager[object]:
+        """The block belongs to no phase."""
+        return _NOWHERE
+
+    def reading(self, values: Iterator[T]) -> Iterator[T]:
+        """The values themselves."""
+        return values
+
+
+class Clock(NoClock):
+    """Counts seconds by phase, of one thread.
+
+    A phase within another one takes its time from it, so that all phases together are the time
+    that has passed.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = [0.0] * len(PHASES)
+        self._phases: List[int] = [PHASES.index("other")]
+        self._since = time.perf_counter()
+        self._spans = {name: _Span(self, place) for place, name in enumerate(PHASES)}
+
+    def during(self, phase: str) -> ContextManager[object]:
+        """The block belongs to this phase."""
+        return self._spans[phase]
+
+    def reading(self, values: Iterator[T]) -> Iterator[T]:
+        """The values; waiting for each is time of the phase "data"."""
+        span = self._spans["data"]
+        while True:
+            with span:
+                value = next(values, _END)
+            if value is _END:
+                return
+            yield value
+            # Whoever has made the value may want its memory back for the next one.
+            del value
+
+    def read(self) -> List[float]:
+        """Seconds so far, in the order of PHASES."""
+        self._turn()
+        return list(self._seconds)
+
+    def seconds(self) -> Dict[str, float]:
+        """The same by name."""
+        return dict(zip(PHASES, self.read()))
+
+    def _turn(self) -> None:
+        now = time.perf_counter()
+        self._seconds[self._phases[-1]] += now - self._since
+        self._since = now
+
+
+class _Span:
+    """One phase of a clock; entered any number of times."""
+
+    __slots__ = ("_clock", "_place")
+
+    def __init__(self, clock: Clock, place: int) -> None:
+        self._clock = clock
+        self._place = place
+
+    def __enter__(self) -> None:
+        self._clock._turn()
+        self._clock._phases.append(self._place)
+
+    def __exit__(self, *_: Any) -> None:
+        self._clock._turn()
+        self._clock._phases.pop()
+
+
+_END: Any = object()
+_NOWHERE: ContextManager[object] = contextlib.nullcontext()
+
+NO_CLOCK = NoClock()

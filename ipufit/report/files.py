@@ -1,0 +1,143 @@
+"""The files of a report: facts as JSON, executions as a table of numbers.
+
+``run.json`` is one object:
+
+- ``format``: "ipufit.Report/1".
+- ``status``: "running", "finished", "interrupted" or "failed"; ``error``: the text of a failure.
+- ``title``: class of the module. ``begun``: when, as ISO 8601 in UTC. ``seconds``: so far.
+- ``params``: those of History. ``explain``: lines of text.
+- ``environment``: names and values of what ran it.
+- ``history``: ``{"epoch": [...], "history": {name: [[place, value], ...]}, "updates": {name:
+  [[update, value], ...]}}``, as History.to_json has it.
+- ``phases``: seconds by phase, of the whole run, which add up to ``seconds``.
+- ``epochs``: of each one ``epoch``, ``begin``, ``seconds``, ``executions``, ``updates``,
+  ``samples`` and ``phases``.
+- ``first_update``: counter at the beginning. ``total_updates``: expected; None if unknown.
+- ``layers``: the module's tree: ``name``, ``depth``, ``kind``, ``parameters``, ``trainable``,
+  ``shape``, ``notes``, and ``file`` and ``line`` of its forward, or None.
+- ``plan``: what PartitionPlan.to_dict gives, with ``timeline``: ``tasks`` (lists of stage,
+  micro-batch, whether it is backward, begin and end), ``total``, ``utilisation``, ``schedule`` and
+  ``loss_of_time``; or ``{"missing": why}``.
+- ``operators``: one micro-batch, operator by operator, as a program's ``profile`` gives it:
+  ``micro_batch_size``, ``way``, ``device``; ``rows``, each with ``operator``, ``direction``
+  ("forward" or "backward"), ``module``, ``kind``, ``file``, ``line``, ``source``, ``calls``,
+  ``seconds``, ``flops`` and ``bytes`` (moved); ``peak``: ``flops`` and ``bytes`` per second that
+  this machine reached on large tensors of ``dtype``; ``memory``: bytes that are there all the time
+  (``fixed``: ``weights``, ``buffers``, ``gradients``, ``optimizer``, ``batch``), bytes of values
+  after each operator (``curve``: lists of operator, module, direction and bytes, in order), their
+  ``peak``, and ``total``. Or ``{"missing": why}``.
+- ``warnings``: ``text``, ``cure``, ``kind`` ("warning" of Python's, or "advice"), ``place`` (file
+  and line, or ""), ``count``.
+
+``executions.f64`` has a row of float64 numbers, little end first, for every execution, or for
+several in a row; :data:`ipufit.report.rows.COLUMNS` are its columns.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from array import array
+from typing import Any, Dict, List
+
+from ipufit.errors import ConfigurationError
+from ipufit.report.rows import columns_of
+
+__all__ = [
+    "EXECUTIONS",
+    "FACTS",
+    "FORMAT",
+    "PAGE",
+    "TORCH_TRACE",
+    "TRACE",
+    "plain",
+    "read_facts",
+    "read_rows",
+    "write_text",
+]
+
+FORMAT = "ipufit.Report/1"
+FACTS, EXECUTIONS = "run.json", "executions.f64"
+PAGE, TRACE, TORCH_TRACE = "report.html", "trace.json", "torch_trace.json"
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a file that a reader finds whole, or as it was before."""
+    partial = f"{path}.part"
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(partial, path)
+
+
+def plain(value: Any) -> Any:
+    """The same in what JSON has: numbers that are not finite, and objects, become text."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, dict):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    return str(value)
+
+
+def append_rows(path: str, numbers: array[float]) -> None:
+    """Write rows after those of the file."""
+    with open(path, "ab") as file:
+        file.write(_little(numbers).tobytes())
+
+
+def write_rows(path: str, numbers: array[float]) -> None:
+    """Write these rows in place of those of the file."""
+    partial = f"{path}.part"
+    with open(partial, "wb") as file:
+        file.write(_little(numbers).tobytes())
+    os.replace(partial, path)
+
+
+def _little(numbers: array[float]) -> array[float]:
+    if sys.byteorder == "little":
+        return numbers
+    turned = array("d", numbers)
+    turned.byteswap()
+    return turned
+
+
+def read_facts(folder: str) -> Dict[str, Any]:
+    """``run.json`` of a folder.
+
+    Raises:
+        ConfigurationError: there is none, or it is something else.
+    """
+    path = os.path.join(folder, FACTS)
+    try:
+        with open(path, encoding="utf-8") as file:
+            facts = json.load(file)
+        found = facts["format"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigurationError(
+            f"a report must be a folder that fit(report=...) has written, but {path!r} can't be "
+            f"read ({type(error).__name__}: {error}). Pass such a folder."
+        ) from error
+    if found != FORMAT:
+        raise ConfigurationError(
+            f"a report must have the format {FORMAT!r}, but that of {path!r} is {found!r}. Read it "
+            "with the version of ipufit that wrote it."
+        )
+    assert isinstance(facts, dict)
+    return facts
+
+
+def read_rows(folder: str) -> Dict[str, List[float]]:
+    """The columns of ``executions.f64`` of a folder; without that file, empty ones."""
+    numbers = array("d")
+    try:
+        with open(os.path.join(folder, EXECUTIONS), "rb") as file:
+            data = file.read()
+    except FileNotFoundError:
+        data = b""
+    numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+    return columns_of(_little(numbers))

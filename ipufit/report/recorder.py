@@ -1,0 +1,325 @@
+"""Writes down what a ``fit`` does while it does it."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import math
+import os
+import time
+from typing import TYPE_CHECKING, Any, Dict, Iterator, Optional
+
+import torch
+
+from ipufit.clock import NO_CLOCK, PHASES, Clock
+from ipufit.errors import ConfigurationError
+from ipufit.meter import Meter
+from ipufit.report import facts
+from ipufit.report.advice import advised
+from ipufit.report.files import (
+    EXECUTIONS,
+    FACTS,
+    FORMAT,
+    append_rows,
+    plain,
+    read_facts,
+    read_rows,
+    write_rows,
+    write_text,
+)
+from ipufit.report.heard import Heard
+from ipufit.report.making import make
+from ipufit.report.memory import in_use
+from ipufit.report.profiling import Profiler
+from ipufit.report.rows import Rows, columns_of
+from ipufit.report.settings import Report
+from ipufit.session import Session
+
+if TYPE_CHECKING:
+    from ipufit.history import History
+    from ipufit.loop import Job
+
+__all__ = ["Recorder", "recorded"]
+
+# Seconds between two looks at memory, which are also those between two writes of rows.
+_FLUSH = 0.5
+
+
+@contextlib.contextmanager
+def recorded(session: Session, report: Report, goes_on_from: Optional[int]) -> Iterator[Recorder]:
+    """A recorder of what the block does; the report is made at its end, however it ends.
+
+    Args:
+        session: of the model.
+        report: that is asked for.
+        goes_on_from: update at which a run goes on; None for one that begins.
+
+    Raises:
+        ConfigurationError: the folder can't be written.
+    """
+    recorder = Recorder(session, report, goes_on_from)
+    engine: Any = session.engine
+    has_clock = hasattr(engine, "clock")
+    try:
+        with recorder.heard.listening():
+            if has_clock:
+                engine.clock = recorder.clock
+            yield recorder
+    except BaseException as error:
+        # What went wrong in training is what has to be seen.
+        with contextlib.suppress(Exception):
+            recorder.end(error)
+        raise
+    else:
+        recorder.end(None)
+    finally:
+        if has_clock:
+            engine.clock = NO_CLOCK
+
+
+class Recorder:
+    """What one ``fit`` does.
+
+    Args:
+        session: of the model.
+        report: where to.
+        goes_on_from: update at which a run goes on, with what the folder has of it before.
+
+    Attributes:
+        clock: of this run.
+        heard: the warnings of it.
+
+    Raises:
+        ConfigurationError: the folder can't be written.
+    """
+
+    def __init__(self, session: Session, report: Report, goes_on_from: Optional[int]) -> None:
+        self._session = session
+        self._report = report
+        self.clock = Clock()
+        self.heard = Heard()
+        self._rows = Rows()
+        self._earlier = 0.0
+        self._earlier_phases = dict.fromkeys(PHASES, 0.0)
+        self._facts: Dict[str, Any] = {
+            "format": FORMAT,
+            "status": "running",
+            "error": "",
+            "begun": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "title": type(session.module).__name__,
+            "epochs": [],
+        }
+        try:
+            os.makedirs(report.folder, exist_ok=True)
+            if goes_on_from is not None:
+                self._go_on(goes_on_from)
+            write_rows(self._path(EXECUTIONS), self._rows.flat)
+        except OSError as error:
+            raise ConfigurationError(
+                f"report must be a folder that can be written, but {report.folder!r} can't: "
+                f"{error}. Pass another path."
+            ) from error
+        self._start = time.perf_counter()
+        self._device = next((p.device for p in session.module.parameters()), torch.device("cpu"))
+        self._profiler = Profiler(report.profiler, report.folder)
+        self._job: Optional[Job] = None
+        self._history: Optional[History] = None
+        self._written, self._joined = len(self._rows.flat), self._rows.joined
+        self._flushed = 0.0
+        self._memory = in_use(self._device)
+        self._mark(0, 0)
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._report.folder, name)
+
+    def _go_on(self, update: int) -> None:
+        """Keep what the folder has of the run that goes on, up to an update."""
+        if not os.path.exists(self._path(FACTS)):
+            return
+        before = read_facts(self._report.folder)
+        if before["title"] != self._facts["title"]:
+            return
+        self._rows.take(read_rows(self._report.folder), update)
+        epochs = before["epochs"]
+        kept = [each for each in epochs if each["first_update"] + each["updates"] <= update]
+        self._facts.update(begun=before["begun"], epochs=kept)
+        self._earlier, self._earlier_phases = float(before["seconds"]), before["phases"]
+
+    @property
+    def _now(self) -> float:
+        """Seconds since the run began, those of an earlier part of it included."""
+        return self._earlier + time.perf_counter() - self._start
+
+    def _mark(self, samples: int, skipped: int) -> None:
+        """What follows is counted from here."""
+        self._last, self._begins = self.clock.read(), self._now
+        self._samples, self._skipped = samples, skipped
+
+    def begin(self, job: Job, history: History, updates: Optional[int]) -> None:
+        """Everything is prepared, and training begins.
+
+        Args:
+            job: of the training.
+            history: of the run; it is looked at again at the end of each epoch.
+            updates: that are to be made, if that is known.
+        """
+        session, self._job, self._history = self._session, job, history
+        with self.clock.during("report"):
+            self._facts.update(
+                environment=facts.environment(session),
+                first_update=job.program.updates,
+                total_updates=updates,
+                layers=facts.layers(session.module, job.first),
+                totals=facts.totals(session.module),
+                plan=facts.partition(session, job.plan),
+            )
+            self._write()
+        self._profiler.start()
+
+    def begin_epoch(self, epoch: int) -> None:
+        """An epoch begins, or goes on in its middle."""
+        assert self._job is not None
+        meter = self._job.meter
+        self._mark(meter.samples, meter.skipped)
+        self._epoch = {
+            "epoch": epoch,
+            "begin": self._begins,
+            "first_update": self._job.program.updates - meter.updates,
+        }
+        self._at_epoch = self._last
+        self._executions = 0
+
+    def executed(self, epoch: int, updates: int) -> None:
+        """One execution is over, callbacks included."""
+        assert self._job is not None
+        meter, program = self._job.meter, self._job.program
+        seconds, now = self.clock.read(), self._now
+        row = [
+            self._begins,
+            epoch,
+            program.updates - updates,
+            1.0,
+            updates,
+            meter.samples - self._samples,
+            meter.last_loss,
+            self._learning_rate(meter),
+            meter.settings_now.get("loss_scale", math.nan),
+            meter.skipped - self._skipped,
+            self._memory,
+        ]
+        row += [after - before for after, before in zip(seconds, self._last)]
+        self._rows.add(row)
+        self._executions += 1
+        self._last, self._begins = seconds, now
+        self._samples, self._skipped = meter.samples, meter.skipped
+        self._profiler.step()
+        if now - self._flushed > _FLUSH:
+            with self.clock.during("report"):
+                self._flush()
+
+    def _learning_rate(self, meter: Meter) -> float:
+        """That of the last update, of the first group of parameters."""
+        scheduled = meter.settings_now.get("learning_rate")
+        if scheduled is not None:
+            return scheduled
+        groups = self._session.groups
+        return float(groups[0].get("lr", math.nan)) if groups else math.nan
+
+    def end_epoch(self) -> None:
+        """An epoch is over, callbacks included."""
+        assert self._job is not None
+        meter, seconds = self._job.meter, self.clock.read()
+        spent = [after - before for after, before in zip(seconds, self._at_epoch)]
+        self._facts["epochs"].append(
+            {
+                **self._epoch,
+                "seconds": sum(spent),
+                "executions": self._executions,
+                "updates": meter.updates,
+                "samples": meter.samples,
+                "phases": dict(zip(PHASES, spent)),
+            }
+        )
+        with self.clock.during("report"):
+            if "operators" not in self._facts:
+                self._facts["operators"] = self._profiled()
+            self._flush()
+            self._write()
+
+    def _profiled(self) -> Dict[str, Any]:
+        """One micro-batch, operator by operator."""
+        assert self._job is not None
+        if not self._report.operators:
+            return {"missing": "they were not asked for: Report(operators=False)"}
+        profile = getattr(self._job.program, "profile", None)
+        if profile is None:
+            name = self._session.engine.name
+            return {"missing": f"the {name} engine can't time single operators"}
+        found: Dict[str, Any] = profile(self._job.first)
+        return found
+
+    def _flush(self) -> None:
+        """Write the rows that are new."""
+        self._flushed = self._now
+        self._memory = in_use(self._device)
+        flat, path = self._rows.flat, self._path(EXECUTIONS)
+        if self._rows.joined != self._joined:
+            self._joined = self._rows.joined
+            write_rows(path, flat)
+        elif len(flat) > self._written:
+            append_rows(path, flat[self._written :])
+        self._written = len(flat)
+
+    def _write(self) -> None:
+        """Write the facts as they are now."""
+        phases = {
+            name: seconds + self._earlier_phases.get(name, 0.0)
+            for name, seconds in self.clock.seconds().items()
+        }
+        self._facts.update(seconds=sum(phases.values()), phases=phases)
+        job, history = self._job, self._history
+        if job is not None and history is not None:
+            explained = f"{job.plan.explain()}\n{self._session.explain()}"
+            self._facts.update(
+                params=dict(history.params),
+                explain=explained.splitlines(),
+                history=_values(history),
+            )
+        self._facts["warnings"] = self.heard.told()
+        self._facts["warnings"] += advised(self._facts, columns_of(self._rows.flat))
+        write_text(self._path(FACTS), json.dumps(plain(self._facts), allow_nan=False))
+
+    def end(self, error: Optional[BaseException]) -> None:
+        """The run is over: make the report.
+
+        Args:
+            error: that ended it; None where it came to its end.
+        """
+        with self.clock.during("report"):
+            self._profiler.stop()
+            self._rows.close()
+            self._flush()
+            if error is None:
+                self._facts["status"] = "finished"
+            elif isinstance(error, (KeyboardInterrupt, SystemExit)):
+                self._facts["status"] = "interrupted"
+            else:
+                self._facts.update(status="failed", error=f"{type(error).__name__}: {error}")
+            self._write()
+        make(self._report.folder)
+
+
+def _values(history: History) -> Dict[str, Any]:
+    """Those of every epoch, each with the place of its epoch, and those logged per update."""
+    return {
+        "epoch": list(history.epoch),
+        "history": {
+            name: [[place, value] for place, value in zip(history.places(name), values)]
+            for name, values in history.history.items()
+        },
+        "updates": {
+            name: [[update, value] for update, value in values]
+            for name, values in history.updates.items()
+        },
+    }

@@ -1,0 +1,120 @@
+"""The executions of a run as a table of bounded length."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from typing import Dict, List, Sequence
+
+from ipufit.clock import PHASES
+
+__all__ = ["COLUMNS", "MOST_ROWS", "Rows", "columns_of"]
+
+# Of a row: when it begins, in seconds since the run did; what it is; and its seconds by phase.
+COLUMNS = (
+    "begin",
+    "epoch",
+    "first_update",
+    "executions",
+    "updates",
+    "samples",
+    "loss",
+    "learning_rate",
+    "loss_scale",
+    "skipped",
+    "memory",
+    *PHASES,
+)
+_AT = {name: place for place, name in enumerate(COLUMNS)}
+_WIDTH = len(COLUMNS)
+_SUMS = [_AT[name] for name in ("executions", "updates", "samples", "skipped", *PHASES)]
+
+# A table of so many rows has every second one joined to the one before it.
+MOST_ROWS = 20_000
+
+
+class Rows:
+    """A row for every execution, or, of a long run, for several in a row.
+
+    A row of several has the sum of their numbers and seconds, the mean of their losses over
+    samples, the largest memory, and the last learning rate and loss scale.
+
+    Args:
+        most: rows to hold at most, an even number.
+
+    Attributes:
+        flat: the numbers, row by row, in the order of COLUMNS; nan where there is none.
+        each: executions of a full row.
+        joined: how often rows were joined.
+    """
+
+    def __init__(self, most: int = MOST_ROWS) -> None:
+        self.flat = array("d")
+        self.each = 1
+        self.joined = 0
+        self._most = most
+        self._open: List[float] = []
+
+    def __len__(self) -> int:
+        return len(self.flat) // _WIDTH
+
+    def add(self, row: Sequence[float]) -> None:
+        """One execution, its values in the order of COLUMNS."""
+        if self.each == 1:
+            self.flat.extend(row)
+        else:
+            self._open = _joined(self._open, row) if self._open else list(row)
+            if self._open[_AT["executions"]] >= self.each:
+                self.close()
+        if len(self) >= self._most:
+            self._halve()
+
+    def close(self) -> None:
+        """Let the last row be what it is."""
+        if self._open:
+            self.flat.extend(self._open)
+            self._open = []
+
+    def _halve(self) -> None:
+        flat = array("d")
+        for place in range(0, len(self.flat), 2 * _WIDTH):
+            first = self.flat[place : place + _WIDTH]
+            second = self.flat[place + _WIDTH : place + 2 * _WIDTH]
+            flat.extend(_joined(first, second) if second else first)
+        self.flat = flat
+        self.each *= 2
+        self.joined += 1
+
+    def take(self, columns: Dict[str, List[float]], before: float) -> None:
+        """Begin with the rows of an earlier part of the run, those before an update."""
+        rows = zip(*(columns[name] for name in COLUMNS))
+        for row in rows:
+            if row[_AT["first_update"]] < before:
+                self.flat.extend(row)
+                self.each = max(self.each, int(row[_AT["executions"]]))
+        while len(self) >= self._most:
+            self._halve()
+
+
+def _joined(first: Sequence[float], second: Sequence[float]) -> List[float]:
+    """Two rows that follow each other as one."""
+    row = list(first)
+    for place in _SUMS:
+        row[place] = first[place] + second[place]
+    samples = row[_AT["samples"]]
+    loss, weight = _AT["loss"], _AT["samples"]
+    if samples:
+        total = first[loss] * first[weight] + second[loss] * second[weight]
+        row[loss] = total / samples
+    for name in ("learning_rate", "loss_scale"):
+        row[_AT[name]] = second[_AT[name]]
+    memory = [each[_AT["memory"]] for each in (first, second)]
+    known = [value for value in memory if not math.isnan(value)]
+    row[_AT["memory"]] = max(known, default=math.nan)
+    return row
+
+
+def columns_of(flat: Sequence[float]) -> Dict[str, List[float]]:
+    """The columns of a table by name; an unfinished last row is left out."""
+    end = len(flat) - len(flat) % _WIDTH
+    return {name: list(flat[place:end:_WIDTH]) for name, place in _AT.items()}
