@@ -33,7 +33,7 @@ def group(*names: str) -> tuple[str, ...]:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the tests on this Python with the pinned torch."""
-    session.install("-e", ".[plot,pandas,tensorboard]", *group("test", "torch"))
+    session.install("-e", ".[plot,pandas,tensorboard,report]", *group("test", "torch"))
     session.run("python", "-m", "pytest", *PARALLEL, *session.posargs)
     if not session.posargs:
         # Those of Model once more, on the stand-in for an IPU.
@@ -44,7 +44,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def exhaustive(session: nox.Session) -> None:
     """Run the tests with every point of their grids, and those that take long."""
-    session.install("-e", ".[plot,pandas,tensorboard]", *group("test", "torch"))
+    session.install("-e", ".[plot,pandas,tensorboard,report]", *group("test", "torch"))
     session.run("python", "-m", "pytest", "--exhaustive", *PARALLEL, *session.posargs)
 
 
@@ -94,10 +94,10 @@ def minimums(session: nox.Session) -> None:
     """Run the tests on the oldest Python with the oldest dependencies we promise."""
     extras = PROJECT["optional-dependencies"]
     promised = PROJECT["dependencies"]
-    promised += extras["plot"] + extras["pandas"] + extras["tensorboard"]
+    promised += extras["plot"] + extras["pandas"] + extras["tensorboard"] + extras["report"]
     floors = [requirement.replace(">=", "==") for requirement in promised]
     # torch 2.0 was built against NumPy 1 and can't hand arrays over to NumPy 2.
-    session.install("-e", ".[plot,pandas,tensorboard]", *floors, "numpy<2", *group("test"))
+    session.install("-e", ".[plot,pandas,tensorboard,report]", *floors, "numpy<2", *group("test"))
     session.run("python", "-m", "pytest", *PARALLEL, *session.posargs)
 
 
@@ -112,7 +112,8 @@ def keras(session: nox.Session) -> None:
 def diagnose(session: nox.Session) -> None:
     """Run all tests of the checks, those on models of the transformers library included."""
     session.install("-e", ".", *group("diagnose", "torch"))
-    session.run("python", "-m", "pytest", "--exhaustive", "tests/check", *session.posargs)
+    folders = ("tests/check", "tests/diagnose")
+    session.run("python", "-m", "pytest", "--exhaustive", *folders, *session.posargs)
 
 
 @nox.session
@@ -140,7 +141,7 @@ def typing(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Run every Python snippet of README.md and docs/, and the doctests of ipufit."""
-    session.install("-e", ".[examples,tensorboard]", *group("docs", "torch"))
+    session.install("-e", ".[examples,tensorboard,report]", *group("docs", "torch"))
     plugin = ("-p", "tests.docs_snippets")
     pages = ("README.md", "docs", "ipufit")
     session.run("python", "-m", "pytest", "--doctest-modules", *plugin, *pages, *session.posargs)

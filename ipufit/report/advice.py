@@ -2,16 +2,192 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
+
+from ipufit.curves import best_place
+from ipufit.direction import direction_of
+from ipufit.parallel.texts import share, size
 
 __all__ = ["advised"]
 
+Facts = Mapping[str, Any]
+Rows = Mapping[str, List[float]]
+_Said = Tuple[str, str]
 
-def advised(facts: Mapping[str, Any], rows: Mapping[str, List[float]]) -> List[Dict[str, Any]]:
+# Shares of the time of training from which a phase is worth a word, and seconds of a run below
+# which no time is.
+_WORTH = {"data": 0.1, "metrics": 0.15, "callbacks": 0.1, "checkpoint": 0.1}
+_LEAST_SECONDS = 1.0
+_CAPTURE = 0.25
+_VALIDATION = 0.5
+_BETWEEN = 0.3
+_UTILISATION = 0.8
+_WANTED = "0.9"
+# A run has gone on too long if its best epoch lies so many epochs back and was so much better.
+_PAST_BEST, _WORSE = 3, 0.05
+
+_CURES = {
+    "metrics": "Compute fewer metrics while training, let output_mode='final' bring back fewer "
+    "outputs, or leave them to the validation.",
+    "callbacks": "Look for a callback that does much after every execution: give it "
+    "every_updates, or put it into ipufit.callbacks.Asynchronous.",
+    "checkpoint": "Write fewer of them: a larger every_updates of ipufit.Checkpoint, or none but "
+    "those at the ends of epochs.",
+}
+_NAMES = {
+    "metrics": "working out the loss and the metrics",
+    "callbacks": "callbacks",
+    "checkpoint": "writing checkpoints",
+}
+
+
+def advised(facts: Facts, rows: Rows) -> List[Dict[str, Any]]:
     """Warnings with their cures.
 
     Args:
-        facts: of the run, as ``run.json`` has them.
+        facts: of the run, as ``run.json`` has them; a run that has just begun lacks most of them.
         rows: of its executions, by column.
     """
-    return []
+    found: List[_Said] = []
+    if "params" in facts:
+        found += _of_time(facts)
+        found += _of_work(facts, rows)
+        found += _of_values(facts)
+    if "missing" not in facts.get("plan", {"missing": ""}):
+        found += _of_stages(facts["plan"], facts.get("params", {}))
+    return [
+        {"kind": "advice", "text": text, "cure": cure, "category": "", "place": "", "count": 1}
+        for text, cure in found
+    ]
+
+
+def _of_time(facts: Facts) -> Iterator[_Said]:
+    phases = facts["phases"]
+    apart = phases["capture"] + phases["report"]
+    training = facts["seconds"] - apart - phases["validation"]
+    if facts["seconds"] < _LEAST_SECONDS or training <= 0:
+        return
+    part = phases["data"] / training
+    if part >= _WORTH["data"]:
+        yield f"{share(part)} of the training waits for data.", _data_cure(facts["params"])
+    for name, cure in _CURES.items():
+        part = phases[name] / training
+        if part >= _WORTH[name]:
+            yield f"{share(part)} of the training goes to {_NAMES[name]}.", cure
+    part = phases["capture"] / facts["seconds"]
+    if part >= _CAPTURE:
+        text = f"{share(part)} of the run went to recording and compiling the program."
+        yield (
+            text,
+            (
+                "It is done once for each shape of micro-batch: longer runs have a smaller share, "
+                "jit='graph' compiles nothing, and another fit of the same model records nothing anew."
+            ),
+        )
+    part = phases["validation"] / (training + phases["validation"])
+    if part >= _VALIDATION:
+        text = f"{share(part)} of the time goes to validation."
+        yield text, "Validate less often (validation_freq) or on less (limit_val_batches)."
+
+
+def _data_cure(params: Mapping[str, Any]) -> str:
+    if not params.get("prefetch"):
+        return (
+            "Prepare executions ahead with fit(prefetch=1), or let workers read: "
+            "DataLoader(num_workers=2, persistent_workers=True)."
+        )
+    return "Give the DataLoader more workers, or make reading a sample cheaper."
+
+
+def _of_work(facts: Facts, rows: Rows) -> Iterator[_Said]:
+    params, phases = facts["params"], facts["phases"]
+    executions = sum(rows["executions"])
+    working = phases["compute"] + phases["to_device"] + phases["anchors"]
+    between = phases["other"] + phases["metrics"] + phases["callbacks"]
+    if (
+        executions
+        and params.get("device_iterations") == 1
+        and facts["seconds"] >= _LEAST_SECONDS
+        and between / (between + working) >= _BETWEEN
+    ):
+        yield (
+            f"{share(between / (between + working))} of the time of an execution is spent around "
+            "the program, because an execution is a single small update.",
+            "Make several updates per execution: fit(device_iterations=16). The numbers stay the "
+            "same.",
+        )
+    if params.get("dropped_samples"):
+        yield (
+            f"{params['dropped_samples']:,} samples of every epoch are left out, because the "
+            "loader has drop_last=True.",
+            "Leave drop_last out: a smaller last batch is trained on exactly.",
+        )
+    skipped, updates = sum(rows["skipped"]), sum(rows["updates"])
+    if skipped:
+        yield (
+            f"{skipped:,.0f} of {updates:,.0f} updates were skipped, because their gradient was "
+            "not finite at the loss scale.",
+            "A few are how a dynamic scale finds its value. Of many, choose a smaller loss_scale, "
+            "or precision='mixed_bfloat16', which needs none.",
+        )
+
+
+def _of_values(facts: Facts) -> Iterator[_Said]:
+    history, directions = facts["history"], facts["params"].get("directions")
+    for name, pairs in history["history"].items():
+        direction = direction_of(name, directions) if name.startswith("val_") else None
+        values = [float(value) for _, value in pairs]
+        best = best_place(values, direction) if direction else None
+        if best is None or len(values) - 1 - best < _PAST_BEST:
+            continue
+        change = abs(values[-1] - values[best])
+        if change < _WORSE * abs(values[best]):
+            continue
+        epoch = history["epoch"][pairs[best][0]]
+        yield (
+            f"{name} was best in epoch {epoch}, {values[best]:.4g}, and {values[-1]:.4g} at the "
+            "end.",
+            "Stop there, and keep what was best: "
+            f"EarlyStopping(monitor={name!r}, restore_best_weights=True).",
+        )
+        return
+
+
+def _of_stages(plan: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[_Said]:
+    unused = plan.get("unused", ())
+    if unused:
+        more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+        yield (
+            f"The module does not use {', '.join(unused[:3])}{more}: such parameters get no "
+            "gradient.",
+            "Call the layer in forward, freeze it, or take it out.",
+        )
+    stages = plan["stages"]
+    if len(stages) > 1:
+        yield from _of_pipeline(plan, params)
+    if not plan["fits"] and (len(stages) > 1 or params.get("engine") == "ipu"):
+        largest = max(range(len(stages)), key=lambda stage: stages[stage]["memory"])
+        need, room = stages[largest]["memory"], plan["memory"]
+        yield (
+            f"Stage {largest} is estimated to need {size(need)} of {size(room)} on its IPU.",
+            "Divide the model into more stages (compile(stages='auto', ipus_per_replica=...)), "
+            "recompute (recompute=True), serialise large layers, or use smaller micro-batches.",
+        )
+
+
+def _of_pipeline(plan: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[_Said]:
+    used = plan["timeline"]["utilisation"]
+    if plan["strategy"] != "pipelined" or used >= _UTILISATION:
+        return
+    count: Optional[int] = plan.get("least_accumulation", {}).get(_WANTED)
+    text = f"The IPUs of the pipeline work {share(used)} of the time, by estimate."
+    if count is not None and count > params.get("gradient_accumulation", 0):
+        yield text, f"gradient_accumulation={count} would reach {share(float(_WANTED))}."
+    else:
+        yield (
+            text,
+            (
+                "Stages of unequal time wait for the slowest one, whatever the accumulation: divide "
+                "the work more evenly, such as by compile(stages='auto', ipus_per_replica=...)."
+            ),
+        )

@@ -13,6 +13,7 @@ from torch import nn
 import ipufit
 from ipufit.errors import IpufitError
 from ipufit.layers import layers_of, note_calls, output_shapes
+from ipufit.parallel.partition_plan import PartitionPlan
 from ipufit.parallel.request import PartitionRequest
 from ipufit.plan import Plan
 from ipufit.planned import planned
@@ -88,6 +89,14 @@ def totals(module: nn.Module) -> Dict[str, int]:
     }
 
 
+def _least(plan: PartitionPlan, utilisation: float) -> Optional[int]:
+    """The accumulation that reaches it, if any does."""
+    try:
+        return plan.least_accumulation(utilisation)
+    except IpufitError:
+        return None
+
+
 def partition(session: Session, plan: Plan) -> Dict[str, Any]:
     """The stages as :meth:`ipufit.Model.plan` has them, and the timeline of one update."""
     asked = PartitionRequest(None, None, None, None, None)
@@ -103,6 +112,7 @@ def partition(session: Session, plan: Plan) -> Dict[str, Any]:
     line = found.timeline()
     return {
         **found.to_dict(),
+        "least_accumulation": {str(used): _least(found, used) for used in (0.8, 0.9)},
         "timeline": {
             "tasks": [
                 [task.stage, task.micro_batch, task.is_backward, task.begin, task.end]

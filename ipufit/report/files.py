@@ -16,8 +16,9 @@
 - ``layers``: the module's tree: ``name``, ``depth``, ``kind``, ``parameters``, ``trainable``,
   ``shape``, ``notes``, and ``file`` and ``line`` of its forward, or None.
 - ``plan``: what PartitionPlan.to_dict gives, with ``timeline``: ``tasks`` (lists of stage,
-  micro-batch, whether it is backward, begin and end), ``total``, ``utilisation``, ``schedule`` and
-  ``loss_of_time``; or ``{"missing": why}``.
+  micro-batch, whether it is backward, begin and end), ``total``, ``utilisation`` and
+  ``schedule``, and ``least_accumulation`` for utilisations of 0.8 and 0.9, or None where none
+  reaches it; or ``{"missing": why}``.
 - ``operators``: one micro-batch, operator by operator, as a program's ``profile`` gives it:
   ``micro_batch_size``, ``way``, ``device``; ``rows``, each with ``operator``, ``direction``
   ("forward" or "backward"), ``module``, ``kind``, ``file``, ``line``, ``source``, ``calls``,

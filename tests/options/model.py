@@ -1,6 +1,8 @@
 """Options of Model's methods."""
 
 import contextlib
+import json
+import os
 import threading
 import warnings
 from collections import OrderedDict
@@ -535,6 +537,72 @@ def restarted(max_restarts):
 
 of("Model.fit", resumed, checkpoint=(True, False), resume=(None, "auto"))
 of("Model.fit", restarted, max_restarts=(0, 1))
+
+
+def files_of(place, report=None, **options):
+    """What a fit of three epochs leaves in folders, and whether it could be."""
+    given = {"batch_size": 3, "seed": 1, "verbose": 0, **options}
+    model = ipufit.Model(linear())
+    model.compile("sgd", "cross_entropy")
+    model.fit(X, Y, report=report, **given)
+    return sorted(str(each.relative_to(place)) for each in place.rglob("run.json"))
+
+
+def reported(**options):
+    """The same in the present folder, which is a scratch one."""
+    before = os.getcwd()
+    with folder() as place:
+        os.chdir(place)
+        try:
+            return files_of(place, **options)
+        finally:
+            os.chdir(before)
+
+
+class Counts:
+    """Stands for a profiler."""
+
+    on_trace_ready = None
+
+    def start(self):
+        print("starts")
+
+    def step(self):
+        print("steps")
+
+    def stop(self):
+        print("stops")
+
+    def export_chrome_trace(self, path):
+        print("exports")
+
+
+def report_of(**options):
+    """What the second of two fits into one folder does, and whether operators were timed."""
+    with folder() as place:
+        given = {"folder": "a", "overwrite": True, **options}
+        given["folder"] = place / given["folder"]
+        report = ipufit.Report(**given)
+        found = [files_of(place, report), files_of(place, report)]
+        facts = json.loads((given["folder"] / "run.json").read_text())
+        return found, "asked for" in str(facts["operators"])
+
+
+of(
+    "Model.fit",
+    reported,
+    report=(None, "a"),
+    autoreport=(False, True),
+    autoreport_dir=With("a", "b", autoreport=True),
+)
+of(
+    "Report",
+    report_of,
+    folder=("a", "b"),
+    overwrite=(True, False),
+    operators=(True, False),
+    profiler=(None, Made(Counts)),
+)
 
 
 def injected(fault="ipu_reset", at_update=1):

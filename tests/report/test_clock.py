@@ -1,0 +1,67 @@
+"""Seconds by phase."""
+
+import pytest
+
+from ipufit import clock
+from ipufit.clock import NO_CLOCK, PHASES, Clock
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """Time goes on by what is added to it."""
+    now = [100.0]
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_a_phase_takes_its_time_from_the_one_around_it(now):
+    """Each moment counts once, and all phases together are the time that has passed."""
+    told = Clock()
+    now[0] += 1
+    with told.during("compute"):
+        now[0] += 2
+        with told.during("capture"):
+            now[0] += 4
+            with told.during("compute"):
+                now[0] += 8
+        now[0] += 16
+    now[0] += 32
+    assert told.seconds() == {
+        **dict.fromkeys(PHASES, 0.0),
+        "compute": 2 + 8 + 16,
+        "capture": 4,
+        "other": 1 + 32,
+    }
+
+
+def test_a_phase_ends_with_an_error(now):
+    """What follows is not counted in it."""
+    told = Clock()
+    with pytest.raises(KeyError), told.during("callbacks"):
+        now[0] += 1
+        raise KeyError
+    now[0] += 2
+    assert (told.seconds()["callbacks"], told.seconds()["other"]) == (1, 2)
+
+
+def test_waiting_for_values_is_time_of_the_data(now):
+    """What is done with them is not."""
+
+    def slow():
+        for value in range(3):
+            now[0] += 1
+            yield value
+
+    told, seen = Clock(), []
+    for value in told.reading(slow()):
+        now[0] += 10
+        seen.append(value)
+    assert seen == [0, 1, 2]
+    assert (told.seconds()["data"], told.seconds()["other"]) == (3, 30)
+
+
+def test_without_a_clock_values_go_through_untouched():
+    """Off, there is nothing in between."""
+    values = iter([1, 2])
+    assert NO_CLOCK.reading(values) is values
+    assert NO_CLOCK.during("data") is NO_CLOCK.during("compute")
