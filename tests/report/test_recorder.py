@@ -373,5 +373,5 @@ def test_a_folder_without_a_report_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=r"a report must be a folder that fit\(report="):
         Run.read(os.fspath(tmp_path))
     (tmp_path / "run.json").write_text('{"format": "other"}')
-    with pytest.raises(ConfigurationError, match="must have the format 'ipufit.Report/1'"):
+    with pytest.raises(ConfigurationError, match=r"must have the format 'ipufit\.Report/1'"):
         Run.read(os.fspath(tmp_path))
