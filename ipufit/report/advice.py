@@ -77,13 +77,9 @@ def _of_time(facts: Facts) -> Iterator[_Said]:
     part = phases["capture"] / facts["seconds"]
     if part >= _CAPTURE:
         text = f"{share(part)} of the run went to recording and compiling the program."
-        yield (
-            text,
-            (
-                "It is done once for each shape of micro-batch: longer runs have a smaller share, "
-                "jit='graph' compiles nothing, and another fit of the same model records nothing anew."
-            ),
-        )
+        cure = "It is done once for each shape of micro-batch: longer runs have a smaller share, "
+        cure += "jit='graph' compiles nothing, and another fit of the model records nothing anew."
+        yield text, cure
     part = phases["validation"] / (training + phases["validation"])
     if part >= _VALIDATION:
         text = f"{share(part)} of the time goes to validation."
@@ -184,10 +180,6 @@ def _of_pipeline(plan: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator
     if count is not None and count > params.get("gradient_accumulation", 0):
         yield text, f"gradient_accumulation={count} would reach {share(float(_WANTED))}."
     else:
-        yield (
-            text,
-            (
-                "Stages of unequal time wait for the slowest one, whatever the accumulation: divide "
-                "the work more evenly, such as by compile(stages='auto', ipus_per_replica=...)."
-            ),
-        )
+        cure = "Stages of unequal time wait for the slowest one, whatever the accumulation: divide "
+        cure += "the work more evenly, such as by compile(stages='auto', ipus_per_replica=...)."
+        yield text, cure
