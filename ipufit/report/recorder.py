@@ -8,7 +8,8 @@ import json
 import math
 import os
 import time
-from typing import TYPE_CHECKING, Any, Dict, Iterator, Optional
+import warnings
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, Optional
 
 import torch
 
@@ -128,6 +129,7 @@ class Recorder:
         self._written, self._joined = len(self._rows.flat), self._rows.joined
         self._flushed = 0.0
         self._memory = in_use(self._device)
+        self._is_lost = False
         self._mark(0, 0)
 
     def _path(self, name: str) -> str:
@@ -215,8 +217,7 @@ class Recorder:
         self._samples, self._skipped = meter.samples, meter.skipped
         self._profiler.step()
         if now - self._flushed > _FLUSH:
-            with self.clock.during("report"):
-                self._flush()
+            self._safely(self._flush)
 
     def _learning_rate(self, meter: Meter) -> float:
         """That of the last update, of the first group of parameters."""
@@ -241,11 +242,27 @@ class Recorder:
                 "phases": dict(zip(PHASES, spent)),
             }
         )
-        with self.clock.during("report"):
-            if "operators" not in self._facts:
+        if "operators" not in self._facts:
+            with self.clock.during("report"):
                 self._facts["operators"] = self._profiled()
-            self._flush()
-            self._write()
+        self._safely(self._flush, self._write)
+
+    def _safely(self, *steps: Callable[[], None]) -> None:
+        """Write; where the disk refuses, training goes on without its report."""
+        if self._is_lost:
+            return
+        with self.clock.during("report"):
+            try:
+                for step in steps:
+                    step()
+            except OSError as error:
+                self._is_lost = True
+                warnings.warn(
+                    f"the report in {self._report.folder!r} ends here, because it can't be written "
+                    f"any more: {error}. Training goes on without it.",
+                    UserWarning,
+                    stacklevel=2,
+                )
 
     def _profiled(self) -> Dict[str, Any]:
         """One micro-batch, operator by operator."""
@@ -296,18 +313,15 @@ class Recorder:
         Args:
             error: that ended it; None where it came to its end.
         """
-        with self.clock.during("report"):
-            self._profiler.stop()
-            self._rows.close()
-            self._flush()
-            if error is None:
-                self._facts["status"] = "finished"
-            elif isinstance(error, (KeyboardInterrupt, SystemExit)):
-                self._facts["status"] = "interrupted"
-            else:
-                self._facts.update(status="failed", error=f"{type(error).__name__}: {error}")
-            self._write()
-        make(self._report.folder)
+        self._profiler.stop()
+        self._rows.close()
+        if error is None:
+            self._facts["status"] = "finished"
+        elif isinstance(error, (KeyboardInterrupt, SystemExit)):
+            self._facts["status"] = "interrupted"
+        else:
+            self._facts.update(status="failed", error=f"{type(error).__name__}: {error}")
+        self._safely(self._flush, self._write, lambda: make(self._report.folder))
 
 
 def _values(history: History) -> Dict[str, Any]:

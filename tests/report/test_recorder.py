@@ -375,3 +375,28 @@ def test_a_folder_without_a_report_is_refused(tmp_path):
     (tmp_path / "run.json").write_text('{"format": "other"}')
     with pytest.raises(ConfigurationError, match=r"must have the format 'ipufit\.Report/1'"):
         Run.read(os.fspath(tmp_path))
+
+
+@pytest.mark.parametrize("what", ["append_rows", "write_text"])
+def test_a_full_disk_ends_the_report_and_not_the_training(tmp_path, monkeypatch, what):
+    """Said once."""
+    model, plain = made(), made()
+    written = []
+
+    def full(path, *_):
+        if written:
+            raise OSError(28, "No space left on device")
+        written.append(path)
+
+    class Fills(Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            monkeypatch.setattr(f"ipufit.report.recorder.{what}", full)
+
+    text = r"the report in .* ends here, because it can't be written any more: .*No space left"
+    with pytest.warns(UserWarning, match=text) as caught:
+        history = model.fit(
+            X, Y, batch_size=3, epochs=4, seed=5, verbose=0, report=tmp_path, callbacks=Fills()
+        )
+    assert len(caught) == 1
+    plain.fit(X, Y, batch_size=3, epochs=4, seed=5, verbose=0)
+    assert history.history == plain.history.history
