@@ -30,6 +30,11 @@ def group(*names: str) -> tuple[str, ...]:
     return nox.project.dependency_groups(PYPROJECT, *names)
 
 
+def model_suite() -> list[str]:
+    """List the files whose tests run on either engine."""
+    return sorted(map(str, Path("tests").glob("test_*.py")))
+
+
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the tests on this Python with the pinned torch."""
@@ -37,8 +42,7 @@ def tests(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *PARALLEL, *session.posargs)
     if not session.posargs:
         # Those of Model once more, on the stand-in for an IPU.
-        suite = sorted(map(str, Path("tests").glob("test_*.py")))
-        session.run("python", "-m", "pytest", "--engine=ipu-standin", *PARALLEL, *suite)
+        session.run("python", "-m", "pytest", "--engine=ipu-standin", *PARALLEL, *model_suite())
 
 
 @nox.session
@@ -46,6 +50,9 @@ def exhaustive(session: nox.Session) -> None:
     """Run the tests with every point of their grids, and those that take long."""
     session.install("-e", ".[plot,pandas,tensorboard,report]", *group("test", "torch"))
     session.run("python", "-m", "pytest", "--exhaustive", *PARALLEL, *session.posargs)
+    if not session.posargs:
+        standin = ("--exhaustive", "--engine=ipu-standin")
+        session.run("python", "-m", "pytest", *standin, *PARALLEL, *model_suite())
 
 
 @nox.session

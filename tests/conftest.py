@@ -23,9 +23,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Of the points of a grid, one in so many is run without --exhaustive: a prime, so that the sample
 # meets every value of every parameter. On the oldest Python, which shows whether anything is
-# missing there, one in so many of any test that has many. And so many examples of a property.
+# missing there, one in so many of any test that has many, and likewise on the other engine, which
+# has tests of its own. And so many examples of a property.
 SAMPLE = 7
 SAMPLE_OF_OLDEST = 5
+SAMPLE_OF_OTHER = 3
 IS_OLDEST = sys.version_info < (3, 9)
 EXAMPLES, ALL_EXAMPLES = 200, 2000
 
@@ -46,8 +48,9 @@ def pytest_addoption(parser):
         "--exhaustive",
         action="store_true",
         help=f"run every point of the tests marked as a grid, not one in {SAMPLE}, on the oldest "
-        f"Python of all, not one in {SAMPLE_OF_OLDEST}, those marked as long, and {ALL_EXAMPLES} "
-        f"examples of each property, not {EXAMPLES}",
+        f"Python and the other engine of all, not one in {SAMPLE_OF_OLDEST} and "
+        f"{SAMPLE_OF_OTHER}, those marked as long, and {ALL_EXAMPLES} examples of each property, "
+        f"not {EXAMPLES}",
     )
 
 
@@ -68,10 +71,12 @@ def pytest_collection_modifyitems(config, items):
             raise pytest.UsageError(f"{item.nodeid}: embedded_only needs one reason")
     if config.getoption("--exhaustive"):
         return
-    if config.getoption("--engine") != "embedded":
+    if config.getoption("--engine") != ENGINES[0]:
         done = [item for item in items if item.get_closest_marker("both_engines")]
         config.hook.pytest_deselected(items=done)
         items[:] = [item for item in items if not item.get_closest_marker("both_engines")]
+    is_other = config.getoption("--engine") != ENGINES[0]
+    many = SAMPLE_OF_OLDEST if IS_OLDEST else SAMPLE_OF_OTHER if is_other else 1
     tests = [item.nodeid.partition("[")[0] for item in items]
     points, places = collections.Counter(tests), collections.Counter()
     kept, left_out = [], []
@@ -79,20 +84,26 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("long") is not None:
             left_out.append(item)
             continue
-        (kept if _in_sample(item, test, points, places) else left_out).append(item)
+        (kept if _in_sample(item, test, points, places, many) else left_out).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)
 
 
-def _in_sample(item, test, points, places):
-    """Whether this point of a test is run, given how many there are, and how many came before."""
+def _in_sample(item, test, points, places, many):
+    """Whether this point of a test is run.
+
+    Args:
+        points: of each test.
+        places: of each test, how many came before.
+        many: of a test that has many, one in so many is run.
+    """
     count, place = points[test], places[test]
     places[test] += 1
     one_in = 1
     if item.get_closest_marker("grid") is not None:
         one_in = SAMPLE
-    elif IS_OLDEST and count >= 2 * SAMPLE_OF_OLDEST:
-        one_in = SAMPLE_OF_OLDEST
+    elif count >= 2 * many:
+        one_in = many
     # Not the first of each: the ways of running that come first would be all that is run.
     return place % one_in == zlib.crc32(test.encode()) % min(count, one_in)
 
