@@ -157,7 +157,13 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def examples(session: nox.Session) -> None:
     """Run every script of examples/, those of examples/poptorch/ by `ipufit run`."""
-    run_scripts(session, *sorted(Path("examples").glob("*.py")))
+    small = Path(session.create_tmp(), "idx").resolve()
+    options = {"fashion_mnist.py": ("--data", str(small))}
+    scripts = [s for s in sorted(Path("examples").glob("*.py")) if s.name not in options]
+    run_scripts(session, *scripts)
+    session.run("python", "-m", "tests.idx_files", small)
+    for script, given in options.items():
+        session.run("python", Path("examples", script), *given)
     for script in sorted(Path("examples", "poptorch").glob("*.py")):
         session.run("ipufit", "run", script)
 
@@ -170,7 +176,7 @@ def digits(session: nox.Session) -> None:
 
 def run_scripts(session: nox.Session, *scripts: Path) -> None:
     """Run scripts with what the extra `examples` installs, drawing to files only."""
-    session.install("-e", ".[examples]", *group("torch"))
+    session.install("-e", ".[examples,report]", *group("torch"))
     for script in scripts:
         session.run("python", script, env={"MPLBACKEND": "Agg"})
 
