@@ -124,6 +124,13 @@ def diagnose(session: nox.Session) -> None:
 
 
 @nox.session
+def integrations(session: nox.Session) -> None:
+    """Run what is tested together with other libraries: scikit-learn, transformers, PEFT."""
+    session.install("-e", ".", *group("integrations", "torch"))
+    session.run("python", "-m", "pytest", "tests/integrations", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Time ipufit beside its peers on the same work: `-- --quick` for a look, else minutes."""
     session.install("-e", ".[plot]", *group("bench", "torch"))

@@ -11,7 +11,7 @@ from torch import nn
 from ipufit.errors import OptimizerError, UnknownNameError
 from ipufit.optim import LAMB
 
-__all__ = ["resolve_optimizer"]
+__all__ = ["class_by_name", "resolve_optimizer"]
 
 NamedParameters = Sequence[Tuple[str, nn.Parameter]]
 
@@ -85,12 +85,22 @@ def resolve_optimizer(
     return _checked(built, named_parameters)
 
 
-def _by_name(name: str) -> Callable[[List[nn.Parameter]], torch.optim.Optimizer]:
+def class_by_name(name: str) -> Type[torch.optim.Optimizer]:
+    """The class with this name, in any case.
+
+    Raises:
+        UnknownNameError: no optimizer has that name.
+    """
     known = _known()
     found = known.get(name.lower())
     if found is None:
         refused = {refused.__name__.lower() for refused in _REFUSED}
         raise UnknownNameError("optimizer", name, set(known) - refused)
+    return found
+
+
+def _by_name(name: str) -> Callable[[List[nn.Parameter]], torch.optim.Optimizer]:
+    found = class_by_name(name)
     if found is torch.optim.SGD:
         return lambda params: torch.optim.SGD(params, lr=0.01)
     return _by_class(found)

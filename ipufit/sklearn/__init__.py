@@ -1,0 +1,17 @@
+"""Estimators as scikit-learn has them: for pipelines, cross-validation and grid searches.
+
+Needs the package scikit-learn: ``pip install ipufit[sklearn]``.
+"""
+
+try:
+    import sklearn as _  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "ipufit.sklearn needs the package scikit-learn, which is not installed. Run: pip install "
+        "ipufit[sklearn]"
+    ) from error
+
+from ipufit.sklearn.classifier import IpufitClassifier
+from ipufit.sklearn.regressor import IpufitRegressor
+
+__all__ = ["IpufitClassifier", "IpufitRegressor"]

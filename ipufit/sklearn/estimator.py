@@ -1,0 +1,262 @@
+"""What classifiers and regressors share: parameters, one fit, copies."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Dict, List, Optional
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator
+from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import train_test_split
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted
+from torch import Tensor, nn
+
+from ipufit.errors import ConfigurationError
+from ipufit.history import History
+from ipufit.losses.resolve import resolve_loss
+from ipufit.model import Model
+from ipufit.sklearn.building import build_module, build_optimizer
+from ipufit.sklearn.settings import check_names, group_of, is_setting, settings_of
+from ipufit.sklearn.versions import validate_data
+
+__all__ = ["Estimator"]
+
+_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+# Options of compile whose state is not in a copy: what they count is part of training alone.
+_COUNTING = ("lr_scheduler", "use_ema", "loss_scale")
+
+
+class Estimator(BaseEstimator):  # type: ignore[misc]
+    """A module and how to train it, as an estimator. Use one of its two subclasses.
+
+    Parameters are looked at by ``fit`` alone, which makes a new module each time and changes no
+    parameter; what it has learned is in attributes whose names end with an underscore.
+    """
+
+    module_: nn.Module
+    history_: History
+    callbacks_: Any
+    n_iter_: int
+    _model: Model
+    _optimizer_state: Dict[str, Any]
+
+    def __init__(
+        self,
+        module: Any,
+        loss: Any,
+        optimizer: Any,
+        metrics: Any,
+        batch_size: int,
+        epochs: int,
+        ipus: Optional[int],
+        device_iterations: Optional[int],
+        gradient_accumulation: Optional[int],
+        callbacks: Any,
+        validation_fraction: float,
+        dtype: Optional[str],
+        engine: Any,
+        device: Any,
+        random_state: Any,
+        verbose: Any,
+        settings: Dict[str, Any],
+    ) -> None:
+        check_names(type(self).__name__, settings)
+        self.module = module
+        self.loss = loss
+        self.optimizer = optimizer
+        self.metrics = metrics
+        self.batch_size = batch_size
+        self.epochs = epochs
+        self.ipus = ipus
+        self.device_iterations = device_iterations
+        self.gradient_accumulation = gradient_accumulation
+        self.callbacks = callbacks
+        self.validation_fraction = validation_fraction
+        self.dtype = dtype
+        self.engine = engine
+        self.device = device
+        self.random_state = random_state
+        self.verbose = verbose
+        self.__dict__.update(settings)
+
+    # ---- parameters ------------------------------------------------------------------------------
+
+    def get_params(self, deep: bool = True) -> Dict[str, Any]:
+        """All parameters by name, those with a prefix included.
+
+        Args:
+            deep: as in scikit-learn.
+        """
+        return {**super().get_params(deep=deep), **settings_of(self)}
+
+    def set_params(self, **params: Any) -> Estimator:
+        """Change parameters; they count from the next ``fit`` on.
+
+        Raises:
+            ValueError: a name is no parameter.
+        """
+        prefixed = {name: value for name, value in params.items() if is_setting(name)}
+        super().set_params(**{name: params[name] for name in params if name not in prefixed})
+        self.__dict__.update(prefixed)
+        return self
+
+    # ---- training --------------------------------------------------------------------------------
+
+    @property
+    def model_(self) -> Model:
+        """The compiled :class:`ipufit.Model` around ``module_``.
+
+        Raises:
+            NotFittedError: before ``fit``.
+        """
+        made: Optional[Model] = vars(self).get("_model")
+        if made is None:
+            if "module_" not in vars(self):
+                raise NotFittedError(
+                    f"this {type(self).__name__} has no model_ yet. Call fit first."
+                )
+            made = self._model = self._compiled(self.module_)
+            assert made.optimizer is not None
+            made.optimizer.load_state_dict(self._optimizer_state)
+        return made
+
+    def _check(self, x: Any, y: Any, reset: bool, **options: Any) -> Any:
+        """Arrays in the dtype of the computation.
+
+        Args:
+            reset: whether what is known of the data begins with these.
+            options: of scikit-learn's ``check_array`` and ``check_X_y``.
+
+        Raises:
+            ValueError: as scikit-learn's own estimators.
+        """
+        return validate_data(
+            self, x, y, reset=reset, dtype=self._dtype or "numeric", allow_nd=True, **options
+        )
+
+    @property
+    def _dtype(self) -> Any:
+        """NumPy's, or None where data stays as it is."""
+        if self.dtype is None:
+            return None
+        if not isinstance(self.dtype, str) or self.dtype not in _DTYPES:
+            raise ConfigurationError(
+                f"dtype must be 'float32', 'float64' or None, got {self.dtype!r}. With None, data "
+                "and module stay as they are."
+            )
+        return np.dtype(self.dtype)
+
+    def _weights(self, sample_weight: Any, x: Any) -> Any:
+        """Shape (samples,), or None."""
+        if sample_weight is None:
+            return None
+        return _check_sample_weight(sample_weight, x, dtype=self._dtype or np.float32)
+
+    def _start(self, x: Any, n_outputs: int) -> None:
+        """Make the module and the model, with weights that ``random_state`` decides."""
+        self._n_outputs = n_outputs
+        self._seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        sizes = {"n_features": int(x.shape[1]), "n_outputs": n_outputs}
+        module = build_module(self.module, group_of(self, "module"), self._seed, sizes)
+        if self._dtype is not None:
+            module.to(_DTYPES[str(self._dtype)])
+        self._model = self._compiled(module)
+        self.module_ = self._model.module
+        self.n_iter_ = 0
+
+    def _compiled(self, module: nn.Module) -> Model:
+        options = group_of(self, "compile")
+        if resolve_loss(self.loss).reduction == "mean":
+            # A weight of two is a sample that is there twice, as everywhere in scikit-learn.
+            options.setdefault("sample_weight_reduction", "mean_with_sample_weight")
+        optimizer = build_optimizer(self.optimizer, group_of(self, "optimizer"))
+        model = Model(module, engine=self.engine, device=self.device)
+        model.compile(optimizer, self.loss, copy.deepcopy(self.metrics), **options)
+        return model
+
+    def _train(self, x: Any, y: Any, weight: Any, epochs: int, classes: Any = None) -> None:
+        """Train for so many epochs more.
+
+        Args:
+            classes: index of each sample's class, for a validation part that has all of them.
+        """
+        validation = None
+        if self.validation_fraction:
+            parts = [x, y] if weight is None else [x, y, weight]
+            cut: List[Any] = train_test_split(
+                *parts,
+                test_size=self.validation_fraction,
+                random_state=self._seed,
+                stratify=classes,
+            )
+            x, y, weight = (*cut[::2], None)[:3]
+            validation = tuple(cut[1::2])
+        self.callbacks_ = copy.deepcopy(self.callbacks)
+        model = self.model_
+        before = model.history
+        try:
+            model.fit(
+                x,
+                y,
+                sample_weight=weight,
+                batch_size=self.batch_size,
+                initial_epoch=self.n_iter_,
+                epochs=self.n_iter_ + epochs,
+                ipus=self.ipus,
+                device_iterations=self.device_iterations,
+                gradient_accumulation=self.gradient_accumulation,
+                callbacks=() if self.callbacks_ is None else self.callbacks_,
+                validation_data=validation,
+                seed=self._seed,
+                verbose=self.verbose,
+                **group_of(self, "fit"),
+            )
+        finally:
+            if model.history is not before:
+                self.history_ = model.history
+                self.n_iter_ += len(self.history_.epoch)
+
+    def _refuse_going_on(self) -> None:
+        """A copy has the optimizer's state, but not what counts beside it.
+
+        Raises:
+            ConfigurationError: this is a copy that such options were set for.
+        """
+        counting = [name for name in _COUNTING if getattr(self, f"compile__{name}", None)]
+        if counting and vars(self).get("_model") is None:
+            raise ConfigurationError(
+                f"partial_fit must go on with the estimator that was trained under "
+                f"compile__{counting[0]}, got a copy of it, which lacks its counters. Train the "
+                "original, or call fit."
+            )
+
+    # ---- prediction ------------------------------------------------------------------------------
+
+    def _outputs(self, x: Any) -> Any:
+        """The module's outputs, shape (samples, n_outputs)."""
+        check_is_fitted(self, "module_")
+        x = validate_data(self, x, reset=False, dtype=self._dtype or "numeric", allow_nd=True)
+        found = self.model_.predict(x, batch_size=self.batch_size, verbose=0)
+        shape = (len(x), self._n_outputs)
+        if not isinstance(found, Tensor) or tuple(found.shape) != shape:
+            came = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ConfigurationError(
+                f"the module must return one tensor of shape (samples, n_outputs), here {shape}, "
+                f"got {came}. Give it that many outputs: a parameter called n_outputs says how "
+                "many."
+            )
+        return found.cpu().numpy()
+
+    # ---- copies ----------------------------------------------------------------------------------
+
+    def __getstate__(self) -> Dict[str, Any]:
+        """Everything but recorded programs and the callbacks of the last fit."""
+        state = dict(super().__getstate__())
+        model: Optional[Model] = state.pop("_model", None)
+        state.pop("callbacks_", None)
+        if model is not None and model.optimizer is not None:
+            state["_optimizer_state"] = model.optimizer.state_dict()
+        return state
