@@ -1,16 +1,82 @@
-"""The outputs of a module by name or by position: one tensor of several, and what is there."""
+"""The outputs of a module: which are handed back, and one of them by name or by position."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, List, Mapping, Tuple, Type, Union
+from typing import Any, Iterable, List, Mapping, Tuple, Type, Union
 
-from ipufit.errors import ConfigurationError
+from torch import Tensor, nn
 
-__all__ = ["Key", "children", "label", "listed", "pick"]
+from ipufit.errors import CaptureError, ConfigurationError
+
+__all__ = [
+    "Key",
+    "children",
+    "handed_back",
+    "label",
+    "listed",
+    "pick",
+    "refuse_hidden_tensors",
+]
 
 # A mapping's key, a field's name, or a position.
 Key = Union[str, int]
+
+
+# How deep objects among the outputs are searched for tensors.
+_DEPTH = 4
+
+
+def handed_back(module: nn.Module, outputs: Any) -> Any:
+    """The outputs without those that the module itself says nobody wants.
+
+    Models of the transformers library say so of the caches that make generating words faster, in
+    ``config.keys_to_ignore_at_inference``; its own Trainer leaves them out too.
+
+    Args:
+        module: the user's.
+        outputs: what it returned; anything but a mapping stays as it is.
+    """
+    names = getattr(getattr(module, "config", None), "keys_to_ignore_at_inference", None)
+    if not isinstance(names, (list, tuple)) or not isinstance(outputs, Mapping):
+        return outputs
+    rest = {key: value for key, value in outputs.items() if key not in names}
+    if len(rest) == len(outputs):
+        return outputs
+    kind: Any = type(outputs)
+    return rest if kind is dict else kind(rest)
+
+
+def refuse_hidden_tensors(paths: Iterable[Tuple[str, Any]]) -> None:
+    """Make sure that no output is an object around tensors: a recording's have no values.
+
+    Args:
+        paths: where each output stands, and what it is.
+
+    Raises:
+        CaptureError: one is.
+    """
+    for path, leaf in paths:
+        if not isinstance(leaf, Tensor) and _holds_tensor(leaf, _DEPTH):
+            raise CaptureError(
+                "the module's outputs must be tensors in tuples, lists, dicts or dataclasses, but "
+                f"output{path} is a {type(leaf).__name__} that holds tensors, which a program "
+                "can't hand back. Return its tensors themselves, or leave it out; models of the "
+                "transformers library return no cache with config.use_cache = False."
+            )
+
+
+def _holds_tensor(value: Any, depth: int) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    if not depth or isinstance(value, (type, nn.Module)):
+        return False
+    inside = list(getattr(value, "__dict__", {}).values())
+    if isinstance(value, Mapping):
+        inside += value.values()
+    elif isinstance(value, (list, tuple, set)):
+        inside += value
+    return any(_holds_tensor(each, depth - 1) for each in inside)
 
 
 def label(key: Key) -> str:

@@ -293,6 +293,10 @@ def test_named_losses_take_single_tensors():
     assert message(loss, REALS, None) == (
         f"loss 'mse' takes one tensor as target, got NoneType. {advice}"
     )
+    assert message(loss, {"y": REALS}, REALS) == (
+        "loss 'mse' takes one tensor as prediction, got dict. Name the output, loss={'y': 'mse'}, "
+        "or pass a callable loss(prediction, target) that picks its tensors."
+    )
 
 
 def test_an_integer_prediction_has_no_gradient_and_is_refused():
@@ -539,7 +543,6 @@ def test_a_module_with_its_own_loss_returns_outputs_and_loss(result, outputs):
         (REALS, "a tensor of shape (6, 4), dtype float32"),
         (VALUE, "a tensor of shape (), dtype float32"),
         ((VALUE,), "tuple of 1, the last a tensor of shape (), dtype float32"),
-        ((VALUE, REALS), "tuple of 2, the last a tensor of shape (6, 4), dtype float32"),
         ((REALS, 0.5), "tuple of 2, the last float"),
         ((), "tuple"),
         ({"logits": REALS}, "dict with keys ['logits']"),
@@ -553,6 +556,25 @@ def test_a_result_without_a_loss_is_refused(result, came):
     assert message(resolve_loss(None).split, result) == (
         "with loss=None the module must return (outputs, loss), the loss a tensor of one number, "
         f"got {came}. Return (outputs, loss) from forward, or pass loss= to compile."
+    )
+
+
+class _Named(dict):
+    """A mapping of a library's own."""
+
+
+def test_a_loss_in_another_place_gets_advice():
+    """Models of the transformers library have it first, by name, or only beside labels."""
+    split = resolve_loss(None).split
+    assert message(split, (VALUE, REALS)).endswith(
+        "got tuple of 2, the last a tensor of shape (6, 4), dtype float32. Return (outputs, loss) "
+        "from forward, or pass loss= to compile. The first looks like the loss, which must stand "
+        "last: models of the transformers library return it by name with config.return_dict = True."
+    )
+    assert message(split, _Named(logits=REALS)).endswith(
+        "got _Named with keys ['logits']. If forward computes the loss from labels, put them into "
+        "the batch, under the name that it has for them, such as 'labels'. Return (outputs, loss) "
+        "from forward, or pass loss= to compile."
     )
 
 

@@ -12,6 +12,7 @@ from ipufit import tree
 from ipufit.data.arrays import ArrayLoader, EpochOrder, is_array
 from ipufit.data.sharding import Sharded
 from ipufit.data.source import Source
+from ipufit.data.tables import as_tensors, is_table
 from ipufit.data.weights import ClassWeights, refuse_bad_weights
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.faults import Faults, at_least
@@ -64,6 +65,7 @@ def open_data(given: Given, mode: Mode, own_loss: bool) -> Source:
     is_cut = isinstance(given.x, Sharded)
     if is_cut:
         given = dataclasses.replace(given, x=given.x.loader)
+    given = dataclasses.replace(given, x=as_tensors(given.x))
     _refuse_table(given)
     kind = _kind(given)
     size = DEFAULT_BATCH_SIZE
@@ -102,6 +104,8 @@ def _kind(given: Given) -> str:
         return "loader"
     if isinstance(x, Dataset):
         return "stream" if isinstance(x, IterableDataset) else "dataset"
+    if is_table(x):
+        return "dataset"
     if is_array(x) or isinstance(x, Mapping):
         return "arrays"
     if isinstance(x, (tuple, list)) and not hasattr(x, "_fields"):
@@ -120,6 +124,13 @@ def _refuse_bare_sequence(x: Any, role: str) -> None:
             "name, {'first': first, 'second': second}."
         )
     leaves = tree.flatten(x[0])[0] if x else []
+    if x and isinstance(x[0], Mapping) and not any(map(is_array, leaves)):
+        raise DataError(
+            f"{role} must be tensors, arrays or batches of them, got a {type(x).__name__} of "
+            f"samples, each a {type(x[0]).__name__} of {type(leaves[0] if leaves else x).__name__} "
+            "values. Pass DataLoader(x, batch_size=..., collate_fn=...) with a collate_fn that "
+            "makes tensors, such as transformers.default_data_collator."
+        )
     if leaves and all(isinstance(leaf, (bool, int, float, complex, str)) for leaf in leaves):
         raise DataError(
             f"{role} must be tensors, arrays or batches of them, got a {type(x).__name__} of "
@@ -302,7 +313,7 @@ def split_data(given: Given, fraction: Any, held_out: Given) -> Tuple[Given, Giv
     parts = []
     for template, rows in ((given, range(first)), (held_out, range(first, samples))):
         if kind == "dataset":
-            parts.append(dataclasses.replace(template, x=Subset(given.x, rows)))
+            parts.append(dataclasses.replace(template, x=Subset(as_tensors(given.x), rows)))
             continue
         cut = slice(rows.start, rows.stop)
         x, y, weight = (

@@ -167,13 +167,21 @@ def check_class_indices_or_probabilities(name: str, prediction: Tensor, target: 
         check_class_indices(name, prediction, target)
 
 
+def _picking(name: str, role: str, value: Any) -> str:
+    """What to write so that a named loss gets one tensor of several, as a sentence."""
+    own = "a callable loss(prediction, target) that picks its tensors"
+    if role == "prediction" and isinstance(value, Mapping) and value:
+        return f"Name the output, loss={{{next(iter(value))!r}: {name!r}}}, or pass {own}."
+    return f"Pass {own}."
+
+
 def check_tensors(name: str, prediction: Any, target: Any) -> None:
     """Make sure that a named loss gets one real tensor as each of its arguments."""
     for role, value in (("prediction", prediction), ("target", target)):
         if not isinstance(value, Tensor):
             raise LossError(
                 f"loss {name!r} takes one tensor as {role}, got {type(value).__name__}. "
-                "Pass a callable loss(prediction, target) that picks its tensors."
+                f"{_picking(name, role, value)}"
             )
         if value.is_complex():
             raise LossError(

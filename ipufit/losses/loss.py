@@ -13,7 +13,7 @@ from ipufit.errors import LossError
 from ipufit.losses.checks import check_loss_value, describe
 from ipufit.losses.elements import Elements, LossTerm, constant, nothing_counts
 from ipufit.losses.named import Named
-from ipufit.losses.own import find_loss
+from ipufit.losses.own import find_loss, own_loss_advice
 from ipufit.losses.rules import torch_rule, unreduced
 from ipufit.sample_weights import as_weights, total
 
@@ -246,8 +246,7 @@ class Loss:
         if found is None:
             raise LossError(
                 "with loss=None the module must return (outputs, loss), the loss a tensor of one "
-                f"number, got {describe(result)}. Return (outputs, loss) from forward, or pass "
-                "loss= to compile."
+                f"number, got {describe(result)}. {own_loss_advice(result)}"
             )
         outputs, loss = found
         where = "the module's own loss"

@@ -7,7 +7,7 @@ from typing import Any, Mapping, Optional, Tuple
 
 from torch import Tensor
 
-__all__ = ["find_loss"]
+__all__ = ["find_loss", "own_loss_advice"]
 
 
 def find_loss(result: Any) -> Optional[Tuple[Any, Any]]:
@@ -34,3 +34,21 @@ def find_loss(result: Any) -> Optional[Tuple[Any, Any]]:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         return None
     return outputs, loss
+
+
+def own_loss_advice(result: Any) -> str:
+    """What to do about a result without a loss, as a sentence or two."""
+    advice = "Return (outputs, loss) from forward, or pass loss= to compile."
+    if isinstance(result, Mapping) and type(result) is not dict:
+        # As models of the transformers library return, which compute a loss from labels alone.
+        return (
+            "If forward computes the loss from labels, put them into the batch, under the name "
+            f"that it has for them, such as 'labels'. {advice}"
+        )
+    first = result[0] if isinstance(result, tuple) and len(result) > 1 else None
+    if isinstance(first, Tensor) and not first.dim() and first.is_floating_point():
+        return (
+            f"{advice} The first looks like the loss, which must stand last: models of the "
+            "transformers library return it by name with config.return_dict = True."
+        )
+    return advice

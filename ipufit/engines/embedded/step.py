@@ -30,6 +30,7 @@ from ipufit.engines.embedded.storage import Block, storage_id
 from ipufit.errors import CaptureError, LossError
 from ipufit.logged import collecting
 from ipufit.losses import Loss, LossTerm, find_loss
+from ipufit.outputs import handed_back
 from ipufit.parallel.following import followed
 from ipufit.parallel.partition import Partition
 from ipufit.program import MicroBatch
@@ -87,7 +88,7 @@ class StepModule(nn.Module):
             if self._forgive is None:
                 raise error
             self._forgive(error)
-        return outputs, term if with_loss else None
+        return handed_back(self.net, outputs), term if with_loss else None
 
 
 @contextlib.contextmanager

@@ -1,0 +1,106 @@
+"""Tokenised data in the forms in which people of the transformers library have it."""
+
+import functools
+import warnings
+
+import pytest
+from torch.utils.data import DataLoader
+
+pytest.importorskip("transformers")
+
+import transformers
+
+import ipufit
+from tests.integrations.tiny_models import batch_of, net_of
+
+
+def fitted(data, **how):
+    """Losses of one epoch in the data's order."""
+    model = ipufit.Model(net_of("bert"))
+    model.compile("sgd", jit="graph")
+    return model.fit(data, verbose=0, **how).history["loss"]
+
+
+def samples():
+    """Lists of numbers, as tokenizers make them."""
+    batch = batch_of("bert")
+    return [{key: value[row].tolist() for key, value in batch.items()} for row in range(10)]
+
+
+@functools.lru_cache(maxsize=None)
+def expected():
+    return fitted(batch_of("bert"), batch_size=4, shuffle=False)
+
+
+def test_a_list_of_samples_with_a_collator():
+    """The usual loader of the library; a batch is a BatchEncoding or a dict."""
+    loader = DataLoader(samples(), batch_size=4, collate_fn=transformers.default_data_collator)
+    assert fitted(loader) == expected()
+    batches = [transformers.BatchEncoding(batch) for batch in loader]
+    assert fitted(batches) == expected()
+
+
+def test_a_list_of_samples_alone_is_refused():
+    """A list is a list of batches; how samples become one, a collator says."""
+    with pytest.raises(ipufit.errors.DataError) as caught:
+        fitted(samples(), batch_size=4)
+    assert str(caught.value) == (
+        "training data must be tensors, arrays or batches of them, got a list of samples, each a "
+        "dict of int values. Pass DataLoader(x, batch_size=..., collate_fn=...) with a collate_fn "
+        "that makes tensors, such as transformers.default_data_collator."
+    )
+
+
+def test_batches_of_other_lengths_are_refused():
+    """Each length would be another program; the advice is to pad to one."""
+    batch = batch_of("bert")
+    short = {key: value[:, :8] if value.dim() == 2 else value for key, value in batch.items()}
+    with pytest.raises(ipufit.errors.DataError, match="Pad or crop to one shape"):
+        fitted([batch, short])
+
+
+def test_labels_under_another_name_are_told():
+    """forward takes any name and leaves it unused, so the loss is what is missing."""
+    batch = batch_of("bert")
+    batch["label"] = batch.pop("labels")
+    with pytest.raises(ipufit.errors.LossError, match="put them into the batch, under the name"):
+        fitted(batch, batch_size=4)
+
+
+class TestTables:
+    """A ``datasets.Dataset`` is a map-style dataset, though it does not derive from torch's."""
+
+    @pytest.fixture
+    def table(self):
+        datasets = pytest.importorskip("datasets")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return datasets.Dataset.from_list(samples())
+
+    def test_it_is_read_as_tensors(self, table):
+        """Without a format of its own, as with_format("torch"); with one, in that."""
+        assert fitted(table, batch_size=4, shuffle=False) == expected()
+        own = table.with_format("numpy")
+        assert fitted(own, batch_size=4, shuffle=False) == expected()
+
+    def test_a_part_is_held_out(self, table):
+        """validation_split, shuffling and predict go by samples too."""
+        model = ipufit.Model(net_of("bert"))
+        model.compile("sgd", jit="graph")
+        history = model.fit(table, batch_size=4, validation_split=0.2, seed=0, verbose=0)
+        assert len(history.history["val_loss"]) == 1
+        assert model.predict(table, batch_size=4, verbose=0)["logits"].shape == (10, 2)
+
+    def test_what_is_no_tensor_is_named(self, table):
+        """Text that was tokenised is often still there."""
+        with pytest.raises(
+            ipufit.errors.DataError, match=r"input \['text'\]\[0\] must be a tensor"
+        ):
+            fitted(table.add_column("text", ["a"] * 10), batch_size=4)
+
+    def test_several_splits_are_no_data(self, table):
+        """Which one is meant, only the user knows."""
+        import datasets
+
+        with pytest.raises(ipufit.errors.DataError, match=r"x\['train'\] must be a tensor"):
+            fitted(datasets.DatasetDict(train=table), batch_size=4)
