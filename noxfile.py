@@ -22,6 +22,9 @@ PYPROJECT = nox.project.load_toml("pyproject.toml")
 PROJECT = PYPROJECT["project"]
 # Each test trains on one thread, so the cores share the tests.
 PARALLEL = ("--numprocesses=auto", "--maxprocesses=4")
+# What the suite has tests for, or compares with.
+TESTED_EXTRAS = ("plot", "pandas", "report", "sklearn", "tensorboard")
+TESTED = f".[{','.join(TESTED_EXTRAS)}]"
 OLDEST_PYTHON = PROJECT["requires-python"].replace(">=", "")
 
 
@@ -38,7 +41,7 @@ def model_suite() -> list[str]:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the tests on this Python with the pinned torch."""
-    session.install("-e", ".[plot,pandas,tensorboard,report]", *group("test", "torch"))
+    session.install("-e", TESTED, *group("test", "torch"))
     session.run("python", "-m", "pytest", *PARALLEL, *session.posargs)
     if not session.posargs:
         # Those of Model once more, on the stand-in for an IPU.
@@ -48,7 +51,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def exhaustive(session: nox.Session) -> None:
     """Run the tests with every point of their grids, and those that take long."""
-    session.install("-e", ".[plot,pandas,tensorboard,report]", *group("test", "torch"))
+    session.install("-e", TESTED, *group("test", "torch"))
     session.run("python", "-m", "pytest", "--exhaustive", *PARALLEL, *session.posargs)
     if not session.posargs:
         standin = ("--exhaustive", "--engine=ipu-standin")
@@ -101,10 +104,10 @@ def minimums(session: nox.Session) -> None:
     """Run the tests on the oldest Python with the oldest dependencies we promise."""
     extras = PROJECT["optional-dependencies"]
     promised = PROJECT["dependencies"]
-    promised += extras["plot"] + extras["pandas"] + extras["tensorboard"] + extras["report"]
+    promised += [each for name in TESTED_EXTRAS for each in extras[name]]
     floors = [requirement.replace(">=", "==") for requirement in promised]
     # torch 2.0 was built against NumPy 1 and can't hand arrays over to NumPy 2.
-    session.install("-e", ".[plot,pandas,tensorboard,report]", *floors, "numpy<2", *group("test"))
+    session.install("-e", TESTED, *floors, "numpy<2", *group("test"))
     session.run("python", "-m", "pytest", *PARALLEL, *session.posargs)
 
 

@@ -24,6 +24,7 @@ PUBLIC = [
     "ipufit.optim",
     "ipufit.parallel",
     "ipufit.schedules",
+    "ipufit.sklearn",
     "ipufit.testing",
 ]
 

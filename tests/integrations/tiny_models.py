@@ -28,7 +28,6 @@ CONFIGS = {
             "n_layer": 2,
             "n_head": 2,
             "n_positions": 16,
-            "loss_type": "ForCausalLM",
             **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0),
         },
     ),

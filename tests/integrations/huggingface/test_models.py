@@ -58,7 +58,7 @@ def test_training_equals_a_plain_loop(name, plan):
         assert_same_weights(net, expected)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "t5"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", pytest.param("t5", marks=pytest.mark.long)])
 def test_evaluate_and_predict_equal_the_model(name):
     """Evaluation has the model's loss, prediction its outputs, with labels and without."""
     net, batch = net_of(name), batch_of(name)
@@ -163,7 +163,7 @@ def test_tokens_count_the_same_with_a_count():
         torch.testing.assert_close(one, other, rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2"])
+@pytest.mark.parametrize("name", [pytest.param("bert", marks=pytest.mark.long), "gpt2"])
 def test_save_pretrained_and_back(name, tmp_path):
     """The model is trained in place: tied weights stay tied, and the library's file has them."""
     net, batch = net_of(name), batch_of(name)
@@ -201,6 +201,7 @@ def test_a_config_beside_the_model_is_read(tmp_path):
     assert_same_weights(back, expected)
 
 
+@pytest.mark.long
 def test_recompute_takes_the_place_of_gradient_checkpointing():
     """The library's own way goes through torch.utils.checkpoint, which draws dropout again."""
     net, batch = net_of("bert", hidden_dropout_prob=0.1), batch_of("bert")
