@@ -130,7 +130,8 @@ def diagnose(session: nox.Session) -> None:
 def integrations(session: nox.Session) -> None:
     """Run what is tested together with other libraries: scikit-learn, transformers, PEFT."""
     session.install("-e", ".", *group("integrations", "torch"))
-    session.run("python", "-m", "pytest", "tests/integrations", *session.posargs)
+    options = ("--exhaustive", "-m", "not long", "tests/integrations")
+    session.run("python", "-m", "pytest", *options, *session.posargs)
 
 
 @nox.session

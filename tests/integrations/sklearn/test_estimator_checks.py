@@ -64,6 +64,7 @@ def run(estimator, check):
         pytest.skip(str(skipped))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("estimator", "check"), checks("float64", NAMES))
 def test_a_check_of_scikit_learn_passes(estimator, check):
     """Pipelines, searches and copies rely on what these look at."""

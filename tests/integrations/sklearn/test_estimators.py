@@ -25,7 +25,13 @@ from ipufit.sklearn import IpufitClassifier, IpufitRegressor
 X, Y = load_iris(return_X_y=True)
 X = StandardScaler().fit_transform(X)
 NAMES = np.array(["setosa", "versicolor", "virginica"])[Y]
-SETTINGS = {"dtype": "float64", "random_state": 0, "epochs": 5, "batch_size": 16}
+SETTINGS = {
+    "dtype": "float64",
+    "random_state": 0,
+    "epochs": 5,
+    "batch_size": 16,
+    "compile__jit": "graph",
+}
 
 
 class Net(nn.Module):
