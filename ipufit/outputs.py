@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Iterable, List, Mapping, Tuple, Type, Union
+from typing import Any, List, Mapping, Tuple, Type, Union
 
 from torch import Tensor, nn
 
+from ipufit import tree
 from ipufit.errors import CaptureError, ConfigurationError
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
 Key = Union[str, int]
 
 
+_PLAIN = (Tensor, bool, int, float, complex, str, bytes)
 # How deep objects among the outputs are searched for tensors.
 _DEPTH = 4
 
@@ -47,17 +49,19 @@ def handed_back(module: nn.Module, outputs: Any) -> Any:
     return rest if kind is dict else kind(rest)
 
 
-def refuse_hidden_tensors(paths: Iterable[Tuple[str, Any]]) -> None:
+def refuse_hidden_tensors(outputs: Any) -> None:
     """Make sure that no output is an object around tensors: a recording's have no values.
 
     Args:
-        paths: where each output stands, and what it is.
+        outputs: that are handed back.
 
     Raises:
         CaptureError: one is.
     """
-    for path, leaf in paths:
-        if not isinstance(leaf, Tensor) and _holds_tensor(leaf, _DEPTH):
+    if all(isinstance(leaf, _PLAIN) for leaf in tree.flatten(outputs)[0]):
+        return
+    for path, leaf in tree.flatten_with_paths(outputs)[0]:
+        if not isinstance(leaf, _PLAIN) and _holds_tensor(leaf, _DEPTH):
             raise CaptureError(
                 "the module's outputs must be tensors in tuples, lists, dicts or dataclasses, but "
                 f"output{path} is a {type(leaf).__name__} that holds tensors, which a program "

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import ipufit
 from ipufit.errors import CaptureError
 from tests.engines import EAGER, EAGER_OR_NOT, has_kept_values, runs_eagerly
 from tests.faulty import (
@@ -488,3 +489,29 @@ def test_a_recurrent_layer_is_left_with_its_own_weights(kind):
     x = batches(1)[0][0]
     expected = model.predict([x], verbose=0)
     torch.testing.assert_close(model.module(x).detach(), expected)
+
+
+class Spread(Net):
+    """Returns a distribution, which holds tensors and is none."""
+
+    def forward(self, x):
+        return torch.distributions.Normal(super().forward(x), 1.0, validate_args=False)
+
+
+def unlikely(spread, target):
+    return -spread.log_prob(target).mean()
+
+
+def test_an_object_around_tensors_is_an_output_for_the_loss_alone():
+    """Its tensors are those of the recording, which have no values."""
+    model = ipufit.Model(Spread())
+    model.compile("sgd", unlikely)
+    model.fit(batches(4), gradient_accumulation=2, verbose=0)
+    with pytest.raises(CaptureError) as caught:
+        model.predict(batches(4), verbose=0)
+    assert str(caught.value).startswith(
+        "the module's outputs must be tensors in tuples, lists, dicts or dataclasses, but output "
+        "is a Normal that holds tensors, which a program can't hand back. Return its tensors "
+        "themselves, or leave it out; models of the transformers library return no cache with "
+        "config.use_cache = False."
+    )

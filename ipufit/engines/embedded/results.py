@@ -12,7 +12,6 @@ from ipufit import tree
 from ipufit.logged import Entries, LogRule
 from ipufit.losses import LossTerm
 from ipufit.names import check_log_name
-from ipufit.outputs import refuse_hidden_tensors
 
 __all__ = ["OutputShape", "Reported"]
 
@@ -24,15 +23,10 @@ class OutputShape:
 
     Leaves that are not tensors (None, numbers, strings) are what they were when the step was
     recorded.
-
-    Raises:
-        CaptureError: a leaf is an object that holds tensors.
     """
 
     def __init__(self, outputs: Any) -> None:
         leaves, self._structure = tree.flatten(outputs)
-        if not all(leaf is None or isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
-            refuse_hidden_tensors(tree.flatten_with_paths(outputs)[0])
         self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.tensors: List[Tensor] = [leaves[i] for i in self._places]

@@ -30,7 +30,7 @@ from ipufit.engines.embedded.storage import Block, storage_id
 from ipufit.errors import CaptureError, LossError
 from ipufit.logged import collecting
 from ipufit.losses import Loss, LossTerm, find_loss
-from ipufit.outputs import handed_back
+from ipufit.outputs import handed_back, refuse_hidden_tensors
 from ipufit.parallel.following import followed
 from ipufit.parallel.partition import Partition
 from ipufit.program import MicroBatch
@@ -319,6 +319,7 @@ class MicroStep:
         self.blocks = self._layout(self.reached)
 
     def _detached_outputs(self, outputs: Any, inputs: Sequence[Tensor]) -> List[Tensor]:
+        refuse_hidden_tensors(outputs)
         self.outputs = OutputShape(outputs)
         taken = {storage_id(t) for t in inputs} - {0}
         # An output that shares memory with a weight, a buffer or the user's batch would change

@@ -20,7 +20,7 @@ from ipufit.engines.ipu.standing_in import in_place_of
 from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.logged import Entries, collecting
 from ipufit.losses import Loss, LossTerm, loss_of_valid
-from ipufit.outputs import handed_back
+from ipufit.outputs import handed_back, refuse_hidden_tensors
 from ipufit.parallel.following import followed
 from ipufit.parallel.recomputation import outputs_checkpointed
 from ipufit.parallel.tracing import traced_by
@@ -149,7 +149,9 @@ class IpuStep(nn.Module):
             if self.trains:
                 result.append(self._objective(term, entries, share))
         if self.wants_outputs:
-            found = OutputShape(handed_back(self.net, outputs))
+            outputs = handed_back(self.net, outputs)
+            refuse_hidden_tensors(outputs)
+            found = OutputShape(outputs)
             self.traced.shapes = tuple(tensor.shape for tensor in found.tensors)
             # Without an operator in between: an overlapped output must be marked last of all.
             result += [t.detach() if t.requires_grad else t for t in found.tensors]

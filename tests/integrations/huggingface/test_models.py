@@ -137,6 +137,21 @@ def test_a_loss_passed_to_compile_takes_an_output_by_name():
     assert_same_weights(twin, net)
 
 
+def test_a_loss_of_ones_own_leaves_the_cache_aside():
+    """Replicas may join into one batch, which a cache among the outputs must not disturb."""
+    nets = []
+    for options in ({"ipus": 2, "batch_size": 2}, {"batch_size": 4}):
+        net, batch = net_of("gpt2"), batch_of("gpt2", rows=8)
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        target = {"logits": batch["input_ids"].double()}
+        model = ipufit.Model(net)
+        model.compile(adamw, loss={"logits": lambda p, t: (p[:, :, 0] - t).square().mean()})
+        model.fit(inputs, target, shuffle=False, verbose=0, **options)
+        nets.append(net)
+    for one, other in zip(nets[0].parameters(), nets[1].parameters()):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-8)
+
+
 def test_tokens_count_the_same_with_a_count():
     """Accumulated micro-batches then equal one large batch, however many labels are left out."""
 

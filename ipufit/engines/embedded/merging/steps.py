@@ -17,6 +17,7 @@ from ipufit.engines.embedded.step import StepModule
 from ipufit.engines.embedded.storage import Block, storage_id
 from ipufit.logged import collecting
 from ipufit.losses import Loss, LossTerm, losses_together
+from ipufit.outputs import handed_back
 from ipufit.program import MicroBatch
 from ipufit.recipe import Precision
 
@@ -38,8 +39,8 @@ class _Net(StepModule):
     """The user's module alone, with the names that it has beside its loss."""
 
     def forward(self, args: Any, kwargs: Any) -> Any:  # type: ignore[override]
-        """The module's outputs."""
-        return self.net(*args, **kwargs)
+        """The module's outputs, as far as they are handed back."""
+        return handed_back(self.net, self.net(*args, **kwargs))
 
 
 class Forward:
