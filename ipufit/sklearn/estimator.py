@@ -27,6 +27,7 @@ __all__ = ["Estimator"]
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 # Options of compile whose state is not in a copy: what they count is part of training alone.
 _COUNTING = ("lr_scheduler", "use_ema", "loss_scale")
+_SCALED = ("mixed_float16", "16-mixed")  # under a dynamic loss scale
 
 
 class Estimator(BaseEstimator):  # type: ignore[misc]
@@ -42,6 +43,7 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
     n_iter_: int
     _model: Model
     _optimizer_state: Dict[str, Any]
+    _updates: int
 
     def __init__(
         self,
@@ -121,6 +123,8 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             made = self._model = self._compiled(self.module_)
             assert made.optimizer is not None
             made.optimizer.load_state_dict(self._optimizer_state)
+            # By which random numbers are drawn.
+            made._compiled("model_").updates = self._updates
         return made
 
     def _check(self, x: Any, y: Any, reset: bool, **options: Any) -> Any:
@@ -174,7 +178,8 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
             options.setdefault("sample_weight_reduction", "mean_with_sample_weight")
         optimizer = build_optimizer(self.optimizer, group_of(self, "optimizer"))
         model = Model(module, engine=self.engine, device=self.device)
-        model.compile(optimizer, self.loss, copy.deepcopy(self.metrics), **options)
+        loss, metrics = copy.deepcopy(self.loss), copy.deepcopy(self.metrics)
+        model.compile(optimizer, loss, metrics, **options)
         return model
 
     def _train(self, x: Any, y: Any, weight: Any, epochs: int, classes: Any = None) -> None:
@@ -225,7 +230,10 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         Raises:
             ConfigurationError: this is a copy that such options were set for.
         """
-        counting = [name for name in _COUNTING if getattr(self, f"compile__{name}", None)]
+        options = group_of(self, "compile")
+        counting = [name for name in _COUNTING if options.get(name)]
+        if options.get("precision") in _SCALED:
+            counting.append("precision")
         if counting and vars(self).get("_model") is None:
             raise ConfigurationError(
                 f"partial_fit must go on with the estimator that was trained under "
@@ -259,4 +267,5 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         state.pop("callbacks_", None)
         if model is not None and model.optimizer is not None:
             state["_optimizer_state"] = model.optimizer.state_dict()
+            state["_updates"] = model._compiled("model_").updates
         return state

@@ -264,7 +264,8 @@ def test_what_partial_fit_can_not_go_on_with_is_refused():
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))])
 def test_a_copy_predicts_and_goes_on(copied):
     """As scikit-learn's own: what a search returns may have come from another process."""
-    found = classifier(callbacks=[ipufit.callbacks.EarlyStopping("loss")]).fit(X, Y)
+    callbacks = [ipufit.callbacks.EarlyStopping("loss", patience=9)]
+    found = classifier(callbacks=callbacks, module__dropout=0.5).fit(X, Y)
     twin = copied(found)
     assert (twin.predict_proba(X) == found.predict_proba(X)).all()
     assert twin.history_.history == found.history_.history
@@ -281,6 +282,9 @@ def test_a_copy_that_lacks_counters_does_not_go_on():
     twin = copy.deepcopy(found)
     assert (twin.predict(X) == found.predict(X)).all()
     with pytest.raises(ipufit.errors.ConfigurationError, match="trained under compile__use_ema"):
+        copy.deepcopy(found).partial_fit(X, Y)
+    found.set_params(compile__use_ema=False, compile__precision="mixed_float16")
+    with pytest.raises(ipufit.errors.ConfigurationError, match="trained under compile__precision"):
         copy.deepcopy(found).partial_fit(X, Y)
 
 
