@@ -19,9 +19,20 @@ from ipufit.errors import ConfigurationError
 from ipufit.faults import one_of
 from ipufit.names import check_log_name
 
-__all__ = ["Entries", "Entry", "LogRule", "Running", "collecting", "joined_rules", "log"]
+__all__ = [
+    "Entries",
+    "Entry",
+    "LogRule",
+    "Running",
+    "check_value",
+    "collecting",
+    "joined_rules",
+    "log",
+    "report",
+]
 
 _REDUCTIONS = ("mean", "sum", "max", "min", "last")
+_FLAGS = ("on_update", "counted", "exact", "is_none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +43,16 @@ class LogRule:
         reduce: "mean" (weighted with the samples), "sum", "max", "min" or "last".
         on_update: whether History keeps a value for every update as well.
         counted: whether a mean is weighted like the loss itself, which may be a mean over tokens.
+        exact: whether the name is the same in validation, without "val_" before it. It may be
+            "loss", and then stands for ipufit's own.
+        is_none: whether it says that there is none; of "loss", in an evaluation.
     """
 
     reduce: str = "mean"
     on_update: bool = False
     counted: bool = False
+    exact: bool = False
+    is_none: bool = False
 
 
 @dataclasses.dataclass
@@ -107,10 +123,18 @@ def log(name: str, value: Any, reduce: str = "mean", *, on_update: bool = False)
     >>> log("norm", torch.ones(3).norm())  # outside of a program: nothing to report to
     """
     _check(name, value, reduce, on_update)
+    report(name, value, LogRule(reduce, on_update))
+
+
+def report(name: str, value: Union[Tensor, float], rule: LogRule) -> None:
+    """Put a value that is known to be good into what the program reports, if one is recorded.
+
+    Raises:
+        ConfigurationError: the name has another rule.
+    """
     entries = _open.get()
     if entries is None:
         return
-    rule = LogRule(reduce, on_update)
     entry = entries.setdefault(name, Entry(rule, []))
     joined_rules({name: entry.rule}, {name: rule})
     # A copy: what forward does to a tensor in place later on is not what was logged.
@@ -148,6 +172,15 @@ def _check(name: object, value: object, reduce: object, on_update: object) -> No
         raise ConfigurationError(
             f"log({name!r}): on_update must be True or False, got {on_update!r}."
         )
+    check_value(name, value)
+
+
+def check_value(name: object, value: object) -> None:
+    """Make sure that it is one real number.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
     if isinstance(value, Tensor):
         if value.numel() == 1 and not value.is_complex():
             return
@@ -206,7 +239,8 @@ class Running:
         """One that goes on from there."""
         rule = state["rule"]
         one_of("reduce", rule["reduce"], _REDUCTIONS)
-        running = Running(LogRule(rule["reduce"], bool(rule["on_update"]), bool(rule["counted"])))
+        flags = {name: bool(rule.get(name)) for name in _FLAGS}
+        running = Running(LogRule(rule["reduce"], **flags))
         running._total, running._weight = float(state["total"]), float(state["weight"])
         running._value = float(state["value"])
         return running

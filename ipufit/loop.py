@@ -78,6 +78,7 @@ class Fit:
         agree_to_stop: lets all processes know whether a callback has asked to stop in one of them.
         may_stop: whether one may do so in the middle of an epoch.
         recorder: writes down what happens; None for nobody.
+        named: what the values of a validation are called beside those of training.
         place: where the data stands after the last execution.
 
     Raises:
@@ -95,6 +96,7 @@ class Fit:
     agree_to_stop: Callable[[], None] = lambda: None
     may_stop: bool = False
     recorder: Optional[Recorder] = None
+    named: Callable[[str], str] = "val_{}".format
     place: Optional[Place] = dataclasses.field(default=None, init=False)
     _process: SameProcess = dataclasses.field(default_factory=SameProcess, init=False)
     _non_finite: Optional[NonFiniteLossError] = dataclasses.field(default=None, init=False)
@@ -181,7 +183,7 @@ class Fit:
         if self.validate is not None and self.validates(epoch):
             with self._clock.during("validation"):
                 validation = self.validate(epoch, self.callbacks)
-            logs.update({f"val_{name}": value for name, value in validation.items()})
+            logs.update({self.named(name): value for name, value in validation.items()})
         if self.schedule is not None:
             self.schedule.end_epoch(logs)
         self._note_updates()

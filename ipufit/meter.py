@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 from ipufit.logged import LogRule, Running, joined_rules
 from ipufit.losses import Loss
@@ -28,7 +39,7 @@ class Meter:
         metrics: a set of their own.
         plan: of the program that is measured.
         loss: normal form; None when predicting.
-        logged: names that module and loss log, as far as they are known.
+        logged: names that module and loss log, as far as they are known, or their rules by name.
         settings: names under which the program speaks of itself.
 
     Attributes:
@@ -46,12 +57,14 @@ class Meter:
         metrics: MetricSet,
         plan: Plan,
         loss: Loss,
-        logged: Iterable[str] = (),
+        logged: Union[Iterable[str], Mapping[str, LogRule]] = (),
         settings: Sequence[str] = (),
     ) -> None:
         self.settings = settings
         self._given: Optional[weakref.ReferenceType[RunningLogs]] = None
-        self._names = list(logged)
+        self._known = (
+            dict(logged) if isinstance(logged, Mapping) else dict.fromkeys(logged, LogRule())
+        )
         self.metrics = metrics
         self._plan = plan
         self._loss = loss
@@ -60,7 +73,11 @@ class Meter:
     @property
     def names(self) -> List[str]:
         """Keys of :meth:`values`, but for the settings."""
-        return ["loss", *self._names, *self.metrics.names]
+        names = dict.fromkeys(["loss", *self._known, *self.metrics.names])
+        return [name for name in names if not self._rule(name).is_none]
+
+    def _rule(self, name: str) -> LogRule:
+        return self._rules.get(name) or self._known.get(name) or LogRule()
 
     @property
     def directions(self) -> Dict[str, str]:
@@ -158,7 +175,7 @@ class Meter:
         self._rules = joined_rules(self._rules, anchors.rules)
         for name, rule in self._rules.items():
             if name not in self._logged:
-                check_log_name(name, self.metrics.names)
+                check_log_name(name, self.metrics.names, rule.exact)
                 self._logged[name] = Running(rule)
             shares = counts if rule.counted else sizes
             values = [(values.get(name), share) for values, share in zip(anchors.logged, shares)]
@@ -196,7 +213,9 @@ class Meter:
         """All but the metrics."""
         logged = {name: running.value for name, running in self._logged.items()}
         skipped = {"skipped_updates": self.skipped} if "loss_scale" in self._settings else {}
-        return {"loss": self.loss, **logged, **self._settings, **skipped}
+        values = {"loss": self.loss, **logged}
+        values = {name: value for name, value in values.items() if not self._rule(name).is_none}
+        return {**values, **self._settings, **skipped}
 
     def running(self) -> RunningLogs:
         """The values so far, for callbacks; somebody who keeps them has those of this moment."""

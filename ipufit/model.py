@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import (
+    TYPE_CHECKING,
     Any,
     Callable,
     Collection,
@@ -40,6 +41,9 @@ from ipufit.recordable import refuse_unrecordable
 from ipufit.report.settings import Report
 from ipufit.session import Session
 from ipufit.weights import described, load_weights, save_weights
+
+if TYPE_CHECKING:
+    from ipufit.integrations.lightning import LightningModel
 
 __all__ = ["Model"]
 
@@ -87,6 +91,34 @@ class Model(Inspected):
         self.outputs: List[Any] = []
         self._make_engine = engine_maker(engine)
         self._session: Optional[Session] = None
+
+    @classmethod
+    def from_lightning(
+        cls,
+        module: nn.Module,
+        engine: Union[str, Callable[[], Engine]] = "auto",
+        device: Union[str, torch.device, None] = None,
+    ) -> LightningModel:
+        """A model of a LightningModule, as it is: its steps, optimizers, hooks and ``self.log``.
+
+        ``fit`` runs ``training_step`` and ``validation_step``, ``evaluate`` the latter, ``test``
+        ``test_step`` and ``predict`` ``predict_step``, each as one recorded program. ``compile`` is
+        for options alone: without a call, ``configure_optimizers`` says all. Data may be a
+        LightningDataModule.
+
+        Args:
+            module: of ``lightning.pytorch`` or ``pytorch_lightning``; neither is imported.
+            engine: as for :class:`ipufit.Model`.
+            device: as for :class:`ipufit.Model`.
+
+        Raises:
+            ConfigurationError: it is none, or does what a recorded program can't, such as manual
+                optimization; all of it.
+        """
+        # Imported here: it makes a subclass of this class.
+        from ipufit.integrations.lightning import LightningModel
+
+        return LightningModel(module, engine, device)
 
     def compile(
         self,

@@ -6,7 +6,7 @@ from typing import Container
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["RESERVED", "check_log_name"]
+__all__ = ["RESERVED", "check_log_name", "in_validation"]
 
 RESERVED = (
     "epoch",
@@ -19,12 +19,14 @@ RESERVED = (
 )
 
 
-def check_log_name(name: object, taken: Container[str] = ()) -> str:
+def check_log_name(name: object, taken: Container[str] = (), exact: bool = False) -> str:
     """Make sure that a value can be logged under this name.
 
     Args:
         name: of a metric, a part of the loss, or a value logged by hand.
         taken: names that others have.
+        exact: whether validation puts no "val_" before it, so that it may begin with that, and
+            may be "loss".
 
     Returns:
         The name.
@@ -36,7 +38,8 @@ def check_log_name(name: object, taken: Container[str] = ()) -> str:
         raise ConfigurationError(
             f"a logged value must have a text as its name, got {name!r}. Write for example 'error'."
         )
-    if name in RESERVED or name.startswith("val_"):
+    is_ours = name in RESERVED or name.startswith("val_")
+    if is_ours and not (exact and (name == "loss" or name not in RESERVED)):
         raise ConfigurationError(
             "a logged value must have a name of its own, and ipufit itself logs "
             f"{', '.join(RESERVED)} and val_..., got {name!r}. Choose another name; that of a "
@@ -48,3 +51,14 @@ def check_log_name(name: object, taken: Container[str] = ()) -> str:
             f"that of a metric with metrics={{'{name}_2': metric}}."
         )
     return name
+
+
+def in_validation(name: str, exact: bool, trained: Container[str]) -> str:
+    """What a value of a validation is called beside those of training.
+
+    Args:
+        name: as it was logged.
+        exact: whether it keeps its name where it can.
+        trained: names of the values of training.
+    """
+    return name if exact and name not in trained else f"val_{name}"

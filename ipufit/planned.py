@@ -101,7 +101,7 @@ def planned(
             unused=estimator.unused,
             checkpoints=recompute.checkpoints,
             fingerprint=fingerprint(session.module),
-            with_loss=session.loss.in_module or sample.unpack()[2] is not None,
+            with_loss=bool(session.loss.in_module) or sample.unpack()[2] is not None,
         ),
     )
 

@@ -121,7 +121,7 @@ def _train(
             refuse_other_order(session.processes.gather(job.feed.order, "order of samples"))
             _expect(job, given)
             session.last_plan, session.sample = job.plan, stripped(job.first)
-            told = _callbacks(model, session, given, job, Mode.TRAIN, given.last_epoch)
+            told = _callbacks(model, session, given, job, Mode.TRAIN, given.last_epoch, validation)
             about = {name: value for name, value in told.params.items() if name != "resumes"}
             model.history.params = {
                 **about,
@@ -148,6 +148,8 @@ def _train(
                 any(map(_may_stop, given.callbacks)),
                 recorder,
             )
+            if validation is not None:
+                fit.named = functools.partial(validation.named, trained=job.meter.names)
             try:
                 with contextlib.nullcontext() if keeper is None else keeper.listening():
                     fit.run(given.first_epoch, given.last_epoch)
@@ -314,6 +316,7 @@ def _callbacks(
     job: Job,
     mode: Mode,
     epochs: int = 1,
+    validation: Optional[Validation] = None,
 ) -> CallbackList:
     """The user's, then History, then the progress bar, as in Keras; one of the user's is enough."""
     is_first = session.processes.is_first
@@ -322,8 +325,8 @@ def _callbacks(
     directions = {name: way for name, way in job.meter.directions.items() if name in metrics}
     added: List[Callback] = []
     if isinstance(given, FitArguments):
-        if given.held_out is not None:
-            metrics += [f"val_{name}" for name in job.meter.names]
+        if validation is not None:
+            metrics += validation.names(job.meter.names)
             directions.update({f"val_{name}": way for name, way in directions.items()})
         if model.history not in given.callbacks:
             added.append(model.history)

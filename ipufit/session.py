@@ -294,13 +294,14 @@ class Session:
                 loop.check_rows(prepared.outputs, first.size)
             with deferred():
                 tail = prepare_tail(program, plan, first, source)
-            for name in joined_rules(prepared.rules, tail.rules if tail is not None else {}):
-                check_log_name(name, metrics.names)
+            rules = joined_rules(prepared.rules, tail.rules if tail is not None else {})
+            for name, rule in rules.items():
+                check_log_name(name, metrics.names, rule.exact)
         except BaseException:
             self.finish(program)
             raise
         settings = self.recipe.settings if mode is Mode.TRAIN else ()
-        meter = Meter(metrics, plan, self.loss, prepared.rules, settings)
+        meter = Meter(metrics, plan, self.loss, rules, settings)
         weighted = source.role if mode is Mode.TRAIN and is_weighted(first) else None
         together = Together(self.processes, plan, source.is_portioned, weighted)
         return Job(program, feed, plan, meter, first, together, prepared.outputs)
@@ -348,7 +349,8 @@ class Session:
         self, plan: Plan, mode: Mode, seed: int, domain: str, has_metrics: bool
     ) -> ProgramSpec:
         fixed_seed = None if mode is Mode.TRAIN else self.fixed.inference_seed
-        with_loss = mode is not Mode.PREDICT or self.loss.in_module
+        # What a step of its own predicts is no (outputs, loss).
+        with_loss = mode is not Mode.PREDICT or self.loss.in_module is True
         return ProgramSpec(
             module=self.module,
             loss=self.loss if with_loss else None,

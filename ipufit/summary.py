@@ -14,6 +14,7 @@ from ipufit.data.batches import Unpacker
 from ipufit.data.source import Source
 from ipufit.errors import ConfigurationError
 from ipufit.layers import Layer, layers_of, note_calls, output_shapes
+from ipufit.losses.own import OwnLoss
 from ipufit.program import MicroBatch, Mode
 from ipufit.randomness import isolated
 
@@ -55,7 +56,7 @@ def check_options(line_length: Any, depth: Any, expand_nested: Any, print_fn: An
         )
 
 
-def sample_of(x: Any, own_loss: bool, asks: str = "summary", target: bool = False) -> MicroBatch:
+def sample_of(x: Any, own_loss: OwnLoss, asks: str = "summary", target: bool = False) -> MicroBatch:
     """A micro-batch from one batch of inputs, as ``predict`` takes it, or from a loader's first.
 
     Args:
@@ -76,7 +77,7 @@ def sample_of(x: Any, own_loss: bool, asks: str = "summary", target: bool = Fals
     return Unpacker(Source([batch], "the sample"), mode, own_loss)(batch, 0)
 
 
-def batch_of(x: Any, own_loss: bool, asks: str) -> Any:
+def batch_of(x: Any, own_loss: OwnLoss, asks: str) -> Any:
     """What was given, if it is a batch, or the first one of a loader.
 
     Args:
@@ -106,7 +107,7 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, Tensor) or type(x).__module__ == "numpy"
 
 
-def _is_list_of_parts(x: Any, own_loss: bool) -> bool:
+def _is_list_of_parts(x: Any, own_loss: OwnLoss) -> bool:
     """Whether it is a batch, and not a list of batches."""
     is_short = isinstance(x, list) and (own_loss or len(x) in (2, 3))
     return is_short and any(map(_is_array, x))

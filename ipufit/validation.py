@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -13,6 +13,7 @@ from ipufit.data.batches import Unpacker
 from ipufit.data.source import Source
 from ipufit.errors import DataError, IpufitError
 from ipufit.modes import evaluating
+from ipufit.names import in_validation
 from ipufit.plan import Plan
 from ipufit.program import MicroBatch, Mode
 from ipufit.randomness import isolated
@@ -32,6 +33,18 @@ class Validation:
         self._plan = plan
         self._seed = seed
         self._prefetch = prefetch
+        # Steps that are written for validation name their values for it.
+        self._has_own_names = session.loss.in_module == "whole"
+        self._names: Optional[List[str]] = None
+
+    def named(self, name: str, trained: Sequence[str]) -> str:
+        """What a value of it is called beside those of training, whose names these are."""
+        return in_validation(name, self._has_own_names, trained)
+
+    def names(self, trained: Sequence[str]) -> List[str]:
+        """What its values are called, as far as they are known before the first."""
+        known = self._names if self._has_own_names and self._names is not None else trained
+        return [self.named(name, trained) for name in known]
 
     def check(self, trained_on: MicroBatch) -> None:
         """Find out before training whether this data can be evaluated, without reading the loader.
@@ -54,6 +67,7 @@ class Validation:
             with evaluating(self._session.module, self._session.loss.module):
                 plan = dataclasses.replace(self._plan, fixed_updates=None)
                 job = self._session.start(source, plan, Mode.EVALUATE, self._seed, "check")
+                self._names = job.meter.names
                 self._session.finish(job.program)
         except IpufitError:
             raise

@@ -14,6 +14,7 @@ from ipufit.data.rows import Horizon, Picked
 from ipufit.data.source import Source
 from ipufit.data.weights import checked_weight
 from ipufit.errors import DataError
+from ipufit.losses.own import OwnLoss
 from ipufit.plan import Plan
 from ipufit.program import CombinedBatch, MicroBatch, Mode
 
@@ -30,10 +31,10 @@ class Unpacker:
         source: where the batches come from, for messages.
         mode: train, evaluate or predict.
         own_loss: whether the module computes its own loss, so that a batch holds only its
-            arguments.
+            arguments; "whole" where it is one argument.
     """
 
-    def __init__(self, source: Source, mode: Mode, own_loss: bool) -> None:
+    def __init__(self, source: Source, mode: Mode, own_loss: OwnLoss) -> None:
         self._source = source
         self._mode = mode
         self._own_loss = own_loss
@@ -132,6 +133,8 @@ class Unpacker:
 
     def _split(self, raw: Any, index: int) -> _Call:
         where = f"{self._source.role}, batch {index}"
+        if self._own_loss == "whole":
+            return (raw,), {}, None, None
         if self._own_loss:
             return (*_arguments(raw), None, None)
         is_sequence = isinstance(raw, (tuple, list)) and not hasattr(raw, "_fields")

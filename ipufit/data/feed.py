@@ -17,6 +17,7 @@ from ipufit.data.source import Source
 from ipufit.data.weights import refuse_zero_update
 from ipufit.errors import DataError
 from ipufit.keeping import generators_kept
+from ipufit.losses.own import OwnLoss
 from ipufit.plan import Plan
 from ipufit.program import CombinedBatch, MicroBatch, Mode, Place
 from ipufit.randomness import DataStream, stream_key
@@ -62,7 +63,7 @@ class Feed:
         self,
         source: Source,
         mode: Mode,
-        own_loss: bool,
+        own_loss: OwnLoss,
         seed: int,
         domain: str,
         cut_every: Sequence[int] = (),

@@ -16,6 +16,7 @@ from ipufit.data.tables import as_tensors, is_table
 from ipufit.data.weights import ClassWeights, refuse_bad_weights
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.faults import Faults, at_least
+from ipufit.losses.own import OwnLoss
 from ipufit.program import Mode
 
 __all__ = ["DEFAULT_BATCH_SIZE", "Given", "comes_in_samples", "open_data", "split_data"]
@@ -49,7 +50,7 @@ class Given:
     batch_size_name: str = "batch_size"
 
 
-def open_data(given: Given, mode: Mode, own_loss: bool) -> Source:
+def open_data(given: Given, mode: Mode, own_loss: OwnLoss) -> Source:
     """A source of batches for data in any form.
 
     Args:
@@ -170,7 +171,7 @@ def _refuse_parts(given: Given, kind: str) -> None:
         )
 
 
-def _class_weights(given: Given, own_loss: bool) -> Optional[ClassWeights]:
+def _class_weights(given: Given, own_loss: OwnLoss) -> Optional[ClassWeights]:
     if given.class_weight is None:
         return None
     if own_loss:
@@ -190,7 +191,7 @@ def _no_weights(name: str) -> ConfigurationError:
     )
 
 
-def _refuse_missing_or_weights(given: Given, mode: Mode, own_loss: bool) -> None:
+def _refuse_missing_or_weights(given: Given, mode: Mode, own_loss: OwnLoss) -> None:
     if given.sample_weight is not None and own_loss:
         raise _no_weights("sample_weight")
     if given.y is None and given.sample_weight is not None:

@@ -13,7 +13,7 @@ from ipufit.errors import LossError
 from ipufit.losses.checks import check_loss_value, describe
 from ipufit.losses.elements import Elements, LossTerm, constant, nothing_counts
 from ipufit.losses.named import Named
-from ipufit.losses.own import find_loss, own_loss_advice
+from ipufit.losses.own import OwnLoss, find_loss, own_loss_advice
 from ipufit.losses.rules import torch_rule, unreduced
 from ipufit.sample_weights import as_weights, total
 
@@ -33,7 +33,7 @@ class Loss:
         function: a function of (prediction, target), or None.
         reduction: "mean" or "sum", how the loss joins the samples of a micro-batch.
         in_module: True for ``loss=None``: the user's module returns ``(outputs, loss)``; use
-            :meth:`split`.
+            :meth:`split`. "whole" where it also takes every batch as one argument.
         normalize: what micro-batches are weighted with: their "samples", their "tokens" (the
             elements that count in the loss), or nothing ("micro_batches").
         sample_weight_reduction: what a sum weighted with sample weights is divided by: the number
@@ -45,7 +45,7 @@ class Loss:
     module: Optional[nn.Module] = None
     function: Optional[Callable[..., Any]] = None
     reduction: Literal["mean", "sum"] = "mean"
-    in_module: bool = False
+    in_module: OwnLoss = False
     normalize: Normalize = "samples"
     sample_weight_reduction: SampleWeightReduction = "sum_over_batch_size"
     takes_weight: bool = False

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Mapping, Optional, Tuple
+from typing import Any, Literal, Mapping, Optional, Tuple, Union
 
 from torch import Tensor
 
-__all__ = ["find_loss", "own_loss_advice"]
+__all__ = ["WHOLE_BATCH", "OwnLoss", "WholeBatch", "find_loss", "own_loss_advice"]
+
+# Whether a module computes its own loss; "whole" where it takes a batch as one argument.
+OwnLoss = Union[bool, Literal["whole"]]
+
+
+class WholeBatch:
+    """As ``loss``: the module computes its own, and takes every batch as it is, in one argument."""
+
+
+WHOLE_BATCH = WholeBatch()
 
 
 def find_loss(result: Any) -> Optional[Tuple[Any, Any]]:

@@ -14,6 +14,7 @@ from torch import nn
 from ipufit.errors import ConfigurationError, LossError
 from ipufit.losses.loss import Loss
 from ipufit.losses.named import by_name
+from ipufit.losses.own import WholeBatch
 from ipufit.losses.several import Part, SeveralLosses, joined_module
 from ipufit.names import check_log_name
 from ipufit.outputs import Key, label
@@ -101,6 +102,8 @@ def _one(loss: object) -> Loss:
     """One loss, options aside."""
     if loss is None:
         return Loss("the module's own loss", in_module=True)
+    if isinstance(loss, WholeBatch):
+        return Loss("the module's own loss", in_module="whole")
     if isinstance(loss, str):
         named = by_name(loss)
         return Loss(named.name, function=named)

@@ -112,7 +112,7 @@ def measure(
     leaves = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in batch.leaves]
     weigher = _Weigher(module, {n for n, t in named.items() if id(t) in wanted})
     target = batch.unpack()[2]
-    with_loss = loss is not None and (loss.in_module or target is not None)
+    with_loss = loss is not None and (bool(loss.in_module) or target is not None)
     how = (precision or Precision(), partition, recompute)
     run = _Pass(step, list(named), batch, weigher, with_loss, how)
     with isolated(device), training(module, step.loss_module), attributes_kept(step):

@@ -1,0 +1,207 @@
+"""``self.log`` of a LightningModule: into the program while a step is recorded, else by hand."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
+
+import torch
+from torch import nn
+
+from ipufit.errors import ConfigurationError
+from ipufit.integrations.lightning.kinds import lightning_parts
+from ipufit.logged import LogRule, check_value, report
+from ipufit.names import check_log_name
+
+__all__ = ["Log", "attached", "hook_log", "no_log", "step_log"]
+
+Log = Callable[..., None]
+
+_REDUCTIONS = {
+    "mean": "mean",
+    "avg": "mean",
+    "sum": "sum",
+    "max": "max",
+    "min": "min",
+    torch.mean: "mean",
+    torch.sum: "sum",
+    torch.max: "max",
+    torch.min: "min",
+    sum: "sum",
+    max: "max",
+    min: "min",
+}
+
+
+@contextlib.contextmanager
+def attached(module: nn.Module, trainer: object, log: Log) -> Iterator[None]:
+    """In the block ``self.trainer``, ``self.log`` and ``self.log_dict`` are these.
+
+    Args:
+        module: a LightningModule; those inside it get the same.
+        trainer: what stands in for a Trainer.
+        log: takes the arguments of ``LightningModule.log``.
+    """
+
+    def log_dict(dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
+        if not isinstance(dictionary, Mapping):
+            raise ConfigurationError(
+                f"self.log_dict takes a dict of names and values, got "
+                f"{type(dictionary).__name__}. {_OF_METRICS}"
+            )
+        for name, value in dictionary.items():
+            log(name, value, *args, **options)
+
+    own = {"_trainer": trainer, "log": log, "log_dict": log_dict}
+    before: List[Tuple[Dict[str, Any], Dict[str, Any]]] = []
+    for part in lightning_parts(module):
+        there = vars(part)
+        before.append((there, {name: there[name] for name in own if name in there}))
+        there.update(own)
+    try:
+        yield
+    finally:
+        for there, kept in before:
+            there.update(kept)  # in its old place: a recording depends on the order
+            for name in own:
+                if name not in kept:
+                    there.pop(name, None)
+
+
+_OF_METRICS = (
+    "A metric object counts in Python, which a recorded step does once: log a number that is "
+    "computed in tensors, for example with torchmetrics.functional, or give metrics to a model "
+    "that returns predictions."
+)
+
+
+def step_log(role: str, size: int) -> Log:
+    """``self.log`` of a step: the value becomes part of the program.
+
+    Args:
+        role: "train", "validation" or "test".
+        size: of the micro-batch, in samples.
+    """
+    trains = role == "train"
+
+    def log(
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: Optional[bool] = None,
+        on_step: Optional[bool] = None,
+        on_epoch: Optional[bool] = None,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Optional[Any] = None,
+        add_dataloader_idx: bool = True,
+        batch_size: Optional[int] = None,
+        metric_attribute: Optional[str] = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        each = trains if on_step is None else bool(on_step)
+        whole = not trains if on_epoch is None else bool(on_epoch)
+        _check(name, value, each or whole)
+        _refuse(name, enable_graph, sync_dist_group, metric_attribute, rank_zero_only)
+        _check_size(name, batch_size, size)
+        reduce = _reduction(name, reduce_fx)
+        # The epoch's "loss" is a mean over its samples, whoever logs it.
+        last = "mean" if name == "loss" else "last"
+        every, epoch = LogRule(last, on_update=True, exact=True), LogRule(reduce, exact=True)
+        if each and whole:
+            report(f"{name}_step", value, LogRule("last", on_update=True, exact=True))
+            report(f"{name}_epoch", value, epoch)
+        report(name, value, epoch if whole else every)
+
+    return log
+
+
+def hook_log(values: Dict[str, float]) -> Log:
+    """``self.log`` of a hook at the end of an epoch: the value stands beside those of the epoch."""
+
+    def log(name: str, value: Any, *_: Any, **options: Any) -> None:
+        _check(name, value, True)
+        _refuse(
+            name,
+            options.get("enable_graph", False),
+            options.get("sync_dist_group"),
+            options.get("metric_attribute"),
+            options.get("rank_zero_only", False),
+        )
+        _reduction(name, options.get("reduce_fx", "mean"))
+        values[name] = float(value)
+
+    return log
+
+
+def no_log(where: str) -> Log:
+    """``self.log`` where nothing can be logged."""
+
+    def log(name: object, *_: Any, **__: Any) -> None:
+        raise ConfigurationError(
+            f"self.log({name!r}) can't be called in {where}, where there is no epoch for the value "
+            "to belong to. Log in training_step, validation_step, test_step or an on_..._epoch_end."
+        )
+
+    return log
+
+
+def _check(name: Any, value: Any, used: bool) -> None:
+    if _is_metric(value):
+        raise ConfigurationError(
+            f"self.log({name!r}) must get a number, got the metric {type(value).__name__}. "
+            f"{_OF_METRICS}"
+        )
+    check_log_name(name, exact=True)
+    check_value(name, value)
+    if not used:
+        raise ConfigurationError(
+            f"self.log({name!r}, on_step=False, on_epoch=False) would log nothing. Leave one of "
+            "them out."
+        )
+
+
+def _is_metric(value: object) -> bool:
+    return any(
+        kind.__name__ in ("Metric", "MetricCollection")
+        and kind.__module__.partition(".")[0] == "torchmetrics"
+        for kind in type(value).__mro__
+    )
+
+
+def _refuse(
+    name: str, enable_graph: bool, group: object, metric_attribute: object, rank_zero: bool
+) -> None:
+    given = {
+        "enable_graph": (enable_graph, "no gradient flows through a logged value"),
+        "sync_dist_group": (group is not None, "values are those of all processes"),
+        "metric_attribute": (metric_attribute is not None, "metric objects can't be logged"),
+        "rank_zero_only": (rank_zero, "values are those of all processes"),
+    }
+    for option, (is_given, why) in given.items():
+        if is_given:
+            raise ConfigurationError(
+                f"self.log({name!r}) can't honour {option}: {why}. Leave it out."
+            )
+
+
+def _check_size(name: str, batch_size: object, size: int) -> None:
+    if batch_size is None or (type(batch_size) is int and batch_size == size):
+        return
+    raise ConfigurationError(
+        f"self.log({name!r}) weighs a value with the samples of its micro-batch, {size}, got "
+        f"batch_size={batch_size!r}. Leave batch_size out; for another mean, log a sum and a count "
+        "with reduce_fx='sum'."
+    )
+
+
+def _reduction(name: str, reduce_fx: Any) -> str:
+    key = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
+    try:
+        return _REDUCTIONS[key]
+    except (KeyError, TypeError):
+        raise ConfigurationError(
+            f"self.log({name!r}) can reduce with 'mean', 'sum', 'max' or 'min', got "
+            f"reduce_fx={reduce_fx!r}. Take one of these."
+        ) from None

@@ -1,0 +1,180 @@
+"""A LightningModule as a program sees it: a module whose forward is the step of the moment."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any, Dict, Iterator, List, Mapping, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from ipufit import tree
+from ipufit.errors import CaptureError, ConfigurationError, LossError
+from ipufit.integrations.lightning.kinds import overrides, parameters_of
+from ipufit.integrations.lightning.logging import attached, no_log, step_log
+from ipufit.integrations.lightning.stand_ins import BatchIndex, StepFacts
+from ipufit.logged import LogRule, report
+
+__all__ = ["Steps", "acting_as", "steps_of"]
+
+_ROLE = "_ipufit_role"
+_METHODS = {
+    "train": "training_step",
+    "validation": "validation_step",
+    "test": "test_step",
+    "predict": "predict_step",
+}
+
+
+class Steps(nn.Module):
+    """Another face of the same object: its attributes, parameters and parts are the user's own.
+
+    Called with a batch it runs ``training_step`` in train mode, and in eval mode the step of its
+    role. What the user's module has besides is found here too.
+
+    Attributes:
+        lightning: the user's module.
+    """
+
+    __slots__ = ("lightning",)
+
+    lightning: nn.Module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.lightning, name)
+
+    # The hooks of the user's module are for its own forward, which the step calls.
+    def __call__(self, batch: Any) -> Any:
+        """The same as :meth:`forward`."""
+        return self.forward(batch)
+
+    def forward(self, batch: Any) -> Any:
+        """A step.
+
+        Args:
+            batch: as the loader gives it.
+
+        Returns:
+            A dict with "loss", or in ``predict`` what ``predict_step`` returns.
+        """
+        role = self.role
+        size = _size(batch)
+        log = no_log("predict_step") if role == "predict" else step_log(role, size)
+        module: Any = self.lightning
+        with attached(module, StepFacts(role), log), _refusing_growth(module, _METHODS[role]):
+            if overrides(module, "on_after_batch_transfer"):
+                batch = module.on_after_batch_transfer(batch, 0)
+            result = getattr(module, _METHODS[role])(batch, *self._more(role))
+        if role == "predict":
+            return result
+        return _trained(result) if role == "train" else _evaluated(result)
+
+    @property
+    def role(self) -> str:
+        """Which step is meant: "train", "validation", "test" or "predict"."""
+        return "train" if self.training else str(vars(self).get(_ROLE, "validation"))
+
+    def _more(self, role: str) -> Tuple[object, ...]:
+        """What the step takes besides the batch."""
+        name = _METHODS[role]
+        signature = parameters_of(getattr(self.lightning, name))
+        if signature is None:
+            return (BatchIndex(),)
+        parameters = signature.parameters
+        dataloader_idx = parameters.get("dataloader_idx")
+        if dataloader_idx is not None and dataloader_idx.default is dataloader_idx.empty:
+            raise ConfigurationError(
+                f"{type(self).__name__}.{name} must have a default for dataloader_idx, since there "
+                "is one loader. Write dataloader_idx=0."
+            )
+        places = [
+            p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+        takes_index = takes_any or "batch_idx" in parameters or len(places) > 1
+        return (BatchIndex(),) if takes_index else ()
+
+    def __deepcopy__(self, memo: Dict[int, Any]) -> Steps:
+        return steps_of(copy.deepcopy(self.lightning, memo))
+
+
+def steps_of(module: nn.Module) -> Steps:
+    """The face of a LightningModule, with the name of its class."""
+    own = type(module)
+    names = {"__slots__": (), "__module__": own.__module__, "__qualname__": own.__qualname__}
+    kind = type(own.__name__, (Steps,), names)
+    steps: Steps = object.__new__(kind)
+    object.__setattr__(steps, "__dict__", vars(module))
+    object.__setattr__(steps, "lightning", module)
+    return steps
+
+
+@contextlib.contextmanager
+def acting_as(steps: Steps, role: str) -> Iterator[None]:
+    """In the block, eval mode means this step."""
+    there = vars(steps)
+    before = there.get(_ROLE, "validation")
+    there[_ROLE] = role
+    try:
+        yield
+    finally:
+        there[_ROLE] = before
+
+
+def _size(batch: Any) -> int:
+    leaves = tree.flatten(batch)[0]
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 0)
+
+
+def _trained(result: Any) -> Mapping[str, Any]:
+    if isinstance(result, Tensor):
+        return {"loss": result}
+    if result is None:
+        raise LossError(
+            "training_step must return a loss, got None: a recorded program can't leave out a "
+            "batch. Return the loss times zero instead."
+        )
+    if isinstance(result, Mapping) and "loss" in result:
+        return dict(result)
+    raise LossError(
+        "training_step must return a loss, or a dict with 'loss', got "
+        f"{_described(result)}. Return for example {{'loss': loss}}."
+    )
+
+
+def _evaluated(result: Any) -> Mapping[str, Any]:
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return dict(result) if isinstance(result, Mapping) else {"loss": loss}
+    # There is none; a program has a place for it all the same.
+    report("loss", 0.0, LogRule("last", exact=True, is_none=True))
+    return {"loss": torch.zeros(())}
+
+
+def _described(result: Any) -> str:
+    if isinstance(result, Mapping):
+        return f"a dict of {', '.join(map(repr, result)) or 'nothing'}"
+    return type(result).__name__
+
+
+@contextlib.contextmanager
+def _refusing_growth(module: nn.Module, name: str) -> Iterator[None]:
+    """A list that a step adds to would hold what was recorded, once."""
+    kinds = (list, dict, set)
+    before: List[Tuple[str, Any, int]] = [
+        (key, value, len(value))
+        for key, value in vars(module).items()
+        if type(value) in kinds and not key.startswith("_")
+    ]
+    yield
+    for key, value, length in before:
+        if len(value) != length:
+            raise CaptureError(
+                f"{name} adds to self.{key}, but it is recorded once, so that self.{key} would "
+                "hold one batch's tensors without values. Log what you need with self.log, or "
+                "keep it in a buffer."
+            )

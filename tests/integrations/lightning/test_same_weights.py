@@ -1,0 +1,284 @@
+"""Weights after training are those of Lightning's own Trainer, in float64 to rounding."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import lr_scheduler
+
+from tests.integrations.lightning.twins import (
+    Classifier,
+    by_lightning,
+    ipufit_of,
+    largest_difference,
+    loader,
+    pl,
+    rows,
+    twins,
+)
+
+TOLERANCE = 1e-10  # float64, other orders of summation
+
+
+class Boring(pl.LightningModule):
+    """As in Lightning's own tests: dicts as results, [optimizers], [schedulers], its own loaders."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(32, 2).double()
+
+    def forward(self, inputs):
+        return self.layer(inputs)
+
+    def training_step(self, batch, batch_idx):
+        return {"loss": F.mse_loss(self(batch), torch.ones(len(batch), 2).double())}
+
+    def validation_step(self, batch, batch_idx):
+        return {"x": F.mse_loss(self(batch), torch.ones(len(batch), 2).double())}
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.layer.parameters(), lr=0.1)
+        return [optimizer], [lr_scheduler.StepLR(optimizer, step_size=1)]
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(rows(64, 32)[0], batch_size=4)
+
+    def val_dataloader(self):
+        return torch.utils.data.DataLoader(rows(16, 32, seed=1)[0], batch_size=4)
+
+
+class Pictures(pl.LightningModule):
+    """A convolutional net with BatchNorm, a schedule per step, and several logged values."""
+
+    def __init__(self):
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(2)
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
+        ).double()
+
+    def training_step(self, batch):
+        inputs, target = batch
+        loss = F.cross_entropy(self.net(inputs.unflatten(1, (1, 4, 4))), target)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        inputs, target = batch
+        loss = F.cross_entropy(self.net(inputs.unflatten(1, (1, 4, 4))), target)
+        self.log_dict({"val_loss": loss, "val_perplexity": loss.exp()}, prog_bar=True)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=1e-3)
+        steps = self.trainer.estimated_stepping_batches
+        schedule = lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Language(pl.LightningModule):
+    """A small transformer on dict batches, with parameter groups and a warm-up."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.embedding = nn.Embedding(17, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 17)
+        self.double()
+
+    def forward(self, tokens):
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], dtype=torch.float64)
+        return self.head(self.layers(self.embedding(tokens), mask=mask))
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self(batch["tokens"]).flatten(0, 1), batch["next"].flatten())
+        self.log("loss", loss, on_step=True)
+        return {"loss": loss, "tokens": batch["tokens"]}
+
+    def configure_optimizers(self):
+        decayed = [p for p in self.parameters() if p.dim() > 1]
+        rest = [p for p in self.parameters() if p.dim() < 2]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        warm_up = lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
+        return [optimizer], [{"scheduler": warm_up, "interval": "step", "name": "warm-up"}]
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __init__(self, count):
+        generator = torch.Generator().manual_seed(5)
+        self.tokens = torch.randint(0, 17, (count, 9), generator=generator)
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, index):
+        return {"tokens": self.tokens[index, :-1], "next": self.tokens[index, 1:]}
+
+
+ENGINES = ["embedded", "ipu-standin"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_boring_model_ends_with_the_weights_of_lightning(engine):
+    """Its own loaders, a schedule per epoch."""
+    one, two = twins(Boring())
+    by_lightning(one, "fit", max_epochs=2)
+    ipufit_of(two, engine).fit(epochs=2, device_iterations=3, verbose=0)
+    assert largest_difference(one, two) < TOLERANCE
+
+
+@pytest.mark.parametrize("device_iterations", [1, 4])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_net_with_batch_norm_and_a_schedule_per_step_does(engine, device_iterations):
+    """Clipping of the whole norm, a smaller last batch, a number of steps that only fit knows."""
+    one, two = twins(Pictures())
+    x, y = rows(30, 16)
+    data = loader(x, y, batch_size=4), loader(x[:10], y[:10], batch_size=4)
+    trainer, _ = by_lightning(one, "fit", *data, max_epochs=2, gradient_clip_val=0.5)
+    model = ipufit_of(two, engine)
+    model.compile(global_clipnorm=0.5)
+    history = model.fit(
+        data[0],
+        validation_data=data[1],
+        epochs=2,
+        device_iterations=device_iterations,
+        verbose=0,
+    )
+    assert largest_difference(one, two) < TOLERANCE
+    for name, value in trainer.callback_metrics.items():
+        # Lightning keeps values in torch's default dtype, float32.
+        assert history.history[name][-1] == pytest.approx(value.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("ipus", [1, 2])
+def test_a_transformer_with_gradient_accumulation_does(ipus):
+    """Two micro-batches an update, accumulated or on two replicas; clipping of values; a warm-up."""
+    one, two = twins(Language())
+    data = torch.utils.data.DataLoader(Tokens(24), batch_size=3)
+    clip = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
+    by_lightning(one, "fit", data, max_epochs=2, accumulate_grad_batches=2, **clip)
+    model = ipufit_of(two)
+    model.compile(clipvalue=0.05)
+    model.fit(data, epochs=2, ipus=ipus, gradient_accumulation=2 // ipus, verbose=0)
+    assert largest_difference(one, two) < TOLERANCE
+
+
+def test_the_last_update_of_an_epoch_is_a_mean_over_what_it_has():
+    """Lightning divides it by accumulate_grad_batches all the same; ipufit as a loop would."""
+    one, two = twins(Classifier())
+    x, y = rows(20, 6)
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+    for part in (slice(0, 8), slice(8, 16), slice(16, 20)):
+        optimizer.zero_grad()
+        F.cross_entropy(one(x[part]), y[part]).backward()
+        optimizer.step()
+    ipufit_of(two).fit(loader(x, y, batch_size=4), gradient_accumulation=2, verbose=0)
+    assert largest_difference(one, two) < TOLERANCE
+
+
+def plateau(parameters):
+    optimizer = torch.optim.SGD(parameters, lr=0.5)
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0, factor=0.5)
+    return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "val_accuracy"}
+
+
+def forms(parameters, form):
+    """The same optimizer and, where the form has one, the same schedule."""
+    optimizer = torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+    step = lr_scheduler.StepLR(optimizer, 1, 0.5)
+    return {
+        "optimizer": optimizer,
+        "list": [optimizer],
+        "two lists": ([optimizer], [step]),
+        "list and scheduler": ([optimizer], step),
+        "lists with a dict": ([optimizer], [{"scheduler": step, "interval": "epoch"}]),
+        "dict": {"optimizer": optimizer},
+        "dict with scheduler": {"optimizer": optimizer, "lr_scheduler": step},
+        "dict with dict": {"optimizer": optimizer, "lr_scheduler": {"scheduler": step}},
+        "tuple of dicts": ({"optimizer": optimizer, "lr_scheduler": step},),
+        "every second epoch": {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": step, "frequency": 2, "name": "rate"},
+        },
+        "every step": [[optimizer], [{"scheduler": step, "interval": "step", "frequency": 1}]],
+    }[form]
+
+
+FORMS = [
+    *("optimizer", "list", "two lists", "list and scheduler", "lists with a dict", "dict"),
+    *("dict with scheduler", "dict with dict", "tuple of dicts", "every second epoch"),
+    *("every step", "plateau"),
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_configure_optimizers_is_honoured(form):
+    """Optimizer and schedule are those that Lightning makes of it."""
+    configure = plateau if form == "plateau" else functools.partial(forms, form=form)
+    one, two = twins(Classifier(configure))
+    x, y = rows(24, 6)
+    data = loader(x, y, batch_size=8), loader(x[:9], y[:9], batch_size=3)
+    by_lightning(one, "fit", *data, max_epochs=5)
+    model = ipufit_of(two)
+    model.fit(data[0], validation_data=data[1], epochs=5, device_iterations=2, verbose=0)
+    assert largest_difference(one, two) < TOLERANCE
+
+
+def test_a_batch_arrives_as_the_loader_gives_it():
+    """A list of one tensor is no tensor: batch[0] would else be the first sample."""
+
+    class Autoencoder(Classifier):
+        def training_step(self, batch, batch_idx):
+            assert type(batch) is list and len(batch) == 1
+            return self(batch[0]).square().mean()
+
+    one, two = twins(Autoencoder())
+    data = loader(rows(12, 6)[0], batch_size=4)
+    by_lightning(one, "fit", data, max_epochs=1)
+    ipufit_of(two).fit(data, verbose=0)
+    assert largest_difference(one, two) < TOLERANCE
+
+
+def test_on_after_batch_transfer_is_part_of_the_program():
+    """What it does on the device is done to every batch."""
+
+    class Scaled(Classifier):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch[0] * 2, batch[1]
+
+    one, two = twins(Scaled())
+    data = loader(*rows(12, 6), batch_size=4)
+    by_lightning(one, "fit", data, max_epochs=1)
+    ipufit_of(two).fit(data, verbose=0)
+    assert largest_difference(one, two) < TOLERANCE
+
+
+def test_a_module_of_the_other_package_trains_too():
+    """pytorch_lightning is the same library under its older name."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        older = pytest.importorskip("pytorch_lightning")
+
+    class Net(older.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 3).double()
+
+        def training_step(self, batch, batch_idx):
+            loss = F.cross_entropy(self.layer(batch[0]), batch[1])
+            self.log("train_loss", loss, on_step=False, on_epoch=True)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    history = ipufit_of(Net()).fit(loader(*rows(12, 6), batch_size=4), verbose=0)
+    assert history.history["train_loss"] == history.history["loss"]
