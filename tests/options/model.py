@@ -673,3 +673,17 @@ def checked(**options):
 
 
 of("Model.check", checked, x=(None, (X, Y)))
+
+
+def from_lightning(**options):
+    """The refusal of what is no LightningModule: tests/integrations/lightning has real ones."""
+    return ipufit.Model.from_lightning(**{"module": nn.Linear(4, 3), **options})
+
+
+of(
+    "Model.from_lightning",
+    from_lightning,
+    module=(nn.Linear(4, 3), nn.ReLU()),
+    engine=("embedded", "embeded"),
+    device=("cpu", "nowhere"),
+)

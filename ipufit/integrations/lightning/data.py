@@ -139,7 +139,7 @@ def set_up(module: Any, loaders: Loaders, stage: str, facts: object) -> Iterator
     with attached(module, facts, no_log("setup")):
         current().first(prepare)
         for owner in owners:
-            owner.setup(stage)
+            owner.setup(stage=stage)
         if hasattr(module, "configure_model"):
             module.configure_model()
     try:
@@ -147,4 +147,4 @@ def set_up(module: Any, loaders: Loaders, stage: str, facts: object) -> Iterator
     finally:
         with attached(module, facts, no_log("teardown")):
             for owner in owners:
-                owner.teardown(stage)
+                owner.teardown(stage=stage)

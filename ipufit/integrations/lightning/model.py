@@ -10,7 +10,9 @@ import torch
 
 from ipufit.callbacks import Callback
 from ipufit.callbacks.callback_list import checked
+from ipufit.engines.choice import engine_maker
 from ipufit.errors import ConfigurationError
+from ipufit.faults import Faults
 from ipufit.history import History
 from ipufit.integrations.lightning.data import Loaders, loaders_for, set_up
 from ipufit.integrations.lightning.hooks import ModuleHooks
@@ -57,9 +59,15 @@ class LightningModel(Model):
         engine: Union[str, Callable[[], Engine]] = "auto",
         device: Union[str, torch.device, None] = None,
     ) -> None:
-        refuse_module(module)
-        if device is not None:
-            module.to(device)
+        where = None if device is None else torch.device(device)
+        faults = Faults()
+        with faults.collected():
+            engine_maker(engine)
+        with faults.collected():
+            refuse_module(module)
+        faults.raise_all()
+        if where is not None:
+            module.to(where)
         super().__init__(steps_of(module), engine)
         self.lightning = module
         self._options: Dict[str, Any] = {}
@@ -261,7 +269,7 @@ class LightningModel(Model):
         ]
         if names and options.get("checkpoint") is not None:
             raise ConfigurationError(
-                f"{type(self.lightning).__name__}.{' and .'.join(names)} can't be called: a "
+                f"{type(self.lightning).__name__}.{' and '.join(names)} can't be called: a "
                 "checkpoint of ipufit's holds tensors of the module, and state_dict of callbacks. "
                 "Keep what they add in a buffer, or in the state_dict of a callback."
             )
@@ -281,13 +289,8 @@ class LightningModel(Model):
                 return known
             updates = math.ceil(batches / (accumulation * (options.get("ipus") or 1)))
             known["num_training_batches"] = batches
-            known["estimated_stepping_batches"] = updates * known_epochs(options)
+            known["estimated_stepping_batches"] = updates * int(options.get("epochs", 1))
         return known
-
-
-def known_epochs(options: Dict[str, Any]) -> int:
-    """Epochs that ``fit`` was asked for."""
-    return int(options.get("epochs", 1))
 
 
 def _first(pieces: Iterator[Any]) -> Iterator[Any]:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
+from ipufit.poptorch._precision import float64_kept
 from tests.integrations.lightning.twins import (
     Classifier,
     by_lightning,
@@ -23,7 +24,7 @@ TOLERANCE = 1e-10  # float64, other orders of summation
 
 
 class Boring(pl.LightningModule):
-    """As in Lightning's own tests: dicts as results, [optimizers], [schedulers], its own loaders."""
+    """As in Lightning's own tests: dicts as results, two lists, its own loaders."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +59,11 @@ class Pictures(pl.LightningModule):
         self.save_hyperparameters()
         torch.manual_seed(2)
         self.net = nn.Sequential(
-            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
+            nn.Conv2d(1, 4, 3, bias=False),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(16, 3),
         ).double()
 
     def training_step(self, batch):
@@ -124,6 +129,13 @@ class Tokens(torch.utils.data.Dataset):
 ENGINES = ["embedded", "ipu-standin"]
 
 
+@pytest.fixture(autouse=True)
+def _wide():
+    """The stand-in computes in float64, so that nothing hides behind rounding."""
+    with float64_kept():
+        yield
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_boring_model_ends_with_the_weights_of_lightning(engine):
     """Its own loaders, a schedule per epoch."""
@@ -158,7 +170,7 @@ def test_a_net_with_batch_norm_and_a_schedule_per_step_does(engine, device_itera
 
 @pytest.mark.parametrize("ipus", [1, 2])
 def test_a_transformer_with_gradient_accumulation_does(ipus):
-    """Two micro-batches an update, accumulated or on two replicas; clipping of values; a warm-up."""
+    """Two micro-batches an update, accumulated or on two replicas; clipped values; a warm-up."""
     one, two = twins(Language())
     data = torch.utils.data.DataLoader(Tokens(24), batch_size=3)
     clip = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
@@ -235,7 +247,8 @@ def test_a_batch_arrives_as_the_loader_gives_it():
 
     class Autoencoder(Classifier):
         def training_step(self, batch, batch_idx):
-            assert type(batch) is list and len(batch) == 1
+            assert type(batch) is list
+            assert len(batch) == 1
             return self(batch[0]).square().mean()
 
     one, two = twins(Autoencoder())
