@@ -135,6 +135,13 @@ def integrations(session: nox.Session) -> None:
 
 
 @nox.session
+def integrations(session: nox.Session) -> None:
+    """Compare with the libraries whose models ipufit takes, such as Lightning itself."""
+    session.install("-e", ".", *group("integrations", "torch"))
+    session.run("python", "-m", "pytest", "tests/integrations", *PARALLEL, *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Time ipufit beside its peers on the same work: `-- --quick` for a look, else minutes."""
     session.install("-e", ".[plot]", *group("bench", "torch"))
