@@ -13,9 +13,10 @@ from ipufit.integrations.lightning.kinds import lightning_parts
 from ipufit.logged import LogRule, check_value, report
 from ipufit.names import check_log_name
 
-__all__ = ["Log", "attached", "hook_log", "no_log", "step_log"]
+__all__ = ["Log", "Notes", "attached", "hook_log", "no_log", "step_log"]
 
 Log = Callable[..., None]
+Notes = Dict[str, Dict[str, Any]]
 
 _REDUCTIONS = {
     "mean": "mean",
@@ -75,12 +76,13 @@ _OF_METRICS = (
 )
 
 
-def step_log(role: str, size: int) -> Log:
+def step_log(role: str, size: int, notes: Optional[Notes] = None) -> Log:
     """``self.log`` of a step: the value becomes part of the program.
 
     Args:
         role: "train", "validation" or "test".
         size: of the micro-batch, in samples.
+        notes: where a Trainer keeps the values, how each was logged, by name; else None.
     """
     trains = role == "train"
 
@@ -106,6 +108,11 @@ def step_log(role: str, size: int) -> Log:
         _refuse(name, enable_graph, sync_dist_group, metric_attribute, rank_zero_only)
         _check_size(name, batch_size, size)
         reduce = _reduction(name, reduce_fx)
+        if notes is not None:
+            notes[name] = {"on_step": each, "on_epoch": whole, "reduce_fx": reduce}
+            notes[name].update(prog_bar=prog_bar, logger=logger)
+            report(name, value, LogRule(reduce, exact=True))
+            return
         # The epoch's "loss" is a mean over its samples, whoever logs it.
         last = "mean" if name == "loss" else "last"
         every, epoch = LogRule(last, on_update=True, exact=True), LogRule(reduce, exact=True)

@@ -42,6 +42,7 @@ class LightningModel(Model):
         module: a LightningModule.
         engine: as for :class:`ipufit.Model`.
         device: as for :class:`ipufit.Model`.
+        by_trainer: whether a Trainer calls the hooks between executions.
 
     Attributes:
         lightning: the LightningModule; ``module`` is another face of it, whose forward is its
@@ -58,13 +59,14 @@ class LightningModel(Model):
         module: Any,
         engine: Union[str, Callable[[], Engine]] = "auto",
         device: Union[str, torch.device, None] = None,
+        by_trainer: bool = False,
     ) -> None:
         where = None if device is None else torch.device(device)
         faults = Faults()
         with faults.collected():
             engine_maker(engine)
         with faults.collected():
-            refuse_module(module)
+            refuse_module(module, by_trainer)
         faults.raise_all()
         if where is not None:
             module.to(where)

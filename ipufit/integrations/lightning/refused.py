@@ -56,6 +56,9 @@ for _stage in ("validation", "test", "predict"):
             "or on_train_epoch_start."
         )
 
+# Hooks that a Trainer calls between executions.
+_BY_TRAINER = ("_batch_start", "_batch_end", "_model_eval", "_model_train")
+
 _DATA = ("transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer")
 
 # Arguments of training_step that Lightning fills in one of its other ways to train.
@@ -66,8 +69,12 @@ _ARGUMENTS = {
 }
 
 
-def refuse_module(module: Any) -> None:
+def refuse_module(module: Any, by_trainer: bool = False) -> None:
     """Look through a LightningModule for all that no program can be made of.
+
+    Args:
+        module: the LightningModule.
+        by_trainer: whether a Trainer calls what lies between executions.
 
     Raises:
         ConfigurationError: it is none, or does what can't be recorded; all of it.
@@ -89,6 +96,8 @@ def refuse_module(module: Any) -> None:
                 "several optimizers become parameter groups of one."
             )
     for name, instead in _MODULE.items():
+        if by_trainer and (name == "configure_callbacks" or name.endswith(_BY_TRAINER)):
+            continue
         with faults.collected():
             if overrides(module, name):
                 raise ConfigurationError(f"{kind}.{name} can't be called. {instead}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from typing import Any, Dict, Iterator, List, Mapping, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ipufit import tree
 from ipufit.errors import CaptureError, ConfigurationError, LossError
 from ipufit.integrations.lightning.kinds import overrides, parameters_of
-from ipufit.integrations.lightning.logging import attached, no_log, step_log
+from ipufit.integrations.lightning.logging import Notes, attached, no_log, step_log
 from ipufit.integrations.lightning.stand_ins import BatchIndex, StepFacts
 from ipufit.logged import LogRule, report
 
@@ -35,11 +35,13 @@ class Steps(nn.Module):
 
     Attributes:
         lightning: the user's module.
+        notes: where a Trainer keeps logged values, how each was logged, by name; else None.
     """
 
-    __slots__ = ("lightning",)
+    __slots__ = ("lightning", "notes")
 
     lightning: nn.Module
+    notes: Optional[Notes]
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -63,7 +65,7 @@ class Steps(nn.Module):
         """
         role = self.role
         size = _size(batch)
-        log = no_log("predict_step") if role == "predict" else step_log(role, size)
+        log = no_log("predict_step") if role == "predict" else step_log(role, size, self.notes)
         module: Any = self.lightning
         with attached(module, StepFacts(role), log), _refusing_growth(module, _METHODS[role]):
             if overrides(module, "on_after_batch_transfer"):
@@ -110,6 +112,7 @@ def steps_of(module: nn.Module) -> Steps:
     steps: Steps = object.__new__(kind)
     object.__setattr__(steps, "__dict__", vars(module))
     object.__setattr__(steps, "lightning", module)
+    object.__setattr__(steps, "notes", None)
     return steps
 
 

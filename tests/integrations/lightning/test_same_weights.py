@@ -97,7 +97,8 @@ class Language(pl.LightningModule):
         self.double()
 
     def forward(self, tokens):
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], dtype=torch.float64)
+        length = tokens.shape[1]
+        mask = torch.full((length, length), -torch.inf, dtype=torch.float64).triu(1)
         return self.head(self.layers(self.embedding(tokens), mask=mask))
 
     def training_step(self, batch, batch_idx):

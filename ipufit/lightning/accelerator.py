@@ -1,0 +1,88 @@
+"""The accelerator "ipu": replicas that one process drives."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List
+
+import torch
+
+from ipufit.errors import ConfigurationError
+from ipufit.lightning.packages import part
+
+__all__ = ["IPUAccelerator", "Replicas"]
+
+
+class Replicas(List[torch.device]):
+    """The one device that a Trainer sees, and how many replicas are behind it."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__([torch.device("cpu")])
+        self.replicas = count
+
+
+class IPUAccelerator(part("accelerators").Accelerator):  # type: ignore[misc]
+    """What ``Trainer(accelerator="ipu", devices=8)`` means: eight replicas of the model.
+
+    They run on the engine of the strategy, and so also where there is no IPU.
+    """
+
+    def setup_device(self, device: torch.device) -> None:
+        """The engine finds its devices itself."""
+
+    def setup(self, trainer: Any) -> None:
+        """Make sure that ipufit is what trains.
+
+        Raises:
+            ConfigurationError: another strategy would train on the host instead.
+        """
+        from ipufit.lightning.strategy import IPUStrategy
+
+        if not isinstance(trainer.strategy, IPUStrategy):
+            raise ConfigurationError(
+                "accelerator='ipu' needs ipufit's strategy, got "
+                f"{type(trainer.strategy).__name__}. Pass strategy=ipufit.lightning.IPUStrategy()."
+            )
+
+    def teardown(self) -> None:
+        """Nothing is held here."""
+
+    def get_device_stats(self, device: Any) -> Dict[str, Any]:
+        """None are known."""
+        return {}
+
+    @staticmethod
+    def parse_devices(devices: Any) -> int:
+        """A number of replicas."""
+        if type(devices) is str and devices.isdigit():
+            devices = int(devices)
+        if type(devices) is not int or devices < 1:
+            raise ConfigurationError(
+                "devices must be a number of replicas with accelerator='ipu', got "
+                f"{devices!r}. Pass for example devices=4."
+            )
+        return devices
+
+    @staticmethod
+    def get_parallel_devices(devices: int) -> Replicas:
+        """One device for the Trainer, which must start no further processes."""
+        return Replicas(devices)
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """One replica, if nobody says more."""
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        """Always: without an IPU the embedded engine runs."""
+        return True
+
+    @staticmethod
+    def name() -> str:
+        """As the Trainer takes it."""
+        return "ipu"
+
+
+_registry = part("accelerators").AcceleratorRegistry
+if "ipu" not in _registry:
+    _registry.register("ipu", IPUAccelerator, description="replicas that ipufit drives")

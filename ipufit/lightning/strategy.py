@@ -1,0 +1,416 @@
+"""IPUStrategy: a Trainer's batches become executions of ipufit's recorded programs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Union
+
+import torch
+from torch import Tensor
+
+from ipufit import loop
+from ipufit.data.batches import Unpacker
+from ipufit.data.source import Source
+from ipufit.errors import ConfigurationError
+from ipufit.integrations.lightning.model import LightningModel
+from ipufit.integrations.lightning.optimizers import configured
+from ipufit.integrations.lightning.steps import acting_as
+from ipufit.interrupts import deferred
+from ipufit.lightning.loaders import Execution, Executions
+from ipufit.lightning.packages import part
+from ipufit.logged import Running
+from ipufit.plan import Plan
+from ipufit.program import Anchors, CombinedBatch, Engine, MicroBatch, Mode, Program
+from ipufit.session import Session
+
+__all__ = ["IPUStrategy"]
+
+_PRECISIONS = {"32-true": None, "16-mixed": "16-mixed", "bf16-mixed": "bf16-mixed"}
+
+
+class _Work(NamedTuple):
+    """What an execution does."""
+
+    replicas: int
+    device_iterations: int
+    accumulation: int
+
+    @property
+    def micro_batches(self) -> int:
+        return self.replicas * self.device_iterations * self.accumulation
+
+
+class _Facts:
+    """The Trainer, with the number of updates where it would tell that of executions."""
+
+    def __init__(self, trainer: Any, updates: Callable[[], int]) -> None:
+        self._trainer = trainer
+        self._updates = updates
+
+    @property
+    def estimated_stepping_batches(self) -> int:
+        return self._updates()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+
+class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc]
+    """Trains as ``Trainer(accelerator="ipu", strategy=IPUStrategy(device_iterations=32))`` did.
+
+    A batch of the Trainer's is one execution: its hooks, callbacks, limits and ``global_step``
+    count executions; the schedule moves on with every update inside.
+
+    Args:
+        accelerator: as for other strategies.
+        device_iterations: weight updates per execution.
+        autoreport: must be False: there is no report of PopVision's here.
+        autoreport_dir: must be None.
+        checkpoint_io: as for other strategies.
+        precision_plugin: as for other strategies.
+        training_opts: ``poptorch.Options``, as ``compile(training_options=)`` takes them. They say
+            how many replicas, device iterations and accumulation steps there are.
+        inference_opts: the same for validation, test and predict.
+        engine: as for :class:`ipufit.Model`.
+
+    Raises:
+        ConfigurationError: an argument that can't be honoured.
+    """
+
+    strategy_name = "ipu_strategy"
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        device_iterations: int = 1,
+        autoreport: bool = False,
+        autoreport_dir: Optional[str] = None,
+        *,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        training_opts: Any = None,
+        inference_opts: Any = None,
+        engine: Union[str, Callable[[], Engine]] = "auto",
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
+        )
+        if autoreport or autoreport_dir is not None:
+            raise ConfigurationError(
+                "autoreport and autoreport_dir ask for a report of PopVision's, which ipufit does "
+                "not make. Leave them out."
+            )
+        if type(device_iterations) is not int or device_iterations < 1:
+            raise ConfigurationError(
+                f"device_iterations must be a number of at least 1, got {device_iterations!r}."
+            )
+        # A Trainer puts here what the accelerator makes of its devices.
+        self.parallel_devices: Any = ()
+        self._device_iterations = device_iterations
+        self._options = {"training_options": training_opts, "inference_options": inference_opts}
+        self._engine = engine
+        self._trainer: Any = None
+        self._ours: Optional[LightningModel] = None
+        self._accumulation = 1
+        self._programs: Dict[Mode, Program] = {}
+        self._first: Dict[Mode, MicroBatch] = {}
+        self._unpackers: Dict[Mode, Unpacker] = {}
+        self._epoch = 0
+
+    # What a Trainer sets up
+
+    def connect(self, model: Any) -> None:
+        """Another run begins with this module."""
+        super().connect(model)
+        self._ours = LightningModel(model, self._engine, by_trainer=True)
+        object.__setattr__(self._ours.module, "notes", {})
+        self._unpackers = {}
+
+    def setup(self, trainer: Any) -> None:
+        """Compile for this run.
+
+        Raises:
+            ConfigurationError: the Trainer or the module asks for what can't be honoured.
+        """
+        self._trainer = trainer
+        if trainer.precision not in _PRECISIONS:
+            raise ConfigurationError(
+                f"precision must be one of {', '.join(map(repr, _PRECISIONS))} with IPUStrategy, "
+                f"got {trainer.precision!r}. Bring the module itself to another dtype."
+            )
+        self._accumulation = trainer.accumulate_grad_batches
+        # A batch is a whole execution, which accumulates inside.
+        trainer.accumulate_grad_batches = 1
+        self._work(Mode.TRAIN)
+        super().setup(trainer)
+        if not self._session_is_made:
+            model = self._model_of_ours
+            model._options = {"precision": _PRECISIONS[trainer.precision], **self._options}
+            model._make_session(None)
+
+    def setup_precision_plugin(self) -> None:
+        """Nothing: the program computes in what compile was told."""
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """One optimizer, and a schedule that the program steps with every update."""
+        facts = _Facts(trainer, self._updates)
+        optimizer, schedule = configured(self.lightning_module, facts)
+        if optimizer is None:
+            raise ConfigurationError(
+                "configure_optimizers must return an optimizer, got none. Return one."
+            )
+        clip, how = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+        bound = {"clipvalue" if how == "value" else "global_clipnorm": clip} if clip else {}
+        self.optimizers = [optimizer]
+        self.lr_scheduler_configs: List[Any] = []
+        self._model_of_ours.compile(
+            optimizer,
+            lr_scheduler=schedule,
+            precision=_PRECISIONS[trainer.precision],
+            **bound,
+            **self._options,
+        )
+
+    @property
+    def _model_of_ours(self) -> LightningModel:
+        assert self._ours is not None, "a Trainer connects the module first"
+        return self._ours
+
+    @property
+    def _session_is_made(self) -> bool:
+        return self._model_of_ours._session is not None
+
+    @property
+    def _session(self) -> Session:
+        session: Session = self._model_of_ours._compiled("fit")
+        return session
+
+    def _updates(self) -> int:
+        """Weight updates of the whole training."""
+        trainer = self._trainer
+        trainer.fit_loop.setup_data()
+        loader = trainer.train_dataloader
+        is_whole = isinstance(loader, Executions) and trainer.num_training_batches == len(loader)
+        if not is_whole or trainer.max_epochs < 1:
+            raise ConfigurationError(
+                "estimated_stepping_batches is known for a number of whole epochs only. Leave "
+                "limit_train_batches out, and pass max_epochs."
+            )
+        work = self._work(Mode.TRAIN)
+        per_update = work.replicas * work.accumulation
+        return int(math.ceil(len(loader.loader) / per_update) * trainer.max_epochs)
+
+    def _work(self, mode: Mode) -> _Work:
+        """What an execution does, by the options or by Trainer and strategy.
+
+        Raises:
+            ConfigurationError: they disagree.
+        """
+        trains = mode is Mode.TRAIN
+        asked = _Work(
+            getattr(self.parallel_devices, "replicas", 1),
+            self._device_iterations,
+            self._accumulation if trains else 1,
+        )
+        name = "training" if trains else "inference"
+        options = self._options[f"{name}_options"]
+        if options is None:
+            return asked
+        steps = options.Training.gradient_accumulation if trains else 1
+        told = _Work(options.replication_factor, options.device_iterations, steps)
+        words = ("devices", "device_iterations", "accumulate_grad_batches")
+        for word, one, other in zip(words, asked, told):
+            if one not in (1, other):
+                raise ConfigurationError(
+                    f"{name}_opts have {other} where {word}={one} came. Leave one out."
+                )
+        return told
+
+    def process_dataloader(self, dataloader: Any) -> Executions:
+        """Batches for whole executions."""
+        trains = self._trainer.state.stage == "train"
+        mode = Mode.TRAIN if trains else Mode.EVALUATE
+        return Executions(dataloader, self._work(mode).micro_batches)
+
+    def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        """Nothing: the engine does."""
+        return batch
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """It is part of the program."""
+        return True
+
+    # Programs
+
+    def _program(self, mode: Mode, first: MicroBatch) -> Program:
+        if mode not in self._programs:
+            session, work = self._session, self._work(mode)
+            plan = Plan.make(
+                micro_batch_size=first.size,
+                ipus=work.replicas * self._stages(session, mode),
+                stages=self._stages(session, mode),
+                device_iterations=work.device_iterations,
+                gradient_accumulation=work.accumulation,
+                training=mode is Mode.TRAIN,
+            )
+            outputs = mode is Mode.PREDICT
+            spec = session._spec(plan, mode, session.seed(), mode.value, outputs)
+            program = self._programs[mode] = session.engine.build(spec)
+            self._first[mode] = first
+            if mode is Mode.TRAIN:
+                session._training = program
+                self._epoch = self._trainer.current_epoch
+            with deferred():
+                program.prepare(first)
+        return self._programs[mode]
+
+    def _stages(self, session: Session, mode: Mode) -> int:
+        partition = session.partitions.of(mode is Mode.TRAIN)
+        return 1 if partition is None else partition.ipus
+
+    def _micro_batches(self, batch: Execution, mode: Mode) -> List[MicroBatch]:
+        if mode not in self._unpackers:
+            source = Source([batch[0]], f"{mode.value} data")
+            self._unpackers[mode] = Unpacker(source, mode, "whole")
+        unpacker = self._unpackers[mode]
+        return [unpacker(raw, index) for index, raw in enumerate(batch)]
+
+    def _finish(self, *modes: Mode) -> None:
+        for mode in modes:
+            program = self._programs.pop(mode, None)
+            if program is not None:
+                self._session.finish(program)
+
+    # Training
+
+    def training_step(self, batch: Execution, *_: Any) -> Tensor:
+        """One execution; the mean loss of its samples."""
+        combined = CombinedBatch(self._micro_batches(batch, Mode.TRAIN))
+        program = self._program(Mode.TRAIN, combined.micro_batches[0])
+        if self._trainer.current_epoch != self._epoch:
+            self._begin_epoch(program)
+        with deferred():
+            anchors = program.run(combined)
+        self._log(anchors, combined)
+        sizes = torch.tensor([m.size for m in combined.micro_batches], dtype=torch.float64)
+        return (anchors.losses * sizes).sum() / sizes.sum()
+
+    def _begin_epoch(self, program: Program) -> None:
+        schedule = self._session.recipe.schedule
+        if schedule is not None:
+            metrics = self._trainer.callback_metrics
+            schedule.end_epoch({name: value.item() for name, value in metrics.items()})
+        self._epoch = self._trainer.current_epoch
+        # Hooks may have changed the module or the optimizer.
+        with deferred():
+            program.prepare(self._first[Mode.TRAIN])
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *_: Any, **__: Any) -> Tensor:
+        """Nothing: it is part of the program."""
+        return closure_loss
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **_: Any
+    ) -> Any:
+        """The execution, of which updates are a part."""
+        return closure()
+
+    def _log(self, anchors: Anchors, combined: CombinedBatch) -> None:
+        """Hand on what the steps have logged, as that of one batch with all samples."""
+        sizes = [micro_batch.size for micro_batch in combined.micro_batches]
+        notes = self._model_of_ours.module.notes or {}
+        for name, rule in anchors.rules.items():
+            if name not in notes:
+                continue  # says that there is no loss
+            running = Running(rule)
+            for values, size in zip(anchors.logged, sizes):
+                if name in values:
+                    running.add(values[name], size, size)
+            value = torch.tensor(running.value, dtype=torch.float64)
+            self.lightning_module.log(name, value, batch_size=sum(sizes), **notes[name])
+
+    # Inference
+
+    def validation_step(self, batch: Execution, *_: Any) -> None:
+        """One execution of the validation."""
+        self._inferred(batch, "validation", Mode.EVALUATE)
+
+    def test_step(self, batch: Execution, *_: Any) -> None:
+        """One execution of the test."""
+        self._inferred(batch, "test", Mode.EVALUATE)
+
+    def predict_step(self, batch: Execution, *_: Any) -> Any:
+        """The outputs of one execution, joined."""
+        return loop._joined(self._inferred(batch, "predict", Mode.PREDICT))
+
+    def _inferred(self, batch: Execution, role: str, mode: Mode) -> List[Any]:
+        micro_batches = self._micro_batches(batch, mode)
+        outputs: List[Any] = []
+        size = self._work(mode).micro_batches
+        with acting_as(self._model_of_ours.module, role):
+            program = self._program(mode, micro_batches[0])
+            for begin in range(0, len(micro_batches), size):
+                combined = CombinedBatch(micro_batches[begin : begin + size])
+                with deferred():
+                    anchors = program.run(combined)
+                outputs += anchors.outputs
+                self._log(anchors, combined)
+        return outputs
+
+    def on_validation_end(self) -> None:
+        """The device is for training again."""
+        self._finish(Mode.EVALUATE)
+
+    def on_test_end(self) -> None:
+        """The same."""
+        self._finish(Mode.EVALUATE)
+
+    def on_predict_end(self) -> None:
+        """The same."""
+        self._finish(Mode.PREDICT)
+
+    def on_train_end(self) -> None:
+        """The module owns its weights again."""
+        self._finish(Mode.TRAIN)
+
+    def teardown(self) -> None:
+        """Let go of everything; also after an error."""
+        self._finish(*self._programs.copy())
+        if self._trainer is not None:
+            self._trainer.accumulate_grad_batches = self._accumulation
+        super().teardown()
+
+    # Checkpoints
+
+    def optimizer_state(self, optimizer: Any) -> Dict[str, Any]:
+        """Up to date."""
+        if Mode.TRAIN in self._programs:
+            self._programs[Mode.TRAIN].publish()
+        state: Dict[str, Any] = super().optimizer_state(optimizer)
+        return state
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> Dict[str, Any]:
+        """Weights for an evaluation.
+
+        Raises:
+            ConfigurationError: training would go on without the schedule's place.
+        """
+        if self._trainer is None or self._trainer.state.fn == "fit":
+            raise ConfigurationError(
+                "a checkpoint of the Trainer's can't be gone on from with IPUStrategy, since it "
+                "does not hold the schedule. Load its weights into the module, or train with "
+                "ipufit.Model.from_lightning and fit(checkpoint=...)."
+            )
+        found: Dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)
+        return found
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Make the name known."""
+        strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
+
+
+_registry: Any = part("strategies").StrategyRegistry
+if IPUStrategy.strategy_name not in _registry:
+    IPUStrategy.register_strategies(_registry)
