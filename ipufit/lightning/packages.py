@@ -15,7 +15,7 @@ def _package() -> str:
     """The one that is in use already; else the newer name first."""
     names = ("lightning.pytorch", "pytorch_lightning")
     for name in names:
-        if name in sys.modules:
+        if sys.modules.get(name) is not None:
             return name
     for name in names:
         try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Union
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from ipufit import loop
 from ipufit.data.batches import Unpacker
 from ipufit.data.source import Source
 from ipufit.errors import ConfigurationError
+from ipufit.first_batch import prepare_tail
+from ipufit.integrations.lightning.kinds import lightning_parts
 from ipufit.integrations.lightning.model import LightningModel
 from ipufit.integrations.lightning.optimizers import configured
 from ipufit.integrations.lightning.steps import acting_as
@@ -246,12 +249,14 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
     def _program(self, mode: Mode, first: MicroBatch) -> Program:
         if mode not in self._programs:
             session, work = self._session, self._work(mode)
+            source = self._source(mode)
             plan = Plan.make(
                 micro_batch_size=first.size,
                 ipus=work.replicas * self._stages(session, mode),
                 stages=self._stages(session, mode),
                 device_iterations=work.device_iterations,
                 gradient_accumulation=work.accumulation,
+                samples=None if source is None else source.samples,
                 training=mode is Mode.TRAIN,
             )
             outputs = mode is Mode.PREDICT
@@ -261,9 +266,31 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
             if mode is Mode.TRAIN:
                 session._training = program
                 self._epoch = self._trainer.current_epoch
-            with deferred():
+            with self._alone():
                 program.prepare(first)
+                if source is not None:
+                    prepare_tail(program, plan, first, source)
         return self._programs[mode]
+
+    def _source(self, mode: Mode) -> Optional[Source]:
+        """The training data, for what its end needs; None where that shows when it comes."""
+        loader = self._trainer.train_dataloader if mode is Mode.TRAIN else None
+        return Source(loader.loader, "training data") if isinstance(loader, Executions) else None
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """The module without the Trainer, on which no program depends, and uninterrupted."""
+        own: Dict[str, Any] = {"_trainer": None, "_current_fx_name": None}
+        parts = [vars(part) for part in lightning_parts(self.lightning_module)]
+        before = [{name: there[name] for name in own} for there in parts]
+        try:
+            for there in parts:
+                there.update(own)
+            with deferred():
+                yield
+        finally:
+            for there, kept in zip(parts, before):
+                there.update(kept)
 
     def _stages(self, session: Session, mode: Mode) -> int:
         partition = session.partitions.of(mode is Mode.TRAIN)
@@ -290,20 +317,21 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         program = self._program(Mode.TRAIN, combined.micro_batches[0])
         if self._trainer.current_epoch != self._epoch:
             self._begin_epoch(program)
-        with deferred():
+        with self._alone():
             anchors = program.run(combined)
         self._log(anchors, combined)
         sizes = torch.tensor([m.size for m in combined.micro_batches], dtype=torch.float64)
         return (anchors.losses * sizes).sum() / sizes.sum()
 
     def _begin_epoch(self, program: Program) -> None:
+        program.publish()
         schedule = self._session.recipe.schedule
         if schedule is not None:
             metrics = self._trainer.callback_metrics
             schedule.end_epoch({name: value.item() for name, value in metrics.items()})
         self._epoch = self._trainer.current_epoch
         # Hooks may have changed the module or the optimizer.
-        with deferred():
+        with self._alone():
             program.prepare(self._first[Mode.TRAIN])
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *_: Any, **__: Any) -> Tensor:
@@ -352,7 +380,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
             program = self._program(mode, micro_batches[0])
             for begin in range(0, len(micro_batches), size):
                 combined = CombinedBatch(micro_batches[begin : begin + size])
-                with deferred():
+                with self._alone():
                     anchors = program.run(combined)
                 outputs += anchors.outputs
                 self._log(anchors, combined)

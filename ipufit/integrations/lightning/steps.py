@@ -78,7 +78,7 @@ class Steps(nn.Module):
     @property
     def role(self) -> str:
         """Which step is meant: "train", "validation", "test" or "predict"."""
-        return "train" if self.training else str(vars(self).get(_ROLE, "validation"))
+        return "train" if self.training else str(vars(self)[_ROLE])
 
     def _more(self, role: str) -> Tuple[object, ...]:
         """What the step takes besides the batch."""
@@ -101,7 +101,10 @@ class Steps(nn.Module):
         return (BatchIndex(),) if takes_index else ()
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> Steps:
-        return steps_of(copy.deepcopy(self.lightning, memo))
+        copied = steps_of(copy.deepcopy(self.lightning, memo))
+        # Who records it writes into the same notes.
+        object.__setattr__(copied, "notes", self.notes)
+        return copied
 
 
 def steps_of(module: nn.Module) -> Steps:
@@ -110,6 +113,7 @@ def steps_of(module: nn.Module) -> Steps:
     names = {"__slots__": (), "__module__": own.__module__, "__qualname__": own.__qualname__}
     kind = type(own.__name__, (Steps,), names)
     steps: Steps = object.__new__(kind)
+    vars(module).setdefault(_ROLE, "validation")
     object.__setattr__(steps, "__dict__", vars(module))
     object.__setattr__(steps, "lightning", module)
     object.__setattr__(steps, "notes", None)
@@ -120,7 +124,7 @@ def steps_of(module: nn.Module) -> Steps:
 def acting_as(steps: Steps, role: str) -> Iterator[None]:
     """In the block, eval mode means this step."""
     there = vars(steps)
-    before = there.get(_ROLE, "validation")
+    before = there[_ROLE]
     there[_ROLE] = role
     try:
         yield

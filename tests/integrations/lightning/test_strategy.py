@@ -1,0 +1,270 @@
+"""A Trainer with accelerator "ipu" and IPUStrategy ends where the same Trainer on the CPU does."""
+
+import functools
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from ipufit import poptorch
+from ipufit.errors import ConfigurationError
+from ipufit.poptorch._precision import float64_kept
+from tests.integrations.lightning.nets import Boring, Language, Pictures, Tokens
+from tests.integrations.lightning.twins import (
+    Classifier,
+    by_lightning,
+    largest_difference,
+    loader,
+    pl,
+    rows,
+    twins,
+)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from ipufit.lightning import IPUAccelerator, IPUStrategy
+
+TOLERANCE = 1e-10  # float64, other orders of summation
+
+X, Y = rows(22, 6)
+BATCHES = loader(X, Y, batch_size=4)
+
+
+@pytest.fixture(autouse=True)
+def _wide():
+    """The stand-in computes in float64; Lightning keeps what is logged in the default dtype."""
+    torch.set_default_dtype(torch.float64)
+    with float64_kept():
+        yield
+    torch.set_default_dtype(torch.float32)
+
+
+def by_ipufit(module, call, *data, devices=1, strategy=None, **options):
+    """The same with ipufit's accelerator and strategy."""
+    strategy = strategy or IPUStrategy()
+    ours = {"accelerator": "ipu", "devices": devices, "strategy": strategy}
+    return by_lightning(module, call, *data, **{**options, **ours})
+
+
+def assert_same_metrics(one, two):
+    """What callbacks of both Trainers see."""
+    found = {name: value.item() for name, value in two.callback_metrics.items()}
+    expected = {name: value.item() for name, value in one.callback_metrics.items()}
+    assert found == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
+@pytest.mark.parametrize("device_iterations", [1, 3])
+def test_a_net_with_batch_norm_ends_with_the_weights_of_the_cpu(engine, device_iterations):
+    """A schedule of as many steps as there are updates; clipping; a smaller last batch."""
+    one, two = twins(Pictures())
+    x, y = rows(30, 16)
+    data = loader(x, y, batch_size=4), loader(x[:10], y[:10], batch_size=4)
+    how = {"max_epochs": 2, "gradient_clip_val": 0.5, "num_sanity_val_steps": 1}
+    expected, _ = by_lightning(one, "fit", *data, **how)
+    strategy = IPUStrategy(device_iterations=device_iterations, engine=engine)
+    trainer, _ = by_ipufit(two, "fit", *data, strategy=strategy, **how)
+    assert largest_difference(one, two) < TOLERANCE
+    found = {n: v for n, v in trainer.callback_metrics.items() if n != "train_loss"}
+    for name, value in found.items():
+        assert value.item() == pytest.approx(expected.callback_metrics[name].item(), rel=1e-10)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_transformer_with_accumulation_does(devices):
+    """Accumulated, or on as many replicas."""
+    one, two = twins(Language())
+    data = torch.utils.data.DataLoader(Tokens(24), batch_size=3)
+    how = {"max_epochs": 2, "gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
+    by_lightning(one, "fit", data, accumulate_grad_batches=2, **how)
+    strategy = IPUStrategy(device_iterations=2)
+    accumulation = {"accumulate_grad_batches": 2 // devices}
+    trainer, _ = by_ipufit(
+        two, "fit", data, devices=devices, strategy=strategy, **accumulation, **how
+    )
+    assert largest_difference(one, two) < TOLERANCE
+    assert trainer.global_step == 4  # executions, of two updates each
+    assert trainer.accumulate_grad_batches == 2 // devices
+
+
+def test_a_schedule_per_epoch_and_loaders_of_the_module_do():
+    """As in Lightning's own tests."""
+    one, two = twins(Boring())
+    by_lightning(one, "fit", max_epochs=3)
+    by_ipufit(two, "fit", max_epochs=3, strategy=IPUStrategy(device_iterations=5))
+    assert largest_difference(one, two) < TOLERANCE
+
+
+def plateau(parameters):
+    optimizer = torch.optim.SGD(parameters, lr=0.5)
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0, factor=0.5)
+    return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "val_accuracy"}
+
+
+def test_a_plateau_watches_the_metrics_of_the_trainer():
+    """Those of the epoch that ended, its validation included."""
+    one, two = twins(Classifier(plateau))
+    expected, _ = by_lightning(one, "fit", BATCHES, BATCHES, max_epochs=5)
+    trainer, _ = by_ipufit(two, "fit", BATCHES, BATCHES, max_epochs=5)
+    assert largest_difference(one, two) < TOLERANCE
+    assert_same_metrics(expected, trainer)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("device_iterations", [1, 4])
+def test_evaluations_and_predictions_are_those_of_the_cpu(devices, device_iterations):
+    """All samples, each once, in order."""
+    make = functools.partial(IPUStrategy, device_iterations=device_iterations)
+    net = Classifier()
+    for call in ("validate", "test"):
+        _, (expected,) = by_lightning(net, call, BATCHES)
+        _, (found,) = by_ipufit(net, call, BATCHES, devices=devices, strategy=make())
+        assert found == pytest.approx(expected, rel=1e-12)
+    _, found = by_ipufit(net, "predict", BATCHES, devices=devices, strategy=make())
+    assert torch.allclose(torch.cat(found), net(X).softmax(1), rtol=1e-12)
+
+
+def test_every_step_is_recorded_once():
+    """However many epochs, validations and executions there are."""
+    calls = []
+
+    class Net(Classifier):
+        def forward(self, inputs):
+            calls.append((self.training, len(inputs)))
+            return super().forward(inputs)
+
+    by_ipufit(Net(), "fit", BATCHES, BATCHES, max_epochs=3, strategy=IPUStrategy(None, 2))
+    assert sorted(calls) == [(False, 2), (False, 4), (True, 2), (True, 4)]
+
+
+def test_hooks_and_callbacks_of_the_trainer_are_called_for_every_execution():
+    """Also those of a batch, which is then the list of an execution's batches."""
+    seen = []
+
+    class Net(Classifier):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            seen.append((batch_idx, len(batch), outputs["loss"].item()))
+
+    class Watch(pl.Callback):
+        def on_train_epoch_end(self, trainer, module):
+            seen.append(trainer.callback_metrics["train_loss"].item())
+
+    by_ipufit(Net(), "fit", BATCHES, max_epochs=1, callbacks=Watch(), strategy=IPUStrategy(None, 4))
+    assert [entry[:2] for entry in seen[:2]] == [(0, 4), (1, 2)]
+    mean = (seen[0][2] * 16 + seen[1][2] * 6) / 22
+    assert seen[2] == pytest.approx(mean, rel=1e-12)
+
+
+def test_options_of_poptorch_say_how_much_an_execution_does():
+    """As PL had them; what disagrees is refused."""
+    options = poptorch.Options()
+    options.replicationFactor(2).deviceIterations(2)
+    options.Training.gradientAccumulation(1)
+    one, two = twins(Language())
+    data = torch.utils.data.DataLoader(Tokens(24), batch_size=3)
+    by_lightning(one, "fit", data, max_epochs=1, accumulate_grad_batches=2)
+    trainer, _ = by_ipufit(
+        two, "fit", data, max_epochs=1, strategy=IPUStrategy(training_opts=options)
+    )
+    assert largest_difference(one, two) < TOLERANCE
+    assert trainer.global_step == 2
+    with pytest.raises(ConfigurationError) as caught:
+        by_ipufit(
+            two, "fit", data, devices=4, max_epochs=1, strategy=IPUStrategy(training_opts=options)
+        )
+    assert str(caught.value) == "training_opts have 2 where devices=4 came. Leave one out."
+
+
+def test_weights_of_a_checkpoint_are_the_trained_ones(tmp_path):
+    """Written in the middle; going on from it is refused, evaluating is not."""
+    net = Classifier()
+    how = {"max_epochs": 2, "enable_checkpointing": True, "default_root_dir": tmp_path}
+    trainer, _ = by_ipufit(net, "fit", BATCHES, BATCHES, **how)
+    path = trainer.checkpoint_callback.best_model_path
+    saved = torch.load(path, weights_only=False)
+    for name, value in net.state_dict().items():
+        assert torch.equal(saved["state_dict"][name], value)
+    with pytest.raises(ConfigurationError) as caught:
+        by_ipufit(net, "fit", BATCHES, None, None, path, max_epochs=3)
+    assert str(caught.value) == (
+        "a checkpoint of the Trainer's can't be gone on from with IPUStrategy, since it does not "
+        "hold the schedule. Load its weights into the module, or train with "
+        "ipufit.Model.from_lightning and fit(checkpoint=...)."
+    )
+
+
+def test_the_name_works_where_ipufit_lightning_is_imported():
+    """Without a strategy of ours nothing would be recorded, so that is refused."""
+    assert pl.Trainer(accelerator="ipu", strategy="ipu_strategy", logger=False).num_devices == 1
+    assert IPUAccelerator.name() == "ipu"
+
+
+def test_another_strategy_is_refused():
+    """It would train on the host; Lightning before 2.3 says so itself."""
+    with pytest.raises((ConfigurationError, ImportError)) as caught:
+        by_lightning(Classifier(), "fit", BATCHES, accelerator="ipu", devices=8, max_epochs=1)
+    if isinstance(caught.value, ConfigurationError):
+        assert str(caught.value) == (
+            "accelerator='ipu' needs ipufit's strategy, got SingleDeviceStrategy. Pass "
+            "strategy=ipufit.lightning.IPUStrategy()."
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"autoreport": True},
+            "autoreport and autoreport_dir ask for a report of PopVision's, which ipufit does not "
+            "make. Leave them out.",
+        ),
+        ({"device_iterations": 0}, "device_iterations must be a number of at least 1, got 0."),
+    ],
+)
+def test_what_a_strategy_can_not_honour_is_refused(options, text):
+    """When it is made."""
+    with pytest.raises(ConfigurationError) as caught:
+        IPUStrategy(**options)
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"devices": "all"}, "devices must be a number of replicas with accelerator='ipu', got "),
+        ({"precision": "64-true"}, "precision must be one of '32-true', '16-mixed', 'bf16-mixed'"),
+    ],
+)
+def test_what_of_a_trainer_can_not_be_honoured_is_refused(options, text):
+    """Before training."""
+    with pytest.raises(ConfigurationError, match=text):
+        by_ipufit(Classifier(), "fit", BATCHES, max_epochs=1, **options)
+
+
+def test_a_number_of_updates_that_is_not_known_is_refused():
+    """A schedule of another length would be silently wrong."""
+    x, y = rows(30, 16)
+    with pytest.raises(ConfigurationError, match="estimated_stepping_batches is known for a num"):
+        by_ipufit(
+            Pictures(), "fit", loader(x, y, batch_size=4), max_epochs=1, limit_train_batches=2
+        )
+
+
+def test_without_lightning_the_error_says_what_to_install():
+    """An import that fails deep inside another library helps nobody."""
+    code = (
+        "import sys\n"
+        "sys.modules['lightning'] = sys.modules['pytorch_lightning'] = None\n"
+        "try:\n"
+        "    import ipufit.lightning\n"
+        "except Exception as error:\n"
+        "    print(type(error).__name__, error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == (
+        "ConfigurationError ipufit.lightning needs Lightning 2.1 or newer, which is not installed. "
+        "Run pip install ipufit[lightning]."
+    )
