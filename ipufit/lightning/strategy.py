@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Union
+from typing import Any, Callable, Dict, List, Optional, Union
 
-import torch
 from torch import Tensor
 
 from ipufit import loop
-from ipufit.data.batches import Unpacker
-from ipufit.data.source import Source
 from ipufit.errors import ConfigurationError
-from ipufit.first_batch import prepare_tail
-from ipufit.integrations.lightning.kinds import lightning_parts
 from ipufit.integrations.lightning.model import LightningModel
 from ipufit.integrations.lightning.optimizers import configured
 from ipufit.integrations.lightning.steps import acting_as
-from ipufit.interrupts import deferred
 from ipufit.lightning.loaders import Execution, Executions
 from ipufit.lightning.packages import part
-from ipufit.logged import Running
-from ipufit.plan import Plan
-from ipufit.program import Anchors, CombinedBatch, Engine, MicroBatch, Mode, Program
-from ipufit.session import Session
+from ipufit.lightning.programs import Done, Programs, Work
+from ipufit.program import Engine, Mode
 
 __all__ = ["IPUStrategy"]
 
 _PRECISIONS = {"32-true": None, "16-mixed": "16-mixed", "bf16-mixed": "bf16-mixed"}
-
-
-class _Work(NamedTuple):
-    """What an execution does."""
-
-    replicas: int
-    device_iterations: int
-    accumulation: int
-
-    @property
-    def micro_batches(self) -> int:
-        return self.replicas * self.device_iterations * self.accumulation
 
 
 class _Facts:
@@ -115,10 +94,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         self._trainer: Any = None
         self._ours: Optional[LightningModel] = None
         self._accumulation = 1
-        self._programs: Dict[Mode, Program] = {}
-        self._first: Dict[Mode, MicroBatch] = {}
-        self._unpackers: Dict[Mode, Unpacker] = {}
-        self._epoch = 0
+        self._programs: Optional[Programs] = None
 
     # What a Trainer sets up
 
@@ -127,7 +103,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         super().connect(model)
         self._ours = LightningModel(model, self._engine, by_trainer=True)
         object.__setattr__(self._ours.module, "notes", {})
-        self._unpackers = {}
+        self._programs = Programs(self._ours)
 
     def setup(self, trainer: Any) -> None:
         """Compile for this run.
@@ -184,9 +160,9 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         return self._model_of_ours._session is not None
 
     @property
-    def _session(self) -> Session:
-        session: Session = self._model_of_ours._compiled("fit")
-        return session
+    def _running(self) -> Programs:
+        assert self._programs is not None, "a Trainer connects the module first"
+        return self._programs
 
     def _updates(self) -> int:
         """Weight updates of the whole training."""
@@ -203,14 +179,14 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         per_update = work.replicas * work.accumulation
         return int(math.ceil(len(loader.loader) / per_update) * trainer.max_epochs)
 
-    def _work(self, mode: Mode) -> _Work:
+    def _work(self, mode: Mode) -> Work:
         """What an execution does, by the options or by Trainer and strategy.
 
         Raises:
             ConfigurationError: they disagree.
         """
         trains = mode is Mode.TRAIN
-        asked = _Work(
+        asked = Work(
             getattr(self.parallel_devices, "replicas", 1),
             self._device_iterations,
             self._accumulation if trains else 1,
@@ -220,7 +196,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         if options is None:
             return asked
         steps = options.Training.gradient_accumulation if trains else 1
-        told = _Work(options.replication_factor, options.device_iterations, steps)
+        told = Work(options.replication_factor, options.device_iterations, steps)
         words = ("devices", "device_iterations", "accumulate_grad_batches")
         for word, one, other in zip(words, asked, told):
             if one not in (1, other):
@@ -244,95 +220,22 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         """It is part of the program."""
         return True
 
-    # Programs
-
-    def _program(self, mode: Mode, first: MicroBatch) -> Program:
-        if mode not in self._programs:
-            session, work = self._session, self._work(mode)
-            source = self._source(mode)
-            plan = Plan.make(
-                micro_batch_size=first.size,
-                ipus=work.replicas * self._stages(session, mode),
-                stages=self._stages(session, mode),
-                device_iterations=work.device_iterations,
-                gradient_accumulation=work.accumulation,
-                samples=None if source is None else source.samples,
-                training=mode is Mode.TRAIN,
-            )
-            outputs = mode is Mode.PREDICT
-            spec = session._spec(plan, mode, session.seed(), mode.value, outputs)
-            program = self._programs[mode] = session.engine.build(spec)
-            self._first[mode] = first
-            if mode is Mode.TRAIN:
-                session._training = program
-                self._epoch = self._trainer.current_epoch
-            with self._alone():
-                program.prepare(first)
-                if source is not None:
-                    prepare_tail(program, plan, first, source)
-        return self._programs[mode]
-
-    def _source(self, mode: Mode) -> Optional[Source]:
-        """The training data, for what its end needs; None where that shows when it comes."""
-        loader = self._trainer.train_dataloader if mode is Mode.TRAIN else None
-        return Source(loader.loader, "training data") if isinstance(loader, Executions) else None
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """The module without the Trainer, on which no program depends, and uninterrupted."""
-        own: Dict[str, Any] = {"_trainer": None, "_current_fx_name": None}
-        parts = [vars(part) for part in lightning_parts(self.lightning_module)]
-        before = [{name: there[name] for name in own} for there in parts]
-        try:
-            for there in parts:
-                there.update(own)
-            with deferred():
-                yield
-        finally:
-            for there, kept in zip(parts, before):
-                there.update(kept)
-
-    def _stages(self, session: Session, mode: Mode) -> int:
-        partition = session.partitions.of(mode is Mode.TRAIN)
-        return 1 if partition is None else partition.ipus
-
-    def _micro_batches(self, batch: Execution, mode: Mode) -> List[MicroBatch]:
-        if mode not in self._unpackers:
-            source = Source([batch[0]], f"{mode.value} data")
-            self._unpackers[mode] = Unpacker(source, mode, "whole")
-        unpacker = self._unpackers[mode]
-        return [unpacker(raw, index) for index, raw in enumerate(batch)]
-
-    def _finish(self, *modes: Mode) -> None:
-        for mode in modes:
-            program = self._programs.pop(mode, None)
-            if program is not None:
-                self._session.finish(program)
-
     # Training
 
     def training_step(self, batch: Execution, *_: Any) -> Tensor:
         """One execution; the mean loss of its samples."""
-        combined = CombinedBatch(self._micro_batches(batch, Mode.TRAIN))
-        program = self._program(Mode.TRAIN, combined.micro_batches[0])
-        if self._trainer.current_epoch != self._epoch:
-            self._begin_epoch(program)
-        with self._alone():
-            anchors = program.run(combined)
-        self._log(anchors, combined)
-        sizes = torch.tensor([m.size for m in combined.micro_batches], dtype=torch.float64)
-        return (anchors.losses * sizes).sum() / sizes.sum()
+        trainer = self._trainer
+        (done,) = self._running.run(batch, Mode.TRAIN, self._work(Mode.TRAIN), trainer)
+        self._log(done)
+        return done.loss
 
-    def _begin_epoch(self, program: Program) -> None:
-        program.publish()
-        schedule = self._session.recipe.schedule
-        if schedule is not None:
-            metrics = self._trainer.callback_metrics
-            schedule.end_epoch({name: value.item() for name, value in metrics.items()})
-        self._epoch = self._trainer.current_epoch
-        # Hooks may have changed the module or the optimizer.
-        with self._alone():
-            program.prepare(self._first[Mode.TRAIN])
+    def _log(self, done: Done) -> None:
+        """Hand on what the steps have logged, as that of one batch with all samples."""
+        notes = self._model_of_ours.module.notes or {}
+        for name, value in done.logged.items():
+            if name in notes:  # else it says that there is no loss
+                options = notes[name]
+                self.lightning_module.log(name, value, batch_size=done.samples, **options)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *_: Any, **__: Any) -> Tensor:
         """Nothing: it is part of the program."""
@@ -343,20 +246,6 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
     ) -> Any:
         """The execution, of which updates are a part."""
         return closure()
-
-    def _log(self, anchors: Anchors, combined: CombinedBatch) -> None:
-        """Hand on what the steps have logged, as that of one batch with all samples."""
-        sizes = [micro_batch.size for micro_batch in combined.micro_batches]
-        notes = self._model_of_ours.module.notes or {}
-        for name, rule in anchors.rules.items():
-            if name not in notes:
-                continue  # says that there is no loss
-            running = Running(rule)
-            for values, size in zip(anchors.logged, sizes):
-                if name in values:
-                    running.add(values[name], size, size)
-            value = torch.tensor(running.value, dtype=torch.float64)
-            self.lightning_module.log(name, value, batch_size=sum(sizes), **notes[name])
 
     # Inference
 
@@ -373,38 +262,32 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         return loop._joined(self._inferred(batch, "predict", Mode.PREDICT))
 
     def _inferred(self, batch: Execution, role: str, mode: Mode) -> List[Any]:
-        micro_batches = self._micro_batches(batch, mode)
         outputs: List[Any] = []
-        size = self._work(mode).micro_batches
         with acting_as(self._model_of_ours.module, role):
-            program = self._program(mode, micro_batches[0])
-            for begin in range(0, len(micro_batches), size):
-                combined = CombinedBatch(micro_batches[begin : begin + size])
-                with self._alone():
-                    anchors = program.run(combined)
-                outputs += anchors.outputs
-                self._log(anchors, combined)
+            for done in self._running.run(batch, mode, self._work(mode), self._trainer):
+                outputs += done.outputs
+                self._log(done)
         return outputs
 
     def on_validation_end(self) -> None:
         """The device is for training again."""
-        self._finish(Mode.EVALUATE)
+        self._running.finish(Mode.EVALUATE)
 
     def on_test_end(self) -> None:
         """The same."""
-        self._finish(Mode.EVALUATE)
+        self._running.finish(Mode.EVALUATE)
 
     def on_predict_end(self) -> None:
         """The same."""
-        self._finish(Mode.PREDICT)
+        self._running.finish(Mode.PREDICT)
 
     def on_train_end(self) -> None:
         """The module owns its weights again."""
-        self._finish(Mode.TRAIN)
+        self._running.finish(Mode.TRAIN)
 
     def teardown(self) -> None:
         """Let go of everything; also after an error."""
-        self._finish(*self._programs.copy())
+        self._running.finish(*Mode)
         if self._trainer is not None:
             self._trainer.accumulate_grad_batches = self._accumulation
         super().teardown()
@@ -413,8 +296,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
 
     def optimizer_state(self, optimizer: Any) -> Dict[str, Any]:
         """Up to date."""
-        if Mode.TRAIN in self._programs:
-            self._programs[Mode.TRAIN].publish()
+        self._running.publish()
         state: Dict[str, Any] = super().optimizer_state(optimizer)
         return state
 

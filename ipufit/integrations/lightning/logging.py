@@ -137,6 +137,11 @@ def hook_log(values: Dict[str, float]) -> Log:
             options.get("rank_zero_only", False),
         )
         _reduction(name, options.get("reduce_fx", "mean"))
+        if options.get("on_step"):
+            raise ConfigurationError(
+                f"self.log({name!r}, on_step=True) can't be called at the end of an epoch, which "
+                "is no step. Leave on_step out."
+            )
         values[name] = float(value)
 
     return log

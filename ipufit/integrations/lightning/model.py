@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Union
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Sequence, Union
 
 import torch
 
@@ -16,7 +16,7 @@ from ipufit.faults import Faults
 from ipufit.history import History
 from ipufit.integrations.lightning.data import Loaders, loaders_for, set_up
 from ipufit.integrations.lightning.hooks import ModuleHooks
-from ipufit.integrations.lightning.kinds import overrides
+from ipufit.integrations.lightning.kinds import lightning_parts, overrides
 from ipufit.integrations.lightning.optimizers import configured
 from ipufit.integrations.lightning.refused import refuse_module
 from ipufit.integrations.lightning.stand_ins import NotKnownYetError, RunFacts
@@ -24,6 +24,9 @@ from ipufit.integrations.lightning.steps import Steps, acting_as, steps_of
 from ipufit.losses.own import WHOLE_BATCH
 from ipufit.model import Model
 from ipufit.program import Engine
+
+if TYPE_CHECKING:
+    from ipufit.diagnose import CheckReport
 
 __all__ = ["LightningModel"]
 
@@ -151,7 +154,7 @@ class LightningModel(Model):
             if "validation_data" not in options and "validation_split" not in options:
                 if overrides(self.lightning, "validation_step"):
                     options["validation_data"] = loaders.held_out()
-            elif not overrides(self.lightning, "validation_step"):
+            elif options.get("validation_data") is not None or options.get("validation_split"):
                 self._require("validation_step")
             if self._is_waiting:
                 self._make_session(RunFacts({**known, **self._counted(data, y, options)}))
@@ -227,6 +230,16 @@ class LightningModel(Model):
         with acting_as(self.module, "predict"):
             return super().predict_on_batch(x)
 
+    def summary(self, x: Any = None, **options: Any) -> None:
+        """The layers and, for a batch as the loader gives it, what the steps make of it."""
+        self._ready()
+        super().summary(x, **options)
+
+    def check(self, x: Any = None) -> CheckReport:
+        """What of the steps a recorded program would not do as it is written."""
+        self._ready()
+        return super().check(x)
+
     def _ready(self) -> None:
         """Compile for what needs no optimizer, if nobody has."""
         if self._session is None:
@@ -244,7 +257,9 @@ class LightningModel(Model):
     def _stage(
         self, stage: str, loaders: Loaders, role: str, known: Dict[str, Any]
     ) -> Iterator[ModuleHooks]:
-        """The module set up for a stage, and its hooks."""
+        """The module set up for a stage, and its hooks; of a Trainer that it had it lets go."""
+        for part in lightning_parts(self.lightning):
+            vars(part)["_trainer"] = None
         hooks = ModuleHooks(self.lightning, role, known)
         facts = RunFacts(known)
         with set_up(self.lightning, loaders, stage, facts), acting_as(self.module, role):

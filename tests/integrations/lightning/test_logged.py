@@ -280,3 +280,18 @@ def test_a_value_in_a_text_is_refused_where_it_is_made():
 
     with pytest.raises(CaptureError, match=r"written into a text.*test_logged\.py"):
         ipufit_of(Net()).fit(BATCHES, verbose=0)
+
+
+def test_the_end_of_an_epoch_is_no_step():
+    """Lightning refuses it too."""
+
+    class Net(Classifier):
+        def on_train_epoch_end(self):
+            self.log("a", 1.0, on_step=True)
+
+    with pytest.raises(ConfigurationError) as caught:
+        ipufit_of(Net()).fit(BATCHES, validation_split=0.0, verbose=0)
+    assert str(caught.value) == (
+        "self.log('a', on_step=True) can't be called at the end of an epoch, which is no step. "
+        "Leave on_step out."
+    )

@@ -521,3 +521,21 @@ def test_lightning_is_not_imported():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
     assert ipufit.Model.from_lightning.__doc__
+
+
+def test_what_looks_at_a_model_knows_its_steps(capsys):
+    """A batch is one argument of a step, before compile too."""
+    assert not ipufit_of(Classifier()).check([X[:4], Y[:4]])
+    ipufit_of(Classifier()).summary([X[:4], Y[:4]])
+    assert "net.2  Linear      (4, 3)" in capsys.readouterr().out
+    assert ipufit_of(Classifier()).check_invariance([X[:8], Y[:8]]).ok
+
+
+def test_a_second_fit_needs_no_new_recording():
+    """Whether a Trainer had the module before or not."""
+    net = Classifier()
+    by_lightning(net, "fit", BATCHES, max_epochs=1)
+    model = ipufit_of(net)
+    for _ in range(2):
+        model.fit(BATCHES, validation_data=BATCHES, verbose=0)
+        assert model._session.engine.captures == 2

@@ -1,0 +1,184 @@
+"""The recorded programs of a Trainer's run, and what their executions give."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from ipufit.data.batches import Unpacker
+from ipufit.data.source import Source
+from ipufit.first_batch import prepare_tail
+from ipufit.integrations.lightning.kinds import lightning_parts
+from ipufit.integrations.lightning.model import LightningModel
+from ipufit.interrupts import deferred
+from ipufit.lightning.loaders import Execution, Executions
+from ipufit.logged import Running
+from ipufit.plan import Plan
+from ipufit.program import Anchors, CombinedBatch, MicroBatch, Mode, Program
+from ipufit.session import Session
+
+__all__ = ["Done", "Programs", "Work"]
+
+
+class Work(NamedTuple):
+    """What an execution does."""
+
+    replicas: int
+    device_iterations: int
+    accumulation: int
+
+    @property
+    def micro_batches(self) -> int:
+        """So many it takes."""
+        return self.replicas * self.device_iterations * self.accumulation
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """What an execution gave.
+
+    Attributes:
+        samples: how many it had.
+        loss: their mean, shape (), float64; NaN when predicting.
+        logged: values by name, each as one of all samples.
+        outputs: the module's, of each micro-batch, when predicting.
+    """
+
+    samples: int
+    loss: Tensor
+    logged: Dict[str, Tensor]
+    outputs: List[Any]
+
+    @staticmethod
+    def of(anchors: Anchors, combined: CombinedBatch) -> Done:
+        """From what a program tells."""
+        sizes = [micro_batch.size for micro_batch in combined.micro_batches]
+        logged = {}
+        for name, rule in anchors.rules.items():
+            running = Running(rule)
+            for values, size in zip(anchors.logged, sizes):
+                if name in values:
+                    running.add(values[name], size, size)
+            logged[name] = torch.tensor(running.value, dtype=torch.float64)
+        loss = torch.tensor(float("nan"), dtype=torch.float64)
+        if len(anchors.losses) == len(sizes):
+            weights = torch.tensor(sizes, dtype=torch.float64)
+            loss = (anchors.losses * weights).sum() / weights.sum()
+        return Done(sum(sizes), loss, logged, anchors.outputs)
+
+
+class Programs:
+    """One program for each mode, from its first execution until :meth:`finish`.
+
+    Args:
+        model: of the LightningModule; compiled before the first execution.
+    """
+
+    def __init__(self, model: LightningModel) -> None:
+        self._model = model
+        self._programs: Dict[Mode, Program] = {}
+        self._unpackers: Dict[Mode, Unpacker] = {}
+        self._first: Optional[MicroBatch] = None
+        self._epoch = 0
+
+    @property
+    def _session(self) -> Session:
+        session: Session = self._model._compiled("fit")
+        return session
+
+    def run(self, batch: Execution, mode: Mode, work: Work, trainer: Any) -> List[Done]:
+        """The batches of an execution; of several where more came than one takes."""
+        micro_batches = self._micro_batches(batch, mode)
+        program = self._program(mode, micro_batches[0], work, trainer)
+        if mode is Mode.TRAIN and trainer.current_epoch != self._epoch:
+            self._begin_epoch(program, trainer)
+        done = []
+        for begin in range(0, len(micro_batches), work.micro_batches):
+            combined = CombinedBatch(micro_batches[begin : begin + work.micro_batches])
+            with self._alone():
+                done.append(Done.of(program.run(combined), combined))
+        return done
+
+    def _micro_batches(self, batch: Execution, mode: Mode) -> List[MicroBatch]:
+        if mode not in self._unpackers:
+            source = Source([batch[0]], f"{mode.value} data")
+            self._unpackers[mode] = Unpacker(source, mode, "whole")
+        unpacker = self._unpackers[mode]
+        return [unpacker(raw, index) for index, raw in enumerate(batch)]
+
+    def _program(self, mode: Mode, first: MicroBatch, work: Work, trainer: Any) -> Program:
+        if mode in self._programs:
+            return self._programs[mode]
+        session, trains = self._session, mode is Mode.TRAIN
+        source = _training_data(trainer) if trains else None
+        partition = session.partitions.of(trains)
+        stages = 1 if partition is None else partition.ipus
+        plan = Plan.make(
+            micro_batch_size=first.size,
+            ipus=work.replicas * stages,
+            stages=stages,
+            device_iterations=work.device_iterations,
+            gradient_accumulation=work.accumulation,
+            samples=None if source is None else source.samples,
+            training=trains,
+        )
+        seed, wants_outputs = session.seed(), mode is Mode.PREDICT
+        spec = session._spec(plan, mode, seed, mode.value, wants_outputs)
+        program = self._programs[mode] = session.engine.build(spec)
+        if trains:
+            session._training, self._first = program, first
+            self._epoch = trainer.current_epoch
+        with self._alone():
+            program.prepare(first)
+            if source is not None:
+                prepare_tail(program, plan, first, source)
+        return program
+
+    def _begin_epoch(self, program: Program, trainer: Any) -> None:
+        assert self._first is not None
+        program.publish()
+        schedule = self._session.recipe.schedule
+        if schedule is not None:
+            metrics = trainer.callback_metrics
+            schedule.end_epoch({name: value.item() for name, value in metrics.items()})
+        self._epoch = trainer.current_epoch
+        # Hooks may have changed the module or the optimizer.
+        with self._alone():
+            program.prepare(self._first)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """The module without the Trainer, on which no program depends, and uninterrupted."""
+        own: Dict[str, Any] = {"_trainer": None, "_current_fx_name": None}
+        parts = [vars(part) for part in lightning_parts(self._model.lightning)]
+        before = [{name: there[name] for name in own} for there in parts]
+        try:
+            for there in parts:
+                there.update(own)
+            with deferred():
+                yield
+        finally:
+            for there, kept in zip(parts, before):
+                there.update(kept)
+
+    def publish(self) -> None:
+        """Bring torch's optimizer up to date."""
+        if Mode.TRAIN in self._programs:
+            self._programs[Mode.TRAIN].publish()
+
+    def finish(self, *modes: Mode) -> None:
+        """Let go of the programs of these modes; safe twice."""
+        for mode in modes:
+            program = self._programs.pop(mode, None)
+            if program is not None:
+                self._session.finish(program)
+
+
+def _training_data(trainer: Any) -> Optional[Source]:
+    """What its end needs is known before it comes; None where it is not."""
+    loader = trainer.train_dataloader
+    return Source(loader.loader, "training data") if isinstance(loader, Executions) else None
