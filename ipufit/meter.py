@@ -213,9 +213,10 @@ class Meter:
         """All but the metrics."""
         logged = {name: running.value for name, running in self._logged.items()}
         skipped = {"skipped_updates": self.skipped} if "loss_scale" in self._settings else {}
-        values = {"loss": self.loss, **logged}
-        values = {name: value for name, value in values.items() if not self._rule(name).is_none}
-        return {**values, **self._settings, **skipped}
+        values = {"loss": self.loss, **logged, **self._settings, **skipped}
+        for name in [name for name, rule in self._rules.items() if rule.is_none]:
+            del values[name]
+        return values
 
     def running(self) -> RunningLogs:
         """The values so far, for callbacks; somebody who keeps them has those of this moment."""

@@ -15,6 +15,7 @@ from ipufit.integrations.lightning.steps import acting_as
 from ipufit.lightning.loaders import Execution, Executions
 from ipufit.lightning.packages import part
 from ipufit.lightning.programs import Done, Programs, Work
+from ipufit.processes import current
 from ipufit.program import Engine, Mode
 
 __all__ = ["IPUStrategy"]
@@ -111,13 +112,17 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         Raises:
             ConfigurationError: the Trainer or the module asks for what can't be honoured.
         """
-        self._trainer = trainer
+        self._trainer, self._accumulation = trainer, trainer.accumulate_grad_batches
+        if current().are_several:
+            raise ConfigurationError(
+                f"IPUStrategy trains in one process, but this is one of {current().num_processes}. "
+                "Use ipufit.Model.from_lightning, which trains in several."
+            )
         if trainer.precision not in _PRECISIONS:
             raise ConfigurationError(
                 f"precision must be one of {', '.join(map(repr, _PRECISIONS))} with IPUStrategy, "
                 f"got {trainer.precision!r}. Bring the module itself to another dtype."
             )
-        self._accumulation = trainer.accumulate_grad_batches
         # A batch is a whole execution, which accumulates inside.
         trainer.accumulate_grad_batches = 1
         self._work(Mode.TRAIN)

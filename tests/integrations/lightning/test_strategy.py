@@ -268,3 +268,15 @@ def test_without_lightning_the_error_says_what_to_install():
         "ConfigurationError ipufit.lightning needs Lightning 2.1 or newer, which is not installed. "
         "Run pip install ipufit[lightning]."
     )
+
+
+def test_several_processes_are_refused(monkeypatch):
+    """A Trainer would hand each of them all the data."""
+    several = type("Several", (), {"are_several": True, "num_processes": 4})()
+    monkeypatch.setattr("ipufit.lightning.strategy.current", lambda: several)
+    with pytest.raises(ConfigurationError) as caught:
+        by_ipufit(Classifier(), "fit", BATCHES, max_epochs=1)
+    assert str(caught.value) == (
+        "IPUStrategy trains in one process, but this is one of 4. Use "
+        "ipufit.Model.from_lightning, which trains in several."
+    )
