@@ -128,17 +128,10 @@ def diagnose(session: nox.Session) -> None:
 
 @nox.session
 def integrations(session: nox.Session) -> None:
-    """Run what is tested together with other libraries: scikit-learn, transformers, PEFT."""
+    """Run what is tested together with other libraries: Lightning, scikit-learn, transformers."""
     session.install("-e", ".", *group("integrations", "torch"))
     options = ("--exhaustive", "-m", "not long", "tests/integrations")
-    session.run("python", "-m", "pytest", *options, *session.posargs)
-
-
-@nox.session
-def integrations(session: nox.Session) -> None:
-    """Compare with the libraries whose models ipufit takes, such as Lightning itself."""
-    session.install("-e", ".", *group("integrations", "torch"))
-    session.run("python", "-m", "pytest", "tests/integrations", *PARALLEL, *session.posargs)
+    session.run("python", "-m", "pytest", *options, *PARALLEL, *session.posargs)
 
 
 @nox.session
@@ -180,8 +173,8 @@ def examples(session: nox.Session) -> None:
     scripts = [s for s in sorted(Path("examples").glob("*.py")) if s.name not in options]
     run_scripts(session, *scripts)
     session.run("python", "-m", "tests.idx_files", small)
-    for script, given in options.items():
-        session.run("python", Path("examples", script), *given)
+    for name, given in options.items():
+        session.run("python", Path("examples", name), *given)
     for script in sorted(Path("examples", "poptorch").glob("*.py")):
         session.run("ipufit", "run", script)
 
