@@ -158,8 +158,13 @@ def typing(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Run every Python snippet of README.md and docs/, and the doctests of ipufit."""
-    session.install("-e", ".[examples,tensorboard,report]", *group("docs", "torch"))
+    """Build the pages as a site, build/site, and run their Python snippets and all doctests."""
+    session.install("-e", ".[examples,report,tensorboard]", *group("docs", "torch"))
+    site = Path("build", "site")
+    shutil.rmtree(site, ignore_errors=True)
+    strict = ("--fail-on-warning", "--keep-going", "--fresh-env", "--quiet")
+    session.run("python", "-m", "sphinx", *strict, "-c", "docs", ".", site)
+    session.run("python", "-m", "tests.pages", site)
     plugin = ("-p", "tests.docs_snippets")
     pages = ("README.md", "docs", "ipufit")
     session.run("python", "-m", "pytest", "--doctest-modules", *plugin, *pages, *session.posargs)

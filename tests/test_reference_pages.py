@@ -15,7 +15,7 @@ import ipufit
 pytestmark = pytest.mark.both_engines
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md"))]
 PUBLIC = [
     "ipufit",
     "ipufit.callbacks",
@@ -287,7 +287,7 @@ def test_headings_of_troubleshooting_are_texts_of_errors():
 
 def test_tests_that_the_pages_cite_exist():
     """A promise with the name of a test that is gone is an empty promise."""
-    for path in [*PAGES, ROOT / "README.md"]:
+    for path in PAGES:
         for file, name in re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", path.read_text("utf-8")):
             source = (ROOT / file).read_text("utf-8")
             assert f"\ndef {name}" in source, f"{path.name}: {file}::{name}"
@@ -301,7 +301,7 @@ def anchor(heading):
 def test_links_between_the_pages_lead_somewhere():
     """Nobody follows a second link after one that is dead."""
     count = 0
-    for path in [*PAGES, ROOT / "README.md"]:
+    for path in PAGES:
         for target in re.findall(r"\]\(([^)\s]+)\)", text_of(path)):
             if target.startswith("http"):
                 continue

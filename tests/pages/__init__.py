@@ -1,0 +1,1 @@
+"""The pages as a built site: `python -m tests.pages build/site` looks through its files."""

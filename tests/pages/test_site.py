@@ -1,0 +1,61 @@
+"""What `python -m tests.pages` finds in a built site."""
+
+import pytest
+
+from tests.pages.site import Site
+
+GOOD = '<p id="here"><a href="#here">x</a> <a href="two.html#there">y</a> <img src="a.svg"></p>'
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A site of two pages, a picture and a style sheet without a fault."""
+    (tmp_path / "one.html").write_text(GOOD)
+    (tmp_path / "two.html").write_text('<p id="there"><a href="https://a.example/">z</a></p>')
+    (tmp_path / "a.svg").write_text("<svg/>")
+    (tmp_path / "s.css").write_text('a { background: url("data:image/svg+xml,x") }')
+    return tmp_path
+
+
+def test_a_site_in_order_has_no_fault(folder):
+    """A link elsewhere is listed and not followed."""
+    site = Site(folder)
+    assert [*site.foreign(), *site.dead()] == []
+    assert site.external() == ["https://a.example/"]
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        '<script src="https://b.example/x.js"></script>',
+        '<img src="//b.example/x.png">',
+        '<link rel="stylesheet" href="https://b.example/x.css">',
+        "<style>@import 'https://b.example/x.css';</style>",
+        '<p style="background: url(https://b.example/x.png)">',
+    ],
+)
+def test_what_a_page_fetches_elsewhere_is_found(folder, tag):
+    """A reader without a network, or who does not want to be counted, reads the pages too."""
+    (folder / "one.html").write_text(GOOD + tag)
+    (fault,) = Site(folder).foreign()
+    assert fault.startswith("one.html fetches ")
+    assert "b.example/x" in fault
+
+
+def test_what_a_style_sheet_fetches_elsewhere_is_found(folder):
+    """Fonts come by way of style sheets."""
+    (folder / "s.css").write_text("@font-face { src: url(https://b.example/x.woff2) }")
+    assert [*Site(folder).foreign()] == ["s.css fetches https://b.example/x.woff2"]
+
+
+@pytest.mark.parametrize("address", ["three.html", "two.html#here", "#there", "b.svg"])
+def test_a_link_that_leads_nowhere_is_found(folder, address):
+    """To a page that is not there, or to an anchor that the page has not."""
+    (folder / "one.html").write_text(f'{GOOD}<a href="{address}">x</a>')
+    assert [*Site(folder).dead()] == [f"one.html: {address} leads nowhere"]
+
+
+def test_a_folder_without_pages_is_no_site(tmp_path):
+    """Else nothing would be found in a build that wrote elsewhere."""
+    with pytest.raises(FileNotFoundError, match="must hold HTML pages, but there are none"):
+        Site(tmp_path)
