@@ -25,6 +25,31 @@ PARALLEL = ("--numprocesses=auto", "--maxprocesses=4")
 # What the suite has tests for, or compares with.
 TESTED_EXTRAS = ("plot", "pandas", "report", "sklearn", "tensorboard")
 TESTED = f".[{','.join(TESTED_EXTRAS)}]"
+TAG = "-py3-none-any.whl"
+# What is run against the wheel: seconds, and something of every part.
+WHEEL_TESTS = [
+    f"tests/test_{part}.py"
+    for part in (
+        "import",
+        "plan",
+        "counts",
+        "random_numbers",
+        "weights",
+        "callback_list",
+        "data_forms",
+    )
+]
+# What shows that an extra works, by its name.
+EXTRA_CHECKS = {
+    "plot": ("-m", "pytest", "tests/test_history.py", "tests/test_lr_finder.py"),
+    "pandas": ("-m", "pytest", "tests/test_history.py"),
+    "tensorboard": ("-m", "pytest", "tests/test_callbacks_tensorboard.py"),
+    "hub": ("-m", "pytest", "tests/test_ipu_config_files.py"),
+    "report": ("-m", "pytest", "tests/report"),
+    "sklearn": ("-m", "pytest", "tests/integrations/sklearn"),
+    "lightning": ("-m", "pytest", "tests/integrations/lightning"),
+    "examples": ("examples/digits.py",),
+}
 OLDEST_PYTHON = PROJECT["requires-python"].replace(">=", "")
 
 
@@ -112,6 +137,23 @@ def minimums(session: nox.Session) -> None:
 
 
 @nox.session
+def extras(session: nox.Session) -> None:
+    """Try every extra with its oldest and its newest versions, one extra at a time."""
+    session.install("-e", ".", *group("test", "torch"))
+    for extra, requirements in PROJECT["optional-dependencies"].items():
+        if extra not in EXTRA_CHECKS:
+            session.error(f"EXTRA_CHECKS must say what shows that {extra!r} works.")
+        checks = EXTRA_CHECKS[extra]
+        # The oldest were built for NumPy 1, and what they import warns of what it has given up.
+        floors = [requirement.replace(">=", "==") for requirement in requirements]
+        session.install(*floors, "numpy<2")
+        patience = ("-W", "default") if "pytest" in checks else ()
+        session.run("python", *checks, *patience, env={"MPLBACKEND": "Agg"})
+        session.install("--upgrade", *requirements, "numpy")
+        session.run("python", *checks, env={"MPLBACKEND": "Agg"})
+
+
+@nox.session
 def keras(session: nox.Session) -> None:
     """Compare with Keras itself."""
     session.install("-e", ".", *group("keras", "torch"))
@@ -151,9 +193,15 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def typing(session: nox.Session) -> None:
-    """Check types with mypy."""
+    """Check types with mypy, and that those of all public names are complete."""
     session.install("-e", ".[plot,tensorboard]", *group("typing", "torch"))
     session.run("mypy")
+    report = Path(session.create_tmp(), "types.json").resolve()
+    command = ("basedpyright", "--verifytypes", "ipufit", "--ignoreexternal", "--outputjson")
+    with report.open("w", encoding="utf-8") as file:
+        # It counts every module as public, and ends with 1; tests.complete_types knows better.
+        session.run(*command, stdout=file, success_codes=[0, 1])
+    session.run("python", "-m", "tests.complete_types", report)
 
 
 @nox.session
@@ -199,7 +247,7 @@ def run_scripts(session: nox.Session, *scripts: Path) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Build the sdist and the wheel into dist/, check them, import the wheel in a bare venv."""
+    """Build the sdist and the wheel into dist/, check them, test the wheel in a bare venv."""
     session.install(*group("build"))
     dist = Path("dist")
     shutil.rmtree(dist, ignore_errors=True)
@@ -207,14 +255,18 @@ def build(session: nox.Session) -> None:
     (sdist,) = dist.resolve().glob("*.tar.gz")
     (wheel,) = dist.resolve().glob("*.whl")
 
+    session.run("python", "-m", "twine", "check", "--strict", sdist, wheel)
+
     with tarfile.open(sdist) as archive:
         in_sdist = {Path(name).parts[1] for name in archive.getnames()}
-    if lacking := {"docs", "examples", "tests"} - in_sdist:
-        session.error(f"{sdist.name} must hold docs, examples and tests, but lacks {lacking}.")
+    needed = {"CITATION.cff", "LICENSE", "SECURITY.md", "docs", "examples", "tests"}
+    if lacking := needed - in_sdist:
+        session.error(f"{sdist.name} must hold {sorted(needed)}, but lacks {sorted(lacking)}.")
 
     in_wheel = wheel_files(wheel)
-    if "ipufit/py.typed" not in in_wheel:
-        session.error(f"{wheel.name} must hold ipufit/py.typed, but holds only {sorted(in_wheel)}.")
+    for needed_file in ("ipufit/py.typed", f"{wheel.name[: -len(TAG)]}.dist-info/licenses/LICENSE"):
+        if needed_file not in in_wheel:
+            session.error(f"{wheel.name} must hold {needed_file}, but holds {sorted(in_wheel)}.")
     if strays := [name for name in in_wheel if not name.startswith(("ipufit/", "ipufit-"))]:
         session.error(f"{wheel.name} must hold nothing but ipufit, but holds {strays}.")
 
@@ -227,9 +279,17 @@ def build(session: nox.Session) -> None:
     session.run("python", "-m", "venv", "--clear", bare)
     python = str(bare / "bin" / "python")
     session.run(python, "-m", "pip", "install", "--quiet", wheel, *group("torch"), external=True)
-    session.chdir(scratch)  # the checkout must not be what is imported
+    suite = scratch / "suite"  # tests alone: the checkout must not be what is imported
+    shutil.rmtree(suite, ignore_errors=True)
+    shutil.copytree("tests", suite / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy("pyproject.toml", suite)
+    session.chdir(suite)
     show = "import ipufit; print('ipufit', ipufit.__version__, 'from', ipufit.__file__)"
     session.run(python, "-I", "-c", show, external=True)
+    session.run(bare / "bin" / "ipufit", "--help", external=True, silent=True)
+    # What the tests need comes last, so that the wheel alone was enough before.
+    session.run(python, "-m", "pip", "install", "--quiet", *group("test"), external=True)
+    session.run(python, "-m", "pytest", *WHEEL_TESTS, external=True)
 
 
 def wheel_files(path: Path) -> dict[str, int]:

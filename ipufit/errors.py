@@ -25,7 +25,7 @@ Every message has three beats: what was expected, what came, what to do.
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Dict, Iterable, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterable, Optional, Sequence, Tuple
 
 if TYPE_CHECKING:
     from ipufit.diagnose.nan import NonFiniteValue
@@ -76,8 +76,8 @@ class PlanError(ConfigurationError):
     def __init__(
         self, faults: Sequence[str], suggestion: Optional[Dict[str, object]] = None
     ) -> None:
-        self.faults = tuple(faults)
-        self.suggestion = dict(suggestion or {})
+        self.faults: Tuple[str, ...] = tuple(faults)
+        self.suggestion: Dict[str, object] = dict(suggestion or {})
         super().__init__("\n".join(self.faults))
 
 
@@ -104,12 +104,12 @@ class UnknownNameError(ConfigurationError):
         shown: int = 0,
     ) -> None:
         self.name = name
-        self.known = tuple(sorted(known))
+        self.known: Tuple[str, ...] = tuple(sorted(known))
         folded = {k.lower().replace("_", ""): k for k in self.known}
         near = difflib.get_close_matches(
             name.lower().replace("_", ""), list(folded) if is_typo else [], n=1, cutoff=0.6
         )
-        self.nearest = folded[near[0]] if near else None
+        self.nearest: Optional[str] = folded[near[0]] if near else None
         advice = f"Did you mean {self.nearest!r}? " if self.nearest else ""
         told = f"Known names: {', '.join(self.known)}."
         if shown and len(self.known) > 2 * shown:
@@ -213,8 +213,8 @@ class NonFiniteLossError(IpufitError, ArithmeticError):
         self.value = value
         self.epoch: Optional[int] = None
         self.found = found
-        self.module = None if found is None else found.module
-        self.operator = None if found is None else found.operator
+        self.module: Optional[str] = None if found is None else found.module
+        self.operator: Optional[str] = None if found is None else found.operator
         self.samples: Tuple[int, ...] = () if found is None else found.samples
         self.epoch_samples: Tuple[int, ...] = ()
         super().__init__(message)
@@ -231,7 +231,10 @@ class NonFiniteLossError(IpufitError, ArithmeticError):
             return
         self.epoch_samples = tuple(before + self.found.offset + row for row in self.samples)
         shown = ", ".join(map(str, self.epoch_samples[:8]))
-        self.args = (f"{self} In the order of epoch {epoch}: {shown}.", *self.args[1:])
+        self.args: Tuple[Any, ...] = (
+            f"{self} In the order of epoch {epoch}: {shown}.",
+            *self.args[1:],
+        )
 
 
 class ProcessError(IpufitError, RuntimeError):

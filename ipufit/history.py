@@ -36,7 +36,7 @@ class History(Callback):
             how many weight updates it made ("updates_done"), also when it was stopped.
     """
 
-    adds = ()
+    adds: Tuple[str, ...] = ()
 
     def __init__(self, params: Optional[Mapping[str, Any]] = None) -> None:
         super().__init__()

@@ -85,8 +85,8 @@ class Model(Inspected):
                 "ipufit.Model(MyNet())."
             )
         refuse_unrecordable(module)
-        self.module = module if device is None else module.to(device)
-        self.history = History()
+        self.module: nn.Module = module if device is None else module.to(device)
+        self.history: History = History()
         self.stop_training = False
         self.outputs: List[Any] = []
         self._make_engine = engine_maker(engine)

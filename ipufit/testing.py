@@ -35,7 +35,7 @@ class RecordingEngine:
     name = "recording"
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds: float = 0.0
         self.programs: List[RecordingProgram] = []
 
     def build(self, spec: ProgramSpec) -> RecordingProgram:

@@ -43,11 +43,11 @@ class Asynchronous(Callback):
 
     def __init__(self, callback: Callback, max_pending: int = 64) -> None:
         super().__init__()
-        self.callback = _checked(callback)
-        self.every_updates = callback.every_updates
-        self.writes_files = callback.writes_files
-        self.monitors = callback.monitors
-        self.adds = callback.adds if self._has("on_epoch_end") else ()
+        self.callback: Callback = _checked(callback)
+        self.every_updates: Optional[int] = callback.every_updates
+        self.writes_files: bool = callback.writes_files
+        self.monitors: Tuple[str, ...] = callback.monitors
+        self.adds: Optional[Tuple[str, ...]] = callback.adds if self._has("on_epoch_end") else ()
         self._waiting: queue.Queue[Optional[Tuple[str, int, Dict[str, float]]]] = queue.Queue(
             whole(self, "max_pending", max_pending, 1)
         )

@@ -28,7 +28,7 @@ class CallbackList:
 
     def __init__(self, callbacks: Sequence[Callback], model: Model, params: Dict[str, Any]) -> None:
         self.params = params
-        self.callbacks = checked(callbacks)
+        self.callbacks: List[Callback] = checked(callbacks)
         self._model = model
         self._begun: List[Callback] = []
         for callback in self.callbacks:

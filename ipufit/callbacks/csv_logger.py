@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from typing import Any, Dict, List, Optional, Union
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 from ipufit.callbacks.callback import Callback, Logs
 from ipufit.callbacks.checks import one_of
@@ -32,7 +32,7 @@ class CSVLogger(Callback):
             is another table.
     """
 
-    adds = ()
+    adds: Tuple[str, ...] = ()
     writes_files = True
 
     def __init__(
@@ -42,14 +42,14 @@ class CSVLogger(Callback):
         append: bool = False,
     ) -> None:
         super().__init__()
-        self.filename = os.fspath(filename)
+        self.filename: str = os.fspath(filename)
         if not isinstance(separator, str) or len(separator) != 1 or separator in '\r\n"':
             raise ConfigurationError(
                 "separator of CSVLogger must be one character, and no quote or end of line, got "
                 f"{separator!r}. Use ',' or ';' or '\\t'."
             )
         self.separator = separator
-        self.append = one_of(self, "append", append, (True, False))
+        self.append: bool = one_of(self, "append", append, (True, False))
         self._columns: List[str] = []
         self._rows = 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any, Optional, Tuple
 
 from ipufit.callbacks.callback import Logs
 from ipufit.callbacks.checks import finite, one_of, say, stored, whole
@@ -39,7 +39,7 @@ class EarlyStopping(Monitor):
         ConfigurationError: an argument can't work; or, in training, there is no such value.
     """
 
-    adds = ()
+    adds: Tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -53,17 +53,19 @@ class EarlyStopping(Monitor):
         start_from_epoch: int = 0,
     ) -> None:
         super().__init__(monitor, mode, min_delta)
-        self.patience = whole(self, "patience", patience)
-        self.verbose = one_of(self, "verbose", verbose, (0, 1))
-        self.baseline = None if baseline is None else finite(self, "baseline", baseline)
-        self.restore_best_weights = one_of(
+        self.patience: int = whole(self, "patience", patience)
+        self.verbose: int = one_of(self, "verbose", verbose, (0, 1))
+        self.baseline: Optional[float] = (
+            None if baseline is None else finite(self, "baseline", baseline)
+        )
+        self.restore_best_weights: bool = one_of(
             self, "restore_best_weights", restore_best_weights, (True, False)
         )
-        self.start_from_epoch = whole(self, "start_from_epoch", start_from_epoch)
+        self.start_from_epoch: int = whole(self, "start_from_epoch", start_from_epoch)
         self._forget()
 
     def _forget(self) -> None:
-        self.wait = 0
+        self.wait: int = 0
         self.best: Optional[float] = None
         self.best_epoch: Optional[int] = None
         self.stopped_epoch: Optional[int] = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Mapping, Optional, Union
+from typing import Any, Mapping, Optional, Tuple, Union
 
 from ipufit.callbacks.callback import Callback, Logs
 from ipufit.callbacks.checks import one_of, whole
@@ -30,7 +30,7 @@ class JSONLinesLogger(Callback):
         ConfigurationError: an argument can't work; or, in training, the file can't be written.
     """
 
-    adds = ()
+    adds: Tuple[str, ...] = ()
     writes_files = True
 
     def __init__(
@@ -40,10 +40,10 @@ class JSONLinesLogger(Callback):
         every_updates: Optional[int] = None,
     ) -> None:
         super().__init__()
-        self.filename = os.fspath(filename)
-        self.append = one_of(self, "append", append, (True, False))
+        self.filename: str = os.fspath(filename)
+        self.append: bool = one_of(self, "append", append, (True, False))
         if every_updates is not None:
-            self.every_updates = whole(self, "every_updates", every_updates, 1)
+            self.every_updates: Optional[int] = whole(self, "every_updates", every_updates, 1)
         self._file: Any = None
         self._count = UpdateCount()
 

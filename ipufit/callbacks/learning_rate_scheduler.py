@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Tuple
 
 from ipufit.callbacks.callback import Callback, Logs
 from ipufit.callbacks.checks import one_of, say
@@ -30,12 +30,12 @@ class LearningRateScheduler(Callback):
         ConfigurationError: the schedule can't be called so; or, in training, it returns no rate.
     """
 
-    adds = ("learning_rate",)
+    adds: Tuple[str, ...] = ("learning_rate",)
 
     def __init__(self, schedule: Callable[..., float], verbose: int = 0) -> None:
         super().__init__()
         self.schedule = schedule
-        self.verbose = one_of(self, "verbose", verbose, (0, 1))
+        self.verbose: int = one_of(self, "verbose", verbose, (0, 1))
         self._arguments = _count_arguments(schedule)
 
     def _rate(self, epoch: int, rate: float) -> float:

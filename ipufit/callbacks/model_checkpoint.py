@@ -45,7 +45,7 @@ class ModelCheckpoint(Monitor):
         ConfigurationError: an argument can't work; or, in training, there is no such value.
     """
 
-    adds = ()
+    adds: Tuple[str, ...] = ()
     writes_files = True
 
     def __init__(
@@ -61,9 +61,9 @@ class ModelCheckpoint(Monitor):
         keep: Optional[int] = None,
     ) -> None:
         super().__init__(monitor, mode)
-        self.filepath = os.fspath(filepath)
-        self.verbose = one_of(self, "verbose", verbose, (0, 1))
-        self.save_best_only = one_of(self, "save_best_only", save_best_only, (True, False))
+        self.filepath: str = os.fspath(filepath)
+        self.verbose: int = one_of(self, "verbose", verbose, (0, 1))
+        self.save_best_only: bool = one_of(self, "save_best_only", save_best_only, (True, False))
         if save_weights_only is not True:
             raise ConfigurationError(
                 "save_weights_only of ModelCheckpoint must be True, as fit(checkpoint='runs/1') "
@@ -72,19 +72,21 @@ class ModelCheckpoint(Monitor):
             )
         self.save_freq = save_freq
         if save_freq != "epoch":
-            self.every_updates = whole(self, "save_freq", save_freq, 1)
+            self.every_updates: Optional[int] = whole(self, "save_freq", save_freq, 1)
         if initial_value_threshold is not None:
             initial_value_threshold = finite(
                 self, "initial_value_threshold", initial_value_threshold
             )
         self.best = initial_value_threshold
-        self.keep = None if keep is None else whole(self, "keep", keep, 1)
+        self.keep: Optional[int] = None if keep is None else whole(self, "keep", keep, 1)
         self.files: List[str] = []
         self._count = UpdateCount()
         wanted = self._check_fields()
         if self.save_best_only:
             wanted = (*wanted, self.monitor)
-        self.monitors = tuple(name for name in wanted if name not in ("updates", "samples"))
+        self.monitors: Tuple[str, ...] = tuple(
+            name for name in wanted if name not in ("updates", "samples")
+        )
         self._check_running(wanted)
 
     def _check_fields(self) -> Tuple[str, ...]:

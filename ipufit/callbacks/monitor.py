@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Optional
+from typing import Any, Optional, Tuple
 
 from ipufit.callbacks.callback import Callback, Logs
 from ipufit.callbacks.callback_list import missing
@@ -31,9 +31,9 @@ class Monitor(Callback):
                 f"'val_loss', got {monitor!r}."
             )
         self.monitor = monitor
-        self.mode = one_of(self, "mode", mode, ("auto", "min", "max"))
-        self.min_delta = abs(finite(self, "min_delta", min_delta))
-        self.monitors = (monitor,)
+        self.mode: str = one_of(self, "mode", mode, ("auto", "min", "max"))
+        self.min_delta: float = abs(finite(self, "min_delta", min_delta))
+        self.monitors: Tuple[str, ...] = (monitor,)
         self._was_there = False
 
     def _find_direction(self) -> str:

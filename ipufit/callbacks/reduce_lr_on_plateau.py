@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any, Optional, Tuple
 
 from ipufit.callbacks.callback import Logs
 from ipufit.callbacks.checks import finite, one_of, say, stored, whole
@@ -38,7 +38,7 @@ class ReduceLROnPlateau(Monitor):
         ConfigurationError: an argument can't work; or, in training, there is no such value.
     """
 
-    adds = ("learning_rate",)
+    adds: Tuple[str, ...] = ("learning_rate",)
 
     def __init__(
         self,
@@ -52,21 +52,21 @@ class ReduceLROnPlateau(Monitor):
         min_lr: float = 0.0,
     ) -> None:
         super().__init__(monitor, mode, min_delta)
-        self.factor = finite(self, "factor", factor)
+        self.factor: float = finite(self, "factor", factor)
         if not 0 < self.factor < 1:
             raise ConfigurationError(
                 f"factor of ReduceLROnPlateau must be between 0 and 1, so that the learning rate "
                 f"becomes smaller, got {factor!r}. Try 0.1."
             )
-        self.patience = whole(self, "patience", patience)
-        self.verbose = one_of(self, "verbose", verbose, (0, 1))
-        self.cooldown = whole(self, "cooldown", cooldown)
-        self.min_lr = finite(self, "min_lr", min_lr, 0.0)
+        self.patience: int = whole(self, "patience", patience)
+        self.verbose: int = one_of(self, "verbose", verbose, (0, 1))
+        self.cooldown: int = whole(self, "cooldown", cooldown)
+        self.min_lr: float = finite(self, "min_lr", min_lr, 0.0)
         self._forget()
 
     def _forget(self) -> None:
         self.best: Optional[float] = None
-        self.wait = 0
+        self.wait: int = 0
         self._cooling = 0
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:

@@ -6,7 +6,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import warnings
-from typing import Dict, Mapping, Optional
+from typing import Dict, Mapping, Optional, Tuple
 
 from ipufit.callbacks.callback import Callback, Logs
 from ipufit.callbacks.checks import finite, one_of
@@ -33,7 +33,7 @@ class RemoteMonitor(Callback):
         ConfigurationError: an argument can't work.
     """
 
-    adds = ()
+    adds: Tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class RemoteMonitor(Callback):
         self.root = root
         self.path = path
         self.field = field
-        self.headers = dict(headers or {})
-        self.send_as_json = one_of(self, "send_as_json", send_as_json, (True, False))
-        self.timeout = finite(self, "timeout", timeout, 0.0)
+        self.headers: Dict[str, str] = dict(headers or {})
+        self.send_as_json: bool = one_of(self, "send_as_json", send_as_json, (True, False))
+        self.timeout: float = finite(self, "timeout", timeout, 0.0)
 
     @property
     def only_reports(self) -> bool:

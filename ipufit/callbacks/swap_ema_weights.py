@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Optional, Tuple
 
 from ipufit.callbacks.callback import Callback, Logs
 from ipufit.callbacks.checks import one_of
@@ -25,11 +25,11 @@ class SwapEMAWeights(Callback):
         ConfigurationError: ``swap_on_epoch`` is neither True nor False.
     """
 
-    adds = ()
+    adds: Tuple[str, ...] = ()
 
     def __init__(self, swap_on_epoch: bool = False) -> None:
         super().__init__()
-        self.swap_on_epoch = one_of(self, "swap_on_epoch", swap_on_epoch, (True, False))
+        self.swap_on_epoch: bool = one_of(self, "swap_on_epoch", swap_on_epoch, (True, False))
         self._swapped = False
 
     def _swap(self, averaged: bool) -> None:

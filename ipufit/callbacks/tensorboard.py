@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Dict, Mapping, Optional, Union
+from typing import Any, Dict, Mapping, Optional, Tuple, Union
 
 from ipufit.callbacks.callback import Callback, Logs
 from ipufit.callbacks.checks import whole
@@ -32,7 +32,7 @@ class TensorBoard(Callback):
         ConfigurationError: an argument can't work, or the package tensorboard is not installed.
     """
 
-    adds = ()
+    adds: Tuple[str, ...] = ()
     writes_files = True
 
     def __init__(
@@ -50,11 +50,11 @@ class TensorBoard(Callback):
                 "pip install ipufit[tensorboard]"
             ) from error
         self._make: Any = SummaryWriter
-        self.log_dir = os.fspath(log_dir)
-        self.histogram_freq = whole(self, "histogram_freq", histogram_freq)
+        self.log_dir: str = os.fspath(log_dir)
+        self.histogram_freq: int = whole(self, "histogram_freq", histogram_freq)
         self.update_freq = update_freq
         if update_freq not in ("epoch", "batch"):
-            self.every_updates = whole(self, "update_freq", update_freq, 1)
+            self.every_updates: Optional[int] = whole(self, "update_freq", update_freq, 1)
         self._writers: Dict[str, Any] = {}
         self._count = UpdateCount()
         self._updates_seen = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Optional
+from typing import Optional, Tuple
 
 from ipufit.callbacks.callback import Callback, Logs
 from ipufit.callbacks.checks import one_of, say
@@ -28,11 +28,11 @@ class TerminateOnNaN(Callback):
         NonFiniteLossError: in training, with ``raise_error``.
     """
 
-    adds = ()
+    adds: Tuple[str, ...] = ()
 
     def __init__(self, raise_error: bool = False) -> None:
         super().__init__()
-        self.raise_error = one_of(self, "raise_error", raise_error, (True, False))
+        self.raise_error: bool = one_of(self, "raise_error", raise_error, (True, False))
 
     def on_non_finite(self, error: NonFiniteLossError) -> bool:
         """Say that the loss is not finite, and that this is the end."""

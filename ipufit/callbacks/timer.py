@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 import time
-from typing import Any, Dict, Optional, Union
+from typing import Any, Dict, Optional, Tuple, Union
 
 from ipufit.callbacks.callback import Callback, Logs
 from ipufit.callbacks.checks import finite, one_of, say
@@ -32,14 +32,14 @@ class Timer(Callback):
         ConfigurationError: the duration is none.
     """
 
-    adds = ()
+    adds: Tuple[str, ...] = ()
 
     def __init__(
         self, duration: Union[float, str, datetime.timedelta, None] = None, verbose: int = 0
     ) -> None:
         super().__init__()
-        self.duration = None if duration is None else _seconds(self, duration)
-        self.verbose = one_of(self, "verbose", verbose, (0, 1))
+        self.duration: Optional[float] = None if duration is None else _seconds(self, duration)
+        self.verbose: int = one_of(self, "verbose", verbose, (0, 1))
         self._spent: Dict[str, float] = dict.fromkeys(_STAGES, 0.0)
         self._since: Dict[str, float] = {}
 

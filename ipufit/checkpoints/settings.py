@@ -39,11 +39,11 @@ class Checkpoint:
         monitor: Optional[str] = None,
         mode: str = "auto",
     ) -> None:
-        self.folder = _path("folder of Checkpoint", folder)
+        self.folder: str = _path("folder of Checkpoint", folder)
         if every_updates is not None:
             every_updates = at_least("every_updates of Checkpoint", every_updates, 1, " or None")
         self.every_updates = every_updates
-        self.keep = at_least("keep of Checkpoint", keep, 1)
+        self.keep: int = at_least("keep of Checkpoint", keep, 1)
         if monitor is not None and not (isinstance(monitor, str) and monitor):
             raise ConfigurationError(
                 "monitor of Checkpoint must be the name of a value, such as 'val_loss', or None, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, ClassVar, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple, Union
 
 from ipufit.errors import ConfigurationError
 from ipufit.ipu_config import report
@@ -410,7 +410,7 @@ class IPUConfig(Filed):
             return NotImplemented
         return (self._named(), self._by_pod) == (other._named(), other._by_pod)
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]
 
     def _said(self) -> Dict[str, Any]:
         """Values to make it of again; what follows from values by type of pod follows anew."""

@@ -73,7 +73,7 @@ class PartitionPlan:
     """
 
     def __init__(self, costs: Sequence[StageCost], planned: Planned) -> None:
-        self.costs = tuple(costs)
+        self.costs: Tuple[StageCost, ...] = tuple(costs)
         self.planned = planned
         self.stages: Dict[str, int] = dict(planned.begins)
 

@@ -91,7 +91,9 @@ class PreflightReport:
         stopped: Optional[str] = None,
     ) -> None:
         self.title = title
-        self.findings = tuple(sorted(findings, key=lambda one: _VERDICTS.index(one.verdict)))
+        self.findings: Tuple[Finding, ...] = tuple(
+            sorted(findings, key=lambda one: _VERDICTS.index(one.verdict))
+        )
         self.operators = operators
         self.stopped = stopped
 

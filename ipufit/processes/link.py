@@ -59,7 +59,7 @@ class Link:
         self, process_id: int, num_processes: int, place: Optional[Place], timeout: float
     ) -> None:
         self.group: Any = None  # that of the host, for tensors there
-        self.is_connected = False
+        self.is_connected: bool = False
         self._me = process_id
         self._count = num_processes
         self._place = place

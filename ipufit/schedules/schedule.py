@@ -50,8 +50,8 @@ class Schedule(abc.ABC):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, per_update: bool) -> None:
-        self.updates = 0
-        self.epochs = 0
+        self.updates: int = 0
+        self.epochs: int = 0
         self._optimizer = optimizer
         self._per_update = per_update
         # Why there is no value for the next update; matters only if that update comes.
