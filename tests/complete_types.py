@@ -22,6 +22,7 @@ PUBLIC = (
     "ipufit.optim",
     "ipufit.parallel",
     "ipufit.schedules",
+    "ipufit.sklearn",
     "ipufit.testing",
 )
 

@@ -11,22 +11,12 @@ import torch
 from torch import nn
 
 import ipufit
+from tests.complete_types import PUBLIC
 
 pytestmark = pytest.mark.both_engines
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md"))]
-PUBLIC = [
-    "ipufit",
-    "ipufit.callbacks",
-    "ipufit.diagnose",
-    "ipufit.errors",
-    "ipufit.optim",
-    "ipufit.parallel",
-    "ipufit.schedules",
-    "ipufit.sklearn",
-    "ipufit.testing",
-]
 
 
 def text_of(path):
