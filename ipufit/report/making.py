@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+import os
+
+from ipufit.report.chrome import trace_of
+from ipufit.report.files import TRACE, write_text
+from ipufit.report.run import Run
+
 __all__ = ["make"]
 
 
 def make(folder: str) -> None:
-    """Make everything that is for people to look at, from the facts in the folder."""
+    """Make everything that is for people to look at, from the facts in the folder.
+
+    Raises:
+        ConfigurationError: there is no report.
+        OSError: a file can't be written.
+    """
+    run = Run.read(folder)
+    write_text(os.path.join(folder, TRACE), trace_of(run))

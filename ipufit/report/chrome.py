@@ -1,0 +1,217 @@
+"""A run as a trace, for viewers such as Perfetto."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Dict, List, Mapping, Sequence
+
+from ipufit.clock import PHASES
+from ipufit.report.files import plain
+from ipufit.report.rows import Rows, columns_of
+from ipufit.report.run import Run
+from ipufit.report.trace_events import Events, Lane
+
+__all__ = ["MOST_COUNTS", "MOST_PHASES", "MOST_TASKS", "trace_of"]
+
+# So many phases, points of a counter, and tasks of an update are drawn at most: the file stays
+# below 20 MB.
+MOST_PHASES = 140_000
+MOST_COUNTS = 10_000
+MOST_TASKS = 10_000
+
+_HOST, _PIPELINE, _OPERATORS = 1, 2, 3
+_DIRECTIONS = ("forward", "backward", "optimizer")
+
+
+def trace_of(run: Run) -> str:
+    """A trace in JSON of the Trace Event Format, below 20 MB.
+
+    What is drawn how, where that is not as it was measured, is said under ``otherData``.
+
+    Args:
+        run: also one that is not over.
+    """
+    events = Events()
+    about: Dict[str, Any] = {
+        "title": run.facts["title"],
+        "begun": run.facts["begun"],
+        "status": run.facts["status"],
+        "seconds by phase": plain(run.facts.get("phases", {})),
+    }
+    _host(events, run, about)
+    _pipeline(events, run, about)
+    _operators(events, run.facts.get("operators", {}), about)
+    return events.text(about)
+
+
+def _host(events: Events, run: Run, about: Dict[str, Any]) -> None:
+    """Epochs and executions as they came, and what they gave."""
+    events.process(_HOST, "host")
+    epochs = run.facts["epochs"]
+    about["phases"] = (
+        "Of an execution the seconds of each phase are measured, and not their order: phases are "
+        "drawn one after another in one order. What an epoch does after its last execution is "
+        "drawn after that: its validation, and then the other phases, likewise."
+    )
+    lane = events.lane(_HOST, 1, "epochs")
+    for each in epochs:
+        args = {
+            **{name: each[name] for name in ("first_update", "updates", "executions", "samples")},
+            "seconds": {name: value for name, value in each["phases"].items() if value},
+        }
+        lane.add(f"epoch {each['epoch']}", _time(each["begin"]), _time(each["seconds"]), args)
+    rows = _rows(run.rows, about)
+    _unfinished(lane, rows, {each["epoch"] for each in epochs})
+    _executions(events.lane(_HOST, 2, "executions"), rows, epochs)
+    _counters(events, rows, about)
+
+
+def _rows(columns: Dict[str, List[float]], about: Dict[str, Any]) -> List[Dict[str, Any]]:
+    """The executions, with their seconds in all."""
+    if sum(1 for name in PHASES for seconds in columns[name] if seconds) > MOST_PHASES:
+        about["executions"] = "Two in a row are drawn as one."
+        rows = Rows(len(columns["begin"]) // 2 * 2)
+        rows.take(columns, math.inf)
+        columns = columns_of(rows.flat)
+    found = []
+    for values in zip(*columns.values()):
+        row: Dict[str, Any] = dict(zip(columns, values))
+        row["seconds"] = sum(row[name] for name in PHASES)
+        found.append(row)
+    return found
+
+
+def _unfinished(lane: Lane, rows: Sequence[Mapping[str, Any]], known: Any) -> None:
+    """The epoch in which a run stands, or in which it ended."""
+    own = [row for row in rows if row["epoch"] not in known]
+    if own:
+        begin, end = own[0]["begin"], own[-1]["begin"] + own[-1]["seconds"]
+        args = {"first_update": int(own[0]["first_update"]), "finished": False}
+        lane.add(f"epoch {own[0]['epoch']:.0f}", _time(begin), _time(end - begin), args)
+
+
+def _executions(
+    lane: Lane, rows: Sequence[Mapping[str, Any]], epochs: Sequence[Mapping[str, Any]]
+) -> None:
+    ends = {each["epoch"]: each for each in epochs}
+    for place, row in enumerate(rows):
+        _execution(lane, row)
+        following = rows[place + 1] if place + 1 < len(rows) else None
+        is_last = following is None or following["epoch"] != row["epoch"]
+        if is_last and row["epoch"] in ends:
+            _rest(lane, _back(rows, place), ends[row["epoch"]], following)
+
+
+def _back(rows: Sequence[Mapping[str, Any]], last: int) -> List[Mapping[str, Any]]:
+    """The rows of the epoch whose last one this is."""
+    first = last
+    while first and rows[first - 1]["epoch"] == rows[last]["epoch"]:
+        first -= 1
+    return list(rows[first : last + 1])
+
+
+def _execution(lane: Lane, row: Mapping[str, Any]) -> None:
+    lengths = {name: _time(row[name]) for name in PHASES}
+    first, count, updates = (int(row[n]) for n in ("first_update", "executions", "updates"))
+    name = "execution" if count == 1 else f"{count} executions"
+    args = {"update": first, "updates": updates, "samples": int(row["samples"])}
+    begin = lane.add(name, _time(row["begin"]), sum(lengths.values()), args)
+    for phase, length in lengths.items():
+        if length:
+            lane.within(phase, begin, length)
+            begin += length
+
+
+def _rest(
+    lane: Lane,
+    own: Sequence[Mapping[str, Any]],
+    epoch: Mapping[str, Any],
+    following: Any,
+) -> None:
+    """What an epoch did after its last execution; nothing where rows of two epochs are joined."""
+    if sum(row["executions"] for row in own) != epoch["executions"]:
+        return
+    for name in sorted(PHASES, key=lambda name: name != "validation"):
+        length = _time(epoch["phases"][name]) - sum(_time(row[name]) for row in own)
+        # What is left of rounding is no event.
+        if length > 1000:
+            lane.add(name, lane.end, length, {"after the executions of epoch": epoch["epoch"]})
+
+
+def _counters(events: Events, rows: Sequence[Mapping[str, Any]], about: Dict[str, Any]) -> None:
+    step = -(-len(rows) // MOST_COUNTS) or 1
+    if step > 1:
+        about["counters"] = f"Of {step} executions in a row, counters show the first."
+    before: Dict[str, float] = {}
+    for row in rows[::step]:
+        values = {
+            "loss": row["loss"],
+            "samples/s": row["samples"] / row["seconds"] if row["seconds"] else 0.0,
+            "memory": row["memory"],
+            "learning rate": row["learning_rate"],
+            "loss scale": row["loss_scale"],
+        }
+        for name, value in values.items():
+            # A counter keeps its value until it gets another one.
+            if before.get(name) != value:
+                events.count(_HOST, name, _time(row["begin"]), value)
+        before = values
+
+
+def _pipeline(events: Events, run: Run, about: Dict[str, Any]) -> None:
+    """One update on the IPUs of a replica, by estimate."""
+    line = run.facts.get("plan", {}).get("timeline")
+    if line is None:
+        return
+    events.process(_PIPELINE, "pipeline (estimated)")
+    update = _mean_update(run.rows)
+    scale = update / line["total"] if update and line["total"] else 1.0
+    tasks = line["tasks"][:MOST_TASKS]
+    about["pipeline"] = {
+        "what": "one update, as the plan estimates it",
+        "schedule": line["schedule"],
+        "utilisation": line["utilisation"],
+        "one second is": "one second: the estimate is scaled to the measured mean of an update"
+        if update
+        else "the estimated time of one micro-batch through all stages and back",
+        "tasks that are left out": len(line["tasks"]) - len(tasks),
+    }
+    lanes = [
+        events.lane(_PIPELINE, stage + 1, f"stage {stage}")
+        for stage in range(1 + max((task[0] for task in tasks), default=-1))
+    ]
+    for stage, micro_batch, is_backward, begin, end in tasks:
+        start = _time(begin * scale)
+        name = f"{'backward' if is_backward else 'forward'} {micro_batch}"
+        lanes[stage].add(name, start, _time(end * scale) - start)
+
+
+def _mean_update(rows: Mapping[str, List[float]]) -> float:
+    """Seconds that the program takes for one update; 0 where there is none."""
+    updates = sum(rows["updates"])
+    return sum(rows["compute"]) / updates if updates else 0.0
+
+
+def _operators(events: Events, found: Mapping[str, Any], about: Dict[str, Any]) -> None:
+    """The operators of one micro-batch."""
+    if not found.get("rows"):
+        return
+    events.process(_OPERATORS, "operators (one micro-batch)")
+    about["operators"] = (
+        "Each event is all calls of one operator of one line in one micro-batch; they are drawn "
+        "one after another, in the order of the report's table."
+    )
+    lanes: Dict[str, Lane] = {}
+    for row in found["rows"]:
+        way = row["direction"]
+        if way not in lanes:
+            known = [*_DIRECTIONS, *(name for name in lanes if name not in _DIRECTIONS), way]
+            lanes[way] = events.lane(_OPERATORS, known.index(way) + 1, way)
+        names = ("module", "kind", "calls", "flops", "bytes", "source", "file", "line")
+        args = {name: row[name] for name in names if row.get(name) not in (None, "")}
+        lanes[way].add(row["operator"], lanes[way].end, _time(row["seconds"]), args)
+
+
+def _time(seconds: float) -> int:
+    """In nanoseconds."""
+    return round(seconds * 1e9)
