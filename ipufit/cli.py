@@ -8,6 +8,8 @@ import sys
 from typing import Callable, Dict, List, NoReturn, Optional, Sequence, Tuple
 
 from ipufit import __version__
+from ipufit.commands import report, watch
+from ipufit.errors import IpufitError
 from ipufit.finding_poptorch import CHOICES, offer_poptorch
 from ipufit.scripts import (
     ScriptError,
@@ -36,6 +38,18 @@ on: every fit is a check, and returns an empty History. Exit status: 0 nothing w
 are findings, 2 the command line or the script can't be read, or the script fails or fits no model.
 """
 
+_EXAMPLES = """\
+examples:
+  ipufit check train.py          what of train.py's model a recorded program would not do
+  ipufit run train.py --lr 0.1   a PopTorch script, with or without the Poplar SDK
+  ipufit watch runs/1            the page of a run of fit(report="runs/1") while it trains
+
+`ipufit COMMAND --help` says more of each.
+"""
+
+# These run what is not ours: what stands behind it on the command line is its own.
+_OF_SCRIPTS = ("run", "check")
+
 
 def main(arguments: Optional[Sequence[str]] = None) -> None:
     """Do what the command line asks for.
@@ -44,16 +58,20 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         arguments: without the name of the command; None means those of this process.
     Raises:
         SystemExit: with status 2, where the command line or the script can't be read; with the
-            script's own status, where it ends itself; with that of the check, after one.
+            script's own status, where it ends itself; with that of any other command, after it.
         BaseException: whatever the script raises.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser, commands = _parsers()
-    given, rest = _split(given)
+    rest: List[str] = []
+    if given and given[0] in _OF_SCRIPTS:
+        given, rest = _split(given)
     options = parser.parse_args(given)
     if options.command is None:
         parser.print_help()
         return
+    if options.command not in _OF_SCRIPTS:
+        raise SystemExit(_status(options))
     command = commands[options.command]
     if (options.script is None) == (options.module is None):
         command.error("give a script, or -m and a module")
@@ -63,6 +81,16 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         return
     offer_poptorch(options.poptorch, tell=_silent if options.quiet else _tell)
     execute()
+
+
+def _status(options: argparse.Namespace) -> int:
+    """Do what a command does that runs no script; a fault of the user's is one line."""
+    try:
+        status: int = options.do(options)
+    except (IpufitError, OSError) as error:
+        sys.stderr.write(f"ipufit {options.command}: {error}\n")
+        return 2
+    return status
 
 
 def _check(options: argparse.Namespace, execute: Callable[[], None]) -> None:
@@ -94,9 +122,12 @@ def _found(
 
 
 def _parsers() -> Tuple[argparse.ArgumentParser, Dict[str, argparse.ArgumentParser]]:
-    """The parser of the whole command, and those of its parts by their names."""
+    """The parser of the whole command, and those of the commands that run scripts, by name."""
     parser = argparse.ArgumentParser(
-        prog="ipufit", description="Keras' compile and fit for PyTorch, on IPUs and elsewhere."
+        prog="ipufit",
+        description="Keras' compile and fit for PyTorch, on IPUs and elsewhere.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"ipufit {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
@@ -127,6 +158,8 @@ def _parsers() -> Tuple[argparse.ArgumentParser, Dict[str, argparse.ArgumentPars
     check.add_argument(
         "--all", action="store_true", help="go on after the first fit, and check every one"
     )
+    report.add(commands)
+    watch.add(commands)
     return parser, {"run": run, "check": check}
 
 

@@ -64,6 +64,7 @@ def facts_of(epochs, executions, **changes):
             "updates": {},
         },
         "layers": [],
+        "totals": {"parameters": 0, "trainable": 0},
         "plan": {"missing": "there is none"},
         "operators": {"missing": "they were not asked for"},
         "warnings": [],
