@@ -366,6 +366,8 @@ class ProgramSpec:
         options: settings of the engine's own, as the user gave them, or None.
         partition: how the module lies on the IPUs of a replica; None for one IPU.
         processes: those that work together on every update.
+        profile_folder: where an engine puts a profile that its own tools read, if it can write one;
+            None for none.
     """
 
     module: nn.Module
@@ -381,6 +383,7 @@ class ProgramSpec:
     options: Any = None
     partition: Optional[Partition] = None
     processes: Processes = ALONE
+    profile_folder: Optional[str] = None
 
     @property
     def run_eagerly(self) -> bool:
@@ -404,7 +407,8 @@ class Program(Protocol):
     the spec's optimizer whole where it lies in parts. An engine may have that one too, for the time
     between programs. ``gather_weights()``, called likewise, brings the module's weights up to date
     where they lie in parts. ``compare(batch, reference, tolerance)`` holds what is recorded for a
-    micro-batch against the module itself. ``profile(batch)`` times the operators of a micro-batch,
+    micro-batch against the module itself. ``popvision`` is the folder of the profile that it writes
+    for PopVision, or None. ``profile(batch)`` times the operators of a micro-batch,
     as :mod:`ipufit.report.files` says; nothing is trained by it.
     """
 

@@ -108,6 +108,7 @@ def _train(
             wants_outputs=any(callback.wants_outputs for callback in given.callbacks),
             cut_every=_cuts(given),
             prefetch=given.prefetch,
+            profile_folder=None if given.report is None else given.report.popvision,
         )
         with session.running(job):
             run = {"first_update": job.program.updates, "first_epoch": given.first_epoch}

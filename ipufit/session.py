@@ -212,6 +212,7 @@ class Session:
         wants_outputs: bool = False,
         cut_every: Sequence[int] = (),
         prefetch: int = 0,
+        profile_folder: Optional[str] = None,
     ) -> Job:
         """Build and prepare a program for a loader; every fault shows before any work.
 
@@ -225,6 +226,7 @@ class Session:
             cut_every: an execution ends wherever the count of this job's updates is a multiple of
                 one of these.
             prefetch: executions to prepare ahead.
+            profile_folder: where the engine puts a profile that its own tools read, if it can.
 
         Raises:
             DataError: the loader's first batch can't be fed, or ``predict`` can't join the outputs.
@@ -238,7 +240,9 @@ class Session:
         try:
             with feed.watched():
                 first = feed.peek(epoch, plan)
-                return self._prepared(feed, first, source, plan, mode, seed, domain, wants_outputs)
+                return self._prepared(
+                    feed, first, source, plan, mode, seed, domain, wants_outputs, profile_folder
+                )
         except BaseException:
             feed.close()
             raise
@@ -273,6 +277,7 @@ class Session:
         seed: int,
         domain: str,
         wants_outputs: bool,
+        profile_folder: Optional[str],
     ) -> Job:
         check_call(self.module, first, self.loss, source)
         self.partitions = self._divider.divided(self, first, mode is Mode.TRAIN)
@@ -280,7 +285,8 @@ class Session:
         plan = dataclasses.replace(plan, micro_batch_size=feed.micro_batch_size or first.size)
         metrics = MetricSet() if mode is Mode.PREDICT else self.metrics.fresh()
         metrics.check_joined(self.processes.num_processes)
-        spec = self._spec(plan, mode, seed, domain, bool(metrics) or wants_outputs)
+        wants_outputs = bool(metrics) or wants_outputs
+        spec = self._spec(plan, mode, seed, domain, wants_outputs, profile_folder)
         program = self.engine.build(spec)
         if mode is Mode.TRAIN:
             self._training = program
@@ -346,7 +352,13 @@ class Session:
         return strategy == "pipelined" and stages > 1 if chosen is None else bool(chosen)
 
     def _spec(
-        self, plan: Plan, mode: Mode, seed: int, domain: str, has_metrics: bool
+        self,
+        plan: Plan,
+        mode: Mode,
+        seed: int,
+        domain: str,
+        wants_outputs: bool,
+        profile_folder: Optional[str],
     ) -> ProgramSpec:
         fixed_seed = None if mode is Mode.TRAIN else self.fixed.inference_seed
         # What a step of its own predicts is no (outputs, loss).
@@ -357,7 +369,7 @@ class Session:
             optimizer=self._optimizer if mode is Mode.TRAIN else None,
             plan=plan,
             mode=mode,
-            want_outputs=has_metrics or mode is Mode.PREDICT,
+            want_outputs=wants_outputs or mode is Mode.PREDICT,
             seed=seed if fixed_seed is None else fixed_seed[0],
             domain=domain,
             first_update=self.updates,
@@ -365,6 +377,7 @@ class Session:
             options=self._options.get(role_of(mode)),
             partition=self.partitions.of(mode is Mode.TRAIN),
             processes=self.processes,
+            profile_folder=profile_folder,
         )
 
     def explain(self) -> str:

@@ -6,6 +6,7 @@
 - ``status``: "running", "finished", "interrupted" or "failed"; ``error``: the text of a failure.
 - ``title``: class of the module. ``begun``: when, as ISO 8601 in UTC. ``seconds``: so far.
 - ``params``: those of History. ``explain``: lines of text.
+- ``popvision``: folder of the profile that PopVision opens; None where none is written.
 - ``environment``: names and values of what ran it.
 - ``history``: ``{"epoch": [...], "history": {name: [[place, value], ...]}, "updates": {name:
   [[update, value], ...]}}``, as History.to_json has it.
@@ -51,6 +52,7 @@ __all__ = [
     "FACTS",
     "FORMAT",
     "PAGE",
+    "POPVISION",
     "TORCH_TRACE",
     "TRACE",
     "plain",
@@ -62,6 +64,7 @@ __all__ = [
 FORMAT = "ipufit.Report/1"
 FACTS, EXECUTIONS = "run.json", "executions.f64"
 PAGE, TRACE, TORCH_TRACE = "report.html", "trace.json", "torch_trace.json"
+POPVISION = "popvision"
 
 
 def write_text(path: str, text: str) -> None:

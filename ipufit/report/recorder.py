@@ -175,6 +175,7 @@ class Recorder:
                 layers=facts.layers(session.module, job.first),
                 totals=facts.totals(session.module),
                 plan=facts.partition(session, job.plan),
+                popvision=getattr(job.program, "popvision", None),
             )
             self._write()
         self._profiler.start()

@@ -8,7 +8,7 @@ from typing import Any, Optional, Union
 
 from ipufit.errors import ConfigurationError
 from ipufit.faults import one_of
-from ipufit.report.files import EXECUTIONS, FACTS
+from ipufit.report.files import EXECUTIONS, FACTS, POPVISION
 
 __all__ = ["Report", "refuse_report", "resolve_report"]
 
@@ -59,6 +59,11 @@ class Report:
         self.overwrite = overwrite
         self.operators = operators
         self.profiler = profiler
+
+    @property
+    def popvision(self) -> str:
+        """The folder of PopVision's profile, of an engine that has one."""
+        return os.path.abspath(os.path.join(self.folder, POPVISION))
 
     def __repr__(self) -> str:
         return f"Report({self.folder!r})"

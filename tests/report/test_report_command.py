@@ -129,11 +129,11 @@ def test_a_run_that_failed_before_it_began_has_few_numbers(tmp_path, capsys):
     folder = tmp_path / "run"
     model = ipufit.Model(nn.Linear(3, 2))
     model.compile("sgd", "mse")
-    with pytest.raises(ipufit.DataError):
+    with pytest.raises(RuntimeError):
         model.fit(torch.ones(4, 5), torch.ones(4, 2), report=folder, verbose=0)
     (found,) = json.loads(run(capsys, folder, "--json")[1])["runs"]
     assert (found["status"], found["samples_per_second"], found["final"]) == ("failed", None, {})
-    assert found["error"].startswith("DataError: ")
+    assert found["error"].startswith("RuntimeError: ")
     assert run(capsys, folder)[0] == 0
 
 

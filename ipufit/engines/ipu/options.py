@@ -6,6 +6,7 @@ from typing import Any
 
 from ipufit.engines.ipu.launched import new_options, set_replicas
 from ipufit.engines.ipu.placing import place
+from ipufit.engines.ipu.profiling import set_profile
 from ipufit.engines.ipu.size import Size
 from ipufit.errors import ConfigurationError
 from ipufit.program import Mode, ProgramSpec
@@ -69,6 +70,7 @@ def make_options(sdk: Any, given: Any, spec: ProgramSpec, size: Size) -> Any:
             kind = sdk.ReductionType.Mean
         options.Training.accumulationAndReplicationReductionType(kind)
         _offload(sdk, options, spec)
+        set_profile(options, spec, size)
     if spec.plan.idle_ipus:
         options.autoRoundNumIPUs(True)
     if spec.partition is not None:

@@ -18,6 +18,7 @@ from ipufit.engines.ipu.failures import told
 from ipufit.engines.ipu.limits import check_trained
 from ipufit.engines.ipu.options import seed_of
 from ipufit.engines.ipu.ownership import Programs
+from ipufit.engines.ipu.profiling import place_of_profile
 from ipufit.engines.ipu.reading import anchors_of
 from ipufit.engines.ipu.shapes import Shapes
 from ipufit.engines.ipu.size import Size
@@ -62,6 +63,9 @@ class TrainingProgram:
     The main program works on the user's own module, from the first :meth:`prepare` until
     :meth:`close`. It has one shape; updates that do not fill it run in smaller programs on copies
     of the module, to and from which weights and optimizer state go through the host.
+
+    Attributes:
+        popvision: folder of its profile; None where none is written.
     """
 
     def __init__(self, engine: IpuEngine, spec: ProgramSpec) -> None:
@@ -89,6 +93,7 @@ class TrainingProgram:
         if schedule is not None and schedule.per_update:
             # Settings change between calls only.
             self._size = dataclasses.replace(self._size, iterations=1)
+        self.popvision = place_of_profile(engine.sdk, spec.options, spec)
         self._programs = Programs(engine, spec, self._host, spec.optimizer)
         self._shapes = Shapes(spec, self._size, self._programs)
         self._closed = False
