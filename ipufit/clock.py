@@ -6,7 +6,7 @@ import contextlib
 import time
 from typing import Any, ContextManager, Dict, Iterator, List, TypeVar
 
-__all__ = ["NO_CLOCK", "PHASES", "Clock", "NoClock"]
+__all__ = ["NO_CLOCK", "PHASES", "Clock", "NoClock", "Span"]
 
 T = TypeVar("T")
 
@@ -49,7 +49,10 @@ class Clock(NoClock):
         self._seconds = [0.0] * len(PHASES)
         self._phases: List[int] = [PHASES.index("other")]
         self._since = time.perf_counter()
-        self._spans = {name: _Span(self, place) for place, name in enumerate(PHASES)}
+        self._spans = {name: self._span(place) for place, name in enumerate(PHASES)}
+
+    def _span(self, place: int) -> Span:
+        return Span(self, place)
 
     def during(self, phase: str) -> ContextManager[object]:
         """The block belongs to this phase."""
@@ -82,7 +85,7 @@ class Clock(NoClock):
         self._since = now
 
 
-class _Span:
+class Span:
     """One phase of a clock; entered any number of times."""
 
     __slots__ = ("_clock", "_place")

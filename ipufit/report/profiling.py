@@ -3,11 +3,102 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+import warnings
+from typing import Any, Iterator, List, TypeVar
 
+import torch
+from torch.profiler import ProfilerAction
+
+from ipufit.clock import PHASES, Clock, Span
+from ipufit.errors import ConfigurationError
 from ipufit.report.files import TORCH_TRACE
 
-__all__ = ["Profiler"]
+__all__ = ["NamingClock", "Profiler", "refuse_profiler"]
+
+T = TypeVar("T")
+
+
+def refuse_profiler(profiler: Any) -> None:
+    """Find out before any work whether it can look on.
+
+    Args:
+        profiler: a ``torch.profiler.profile``; None for none.
+
+    Raises:
+        ConfigurationError: it has been started before, or another one runs.
+    """
+    if profiler is None:
+        return
+    # torch's own, or one that begins like it: what it knows only after start().
+    names = ("profiler", "step_rec_fn")
+    if any(getattr(profiler, name, None) is not None for name in names):
+        raise ConfigurationError(
+            "profiler of Report must be new, but this one was started before: it runs, or has been "
+            "given to another fit. Make one for every fit, and let fit start and stop it."
+        )
+    autograd: Any = torch.autograd
+    if autograd._profiler_enabled():
+        raise ConfigurationError(
+            "profiler of Report can't look on while another profiler runs, and one does. Call fit "
+            "outside of its `with` block, or leave profiler out: the other one sees what fit does."
+        )
+
+
+class NamingClock(Clock):
+    """A clock that lets a profiler see executions and phases by name.
+
+    Those are "ipufit execution", from when its data is there, and "ipufit compute" and the like.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._execution: Any = None
+
+    def _span(self, place: int) -> Span:
+        return _Named(self, place)
+
+    def reading(self, values: Iterator[T]) -> Iterator[T]:
+        """The values; what is done with each, up to :meth:`executed`, is an execution."""
+        for value in super().reading(values):
+            self._execution = _name("execution")
+            self._execution.__enter__()
+            try:
+                yield value
+            finally:
+                self.executed()
+            # Whoever has made the value may want its memory back for the next one.
+            del value
+
+    def executed(self) -> None:
+        """The execution is over; safe twice."""
+        execution, self._execution = self._execution, None
+        if execution is not None:
+            execution.__exit__(None, None, None)
+
+
+class _Named(Span):
+    """A phase that a profiler sees."""
+
+    __slots__ = ("_open", "_phase")
+
+    def __init__(self, clock: Clock, place: int) -> None:
+        super().__init__(clock, place)
+        self._phase = PHASES[place]
+        self._open: List[Any] = []
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        # The same phase may lie within itself.
+        self._open.append(_name(self._phase))
+        self._open[-1].__enter__()
+
+    def __exit__(self, *about: Any) -> None:
+        self._open.pop().__exit__(*about)
+        super().__exit__(*about)
+
+
+def _name(what: str) -> Any:
+    return torch.autograd.profiler.record_function(f"ipufit {what}")
 
 
 class Profiler:
@@ -16,12 +107,17 @@ class Profiler:
     Args:
         profiler: a ``torch.profiler.profile``; None for none.
         folder: of the report, where its trace goes.
+
+    Attributes:
+        clock: whose phases the profiler sees, if there is one.
     """
 
     def __init__(self, profiler: Any, folder: str) -> None:
         self._profiler = profiler
         self._path = os.path.join(folder, TORCH_TRACE)
         self._runs = False
+        self._names = None if profiler is None else NamingClock()
+        self.clock = self._names or Clock()
 
     def start(self) -> None:
         """Training begins."""
@@ -31,15 +127,32 @@ class Profiler:
 
     def step(self) -> None:
         """An execution is over."""
-        if self._runs:
+        if self._runs and self._names is not None:
+            self._names.executed()
             self._profiler.step()
 
     def stop(self) -> None:
-        """Training is over; safe twice."""
+        """Training is over; safe twice.
+
+        Warns:
+            UserWarning: the profiler has nothing to show.
+        """
         if not self._runs:
             return
         self._runs = False
+        waits = getattr(self._profiler, "current_action", None) is ProfilerAction.WARMUP
         self._profiler.stop()
         # One with a handler of its own has done something else with what it has seen.
-        if getattr(self._profiler, "on_trace_ready", None) is None:
-            self._profiler.export_chrome_trace(self._path)
+        has_handler = getattr(self._profiler, "on_trace_ready", None) is not None
+        if has_handler or not hasattr(self._profiler, "export_chrome_trace"):
+            return
+        if waits or getattr(self._profiler, "profiler", self) is None:
+            warnings.warn(
+                f"profiler of Report has nothing to show, so that there is no {TORCH_TRACE}: at "
+                "the end of the run its schedule was waiting or warming up. Choose a schedule that "
+                "ends before the run does, or pass on_trace_ready.",
+                UserWarning,
+                stacklevel=2,
+            )
+            return
+        self._profiler.export_chrome_trace(self._path)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, Optional
 
 import torch
 
-from ipufit.clock import NO_CLOCK, PHASES, Clock
+from ipufit.clock import NO_CLOCK, PHASES
 from ipufit.errors import ConfigurationError
 from ipufit.meter import Meter
 from ipufit.report import facts
@@ -98,7 +98,8 @@ class Recorder:
     def __init__(self, session: Session, report: Report, goes_on_from: Optional[int]) -> None:
         self._session = session
         self._report = report
-        self.clock = Clock()
+        self._profiler = Profiler(report.profiler, report.folder)
+        self.clock = self._profiler.clock
         self.heard = Heard()
         self._rows = Rows()
         self._earlier = 0.0
@@ -123,7 +124,6 @@ class Recorder:
             ) from error
         self._start = time.perf_counter()
         self._device = next((p.device for p in session.module.parameters()), torch.device("cpu"))
-        self._profiler = Profiler(report.profiler, report.folder)
         self._job: Optional[Job] = None
         self._history: Optional[History] = None
         self._written, self._joined = len(self._rows.flat), self._rows.joined

@@ -9,6 +9,7 @@ from typing import Any, Optional, Union
 from ipufit.errors import ConfigurationError
 from ipufit.faults import one_of
 from ipufit.report.files import EXECUTIONS, FACTS, POPVISION
+from ipufit.report.profiling import refuse_profiler
 
 __all__ = ["Report", "refuse_report", "resolve_report"]
 
@@ -111,13 +112,15 @@ def refuse_report(report: Report, resumes: bool) -> None:
         resumes: whether a run goes on, whose report then goes on too.
 
     Raises:
-        ConfigurationError: no page can be made, or the folder is not free.
+        ConfigurationError: no page can be made, the profiler can't look on, or the folder is not
+            free.
     """
     if importlib.util.find_spec("plotly") is None:
         raise ConfigurationError(
             "report draws its curves with plotly, which is not installed. Run: "
             "pip install ipufit[report]"
         )
+    refuse_profiler(report.profiler)
     if os.path.exists(report.folder) and not os.path.isdir(report.folder):
         raise ConfigurationError(
             f"report must be a folder, but {report.folder!r} is a file. Pass another path."
