@@ -8,7 +8,7 @@ import sys
 from typing import Callable, Dict, List, NoReturn, Optional, Sequence, Tuple
 
 from ipufit import __version__
-from ipufit.commands import report, watch
+from ipufit.commands import conformance, doctor, report, watch
 from ipufit.errors import IpufitError
 from ipufit.finding_poptorch import CHOICES, offer_poptorch
 from ipufit.scripts import (
@@ -66,6 +66,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     rest: List[str] = []
     if given and given[0] in _OF_SCRIPTS:
         given, rest = _split(given)
+    if given and given[0] == conformance.NAME:
+        raise SystemExit(conformance.run(given[1:]))
     options = parser.parse_args(given)
     if options.command is None:
         parser.print_help()
@@ -160,6 +162,8 @@ def _parsers() -> Tuple[argparse.ArgumentParser, Dict[str, argparse.ArgumentPars
     )
     report.add(commands)
     watch.add(commands)
+    doctor.add(commands)
+    conformance.add(commands)
     return parser, {"run": run, "check": check}
 
 

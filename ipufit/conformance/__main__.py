@@ -14,17 +14,20 @@ from ipufit.conformance.running import chosen, run
 __all__ = ["main"]
 
 
-def main(arguments: Optional[Sequence[str]] = None) -> int:
+def main(
+    arguments: Optional[Sequence[str]] = None, prog: str = "python -m ipufit.conformance"
+) -> int:
     """Run it.
 
     Args:
         arguments: of the command line; None means those of this process.
+        prog: how it was called, for its texts.
     Returns:
         The exit status: 0 if all that is judged passed, 1 if not.
     Raises:
         SystemExit: with status 2, where the command line asks for what is not there.
     """
-    parser = _parser()
+    parser = _parser(prog)
     options = parser.parse_args(arguments)
     patterns = options.only or ["*"]
     with contextlib.ExitStack() as stack:
@@ -48,9 +51,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     return 0 if all(table.passed for table in tables) else 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m ipufit.conformance",
+        prog=prog,
         description="Run the cases that fix what PopTorch's words mean, and print a table.",
     )
     parser.add_argument(

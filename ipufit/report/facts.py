@@ -41,6 +41,7 @@ def environment(session: Session) -> Dict[str, str]:
     }
     if session.processes.are_several:
         found["processes"] = session.processes.describe()
+        found["report"] = "seconds, memory and warnings of process 0; losses and samples of all"
     return found
 
 
