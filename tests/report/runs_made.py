@@ -55,8 +55,11 @@ def facts_of(epochs, executions, **changes):
             }
             for epoch in range(epochs)
         ],
-        "environment": {"torch": "2"},
-        "params": {"epochs": epochs},
+        "environment": {
+            **{"ipufit": "1", "torch": "2", "Python": "3", "system": "Linux x86_64"},
+            **{"engine": "embedded", "device": "cpu", "threads": "1", "cores": "2"},
+        },
+        "params": {"epochs": epochs, "gradient_accumulation": 1, "device_iterations": 1},
         "explain": ["Plan for training"],
         "history": {
             "epoch": list(range(epochs)),
