@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pathlib
 import sys
 from typing import Any, List, Optional
 
@@ -75,7 +76,6 @@ def _do(options: argparse.Namespace) -> int:
         write_text(path, page_of([Run.read(folder) for folder in options.folders]))
     sys.stdout.write(f"{path}\n")
     if options.open:
-        import pathlib
         import webbrowser
 
         webbrowser.open(pathlib.Path(path).resolve().as_uri())
