@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, List, Mapping, Sequence
+from typing import Any, Dict, List, Mapping, Sequence, Set
 
 from ipufit.clock import PHASES
 from ipufit.report.files import plain
@@ -51,7 +51,8 @@ def _host(events: Events, run: Run, about: Dict[str, Any]) -> None:
     about["phases"] = (
         "Of an execution the seconds of each phase are measured, and not their order: phases are "
         "drawn one after another in one order. What an epoch does after its last execution is "
-        "drawn after that: its validation, and then the other phases, likewise."
+        "drawn after that: its validation, and then the other phases, likewise. It is left out "
+        "where executions of two epochs are joined, or a run went on in the middle of one."
     )
     lane = events.lane(_HOST, 1, "epochs")
     for each in epochs:
@@ -81,7 +82,7 @@ def _rows(columns: Dict[str, List[float]], about: Dict[str, Any]) -> List[Dict[s
     return found
 
 
-def _unfinished(lane: Lane, rows: Sequence[Mapping[str, Any]], known: Any) -> None:
+def _unfinished(lane: Lane, rows: Sequence[Mapping[str, Any]], known: Set[int]) -> None:
     """The epoch in which a run stands, or in which it ended."""
     own = [row for row in rows if row["epoch"] not in known]
     if own:
@@ -96,10 +97,9 @@ def _executions(
     ends = {each["epoch"]: each for each in epochs}
     for place, row in enumerate(rows):
         _execution(lane, row)
-        following = rows[place + 1] if place + 1 < len(rows) else None
-        is_last = following is None or following["epoch"] != row["epoch"]
+        is_last = place + 1 == len(rows) or rows[place + 1]["epoch"] != row["epoch"]
         if is_last and row["epoch"] in ends:
-            _rest(lane, _back(rows, place), ends[row["epoch"]], following)
+            _rest(lane, _back(rows, place), ends[row["epoch"]])
 
 
 def _back(rows: Sequence[Mapping[str, Any]], last: int) -> List[Mapping[str, Any]]:
@@ -122,13 +122,12 @@ def _execution(lane: Lane, row: Mapping[str, Any]) -> None:
             begin += length
 
 
-def _rest(
-    lane: Lane,
-    own: Sequence[Mapping[str, Any]],
-    epoch: Mapping[str, Any],
-    following: Any,
-) -> None:
-    """What an epoch did after its last execution; nothing where rows of two epochs are joined."""
+def _rest(lane: Lane, own: Sequence[Mapping[str, Any]], epoch: Mapping[str, Any]) -> None:
+    """What an epoch did after its last execution.
+
+    Nothing is drawn where rows of two epochs are joined, or the epoch began in an earlier part of
+    the run: whose the seconds are is not known then.
+    """
     if sum(row["executions"] for row in own) != epoch["executions"]:
         return
     for name in sorted(PHASES, key=lambda name: name != "validation"):

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import warnings
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Optional
 
 from ipufit.engines.ipu.sdk import is_standin
 from ipufit.engines.ipu.size import Size
@@ -71,7 +71,7 @@ def _folder(spec: ProgramSpec) -> str:
     return os.path.join(spec.profile_folder, *([f"process-{process}"] if process else []))
 
 
-def _beside(spec: ProgramSpec, size: Size) -> Any:
+def _beside(spec: ProgramSpec, size: Size) -> List[str]:
     """The folder within that one of a program that is not the main one."""
     main, schedule = Size.of(spec.plan), spec.recipe.schedule
     if schedule is not None and schedule.per_update:
