@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
+from ipufit.callbacks import Callback
 from ipufit.engines.ipu import failures, sdk
 from ipufit.errors import (
     ConfigurationError,
@@ -120,6 +121,50 @@ def test_every_optimizer_trains_alike_and_its_state_is_torchs(name):
     net, plan = MLP().double(), Plan(4, 3)
     expected = life("embedded", net, OPTIMIZERS[name], plan)
     assert_alike(expected, life("ipu-standin", net, OPTIMIZERS[name], plan))
+
+
+class Unsized:
+    """Batches of which nobody knows how many there are, so that the last one is a surprise."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+class Slower(Callback):
+    """Changes the rate before the first update of a fit, when all programs are compiled."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 0:
+            self.model.optimizer.param_groups[0]["lr"] /= 4
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("iterations", [1, 3])
+def test_settings_that_change_beside_state_that_was_handed_over_count(name, iterations):
+    """State that waits for the device must not bring the settings before with it."""
+
+    def trained(engine):
+        net = copy.deepcopy(MLP().double())
+        model = ipufit.Model(net, engine=engine)
+        optimizer = OPTIMIZERS[name](net.parameters())
+        halved = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        model.compile(optimizer, "cross_entropy", lr_scheduler=halved)
+        loader = Unsized(DataLoader(TensorDataset(X, Y), batch_size=4))
+        how = {"device_iterations": iterations, "seed": 5, "verbose": 0}
+        model.fit(loader, epochs=2, **how)
+        found = [copy.deepcopy(net.state_dict())]
+        model.compile(optimizer, "cross_entropy")
+        model.fit(loader, callbacks=Slower(), **how)
+        return [*found, net.state_dict()]
+
+    torch.manual_seed(0)
+    state = torch.random.get_rng_state()
+    expected = trained("embedded")
+    torch.random.set_rng_state(state)
+    assert_alike(expected, trained("ipu-standin"))
 
 
 @pytest.mark.parametrize(

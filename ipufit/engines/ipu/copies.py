@@ -195,9 +195,22 @@ class Trained:
 
     def send(self, rows: Sequence[Dict[str, Any]]) -> None:
         """Tell the device of the settings of the coming updates, if they are others."""
-        if self.optimizer.changed(rows):
-            with told(self._sdk, "changing the settings of the optimizer"):
-                self.executor.setOptimizer(self.optimizer.own)
+        if not self.optimizer.changed(rows):
+            return
+        with told(self._sdk, "changing the settings of the optimizer"):
+            if self.optimizer.waits:
+                # State that goes to the device with the run would bring the settings before these.
+                OWNER.release(self.executor)
+                self.take()
+            self.executor.setOptimizer(self.optimizer.own)
+
+    def take(self) -> bool:
+        """Take the device; whether another program, or none, had it before."""
+        fresh = OWNER.take(self.executor)
+        if fresh:
+            # Attaching brings the optimizer's state over.
+            self.optimizer.waits = False
+        return fresh
 
     def destroy(self) -> None:
         """Let the program go; safe twice."""

@@ -97,6 +97,8 @@ class DeviceOptimizer:
 
     Attributes:
         own: PopTorch's optimizer.
+        waits: whether state that was handed over waits for the next run, or for the program to be
+            attached anew, and with it the settings of that moment.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class DeviceOptimizer:
         self._kind = type(optimizer)
         self._originals = dict(originals)
         self._settings = _SETTINGS[self._kind]
-        self._loaded = False
+        self._loaded = self.waits = False
         by_id = {id(original): parameters[name] for name, original in originals.items()}
         groups = []
         for group in optimizer.param_groups:
@@ -183,6 +185,7 @@ class DeviceOptimizer:
             state.update(device_state(self._kind, name, original, known, self._loaded))
         self._loaded = True
         if state:
+            self.waits = True
             # The settings stay as the program has them: PopTorch would warn of each one left out.
             present = self.own.state_dict()
             settings = present.get("ipu_param") or {}

@@ -128,7 +128,7 @@ class Programs:
             if self._current is program:
                 if not self._is_attached(program):
                     self._meet()
-                fresh = OWNER.take(program.executor)
+                fresh = program.take()
                 if not fresh and self._host.versions() != self._versions:
                     _send_weights(program.executor)
                 self._versions = self._host.versions()
@@ -136,13 +136,15 @@ class Programs:
             self.leave()
             self._meet()
             program.load()
-            OWNER.take(program.executor)
+            program.take()
         self._enter(program)
 
     def count(self, updates: int) -> None:
         """So many updates were made by the program that has the weights."""
         self.updates += updates
         self._unstored += updates
+        if self._current is not None:
+            self._current.optimizer.waits = False
 
     def take_over_changes(self) -> None:
         """Callbacks may have changed weights, buffers or the state of the optimizer."""
