@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ipufit import tree
 
-__all__ = ["Work", "work_of"]
+__all__ = ["Work", "bytes_of", "flops_of", "work_of"]
 
 # What a tile can do per clock at best: FLOPs of a matrix product in 32 and in 16 bits, and bytes
 # between its memory and its registers. Only the ratio of two operators' times is ever used.
@@ -45,7 +45,7 @@ def work_of(operator: Any, args: Sequence[Any], kwargs: Dict[str, Any], result: 
     if _is_view(operator):
         return Work()
     inputs, outputs = _tensors((args, kwargs)), _tensors(result)
-    flops = _flops(operator, args, result)
+    flops = flops_of(operator, args, result)
     rate = _FLOPS_16 if outputs and outputs[0].element_size() <= 2 else _FLOPS_32
     moved = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
     return Work(flops, max(flops / rate, moved / _BYTES))
@@ -63,13 +63,51 @@ def _is_view(operator: Any) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
-def _flops(operator: Any, args: Sequence[Any], result: Any) -> int:
-    name = operator._schema.name.partition("::")[2]
+def flops_of(operator: Any, args: Sequence[Any], result: Any) -> int:
+    """Two per multiply-add of matrix products, convolutions and attention; 0 for all else.
+
+    The same as ``torch.utils.flop_counter`` has, and more where that leaves something out: products
+    with vectors (mv, addmv, dot, vdot), addbmm, and attention in one operator on a CPU.
+    """
+    name = _name(operator)
     if name in _TABLE:
         return _TABLE[name](args, result)
     if name.startswith("_scaled_dot_product_") and "attention" in name:
         return _attention_backward(args) if name.endswith("_backward") else _attention(args)
     return 0
+
+
+def bytes_of(operator: Any, args: Sequence[Any], kwargs: Dict[str, Any], result: Any) -> int:
+    """What one call of an ATen operator reads and writes in memory; of a view, nothing.
+
+    Each argument and each result once, and of what is expanded only what is there. What is looked
+    up in a table is read as often as it is wanted, and no more of the table.
+    """
+    name = _name(operator)
+    if _is_view(operator) or name in _ONLY_MAKE:
+        return 0
+    outputs = _tensors(result)
+    written = sum(map(_held, outputs))
+    if name in _FILL:
+        return written
+    own = {id(tensor) for tensor in _tensors(kwargs.get("out"))}
+    inputs = [tensor for tensor in _tensors((args, kwargs)) if id(tensor) not in own]
+    if name == "copy_":
+        inputs = inputs[1:]
+    read = [_held(tensor) for tensor in inputs]
+    if name in _LOOK_UP and read:
+        read[0] = min(read[0], written)
+    return sum(read) + written
+
+
+def _held(tensor: Tensor) -> int:
+    """Bytes of its elements, those that are one in memory counted once."""
+    sizes = [size for size, stride in zip(tensor.shape, tensor.stride()) if stride or not size]
+    return math.prod(sizes) * tensor.element_size()
+
+
+def _name(operator: Any) -> str:
+    return str(operator._schema.name.partition("::")[2])
 
 
 def _product(first: int) -> Callable[[Sequence[Any], Any], int]:
@@ -105,6 +143,28 @@ def _attention_backward(args: Sequence[Any]) -> int:
     return int(2 * pairs * (3 * query.shape[-1] + 2 * value.shape[-1]))
 
 
+# They make a tensor that nobody has written to.
+_ONLY_MAKE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+# They write without reading.
+_FILL = {
+    "arange",
+    "fill_",
+    "full",
+    "full_like",
+    "new_full",
+    "new_ones",
+    "new_zeros",
+    "ones",
+    "ones_like",
+    "zero_",
+    "zeros",
+    "zeros_like",
+}
+
+# They read of their first argument what their result has.
+_LOOK_UP = {"embedding", "gather", "index", "index_select"}
+
 _TABLE: Dict[str, Callable[[Sequence[Any], Any], int]] = {
     "mm": _product(0),
     "bmm": _product(0),
@@ -115,6 +175,7 @@ _TABLE: Dict[str, Callable[[Sequence[Any], Any], int]] = {
     "dot": _product(0),
     "vdot": _product(0),
     "addbmm": lambda args, result: 2 * args[1].numel() * args[2].shape[-1],
+    "_linear_pointwise": _product(0),
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
 }

@@ -21,13 +21,18 @@
   ``schedule``, and ``least_accumulation`` for utilisations of 0.8 and 0.9, or None where none
   reaches it; or ``{"missing": why}``.
 - ``operators``: one micro-batch, operator by operator, as a program's ``profile`` gives it:
-  ``micro_batch_size``, ``way``, ``device``; ``rows``, each with ``operator``, ``direction``
-  ("forward" or "backward"), ``module``, ``kind``, ``file``, ``line``, ``source``, ``calls``,
-  ``seconds``, ``flops`` and ``bytes`` (moved); ``peak``: ``flops`` and ``bytes`` per second that
-  this machine reached on large tensors of ``dtype``; ``memory``: bytes that are there all the time
-  (``fixed``: ``weights``, ``buffers``, ``gradients``, ``optimizer``, ``batch``), bytes of values
-  after each operator (``curve``: lists of operator, module, direction and bytes, in order), their
-  ``peak``, and ``total``. Or ``{"missing": why}``.
+  ``micro_batch_size``, ``way``, ``device``; ``timed``: how, in words; ``note``: what is otherwise
+  in the run itself, or ""; ``rows``, each with ``operator``, ``direction`` ("forward", "backward",
+  or "optimizer" for a whole weight update), ``module`` ("" for the user's own, "loss" for what the
+  loss computes, "gradients" for what joins those of all modules), ``kind``, ``file``, ``line``,
+  ``source``, ``calls``, ``seconds``, ``flops`` and ``bytes`` (moved); ``peak``: ``flops`` and
+  ``bytes`` per second that this machine reached on large tensors of ``dtype``, each None where it
+  can't be measured; ``memory``: bytes that are there all the time (``fixed``: ``weights``,
+  ``buffers`` of all replicas, ``gradients`` that are added up, ``optimizer``, ``snapshot``: copies
+  to go back to, ``batch``: the samples of an execution, ``outputs``: those kept until its end),
+  bytes of values while each operator runs (``curve``: lists of operator, module, direction and
+  bytes, in order; of a long one, the highest of several points), their ``peak``, and ``total``.
+  Or ``{"missing": why}``.
 - ``warnings``: ``text``, ``cure``, ``kind`` ("warning" of Python's, or "advice"), ``place`` (file
   and line, or ""), ``count``.
 

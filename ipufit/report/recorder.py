@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, Optional
 import torch
 
 from ipufit.clock import NO_CLOCK, PHASES
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, IpufitError
 from ipufit.meter import Meter
 from ipufit.report import facts
 from ipufit.report.advice import advised
@@ -274,7 +274,20 @@ class Recorder:
         if profile is None:
             name = self._session.engine.name
             return {"missing": f"the {name} engine can't time single operators"}
-        found: Dict[str, Any] = profile(self._job.first)
+        try:
+            found: Dict[str, Any] = profile(self._job.first)
+        except IpufitError as error:
+            return {"missing": str(error)}
+        except Exception as error:
+            # Hours of training are worth more than a table.
+            why = f"{type(error).__name__}: {error}"
+            warnings.warn(
+                f"the operators of the report could not be timed ({why}). Training goes on, and "
+                "the report has all else; Report(operators=False) does not try.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return {"missing": why}
         return found
 
     def _flush(self) -> None:

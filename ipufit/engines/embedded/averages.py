@@ -109,6 +109,10 @@ class Averages:
             for slot in block.slots
         }
 
+    def held(self) -> List[Tensor]:
+        """The tensors that they are in."""
+        return self._tensors
+
     def snapshot(self) -> List[Tensor]:
         """Copies of the averages."""
         return [] if self._fresh else [tensor.clone() for tensor in self._tensors]

@@ -313,8 +313,11 @@ class EmbeddedEngine:
         total = spec.plan.own_micro_batches_per_update
         step = self.step_module(spec.module, spec.loss)
 
-        def make(merged: MergedStep, arguments: Sequence[Tensor]) -> Callable[..., List[Tensor]]:
-            return self._make(merged, step, arguments, spec.recipe.jit, ())[0]
+        def make(
+            merged: MergedStep, arguments: Sequence[Tensor]
+        ) -> Tuple[Callable[..., List[Tensor]], Optional[fx.GraphModule]]:
+            run, _, lowered, _ = self._make(merged, step, arguments, spec.recipe.jit, ())
+            return run, lowered.graph
 
         key = (total, spec.recipe.accumulation_dtype)
         if key not in recorded.merging:

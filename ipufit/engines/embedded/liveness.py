@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Dict, List
+from typing import Dict, List, Tuple
 
 from torch import Tensor, fx
 
 from ipufit.engines.embedded.aliases import Memories
 
-__all__ = ["peak_bytes"]
+__all__ = ["alive_bytes", "peak_bytes"]
 
 
 def peak_bytes(graph: fx.GraphModule) -> int:
-    """The most memory that intermediate values and results take at one time, in bytes.
+    """The most memory that intermediate values and results take at one time, in bytes."""
+    return max((alive for _, alive in alive_bytes(graph)), default=0)
+
+
+def alive_bytes(graph: fx.GraphModule) -> List[Tuple[fx.Node, int]]:
+    """The memory that intermediate values and results take while each node runs, in bytes.
 
     Counted from shapes: each value takes its memory when it is computed, and gives it back after
     its last use. Arguments, and what operators need for themselves, are left out.
@@ -28,16 +33,17 @@ def peak_bytes(graph: fx.GraphModule) -> int:
     for memory, index in last.items():
         ends.setdefault(index, []).append(memory)
     size: Dict[fx.Node, int] = {}
-    now = most = 0
+    now = 0
+    curve: List[Tuple[fx.Node, int]] = []
     for index, node in enumerate(nodes):
         memory = memories.of(node)
         if memory not in given and memory not in size and isinstance(node.meta.get("val"), Tensor):
             size[memory] = _bytes(node.meta["val"])
             now += size[memory]
-        most = max(most, now)
+        curve.append((node, now))
         for ended in ends.get(index, ()):
             now -= size.get(ended, 0)
-    return most
+    return curve
 
 
 def _bytes(value: Tensor) -> int:

@@ -16,10 +16,13 @@ __all__ = [
     "graph_in_recording",
     "is_backward",
     "layers_marked",
+    "mark_again",
     "mark_backward",
+    "recorded_as",
     "segment_of",
 ]
 
+_AGAIN = "ipufit_again"
 _BACKWARD = "ipufit_backward"
 _SEGMENT = "ipufit_segment"
 
@@ -37,6 +40,17 @@ def is_backward(node: fx.Node) -> bool:
 def mark_backward(node: fx.Node) -> None:
     """Count the node among those of the backward pass."""
     node.meta[_BACKWARD] = True
+
+
+def mark_again(node: fx.Node, first: fx.Node) -> None:
+    """Note that the node computes again what another one was recorded for."""
+    node.meta[_AGAIN] = recorded_as(first)
+
+
+def recorded_as(node: fx.Node) -> str:
+    """The name that the node, or the one that it computes again, had in the recording."""
+    found: str = node.meta.get(_AGAIN, node.name)
+    return found
 
 
 def segment_of(node: fx.Node) -> Optional[int]:

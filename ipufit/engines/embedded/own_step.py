@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from typing import Any, Callable, Dict, List, Mapping, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -320,3 +320,15 @@ class OwnStepUpdater:
                 own[name] = self._memory.for_torch(value)
             else:
                 own[name] = value.clone() if isinstance(value, Tensor) else value
+
+    def held(self) -> List[Tensor]:
+        """The tensors of the state, where it is between two updates."""
+        return [value for value in self._state.values() if isinstance(value, Tensor)]
+
+    def recorded(self) -> Optional[fx.GraphModule]:
+        """The graph of later updates; None where there is none."""
+        return self._graphs.get(False)
+
+    def aside(self, times: int) -> Optional[Callable[[Sequence[Tensor]], None]]:
+        """Nothing: torch's own step is not tried on copies."""
+        return None

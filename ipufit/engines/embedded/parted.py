@@ -7,7 +7,7 @@ section 5.1: the state is divided, weights and gradients are not.
 from __future__ import annotations
 
 import dataclasses
-from typing import Container, Dict, List, Optional, Sequence, Tuple, Type
+from typing import Callable, Container, Dict, List, Optional, Sequence, Tuple, Type
 
 import torch
 from torch import Tensor, nn
@@ -191,6 +191,10 @@ class PartedUpdater(RuleUpdater):
 
     def export(self) -> None:
         """Nothing: torch's optimizer has whole states or none."""
+
+    def aside(self, times: int) -> Optional[Callable[[Sequence[Tensor]], None]]:
+        """Nothing: an update is one of all processes."""
+        return None
 
     def parts(self) -> Dict[str, Part]:
         """The state that is here, by parameter; views."""

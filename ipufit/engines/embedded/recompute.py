@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from ipufit.engines.embedded.aliases import NORMS, Memories
-from ipufit.engines.embedded.marks import is_backward, mark_backward, segment_of
+from ipufit.engines.embedded.marks import is_backward, mark_again, mark_backward, segment_of
 
 __all__ = ["recompute_layers"]
 
@@ -183,6 +183,7 @@ def _copy(node: fx.Node, copies: Dict[fx.Node, fx.Node]) -> fx.Node:
     made = node.graph.node_copy(node, lambda read: copies.get(read, read))
     made.meta = dict(node.meta)
     mark_backward(made)
+    mark_again(made, node)
     if _statistics_left_out(node):
         # The batch's own statistics are what counts; the running ones have moved on already.
         args: Tuple[Any, ...] = made.args

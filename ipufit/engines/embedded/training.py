@@ -26,6 +26,7 @@ from ipufit.engines.embedded.lowering.inductor.requirements import missing
 from ipufit.engines.embedded.lowering.racing import Race
 from ipufit.engines.embedded.overlap import Overlap, buckets_of
 from ipufit.engines.embedded.precision import warn_of_vanishing_eps
+from ipufit.engines.embedded.profiling.profiling import Profiling
 from ipufit.engines.embedded.publication import Publication
 from ipufit.engines.embedded.replay import Replay
 from ipufit.engines.embedded.replicas import put_back
@@ -48,6 +49,7 @@ from ipufit.program import (
     TrainState,
     dealt,
 )
+from ipufit.randomness import isolated
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
@@ -352,6 +354,22 @@ class TrainingProgram(BaseProgram):
         with self._computing([recorded]):
             given = (self._step, self._live, recorded, batch, seed, tolerance)
             return Comparing(*given).run(reference)
+
+    def profile(self, batch: MicroBatch) -> Dict[str, Any]:
+        """Time the operators of a micro-batch, on copies; nothing is trained.
+
+        Args:
+            batch: one micro-batch.
+        """
+        batch = batch.to(self._device)
+        recorded = self._recorded(batch)
+
+        def seed() -> None:
+            self._seed(recorded, self.updates)
+
+        with self._computing([recorded]), isolated(self._device):
+            given = (self._spec, self._step, self._live, recorded, batch, self._maker, seed)
+            return Profiling(*given, captured=self._captured is not None).run()
 
     def _follow_the_optimizer(self) -> None:
         """Take over what a callback has made of the optimizer's state."""

@@ -187,6 +187,8 @@ class UpdateMaker:
                 total.collect(own, count)
             else:
                 total.add(own, count)
+            # Not held while the next one is computed.
+            del rest, outputs, own
         if divided is not None and share is not None:
             for _ in range(share.most - len(update)):
                 total.collect(divided.idle(divided.events), None)
@@ -289,6 +291,7 @@ class UpdateMaker:
                     outputs = result.outputs_of(place)
                     collected.add_outputs(merged.base, outputs, first + start + place)
             total.add_summed(result.gradients, result.count)
+            del result
 
     def _as_used(self, gradients: Sequence[Tensor]) -> List[Tensor]:
         """In the dtype of the weights, which may hold less than the sum; bounded ones fit."""

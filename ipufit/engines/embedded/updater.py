@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import (
     Any,
@@ -74,6 +75,18 @@ class Updater(Protocol):
 
     def export(self) -> None:
         """Write the state into the torch optimizer."""
+        ...
+
+    def held(self) -> List[Tensor]:
+        """The tensors of the state, where it is between two updates."""
+        ...
+
+    def recorded(self) -> Optional[fx.GraphModule]:
+        """The graph of an update; None where it runs without one."""
+        ...
+
+    def aside(self, times: int) -> Optional[Callable[[Sequence[Tensor]], None]]:
+        """Weight updates like the next one, on copies, so often; None where none can be tried."""
         ...
 
 
@@ -402,6 +415,25 @@ class RuleUpdater:
                 if self._kind.counted:
                     device = slot.parameter.device if on_device else torch.device("cpu")
                     own["step"] = torchs_step(type(self._optimizer), updates, device)
+
+    def held(self) -> List[Tensor]:
+        """The tensors of the state, where it is between two updates."""
+        return self._kept()
+
+    def recorded(self) -> Optional[fx.GraphModule]:
+        """The graph of an update; None where it runs without one."""
+        return self._run if isinstance(self._run, fx.GraphModule) else None
+
+    def aside(self, times: int) -> Optional[Callable[[Sequence[Tensor]], None]]:
+        """Weight updates like the next one, on copies of weights and state, so often."""
+        if type(self.memory) is not StateMemory or not (self._fused or self.recorded()):
+            return None
+        other = copy.copy(self)
+        other._storage = copy.copy(self._storage)
+        other._storage.flats = [flat.clone() for flat in self._storage.flats]
+        other._states = [{name: t.clone() for name, t in own.items()} for own in self._states]
+        other.refresh([self._optimizer.param_groups] * times)
+        return other.apply
 
 
 def _different(rows: Rows) -> Rows:

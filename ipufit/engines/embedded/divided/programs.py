@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Dict, List, Optional, Sequence, Tuple, Type
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple, Type
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from ipufit.engines.embedded.divided.weights import DividedWeights, pieces_of
 from ipufit.engines.embedded.following import refuse_replaced
 from ipufit.engines.embedded.inference import InferenceProgram
 from ipufit.engines.embedded.parted import PartedUpdater
+from ipufit.engines.embedded.profiling.profiling import DIVIDED
 from ipufit.engines.embedded.sharded_training import ShardedTrainingProgram
 from ipufit.engines.embedded.state_parts import cuts_of
 from ipufit.engines.embedded.storage import Block, FlatStorage
@@ -114,6 +115,10 @@ class DividedTrainingProgram(ShardedTrainingProgram):
             # All processes have it, at the same update.
             self.gather_weights()
             raise
+
+    def profile(self, batch: MicroBatch) -> Dict[str, Any]:
+        """Nothing, and why: a micro-batch meets the other processes on its way."""
+        return {"missing": DIVIDED}
 
     def share_buffers(self) -> None:
         """The module's weights and buffers become in all processes the present ones."""

@@ -6,12 +6,12 @@ time; torch's own functions of the same meaning don't.
 
 from __future__ import annotations
 
-from typing import Callable, Dict
+from typing import Any, Callable, Dict, Mapping, Optional
 
 import torch
 from torch import fx
 
-__all__ = ["SHORT", "call_shortly"]
+__all__ = ["SHORT", "call_shortly", "operator_called"]
 
 _aten = torch.ops.aten
 
@@ -54,3 +54,19 @@ def call_shortly(graph: fx.Graph) -> None:
     """Replace the operators of a graph by functions that call the very same."""
     for node in graph.nodes:
         node.target = SHORT.get(node.target, node.target)
+
+
+def operator_called(target: Any, kwargs: Mapping[str, Any]) -> Optional[Any]:
+    """The operator that a node calls, the short way or not; None where it is another function.
+
+    Args:
+        target: of the node.
+        kwargs: that it is called with.
+    """
+    if hasattr(target, "_schema"):
+        return target
+    return _LONG.get((target, "out" in kwargs))
+
+
+_LONG: Dict[Any, Any] = {(short, str(long).endswith(".out")): long for long, short in SHORT.items()}
+_LONG[torch.narrow, False] = _aten.narrow.default

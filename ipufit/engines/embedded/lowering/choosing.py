@@ -44,6 +44,12 @@ class Lowered:
     why: str
     meeting: Optional[Meeting] = None
 
+    @property
+    def graph(self) -> Optional[fx.GraphModule]:
+        """What runs, as a graph; None where that is something else."""
+        owner = getattr(self.run, "__self__", None)
+        return owner if isinstance(owner, fx.GraphModule) else None
+
 
 def lower(graph: fx.GraphModule, arguments: Sequence[Tensor], jit: str, sums: int = 0) -> Lowered:
     """Make of a recorded graph what runs.

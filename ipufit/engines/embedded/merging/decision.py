@@ -35,8 +35,10 @@ __all__ = ["MOST_BYTES", "Decision", "decide", "same_in_all"]
 # What the values of a merged batch may take; merging larger ones saves little and holds much.
 MOST_BYTES = 64 * 2**20
 
-# Lowers a function of tensors, given examples of them.
-Make = Callable[[MergedStep, Sequence[Tensor]], Callable[..., List[Tensor]]]
+# Lowers a function of tensors, given examples of them: what runs, and the graph that it runs.
+Make = Callable[
+    [MergedStep, Sequence[Tensor]], Tuple[Callable[..., List[Tensor]], Optional[fx.GraphModule]]
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,9 +211,9 @@ class _Work:
         )
         arguments = [*self._state, *step.arguments([self._example] * count)]
         with _explained("the loss can't be computed on parts of a larger batch"):
-            run = make(step, arguments)
+            run, graph = make(step, arguments)
         reads = self._buffers_read(whole)
-        return Merged(run, step, self._recorded, count, len(micro.blocks), reads)
+        return Merged(run, step, self._recorded, count, len(micro.blocks), reads, graph)
 
     def _check_written(self, written: Written) -> None:
         if written.drawn is not None:

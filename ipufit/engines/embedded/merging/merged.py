@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Callable, List, Optional, Sequence, Tuple
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from ipufit.engines.embedded.merging.steps import MergedStep
 from ipufit.engines.embedded.results import Reported
@@ -61,6 +61,7 @@ class Merged:
         count: how many it takes.
         blocks: how many flat gradients it returns.
         reads: names of the buffers that it reads, of which it takes those of one replica.
+        graph: what ``run`` runs.
     """
 
     run: Callable[..., List[Tensor]]
@@ -69,6 +70,7 @@ class Merged:
     count: int
     blocks: int
     reads: Tuple[str, ...]
+    graph: Optional[fx.GraphModule] = None
 
     def takes(self, recorded: Sequence[Recorded]) -> bool:
         """Whether an update of micro-batches recorded like this can be made of it."""

@@ -1,0 +1,1 @@
+"""One micro-batch, operator by operator: what each takes, and what memory it leaves in use."""
