@@ -15,7 +15,9 @@ import torch
 
 from ipufit.clock import NO_CLOCK, PHASES
 from ipufit.errors import ConfigurationError, IpufitError
+from ipufit.keeping import generators_kept
 from ipufit.meter import Meter
+from ipufit.randomness import LOCK
 from ipufit.report import facts
 from ipufit.report.advice import advised
 from ipufit.report.files import (
@@ -168,17 +170,26 @@ class Recorder:
         """
         session, self._job, self._history = self._session, job, history
         with self.clock.during("report"):
+            # To look at the module is to run it, which may draw random numbers.
+            with LOCK, generators_kept():
+                self._look(job)
             self._facts.update(
                 environment=facts.environment(session),
                 first_update=job.program.updates,
                 total_updates=updates,
-                layers=facts.layers(session.module, job.first),
                 totals=facts.totals(session.module),
-                plan=facts.partition(session, job.plan),
                 popvision=getattr(job.program, "popvision", None),
             )
             self._write()
         self._profiler.start()
+
+    def _look(self, job: Job) -> None:
+        """What the module is made of, and where it would lie."""
+        session = self._session
+        self._facts.update(
+            layers=facts.layers(session.module, job.first),
+            plan=facts.partition(session, job.plan),
+        )
 
     def begin_epoch(self, epoch: int) -> None:
         """An epoch begins, or goes on in its middle."""
