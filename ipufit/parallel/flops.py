@@ -66,8 +66,9 @@ def _is_view(operator: Any) -> bool:
 def flops_of(operator: Any, args: Sequence[Any], result: Any) -> int:
     """Two per multiply-add of matrix products, convolutions and attention; 0 for all else.
 
-    The same as ``torch.utils.flop_counter`` has, and more where that leaves something out: products
-    with vectors (mv, addmv, dot, vdot), addbmm, and attention in one operator on a CPU.
+    The same as ``torch.utils.flop_counter`` has, but for what that leaves out, which is products
+    with vectors (mv, addmv, dot, vdot), addbmm and attention in one operator on a CPU, and for the
+    gradient of the weights of a convolution in groups, which it takes for one without groups.
     """
     name = _name(operator)
     if name in _TABLE:
@@ -176,6 +177,7 @@ _TABLE: Dict[str, Callable[[Sequence[Any], Any], int]] = {
     "vdot": _product(0),
     "addbmm": lambda args, result: 2 * args[1].numel() * args[2].shape[-1],
     "_linear_pointwise": _product(0),
+    "_scaled_mm": _product(0),
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
 }

@@ -38,6 +38,7 @@ from ipufit.engines.embedded.storage import Block, FlatStorage
 from ipufit.engines.embedded.update import Update, UpdateMaker
 from ipufit.engines.embedded.updater import Rows, Updater, updater_for
 from ipufit.errors import CaptureError, ConfigurationError
+from ipufit.keeping import generators_kept
 from ipufit.lowerings import AUTO, INDUCTOR, KERNELS
 from ipufit.program import (
     Anchors,
@@ -49,7 +50,7 @@ from ipufit.program import (
     TrainState,
     dealt,
 )
-from ipufit.randomness import isolated
+from ipufit.randomness import LOCK
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
@@ -367,7 +368,8 @@ class TrainingProgram(BaseProgram):
         def seed() -> None:
             self._seed(recorded, self.updates)
 
-        with self._computing([recorded]), isolated(self._device):
+        # Forward runs once more to be recorded, and may draw from any of them.
+        with LOCK, generators_kept(), torch.no_grad():
             given = (self._spec, self._step, self._live, recorded, batch, self._maker, seed)
             return Profiling(*given, captured=self._captured is not None).run()
 

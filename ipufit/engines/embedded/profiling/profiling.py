@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import random
-import sys
 import time
 import warnings
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -104,7 +101,7 @@ class Profiling:
             timed(*given)
             timer.end_round()
             rounds += 1
-        with warnings.catch_warnings(), _python_numbers_kept():
+        with warnings.catch_warnings():
             # Heard when the program was recorded.
             warnings.simplefilter("ignore")
             calls = noted(recorded, self.step, given)
@@ -266,18 +263,3 @@ def _rows(
         row["flops"] += each.flops
         row["bytes"] += each.bytes
     return sorted(found.values(), key=lambda row: -row["seconds"])
-
-
-@contextlib.contextmanager
-def _python_numbers_kept() -> Iterator[None]:
-    """Python's and NumPy's random numbers go on where they were, whatever forward draws."""
-    numpy: Any = sys.modules.get("numpy")
-    before: Tuple[Any, Optional[Any]] = random.getstate(), None
-    if numpy is not None:
-        before = before[0], numpy.random.get_state(legacy=False)
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        if numpy is not None:
-            numpy.random.set_state(before[1])
