@@ -31,6 +31,22 @@ def test_equal_stages_are_busy_as_the_closed_forms_say(stages, ga):
     assert total == 2 * (ga + 2 * (stages - 1)) - alone
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@given(stages=st.integers(1, 12), ga=st.integers(1, 40), time=st.floats(1e-6, 1e6))
+def test_an_update_of_equal_stages_takes_what_the_closed_form_says(schedule, stages, ga, time):
+    """Whatever a pass takes: each micro-batch two passes, and S - 1 of them to fill and to empty.
+
+    In a grouped schedule the last stage has both passes in each of ga steps; in the S - 1 steps
+    before and in those after, no stage has more than one.
+    """
+    line = simulate(schedule, [time] * stages, [time] * stages, ga)
+    passes = 2 * ga * stages if schedule == "sequential" else 2 * (ga + stages - 1)
+    assert line.total == pytest.approx(passes * time, rel=1e-9)
+    assert line.utilisation == pytest.approx(2 * ga / passes, rel=1e-9)
+    busy = sum(task.end - task.begin for task in line.tasks)
+    assert busy == pytest.approx(2 * ga * stages * time, rel=1e-9)
+
+
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_without_a_backward_pass_the_bubble_is_that_of_filling(stages):
     """As in inference: (S - 1) / (ga + S - 1)."""
