@@ -1,0 +1,160 @@
+"""The memory that a report tells is what tensors are given in updates of the same fit."""
+
+import gc
+import time
+
+import pytest
+import torch
+
+import ipufit
+from ipufit.callbacks import Callback
+from ipufit.engines.embedded.capture import capture
+from ipufit.engines.embedded.engine import EmbeddedEngine
+from ipufit.engines.embedded.liveness import alive_bytes, peak_bytes
+from ipufit.engines.embedded.profiling.held import Held, bytes_in
+from ipufit.report import recorder
+from tests.bench.workloads import LEARNING_RATE, WORKLOADS
+
+PLANS = {
+    "one": {},
+    "accumulation": {"gradient_accumulation": 4},
+    "replicas": {"ipus": 4},
+    "long": {"gradient_accumulation": 3, "device_iterations": 4},
+}
+
+
+class Moments(Callback):
+    """When the third execution begins, and when the fourth has ended, in nanoseconds."""
+
+    def __init__(self):
+        super().__init__()
+        self.begins, self.ends = [], []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.begins.append(time.time_ns())
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.ends.append(time.time_ns())
+
+
+def fitted(name, jit, how, **more):
+    """One epoch of four executions of a workload of the benchmarks."""
+    work = WORKLOADS[name]
+    per_execution = work.batch
+    for count in how.values():
+        per_execution *= count
+    x, y = work.data(4 * per_execution)
+    module = work.module()
+    model = ipufit.Model(module, engine=EmbeddedEngine)
+    optimizer = torch.optim.Adam(module.parameters(), LEARNING_RATE)
+    model.compile(optimizer, "cross_entropy", ["accuracy"], jit=jit)
+    model.fit(x, y, batch_size=work.batch, seed=0, verbose=0, **how, **more)
+
+
+def told(name, jit, how, monkeypatch, folder):
+    """What the report says of it."""
+    found, original = {}, recorder.Recorder._profiled
+
+    def kept(self):
+        found.update(original(self))
+        return dict(found)
+
+    monkeypatch.setattr(recorder.Recorder, "_profiled", kept)
+    monkeypatch.setattr(recorder, "make", lambda folder: None)
+    fitted(name, jit, how, report=folder)
+    return found["memory"]
+
+
+def measured(name, jit, how):
+    """The most that torch has given out to tensors while updates are made, as its profiler saw.
+
+    Everything is made while it looks, but for the data, which is the user's.
+    """
+    # Of what was made before, nothing is to go while the profiler looks.
+    gc.collect()
+    moments = Moments()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        fitted(name, jit, how, callbacks=[moments])
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    work = WORKLOADS[name]
+    # torch.profiler tells nanoseconds since torch 2.4.
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        if moments.begins[2] <= event.start_ns() <= moments.ends[3]:
+            most = max(most, now)
+    count = 4 * work.batch
+    for each in how.values():
+        count *= each
+    return most - bytes_in(work.data(count))
+
+
+def check(name, jit, plan, monkeypatch, folder):
+    pytest.importorskip("torch", "2.4", reason="a profiler whose memory events have a time in ns")
+    how = PLANS[plan]
+    fitted(name, jit, how)
+    memory = told(name, jit, how, monkeypatch, folder)
+    assert memory["total"] == sum(memory["fixed"].values()) + memory["peak"]
+    assert memory["peak"] == max(point[3] for point in memory["curve"])
+    assert memory["total"] == pytest.approx(measured(name, jit, how), rel=0.05)
+
+
+@pytest.mark.parametrize("jit", ["graph", "auto"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_memory_of_the_mlp_is_what_is_measured(plan, jit, monkeypatch, tmp_path):
+    """To 5 %: weights, gradients, Adam's state, samples, and values that come and go."""
+    check("mlp", jit, plan, monkeypatch, tmp_path / "r")
+
+
+@pytest.mark.parametrize(("plan", "jit"), [("accumulation", "auto"), ("replicas", "graph")])
+def test_memory_of_the_cnn_is_what_is_measured(plan, jit, monkeypatch, tmp_path):
+    """The same, merged and one by one."""
+    check("cnn", jit, plan, monkeypatch, tmp_path / "r")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("jit", ["graph", "auto"])
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["cnn", "transformer"])
+def test_memory_of_the_larger_ones_is_what_is_measured(name, plan, jit, monkeypatch, tmp_path):
+    """The same for all."""
+    check(name, jit, plan, monkeypatch, tmp_path / "r")
+
+
+def test_values_are_counted_from_when_they_come_until_their_last_use():
+    """In closed form: 40 bytes each, and 4 for the sum; a view takes nothing."""
+
+    def step(x):
+        first = x + 1
+        second = (first * 2).view(5, 2)
+        return [second.sum() + first[0]]
+
+    graph = capture(step, [torch.zeros(10)])
+    curve = {node.name: alive for node, alive in alive_bytes(graph)}
+    assert curve == {
+        "arg0_1": 0,
+        "add": 40,
+        "mul": 80,
+        "view": 80,
+        "sum_1": 84,
+        "select": 44,
+        "add_1": 48,
+        "output": 4,
+    }
+    assert peak_bytes(graph) == 84
+
+
+def test_memory_that_is_shared_is_held_once():
+    """By two views of it, until both are gone; what is given does not count."""
+    given, whole = torch.zeros(10), torch.zeros(10)
+    held = Held([given])
+    held.take([given[:5], (whole[:3], 7)])
+    assert held.now == 40
+    held.take(whole[3:])
+    assert held.now == 40
+    held.drop([given[:5], (whole[:3], 7)])
+    assert held.now == 40
+    held.drop(whole)
+    assert held.now == 0
+    assert bytes_in([whole, whole[2:], torch.zeros(3)]) == 52
