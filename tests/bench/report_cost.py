@@ -69,9 +69,9 @@ def once(work: Workload) -> Tuple[float, float]:
 
         return mock.patch.object(owner, name, run)
 
-    with tempfile.TemporaryDirectory() as folder:
-        with timed(recorder.Recorder, "_profiled"), timed(recorder, "make"):
-            epochs_of(work, compiled(work.module()), 1, Report(folder, overwrite=True))
+    times = timed(recorder.Recorder, "_profiled"), timed(recorder, "make")
+    with tempfile.TemporaryDirectory() as folder, times[0], times[1]:
+        epochs_of(work, compiled(work.module()), 1, Report(folder, overwrite=True))
     return found["_profiled"], found["make"]
 
 
@@ -83,8 +83,8 @@ def main() -> None:
     torch.set_num_threads(1)
     work = WORKLOADS["mlp"]
     print(
-        "| device_iterations | an execution | with a report, times without: median (least to most) |"
-        "\n| ---: | ---: | ---: |"
+        "| device_iterations | an execution | with a report, times without: median (least to most) "
+        "|\n| ---: | ---: | ---: |"
     )
     for point in POINTS:
         ratios, seconds = measured(work, point, rounds)

@@ -1,4 +1,4 @@
-"""Operators of one micro-batch: where they come from, what they take, and that nothing changes."""
+"""Operators of a micro-batch: where they come from, what they take, and that nothing changes."""
 
 import inspect
 import random
@@ -32,12 +32,12 @@ def fitted(folder, make=CNN, engine=EmbeddedEngine, dtype=torch.float64, compili
     random.seed(0)
     np.random.seed(0)
     net = make().to(dtype)
-    x, y = data(24)
+    x, y = data(20)
     model = ipufit.Model(net, engine=engine)
     optimizer = torch.optim.Adam(net.parameters(), 0.01)
     model.compile(optimizer, "cross_entropy", ["accuracy"], **(compiling or {}))
     report = None if folder is None else ipufit.Report(folder, overwrite=True)
-    given = {"batch_size": 4, "epochs": 3, "seed": 1, "verbose": 0, **how}
+    given = {"batch_size": 4, "epochs": 2, "seed": 1, "verbose": 0, **how}
     model.fit(x.to(dtype), y, report=report, **given)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     return model, states
@@ -142,7 +142,9 @@ def test_every_operator_is_told_with_its_module_and_line(tmp_path, monkeypatch, 
     assert {row["line"] for row in own} == {first + line}
     assert {row["file"] for row in own} == {__file__}
     assert {(row["module"], row["kind"]) for row in own} == {("", "Two")}
-    assert {row["direction"] for row in own} == {"forward", "backward"}
+    # Old versions of torch don't say which operator a gradient belongs to, but the module.
+    tells = hasattr(torch._C._autograd, "_get_sequence_nr")
+    assert {row["direction"] for row in own} == {"forward", *(["backward"] * tells)}
     products = {(row["module"], row["direction"]): row["flops"] for row in rows if row["flops"]}
     # The first layer's input needs no gradient.
     assert products == {
