@@ -31,7 +31,8 @@
   ``buffers`` of all replicas, ``gradients`` that are added up, ``optimizer``, ``snapshot``: copies
   to go back to, ``batch``: the samples of an execution, ``outputs``: those kept until its end),
   bytes of values while each operator runs (``curve``: lists of operator, module, direction and
-  bytes, in order; of a long one, the highest of several points), their ``peak``, and ``total``.
+  bytes, in order; the module is "" where micro-batches run merged, and a long curve has the
+  highest of several points), their ``peak``, and ``total``.
   Or ``{"missing": why}``.
 - ``warnings``: ``text``, ``cure``, ``kind`` ("warning" of Python's, or "advice"), ``place`` (file
   and line, or ""), ``count``.

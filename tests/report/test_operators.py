@@ -9,11 +9,17 @@ import torch
 from torch import nn
 
 import ipufit
+from ipufit.engines.embedded.capture import capture
 from ipufit.engines.embedded.divided.programs import DividedTrainingProgram
 from ipufit.engines.embedded.engine import EmbeddedEngine
+from ipufit.engines.embedded.lowering.choosing import lower
+from ipufit.engines.embedded.noted import Call
+from ipufit.engines.embedded.origins import Origin
 from ipufit.engines.embedded.profiling import machine, timers
 from ipufit.engines.embedded.profiling.memory import thinned
+from ipufit.engines.embedded.profiling.places import places_of
 from ipufit.engines.embedded.profiling.profiling import Profiling
+from ipufit.engines.embedded.profiling.watched import WatchedRun
 from ipufit.engines.embedded.training import TrainingProgram
 from ipufit.report import recorder
 from tests.nets import CNN, MLP, Running, data
@@ -189,6 +195,48 @@ class Recomputed(nn.Module):
 
     def forward(self, x):
         return self.last(self.conv(self.first(x.flatten(1))))
+
+
+def looked_at(step, arguments, jit):
+    """A lowered step: what each node does, and which recorded node it is said to come from."""
+    graph = capture(step, arguments)
+    lowered = lower(graph, arguments, jit).graph
+    calls = [Call("", Origin(node.name), [node.name]) for node in graph.graph.nodes]
+    run = WatchedRun(lowered, timers.HostTimer(), arguments)
+    run.run(*arguments)
+    places = places_of(lowered, graph, calls)
+    return {name: (places[name].module, each.operator) for name, each in run.looked.items()}, run
+
+
+def test_a_product_that_writes_elsewhere_stands_for_the_one_that_was_recorded():
+    """With all that was put there for it, and its FLOPs."""
+    a, b = torch.randn(128, 64), torch.randn(64, 128)
+
+    def step(a, b):
+        return [torch.cat([a.sum(0), (a @ b).view(-1)])]
+
+    found, run = looked_at(step, [a, b], "graph")
+    assert ("mm", "aten.mm.out") in found.values()
+    assert ("cat", "aten.copy_.default") in found.values()
+    assert {module for module, _ in found.values()} == {"sum_1", "mm", "cat"}
+    assert sum(each.flops for each in run.looked.values()) == 2 * 128 * 64 * 128
+
+
+def test_what_is_put_before_an_operator_belongs_to_it():
+    """Pictures with channels last."""
+    x, w = torch.randn(16, 3, 64, 64), torch.randn(8, 3, 3, 3)
+
+    def step(x, w):
+        return [torch.relu(torch.nn.functional.conv2d(x, w))]
+
+    found, _ = looked_at(step, [x, w], "kernels")
+    assert list(found.values()) == [
+        ("convolution", "channels_last"),
+        ("convolution", "channels_last"),
+        ("convolution", "aten.convolution.default"),
+        ("relu", "aten.relu.default"),
+        ("relu", "as_recorded"),
+    ]
 
 
 def test_the_note_says_what_runs_otherwise(tmp_path, monkeypatch):

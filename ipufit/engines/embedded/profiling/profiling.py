@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ipufit.engines.embedded.liveness import peak_bytes
+from ipufit.engines.embedded.marks import is_backward
 from ipufit.engines.embedded.noted import noted
-from ipufit.engines.embedded.origins import LOSS, Origin
+from ipufit.engines.embedded.origins import Origin
 from ipufit.engines.embedded.precision import without_autocast
 from ipufit.engines.embedded.profiling.held import bytes_in
 from ipufit.engines.embedded.profiling.machine import peak_of
 from ipufit.engines.embedded.profiling.memory import Point, fixed_bytes, thinned
-from ipufit.engines.embedded.profiling.places import GRADIENTS, origins_of
+from ipufit.engines.embedded.profiling.places import places_of
+from ipufit.engines.embedded.profiling.rows import GRADIENTS, Place, rows_of
 from ipufit.engines.embedded.profiling.timers import timer_for
 from ipufit.engines.embedded.profiling.watched import Looked, TimedRun, WatchedRun
 from ipufit.errors import CaptureError
@@ -26,6 +28,7 @@ from ipufit.program import MicroBatch, ProgramSpec
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import Recorded
     from ipufit.engines.embedded.live import LiveState
+    from ipufit.engines.embedded.merging import Merged
     from ipufit.engines.embedded.step import StepModule
     from ipufit.engines.embedded.update import UpdateMaker
 
@@ -36,9 +39,14 @@ _ROUNDS, _ENOUGH = 7, 0.3
 
 _EAGERLY = "the module itself runs, without a recording whose operators could be timed"
 DIVIDED = "weights lie in parts, and one process alone can't run a micro-batch"
+# Torch's errors about it, on a GPU and on the host, are told from others by their text alone.
+_OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory")
 _NO_ROOM = "there was no memory for copies of the weights: {}"
 
-_COMPILED = "Updates run compiled as a whole; these are the operators that were compiled."
+_COMPILED = (
+    "Updates run compiled as a whole; these are the operators that were compiled, and the memory "
+    "that they take one by one."
+)
 _CAPTURED = "Executions replay CUDA graphs; these are the operators that were captured."
 _MERGED = (
     "{} micro-batches run as one larger batch: operators are those of one micro-batch alone, "
@@ -78,8 +86,8 @@ class Profiling:
             return self._run()
         except CaptureError as error:
             return {"missing": str(error)}
-        except (MemoryError, RuntimeError) as error:
-            if "memory" not in str(error):
+        except RuntimeError as error:
+            if not any(text in str(error) for text in _OUT_OF_MEMORY):
                 raise
             return {"missing": _NO_ROOM.format(str(error).partition("\n")[0])}
 
@@ -105,11 +113,8 @@ class Profiling:
             # Heard when the program was recorded.
             warnings.simplefilter("ignore")
             calls = noted(recorded, self.step, given)
-        places = {
-            name: _Place.of(origin, turned)
-            for name, (origin, turned) in origins_of(graph, recorded.graph, calls).items()
-        }
-        rows = _rows(watched.looked, places, timer.seconds)
+        places = places_of(graph, recorded.graph, calls)
+        rows = rows_of(watched.looked, places, timer.seconds)
         return {
             "micro_batch_size": self.batch.size,
             "way": recorded.lowered.way,
@@ -141,16 +146,20 @@ class Profiling:
             yield _MERGED.format(self.maker.merged.count)
 
     def _memory(
-        self, watched: WatchedRun, places: Dict[str, _Place], results: Sequence[Tensor]
+        self, watched: WatchedRun, places: Dict[str, Place], results: Sequence[Tensor]
     ) -> Dict[str, Any]:
         recipe, merged = self.spec.recipe, self.maker.merged
-        runs, alive = self.spec.plan.own_micro_batches_per_update, watched.alive
+        runs = self.spec.plan.own_micro_batches_per_update
         if merged is not None and merged.graph is not None:
-            alive, places = self._alive_of_merged(), {}
+            watched, places = self._watched_merged(merged, merged.graph), {}
             runs //= merged.count
         points: List[Point] = []
-        for name, operator, held in alive:
-            place = places.get(name, _UNKNOWN)
+        for node, held in watched.alive:
+            place = places.get(node.name)
+            if place is None:
+                # Whose it is nobody has noted.
+                place = Place(Origin(""), "backward" if is_backward(node) else "forward")
+            operator = watched.looked[node.name].operator
             points.append((operator, place.module, place.direction, held))
         blocks = len(self.live.storage.blocks)
         gradients = bytes_in(results[len(results) - blocks :])
@@ -177,16 +186,13 @@ class Profiling:
             "total": sum(fixed.values()) + peak,
         }
 
-    def _alive_of_merged(self) -> List[Tuple[str, str, int]]:
-        """The memory of values while several micro-batches run as one."""
-        merged = self.maker.merged
-        assert merged is not None
-        assert merged.graph is not None
+    def _watched_merged(self, merged: Merged, graph: fx.GraphModule) -> WatchedRun:
+        """A run of several micro-batches as one."""
         batches = [self.batch] * merged.count
         given = [t.clone() for t in (*self.live.states[0], *merged.step.arguments(batches))]
-        watched = WatchedRun(merged.graph, timer_for(given[-1].device), given)
+        watched = WatchedRun(graph, timer_for(given[-1].device), given)
         without_autocast(watched.run, given)(*given)
-        return watched.alive
+        return watched
 
     def _optimizer_rows(self, results: Sequence[Tensor]) -> List[Dict[str, Any]]:
         """One for a weight update, where it can be tried on copies."""
@@ -203,63 +209,9 @@ class Profiling:
             timer.end_round()
         changed = bytes_in([*live.storage.flats, *live.updater.held()])
         looked = Looked(_name_of(self.spec), 0, 2 * changed + bytes_in(gradients))
-        return _rows({"": looked}, {"": _Place(Origin("", ""), "optimizer")}, timer.seconds)
+        return rows_of({"": looked}, {"": Place(Origin(""), "optimizer")}, timer.seconds)
 
 
 def _name_of(spec: ProgramSpec) -> str:
     """What stands for a weight update among operators."""
     return type(spec.optimizer).__name__
-
-
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """Where an operator comes from, and in which pass it runs."""
-
-    origin: Origin
-    direction: str
-
-    @staticmethod
-    def of(origin: Origin, turned: bool) -> _Place:
-        return _Place(origin, "backward" if turned else "forward")
-
-    @property
-    def module(self) -> str:
-        """Its name; of what belongs to no module, what it does."""
-        if self.origin.module is not None:
-            return self.origin.module
-        return GRADIENTS if self.direction == "backward" else LOSS
-
-
-_UNKNOWN = _Place(Origin(""), "forward")
-
-
-def _rows(
-    looked: Dict[str, Looked], places: Dict[str, _Place], seconds: Callable[[str], float]
-) -> List[Dict[str, Any]]:
-    """One for all calls of an operator that come from one line, the longest first."""
-    found: Dict[Any, Dict[str, Any]] = {}
-    for name, each in looked.items():
-        place = places[name]
-        origin = place.origin
-        key = (each.operator, place.direction, place.module, origin.file, origin.line)
-        row = found.setdefault(
-            key,
-            {
-                "operator": each.operator,
-                "direction": place.direction,
-                "module": place.module,
-                "kind": origin.kind,
-                "file": origin.file,
-                "line": origin.line,
-                "source": origin.source,
-                "calls": 0,
-                "seconds": 0.0,
-                "flops": 0,
-                "bytes": 0,
-            },
-        )
-        row["calls"] += 1
-        row["seconds"] += seconds(name)
-        row["flops"] += each.flops
-        row["bytes"] += each.bytes
-    return sorted(found.values(), key=lambda row: -row["seconds"])

@@ -68,14 +68,13 @@ class WatchedRun(TimedRun):
 
     Attributes:
         looked: by name of the node.
-        alive: of each node in order its operator, and the bytes of values while it runs; arguments
-            are not among them.
+        alive: bytes of values while each node runs, in order; the arguments are not among them.
     """
 
     def __init__(self, graph: fx.GraphModule, timer: Timer, given: Sequence[Tensor]) -> None:
         super().__init__(graph, timer)
         self.looked: Dict[str, Looked] = {}
-        self.alive: List[Tuple[str, str, int]] = []
+        self.alive: List[Tuple[fx.Node, int]] = []
         self._held = Held(given)
 
     def run_node(self, n: fx.Node) -> Any:
@@ -83,7 +82,7 @@ class WatchedRun(TimedRun):
         value = super().run_node(n)
         self._held.take(value)
         if n.op == "call_function":
-            self.alive.append((n.name, self.looked[n.name].operator, self._held.now))
+            self.alive.append((n, self._held.now))
         # What the interpreter lets go of next.
         for over in self.user_to_last_uses.get(n, ()):
             self._held.drop(self.env[over])
