@@ -204,7 +204,7 @@ class Fit:
                 "gradients were not finite at the loss scale: nothing was learned. Choose a "
                 "smaller loss_scale, or 'dynamic'.",
                 UserWarning,
-                stacklevel=8,
+                stacklevel=9,
             )
 
     def _execution(self, batch: CombinedBatch, updates: int, epoch: int) -> None:
