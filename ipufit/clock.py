@@ -43,13 +43,16 @@ class Clock(NoClock):
 
     A phase within another one takes its time from it, so that all phases together are the time
     that has passed.
+
+    Attributes:
+        since: when it was last looked at or a phase began or ended, by ``time.perf_counter``.
     """
 
     def __init__(self) -> None:
         self._seconds = [0.0] * len(PHASES)
         self._phase = PHASES.index("other")
         self._around: List[int] = []
-        self._since = time.perf_counter()
+        self.since = time.perf_counter()
         self._spans = {name: self._span(place) for place, name in enumerate(PHASES)}
 
     def _span(self, place: int) -> Span:
@@ -61,10 +64,18 @@ class Clock(NoClock):
 
     def reading(self, values: Iterator[T]) -> Iterator[T]:
         """The values; waiting for each is time of the phase "data"."""
-        span = self._spans["data"]
+        # Entered and left here itself: the loop of executions goes through it.
+        seconds, data = self._seconds, PHASES.index("data")
         while True:
-            with span:
+            around, now = self._phase, time.perf_counter()
+            seconds[around] += now - self.since
+            self.since, self._phase = now, data
+            try:
                 value = next(values, _END)
+            finally:
+                now = time.perf_counter()
+                seconds[data] += now - self.since
+                self.since, self._phase = now, around
             if value is _END:
                 return
             yield value
@@ -74,8 +85,8 @@ class Clock(NoClock):
     def read(self) -> List[float]:
         """Seconds so far, in the order of PHASES."""
         now = time.perf_counter()
-        self._seconds[self._phase] += now - self._since
-        self._since = now
+        self._seconds[self._phase] += now - self.since
+        self.since = now
         return list(self._seconds)
 
     def seconds(self) -> Dict[str, float]:
@@ -95,15 +106,15 @@ class Span:
     # Written out twice: every execution goes through several.
     def __enter__(self) -> None:
         clock, now = self._clock, time.perf_counter()
-        clock._seconds[clock._phase] += now - clock._since
-        clock._since = now
+        clock._seconds[clock._phase] += now - clock.since
+        clock.since = now
         clock._around.append(clock._phase)
         clock._phase = self._place
 
     def __exit__(self, *_: Any) -> None:
         clock, now = self._clock, time.perf_counter()
-        clock._seconds[clock._phase] += now - clock._since
-        clock._since = now
+        clock._seconds[clock._phase] += now - clock.since
+        clock.since = now
         clock._phase = clock._around.pop()
 
 

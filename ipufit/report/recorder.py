@@ -16,7 +16,6 @@ import torch
 from ipufit.clock import NO_CLOCK, PHASES
 from ipufit.errors import ConfigurationError, IpufitError
 from ipufit.keeping import generators_kept
-from ipufit.meter import Meter
 from ipufit.randomness import LOCK
 from ipufit.report import facts
 from ipufit.report.advice import advised
@@ -207,23 +206,24 @@ class Recorder:
     def executed(self, epoch: int, updates: int) -> None:
         """One execution is over, callbacks included."""
         assert self._job is not None
-        meter, program = self._job.meter, self._job.program
-        seconds, now = self.clock.read(), self._now
-        row = [
+        meter, clock = self._job.meter, self.clock
+        settings, seconds = meter.settings_now, clock.read()
+        now = self._earlier + clock.since - self._start
+        rate = settings.get("learning_rate")
+        numbers = (
             self._begins,
             epoch,
-            program.updates - updates,
+            self._job.program.updates - updates,
             1.0,
             updates,
             meter.samples - self._samples,
             meter.last_loss,
-            self._learning_rate(meter),
-            meter.settings_now.get("loss_scale", math.nan),
+            self._learning_rate() if rate is None else rate,
+            settings.get("loss_scale", math.nan),
             meter.skipped - self._skipped,
             self._memory,
-        ]
-        row += [after - before for after, before in zip(seconds, self._last)]
-        self._rows.add(row)
+        )
+        self._rows.add_later(numbers, self._last, seconds)
         self._executions += 1
         self._last, self._begins = seconds, now
         self._samples, self._skipped = meter.samples, meter.skipped
@@ -231,11 +231,8 @@ class Recorder:
         if now - self._flushed > _FLUSH:
             self._safely(self._flush)
 
-    def _learning_rate(self, meter: Meter) -> float:
-        """That of the last update, of the first group of parameters."""
-        scheduled = meter.settings_now.get("learning_rate")
-        if scheduled is not None:
-            return scheduled
+    def _learning_rate(self) -> float:
+        """That of the first group of parameters."""
         groups = self._session.groups
         return float(groups[0].get("lr", math.nan)) if groups else math.nan
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from array import array
-from typing import Dict, List, Sequence
+from typing import Dict, List, Sequence, Tuple
 
 from ipufit.clock import PHASES
 
@@ -43,45 +44,72 @@ class Rows:
         most: rows to hold at most, an even number.
 
     Attributes:
-        flat: the numbers, row by row, in the order of COLUMNS; nan where there is none.
         each: executions of a full row.
         joined: how often rows were joined.
     """
 
     def __init__(self, most: int = MOST_ROWS) -> None:
-        self.flat = array("d")
+        self._flat = array("d")
         self.each = 1
         self.joined = 0
         self._most = most
         self._open: List[float] = []
+        self._later: List[Tuple[Sequence[float], Sequence[float], Sequence[float]]] = []
+
+    @property
+    def flat(self) -> array[float]:
+        """The numbers, row by row, in the order of COLUMNS; nan where there is none."""
+        self._settle()
+        return self._flat
 
     def __len__(self) -> int:
         return len(self.flat) // _WIDTH
 
+    def add_later(
+        self, numbers: Sequence[float], before: Sequence[float], after: Sequence[float]
+    ) -> None:
+        """One execution, between two that must not wait; it is added when somebody looks.
+
+        Args:
+            numbers: in the order of COLUMNS, up to the phases.
+            before, after: seconds by phase.
+        """
+        self._later.append((numbers, before, after))
+
+    def _settle(self) -> None:
+        later, self._later = self._later, []
+        for numbers, before, after in later:
+            self._add([*numbers, *map(operator.sub, after, before)])
+
     def add(self, row: Sequence[float]) -> None:
         """One execution, its values in the order of COLUMNS."""
+        self._settle()
+        self._add(row)
+
+    def _add(self, row: Sequence[float]) -> None:
         if self.each == 1:
-            self.flat.extend(row)
+            self._flat.extend(row)
         else:
             self._open = _joined(self._open, row) if self._open else list(row)
             if self._open[_AT["executions"]] >= self.each:
                 self.close()
-        if len(self) >= self._most:
+        if len(self._flat) // _WIDTH >= self._most:
             self._halve()
 
     def close(self) -> None:
         """Let the last row be what it is."""
+        self._settle()
         if self._open:
-            self.flat.extend(self._open)
+            self._flat.extend(self._open)
             self._open = []
 
     def _halve(self) -> None:
         flat = array("d")
-        for place in range(0, len(self.flat), 2 * _WIDTH):
-            first = self.flat[place : place + _WIDTH]
-            second = self.flat[place + _WIDTH : place + 2 * _WIDTH]
+        for place in range(0, len(self._flat), 2 * _WIDTH):
+            first = self._flat[place : place + _WIDTH]
+            second = self._flat[place + _WIDTH : place + 2 * _WIDTH]
             flat.extend(_joined(first, second) if second else first)
-        self.flat = flat
+        self._flat = flat
         self.each *= 2
         self.joined += 1
 
@@ -90,9 +118,9 @@ class Rows:
         rows = zip(*(columns[name] for name in COLUMNS))
         for row in rows:
             if row[_AT["first_update"]] < before:
-                self.flat.extend(row)
+                self._flat.extend(row)
                 self.each = max(self.each, int(row[_AT["executions"]]))
-        while len(self) >= self._most:
+        while len(self._flat) // _WIDTH >= self._most:
             self._halve()
 
 

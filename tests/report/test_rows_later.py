@@ -1,0 +1,32 @@
+"""Executions that are written down behind the loop are those that were."""
+
+import pytest
+
+from ipufit.clock import PHASES
+from ipufit.report.rows import COLUMNS, Rows, columns_of
+
+WIDTH = len(COLUMNS) - len(PHASES)
+
+
+def numbers(place):
+    """Of an execution, up to the phases: one execution, four samples."""
+    row = {name: float(place) for name in COLUMNS[:WIDTH]}
+    return [*{**row, "executions": 1.0, "samples": 4.0}.values()]
+
+
+@pytest.mark.parametrize("count", [1, 5, 37])
+def test_rows_that_are_added_later_are_those_that_are_added_at_once(count):
+    """Also where they are joined, and seen in between."""
+    later, at_once = Rows(8), Rows(8)
+    for place in range(count):
+        before = [float(place * index) for index in range(len(PHASES))]
+        after = [value + index for index, value in enumerate(before)]
+        later.add_later(numbers(place), before, after)
+        at_once.add([*numbers(place), *map(float, range(len(PHASES)))])
+        if place % 4 == 0:
+            assert later.flat == at_once.flat
+    later.close()
+    at_once.close()
+    assert (len(later), later.joined, later.each) == (len(at_once), at_once.joined, at_once.each)
+    assert columns_of(later.flat) == columns_of(at_once.flat)
+    assert sum(columns_of(later.flat)["executions"]) == count
