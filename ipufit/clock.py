@@ -64,18 +64,10 @@ class Clock(NoClock):
 
     def reading(self, values: Iterator[T]) -> Iterator[T]:
         """The values; waiting for each is time of the phase "data"."""
-        # Entered and left here itself: the loop of executions goes through it.
-        seconds, data = self._seconds, PHASES.index("data")
+        span = self._spans["data"]
         while True:
-            around, now = self._phase, time.perf_counter()
-            seconds[around] += now - self.since
-            self.since, self._phase = now, data
-            try:
+            with span:
                 value = next(values, _END)
-            finally:
-                now = time.perf_counter()
-                seconds[data] += now - self.since
-                self.since, self._phase = now, around
             if value is _END:
                 return
             yield value
