@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 from ipufit.report.chrome import trace_of
-from ipufit.report.files import TRACE, write_text
+from ipufit.report.files import PAGE, TRACE, write_text
+from ipufit.report.page import page_of
 from ipufit.report.run import Run
 
 __all__ = ["make"]
@@ -15,8 +16,9 @@ def make(folder: str) -> None:
     """Make everything that is for people to look at, from the facts in the folder.
 
     Raises:
-        ConfigurationError: there is no report.
+        ConfigurationError: there is no report, or plotly is not installed.
         OSError: a file can't be written.
     """
     run = Run.read(folder)
     write_text(os.path.join(folder, TRACE), trace_of(run))
+    write_text(os.path.join(folder, PAGE), page_of([run]))

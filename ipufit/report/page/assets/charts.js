@@ -1,0 +1,391 @@
+// Charts: what they show comes as plain values, plotly.js draws it.
+
+const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
+const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "x", "star", "pentagon"];
+const PATTERNS = ["", "/", ".", "x", "\\", "-", "+", "|"];
+const MARKED = 40; // points from which on markers would hide the line
+const PAPER_WIDTH = 660; // pixels of a printed page
+const views = new Map(); // by chart: what its reader has chosen
+
+/** Text that plotly would take for markup. */
+const text = (value) =>
+  String(value).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+
+const shorten = (value, most) => (value.length > most ? `${value.slice(0, most - 1)}…` : value);
+
+/** plotly.js comes packed, which makes the page a third as long. */
+async function unpack() {
+  if (typeof DecompressionStream === "undefined") {
+    throw new Error(
+      "This browser is too old to draw the pictures; Chrome 80, Firefox 113 and Safari 16.4 can. " +
+        "The tables have all the numbers.",
+    );
+  }
+  const packed = Uint8Array.from(atob(byId("plotly").textContent), (c) => c.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const script = document.createElement("script");
+  script.textContent = await new Response(stream).text();
+  document.head.append(script);
+  script.remove();
+  if (typeof Plotly === "undefined") throw new Error("The pictures can't be drawn here.");
+}
+
+/** A mean that forgets: of the last `span` values, about. */
+function smoothed(values, span) {
+  const keep = 1 - 1 / span;
+  let sum = 0;
+  let weight = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    sum = keep * sum + (1 - keep) * value;
+    weight = keep * weight + (1 - keep);
+    return sum / weight;
+  });
+}
+
+function line(series, view, look, name, colour) {
+  const x = series.x[Math.min(view.way, series.x.length - 1)];
+  const marked = series.y.length <= MARKED && series.style !== "step";
+  const dash = series.style === "dashed" ? "dash" : DASHES[look >= 8 ? 1 : 0];
+  return {
+    type: "scatter",
+    mode: marked ? "lines+markers" : "lines",
+    name,
+    x,
+    y: series.y,
+    line: {
+      color: colour,
+      width: 2,
+      dash: series.style === "step" ? DASHES[look % DASHES.length] : dash,
+      shape: series.style === "step" ? "hv" : "linear",
+    },
+    marker: { symbol: SYMBOLS[look % SYMBOLS.length], size: 6, color: colour },
+    hovertemplate: `%{x}: %{y:.5g}<extra>${name}</extra>`,
+  };
+}
+
+function pattern(look, tone) {
+  return {
+    shape: PATTERNS[look % PATTERNS.length],
+    size: 6,
+    solidity: 0.25,
+    fgcolor: tone.paper,
+  };
+}
+
+function bars(chart, series, view, look, name, colour, tone) {
+  const places = series.x[Math.min(view.way, series.x.length - 1)];
+  const isTask = series.style === "task";
+  const labels = series.y.map((value) => (typeof value === "string" ? text(value) : value));
+  const trace = {
+    type: "bar",
+    name,
+    orientation: chart.is_across ? "h" : "v",
+    x: chart.is_across ? places : places.map(text),
+    y: labels,
+    marker: {
+      color: colour,
+      line: { color: tone.paper, width: isTask ? 1 : 0 },
+      pattern: pattern(look, tone),
+    },
+    hovertemplate: chart.is_across
+      ? `%{y}<br>%{x:.5g} ${text(chart.x[0])}<extra>${name}</extra>`
+      : `%{x}<br>%{y:.5g} ${text(chart.y)}<extra>${name}</extra>`,
+  };
+  if (series.base) trace.base = series.base;
+  if (series.label) {
+    Object.assign(trace, {
+      text: series.label.map(text),
+      textposition: "inside",
+      insidetextanchor: "middle",
+      textangle: 0,
+      constraintext: "none",
+      textfont: { color: "#ffffff", size: 11 },
+      marker: { ...trace.marker, pattern: { ...trace.marker.pattern, solidity: 0.12 } },
+    });
+  }
+  if (series.hover) {
+    trace.hovertext = series.hover.map(text);
+    trace.hovertemplate = "%{hovertext}: %{x:.4g}, from %{base:.4g}<extra></extra>";
+  }
+  return trace;
+}
+
+function area(series, look, name, colour, tone) {
+  const trace = {
+    type: "scatter",
+    mode: "lines",
+    stackgroup: "all",
+    name,
+    x: series.x[0],
+    y: series.y,
+    line: { color: colour, width: 1, shape: "hv" },
+    fillpattern: { ...pattern(look, tone), fgcolor: tone.paper, bgcolor: colour },
+    hovertemplate: `%{y:.5g}<extra>${name}</extra>`,
+  };
+  if (series.hover) {
+    trace.text = series.hover.map(text);
+    trace.hovertemplate = `%{y:.5g} after %{text}<extra>${name}</extra>`;
+  }
+  return trace;
+}
+
+function traces(chart, view, tone) {
+  return chart.series.flatMap((series) => {
+    const name = text(series.name);
+    const colour = tone.series[series.look % tone.series.length];
+    if (series.style === "bar" || series.style === "task") {
+      return [bars(chart, series, view, series.look, name, colour, tone)];
+    }
+    if (series.style === "area") return [area(series, series.look, name, colour, tone)];
+    const raw = line(series, view, series.look, name, colour);
+    if (!chart.smooths || view.span < 2) return [raw];
+    const mean = { ...raw, y: smoothed(series.y, view.span), mode: "lines" };
+    raw.line = { ...raw.line, width: 1 };
+    return [{ ...raw, mode: "lines", opacity: 0.3, showlegend: false, hoverinfo: "skip",
+              hovertemplate: null }, mean];
+  });
+}
+
+function axis(title, tone) {
+  return {
+    title: { text: text(title), standoff: 8 },
+    gridcolor: tone.line,
+    linecolor: tone.line,
+    zerolinecolor: tone.line,
+    tickcolor: tone.line,
+    automargin: true,
+    exponentformat: "power",
+  };
+}
+
+/** Stages and operators by name, from above. */
+function namedAxis(chart, tone, width) {
+  const titles = chart.names.length ? chart.names : chart.series[0].y;
+  const isTimeline = chart.series.some((series) => series.style === "task");
+  const most = width < 500 ? 16 : 44;
+  return {
+    ...axis("", tone),
+    type: isTimeline ? "linear" : "category",
+    autorange: isTimeline ? false : "reversed",
+    range: isTimeline ? [titles.length - 0.5, -0.5] : undefined,
+    tickmode: "array",
+    tickvals: isTimeline ? titles.map((_, i) => i) : titles.map(text),
+    ticktext: titles.map((title) => text(shorten(title, most))),
+    categoryorder: "array",
+    categoryarray: titles.map(text),
+    fixedrange: true,
+    showgrid: false,
+  };
+}
+
+function layout(chart, view, tone, width) {
+  const found = {
+    width,
+    height: chart.height,
+    autosize: false,
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: "rgba(0,0,0,0)",
+    font: { family: "system-ui, sans-serif", size: 12, color: tone.ink },
+    margin: { l: 48, r: 12, t: 8, b: 36 },
+    xaxis: axis(chart.x[Math.min(view.way, chart.x.length - 1)], tone),
+    yaxis: chart.is_across ? namedAxis(chart, tone, width) : axis(chart.y, tone),
+    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 11 } },
+    showlegend: chart.series.length > 1,
+    barmode: chart.stacks ? "stack" : "overlay",
+    bargap: 0.25,
+    hoverlabel: { bgcolor: tone.paper, font: { color: tone.ink }, bordercolor: tone.line,
+                  align: "left" },
+    // A finger that scrolls the page must not be caught by a picture.
+    dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
+    transition: { duration: 0 },
+    shapes: [],
+    annotations: [],
+  };
+  const isBar = chart.series.some((series) => series.style === "bar");
+  if (isBar && !chart.is_across) Object.assign(found.xaxis, { type: "category", nticks: 12 });
+  if (chart.stacks && !chart.is_across) found.yaxis.rangemode = "tozero";
+  if (view.log && !chart.is_across) found.yaxis.type = "log";
+  if (chart.most !== null) {
+    found.shapes.push({ type: "line", x0: chart.most, x1: chart.most, y0: 0, y1: 1, yref: "paper",
+                        line: { color: tone.alarm, width: 2, dash: "dash" } });
+  }
+  for (const [name, range] of Object.entries(view.ranges)) {
+    Object.assign(found[name], { range: range.slice(), autorange: false });
+  }
+  return found;
+}
+
+const CONFIG = { displayModeBar: false, responsive: false, doubleClick: "reset",
+                 scrollZoom: false, showTips: false };
+
+function viewOf(name) {
+  if (!views.has(name)) {
+    const count = Math.max(...facts.charts[name].series.map((series) => series.y.length), 0);
+    // A tenth of the curve hides what it does; a hundredth shows it.
+    const span = facts.charts[name].smooths && count > 200 ? Math.round(count / 100) : 1;
+    views.set(name, { way: 0, span, log: false, ranges: {}, drawn: false });
+  }
+  return views.get(name);
+}
+
+/** Draw a chart, or draw it anew after any change. */
+function draw(figure, forPaper = false) {
+  const name = figure.dataset.chart;
+  const chart = facts.charts[name];
+  if (!chart || typeof Plotly === "undefined") return;
+  const plot = figure.querySelector(".plot");
+  const view = viewOf(name);
+  const tone = colours();
+  const width = forPaper ? Math.min(PAPER_WIDTH, plot.clientWidth || PAPER_WIDTH)
+                         : plot.clientWidth;
+  Plotly.react(plot, traces(chart, view, tone), layout(chart, view, tone, width), CONFIG);
+  if (!view.drawn) {
+    view.drawn = true;
+    plot.style.minHeight = "";
+    plot.on("plotly_relayout", () => remember(plot, view));
+  }
+}
+
+/** Where the reader has zoomed to, so that it lasts. */
+function remember(plot, view) {
+  view.ranges = {};
+  for (const name of ["xaxis", "yaxis"]) {
+    const { autorange, range, fixedrange } = plot.layout[name];
+    if (autorange === false && range && !fixedrange) view.ranges[name] = range.slice();
+  }
+}
+
+function zoom(figure, factor) {
+  const plot = figure.querySelector(".plot");
+  const [a, b] = plot.layout.xaxis.range;
+  const middle = (a + b) / 2;
+  const half = ((b - a) / 2) * factor;
+  Plotly.relayout(plot, { "xaxis.range": [middle - half, middle + half] });
+}
+
+function pan(figure, name, part) {
+  const plot = figure.querySelector(".plot");
+  const { range, fixedrange } = plot.layout[name];
+  if (fixedrange) return;
+  const step = (range[1] - range[0]) * part;
+  Plotly.relayout(plot, { [`${name}.range`]: [range[0] + step, range[1] + step] });
+}
+
+function reset(figure) {
+  viewOf(figure.dataset.chart).ranges = {};
+  draw(figure);
+}
+
+/** The buttons of a chart, once. */
+function addTools(figure) {
+  const tools = figure.querySelector(".tools");
+  const name = figure.dataset.chart;
+  const chart = facts.charts[name];
+  if (tools.children.length || !chart) return;
+  const view = viewOf(name);
+  const id = (part) => `${figure.id}-${part}`;
+  const title = figure.querySelector("h3").textContent;
+  if (chart.smooths) {
+    const input = make("input", { type: "range", id: id("span"), min: 0, max: 10, step: 1,
+                                  "aria-label": `${title}: smoothing` });
+    const told = () => {
+      input.setAttribute("aria-valuetext",
+                         view.span < 2 ? "none" : `about ${view.span} executions`);
+    };
+    input.value = String(Math.round(Math.log2(view.span)));
+    told();
+    input.addEventListener("input", () => {
+      view.span = 2 ** Number(input.value);
+      told();
+      draw(figure);
+    });
+    tools.append(make("label", { for: id("span") }, "Smooth "), input);
+  }
+  if (chart.ways.length > 1) {
+    const press = button(id("way"), `${title}: over ${chart.ways[1]}`, `over ${chart.ways[1]}`,
+      () => {
+        view.way = 1 - view.way;
+        view.ranges = {};
+        press.setAttribute("aria-pressed", String(view.way === 1));
+        draw(figure);
+      });
+    press.setAttribute("aria-pressed", "false");
+    tools.append(press);
+  }
+  if (chart.log) {
+    const press = button(id("log"), `${title}: logarithmic axis`, "log", () => {
+      view.log = !view.log;
+      delete view.ranges.yaxis;
+      press.setAttribute("aria-pressed", String(view.log));
+      draw(figure);
+    });
+    press.setAttribute("aria-pressed", "false");
+    tools.append(press);
+  }
+  tools.append(
+    button(id("in"), `${title}: zoom in`, "+", () => zoom(figure, 0.5)),
+    button(id("out"), `${title}: zoom out`, "−", () => zoom(figure, 2)),
+    button(id("reset"), `${title}: show all`, "reset", () => reset(figure)),
+  );
+}
+
+document.addEventListener("keydown", (event) => {
+  const figure = event.target;
+  if (!(figure instanceof HTMLElement) || !figure.matches("figure.chart")) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || typeof Plotly === "undefined") return;
+  const view = viewOf(figure.dataset.chart);
+  const acts = {
+    ArrowLeft: () => pan(figure, "xaxis", -0.2),
+    ArrowRight: () => pan(figure, "xaxis", 0.2),
+    "+": () => zoom(figure, 0.5),
+    "=": () => zoom(figure, 0.5),
+    "-": () => zoom(figure, 2),
+    0: () => reset(figure),
+  };
+  // Up and down scroll the page, unless the picture is zoomed into.
+  if (view.ranges.yaxis) {
+    acts.ArrowUp = () => pan(figure, "yaxis", 0.2);
+    acts.ArrowDown = () => pan(figure, "yaxis", -0.2);
+  }
+  const act = acts[event.key];
+  if (!act || !figure.querySelector(".plot").layout) return;
+  event.preventDefault();
+  act();
+});
+
+const figures = () => Array.from(document.querySelectorAll("figure.chart"));
+const drawAll = (forPaper) => figures().forEach((figure) => draw(figure, forPaper));
+
+/** Draw what is in sight first, and the rest while nothing else is to do. */
+async function drawInTurn() {
+  const near = (figure) => figure.getBoundingClientRect().top < 2 * innerHeight;
+  const all = figures();
+  const order = [...all.filter(near), ...all.filter((figure) => !near(figure))];
+  for (const figure of order) {
+    if (!viewOf(figure.dataset.chart).drawn) draw(figure);
+    await new Promise((next) => setTimeout(next));
+  }
+}
+
+function followWidth() {
+  let width = byId("main").clientWidth;
+  let wait = 0;
+  new ResizeObserver(() => {
+    if (byId("main").clientWidth === width) return;
+    width = byId("main").clientWidth;
+    clearTimeout(wait);
+    wait = setTimeout(() => drawAll(false), 100);
+  }).observe(byId("main"));
+}
+
+function followPrinting() {
+  addEventListener("beforeprint", () => {
+    document.documentElement.dataset.printing = "";
+    drawAll(true);
+  });
+  addEventListener("afterprint", () => {
+    delete document.documentElement.dataset.printing;
+    drawAll(false);
+  });
+}

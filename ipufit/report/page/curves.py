@@ -1,0 +1,284 @@
+"""Loss, metrics and settings over the updates and epochs of one run or of several."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+
+from ipufit.report.page import texts
+from ipufit.report.page.charts import Chart, Series, figure, rounded, thinned
+from ipufit.report.page.html import Cell, Column, Html, element, joined, table
+from ipufit.report.page.measured import ends, total
+from ipufit.report.page.sections import Section, lacking, note
+from ipufit.report.run import Run
+
+__all__ = ["curves"]
+
+Named = Sequence[Tuple[str, Run]]
+
+# Charts of values that were logged, and rows of the table of epochs, at most.
+_MOST_LOGGED = 24
+_MOST_EPOCHS = 100
+_WAYS = ("updates", "time")
+_X = ("update", "seconds since the run began")
+
+
+def curves(runs: Named) -> Section:
+    """The section.
+
+    Args:
+        runs: with their names; that of a single run is not shown.
+    """
+    charts = [chart for chart in _of_executions(runs) if chart is not None]
+    charts += _of_epochs(runs)
+    logged = sorted({name for _, run in runs for name in _updates(run)})
+    shown = logged[:_MOST_LOGGED]
+    charts += [_of_logged(runs, name, place) for place, name in enumerate(shown)]
+    body: List[Optional[Html]] = []
+    if not charts:
+        why = lacking(runs[0][1].facts, "history")
+        body.append(why or element("p", "Not shown: no execution is over.", class_="missing"))
+    wide = [chart for chart in charts if chart.smooths]
+    others = [chart for chart in charts if not chart.smooths]
+    body += [figure(chart) for chart in wide]
+    body.append(element("div", [figure(chart) for chart in others], class_="grid"))
+    if len(logged) > len(shown):
+        body.append(
+            note(
+                f"{len(logged) - len(shown)} more logged values are not drawn: "
+                f"{', '.join(logged[len(shown) :])}."
+            )
+        )
+    if len(runs) == 1:
+        body.append(_table_of_epochs(runs[0][1]))
+    return Section("curves", "Curves", joined(body), charts)
+
+
+def _label(runs: Named, name: str, what: str = "") -> str:
+    """What a line is called: of a single run without the run's name."""
+    if len(runs) == 1:
+        return what or name
+    return f"{name}, {what}" if what else name
+
+
+def _ends(run: Run) -> Tuple[List[Any], List[Any]]:
+    """Updates made after every execution, and when it was over."""
+    rows = run.rows
+    updates = [int(a + b) for a, b in zip(rows["first_update"], rows["updates"])]
+    return updates, [rounded(end, 6) for end in ends(rows)]
+
+
+def _of_executions(runs: Named) -> Iterator[Optional[Chart]]:
+    yield _losses(runs)
+    yield _settings(runs, "learning_rate", "Learning rate")
+    yield _settings(runs, "loss_scale", "Loss scale")
+
+
+def _losses(runs: Named) -> Optional[Chart]:
+    series, said = [], []
+    for look, (name, run) in enumerate(runs):
+        values = [rounded(value, 6) for value in run.rows["loss"]]
+        known = [value for value in values if value is not None]
+        if not known:
+            continue
+        series.append(
+            Series(_label(runs, name, "" if len(runs) > 1 else "loss"), _ends(run), values, look)
+        )
+        text = (
+            f"{len(values):,} executions: loss {texts.number(known[0])} at first, "
+            f"{texts.number(known[-1])} at last, {texts.number(min(known))} at least."
+        )
+        each = total(run, "executions") / len(values)
+        if each > 1.001:
+            text += f" A point stands for {texts.number(round(each, 1))} executions."
+        if len(known) < len(values):
+            text += f" {len(values) - len(known):,} values are not finite, and left out."
+        said.append(text if len(runs) == 1 else f"{name}: {text}")
+    if not series:
+        return None
+    smallest = min(value for each in series for value in each.y if value is not None)
+    return Chart(
+        "loss",
+        "Loss of every execution",
+        " ".join(said),
+        series,
+        _X,
+        "loss",
+        _WAYS,
+        smooths=True,
+        height=380,
+        log=smallest > 0,
+    )
+
+
+def _settings(runs: Named, column: str, title: str) -> Optional[Chart]:
+    series, said = [], []
+    for look, (name, run) in enumerate(runs):
+        values = [rounded(value) for value in run.rows[column]]
+        if all(value is None for value in values):
+            continue
+        kept = _changes(values)
+        places = [[x[place] for place in kept] for x in _ends(run)]
+        y = [values[place] for place in kept]
+        x, y = _both_thinned(places, y)
+        series.append(
+            Series(_label(runs, name, title.lower() if len(runs) == 1 else ""), x, y, look, "step")
+        )
+        known = [value for value in values if value is not None]
+        text = f"{texts.number(known[0])} at first, {texts.number(known[-1])} at last."
+        if min(known) == max(known):
+            text = f"{texts.number(known[0])} all the time."
+        said.append(text if len(runs) == 1 else f"{name}: {text}")
+    if not series:
+        return None
+    positive = all(v is None or v > 0 for each in series for v in each.y)
+    return Chart(
+        column.replace("_", "-"),
+        title,
+        " ".join(said),
+        series,
+        _X,
+        title.lower(),
+        _WAYS,
+        height=260,
+        log=positive,
+    )
+
+
+def _changes(values: Sequence[Any]) -> List[int]:
+    """Places at which a value is not that of both neighbours: the others lie on a line."""
+    last = len(values) - 1
+    return [
+        place
+        for place, value in enumerate(values)
+        if place in (0, last) or not values[place - 1] == value == values[place + 1]
+    ]
+
+
+def _both_thinned(places: Sequence[Sequence[Any]], y: Sequence[Any]) -> Tuple[List[Any], List[Any]]:
+    """Points by each way to count places."""
+    both = list(zip(*places))
+    kept, values = thinned(both, y)
+    return [[each[way] for each in kept] for way in range(len(places))], values
+
+
+def _history(run: Run) -> Tuple[List[int], Dict[str, List[Tuple[int, Any]]]]:
+    history = run.facts.get("history", {"epoch": [], "history": {}})
+    return history["epoch"], history["history"]
+
+
+def _epoch_ends(run: Run) -> List[Any]:
+    """When every epoch of the history was over."""
+    over = {each["epoch"]: each["begin"] + each["seconds"] for each in run.facts["epochs"]}
+    return [rounded(over.get(epoch), 6) for epoch in _history(run)[0]]
+
+
+def _of_epochs(runs: Named) -> List[Chart]:
+    names: List[str] = []
+    for _, run in runs:
+        for key in _history(run)[1]:
+            names.append(key[4:] if key.startswith("val_") else key)
+    return [_of_epoch(runs, name, i) for i, name in enumerate(dict.fromkeys(names))]
+
+
+def _of_epoch(runs: Named, name: str, place: int) -> Chart:
+    series, said = [], []
+    for look, (run_name, run) in enumerate(runs):
+        epochs, values = _history(run)
+        ends = _epoch_ends(run)
+        for is_validation, key in enumerate((name, f"val_{name}")):
+            if not values.get(key):
+                continue
+            what = "validation" if is_validation else "training"
+            places = [spot for spot, _ in values[key]]
+            y = [rounded(value) for _, value in values[key]]
+            ways = [[epochs[spot] + 1 for spot in places], [ends[spot] for spot in places]]
+            x, y = _both_thinned(ways, y)
+            look_of_line = look if len(runs) > 1 else is_validation
+            style = "dashed" if is_validation else "line"
+            series.append(Series(_label(runs, run_name, what), x, y, look_of_line, style))
+            known = [value for value in y if value is not None]
+            if known:
+                text = (
+                    f"{what} {texts.number(known[0])} at first, {texts.number(known[-1])} at last"
+                )
+                said.append(text if len(runs) == 1 else f"{run_name}, {text}")
+    known = [value for each in series for value in each.y if value is not None]
+    log = bool(known) and min(known) > 0
+    text = "; ".join(said)
+    return Chart(
+        f"epoch-{place}",
+        f"{name}, by epoch",
+        f"{text[:1].upper()}{text[1:]}.",
+        series,
+        ("epoch", _X[1]),
+        name,
+        ("epochs", "time"),
+        height=260,
+        log=log,
+    )
+
+
+def _updates(run: Run) -> Dict[str, List[Tuple[int, Any]]]:
+    found: Dict[str, List[Tuple[int, Any]]] = run.facts.get("history", {}).get("updates", {})
+    return found
+
+
+def _of_logged(runs: Named, name: str, place: int) -> Chart:
+    series, said = [], []
+    for look, (run_name, run) in enumerate(runs):
+        values = _updates(run).get(name)
+        if not values:
+            continue
+        full = [rounded(value) for _, value in values]
+        x, y = thinned([update for update, _ in values], full)
+        series.append(Series(_label(runs, run_name, "" if len(runs) > 1 else name), [x], y, look))
+        known = [value for value in full if value is not None]
+        text = f"{len(values):,} values"
+        if known:
+            text += f" from {texts.number(min(known))} to {texts.number(max(known))}"
+        if len(y) < len(full):
+            text += f", of which the {len(y):,} that reach furthest are drawn"
+        said.append(f"{text}." if len(runs) == 1 else f"{run_name}: {text}.")
+    known = [value for each in series for value in each.y if value is not None]
+    log = bool(known) and min(known) > 0
+    return Chart(
+        f"logged-{place}",
+        f"{name}, as logged",
+        " ".join(said),
+        series,
+        ("update",),
+        name,
+        height=260,
+        log=log,
+    )
+
+
+def _table_of_epochs(run: Run) -> Optional[Html]:
+    epochs, values = _history(run)
+    if not epochs:
+        return None
+    names = list(values)
+    found = {name: dict(values[name]) for name in names}
+    took = {each["epoch"]: each["seconds"] for each in run.facts["epochs"]}
+    rows = []
+    first = max(0, len(epochs) - _MOST_EPOCHS)
+    for place, epoch in itertools.islice(enumerate(epochs), first, None):
+        row = [Cell(texts.count(epoch + 1), epoch + 1)]
+        for name in names:
+            value = found[name].get(place)
+            row.append(Cell(texts.number(value), None if value is None else texts.real(value)))
+        seconds = took.get(epoch, math.nan)
+        row.append(Cell(texts.seconds(seconds), seconds))
+        rows.append(row)
+    columns = [Column("epoch", True), *(Column(name, True) for name in names), Column("time", True)]
+    caption = "Every epoch"
+    if first:
+        caption = f"The last {_MOST_EPOCHS} of {len(epochs):,} epochs"
+    return element(
+        "details",
+        element("summary", caption),
+        table("table-epochs", caption, columns, rows),
+        id="details-epochs",
+    )

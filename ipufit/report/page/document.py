@@ -1,0 +1,172 @@
+"""The page as a whole."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Dict, List, Sequence, Tuple
+
+from ipufit.report.page.comparing import compared
+from ipufit.report.page.curves import curves
+from ipufit.report.page.html import Html, data, element, joined
+from ipufit.report.page.memory import memory
+from ipufit.report.page.operators import layers, operators
+from ipufit.report.page.phases import phases
+from ipufit.report.page.pipeline import pipeline
+from ipufit.report.page.plotting import library
+from ipufit.report.page.policy import digest, policy
+from ipufit.report.page.sections import Section
+from ipufit.report.page.summary import status, summary
+from ipufit.report.page.warned import warned
+from ipufit.report.run import Run
+
+__all__ = ["page_of", "state_of"]
+
+_ASSETS = os.path.join(os.path.dirname(__file__), "assets")
+_SCRIPTS = ("start.js", "tables.js", "charts.js", "live.js", "main.js")
+
+
+def page_of(runs: Sequence[Run], live: bool = False) -> str:
+    """The whole page.
+
+    Args:
+        runs: one, or several to compare.
+        live: whether it asks ``state``, beside its own address, how the run goes on. It then has
+            one run.
+
+    Raises:
+        ConfigurationError: plotly is not installed.
+    """
+    assert len(runs) == 1 if live else runs
+    drawing = library()
+    script = "\n".join(map(_asset, _SCRIPTS))
+    content = _content(runs)
+    title = _title(runs)
+    allowed = [digest(script.encode("utf-8")), drawing.digest]
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=policy(allowed, live)),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("meta", name="referrer", content="no-referrer"),
+        element("title", title),
+        element("style", Html(_asset("style.css"))),
+    )
+    body = element(
+        "body",
+        element("a", "Skip to the report", href="#main", class_="skip"),
+        element(
+            "header",
+            element("h1", title),
+            element(
+                "div",
+                element("p", content["subtitle"], id="subtitle"),
+                element("div", id="page-tools", class_="tools"),
+                class_="top",
+            ),
+            element("p", id="live", role="status", aria_live="polite", hidden=not live),
+        ),
+        element("nav", content["navigation"], id="navigation", aria_label="Sections"),
+        element("p", id="trouble", role="alert", hidden=True),
+        element(
+            "noscript",
+            element("p", "Without JavaScript the tables are here, the pictures are not."),
+        ),
+        element("main", [content["sections"][name] for name in content["order"]], id="main"),
+        element("footer", element("p", f"Made by ipufit. {_sources(runs)}")),
+        element(
+            "script", Html(data({"charts": content["charts"]})), type="application/json", id="data"
+        ),
+        element("script", Html(drawing.packed), type="text/plain", id="plotly"),
+        element("script", Html(script)),
+        data_live=live,
+        data_folder=title,
+    )
+    return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
+
+
+def state_of(run: Run) -> str:
+    """JSON with which a page of ``page_of([run], live=True)`` brings itself up to date."""
+    content = _content([run])
+    return data({**content, "status": str(run.facts["status"])})
+
+
+def _content(runs: Sequence[Run]) -> Dict[str, Any]:
+    """What changes while a run goes on, in plain values."""
+    if len(runs) == 1:
+        sections = _sections(runs[0])
+        subtitle = _subtitle(runs[0])
+    else:
+        sections = compared(_named(runs))
+        subtitle = joined(f"{len(runs)} runs, side by side")
+    return {
+        "subtitle": subtitle,
+        "navigation": _navigation(sections),
+        "order": [section.anchor for section in sections],
+        "sections": {section.anchor: _shown(section) for section in sections},
+        "charts": {chart.name: chart.to_dict() for section in sections for chart in section.charts},
+    }
+
+
+def _sections(run: Run) -> List[Section]:
+    facts = run.facts
+    sections = [
+        warned(facts),
+        summary(run),
+        curves([("", run)]),
+        phases(run),
+        pipeline(facts),
+        memory(run),
+        operators(facts),
+        layers(facts),
+    ]
+    return [section for section in sections if section.body]
+
+
+def _shown(section: Section) -> Html:
+    heading = f"{section.anchor}-title"
+    return element(
+        "section",
+        element("h2", section.title, id=heading),
+        section.body,
+        id=section.anchor,
+        aria_labelledby=heading,
+    )
+
+
+def _navigation(sections: Sequence[Section]) -> Html:
+    links = [
+        element("li", element("a", section.title, href=f"#{section.anchor}"))
+        for section in sections
+    ]
+    return element("ul", links)
+
+
+def _title(runs: Sequence[Run]) -> str:
+    return " and ".join(dict.fromkeys(str(run.facts["title"]) for run in runs))
+
+
+def _subtitle(run: Run) -> Html:
+    environment = run.facts.get("environment", {})
+    where = f"{environment['engine']} engine, {environment['device']}" if environment else ""
+    return joined(element("span", run.folder, class_="folder"), " ", status(run), " ", where)
+
+
+def _sources(runs: Sequence[Run]) -> str:
+    return "Drawn by plotly.js, which is in this file; nothing is fetched from anywhere."
+
+
+def _named(runs: Sequence[Run]) -> List[Tuple[str, Run]]:
+    """Runs by the names of their folders; by their whole paths, where these are the same."""
+    short = [os.path.basename(os.path.normpath(run.folder)) for run in runs]
+    if len(set(short)) < len(short):
+        short = [run.folder for run in runs]
+    return [
+        (name if short.count(name) == 1 else f"{name} ({place + 1})", run)
+        for place, (name, run) in enumerate(zip(short, runs))
+    ]
+
+
+def _asset(name: str) -> str:
+    with open(os.path.join(_ASSETS, name), encoding="utf-8") as file:
+        return file.read()

@@ -1,0 +1,166 @@
+"""HTML that is safe by its type: text is escaped unless it is ``Html`` already."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+from typing import Any, List, Optional, Sequence, Union
+
+__all__ = ["Cell", "Column", "Html", "Part", "Row", "data", "element", "joined", "table"]
+
+_EMPTY = ("br", "col", "link", "meta")
+
+
+class Html(str):
+    """Markup; any other ``str`` is text."""
+
+    __slots__ = ()
+
+
+Part = Union[str, None, Sequence[Optional[str]]]
+
+
+def element(tag: str, /, *parts: Part, **attributes: Any) -> Html:
+    """One element.
+
+    Args:
+        tag: its name.
+        parts: what is in it: text, Html, lists of them, or None for nothing.
+        attributes: by name: a final "_" is left out, any other becomes "-". True is an attribute
+            without value; of None and False nothing is written.
+    """
+    head = tag
+    for key, value in attributes.items():
+        if value is None or value is False:
+            continue
+        key = key.rstrip("_").replace("_", "-")
+        head += f" {key}" if value is True else f' {key}="{html.escape(str(value))}"'
+    if tag in _EMPTY:
+        return Html(f"<{head}>")
+    return Html(f"<{head}>{joined(*parts)}</{tag}>")
+
+
+def joined(*parts: Part) -> Html:
+    """These parts one after the other."""
+    found: List[str] = []
+    for part in parts:
+        if part is None:
+            continue
+        if isinstance(part, Html):
+            found.append(part)
+        elif isinstance(part, str):
+            found.append(html.escape(part))
+        else:
+            found.append(joined(*part))
+    return Html("".join(found))
+
+
+def data(value: Any) -> str:
+    """JSON that may stand in an element ``script`` and says nothing there but what it is."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    # Line separators are escaped by json already.
+    for char in "<>&":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return text
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        title: of its head.
+        is_number: whether it is set to the right, and sorted by value.
+        about: what it is, where the title is too short for that.
+    """
+
+    title: str
+    is_number: bool = False
+    about: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What stands in a table.
+
+    Attributes:
+        shown: text or Html.
+        value: to sort by; None for the text.
+        mark: a class of its own.
+    """
+
+    shown: str
+    value: Optional[float] = None
+    mark: str = ""
+
+
+Row = Sequence[Union[Cell, str]]
+
+
+def table(
+    name: str,
+    caption: str,
+    columns: Sequence[Column],
+    rows: Sequence[Row],
+    sorts: bool = True,
+    foot: Row = (),
+) -> Html:
+    """A table, in a frame that scrolls by itself; the first column is the head of each row.
+
+    Args:
+        name: of the element.
+        caption: what it shows.
+        columns: their heads.
+        rows: one cell for each column.
+        sorts: whether a reader may sort it.
+        foot: a row that stays below the others.
+    """
+    head = [
+        element(
+            "th",
+            element("button", column.title, type="button", title=column.about or None)
+            if sorts
+            else column.title,
+            scope="col",
+            class_="number" if column.is_number else None,
+            aria_sort="none" if sorts else None,
+        )
+        for column in columns
+    ]
+    body = [_row(columns, row) for row in rows]
+    return element(
+        "div",
+        element(
+            "table",
+            element("caption", caption),
+            element("thead", element("tr", head)),
+            element("tbody", body),
+            element("tfoot", _row(columns, foot)) if foot else None,
+            id=name,
+            class_="sorts" if sorts else None,
+        ),
+        class_="scroll",
+        tabindex="0",
+        role="region",
+        aria_label=caption,
+    )
+
+
+def _row(columns: Sequence[Column], row: Row) -> Html:
+    cells = zip(columns, row)
+    return element("tr", [_cell(column, cell, i == 0) for i, (column, cell) in enumerate(cells)])
+
+
+def _cell(column: Column, cell: Union[Cell, str], is_head: bool) -> Html:
+    if not isinstance(cell, Cell):
+        cell = Cell(cell)
+    classes = ["number"] if column.is_number else []
+    classes += [cell.mark] if cell.mark else []
+    return element(
+        "th" if is_head else "td",
+        cell.shown,
+        scope="row" if is_head else None,
+        class_=" ".join(classes) or None,
+        data_value=None if cell.value is None else repr(float(cell.value)),
+    )

@@ -1,0 +1,305 @@
+"""Operators by time, and the tree of layers with what their operators take."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+
+from ipufit.report.page import texts
+from ipufit.report.page.charts import Chart, Series, figure, rounded
+from ipufit.report.page.html import Cell, Column, Html, Part, Row, element, joined, table
+from ipufit.report.page.sections import Section, lacking, note
+
+__all__ = ["Work", "grouped", "layers", "operators", "place_of"]
+
+# Rows of a table, and bars, at most.
+_MOST, _BARS, _LAYERS = 600, 20, 2000
+
+_COLUMNS = (
+    Column("calls", True),
+    Column("time", True),
+    Column("share", True, "Of the time of all operators"),
+    Column("FLOPs", True),
+    Column("FLOP/s", True),
+    Column("of peak", True, "Share of the FLOP/s that this machine reached on a large product"),
+    Column("moved", True, "Bytes read and written"),
+    Column("of peak bandwidth", True, "Share of the bytes per second of a large copy"),
+)
+
+
+@dataclasses.dataclass
+class Work:
+    """What some operators take together."""
+
+    calls: float = 0.0
+    seconds: float = 0.0
+    flops: float = 0.0
+    bytes: float = 0.0
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """One more operator."""
+        for field in dataclasses.fields(self):
+            value = texts.real(row.get(field.name))
+            if value == value:
+                setattr(self, field.name, getattr(self, field.name) + value)
+
+
+Key = Tuple[str, ...]
+
+
+def place_of(row: Mapping[str, Any]) -> str:
+    """File and line, short."""
+    file, line = row.get("file"), row.get("line")
+    return f"{os.path.basename(str(file))}:{line}" if file else ""
+
+
+def _each(row: Mapping[str, Any]) -> Key:
+    return str(row["operator"]), str(row["direction"]), _module(row), place_of(row)
+
+
+def _module(row: Mapping[str, Any]) -> str:
+    module, kind = row.get("module"), row.get("kind")
+    if not module:
+        return f"the module itself ({kind})" if kind else "outside of modules"
+    return f"{module} ({kind})" if kind else str(module)
+
+
+def _line(row: Mapping[str, Any]) -> Key:
+    return place_of(row) or "not known", str(row.get("source") or "").strip()
+
+
+# Ways to put operators together: name, heads of the columns, and what rows have in common.
+_GROUPS: Tuple[Tuple[str, Tuple[str, ...], Callable[[Mapping[str, Any]], Key]], ...] = (
+    ("each", ("operator", "direction", "module", "line"), _each),
+    ("operator", ("operator", "direction"), lambda r: (str(r["operator"]), str(r["direction"]))),
+    ("module", ("module", "direction"), lambda r: (_module(r), str(r["direction"]))),
+    ("line", ("line", "source"), _line),
+)
+
+
+def grouped(
+    rows: Sequence[Mapping[str, Any]], key: Callable[[Mapping[str, Any]], Key]
+) -> List[Tuple[Key, Work]]:
+    """Operators with the same key together, those that take longest first."""
+    found: Dict[Key, Work] = {}
+    for row in rows:
+        found.setdefault(key(row), Work()).add(row)
+    return sorted(found.items(), key=lambda item: -item[1].seconds)
+
+
+def operators(facts: Mapping[str, Any]) -> Section:
+    """The section."""
+    why = lacking(facts, "operators")
+    if why is not None:
+        return Section("operators", "Operators", why)
+    found = facts["operators"]
+    rows = found["rows"]
+    whole = sum(texts.real(row["seconds"]) for row in rows)
+    chart = _bars(rows, whole)
+    tables = []
+    for name, heads, key in _GROUPS:
+        columns = [*(Column(head) for head in heads), *_COLUMNS]
+        groups = grouped(rows, key)
+        body: List[Row] = [[*of, *_cells(work, whole, found)] for of, work in groups[:_MOST]]
+        caption = {"each": "Every operator"}.get(name, f"Operators by {name}")
+        left_out = groups[_MOST:]
+        if left_out:
+            rest = sum(work.seconds for _, work in left_out)
+            caption += (
+                f": the first {_MOST} of {len(groups):,}; the others take "
+                f"{texts.share(rest / whole if whole else 0.0)} of the time"
+            )
+        tables.append(
+            element(
+                "div",
+                table(f"table-operators-{name}", caption, columns, body),
+                class_="choice",
+                data_choice={"each": "each alone"}.get(name, f"by {name}"),
+            )
+        )
+    parts: List[Part] = [
+        _about(found, whole),
+        figure(chart),
+        element(
+            "div",
+            element(
+                "div", class_="tools", role="group", aria_label="How operators are put together"
+            ),
+            tables,
+            class_="choices",
+            id="choices-operators",
+        ),
+    ]
+    return Section("operators", "Operators", joined(*parts), [chart])
+
+
+def _about(found: Mapping[str, Any], whole: float) -> Html:
+    peak = found.get("peak") or {}
+    parts = [
+        f"One micro-batch of {texts.count(found.get('micro_batch_size'))} samples, operator by "
+        f"operator, on {found.get('device', 'this machine')}: {texts.seconds(whole)} in all."
+    ]
+    if found.get("way"):
+        parts.append(str(found["way"]).rstrip(".") + ".")
+    if found.get("note"):
+        parts.append(str(found["note"]).rstrip(".") + ".")
+    if peak:
+        parts.append(
+            f"The peaks are {texts.rate(peak.get('flops'), 'FLOP')} and "
+            f"{texts.rate(peak.get('bytes'), 'B')}, which this machine reached on large tensors"
+            + (f" of {peak['dtype']}." if peak.get("dtype") else ".")
+        )
+    return note(" ".join(parts))
+
+
+def _cells(work: Work, whole: float, found: Mapping[str, Any]) -> List[Cell]:
+    peak = found.get("peak") or {}
+    spent = work.seconds
+    flops = work.flops / spent if spent and work.flops else None
+    moved = work.bytes / spent if spent and work.bytes else None
+    part = spent / whole if whole else 0.0
+    return [
+        Cell(texts.count(work.calls), work.calls),
+        Cell(texts.seconds(spent), spent),
+        Cell(texts.share(part), part),
+        Cell(texts.work(work.flops), work.flops),
+        Cell(texts.rate(flops, "FLOP"), flops or 0.0),
+        _of_peak(flops, peak.get("flops")),
+        Cell(texts.size(work.bytes), work.bytes),
+        _of_peak(moved, peak.get("bytes")),
+    ]
+
+
+def _of_peak(reached: Optional[float], peak: Any) -> Cell:
+    most = texts.real(peak)
+    if reached is None or not most > 0:
+        return Cell(texts.DASH, 0.0)
+    return Cell(texts.share(reached / most), reached / most)
+
+
+def _bars(rows: Sequence[Mapping[str, Any]], whole: float) -> Chart:
+    groups = grouped(rows, _each)[:_BARS]
+    unit, name = texts.scale(max((work.seconds for _, work in groups), default=0.0), "seconds")
+    titles = [f"{key[0]}, {key[2]}, {key[1]}" for key, _ in groups]
+    # Two that look the same would become one bar.
+    titles = [f"{i + 1}. {title}" for i, title in enumerate(titles)]
+    directions = list(dict.fromkeys(key[1] for key, _ in groups))
+    series = []
+    for look, direction in enumerate(directions):
+        own = [i for i, (key, _) in enumerate(groups) if key[1] == direction]
+        values = [rounded(groups[i][1].seconds / unit, 5) for i in own]
+        series.append(Series(direction, [values], [titles[i] for i in own], 4 * look, "bar"))
+    first = sum(work.seconds for _, work in groups)
+    summary = (
+        f"These {len(groups)} take {texts.share(first / whole if whole else 0.0)} of the time of "
+        "all operators; the table has the others."
+    )
+    return Chart(
+        "operators",
+        f"The first {len(groups)} operators by time",
+        summary,
+        series,
+        (name,),
+        "",
+        is_across=True,
+        stacks=True,
+        height=110 + 24 * len(groups),
+        names=titles,
+    )
+
+
+def layers(facts: Mapping[str, Any]) -> Section:
+    """The tree of layers, with the operators of each one and of those in it."""
+    why = lacking(facts, "layers")
+    if why is not None:
+        return Section("layers", "Layers", why)
+    found = facts["layers"][:_LAYERS]
+    rows = facts.get("operators", {}).get("rows")
+    work = _by_layer(rows) if rows is not None else {}
+    body = []
+    for place, layer in enumerate(found):
+        follows = found[place + 1]["depth"] if place + 1 < len(found) else 0
+        body.append(_row(layer, work.get(layer["name"]), rows is not None, follows))
+    heads = ["layer", "class", "output", "parameters", "time", "FLOPs", "written in", "notes"]
+    numbers = ("parameters", "time", "FLOPs")
+    caption = "The tree of layers"
+    if len(facts["layers"]) > len(found):
+        caption += f": the first {len(found):,} of {len(facts['layers']):,}"
+    head = [
+        element("th", name, scope="col", class_="number" if name in numbers else None)
+        for name in heads
+    ]
+    shown = element(
+        "div",
+        element(
+            "table",
+            element("caption", caption),
+            element("thead", element("tr", head)),
+            element("tbody", body),
+            id="table-layers",
+            class_="tree",
+        ),
+        class_="scroll",
+        tabindex="0",
+        role="region",
+        aria_label=caption,
+    )
+    about = note(
+        "Time and FLOPs are those of one micro-batch, forward and back, of the layer and all that "
+        "is in it."
+        if rows is not None
+        else "Time and FLOPs are not shown, because single operators were not timed."
+    )
+    return Section("layers", "Layers", joined(about, shown))
+
+
+def _by_layer(rows: Sequence[Mapping[str, Any]]) -> Dict[str, Work]:
+    """What the operators of every layer take, those of layers in it included."""
+    found: Dict[str, Work] = {"": Work()}
+    for row in rows:
+        found[""].add(row)
+        parts = str(row.get("module") or "").split(".")
+        for end in range(1, len(parts) + 1):
+            name = ".".join(parts[:end])
+            if name:
+                found.setdefault(name, Work()).add(row)
+    return found
+
+
+def _row(layer: Mapping[str, Any], work: Optional[Work], timed: bool, follows: int) -> Html:
+    depth = int(layer["depth"])
+    name = str(layer["name"]) or "the module"
+    own = name.rpartition(".")[2] if depth > 1 else name
+    head: List[Optional[Html]] = []
+    if follows > depth:
+        head.append(
+            element(
+                "button",
+                element("span", f"Layers in {name}", class_="unseen"),
+                type="button",
+                class_="fold",
+                id=f"fold-{name}",
+                aria_expanded="true",
+            )
+        )
+    head.append(element("span", own, title=name))
+    place = place_of(layer)
+    counted = work or Work()
+    trained = layer["trainable"]
+    parameters = texts.count(layer["parameters"])
+    if trained != layer["parameters"]:
+        parameters += f", {texts.count(trained)} trained"
+    notes = [str(each) for each in layer.get("notes", ())]
+    return element(
+        "tr",
+        element("th", head, scope="row", class_="layer", style=f"--depth:{min(depth, 12)}"),
+        element("td", str(layer["kind"])),
+        element("td", str(layer["shape"])),
+        element("td", parameters, class_="number"),
+        element("td", texts.seconds(counted.seconds) if timed else texts.DASH, class_="number"),
+        element("td", texts.work(counted.flops) if timed else texts.DASH, class_="number"),
+        element("td", place or "torch", title=str(layer.get("file") or "") or None),
+        element("td", "; ".join(notes)),
+        data_depth=depth,
+    )

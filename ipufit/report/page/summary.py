@@ -1,0 +1,186 @@
+"""What ran, how it ended, and what came out."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from typing import Any, List, Mapping, Optional, Sequence, Tuple
+
+from ipufit.curves import best_place
+from ipufit.direction import direction_of
+from ipufit.report.page import texts
+from ipufit.report.page.html import Cell, Column, Html, Row, element, joined, table
+from ipufit.report.page.measured import samples_per_second, total
+from ipufit.report.page.sections import Section, note
+from ipufit.report.run import Run
+
+__all__ = ["final_values", "headline", "pairs", "param_text", "status", "summary"]
+
+_STATUS = {
+    "running": "running",
+    "finished": "finished",
+    "interrupted": "interrupted",
+    "failed": "failed",
+}
+_RATE = (
+    "Samples per second are those of training: recording the program, validation and this report "
+    "are left out."
+)
+
+
+def status(run: Run) -> Html:
+    """How it ended, as a word with a mark beside it."""
+    name = str(run.facts["status"])
+    return element(
+        "span", _STATUS.get(name, name), class_=f"status {_STATUS.get(name, '')}".strip()
+    )
+
+
+def when(text: Any) -> Html:
+    """A moment, as people write it; in UTC."""
+    try:
+        moment = datetime.datetime.fromisoformat(str(text))
+        shown = f"{moment:%Y-%m-%d %H:%M:%S} {moment:%Z}".strip()
+    except ValueError:
+        shown = str(text)
+    return element("time", shown, datetime=str(text))
+
+
+def headline(run: Run) -> List[Tuple[str, Html]]:
+    """What everybody asks first."""
+    facts = run.facts
+    made, whole = total(run, "updates"), facts.get("total_updates")
+    first = texts.real(facts.get("first_update", 0))
+    updates = texts.count(made)
+    if isinstance(whole, int) and whole > made:
+        updates += f" of {whole:,}"
+    if first > 0:
+        updates += f", the first after {texts.count(first)}"
+    rate = samples_per_second(run)
+    found = [
+        ("Status", status(run)),
+        ("Begun", when(facts["begun"])),
+        ("Took", joined(texts.seconds(facts.get("seconds")))),
+        ("Epochs", joined(texts.count(len(facts["epochs"])))),
+        ("Updates", joined(updates)),
+        ("Executions", joined(texts.count(total(run, "executions")))),
+        ("Samples", joined(texts.count(total(run, "samples")))),
+        ("Samples per second", joined(texts.number(None if rate is None else round(rate, 1)))),
+    ]
+    if "totals" in facts:
+        totals = facts["totals"]
+        text = f"{texts.count(totals['parameters'])}"
+        if totals["trainable"] != totals["parameters"]:
+            text += f", {texts.count(totals['trainable'])} of them trained"
+        found.append(("Parameters", joined(text)))
+    return found
+
+
+def final_values(facts: Mapping[str, Any]) -> List[Tuple[str, float, Optional[float], Any, str]]:
+    """Of every value of epochs: its name, the last, the best, its epoch, and which way is better.
+
+    Where nobody knows which way a value is better, there is no best.
+    """
+    history = facts.get("history", {"epoch": [], "history": {}})
+    directions = facts.get("params", {}).get("directions")
+    found = []
+    for name, values in history["history"].items():
+        numbers = [texts.real(value) for _, value in values]
+        if not numbers:
+            continue
+        direction = direction_of(name, directions)
+        place = best_place(numbers, direction) if direction else None
+        best, epoch = None, None
+        if place is not None:
+            best, epoch = numbers[place], history["epoch"][values[place][0]] + 1
+        found.append((name, numbers[-1], best, epoch, direction or ""))
+    return found
+
+
+def pairs(values: Sequence[Tuple[str, str]], name: str) -> Html:
+    """Names and what belongs to them."""
+    return element(
+        "dl", [element("div", element("dt", n), element("dd", v)) for n, v in values], class_=name
+    )
+
+
+def param_text(value: Any) -> str:
+    """A parameter of the run."""
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(param_text, value)) or "none"
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {param_text(each)}" for key, each in value.items()) or "none"
+    if isinstance(value, float):
+        return texts.number(value)
+    return "none" if value is None else str(value)
+
+
+def summary(run: Run) -> Section:
+    """The first section."""
+    facts = run.facts
+    body: List[Html] = [pairs(headline(run), "headline")]
+    if facts.get("error"):
+        body.append(
+            element(
+                "div",
+                element("p", element("strong", "It failed with: ")),
+                element("pre", str(facts["error"])),
+                class_="failure",
+            )
+        )
+    values = final_values(facts)
+    if values:
+        body.append(_table_of_values(values))
+    if "explain" in facts:
+        body.append(element("h3", "Plan"))
+        body.append(
+            element(
+                "div",
+                element("pre", "\n".join(map(str, facts["explain"]))),
+                class_="scroll",
+                tabindex="0",
+                role="region",
+                aria_label="Plan",
+            )
+        )
+    for name, key, title in (
+        ("environment", "environment", "Environment"),
+        ("params", "params", "All settings of the run"),
+    ):
+        if facts.get(key):
+            rows = [[str(n), param_text(v)] for n, v in facts[key].items()]
+            columns = [Column("name"), Column("value")]
+            body.append(
+                element(
+                    "details",
+                    element("summary", title),
+                    table(f"table-{name}", title, columns, rows, sorts=False),
+                    id=f"details-{name}",
+                )
+            )
+    if samples_per_second(run) is not None:
+        body.insert(1, note(_RATE))
+    return Section("summary", "Summary", joined(body))
+
+
+def _table_of_values(values: Sequence[Tuple[str, float, Optional[float], Any, str]]) -> Html:
+    rows: List[Row] = []
+    for name, last, best, epoch, direction in values:
+        known = best is not None and not math.isnan(best)
+        rows.append(
+            [
+                name,
+                Cell(texts.number(last), last),
+                Cell(texts.number(best), best) if known else Cell(texts.DASH),
+                Cell(texts.count(epoch), epoch) if known else Cell(texts.DASH),
+                {"min": "smaller", "max": "larger"}.get(direction, "not known"),
+            ]
+        )
+    columns = [
+        Column("value"),
+        Column("at the end", True),
+        Column("best", True),
+        Column("in epoch", True, "The first epoch that has the best value"),
+        Column("better is"),
+    ]
+    return table("table-values", "Values of the last epoch, and the best", columns, rows)
