@@ -116,8 +116,21 @@ def measure(
     how = (precision or Precision(), partition, recompute)
     run = _Pass(step, list(named), batch, weigher, with_loss, how)
     with isolated(device), training(module, step.loss_module), attributes_kept(step):
-        capture(run, [*(tensor.detach() for tensor in named.values()), *leaves])
+        capture(run, [*map(_apart, named.values()), *leaves])
     return Trace(weigher.segments, weigher.sizes, weigher.born, weigher.placed)
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """The same in memory of its own: storages tell the weights apart.
+
+    While a program runs, weights may lie in one storage.
+    """
+    if tensor.layout is not torch.strided:
+        return tensor.detach()
+    own = tensor.numel() * tensor.element_size()
+    if tensor.untyped_storage().nbytes() == own:
+        return tensor.detach()
+    return torch.empty_like(tensor.detach())
 
 
 class _Pass:
