@@ -42,7 +42,7 @@ def trained(folder, epochs=3, samples=320, stages=True, lr=0.01):
         "cross_entropy",
         metrics=["accuracy"],
         stages=begins,
-        lr_scheduler=lambda update: 1 / (1 + update / 40),
+        lr_scheduler=lambda update: lr / (1 + update / 40),
     )
     model.fit(
         x,

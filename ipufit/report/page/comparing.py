@@ -10,7 +10,7 @@ from ipufit.report.page import texts
 from ipufit.report.page.charts import Chart, Series, figure, rounded
 from ipufit.report.page.curves import curves
 from ipufit.report.page.html import Cell, Column, Html, element, joined, table
-from ipufit.report.page.measured import PHASE_NAMES, used_phases
+from ipufit.report.page.measured import LOOKS, PHASE_NAMES, used_phases
 from ipufit.report.page.operators import grouped
 from ipufit.report.page.pipeline import stage_title
 from ipufit.report.page.sections import Section, lacking, note
@@ -81,7 +81,7 @@ def _summary(runs: Named) -> Section:
         # What differs first, else in their order.
         rows.sort(key=lambda row: row[-1] == "same")
         if rows:
-            body += [element("h3", title), table(f"table-{key}", title, heads, rows)]
+            body.append(table(f"table-{key}", title, heads, rows))
     return Section("summary", "Summary", joined(body))
 
 
@@ -131,7 +131,7 @@ def _phases(runs: Named) -> Section:
             PHASE_NAMES[phase],
             [[rounded(texts.real(phases.get(phase, 0)) / unit, 5) for _, phases in known]],
             names,
-            PHASES.index(phase),
+            LOOKS.index(phase),
             "bar",
         )
         for phase in used

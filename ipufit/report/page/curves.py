@@ -210,7 +210,7 @@ def _of_epoch(runs: Named, name: str, place: int) -> Chart:
     return Chart(
         f"epoch-{place}",
         f"{name}, by epoch",
-        f"{text[:1].upper()}{text[1:]}.",
+        f"{text[:1].upper()}{text[1:]}." if len(runs) == 1 else f"{text}.",
         series,
         ("epoch", _X[1]),
         name,
@@ -239,7 +239,7 @@ def _of_logged(runs: Named, name: str, place: int) -> Chart:
         if known:
             text += f" from {texts.number(min(known))} to {texts.number(max(known))}"
         if len(y) < len(full):
-            text += f", of which the {len(y):,} that reach furthest are drawn"
+            text += ", drawn by the smallest and the largest of every stretch"
         said.append(f"{text}." if len(runs) == 1 else f"{run_name}: {text}.")
     known = [value for each in series for value in each.y if value is not None]
     log = bool(known) and min(known) > 0

@@ -8,7 +8,16 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence
 from ipufit.clock import PHASES
 from ipufit.report.run import Run
 
-__all__ = ["APART", "PHASE_NAMES", "binned", "ends", "samples_per_second", "total", "used_phases"]
+__all__ = [
+    "APART",
+    "LOOKS",
+    "PHASE_NAMES",
+    "binned",
+    "ends",
+    "samples_per_second",
+    "total",
+    "used_phases",
+]
 
 # What a phase is called.
 PHASE_NAMES = {
@@ -24,6 +33,8 @@ PHASE_NAMES = {
     "report": "this report",
     "other": "the rest",
 }
+# Of each phase the number of its colour and pattern: what a run is for has the plain one.
+LOOKS = ("compute", *(phase for phase in PHASES if phase != "compute"))
 # No part of the work on samples.
 APART = ("capture", "validation", "report")
 _SUMS = ("executions", "updates", "samples", "skipped", *PHASES)
@@ -54,7 +65,7 @@ def binned(rows: Mapping[str, Sequence[float]], most: int) -> List[Dict[str, flo
 
     Returns:
         Of each the sums of numbers and seconds, ``begin`` of the first execution, ``update`` and
-        ``end`` after the last, ``seconds`` of all phases, and the largest ``memory``.
+        ``end`` after the last, seconds ``working`` on samples, and the largest ``memory``.
     """
     length = len(rows["begin"])
     size = max(1, math.ceil(length / most))
@@ -64,7 +75,7 @@ def binned(rows: Mapping[str, Sequence[float]], most: int) -> List[Dict[str, flo
         stop = min(start + size, length)
         one: Dict[str, float] = {name: math.fsum(rows[name][start:stop]) for name in _SUMS}
         one["begin"] = rows["begin"][start]
-        one["seconds"] = math.fsum(one[phase] for phase in PHASES)
+        one["working"] = math.fsum(one[phase] for phase in PHASES if phase not in APART)
         last = stop - 1
         one["end"] = over[last]
         one["update"] = rows["first_update"][last] + rows["updates"][last]

@@ -51,7 +51,10 @@ Key = Tuple[str, ...]
 def place_of(row: Mapping[str, Any]) -> str:
     """File and line, short."""
     file, line = row.get("file"), row.get("line")
-    return f"{os.path.basename(str(file))}:{line}" if file else ""
+    if not file:
+        return ""
+    name = os.path.basename(str(file))
+    return name if line is None else f"{name}:{line}"
 
 
 def _each(row: Mapping[str, Any]) -> Key:
@@ -69,6 +72,8 @@ def _line(row: Mapping[str, Any]) -> Key:
     return place_of(row) or "not known", str(row.get("source") or "").strip()
 
 
+# As the passes of the pipeline look.
+_LOOKS = {"forward": 0, "backward": 4}
 # Ways to put operators together: name, heads of the columns, and what rows have in common.
 _GROUPS: Tuple[Tuple[str, Tuple[str, ...], Callable[[Mapping[str, Any]], Key]], ...] = (
     ("each", ("operator", "direction", "module", "line"), _each),
@@ -186,10 +191,11 @@ def _bars(rows: Sequence[Mapping[str, Any]], whole: float) -> Chart:
     titles = [f"{i + 1}. {title}" for i, title in enumerate(titles)]
     directions = list(dict.fromkeys(key[1] for key, _ in groups))
     series = []
-    for look, direction in enumerate(directions):
+    for direction in directions:
+        look = _LOOKS.get(direction, 2)
         own = [i for i, (key, _) in enumerate(groups) if key[1] == direction]
         values = [rounded(groups[i][1].seconds / unit, 5) for i in own]
-        series.append(Series(direction, [values], [titles[i] for i in own], 4 * look, "bar"))
+        series.append(Series(direction, [values], [titles[i] for i in own], look, "bar"))
     first = sum(work.seconds for _, work in groups)
     summary = (
         f"These {len(groups)} take {texts.share(first / whole if whole else 0.0)} of the time of "

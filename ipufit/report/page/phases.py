@@ -10,7 +10,7 @@ from ipufit.clock import PHASES
 from ipufit.report.page import texts
 from ipufit.report.page.charts import Chart, Series, figure, rounded
 from ipufit.report.page.html import Cell, Column, Html, Part, Row, joined, table
-from ipufit.report.page.measured import PHASE_NAMES, binned, samples_per_second, used_phases
+from ipufit.report.page.measured import LOOKS, PHASE_NAMES, binned, samples_per_second, used_phases
 from ipufit.report.page.sections import Section, lacking, note
 from ipufit.report.run import Run
 
@@ -68,7 +68,7 @@ def _stacked(
             PHASE_NAMES[phase],
             [labels],
             [rounded(each[phase] / unit, 5) for each in stretches],
-            PHASES.index(phase),
+            LOOKS.index(phase),
             "bar",
         )
         for phase in used
@@ -115,10 +115,10 @@ def _by_execution(run: Run) -> Optional[Chart]:
 
 
 def _throughput(run: Run) -> Optional[Chart]:
-    found = [each for each in binned(run.rows, _POINTS) if each["seconds"] > 0]
+    found = [each for each in binned(run.rows, _POINTS) if each["working"] > 0]
     if not found:
         return None
-    y = [rounded(each["samples"] / each["seconds"], 5) for each in found]
+    y = [rounded(each["samples"] / each["working"], 5) for each in found]
     known = [value for value in y if value is not None]
     ways: List[List[Any]] = [
         [int(each["update"]) for each in found],
@@ -126,9 +126,9 @@ def _throughput(run: Run) -> Optional[Chart]:
     ]
     mean = samples_per_second(run)
     summary = (
-        f"{texts.number(round(min(known)))} samples per second at least, "
-        f"{texts.number(round(max(known)))} at most; {texts.number(mean and round(mean))} over the "
-        "run without recording the program. Validation between epochs is not counted."
+        f"{texts.speed(min(known))} samples per second at least, "
+        f"{texts.speed(max(known))} at most; {texts.speed(mean)} over the whole "
+        "run. Recording the program, validation and this report are left out."
     )
     series = [Series("samples per second", ways, y)]
     return Chart(

@@ -65,7 +65,7 @@ def headline(run: Run) -> List[Tuple[str, Html]]:
         ("Updates", joined(updates)),
         ("Executions", joined(texts.count(total(run, "executions")))),
         ("Samples", joined(texts.count(total(run, "samples")))),
-        ("Samples per second", joined(texts.number(None if rate is None else round(rate, 1)))),
+        ("Samples per second", joined(texts.speed(rate))),
     ]
     if "totals" in facts:
         totals = facts["totals"]

@@ -7,7 +7,7 @@ from typing import Any, Optional, Tuple
 
 from ipufit.parallel import texts
 
-__all__ = ["count", "number", "rate", "real", "scale", "seconds", "share", "size", "work"]
+__all__ = ["count", "number", "rate", "real", "scale", "seconds", "share", "size", "speed", "work"]
 
 DASH = "–"
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -104,6 +104,18 @@ def rate(value: Any, unit: str) -> str:
         return DASH
     text = texts.flops(round(found))
     return f"{text}{unit}/s" if " " in text else f"{text} {unit}/s"
+
+
+def speed(value: Any) -> str:
+    """Samples per second.
+
+    >>> speed(23833.4), speed(12.34), speed(None)
+    ('23,833', '12.3', '–')
+    """
+    found = real(value)
+    if not math.isfinite(found):
+        return DASH
+    return f"{found:,.0f}" if found >= 1000 else f"{found:.3g}"
 
 
 def share(value: Any) -> str:

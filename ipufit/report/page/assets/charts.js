@@ -64,13 +64,21 @@ function line(series, view, look, name, colour) {
   };
 }
 
-function pattern(look, tone) {
+function pattern(look, colour, tone) {
   return {
-    shape: PATTERNS[look % PATTERNS.length],
-    size: 6,
-    solidity: 0.25,
+    // Those that share a colour differ in their pattern.
+    shape: PATTERNS[(look + 3 * Math.floor(look / 8)) % PATTERNS.length],
+    size: 7,
+    solidity: 0.16,
+    bgcolor: colour,
     fgcolor: tone.paper,
   };
+}
+
+/** An edge apart from the next task, where there is room for one. */
+function edges(lengths) {
+  const whole = lengths.reduce((sum, length) => sum + length, 0);
+  return lengths.map((length) => (length > whole / 500 ? 1 : 0));
 }
 
 function bars(chart, series, view, look, name, colour, tone) {
@@ -85,8 +93,8 @@ function bars(chart, series, view, look, name, colour, tone) {
     y: labels,
     marker: {
       color: colour,
-      line: { color: tone.paper, width: isTask ? 1 : 0 },
-      pattern: pattern(look, tone),
+      line: { color: tone.paper, width: isTask ? edges(places) : 0 },
+      pattern: pattern(look, colour, tone),
     },
     hovertemplate: chart.is_across
       ? `%{y}<br>%{x:.5g} ${text(chart.x[0])}<extra>${name}</extra>`
@@ -99,8 +107,8 @@ function bars(chart, series, view, look, name, colour, tone) {
       textposition: "inside",
       insidetextanchor: "middle",
       textangle: 0,
-      constraintext: "none",
-      textfont: { color: "#ffffff", size: 11 },
+      constraintext: "inside",
+      textfont: { color: tone.paper, size: 11 },
       marker: { ...trace.marker, pattern: { ...trace.marker.pattern, solidity: 0.12 } },
     });
   }
@@ -120,7 +128,8 @@ function area(series, look, name, colour, tone) {
     x: series.x[0],
     y: series.y,
     line: { color: colour, width: 1, shape: "hv" },
-    fillpattern: { ...pattern(look, tone), fgcolor: tone.paper, bgcolor: colour },
+    fillcolor: colour,
+    fillpattern: pattern(look, colour, tone),
     hovertemplate: `%{y:.5g}<extra>${name}</extra>`,
   };
   if (series.hover) {
@@ -156,6 +165,8 @@ function axis(title, tone) {
     tickcolor: tone.line,
     automargin: true,
     exponentformat: "power",
+    minexponent: 6,
+    separatethousands: true,
   };
 }
 
@@ -179,7 +190,17 @@ function namedAxis(chart, tone, width) {
   };
 }
 
+/** Epochs and updates have no halves. */
+function wholeTicks(chart, view) {
+  if (!/^(epoch|update)$/.test(chart.x[view.way])) return {};
+  const places = chart.series.flatMap((series) => series.x[view.way]).filter(Number.isFinite);
+  const reach = places.reduce((a, b) => Math.max(a, b), -Infinity)
+    - places.reduce((a, b) => Math.min(a, b), Infinity);
+  return reach <= 12 ? { dtick: 1 } : {};
+}
+
 function layout(chart, view, tone, width) {
+  const title = chart.x[Math.min(view.way, chart.x.length - 1)];
   const found = {
     width,
     height: chart.height,
@@ -188,12 +209,15 @@ function layout(chart, view, tone, width) {
     plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: "system-ui, sans-serif", size: 12, color: tone.ink },
     margin: { l: 48, r: 12, t: 8, b: 36 },
-    xaxis: axis(chart.x[Math.min(view.way, chart.x.length - 1)], tone),
+    // On a phone there is room for what it is, but not for in what.
+    xaxis: { ...axis(width < 500 ? title.split(",")[0] : title, tone),
+             ...wholeTicks(chart, view) },
     yaxis: chart.is_across ? namedAxis(chart, tone, width) : axis(chart.y, tone),
     legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 11 } },
     showlegend: chart.series.length > 1,
     barmode: chart.stacks ? "stack" : "overlay",
     bargap: 0.25,
+    uniformtext: { mode: "hide", minsize: 8 },
     hoverlabel: { bgcolor: tone.paper, font: { color: tone.ink }, bordercolor: tone.line,
                   align: "left" },
     // A finger that scrolls the page must not be caught by a picture.
@@ -364,6 +388,7 @@ async function drawInTurn() {
   const order = [...all.filter(near), ...all.filter((figure) => !near(figure))];
   for (const figure of order) {
     if (!viewOf(figure.dataset.chart).drawn) draw(figure);
+    performance.mark(figure.id);
     await new Promise((next) => setTimeout(next));
   }
 }

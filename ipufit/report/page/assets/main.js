@@ -23,7 +23,9 @@ async function open() {
   enhanceTables(document);
   figures().forEach(addTools);
   try {
+    performance.mark("begin");
     await unpack();
+    performance.mark("unpacked");
     followWidth();
     followPrinting();
     await drawInTurn();
