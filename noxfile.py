@@ -5,6 +5,7 @@ Versions and dependency groups come from pyproject.toml.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tarfile
 import zipfile
@@ -41,6 +42,8 @@ EXTRA_CHECKS = {
     "lightning": ("-m", "pytest", "tests/integrations/lightning"),
     "examples": ("examples/digits.py",),
 }
+# What of a browser has to be in /usr/bin.
+CHROMIUM = ("chromium", "chromedriver")
 OLDEST_PYTHON = PROJECT["requires-python"].replace(">=", "")
 
 
@@ -88,6 +91,23 @@ def processes(session: nox.Session) -> None:
     session.install("-e", ".", *group("test", "torch"))
     options = ("--exhaustive", "tests/processes", "--numprocesses=2")
     session.run("python", "-m", "pytest", *options, *session.posargs)
+
+
+@nox.session
+def browser(session: nox.Session) -> None:
+    """Open pages of reports in Debian's Chromium, which is installed where it is missing."""
+    if not all(Path("/usr/bin", name).exists() for name in CHROMIUM):
+        if shutil.which("apt-get") is None:
+            session.error(f"needs {' and '.join(CHROMIUM)} in /usr/bin, and here is no apt-get.")
+        as_root = () if os.geteuid() == 0 else ("sudo",)
+        if as_root and shutil.which("sudo") is None:
+            session.error("needs Chromium: as root, apt-get install chromium chromium-driver.")
+        session.run(*as_root, "apt-get", "update", external=True)
+        packages = ("chromium", "chromium-driver")
+        install = ("apt-get", "install", "--yes", "--no-install-recommends", *packages)
+        session.run(*as_root, *install, external=True)
+    session.install("-e", ".[report]", *group("browser", "torch"))
+    session.run("python", "-m", "pytest", "tests/browser", *session.posargs)
 
 
 @nox.session

@@ -33,6 +33,7 @@ EXAMPLES, ALL_EXAMPLES = 200, 2000
 
 # The tests of this folder itself are those of Model, which run on either engine.
 MODEL_SUITE = pathlib.Path(__file__).parent
+BROWSER = MODEL_SUITE / "browser"
 ENGINES = ("embedded", "ipu-standin")
 
 
@@ -61,6 +62,20 @@ def pytest_configure(config):
         "same", max_examples=count, deadline=None, derandomize=True, database=None
     )
     hypothesis.settings.load_profile("same")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out what needs a browser, unless it is asked for."""
+    return True if collection_path == BROWSER and not _wants_browser(config) else None
+
+
+def pytest_report_header(config):
+    """Say what is left out."""
+    return None if _wants_browser(config) else "tests/browser is left out: nox -s browser runs it"
+
+
+def _wants_browser(config):
+    return any("browser" in pathlib.Path(arg.split("::")[0]).parts for arg in config.args)
 
 
 def pytest_collection_modifyitems(config, items):

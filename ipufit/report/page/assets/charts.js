@@ -91,13 +91,14 @@ function bars(chart, series, view, look, name, colour, tone) {
     orientation: chart.is_across ? "h" : "v",
     x: chart.is_across ? places : places.map(text),
     y: labels,
+    customdata: labels,
     marker: {
       color: colour,
       line: { color: tone.paper, width: isTask ? edges(places) : 0 },
       pattern: pattern(look, colour, tone),
     },
     hovertemplate: chart.is_across
-      ? `%{y}<br>%{x:.5g} ${text(chart.x[0])}<extra>${name}</extra>`
+      ? `%{customdata}<br>%{x:.5g} ${text(chart.x[0])}<extra>${name}</extra>`
       : `%{x}<br>%{y:.5g} ${text(chart.y)}<extra>${name}</extra>`,
   };
   if (series.base) trace.base = series.base;
