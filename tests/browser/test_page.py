@@ -11,6 +11,7 @@ from tests.browser.conftest import complaints, requests, show, wait_for
 from tests.report.made import HOSTILE
 
 NAMES = ("real", "long", "hostile", "two")
+_WIDTHS = "return figures().map((f) => Number(f.querySelector('svg').getAttribute('width')))"
 
 
 @pytest.fixture
@@ -274,18 +275,25 @@ def test_light_and_dark(page):
 
 def test_the_page_prints(page):
     """All pictures are there in light colours, and afterwards the screen is as it was."""
-    before = page.execute_script("return document.querySelector('#chart-loss .plot').layout.width")
+    before = page.execute_script(_WIDTHS)
     found = page.execute_cdp_cmd("Page.printToPDF", {"printBackground": False})
     assert base64.b64decode(found["data"])[:5] == b"%PDF-"
     page.execute_script("dispatchEvent(new Event('beforeprint'))")
-    widths = page.execute_script(
-        "return figures().map((f) => f.querySelector('.plot').layout.width)"
-    )
+    widths = page.execute_script(_WIDTHS)
     assert max(widths) <= 660
     page.execute_script("dispatchEvent(new Event('afterprint'))")
-    assert before == page.execute_script(
-        "return document.querySelector('#chart-loss .plot').layout.width"
-    )
+    assert page.execute_script(_WIDTHS) == before
+
+
+def test_charts_follow_the_width_of_the_window(browser, addresses):
+    """Curves that are smooth too."""
+    show(browser, addresses["long"])
+    size = {"width": 800, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        wait_for(browser, f"const a = (() => {{ {_WIDTHS} }})(); return Math.max(...a) <= 760")
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 @pytest.mark.parametrize("name", NAMES)

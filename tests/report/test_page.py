@@ -295,6 +295,28 @@ def test_what_is_missing_says_why(run, status):
     assert json.loads(state_of(empty))["status"] == status
 
 
+def test_a_page_of_a_run_that_goes_on_says_when_it_was_made(run):
+    """Unless it follows the run by itself."""
+    facts = {**run.facts, "status": "running"}
+    texts = [
+        " ".join("".join(Page(page_of([Run(run.folder, facts, run.rows)], live)).texts).split())
+        for live in (False, True)
+    ]
+    assert "running when this page was made embedded engine, cpu" in texts[0]
+    assert "running embedded engine, cpu" in texts[1]
+
+
+def test_what_only_some_runs_have_is_shown_where_it_is(run):
+    """Skipped updates, and the profile of an IPU."""
+    facts = {**run.facts, "popvision": "/p/<v>"}
+    rows = {**run.rows, "skipped": [2.0, *run.rows["skipped"][1:]]}
+    text = page_of([Run(run.folder, facts, rows)])
+    assert "<dt>Updates that were skipped</dt><dd>2</dd>" in text
+    assert "PopVision&#x27;s Graph Analyser opens the profile in /p/&lt;v&gt;." in text
+    plain = page_of([run])
+    assert "skipped" not in plain.partition("<main")[2].partition("</main>")[0]
+
+
 def test_reasons_are_passed_on(run):
     """Where a part of the facts says why it is missing."""
     facts = {**run.facts, "operators": {"missing": "no <time>"}, "plan": {"missing": "No plan."}}

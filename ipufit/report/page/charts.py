@@ -100,7 +100,14 @@ def figure(chart: Chart) -> Html:
             element("div", class_="tools", id=f"{name}-tools"),
             class_="top",
         ),
-        element("div", class_="plot", id=f"{name}-plot", style=f"min-height:{chart.height}px"),
+        # Who can't see it has the words below; the letters of its axes say nothing alone.
+        element(
+            "div",
+            class_="plot",
+            id=f"{name}-plot",
+            style=f"min-height:{chart.height}px",
+            aria_hidden="true",
+        ),
         element("figcaption", chart.summary, id=f"{name}-summary"),
         id=name,
         class_="chart",

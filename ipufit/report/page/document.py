@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from ipufit.report.page.comparing import compared
 from ipufit.report.page.curves import curves
@@ -22,6 +22,7 @@ from ipufit.report.run import Run
 __all__ = ["page_of", "state_of"]
 
 _ASSETS = os.path.join(os.path.dirname(__file__), "assets")
+_FOOT = "Made by ipufit. Drawn by plotly.js, which is in this file; nothing is fetched."
 _SCRIPTS = ("start.js", "tables.js", "charts.js", "live.js", "main.js")
 
 
@@ -39,7 +40,7 @@ def page_of(runs: Sequence[Run], live: bool = False) -> str:
     assert len(runs) == 1 if live else runs
     drawing = library()
     script = "\n".join(map(_asset, _SCRIPTS))
-    content = _content(runs)
+    content = _content(runs, live)
     title = _title(runs)
     allowed = [digest(script.encode("utf-8")), drawing.digest]
     head = element(
@@ -51,6 +52,7 @@ def page_of(runs: Sequence[Run], live: bool = False) -> str:
         element("meta", name="referrer", content="no-referrer"),
         element("title", title),
         element("style", Html(_asset("style.css"))),
+        element("noscript", element("style", ".plot, .tools { display: none }")),
     )
     body = element(
         "body",
@@ -73,29 +75,28 @@ def page_of(runs: Sequence[Run], live: bool = False) -> str:
             element("p", "Without JavaScript the tables are here, the pictures are not."),
         ),
         element("main", [content["sections"][name] for name in content["order"]], id="main"),
-        element("footer", element("p", f"Made by ipufit. {_sources(runs)}")),
+        element("footer", element("p", _FOOT)),
         element(
             "script", Html(data({"charts": content["charts"]})), type="application/json", id="data"
         ),
         element("script", Html(drawing.packed), type="text/plain", id="plotly"),
         element("script", Html(script)),
         data_live=live,
-        data_folder=title,
     )
     return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
 
 
 def state_of(run: Run) -> str:
     """JSON with which a page of ``page_of([run], live=True)`` brings itself up to date."""
-    content = _content([run])
+    content = _content([run], live=True)
     return data({**content, "status": str(run.facts["status"])})
 
 
-def _content(runs: Sequence[Run]) -> Dict[str, Any]:
+def _content(runs: Sequence[Run], live: bool) -> Dict[str, Any]:
     """What changes while a run goes on, in plain values."""
     if len(runs) == 1:
         sections = _sections(runs[0])
-        subtitle = _subtitle(runs[0])
+        subtitle = _subtitle(runs[0], live)
     else:
         sections = compared(_named(runs))
         subtitle = joined(f"{len(runs)} runs, side by side")
@@ -146,14 +147,13 @@ def _title(runs: Sequence[Run]) -> str:
     return " and ".join(dict.fromkeys(str(run.facts["title"]) for run in runs))
 
 
-def _subtitle(run: Run) -> Html:
+def _subtitle(run: Run, live: bool) -> Html:
     environment = run.facts.get("environment", {})
     where = f"{environment['engine']} engine, {environment['device']}" if environment else ""
-    return joined(element("span", run.folder, class_="folder"), " ", status(run), " ", where)
-
-
-def _sources(runs: Sequence[Run]) -> str:
-    return "Drawn by plotly.js, which is in this file; nothing is fetched from anywhere."
+    how: Optional[str] = None
+    if run.facts["status"] == "running" and not live:
+        how = " when this page was made"
+    return joined(element("span", run.folder, class_="folder"), " ", status(run), how, " ", where)
 
 
 def _named(runs: Sequence[Run]) -> List[Tuple[str, Run]]:

@@ -67,6 +67,9 @@ def headline(run: Run) -> List[Tuple[str, Html]]:
         ("Samples", joined(texts.count(total(run, "samples")))),
         ("Samples per second", joined(texts.speed(rate))),
     ]
+    skipped = total(run, "skipped")
+    if skipped:
+        found.append(("Updates that were skipped", joined(texts.count(skipped))))
     if "totals" in facts:
         totals = facts["totals"]
         text = f"{texts.count(totals['parameters'])}"
@@ -127,6 +130,10 @@ def summary(run: Run) -> Section:
                 element("pre", str(facts["error"])),
                 class_="failure",
             )
+        )
+    if facts.get("popvision"):
+        body.append(
+            note("PopVision's Graph Analyser opens the profile in ", facts["popvision"], ".")
         )
     values = final_values(facts)
     if values:

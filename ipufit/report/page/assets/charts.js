@@ -151,6 +151,7 @@ function traces(chart, view, tone) {
     const raw = line(series, view, series.look, name, colour);
     if (!chart.smooths || view.span < 2) return [raw];
     const mean = { ...raw, y: smoothed(series.y, view.span), mode: "lines" };
+    mean.line = { ...raw.line, dash: DASHES[series.look % DASHES.length] };
     raw.line = { ...raw.line, width: 1 };
     return [{ ...raw, mode: "lines", opacity: 0.3, showlegend: false, hoverinfo: "skip",
               hovertemplate: null }, mean];
@@ -223,7 +224,6 @@ function layout(chart, view, tone, width) {
                   align: "left" },
     // A finger that scrolls the page must not be caught by a picture.
     dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
-    transition: { duration: 0 },
     shapes: [],
     annotations: [],
   };
