@@ -281,8 +281,11 @@ def test_the_page_prints(page):
     page.execute_script("dispatchEvent(new Event('beforeprint'))")
     widths = page.execute_script(_WIDTHS)
     assert max(widths) <= 660
+    closed = "return document.querySelectorAll('details:not([open])').length"
+    assert page.execute_script(closed) == 0
     page.execute_script("dispatchEvent(new Event('afterprint'))")
     assert page.execute_script(_WIDTHS) == before
+    assert page.execute_script(closed) == 3
 
 
 def test_charts_follow_the_width_of_the_window(browser, addresses):
@@ -370,6 +373,14 @@ def test_an_old_browser_has_the_tables(browser, addresses):
     assert text.startswith("This browser is too old to draw the pictures;")
     press(browser, "#table-stages thead th:nth-child(2) button")
     assert column(browser, "table-stages", 1)[0] == "16,448"
+
+
+def test_a_chart_that_fails_leaves_the_others(page):
+    """And says so on top."""
+    page.execute_script("views.clear(); facts.charts.loss.series = null; drawInTurn()")
+    said = wait_for(page, "return document.getElementById('trouble').textContent")
+    assert said.startswith('"Loss of every execution" can\'t be drawn: ')
+    wait_for(page, "return viewOf('operators').drawn")
 
 
 def test_without_motion(page):

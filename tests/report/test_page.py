@@ -260,7 +260,7 @@ def test_many_of_everything_stay_small(run):
     updates = {f"value {i}": numbers for i in range(30)}
     facts["history"] = {
         "epoch": list(range(6000)),
-        "history": {"loss": numbers, "val_loss": numbers},
+        "history": {"loss": numbers, **{f"val_m{i}": numbers[:3] for i in range(45)}},
         "updates": updates,
     }
     plan = facts["plan"]
@@ -272,6 +272,7 @@ def test_many_of_everything_stay_small(run):
     assert "The last 100 of 6,000 epochs" in texts
     assert "the first 600 of 780; the others take 1.2 % of the time" in texts
     assert "The tree of layers: the first 2,000 of 2,500" in texts
+    assert "6 more values of epochs are not drawn: m39, m40, m41, m42, m43, m44." in texts
     assert "6 more logged values are not drawn" in texts
     assert "The first 1,600 are drawn; all numbers are of the whole update." in texts
 
@@ -315,6 +316,18 @@ def test_what_only_some_runs_have_is_shown_where_it_is(run):
     assert "PopVision&#x27;s Graph Analyser opens the profile in /p/&lt;v&gt;." in text
     plain = page_of([run])
     assert "skipped" not in plain.partition("<main")[2].partition("</main>")[0]
+
+
+def test_a_point_of_several_executions_says_so(run):
+    """A long run has rows of several; a setting without end is cut, and says how long it is."""
+    rows = {**run.rows, "executions": [4.0] * len(run.rows["loss"])}
+    facts = {**run.facts, "params": {"weights": ["x" * 9] * 1000}}
+    facts["operators"] = {"rows": []}
+    text = page_of([Run(run.folder, facts, rows)])
+    count = len(rows["loss"])
+    assert f"{4 * count} executions in {count} points: loss " in text
+    assert "xxx … (10,998 characters; run.json has them)" in text
+    assert "Not shown: the micro-batch has no operators." in text
 
 
 def test_reasons_are_passed_on(run):

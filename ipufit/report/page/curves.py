@@ -17,8 +17,8 @@ __all__ = ["curves"]
 
 Named = Sequence[Tuple[str, Run]]
 
-# Charts of values that were logged, and rows of the table of epochs, at most.
-_MOST_LOGGED = 24
+# Charts of values of epochs and of logged ones, and rows of the table of epochs, at most.
+_MOST_VALUES, _MOST_LOGGED = 40, 24
 _MOST_EPOCHS = 100
 _WAYS = ("updates", "time")
 _X = ("update", "seconds since the run began")
@@ -31,7 +31,8 @@ def curves(runs: Named) -> Section:
         runs: with their names; that of a single run is not shown.
     """
     charts = [chart for chart in _of_executions(runs) if chart is not None]
-    charts += _of_epochs(runs)
+    names = _names(runs)
+    charts += [_of_epoch(runs, name, i) for i, name in enumerate(names[:_MOST_VALUES])]
     logged = sorted({name for _, run in runs for name in _updates(run)})
     shown = logged[:_MOST_LOGGED]
     charts += [_of_logged(runs, name, place) for place, name in enumerate(shown)]
@@ -43,13 +44,12 @@ def curves(runs: Named) -> Section:
     others = [chart for chart in charts if not chart.smooths]
     body += [figure(chart) for chart in wide]
     body.append(element("div", [figure(chart) for chart in others], class_="grid"))
-    if len(logged) > len(shown):
-        body.append(
-            note(
-                f"{len(logged) - len(shown)} more logged values are not drawn: "
-                f"{', '.join(logged[len(shown) :])}."
-            )
-        )
+    for left_out, what in (
+        (names[_MOST_VALUES:], "values of epochs"),
+        (logged[_MOST_LOGGED:], "logged values"),
+    ):
+        if left_out:
+            body.append(note(f"{len(left_out)} more {what} are not drawn: {', '.join(left_out)}."))
     if len(runs) == 1:
         body.append(_table_of_epochs(runs[0][1]))
     return Section("curves", "Curves", joined(body), charts)
@@ -85,13 +85,12 @@ def _losses(runs: Named) -> Optional[Chart]:
         series.append(
             Series(_label(runs, name, "" if len(runs) > 1 else "loss"), _ends(run), values, look)
         )
+        count = total(run, "executions")
+        points = f" in {len(values):,} points" if count > len(values) else ""
         text = (
-            f"{len(values):,} executions: loss {texts.number(known[0])} at first, "
+            f"{count:,.0f} executions{points}: loss {texts.number(known[0])} at first, "
             f"{texts.number(known[-1])} at last, {texts.number(min(known))} at least."
         )
-        each = total(run, "executions") / len(values)
-        if each > 1.001:
-            text += f" A point stands for {texts.number(round(each, 1))} executions."
         if len(known) < len(values):
             text += f" {len(values) - len(known):,} values are not finite, and left out."
         said.append(text if len(runs) == 1 else f"{name}: {text}")
@@ -174,12 +173,10 @@ def _epoch_ends(run: Run) -> List[Any]:
     return [rounded(over.get(epoch), 6) for epoch in _history(run)[0]]
 
 
-def _of_epochs(runs: Named) -> List[Chart]:
-    names: List[str] = []
-    for _, run in runs:
-        for key in _history(run)[1]:
-            names.append(key[4:] if key.startswith("val_") else key)
-    return [_of_epoch(runs, name, i) for i, name in enumerate(dict.fromkeys(names))]
+def _names(runs: Named) -> List[str]:
+    """Of the values of epochs, those of validation with those of training."""
+    keys = (key for _, run in runs for key in _history(run)[1])
+    return list(dict.fromkeys(key[4:] if key.startswith("val_") else key for key in keys))
 
 
 def _of_epoch(runs: Named, name: str, place: int) -> Chart:

@@ -100,6 +100,9 @@ def operators(facts: Mapping[str, Any]) -> Section:
         return Section("operators", "Operators", why)
     found = facts["operators"]
     rows = found["rows"]
+    if not rows:
+        none = element("p", "Not shown: the micro-batch has no operators.", class_="missing")
+        return Section("operators", "Operators", none)
     whole = sum(texts.real(row["seconds"]) for row in rows)
     chart = _bars(rows, whole)
     tables = []

@@ -22,6 +22,8 @@ _STATUS = {
     "interrupted": "interrupted",
     "failed": "failed",
 }
+# Characters of a setting that are shown.
+_LONGEST = 2000
 _RATE = (
     "Samples per second are those of training: recording the program, validation and this report "
     "are left out."
@@ -108,11 +110,18 @@ def pairs(values: Sequence[Tuple[str, str]], name: str) -> Html:
 
 
 def param_text(value: Any) -> str:
-    """A parameter of the run."""
+    """A parameter of the run; of a very long one the beginning."""
+    text = _param_text(value)
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:_LONGEST]} … ({len(text):,} characters; run.json has them)"
+
+
+def _param_text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(param_text, value)) or "none"
+        return ", ".join(map(_param_text, value)) or "none"
     if isinstance(value, dict):
-        return ", ".join(f"{key}: {param_text(each)}" for key, each in value.items()) or "none"
+        return ", ".join(f"{key}: {_param_text(each)}" for key, each in value.items()) or "none"
     if isinstance(value, float):
         return texts.number(value)
     return "none" if value is None else str(value)

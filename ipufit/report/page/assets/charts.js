@@ -382,14 +382,25 @@ document.addEventListener("keydown", (event) => {
 const figures = () => Array.from(document.querySelectorAll("figure.chart"));
 const drawAll = (forPaper) => figures().forEach((figure) => draw(figure, forPaper));
 
+/** Say what went wrong, on top of the page. */
+function complain(message) {
+  byId("trouble").textContent = message;
+  byId("trouble").hidden = false;
+}
+
 /** Draw what is in sight first, and the rest while nothing else is to do. */
 async function drawInTurn() {
   const near = (figure) => figure.getBoundingClientRect().top < 2 * innerHeight;
   const all = figures();
   const order = [...all.filter(near), ...all.filter((figure) => !near(figure))];
   for (const figure of order) {
-    if (!viewOf(figure.dataset.chart).drawn) draw(figure);
-    performance.mark(figure.id);
+    try {
+      if (!viewOf(figure.dataset.chart).drawn) draw(figure);
+    } catch (error) {
+      // The others can be drawn all the same.
+      figure.classList.add("undrawn");
+      complain(`"${figure.querySelector("h3").textContent}" can't be drawn: ${error.message}`);
+    }
     await new Promise((next) => setTimeout(next));
   }
 }
@@ -408,10 +419,19 @@ function followWidth() {
 function followPrinting() {
   addEventListener("beforeprint", () => {
     document.documentElement.dataset.printing = "";
+    // Paper can't be unfolded.
+    for (const part of document.querySelectorAll("details:not([open])")) {
+      part.open = true;
+      part.dataset.closed = "";
+    }
     drawAll(true);
   });
   addEventListener("afterprint", () => {
     delete document.documentElement.dataset.printing;
+    for (const part of document.querySelectorAll("details[data-closed]")) {
+      part.open = false;
+      delete part.dataset.closed;
+    }
     drawAll(false);
   });
 }

@@ -23,17 +23,14 @@ async function open() {
   enhanceTables(document);
   figures().forEach(addTools);
   try {
-    performance.mark("begin");
     await unpack();
-    performance.mark("unpacked");
     followWidth();
     followPrinting();
     await drawInTurn();
     performance.mark("drawn");
     document.body.dataset.drawn = String(Math.round(performance.now()));
   } catch (error) {
-    byId("trouble").textContent = error.message;
-    byId("trouble").hidden = false;
+    complain(error.message);
     for (const figure of figures()) figure.classList.add("undrawn");
   }
   if (document.body.hasAttribute("data-live")) follow();
