@@ -472,3 +472,17 @@ def test_without_plotly_the_page_says_what_to_install(run, monkeypatch):
         "the page of a report draws its curves with plotly, which is not installed. Run: "
         "pip install ipufit[report]"
     )
+
+
+def test_time_over_a_long_run_is_that_of_its_executions(run):
+    """Areas of means, from the first update to the last; a short run has a bar for each."""
+    chart = Page(page_of([long(run)])).facts["charts"]["phases-executions"]
+    assert {series["style"] for series in chart["series"]} == {"area"}
+    compute = next(series for series in chart["series"] if series["name"] == "compute")
+    (x,), y = compute["x"], compute["y"]
+    assert (x[0], x[-1], len(x), len(y)) == (1, 40_001, 151, 151)
+    seconds = long(run).rows["compute"]
+    assert y[0] == pytest.approx(1000 * sum(seconds[:67]) / 67, rel=1e-4)
+    short = Page(page_of([run])).facts["charts"]["phases-executions"]
+    assert {series["style"] for series in short["series"]} == {"bar"}
+    assert short["series"][0]["x"][0] == [str(i + 1) for i in range(len(run.rows["loss"]))]

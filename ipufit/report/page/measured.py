@@ -64,8 +64,9 @@ def binned(rows: Mapping[str, Sequence[float]], most: int) -> List[Dict[str, flo
         most: stretches.
 
     Returns:
-        Of each the sums of numbers and seconds, ``begin`` of the first execution, ``update`` and
-        ``end`` after the last, seconds ``working`` on samples, and the largest ``memory``.
+        Of each the sums of numbers and seconds, ``begin`` and ``first_update`` of the first
+        execution, ``update`` and ``end`` after the last, seconds ``working`` on samples, and the
+        largest ``memory``.
     """
     length = len(rows["begin"])
     size = max(1, math.ceil(length / most))
@@ -74,7 +75,7 @@ def binned(rows: Mapping[str, Sequence[float]], most: int) -> List[Dict[str, flo
     for start in range(0, length, size):
         stop = min(start + size, length)
         one: Dict[str, float] = {name: math.fsum(rows[name][start:stop]) for name in _SUMS}
-        one["begin"] = rows["begin"][start]
+        one["begin"], one["first_update"] = rows["begin"][start], rows["first_update"][start]
         one["working"] = math.fsum(one[phase] for phase in PHASES if phase not in APART)
         last = stop - 1
         one["end"] = over[last]

@@ -16,8 +16,8 @@ from ipufit.report.run import Run
 
 __all__ = ["phases"]
 
-# Bars that still can be told apart, and points of a line.
-_BARS, _POINTS = 80, 400
+# Bars, other stretches, and points of a line, at most.
+_BARS, _STRETCHES, _POINTS = 30, 150, 400
 
 
 def phases(run: Run) -> Section:
@@ -54,28 +54,33 @@ def _table(seconds: Dict[str, Any]) -> Html:
 
 
 def _stacked(
-    name: str, title: str, stretches: Sequence[Dict[str, Any]], labels: Sequence[str], x: str
+    name: str, title: str, stretches: Sequence[Dict[str, float]], edges: Sequence[int], x: str
 ) -> Optional[Chart]:
-    """Bars, one for each stretch, of seconds by phase."""
+    """Seconds by phase, of stretches that follow each other: bars, or areas where there are many.
+
+    Args:
+        name: of the chart.
+        title: of the chart.
+        stretches: seconds by phase of each.
+        edges: where each begins, and where the last one ends.
+        x: what the edges count.
+    """
     used = used_phases({p: math.fsum(each[p] for each in stretches) for p in PHASES})
     if not used:
         return None
-    unit, unit_name = texts.scale(
-        max(math.fsum(each[phase] for phase in used) for each in stretches), "seconds"
-    )
-    series = [
-        Series(
-            PHASE_NAMES[phase],
-            [labels],
-            [rounded(each[phase] / unit, 5) for each in stretches],
-            LOOKS.index(phase),
-            "bar",
-        )
-        for phase in used
-    ]
-    whole = math.fsum(each[phase] for each in stretches for phase in used)
+    sums = [math.fsum(each[phase] for phase in used) for each in stretches]
+    unit, unit_name = texts.scale(max(sums), "seconds")
+    # The pattern of every bar is drawn by itself, which many of them make slow, above all on paper.
+    is_few = len(stretches) <= _BARS
+    style = "bar" if is_few else "area"
+    places: List[Any] = [texts.count(edge) for edge in edges[:-1]] if is_few else list(edges)
+    series = []
+    for phase in used:
+        y = [rounded(each[phase] / unit, 5) for each in stretches]
+        y = y if is_few else [*y, y[-1]]
+        series.append(Series(PHASE_NAMES[phase], [places], y, LOOKS.index(phase), style))
     most = max(used, key=lambda phase: math.fsum(each[phase] for each in stretches))
-    part = math.fsum(each[most] for each in stretches) / whole
+    part = math.fsum(each[most] for each in stretches) / math.fsum(sums)
     summary = f"Most of it, {texts.share(part)}, is {PHASE_NAMES[most]}; the table has all phases."
     return Chart(name, title, summary, series, (x,), unit_name, stacks=True, height=360)
 
@@ -84,34 +89,40 @@ def _by_epoch(run: Run) -> Optional[Chart]:
     epochs = run.facts["epochs"]
     if not epochs:
         return None
-    size = math.ceil(len(epochs) / _BARS)
-    stretches, labels = [], []
+    size = math.ceil(len(epochs) / _STRETCHES)
+    stretches, edges = [], []
     for start in range(0, len(epochs), size):
         part = epochs[start : start + size]
         stretches.append(
             {
-                phase: math.fsum(texts.real(e["phases"].get(phase, 0)) for e in part)
+                phase: math.fsum(texts.real(e["phases"].get(phase, 0)) for e in part) / len(part)
                 for phase in PHASES
             }
         )
-        first, last = part[0]["epoch"] + 1, part[-1]["epoch"] + 1
-        labels.append(str(first) if first == last else f"{first} to {last}")
-    return _stacked("phases-epochs", "Time of every epoch", stretches, labels, "epoch")
+        edges.append(part[0]["epoch"] + 1)
+    edges.append(epochs[-1]["epoch"] + 2)
+    chart = _stacked("phases-epochs", "Time of every epoch", stretches, edges, "epoch")
+    return _of_means(chart, size, "epochs")
 
 
 def _by_execution(run: Run) -> Optional[Chart]:
-    found = binned(run.rows, _BARS)
+    found = binned(run.rows, _STRETCHES)
     if not found:
         return None
     stretches = [{p: each[p] / each["executions"] for p in PHASES} for each in found]
-    labels = [texts.count(each["update"]) for each in found]
+    edges = [int(each["first_update"]) + 1 for each in found]
+    edges.append(int(found[-1]["update"]) + 1)
     title = "Time of an execution, over the run"
-    chart = _stacked("phases-executions", title, stretches, labels, "up to update")
-    if chart is None or len(found) == len(run.rows["begin"]):
+    chart = _stacked("phases-executions", title, stretches, edges, "update")
+    return _of_means(chart, max(each["executions"] for each in found), "executions")
+
+
+def _of_means(chart: Optional[Chart], size: float, what: str) -> Optional[Chart]:
+    """The same, which says so where a place stands for several."""
+    if chart is None or size <= 1:
         return chart
-    size = texts.count(max(each["executions"] for each in found))
-    summary = f"Every bar is the mean of up to {size} executions. {chart.summary}"
-    return dataclasses.replace(chart, summary=summary)
+    text = f"Every place is the mean of up to {texts.count(size)} {what}. {chart.summary}"
+    return dataclasses.replace(chart, summary=text)
 
 
 def _throughput(run: Run) -> Optional[Chart]:

@@ -192,6 +192,20 @@ function namedAxis(chart, tone, width) {
   };
 }
 
+/** The value that lines never leave, if there is one. */
+function onlyValue(chart) {
+  if (chart.is_across || chart.stacks) return null;
+  let only = null;
+  for (const series of chart.series) {
+    for (const value of series.y) {
+      if (value === null) continue;
+      if (only !== null && value !== only) return null;
+      only = value;
+    }
+  }
+  return only;
+}
+
 /** Epochs and updates have no halves. */
 function wholeTicks(chart, view) {
   if (!/^(epoch|update)$/.test(chart.x[view.way])) return {};
@@ -230,7 +244,12 @@ function layout(chart, view, tone, width) {
   const isBar = chart.series.some((series) => series.style === "bar");
   if (isBar && !chart.is_across) Object.assign(found.xaxis, { type: "category", nticks: 12 });
   if (chart.stacks && !chart.is_across) found.yaxis.rangemode = "tozero";
-  if (view.log && !chart.is_across) found.yaxis.type = "log";
+  const only = onlyValue(chart);
+  // Around a single value plotly would show a wide axis with nothing to read off.
+  if (only) Object.assign(found.yaxis, { range: [0, 2 * only].sort((a, b) => a - b) });
+  if (view.log && !chart.is_across) {
+    Object.assign(found.yaxis, { type: "log", range: undefined });
+  }
   if (chart.most !== null) {
     found.shapes.push({ type: "line", x0: chart.most, x1: chart.most, y0: 0, y1: 1, yref: "paper",
                         line: { color: tone.alarm, width: 2, dash: "dash" } });
