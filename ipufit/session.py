@@ -358,7 +358,7 @@ class Session:
         seed: int,
         domain: str,
         wants_outputs: bool,
-        profile_folder: Optional[str],
+        profile_folder: Optional[str] = None,
     ) -> ProgramSpec:
         fixed_seed = None if mode is Mode.TRAIN else self.fixed.inference_seed
         # What a step of its own predicts is no (outputs, loss).
