@@ -139,7 +139,7 @@ def _of_values(facts: Facts) -> Iterator[_Said]:
         change = abs(values[-1] - values[best])
         if change < _WORSE * abs(values[best]):
             continue
-        epoch = history["epoch"][pairs[best][0]]
+        epoch = history["epoch"][pairs[best][0]] + 1  # as pages and progress bars count
         yield (
             f"{name} was best in epoch {epoch}, {values[best]:.4g}, and {values[-1]:.4g} at the "
             "end.",

@@ -136,7 +136,7 @@ CASES = {
     ),
     "past its best": (
         with_values([3, 2, 1, 1.5, 1.6, 1.7]),
-        "val_loss was best in epoch 2, 1, and 1.7 at the end.",
+        "val_loss was best in epoch 3, 1, and 1.7 at the end.",
         "Stop there, and keep what was best: EarlyStopping(monitor='val_loss', "
         "restore_best_weights=True).",
     ),
