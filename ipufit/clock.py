@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Any, ContextManager, Dict, Iterator, List, TypeVar
+from typing import Any, ContextManager, Dict, Iterator, List, Sequence, TypeVar
 
 __all__ = ["NO_CLOCK", "PHASES", "Clock", "NoClock", "Span"]
 
@@ -74,12 +74,16 @@ class Clock(NoClock):
             # Whoever has made the value may want its memory back for the next one.
             del value
 
-    def read(self) -> List[float]:
-        """Seconds so far, in the order of PHASES."""
+    def look(self) -> Sequence[float]:
+        """Seconds so far, in the order of PHASES; they go on."""
         now = time.perf_counter()
         self._seconds[self._phase] += now - self.since
         self.since = now
-        return list(self._seconds)
+        return self._seconds
+
+    def read(self) -> List[float]:
+        """The same as they are now."""
+        return list(self.look())
 
     def seconds(self) -> Dict[str, float]:
         """The same by name."""

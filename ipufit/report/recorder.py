@@ -156,7 +156,8 @@ class Recorder:
 
     def _mark(self, samples: int, skipped: int) -> None:
         """What follows is counted from here."""
-        self._last, self._begins = self.clock.read(), self._now
+        self._rows.count_from(self.clock.read())
+        self._begins = self._now
         self._samples, self._skipped = samples, skipped
 
     def begin(self, job: Job, history: History, updates: Optional[int]) -> None:
@@ -200,14 +201,14 @@ class Recorder:
             "begin": self._begins,
             "first_update": self._job.program.updates - meter.updates,
         }
-        self._at_epoch = self._last
+        self._at_epoch = self.clock.read()
         self._executions = 0
 
     def executed(self, epoch: int, updates: int) -> None:
         """One execution is over, callbacks included."""
         assert self._job is not None
         meter, clock = self._job.meter, self.clock
-        settings, seconds = meter.settings_now, clock.read()
+        settings, seconds = meter.settings_now, clock.look()
         now = self._earlier + clock.since - self._start
         rate = settings.get("learning_rate")
         numbers = (
@@ -223,9 +224,9 @@ class Recorder:
             meter.skipped - self._skipped,
             self._memory,
         )
-        self._rows.add_later(numbers, self._last, seconds)
+        self._rows.add_later(numbers, seconds)
         self._executions += 1
-        self._last, self._begins = seconds, now
+        self._begins = now
         self._samples, self._skipped = meter.samples, meter.skipped
         self._profiler.step()
         if now - self._flushed > _FLUSH:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from array import array
-from typing import Dict, List, Sequence, Tuple
+from typing import Dict, List, Sequence
 
 from ipufit.clock import PHASES
 
@@ -54,7 +54,9 @@ class Rows:
         self.joined = 0
         self._most = most
         self._open: List[float] = []
-        self._later: List[Tuple[Sequence[float], Sequence[float], Sequence[float]]] = []
+        # What came since the last look: numbers up to the phases, then seconds since the beginning.
+        self._later = array("d")
+        self._before: List[float] = [0.0] * len(PHASES)
 
     @property
     def flat(self) -> array[float]:
@@ -65,21 +67,28 @@ class Rows:
     def __len__(self) -> int:
         return len(self.flat) // _WIDTH
 
-    def add_later(
-        self, numbers: Sequence[float], before: Sequence[float], after: Sequence[float]
-    ) -> None:
+    def count_from(self, seconds: Sequence[float]) -> None:
+        """The next execution begins when so many seconds, by phase, have passed."""
+        self._settle()
+        self._before = list(seconds)
+
+    def add_later(self, numbers: Sequence[float], seconds: Sequence[float]) -> None:
         """One execution, between two that must not wait; it is added when somebody looks.
 
         Args:
             numbers: in the order of COLUMNS, up to the phases.
-            before, after: seconds by phase.
+            seconds: by phase, that have passed at its end.
         """
-        self._later.append((numbers, before, after))
+        self._later.extend(numbers)
+        self._later.extend(seconds)
 
     def _settle(self) -> None:
-        later, self._later = self._later, []
-        for numbers, before, after in later:
-            self._add([*numbers, *map(operator.sub, after, before)])
+        later, self._later = self._later, array("d")
+        for place in range(0, len(later), _WIDTH):
+            phases, end = place + _WIDTH - len(PHASES), place + _WIDTH
+            after = list(later[phases:end])
+            self._add([*later[place:phases], *map(operator.sub, after, self._before)])
+            self._before = after
 
     def add(self, row: Sequence[float]) -> None:
         """One execution, its values in the order of COLUMNS."""
