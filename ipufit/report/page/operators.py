@@ -146,10 +146,12 @@ def _about(found: Mapping[str, Any], whole: float) -> Html:
     peak = found.get("peak") or {}
     parts = [
         f"One micro-batch of {texts.count(found.get('micro_batch_size'))} samples, operator by "
-        f"operator, on {found.get('device', 'this machine')}: {texts.seconds(whole)} in all."
+        f"operator, on {found.get('device', 'this machine')}"
+        + (f" with jit={found['way']!r}" if found.get("way") else "")
+        + f": {texts.seconds(whole)} in all."
     ]
-    if found.get("way"):
-        parts.append(str(found["way"]).rstrip(".") + ".")
+    if found.get("timed"):
+        parts.append(f"Timed {str(found['timed']).rstrip('.')}.")
     if found.get("note"):
         parts.append(str(found["note"]).rstrip(".") + ".")
     if peak:
