@@ -76,10 +76,12 @@ class Programs:
 
     Args:
         model: of the LightningModule; compiled before the first execution.
+        profile_folder: where the engine puts a profile of training; None for none.
     """
 
-    def __init__(self, model: LightningModel) -> None:
+    def __init__(self, model: LightningModel, profile_folder: Optional[str] = None) -> None:
         self._model = model
+        self._profile_folder = profile_folder
         self._programs: Dict[Mode, Program] = {}
         self._unpackers: Dict[Mode, Unpacker] = {}
         self._first: Optional[MicroBatch] = None
@@ -127,7 +129,8 @@ class Programs:
             training=trains,
         )
         seed, wants_outputs = session.seed(), mode is Mode.PREDICT
-        spec = session._spec(plan, mode, seed, mode.value, wants_outputs)
+        folder = self._profile_folder if trains else None
+        spec = session._spec(plan, mode, seed, mode.value, wants_outputs, folder)
         program = self._programs[mode] = session.engine.build(spec)
         if trains:
             session._training, self._first = program, first

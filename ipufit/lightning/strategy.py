@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any, Callable, Dict, List, Optional, Union
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from ipufit.lightning.packages import part
 from ipufit.lightning.programs import Done, Programs, Work
 from ipufit.processes import current
 from ipufit.program import Engine, Mode
+from ipufit.report.settings import resolve_report
 
 __all__ = ["IPUStrategy"]
 
@@ -47,8 +49,8 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
     Args:
         accelerator: as for other strategies.
         device_iterations: weight updates per execution.
-        autoreport: must be False: there is no report of PopVision's here.
-        autoreport_dir: must be None.
+        autoreport: whether PopVision's profile of training is written, which needs IPUs.
+        autoreport_dir: its folder; None is "autoreport" in the present one.
         checkpoint_io: as for other strategies.
         precision_plugin: as for other strategies.
         training_opts: ``poptorch.Options``, as ``compile(training_options=)`` takes them. They say
@@ -78,11 +80,8 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         super().__init__(
             accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
         )
-        if autoreport or autoreport_dir is not None:
-            raise ConfigurationError(
-                "autoreport and autoreport_dir ask for a report of PopVision's, which ipufit does "
-                "not make. Leave them out."
-            )
+        report = resolve_report(None, autoreport, autoreport_dir)
+        self._profile_folder = None if report is None else os.path.abspath(report.folder)
         if type(device_iterations) is not int or device_iterations < 1:
             raise ConfigurationError(
                 f"device_iterations must be a number of at least 1, got {device_iterations!r}."
@@ -104,7 +103,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         super().connect(model)
         self._ours = LightningModel(model, self._engine, by_trainer=True)
         object.__setattr__(self._ours.module, "notes", {})
-        self._programs = Programs(self._ours)
+        self._programs = Programs(self._ours, self._profile_folder)
 
     def setup(self, trainer: Any) -> None:
         """Compile for this run.
@@ -131,6 +130,13 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
             model = self._model_of_ours
             model._options = {"precision": _PRECISIONS[trainer.precision], **self._options}
             model._make_session(None)
+        engine = self._model_of_ours._compiled("fit").engine
+        if self._profile_folder is not None and not getattr(engine, "takes_options", False):
+            raise ConfigurationError(
+                "autoreport has PopVision's profile written, which needs an IPU, but this runs on "
+                f"the {engine.name} engine. Leave it out, or use ipufit.Model.from_lightning and "
+                "fit(report=...), whose report needs none."
+            )
 
     def setup_precision_plugin(self) -> None:
         """Nothing: the program computes in what compile was told."""

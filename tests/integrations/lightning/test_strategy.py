@@ -217,9 +217,9 @@ def test_another_strategy_is_refused():
     ("options", "text"),
     [
         (
-            {"autoreport": True},
-            "autoreport and autoreport_dir ask for a report of PopVision's, which ipufit does not "
-            "make. Leave them out.",
+            {"autoreport_dir": "a"},
+            "autoreport_dir='a' is the folder of a report, but autoreport is not given. Pass "
+            "autoreport=True too, or report='runs/1'.",
         ),
         ({"device_iterations": 0}, "device_iterations must be a number of at least 1, got 0."),
     ],
@@ -242,6 +242,30 @@ def test_what_of_a_trainer_can_not_be_honoured_is_refused(options, text):
     """Before training."""
     with pytest.raises(ConfigurationError, match=text):
         by_ipufit(Classifier(), "fit", BATCHES, max_epochs=1, **options)
+
+
+def test_autoreport_has_the_profile_of_training_written(tmp_path, monkeypatch):
+    """PopTorch is told of the folder; the stand-in has nothing to write there."""
+    folders = []
+
+    def noted(options, spec, size):
+        folders.append((spec.mode.value, spec.profile_folder))
+
+    monkeypatch.setattr("ipufit.engines.ipu.options.set_profile", noted)
+    where = {"autoreport": True, "autoreport_dir": str(tmp_path), "engine": "ipu-standin"}
+    by_ipufit(Classifier(), "fit", BATCHES, max_epochs=1, strategy=IPUStrategy(**where))
+    assert set(folders) == {("train", str(tmp_path))}
+
+
+def test_autoreport_without_ipus_is_refused():
+    """Before training; ipufit's own report needs none."""
+    with pytest.raises(ConfigurationError) as caught:
+        by_ipufit(Classifier(), "fit", BATCHES, max_epochs=1, strategy=IPUStrategy(autoreport=True))
+    assert str(caught.value) == (
+        "autoreport has PopVision's profile written, which needs an IPU, but this runs on the "
+        "embedded engine. Leave it out, or use ipufit.Model.from_lightning and fit(report=...), "
+        "whose report needs none."
+    )
 
 
 def test_a_number_of_updates_that_is_not_known_is_refused():
