@@ -25,7 +25,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # meets every value of every parameter. On the oldest Python, which shows whether anything is
 # missing there, one in so many of any test that has many, and likewise on the other engine, which
 # has tests of its own. And so many examples of a property.
-SAMPLE = 7
+SAMPLE = 13
 SAMPLE_OF_OLDEST = 5
 SAMPLE_OF_OTHER = 3
 IS_OLDEST = sys.version_info < (3, 9)
