@@ -95,7 +95,7 @@ def processes(session: nox.Session) -> None:
 
 @nox.session
 def browser(session: nox.Session) -> None:
-    """Open pages of reports in Debian's Chromium, which is installed where it is missing."""
+    """Open pages of reports in Debian's Chromium, installed if need be; `-- --exhaustive`: all."""
     if not all(Path("/usr/bin", name).exists() for name in CHROMIUM):
         if shutil.which("apt-get") is None:
             session.error(f"needs {' and '.join(CHROMIUM)} in /usr/bin, and here is no apt-get.")

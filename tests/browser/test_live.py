@@ -142,6 +142,7 @@ def test_a_page_follows_a_run_to_its_end(browser, server, run):
     assert [c for c in complaints(browser) if "favicon" not in c] == []
 
 
+@pytest.mark.long
 def test_a_server_that_is_gone_is_told(browser, server):
     """And the page stops asking, until its reader wants it to."""
     show(browser, server.address)
@@ -154,6 +155,7 @@ def test_a_server_that_is_gone_is_told(browser, server):
     )
 
 
+@pytest.mark.long
 def test_a_run_that_has_just_begun_is_followed(browser, run):
     """Nothing is known yet, then everything."""
     facts = {

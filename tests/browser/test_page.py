@@ -67,6 +67,7 @@ def test_the_page_renders_without_a_complaint(browser, addresses, name):
     assert files <= {addresses[name]}
 
 
+@pytest.mark.long
 def test_the_time_until_all_charts_of_10000_executions_are_drawn_is_told(
     browser, addresses, capsys
 ):
@@ -163,6 +164,7 @@ def test_curves_zoom_by_mouse(page):
     assert width(page, "loss") == pytest.approx(whole / 2, rel=0.05)
 
 
+@pytest.mark.long
 def test_curves_change_their_axes(page):
     """Over time, logarithmic, and smooth: raw values stay visible behind the mean."""
     press(page, "#chart-loss-way")
@@ -179,6 +181,7 @@ def test_curves_change_their_axes(page):
     )
 
 
+@pytest.mark.long
 def test_the_mean_forgets_without_a_bias(page):
     """Of equal values it is that value from the first; gaps stay gaps."""
     found = page.execute_script("return smoothed([3, 3, null, 3], 4)")
@@ -288,6 +291,7 @@ def test_the_page_prints(page):
     assert page.execute_script(closed) == 3
 
 
+@pytest.mark.long
 def test_charts_follow_the_width_of_the_window(browser, addresses):
     """Curves that are smooth too."""
     show(browser, addresses["long"])
@@ -333,6 +337,7 @@ def test_everything_is_reached_by_keyboard(page):
     assert style == ["solid", "3px"]
 
 
+@pytest.mark.long
 def test_layers_fold_by_keyboard(page):
     """Left folds, right unfolds, Enter does either."""
     fold = page.find_element(By.ID, "fold-seen")
@@ -348,6 +353,7 @@ def test_layers_fold_by_keyboard(page):
     assert page.execute_script(hidden) == 14
 
 
+@pytest.mark.long
 def test_operators_are_put_together_as_asked(page):
     """One table at a time, by a switch that says which."""
     shown = (
@@ -361,6 +367,7 @@ def test_operators_are_put_together_as_asked(page):
     assert pressed == "true"
 
 
+@pytest.mark.long
 def test_an_old_browser_has_the_tables(browser, addresses):
     """And is told why the pictures are missing."""
     script = {"source": "delete window.DecompressionStream"}
@@ -375,6 +382,7 @@ def test_an_old_browser_has_the_tables(browser, addresses):
     assert column(browser, "table-stages", 1)[0] == "16,448"
 
 
+@pytest.mark.long
 def test_a_chart_that_fails_leaves_the_others(page):
     """And says so on top."""
     page.execute_script("views.clear(); facts.charts.loss.series = null; drawInTurn()")
@@ -383,6 +391,7 @@ def test_a_chart_that_fails_leaves_the_others(page):
     wait_for(page, "return viewOf('operators').drawn")
 
 
+@pytest.mark.long
 def test_without_motion(page):
     """Who wants no motion gets none."""
     features = [{"name": "prefers-reduced-motion", "value": "reduce"}]
