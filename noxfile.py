@@ -24,7 +24,7 @@ PROJECT = PYPROJECT["project"]
 # Each test trains on one thread, so the cores share the tests.
 PARALLEL = ("--numprocesses=auto", "--maxprocesses=4")
 # What the suite has tests for, or compares with.
-TESTED_EXTRAS = ("plot", "pandas", "report", "sklearn", "tensorboard")
+TESTED_EXTRAS = ("completion", "plot", "pandas", "report", "sklearn", "tensorboard")
 TESTED = f".[{','.join(TESTED_EXTRAS)}]"
 TAG = "-py3-none-any.whl"
 # What is run against the wheel: some seconds, and a little of every part.
@@ -38,6 +38,7 @@ EXTRA_CHECKS = {
     "tensorboard": ("-m", "pytest", "tests/test_callbacks_tensorboard.py"),
     "hub": ("-m", "pytest", "tests/test_ipu_config_files.py"),
     "report": ("-m", "pytest", "tests/report"),
+    "completion": ("-m", "pytest", "tests/commands/test_completion.py"),
     "sklearn": ("-m", "pytest", "tests/integrations/sklearn"),
     "lightning": ("-m", "pytest", "tests/integrations/lightning"),
     "examples": ("examples/digits.py",),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import sys
-from typing import Callable, Dict, List, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NoReturn, Optional, Sequence, Tuple
 
 from ipufit import __version__
-from ipufit.commands import conformance, doctor, report, watch
+from ipufit.commands import completion, conformance, doctor, report, watch
 from ipufit.errors import IpufitError
 from ipufit.finding_poptorch import CHOICES, offer_poptorch
 from ipufit.scripts import (
@@ -38,17 +39,51 @@ on: every fit is a check, and returns an empty History. Exit status: 0 nothing w
 are findings, 2 the command line or the script can't be read, or the script fails or fits no model.
 """
 
+_PLAN = """\
+Run a script as `ipufit check` does, up to its first call of Model.fit, and print what it would
+train takes on IPUs: micro-batches, updates and executions, then memory, work and time of every
+stage, by estimate. Nothing is trained, no IPU is needed, and the rest of the script is not run.
+Exit status: 0 every stage fits its IPU, 1 one does not, 2 the command line or the script can't be
+read, or the script fails or fits no model.
+"""
+_PLAN_EXAMPLES = """\
+examples:
+  ipufit plan train.py --batch 8               what the script asks for, its own option included
+  ipufit plan --ipus-per-replica 4 train.py    the best division of the model into four stages
+  ipufit plan --json -m package.train          all numbers, for a program
+"""
+
+_BENCH = """\
+Run a script as `ipufit check` does, up to its first call of Model.fit, and time the program that
+it would train, one way and another: the module itself (off), the recorded program (graph), and
+that with kernels chosen on this machine (kernels), in turns. Each way must give the losses of the
+first. Weights, optimizer and data are left as they were, and the rest of the script is not run.
+Exit status: 0 all ways give the same losses, 1 one does not, 2 the command line or the script
+can't be read, or the script fails or fits no model.
+"""
+_BENCH_EXAMPLES = """\
+examples:
+  ipufit bench train.py                  ten seconds, and the time that recording takes
+  ipufit bench --seconds 60 train.py     on a machine with other work
+  ipufit bench --inductor train.py       compiled into a library too, which takes a minute
+"""
+
 _EXAMPLES = """\
 examples:
   ipufit check train.py          what of train.py's model a recorded program would not do
+  ipufit plan train.py           what it takes on IPUs, by estimate
+  ipufit bench train.py          how fast it trains here, one way and another
   ipufit run train.py --lr 0.1   a PopTorch script, with or without the Poplar SDK
   ipufit watch runs/1            the page of a run of fit(report="runs/1") while it trains
 
 `ipufit COMMAND --help` says more of each.
+In bash, `eval "$(ipufit --print-completion bash)"` makes TAB complete all of it.
 """
 
 # These run what is not ours: what stands behind it on the command line is its own.
-_OF_SCRIPTS = ("run", "check")
+_OF_SCRIPTS = ("run", "check", "plan", "bench")
+# Their options that a value follows, which is not the script.
+_VALUED = ("--poptorch", "--ipus", "--ipus-per-replica", "--seconds")
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> None:
@@ -78,9 +113,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     if (options.script is None) == (options.module is None):
         command.error("give a script, or -m and a module")
     execute = _found(command, options, rest)
-    if options.command == "check":
-        _check(options, execute)
-        return
+    if options.command != "run":
+        raise SystemExit(_examine(options, execute))
     offer_poptorch(options.poptorch, tell=_silent if options.quiet else _tell)
     execute()
 
@@ -95,17 +129,21 @@ def _status(options: argparse.Namespace) -> int:
     return status
 
 
-def _check(options: argparse.Namespace, execute: Callable[[], None]) -> None:
-    """Run what was found with fit replaced.
-
-    Raises:
-        SystemExit: always; with the status of the check.
-    """
+def _examine(options: argparse.Namespace, execute: Callable[[], None]) -> int:
+    """Run what was found with fit replaced; returns the exit status."""
     offer_poptorch(options.poptorch, tell=_silent)
     # Imported here: another command does without.
+    if options.command == "plan":
+        from ipufit.commands.plan import plan_script
+
+        return plan_script(execute, options.json, options.ipus, options.ipus_per_replica)
+    if options.command == "bench":
+        from ipufit.commands.bench import bench_script
+
+        return bench_script(execute, options.json, options.seconds, options.inductor)
     from ipufit.diagnose.check_command import check_script
 
-    raise SystemExit(check_script(execute, options.json, options.all))
+    return check_script(execute, options.json, options.all)
 
 
 def _found(
@@ -132,6 +170,7 @@ def _parsers() -> Tuple[argparse.ArgumentParser, Dict[str, argparse.ArgumentPars
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"ipufit {__version__}")
+    completion.add(parser)
     commands = parser.add_subparsers(dest="command", metavar="command")
     run = commands.add_parser(
         "run",
@@ -152,19 +191,97 @@ def _parsers() -> Tuple[argparse.ArgumentParser, Dict[str, argparse.ArgumentPars
         allow_abbrev=False,
     )
     _take_script(check, "check")
-    check.add_argument(
-        "--json",
-        action="store_true",
-        help="print the findings as JSON; what the script prints goes to stderr",
-    )
+    _take_json(check, "the findings")
     check.add_argument(
         "--all", action="store_true", help="go on after the first fit, and check every one"
     )
+    plan, bench = _add_plan(commands), _add_bench(commands)
     report.add(commands)
     watch.add(commands)
     doctor.add(commands)
     conformance.add(commands)
-    return parser, {"run": run, "check": check}
+    return parser, {"run": run, "check": check, "plan": plan, "bench": bench}
+
+
+def _add_plan(commands: Any) -> argparse.ArgumentParser:
+    plan: argparse.ArgumentParser = commands.add_parser(
+        "plan",
+        help="say what a script's model takes on IPUs",
+        description=_PLAN,
+        epilog=_PLAN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [-h] [--ipus N] [--ipus-per-replica N] [--json] "
+        "[--poptorch {auto,sdk,standin}] {script,-m module} [arguments ...]",
+        allow_abbrev=False,
+    )
+    _take_script(plan, "plan")
+    plan.add_argument(
+        "--ipus", type=_count, metavar="N", help="in all, instead of those that fit is called with"
+    )
+    plan.add_argument(
+        "--ipus-per-replica",
+        type=_count,
+        metavar="N",
+        help="divide the model into so many stages, as evenly as can be, instead of what compile "
+        "asks for",
+    )
+    _take_json(plan, "the plan")
+    return plan
+
+
+def _add_bench(commands: Any) -> argparse.ArgumentParser:
+    bench: argparse.ArgumentParser = commands.add_parser(
+        "bench",
+        help="time what a script would train",
+        description=_BENCH,
+        epilog=_BENCH_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [-h] [--seconds S] [--inductor] [--json] [--poptorch {auto,sdk,standin}] "
+        "{script,-m module} [arguments ...]",
+        allow_abbrev=False,
+    )
+    _take_script(bench, "bench")
+    bench.add_argument(
+        "--seconds",
+        type=_duration,
+        default=10.0,
+        metavar="S",
+        help="for all that is timed (10); recording comes on top, and each way is timed three "
+        "times at least",
+    )
+    bench.add_argument(
+        "--inductor",
+        action="store_true",
+        help="time the program compiled with TorchInductor too; needs a C++ compiler",
+    )
+    _take_json(bench, "the times")
+    return bench
+
+
+def _count(text: str) -> int:
+    """A positive whole number of a command line."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _duration(text: str) -> float:
+    """A positive number of seconds of a command line."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
+    return seconds
+
+
+def _take_json(command: argparse.ArgumentParser, what: str) -> None:
+    command.add_argument(
+        "--json",
+        action="store_true",
+        help=f"print {what} as JSON; what the script prints goes to stderr",
+    )
 
 
 def _take_script(command: argparse.ArgumentParser, verb: str) -> None:
@@ -188,7 +305,7 @@ def _split(given: List[str]) -> Tuple[List[str], List[str]]:
     """Cut a command line behind the script or module: what follows is its own, `--` included."""
     for place, word in enumerate(given[1:], 1):
         joined = word.startswith("-m") and word != "-m"
-        if joined or (not word.startswith("-") and given[place - 1] != "--poptorch"):
+        if joined or (not word.startswith("-") and given[place - 1] not in _VALUED):
             return given[: place + 1], given[place + 1 :]
     return given, []
 
