@@ -139,6 +139,7 @@ def _measure(
                 continue
             trial = Trial(session, model._make_engine, way.jit)
             try:
+                _check(way, session)
                 with trial.running(request.source, request.plan, seed, lambda own: None) as job:
                     plan = job.plan
                     _round(way, job, share)
@@ -149,6 +150,18 @@ def _measure(
                     raise
                 way.refused = str(error)
     return plan
+
+
+def _check(way: _Way, session: Session) -> None:
+    """As ``compile`` would.
+
+    Raises:
+        ConfigurationError: other options don't go with this way.
+    """
+    check = getattr(session.engine, "check", None)
+    if way.jit is not None and check is not None:
+        recipe = dataclasses.replace(session.recipe, jit=way.jit)
+        check(session.module, session.optimizer, session.loss, recipe)
 
 
 def _round(way: _Way, job: Job, seconds: float) -> None:
@@ -278,6 +291,7 @@ def _lines(result: Dict[str, Any]) -> List[str]:
             lines.append(
                 f"WRONG: the losses of {way['name']} in the first execution are {away} from those "
                 f"of {result['ways'][0]['name']}, but may be {way['loss_may_be_away']:.3g}. "
-                "Please report it, with the script."
+                "`ipufit check` says what a recorded program does not do as it is written; where it "
+                "finds nothing, please report this."
             )
     return lines
