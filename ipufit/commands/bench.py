@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import statistics
@@ -23,7 +24,7 @@ from ipufit.loop import Job
 from ipufit.lowerings import GRAPH, INDUCTOR, KERNELS, OFF
 from ipufit.model import Model
 from ipufit.plan import Plan
-from ipufit.program import CombinedBatch
+from ipufit.program import CombinedBatch, Engine
 from ipufit.session import Session, refuse_several
 
 __all__ = ["bench_script"]
@@ -46,6 +47,8 @@ class _Way:
         executions: how many were timed.
         losses: of the first execution, by micro-batch.
         refused: why it can't run; None where it can.
+        ran_as: the way that was taken in the end, a name of ``lowerings``; None of another engine.
+        said: what the engine says of that.
     """
 
     name: str
@@ -55,6 +58,8 @@ class _Way:
     executions: int = 0
     losses: Optional[Tensor] = None
     refused: Optional[str] = None
+    ran_as: Optional[str] = None
+    said: List[str] = dataclasses.field(default_factory=list)
 
 
 def bench_script(
@@ -137,12 +142,14 @@ def _measure(
         for way in ways:
             if way.refused is not None:
                 continue
-            trial = Trial(session, model._make_engine, way.jit)
+            engine = model._make_engine()
+            trial = Trial(session, functools.partial(_same, engine), way.jit)
             try:
                 _check(way, session)
                 with trial.running(request.source, request.plan, seed, lambda own: None) as job:
                     plan = job.plan
                     _round(way, job, share)
+                    _note(way, session, engine)
             except (CaptureError, ConfigurationError) as error:
                 # Such as detect_nan, which has no compiled form, or what only run_eagerly runs.
                 is_wanted = isinstance(error, CaptureError) and session.recipe.jit != OFF
@@ -150,6 +157,19 @@ def _measure(
                     raise
                 way.refused = str(error)
     return plan
+
+
+def _same(engine: Engine) -> Engine:
+    return engine
+
+
+def _note(way: _Way, session: Session, engine: Engine) -> None:
+    """What became of the way: not every program can run in each."""
+    explain = getattr(engine, "explain", None)
+    if way.jit is None or explain is None:
+        return
+    way.ran_as = OFF if way.jit == OFF else getattr(engine, "way", None)
+    way.said = list(explain(dataclasses.replace(session.recipe, jit=way.jit), {}))
 
 
 def _check(way: _Way, session: Session) -> None:
@@ -239,6 +259,8 @@ def _told(way: _Way, base: _Way, update_size: int, dtype: torch.dtype) -> Dict[s
     ratios = [rate / of_base for rate, of_base in zip(way.rates, base.rates)]
     rate = statistics.median(way.rates)
     told.update(
+        ran_as=way.ran_as,
+        said=way.said,
         executions=way.executions,
         updates_per_second=rate,
         samples_per_second=rate * update_size,
@@ -286,12 +308,18 @@ def _lines(result: Dict[str, Any]) -> List[str]:
     for way in result["ways"]:
         if way["refused"] is not None:
             lines.append(f"{way['name']} can't run: {way['refused']}")
-        elif not way["agrees"]:
+            continue
+        if way["ran_as"] not in (None, way["name"]):
+            why = "No kernel is faster, or fits."
+            if way["name"] == INDUCTOR:
+                why = " ".join(way["said"])
+            lines.append(f"{way['name']} ran as {way['ran_as']} here. {why}")
+        if not way["agrees"]:
             away = "far" if way["loss_away"] is None else f"{way['loss_away']:.3g}"
             lines.append(
                 f"WRONG: the losses of {way['name']} in the first execution are {away} from those "
                 f"of {result['ways'][0]['name']}, but may be {way['loss_may_be_away']:.3g}. "
-                "`ipufit check` says what a recorded program does not do as it is written; where it "
-                "finds nothing, please report this."
+                "`ipufit check` says what a recorded program does not do as it is written; where "
+                "it finds nothing, please report this."
             )
     return lines

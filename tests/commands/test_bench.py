@@ -5,6 +5,7 @@ import json
 import pytest
 
 from ipufit.cli import main
+from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.engines.embedded.lowering.inductor import requirements
 
 NET = "nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 3))"
@@ -82,8 +83,9 @@ finally:
     assert err == "True defaultdict(<class 'dict'>, {})\nTrue [None, None, None, None]\n"
 
 
-def test_people_read_a_table(command):
-    """Of each way one line."""
+def test_people_read_a_table(command, monkeypatch):
+    """Of each way one line, and what became of it; this machine's kernels may be fast or not."""
+    monkeypatch.setattr(EmbeddedEngine, "way", "graph")
     status, out, _ = command("bench", f"net = {NET}\n{FIT.format('')}", *SHORT)
     lines = out.splitlines()
     assert status == 0
@@ -95,7 +97,10 @@ def test_people_read_a_table(command):
     )
     assert [line.split()[0] for line in lines[3:6]] == ["off", "graph", "kernels"]
     assert lines[3].split()[3:6] == ["1.00", "(1.00,", "1.00)"]
-    assert lines[-1] == "The script compiles with jit='auto'."
+    assert lines[-2:] == [
+        "The script compiles with jit='auto'.",
+        "kernels ran as graph here. No kernel is faster, or fits.",
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:forward sets Net.calls")
@@ -145,6 +150,19 @@ def test_options_that_do_not_go_with_a_way_are_its_reason(bench):
     assert status == 0
     assert [way["refused"] is None for way in found["ways"]] == [True, True, True, False]
     assert found["ways"][3]["refused"].startswith("detect_nan=True looks at every update")
+
+
+def test_a_way_that_was_not_taken_is_said(command):
+    """The times of another one under its name would be a lie."""
+    if requirements.missing() is not None:
+        pytest.skip("programs can't be compiled here")
+    text = f"net = {NET}\n{FIT.format('')}"
+    status, out, _ = command("bench", text, *SHORT, "--inductor")
+    assert status == 0
+    assert out.splitlines()[-1] == (
+        "inductor ran as graph here. Updates run as recorded, uncompiled: it draws random numbers, "
+        "and each micro-batch has a stream of its own."
+    )
 
 
 def test_another_engine_has_one_way(bench):
