@@ -40,9 +40,9 @@ are findings, 2 the command line or the script can't be read, or the script fail
 """
 
 _PLAN = """\
-Run a script as `ipufit check` does, up to its first call of Model.fit, and print what it would
-train takes on IPUs: micro-batches, updates and executions, then memory, work and time of every
-stage, by estimate. Nothing is trained, no IPU is needed, and the rest of the script is not run.
+Run a script as `ipufit check` does, up to its first call of Model.fit, and print what that would
+take on IPUs: micro-batches, updates and executions, then memory, work and time of every stage, by
+estimate. Nothing is trained, no IPU is needed, and the rest of the script is not run.
 Exit status: 0 every stage fits its IPU, 1 one does not, 2 the command line or the script can't be
 read, or the script fails or fits no model.
 """

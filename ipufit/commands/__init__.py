@@ -1,1 +1,1 @@
-"""The commands of ``ipufit`` that run no script: each knows its arguments and what to do."""
+"""The commands of ``ipufit``: what each does, and the arguments of those that run no script."""

@@ -90,7 +90,7 @@ def bench_script(
     failed = looked_at(execute, look, "bench", printing_to=stream, in_one_line=True)
     if failed is not None:
         return failed
-    (result,) = found
+    result = found[0]
     text = json.dumps(result, indent=2, allow_nan=False) if as_json else "\n".join(_lines(result))
     sys.stdout.write(text + "\n")
     sys.stdout.flush()

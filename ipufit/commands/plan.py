@@ -60,7 +60,7 @@ def plan_script(
     failed = looked_at(execute, look, "plan", printing_to=stream, in_one_line=True)
     if failed is not None:
         return failed
-    (plan,) = found
+    plan = found[0]
     if as_json:
         whole = {"batches": dataclasses.asdict(batches[0]) if batches else None, **plan.to_dict()}
         sys.stdout.write(json.dumps(whole, indent=2) + "\n")

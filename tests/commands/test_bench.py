@@ -197,3 +197,12 @@ def test_time_is_a_positive_number(given, capsys):
         f"argument --seconds: must be a number of seconds above 0, got {given!r}\n"
         in capsys.readouterr().err
     )
+
+
+def test_only_the_first_fit_counts(bench):
+    """Whatever a script does with the exception that ends it."""
+    fit = FIT.format("").strip()
+    status, found, _ = bench(
+        f"net = {NET}\ntry:\n    {fit}\nexcept BaseException:\n    pass\n{fit}"
+    )
+    assert (status, found["title"]) == (0, "Sequential")
