@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
 from typing import Any, Dict, Iterator, List, Sequence, Tuple
 
 from ipufit.errors import ConfigurationError, PlanError
 
-__all__ = ["Faults", "at_least", "one_of"]
+__all__ = ["Faults", "at_least", "folder_of", "one_of"]
 
 
 class Faults:
@@ -96,3 +97,24 @@ def one_of(name: str, value: object, choices: Tuple[object, ...]) -> None:
         raise ConfigurationError(
             f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}."
         )
+
+
+def folder_of(name: str, value: Any) -> str:
+    """The path of a folder that an argument names, as text.
+
+    Args:
+        name: of the argument, for the message.
+        value: what came.
+
+    Raises:
+        ConfigurationError: it is no path.
+    """
+    try:
+        found = os.fspath(value)
+    except TypeError:
+        found = None
+    if not isinstance(found, str) or not found:
+        raise ConfigurationError(
+            f"{name} must be the path of a folder, got {value!r}. Use for example 'runs/1'."
+        )
+    return found

@@ -6,7 +6,7 @@ import os
 from typing import Any, Optional, Union
 
 from ipufit.errors import ConfigurationError
-from ipufit.faults import at_least, one_of
+from ipufit.faults import at_least, folder_of, one_of
 
 __all__ = ["Checkpoint", "resolve_checkpoint", "resolve_resume"]
 
@@ -39,7 +39,7 @@ class Checkpoint:
         monitor: Optional[str] = None,
         mode: str = "auto",
     ) -> None:
-        self.folder: str = _path("folder of Checkpoint", folder)
+        self.folder: str = folder_of("folder of Checkpoint", folder)
         if every_updates is not None:
             every_updates = at_least("every_updates of Checkpoint", every_updates, 1, " or None")
         self.every_updates = every_updates
@@ -70,7 +70,7 @@ def resolve_checkpoint(checkpoint: Any) -> Optional[Checkpoint]:
             "checkpoint must be a path or an object, got the class Checkpoint. Pass "
             "Checkpoint('runs/1')."
         )
-    return Checkpoint(_path("checkpoint", checkpoint))
+    return Checkpoint(folder_of("checkpoint", checkpoint))
 
 
 def resolve_resume(resume: Any, checkpoint: Optional[Checkpoint]) -> Optional[str]:
@@ -86,22 +86,10 @@ def resolve_resume(resume: Any, checkpoint: Optional[Checkpoint]) -> Optional[st
             "resume must be 'auto', the path of a checkpoint or None, got True. Use 'auto', which "
             "begins anew where there is no checkpoint yet."
         )
-    found = _path("resume", resume)
+    found = folder_of("resume", resume)
     if found == "auto" and checkpoint is None:
         raise ConfigurationError(
             "resume='auto' looks for the latest checkpoint of a run, but checkpoint is not given. "
             "Pass checkpoint='runs/1' too, or the path of one checkpoint as resume."
-        )
-    return found
-
-
-def _path(name: str, value: Any) -> str:
-    try:
-        found = os.fspath(value)
-    except TypeError:
-        found = None
-    if not isinstance(found, str) or not found:
-        raise ConfigurationError(
-            f"{name} must be the path of a folder, got {value!r}. Use for example 'runs/1'."
         )
     return found

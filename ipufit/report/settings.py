@@ -7,7 +7,7 @@ import os
 from typing import Any, Optional, Union
 
 from ipufit.errors import ConfigurationError
-from ipufit.faults import one_of
+from ipufit.faults import folder_of, one_of
 from ipufit.report.files import EXECUTIONS, FACTS, POPVISION
 from ipufit.report.profiling import refuse_profiler
 
@@ -48,7 +48,7 @@ class Report:
         operators: bool = True,
         profiler: Any = None,
     ) -> None:
-        self.folder = _path("folder of Report", folder)
+        self.folder = folder_of("folder of Report", folder)
         one_of("overwrite of Report", overwrite, (True, False))
         one_of("operators of Report", operators, (True, False))
         missing = [name for name in ("start", "step", "stop") if not hasattr(profiler, name)]
@@ -94,14 +94,14 @@ def resolve_report(report: Any, autoreport: Any, autoreport_dir: Any) -> Optiona
         )
     if autoreport:
         folder = _AUTOREPORT if autoreport_dir is None else autoreport_dir
-        return Report(_path("autoreport_dir", folder))
+        return Report(folder_of("autoreport_dir", folder))
     if report is None or isinstance(report, Report):
         return report
     if isinstance(report, type):
         raise ConfigurationError(
             "report must be a path or an object, got the class Report. Pass Report('runs/1')."
         )
-    return Report(_path("report", report))
+    return Report(folder_of("report", report))
 
 
 def refuse_report(report: Report, resumes: bool) -> None:
@@ -131,15 +131,3 @@ def refuse_report(report: Report, resumes: bool) -> None:
             f"report={report.folder!r} holds the report of another run. Pass another folder, or "
             f"report=ipufit.Report({report.folder!r}, overwrite=True)."
         )
-
-
-def _path(name: str, value: Any) -> str:
-    try:
-        found = os.fspath(value)
-    except TypeError:
-        found = None
-    if not isinstance(found, str) or not found:
-        raise ConfigurationError(
-            f"{name} must be the path of a folder, got {value!r}. Use for example 'runs/1'."
-        )
-    return found
