@@ -26,8 +26,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # missing there, one in so many of any test that has many, and likewise on the other engine, which
 # has tests of its own. And so many examples of a property.
 SAMPLE = 13
-SAMPLE_OF_OLDEST = 5
+SAMPLE_OF_OLDEST = 11
 SAMPLE_OF_OTHER = 3
+MANY = 6
 IS_OLDEST = sys.version_info < (3, 9)
 EXAMPLES, ALL_EXAMPLES = 200, 2000
 
@@ -117,7 +118,7 @@ def _in_sample(item, test, points, places, many):
     one_in = 1
     if item.get_closest_marker("grid") is not None:
         one_in = SAMPLE
-    elif count >= 2 * many:
+    elif count >= MANY:
         one_in = many
     # Not the first of each: the ways of running that come first would be all that is run.
     return place % one_in == zlib.crc32(test.encode()) % min(count, one_in)
