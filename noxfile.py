@@ -206,7 +206,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typing(session: nox.Session) -> None:
     """Check types with mypy, and that those of all public names are complete."""
-    session.install("-e", ".[completion,plot,sklearn,tensorboard]", *group("typing", "torch"))
+    session.install("-e", ".[completion,plot,tensorboard]", *group("typing", "torch"))
     session.run("mypy")
     report = Path(session.create_tmp(), "types.json").resolve()
     command = ("basedpyright", "--verifytypes", "ipufit", "--ignoreexternal", "--outputjson")

@@ -48,7 +48,7 @@ class Report:
         operators: bool = True,
         profiler: Any = None,
     ) -> None:
-        self.folder = folder_of("folder of Report", folder)
+        self.folder: str = folder_of("folder of Report", folder)
         one_of("overwrite of Report", overwrite, (True, False))
         one_of("operators of Report", operators, (True, False))
         missing = [name for name in ("start", "step", "stop") if not hasattr(profiler, name)]
