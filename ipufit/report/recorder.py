@@ -154,10 +154,15 @@ class Recorder:
         """Seconds since the run began, those of an earlier part of it included."""
         return self._earlier + time.perf_counter() - self._start
 
+    @property
+    def _looked(self) -> float:
+        """The same, when the clock was last looked at."""
+        return self._earlier + self.clock.since - self._start
+
     def _mark(self, samples: int, skipped: int) -> None:
         """What follows is counted from here."""
-        self._rows.count_from(self.clock.read())
-        self._begins = self._now
+        self._rows.count_from(self.clock.look())
+        self._begins = self._looked
         self._samples, self._skipped = samples, skipped
 
     def begin(self, job: Job, history: History, updates: Optional[int]) -> None:
@@ -207,9 +212,9 @@ class Recorder:
     def executed(self, epoch: int, updates: int) -> None:
         """One execution is over, callbacks included."""
         assert self._job is not None
-        meter, clock = self._job.meter, self.clock
-        settings, seconds = meter.settings_now, clock.look()
-        now = self._earlier + clock.since - self._start
+        meter = self._job.meter
+        settings, seconds = meter.settings_now, self.clock.look()
+        now = self._looked
         rate = settings.get("learning_rate")
         numbers = (
             self._begins,

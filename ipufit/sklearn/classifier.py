@@ -109,7 +109,7 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         self.class_weight = class_weight
         self.predict_nonlinearity = predict_nonlinearity
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> IpufitClassifier:  # noqa: N803
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> IpufitClassifier:
         """Train a new module.
 
         Args:
@@ -123,16 +123,15 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         Raises:
             ValueError: data or parameters that can't work; those of ipufit are one too.
         """
-        X, y = self._check(X, y, True)  # noqa: N806
+        X, y = self._check(X, y, True)
         check_classification_targets(y)
-        self._set_classes(unique_labels(y))
-        self._start(X, 1 if self._head.is_binary else len(self.classes_))
+        self._begin(X, unique_labels(y))
         self._learn(X, y, sample_weight, self.epochs)
         return self
 
     def partial_fit(
         self,
-        X: Any,  # noqa: N803
+        X: Any,
         y: Any,
         classes: Any = None,
         sample_weight: Any = None,
@@ -152,7 +151,7 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
             ValueError: data or parameters that can't work, or labels that were not announced.
         """
         is_first = "module_" not in vars(self)
-        X, y = self._check(X, y, is_first)  # noqa: N806
+        X, y = self._check(X, y, is_first)
         check_classification_targets(y)
         if is_first:
             if classes is None:
@@ -160,8 +159,7 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
                     "the first partial_fit must know all classes, got classes=None. Pass classes=, "
                     "an array of all labels that will come."
                 )
-            self._set_classes(unique_labels(classes))
-            self._start(X, 1 if self._head.is_binary else len(self.classes_))
+            self._begin(X, unique_labels(classes))
         elif classes is not None and not np.array_equal(unique_labels(classes), self.classes_):
             raise ValueError(
                 f"classes must be those of the first partial_fit, {self.classes_}, got {classes}. "
@@ -171,7 +169,7 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         self._learn(X, y, sample_weight, 1)
         return self
 
-    def predict_proba(self, X: Any) -> Any:  # noqa: N803
+    def predict_proba(self, X: Any) -> Any:
         """The probability of each class, in float64.
 
         Args:
@@ -196,7 +194,7 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
             probabilities = np.hstack([1 - probabilities, probabilities])
         return probabilities
 
-    def predict(self, X: Any) -> Any:  # noqa: N803
+    def predict(self, X: Any) -> Any:
         """The most probable class of each sample.
 
         Args:
@@ -235,8 +233,8 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         # In float64, so that they add up to one in it.
         return self._nonlinearity(torch.from_numpy(outputs).double()).numpy()
 
-    def _set_classes(self, classes: Any) -> None:
-        """Take labels over.
+    def _begin(self, x: Any, classes: Any) -> None:
+        """Take labels over, and make a module for them.
 
         Raises:
             ValueError: fewer than two, or more where there is one output.
@@ -252,6 +250,7 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
                 "classification is supported with it; use loss='cross_entropy'."
             )
         self.classes_ = classes
+        self._start(x, 1 if self._head.is_binary else len(classes))
 
     def _learn(self, x: Any, y: Any, sample_weight: Any, epochs: int) -> None:
         """Train on labels."""

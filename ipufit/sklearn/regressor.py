@@ -93,7 +93,7 @@ class IpufitRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
             settings,
         )
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> IpufitRegressor:  # noqa: N803
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> IpufitRegressor:
         """Train a new module.
 
         Args:
@@ -107,15 +107,14 @@ class IpufitRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         Raises:
             ValueError: data or parameters that can't work; those of ipufit are one too.
         """
-        X, y = self._check(X, y, True, multi_output=True, y_numeric=True)  # noqa: N806
-        self._is_single = y.ndim == 1
-        self._start(X, 1 if self._is_single else y.shape[1])
+        X, y = self._check(X, y, True, multi_output=True, y_numeric=True)
+        self._begin(X, y)
         self._learn(X, y, sample_weight, self.epochs)
         return self
 
     def partial_fit(
         self,
-        X: Any,  # noqa: N803
+        X: Any,
         y: Any,
         sample_weight: Any = None,
     ) -> IpufitRegressor:
@@ -133,11 +132,10 @@ class IpufitRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
             ValueError: data or parameters that can't work, or another number of columns in y.
         """
         is_first = "module_" not in vars(self)
-        X, y = self._check(X, y, is_first, multi_output=True, y_numeric=True)  # noqa: N806
+        X, y = self._check(X, y, is_first, multi_output=True, y_numeric=True)
         if is_first:
-            self._is_single = y.ndim == 1
-            self._start(X, 1 if self._is_single else y.shape[1])
-        elif (1 if y.ndim == 1 else y.shape[1]) != self._n_outputs:
+            self._begin(X, y)
+        elif _columns(y) != self._n_outputs:
             raise ValueError(
                 f"y must have {self._n_outputs} columns, as in the first partial_fit, got shape "
                 f"{y.shape}. Train a new estimator for other targets."
@@ -146,7 +144,7 @@ class IpufitRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         self._learn(X, y, sample_weight, 1)
         return self
 
-    def predict(self, X: Any) -> Any:  # noqa: N803
+    def predict(self, X: Any) -> Any:
         """Predictions in the dtype of the computation.
 
         Args:
@@ -157,6 +155,11 @@ class IpufitRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         """
         outputs = self._outputs(X)
         return outputs[:, 0] if self._is_single else outputs
+
+    def _begin(self, x: Any, y: Any) -> None:
+        """Make a module for these targets."""
+        self._is_single = y.ndim == 1
+        self._start(x, _columns(y))
 
     def _learn(self, x: Any, y: Any, sample_weight: Any, epochs: int) -> None:
         """Train on numbers."""
@@ -172,3 +175,8 @@ class IpufitRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
 
     def _more_tags(self) -> Dict[str, Any]:  # the same for scikit-learn before 1.6
         return {"multioutput": True}
+
+
+def _columns(y: Any) -> int:
+    """How many numbers there are for each sample."""
+    return 1 if y.ndim == 1 else int(y.shape[1])

@@ -11,9 +11,9 @@ from ipufit.report.page.charts import Chart, Series, figure, rounded
 from ipufit.report.page.curves import curves
 from ipufit.report.page.html import Cell, Column, Html, element, joined, table
 from ipufit.report.page.measured import LOOKS, PHASE_NAMES, used_phases
-from ipufit.report.page.operators import grouped
+from ipufit.report.page.operators import TOGETHER, grouped
 from ipufit.report.page.pipeline import stage_title
-from ipufit.report.page.sections import Section, lacking, note
+from ipufit.report.page.sections import Section, choices, lacking, note
 from ipufit.report.page.summary import final_values, headline, param_text
 from ipufit.report.page.warned import notices
 from ipufit.report.run import Run
@@ -225,14 +225,14 @@ def _operators(runs: Named) -> Section:
             parts += [element("h3", name), why]
     if len(known) < 2:
         return Section("operators", title, joined(parts))
-    tables = []
+    tables = {}
     for name, heads, key in (
         ("operator", ("operator", "direction"), _operator),
         ("place", ("operator", "direction", "module"), _placed),
     ):
         works = [dict(grouped(rows, key)) for _, rows in known]
         keys = sorted(
-            {each for found in works for each in found},
+            dict.fromkeys(each for found in works for each in found),
             key=lambda each: -max(w[each].seconds if each in w else 0.0 for w in works),
         )
         body = [_ratios(each, works) for each in keys[:_MOST]]
@@ -241,26 +241,10 @@ def _operators(runs: Named) -> Section:
         first = known[0][0]
         columns += [Column(f"{run_name} / {first}", True) for run_name, _ in known[1:]]
         caption = {"operator": "Time of operators"}.get(name, "Time of operators, by module")
-        tables.append(
-            element(
-                "div",
-                table(f"table-operators-{name}", caption, columns, body),
-                class_="choice",
-                data_choice={"operator": "by operator"}.get(name, "by operator and module"),
-            )
-        )
+        button = {"operator": "by operator"}.get(name, "by operator and module")
+        tables[button] = table(f"table-operators-{name}", caption, columns, body)
     parts.append(note("Seconds of one micro-batch; a ratio above 1 took longer."))
-    parts.append(
-        element(
-            "div",
-            element(
-                "div", class_="tools", role="group", aria_label="How operators are put together"
-            ),
-            tables,
-            class_="choices",
-            id="choices-operators",
-        )
-    )
+    parts.append(choices("operators", TOGETHER, tables))
     return Section("operators", title, joined(parts))
 
 

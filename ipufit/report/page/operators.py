@@ -9,9 +9,11 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 from ipufit.report.page import texts
 from ipufit.report.page.charts import Chart, Series, figure, rounded
 from ipufit.report.page.html import Cell, Column, Html, Part, Row, element, joined, table
-from ipufit.report.page.sections import Section, lacking, note
+from ipufit.report.page.sections import Section, choices, lacking, note
 
-__all__ = ["Work", "grouped", "layers", "operators", "place_of"]
+__all__ = ["TOGETHER", "Work", "grouped", "layers", "operators", "place_of"]
+
+TOGETHER = "How operators are put together"
 
 # Rows of a table, and bars, at most.
 _MOST, _BARS, _LAYERS = 600, 20, 2000
@@ -105,7 +107,7 @@ def operators(facts: Mapping[str, Any]) -> Section:
         return Section("operators", "Operators", none)
     whole = sum(texts.real(row["seconds"]) for row in rows)
     chart = _bars(rows, whole)
-    tables = []
+    tables = {}
     for name, heads, key in _GROUPS:
         columns = [*(Column(head) for head in heads), *_COLUMNS]
         groups = grouped(rows, key)
@@ -118,26 +120,12 @@ def operators(facts: Mapping[str, Any]) -> Section:
                 f": the first {_MOST} of {len(groups):,}; the others take "
                 f"{texts.share(rest / whole if whole else 0.0)} of the time"
             )
-        tables.append(
-            element(
-                "div",
-                table(f"table-operators-{name}", caption, columns, body),
-                class_="choice",
-                data_choice={"each": "each alone"}.get(name, f"by {name}"),
-            )
-        )
+        button = {"each": "each alone"}.get(name, f"by {name}")
+        tables[button] = table(f"table-operators-{name}", caption, columns, body)
     parts: List[Part] = [
         _about(found, whole),
         figure(chart),
-        element(
-            "div",
-            element(
-                "div", class_="tools", role="group", aria_label="How operators are put together"
-            ),
-            tables,
-            class_="choices",
-            id="choices-operators",
-        ),
+        choices("operators", TOGETHER, tables),
     ]
     return Section("operators", "Operators", joined(*parts), [chart])
 

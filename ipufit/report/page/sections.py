@@ -8,7 +8,7 @@ from typing import Any, Mapping, Optional, Sequence
 from ipufit.report.page.charts import Chart
 from ipufit.report.page.html import Html, element
 
-__all__ = ["Section", "lacking", "note"]
+__all__ = ["Section", "choices", "lacking", "note"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,26 @@ class Section:
 def note(*parts: str) -> Html:
     """A paragraph of explanation."""
     return element("p", *parts, class_="note")
+
+
+def choices(anchor: str, about: str, tables: Mapping[str, Html]) -> Html:
+    """Tables of which one is shown at a time.
+
+    Args:
+        anchor: of all of them.
+        about: what they differ in, for whoever can't see the buttons.
+        tables: by the name of the button.
+    """
+    return element(
+        "div",
+        element("div", class_="tools", role="group", aria_label=about),
+        [
+            element("div", table, class_="choice", data_choice=name)
+            for name, table in tables.items()
+        ],
+        class_="choices",
+        id=f"choices-{anchor}",
+    )
 
 
 def lacking(facts: Mapping[str, Any], name: str) -> Optional[Html]:

@@ -184,7 +184,7 @@ def test_weights_of_a_checkpoint_are_the_trained_ones(tmp_path):
     how = {"max_epochs": 2, "enable_checkpointing": True, "default_root_dir": tmp_path}
     trainer, _ = by_ipufit(net, "fit", BATCHES, BATCHES, **how)
     path = trainer.checkpoint_callback.best_model_path
-    saved = torch.load(path, weights_only=False)
+    saved = torch.load(path, weights_only=True)
     for name, value in net.state_dict().items():
         assert torch.equal(saved["state_dict"][name], value)
     with pytest.raises(ConfigurationError) as caught:
