@@ -46,6 +46,9 @@ __all__ = ["Recorder", "recorded"]
 
 # Seconds between two looks at memory, which are also those between two writes of rows.
 _FLUSH = 0.5
+# Facts grow with every epoch. They are written at the end of the first few; of later ones if as
+# long has passed since the last time, and so many times as long as that took.
+_FEW, _APART = 10, 100
 
 
 @contextlib.contextmanager
@@ -128,7 +131,7 @@ class Recorder:
         self._job: Optional[Job] = None
         self._history: Optional[History] = None
         self._written, self._joined = len(self._rows.flat), self._rows.joined
-        self._flushed = 0.0
+        self._flushed = self._wrote = self._writing = 0.0
         self._memory = in_use(self._device)
         self._is_lost = False
         self._mark(0, 0)
@@ -260,7 +263,9 @@ class Recorder:
         if "operators" not in self._facts:
             with self.clock.during("report"):
                 self._facts["operators"] = self._profiled()
-        self._safely(self._flush, self._write)
+        is_due = self._now - self._wrote >= max(_FLUSH, _APART * self._writing)
+        is_due = is_due or len(self._facts["epochs"]) <= _FEW
+        self._safely(self._flush, *([self._write] if is_due else []))
 
     def _safely(self, *steps: Callable[[], None]) -> None:
         """Write; where the disk refuses, training goes on without its report."""
@@ -318,6 +323,7 @@ class Recorder:
 
     def _write(self) -> None:
         """Write the facts as they are now."""
+        begun = self._now
         phases = {
             name: seconds + self._earlier_phases.get(name, 0.0)
             for name, seconds in self.clock.seconds().items()
@@ -334,6 +340,8 @@ class Recorder:
         self._facts["warnings"] = self.heard.told()
         self._facts["warnings"] += advised(self._facts, columns_of(self._rows.flat))
         write_text(self._path(FACTS), json.dumps(plain(self._facts), allow_nan=False))
+        self._wrote = self._now
+        self._writing = self._wrote - begun
 
     def end(self, error: Optional[BaseException]) -> None:
         """The run is over: make the report.

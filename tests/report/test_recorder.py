@@ -400,3 +400,20 @@ def test_a_full_disk_ends_the_report_and_not_the_training(tmp_path, monkeypatch,
     assert len(caught) == 1
     plain.fit(X, Y, batch_size=3, epochs=4, seed=5, verbose=0)
     assert history.history == plain.history.history
+
+
+def test_facts_of_many_short_epochs_are_written_seldom(tmp_path, monkeypatch):
+    """After the first few, as often as a hundredth of the time allows, and at the end."""
+    monkeypatch.setattr("ipufit.report.recorder._FEW", 1)
+    monkeypatch.setattr("ipufit.report.recorder._APART", 1e9)
+    seen = []
+
+    class Looks(Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            run = Run.read(os.fspath(tmp_path))
+            seen.append((len(run.facts["epochs"]), len(run.rows["begin"])))
+
+    run = fitted(made(), tmp_path, callbacks=Looks())
+    assert seen == [(0, 0), (1, 7), (1, 14)]
+    assert [epoch["epoch"] for epoch in run.facts["epochs"]] == [0, 1, 2]
+    assert run.facts["status"] == "finished"
