@@ -161,8 +161,7 @@ class Fit:
         stage = getattr(self.job.program, "stage", None)
         with self.job.executions(epoch, stage) as batches:
             for batch in self._clock.reading(batches):
-                updates = batch.updates(self.job.plan)
-                self._execution(batch, updates, epoch)
+                self._execution(batch, batch.updates(self.job.plan), epoch)
                 self.place = batch.place
                 if self.may_stop:
                     self.agree_to_stop()
@@ -172,9 +171,11 @@ class Fit:
                     with self._clock.during("checkpoint"):
                         self.keeper.end_execution(self, epoch)
                 if self.recorder is not None and self._non_finite is None:
-                    self.recorder.executed(epoch, updates)
+                    self.recorder.executed()
                 if self.ending():
                     break
+        if self.recorder is not None:
+            self.recorder.end_executions()
         logs = self.job.meter.whole_values(self.job.together.processes)
         if self._non_finite is not None:
             logs["loss"] = self._non_finite.value
@@ -209,12 +210,13 @@ class Fit:
 
     def _execution(self, batch: CombinedBatch, updates: int, epoch: int) -> None:
         clock, program = self._clock, self.job.program
-        with clock.during("callbacks"):
-            self.callbacks.call("on_train_batch_begin", self.job.meter.updates, {})
+        clock.turn("callbacks")
+        self.callbacks.call("on_train_batch_begin", self.job.meter.updates, {})
+        clock.turn("compute")
         try:
             self._process.check()
             strike(program, updates)
-            with clock.during("compute"), deferred():
+            with deferred():
                 anchors = self.job.together.run(program, batch)
         except NonFiniteLossError as error:
             error.place(epoch, self.job.meter.samples)
@@ -223,11 +225,11 @@ class Fit:
             self._non_finite = error
             return
         meter = self.job.meter
-        with clock.during("metrics"):
-            meter.add(batch, anchors)
-        with clock.during("callbacks"):
-            self.callbacks.show_outputs(anchors.outputs)
-            self.callbacks.call("on_train_batch_end", meter.updates - 1, meter.running())
+        clock.turn("metrics")
+        meter.add(batch, anchors)
+        clock.turn("callbacks")
+        self.callbacks.show_outputs(anchors.outputs)
+        self.callbacks.call("on_train_batch_end", meter.updates - 1, meter.running())
 
 
 def evaluate(job: Job, callbacks: CallbackList, epoch: int = 0) -> Dict[str, float]:

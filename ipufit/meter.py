@@ -205,6 +205,11 @@ class Meter:
         return self._total / self._weight if self._weight else float("nan")
 
     @property
+    def sums(self) -> Tuple[float, float]:
+        """What :attr:`loss` is made of: the losses times their weights, and the weights."""
+        return self._total, self._weight
+
+    @property
     def settings_now(self) -> Mapping[str, float]:
         """What the program said of itself after the last execution."""
         return self._settings

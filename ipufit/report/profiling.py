@@ -53,9 +53,20 @@ class NamingClock(Clock):
     def __init__(self) -> None:
         super().__init__()
         self._execution: Any = None
+        self._turned: Any = None
 
     def _span(self, place: int) -> Span:
         return _Named(self, place)
+
+    def turn(self, phase: str) -> None:
+        """What follows belongs to this phase, up to the next turn."""
+        turned, self._turned = self._turned, None
+        if turned is not None:
+            turned.__exit__(None, None, None)
+        super().turn(phase)
+        if phase != "other":
+            self._turned = _name(phase)
+            self._turned.__enter__()
 
     def reading(self, values: Iterator[T]) -> Iterator[T]:
         """The values; what is done with each, up to :meth:`executed`, is an execution."""
@@ -71,6 +82,7 @@ class NamingClock(Clock):
 
     def executed(self) -> None:
         """The execution is over; safe twice."""
+        self.turn("other")
         execution, self._execution = self._execution, None
         if execution is not None:
             execution.__exit__(None, None, None)
@@ -140,6 +152,8 @@ class Profiler:
         if not self._runs:
             return
         self._runs = False
+        if self._names is not None:
+            self._names.executed()
         waits = getattr(self._profiler, "current_action", None) is ProfilerAction.WARMUP
         self._profiler.stop()
         # One with a handler of its own has done something else with what it has seen.

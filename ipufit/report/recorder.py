@@ -6,10 +6,11 @@ import contextlib
 import datetime
 import json
 import math
+import operator
 import os
 import time
 import warnings
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, Optional, Tuple
 
 import torch
 
@@ -41,9 +42,12 @@ from ipufit.session import Session
 if TYPE_CHECKING:
     from ipufit.history import History
     from ipufit.loop import Job
+    from ipufit.meter import Meter
 
 __all__ = ["Recorder", "recorded"]
 
+# After the first so many executions, those that together take less than these seconds have one row.
+_FIRST, _SHORTEST = 1000, 0.005
 # Seconds between two looks at memory, which are also those between two writes of rows.
 _FLUSH = 0.5
 # Facts grow with every epoch. They are written at the end of the first few; of later ones if as
@@ -126,7 +130,8 @@ class Recorder:
                 f"report must be a folder that can be written, but {report.folder!r} can't: "
                 f"{error}. Pass another path."
             ) from error
-        self._start = time.perf_counter()
+        # What the clock would have shown if an earlier part of the run had ended just now.
+        self._from = time.perf_counter() - self._earlier
         self._device = next((p.device for p in session.module.parameters()), torch.device("cpu"))
         self._job: Optional[Job] = None
         self._history: Optional[History] = None
@@ -134,7 +139,9 @@ class Recorder:
         self._flushed = self._wrote = self._writing = 0.0
         self._memory = in_use(self._device)
         self._is_lost = False
-        self._mark(0, 0)
+        self._step = None if report.profiler is None else self._profiler.step
+        self._added = 0
+        self._mark()
 
     def _path(self, name: str) -> str:
         return os.path.join(self._report.folder, name)
@@ -155,18 +162,21 @@ class Recorder:
     @property
     def _now(self) -> float:
         """Seconds since the run began, those of an earlier part of it included."""
-        return self._earlier + time.perf_counter() - self._start
+        return time.perf_counter() - self._from
 
-    @property
-    def _looked(self) -> float:
-        """The same, when the clock was last looked at."""
-        return self._earlier + self.clock.since - self._start
-
-    def _mark(self, samples: int, skipped: int) -> None:
+    def _mark(self) -> None:
         """What follows is counted from here."""
         self._rows.count_from(self.clock.look())
-        self._begins = self._looked
-        self._samples, self._skipped = samples, skipped
+        if self._job is not None:
+            self._before = self._counted(self._job.meter)
+        self._begin_row()
+
+    def _begin_row(self) -> None:
+        """The next row begins when the clock was last looked at."""
+        begins = self.clock.since
+        self._begins = begins - self._from
+        self._due = begins + _SHORTEST if self._added >= _FIRST else -math.inf
+        self._pending = 0
 
     def begin(self, job: Job, history: History, updates: Optional[int]) -> None:
         """Everything is prepared, and training begins.
@@ -203,7 +213,7 @@ class Recorder:
         """An epoch begins, or goes on in its middle."""
         assert self._job is not None
         meter = self._job.meter
-        self._mark(meter.samples, meter.skipped)
+        self._mark()
         self._epoch = {
             "epoch": epoch,
             "begin": self._begins,
@@ -212,33 +222,52 @@ class Recorder:
         self._at_epoch = self.clock.read()
         self._executions = 0
 
-    def executed(self, epoch: int, updates: int) -> None:
+    def executed(self) -> None:
         """One execution is over, callbacks included."""
+        self._pending += 1
+        if time.perf_counter() >= self._due:
+            self._add_row()
+        if self._step is not None:
+            self._step()
+
+    def end_executions(self) -> None:
+        """An epoch has no more of them; what follows belongs to none."""
+        if self._pending:
+            self._add_row()
+
+    def _add_row(self) -> None:
+        """All executions since the last row."""
         assert self._job is not None
-        meter = self._job.meter
-        settings, seconds = meter.settings_now, self.clock.look()
-        now = self._looked
+        meter, seconds = self._job.meter, self.clock.look()
+        before, self._before = self._before, self._counted(meter)
+        updates, samples, skipped, total, weight = map(operator.sub, self._before, before)
+        mean = total / weight if weight else math.nan
+        settings = meter.settings_now
         rate = settings.get("learning_rate")
         numbers = (
             self._begins,
-            epoch,
-            self._job.program.updates - updates,
-            1.0,
+            self._epoch["epoch"],
+            self._epoch["first_update"] + before[0],
+            self._pending,
             updates,
-            meter.samples - self._samples,
-            meter.last_loss,
+            samples,
+            # Not by way of sums, so that it is the number that callbacks have seen.
+            meter.last_loss if self._pending == 1 else mean,
             self._learning_rate() if rate is None else rate,
             settings.get("loss_scale", math.nan),
-            meter.skipped - self._skipped,
+            skipped,
             self._memory,
         )
         self._rows.add_later(numbers, seconds)
-        self._executions += 1
-        self._begins = now
-        self._samples, self._skipped = meter.samples, meter.skipped
-        self._profiler.step()
-        if now - self._flushed > _FLUSH:
+        self._added += 1
+        self._executions += self._pending
+        self._begin_row()
+        if self._begins - self._flushed > _FLUSH:
             self._safely(self._flush)
+
+    def _counted(self, meter: Meter) -> Tuple[float, ...]:
+        """Of this epoch: updates, samples, skipped updates, losses and what they weigh."""
+        return (meter.updates, meter.samples, meter.skipped, *meter.sums)
 
     def _learning_rate(self) -> float:
         """That of the first group of parameters."""

@@ -1,65 +1,109 @@
 """``python -m tests.bench.report_cost``: what ``fit(report=...)`` adds to a fit of the MLP.
 
-Prints a table for docs/report.md: epochs of a fit with a report beside epochs of one without, in
-turns, round after round, in one process and on one core. What is done once, apart from executions,
-is told apart: timing the operators after the first epoch, and making the report at the end.
+Prints a table for docs/report.md. One fit with a report goes with and without it in turns, every
+few milliseconds: so near to each other that what else the machine does meets both alike. What is
+done once, apart from executions, is told apart: timing the operators after the first epoch, and
+making the report at the end.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import tempfile
 import time
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, Iterator, List, Tuple
 from unittest import mock
 
 import torch
 
+from ipufit.clock import NO_CLOCK, Clock
+from ipufit.loop import Fit
 from ipufit.report import Report, recorder
-from tests.bench.fitted import Marks, compiled
+from tests.bench.fitted import compiled
 from tests.bench.workloads import WORKLOADS, Workload
 
-POINTS = (1, 32)
-EPOCHS = 4
+# Executions of each turn, by device_iterations: some milliseconds.
+POINTS = {1: 16, 32: 1}
+# The rows of the first executions, one for each, cost more than those of the rest.
+LEFT_OUT = 8
+# Epochs of each fit, after those.
+EPOCHS = 32
 
 
-def epochs_of(work: Workload, model: Any, device_iterations: int, report: Any) -> List[float]:
-    """Seconds of each epoch but the first."""
-    marks = Marks()
-    how: Dict[str, Any] = {"epochs": EPOCHS, "callbacks": [marks], "report": report}
-    how.update(batch_size=work.batch, device_iterations=device_iterations)
-    model.fit(*work.tensors(), shuffle=False, verbose=0, seed=0, **how)
-    return marks.epochs[1:]
+class Turns:
+    """Switches the report of a fit off and on again.
 
+    Args:
+        block: executions of each turn.
 
-def measured(
-    work: Workload, device_iterations: int, rounds: int
-) -> Tuple[List[float], float, float]:
-    """What a report adds.
-
-    Returns:
-        By round, an epoch with a report beside one without; the same of the shortest epochs of all,
-        which nothing else on the machine has held up; and seconds of an execution.
+    Attributes:
+        seconds: of an execution, turn by turn: without a report, and with it.
     """
-    models = [compiled(work.module()) for _ in range(2)]
-    ratios, seconds = [], []
-    every: Tuple[List[float], List[float]] = ([], [])
-    with tempfile.TemporaryDirectory() as folder:
-        report = Report(folder, overwrite=True)
-        for number in range(rounds + 1):
-            # Who comes first finds the processor in another state than who comes second.
-            order = [0, 1] if number % 2 else [1, 0]
-            found = [0.0, 0.0]
-            for is_on in order:
-                given = report if is_on else None
-                epochs = epochs_of(work, models[is_on], device_iterations, given)
-                found[is_on] = statistics.median(epochs)
-                every[is_on].extend(epochs if number else ())
-            if number:
-                ratios.append(found[1] / found[0])
-                seconds.append(found[0] * device_iterations / work.updates)
-    return ratios, min(every[1]) / min(every[0]), statistics.median(seconds)
+
+    def __init__(self, block: int) -> None:
+        self._block = block
+        self.seconds: Tuple[List[float], List[float]] = ([], [])
+
+    @contextlib.contextmanager
+    def switching(self) -> Iterator[None]:
+        """Do so as long as the block lasts."""
+        run_epoch, turns = Fit._epoch, self
+
+        def epoch(fit: Fit, number: int) -> Any:
+            clock: Any = fit._clock
+            read = mock.patch.object(
+                clock, "reading", lambda values: turns._read(fit, clock, values, number)
+            )
+            with read:
+                return run_epoch(fit, number)
+
+        with mock.patch.object(Fit, "_epoch", epoch):
+            yield
+
+    def _read(self, fit: Fit, clock: Clock, values: Iterator[Any], epoch: int) -> Iterator[Any]:
+        """What ``Clock.reading`` does, and in every second turn what ``NoClock.reading`` does."""
+        told: Any = fit.recorder
+        engine, place, begun = told._session.engine, 0, 0.0
+        while True:
+            is_on, is_first = not place // self._block % 2, not place % self._block
+            if is_first:
+                now = time.perf_counter()
+                # The one after the change of epochs is not like the others.
+                if place > self._block and epoch >= LEFT_OUT:
+                    self.seconds[not is_on].append((now - begun) / self._block)
+                if is_on:
+                    told._mark()
+                else:
+                    told.end_executions()
+                fit.recorder, engine.clock = (told, clock) if is_on else (None, NO_CLOCK)
+                begun = time.perf_counter()
+            if is_on:
+                clock.turn("data")
+            value = next(values, None)
+            if value is None:
+                fit.recorder, engine.clock = told, clock
+                return
+            yield value
+            del value
+            place += 1
+
+
+def measured(work: Workload, device_iterations: int, fits: int) -> Tuple[List[float], List[float]]:
+    """Seconds of an execution, turn by turn of several fits, without a report and with it."""
+    turns = Turns(POINTS[device_iterations])
+    with tempfile.TemporaryDirectory() as folder, turns.switching():
+        for _ in range(fits):
+            fit(work, device_iterations, LEFT_OUT + EPOCHS, Report(folder, overwrite=True))
+    return turns.seconds
+
+
+def fit(work: Workload, device_iterations: int, epochs: int, report: Report) -> None:
+    """Train the MLP."""
+    how: Dict[str, Any] = {"epochs": epochs, "report": report, "batch_size": work.batch}
+    how.update(device_iterations=device_iterations, shuffle=False, verbose=0, seed=0)
+    compiled(work.module()).fit(*work.tensors(), **how)
 
 
 def once(work: Workload) -> Tuple[float, float]:
@@ -80,29 +124,29 @@ def once(work: Workload) -> Tuple[float, float]:
 
     times = timed(recorder.Recorder, "_profiled"), timed(recorder, "make")
     with tempfile.TemporaryDirectory() as folder, times[0], times[1]:
-        epochs_of(work, compiled(work.module()), 1, Report(folder, overwrite=True))
+        fit(work, 1, 4, Report(folder, overwrite=True))
     return found["_profiled"], found["make"]
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.report_cost")
-    parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--fits", type=int, default=8)
+    fits = parser.parse_args().fits
     torch.set_num_threads(1)
     work = WORKLOADS["mlp"]
     print(
-        "| device_iterations | an execution | with a report, times without: the shortest epochs | "
-        "median of the rounds (least to most) |\n| ---: | ---: | ---: | ---: |"
+        "| device_iterations | an execution | with a report: times without, by the median turn | "
+        "by the quarter that is faster |\n| ---: | ---: | ---: | ---: |"
     )
     for point in POINTS:
-        ratios, shortest, seconds = measured(work, point, rounds)
-        ends = f"{min(ratios):.3f} to {max(ratios):.3f}"
-        print(
-            f"| {point} | {seconds * 1e6:.0f} µs | {shortest:.3f} "
-            f"| {statistics.median(ratios):.3f} ({ends}) |",
-            flush=True,
+        off, on = measured(work, point, fits)
+        lower, middle = (
+            statistics.quantiles(on, n=4)[place] / statistics.quantiles(off, n=4)[place]
+            for place in range(2)
         )
+        typical = statistics.median(off)
+        print(f"| {point} | {typical * 1e6:.0f} µs | {middle:.3f} | {lower:.3f} |", flush=True)
     operators, page = once(work)
     print(f"\nOnce in a fit: {operators:.2f} s for the operators, {page:.2f} s for the report.")
 

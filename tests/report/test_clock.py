@@ -1,5 +1,7 @@
 """Seconds by phase."""
 
+import contextlib
+
 import pytest
 
 from ipufit import clock
@@ -49,24 +51,50 @@ def test_a_phase_ends_with_an_error(now):
     assert (told.seconds()["callbacks"], told.seconds()["other"]) == (1, 2)
 
 
-def test_waiting_for_values_is_time_of_the_data(now):
-    """What is done with them is not."""
+def test_a_turn_goes_on_to_the_next_one(now):
+    """A block within it takes its time from it."""
+    told = Clock()
+    told.turn("compute")
+    now[0] += 1
+    with told.during("anchors"):
+        now[0] += 2
+    now[0] += 4
+    told.turn("callbacks")
+    now[0] += 8
+    found = {name: seconds for name, seconds in told.seconds().items() if seconds}
+    assert found == {"compute": 1 + 4, "anchors": 2, "callbacks": 8}
 
-    def slow():
-        for value in range(3):
-            now[0] += 1
-            yield value
 
+def slow(now, fails=False):
+    """Three values, each a second's work."""
+    for value in range(3):
+        now[0] += 1
+        yield value
+    if fails:
+        raise KeyError
+
+
+@pytest.mark.parametrize("ends", ["at the end", "before it", "by an error"])
+def test_waiting_for_values_is_time_of_the_data(now, ends):
+    """What is done with them is not, nor what follows."""
     told, seen = Clock(), []
-    for value in told.reading(slow()):
-        now[0] += 10
-        seen.append(value)
-    assert seen == [0, 1, 2]
-    assert (told.seconds()["data"], told.seconds()["other"]) == (3, 30)
+    error = pytest.raises(KeyError) if ends == "by an error" else contextlib.nullcontext()
+    with error:
+        for value in told.reading(slow(now, ends == "by an error")):
+            told.turn("metrics")
+            now[0] += 10
+            seen.append(value)
+            if ends == "before it" and value == 1:
+                break
+    now[0] += 100
+    found = {name: seconds for name, seconds in told.seconds().items() if seconds}
+    assert found == {"data": len(seen), "metrics": 10 * len(seen), "other": 100}
+    assert len(seen) == (2 if ends == "before it" else 3)
 
 
 def test_without_a_clock_values_go_through_untouched():
     """Off, there is nothing in between."""
     values = iter([1, 2])
     assert NO_CLOCK.reading(values) is values
+    NO_CLOCK.turn("data")
     assert NO_CLOCK.during("data") is NO_CLOCK.during("compute")

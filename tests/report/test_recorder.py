@@ -10,9 +10,10 @@ from torch import nn
 
 import ipufit
 import ipufit.testing
-from ipufit.callbacks import Callback
+from ipufit.callbacks import Callback, LambdaCallback
 from ipufit.clock import PHASES
 from ipufit.errors import ConfigurationError, NonFiniteLossError
+from ipufit.report import recorder
 from ipufit.report.run import Run
 
 X = torch.arange(84, dtype=torch.float64).reshape(21, 4) / 84
@@ -83,6 +84,31 @@ def test_all_phases_together_are_the_time(tmp_path):
     ends = [begin + sum(own) for begin, own in zip(rows["begin"], zip(*(rows[p] for p in PHASES)))]
     for end, begin in zip(ends, rows["begin"][1:]):
         assert end <= begin + 1e-9
+
+
+@pytest.mark.parametrize("together", [0.0, 1e9])
+def test_short_executions_have_rows_together_after_the_first_ones(tmp_path, together, monkeypatch):
+    """None has those of two epochs, or what an epoch does after them."""
+    monkeypatch.setattr(recorder, "_FIRST", 3)
+    monkeypatch.setattr(recorder, "_SHORTEST", together)
+    model, seen = made(), []
+    show = LambdaCallback(on_train_batch_end=lambda _, logs: seen.append(logs["loss"]))
+    run = fitted(model, tmp_path, validation_split=1 / 7, callbacks=[show])
+    rows = run.rows
+    counts = [1, 1, 1, 3, 6, 6] if together else [1] * 18
+    assert rows["executions"] == rows["updates"] == counts
+    assert rows["samples"] == [3 * count for count in counts]
+    assert rows["first_update"] == [sum(counts[:place]) for place in range(len(counts))]
+    assert [each["executions"] for each in run.facts["epochs"]] == [6, 6, 6]
+    assert rows["validation"] == [0.0] * len(counts)
+    for epoch in range(3):
+        own = [place for place, number in enumerate(rows["epoch"]) if number == epoch]
+        losses = [rows["loss"][place] * rows["samples"][place] for place in own]
+        assert sum(losses) / 18 == pytest.approx(model.history.history["loss"][epoch], abs=1e-12)
+        compute = sum(rows["compute"][place] for place in own)
+        assert compute == pytest.approx(run.facts["epochs"][epoch]["phases"]["compute"])
+    # One alone has the number that callbacks see, to the last bit.
+    assert rows["loss"][0] == seen[0]
 
 
 @pytest.mark.parametrize("jit", ["graph", "auto", "off"])
