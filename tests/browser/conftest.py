@@ -31,8 +31,12 @@ PATIENCE = 60
 
 
 @contextlib.contextmanager
-def opened_browser():
-    """A Chromium of its own, with nothing remembered."""
+def opened_browser(logs=types.MappingProxyType({"browser": "ALL", "performance": "ALL"})):
+    """A Chromium of its own, with nothing remembered.
+
+    Args:
+        logs: what it writes down of its pages.
+    """
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
@@ -40,7 +44,7 @@ def opened_browser():
     folder = tempfile.mkdtemp()
     for option in (*OPTIONS, f"--user-data-dir={folder}"):
         options.add_argument(option)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    options.set_capability("goog:loggingPrefs", dict(logs))
     service = webdriver.ChromeService(executable_path=CHROMEDRIVER)
     driver = webdriver.Chrome(options=options, service=service)
     try:
@@ -99,13 +103,31 @@ def wait_for(browser, script, *arguments):
     raise AssertionError(f"never true: {script}")
 
 
-def show(browser, address):
-    """Open a page, and wait until all is drawn."""
+def show(browser, address, all_charts=True):
+    """Open a page, and wait until its first charts are drawn.
+
+    Args:
+        browser: that opens it.
+        address: of the page.
+        all_charts: whether the others are drawn too, which else are when they come near.
+    """
     # What earlier pages have said is theirs.
-    browser.get_log("browser")
-    browser.get_log("performance")
+    for log in browser.log_types:
+        browser.get_log(log)
     browser.get(address)
     wait_for(browser, "return document.body.dataset.drawn")
+    if all_charts:
+        browser.execute_script("drawAll(false)")
+
+
+def come_to(browser, chart):
+    """Scroll to a chart, which is drawn then."""
+    browser.execute_script(
+        "document.getElementById(arguments[0]).scrollIntoView({block: 'center', "
+        "behavior: 'instant'})",
+        chart,
+    )
+    wait_for(browser, "return done.has(arguments[0].slice('chart-'.length))", chart)
 
 
 def complaints(browser):

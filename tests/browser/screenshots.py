@@ -33,7 +33,7 @@ def take(browser, name, first, last, width, dark):
     wait_for(
         browser,
         "return Array.from(document.querySelectorAll('.plot'))"
-        ".every((plot) => plot.layout.width === plot.clientWidth)",
+        ".every((plot) => plot.layout && plot.layout.width === plot.clientWidth)",
     )
     top, bottom = browser.execute_script(
         "return [document.querySelector(arguments[0]).getBoundingClientRect().top + scrollY,"

@@ -8,14 +8,14 @@ import pytest
 from selenium.webdriver.common.by import By
 
 from ipufit.report.page import page_of, state_of
-from tests.browser.conftest import complaints, requests, show, wait_for
+from tests.browser.conftest import come_to, complaints, requests, show, wait_for
 from tests.report.made import with_operators
 
 _LAST = "return document.querySelector('#chart-loss .plot').data[0].y.length"
 # How far a chart is zoomed, and where in the window it is.
 _WHERE = (
     "const f = document.getElementById('chart-loss'); return ["
-    "f.querySelector('.plot').layout.xaxis.range.slice(), f.getBoundingClientRect().top]"
+    "f.querySelector('.plot')._fullLayout.xaxis.range.slice(), f.getBoundingClientRect().top]"
 )
 
 
@@ -124,6 +124,7 @@ def test_a_page_follows_a_run_to_its_end(browser, server, run):
     assert "1 min 17 s" in browser.find_element(By.ID, "summary").text
     # What came with the operators is drawn and can be used.
     assert browser.execute_script(missing) == 0
+    come_to(browser, "chart-operators")
     drawn = "return document.querySelectorAll('#chart-operators .bars .point').length"
     assert wait_for(browser, drawn) == 13
     assert len(browser.find_elements(By.CSS_SELECTOR, "#choices-operators > .tools button")) == 4
@@ -137,6 +138,9 @@ def test_a_page_follows_a_run_to_its_end(browser, server, run):
     spoken = browser.find_element(By.ID, "live-said").get_attribute("textContent")
     assert spoken.startswith("finished, updated ")
     assert browser.find_element(By.ID, "live").get_attribute("aria-live") == "polite"
+    # What is far away is brought up to date when its reader comes back to it.
+    assert browser.execute_script(_LAST) == 12
+    come_to(browser, "chart-loss")
     assert browser.execute_script(_LAST) == len(run.rows["loss"])
     assert [a for a in requests(browser) if not a.startswith(server.address)] == []
     assert [c for c in complaints(browser) if "favicon" not in c] == []
@@ -168,10 +172,10 @@ def test_a_run_that_has_just_begun_is_followed(browser, run):
         show(browser, server.address)
         assert browser.execute_script("return figures().length") == 0
         server.state = state_of(with_operators(run))
-        wait_for(
-            browser,
-            "return figures().length > 10 && figures().every((f) => f.querySelector('svg'))",
-        )
+        wait_for(browser, "return figures().length > 10")
+        for figure in browser.execute_script("return figures().map((f) => f.id)"):
+            come_to(browser, figure)
+        assert browser.execute_script("return figures().every((f) => f.querySelector('svg'))")
         assert [c for c in complaints(browser) if "favicon" not in c] == []
     finally:
         server.close()

@@ -237,6 +237,34 @@ def test_only_its_own_scripts_may_run(run):
     assert dict(rule.split(" ", 1) for rule in policy.split("; "))["connect-src"] == "'self'"
 
 
+def test_the_text_is_there_before_any_script(run):
+    """A browser shows what it has read while the scripts still come."""
+    text = page_of([run])
+    assert text.count("<script") == 3
+    assert text.index("</footer>") < text.index("<script")
+
+
+@pytest.mark.parametrize("end", [b"", b"\n"])
+def test_plotly_is_compiled_in_one_go(end):
+    """Its outer function stands in parentheses; another form of script is left as it is."""
+    begin = b"(function(a, b) { b() } (typeof self !== 'undefined' ? "
+    text = begin + b"self : this, () => {\nreturn 1;\n}));" + end
+    wanted = begin + b"self : this, (() => {\nreturn 1;\n})));\n"
+    assert plotting._called_at_once(text) == wanted
+    for other in (b"!function(){}();", wanted, text + b"f();", 2 * text):
+        assert plotting._called_at_once(other) == other
+
+
+def test_a_curve_of_many_points_says_how_it_is_drawn(run):
+    """And one of fewer does not; all points are in the page either way."""
+    said = "Drawn by the smallest and the largest of every stretch, all when zoomed into."
+    for executions, is_said in ((2000, False), (2001, True)):
+        page = Page(page_of([long(run, executions)]))
+        assert len(page.facts["charts"]["loss"]["series"][0]["y"]) == executions
+        assert (said in "".join(page.texts)) == is_said
+    assert page.facts["points"] == 2000
+
+
 def test_a_long_run_stays_small(run):
     """The longest that is kept, with half as many logged values, and two of them."""
     run = long(with_operators(run), 20_000)

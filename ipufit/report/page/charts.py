@@ -1,4 +1,4 @@
-"""What a chart shows, in plain values; ``script.js`` draws it."""
+"""What a chart shows, in plain values; ``charts.js`` draws it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from ipufit.report.page.html import Html, element
 
-__all__ = ["POINTS", "Chart", "Series", "figure", "rounded", "thinned"]
+__all__ = ["DRAWN", "POINTS", "Chart", "Series", "figure", "rounded", "thinned"]
 
 # Points of a line at most, but for the losses of executions, which are bounded already.
 POINTS = 4000
+# Points of a line in a picture, about: more would share the columns of a screen. All are in the
+# page, and what is zoomed into has as many of its own.
+DRAWN = 2000
 
 
 @dataclasses.dataclass(frozen=True)

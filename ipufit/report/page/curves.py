@@ -7,7 +7,7 @@ import math
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from ipufit.report.page import texts
-from ipufit.report.page.charts import Chart, Series, figure, rounded, thinned
+from ipufit.report.page.charts import DRAWN, Chart, Series, figure, rounded, thinned
 from ipufit.report.page.html import Cell, Column, Html, element, joined, table
 from ipufit.report.page.measured import ends, total
 from ipufit.report.page.sections import Section, lacking, note
@@ -93,6 +93,8 @@ def _losses(runs: Named) -> Optional[Chart]:
         )
         if len(known) < len(values):
             text += f" {len(values) - len(known):,} values are not finite, and left out."
+        if len(values) > DRAWN:
+            text += " Drawn by the smallest and the largest of every stretch, all when zoomed into."
         said.append(text if len(runs) == 1 else f"{name}: {text}")
     if not series:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
+from ipufit.report.page.charts import DRAWN
 from ipufit.report.page.comparing import compared
 from ipufit.report.page.curves import curves
 from ipufit.report.page.html import Html, data, element, joined
@@ -23,7 +24,7 @@ __all__ = ["page_of", "state_of"]
 
 _ASSETS = os.path.join(os.path.dirname(__file__), "assets")
 _FOOT = "Made by ipufit. Drawn by plotly.js, which is in this file; nothing is fetched."
-_SCRIPTS = ("start.js", "tables.js", "charts.js", "live.js", "main.js")
+_SCRIPTS = ("start.js", "tables.js", "charts.js", "turns.js", "live.js", "main.js")
 
 
 def page_of(runs: Sequence[Run], live: bool = False) -> str:
@@ -77,7 +78,10 @@ def page_of(runs: Sequence[Run], live: bool = False) -> str:
         element("main", [content["sections"][name] for name in content["order"]], id="main"),
         element("footer", element("p", _FOOT)),
         element(
-            "script", Html(data({"charts": content["charts"]})), type="application/json", id="data"
+            "script",
+            Html(data({"charts": content["charts"], "points": DRAWN})),
+            type="application/json",
+            id="data",
         ),
         element("script", Html(drawing.packed), type="text/plain", id="plotly"),
         element("script", Html(script)),

@@ -84,13 +84,12 @@ function bringUpToDate(state) {
     const name = figure.dataset.chart;
     if (!state.charts[name]) continue;
     addTools(figure);
-    if (isNew(`chart ${name}`, state.charts[name])) {
-      changed = true;
-      const plot = figure.querySelector(".plot");
-      if (!plot.layout && views.has(name)) views.get(name).drawn = false;
-      draw(figure);
-    }
+    const isChanged = isNew(`chart ${name}`, state.charts[name]);
+    changed = changed || isChanged;
+    // A chart that has come, or come anew, has no picture yet.
+    if (isChanged || !figure.querySelector(".plot").layout) done.delete(name);
   }
+  drawInTurn();
   return changed;
 }
 

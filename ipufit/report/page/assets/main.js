@@ -1,10 +1,10 @@
 // What happens when the page opens.
 
-function addPageTools() {
+function addPageTools(ready) {
   const press = button("theme", "Light or dark", "", () => {
     document.documentElement.dataset.theme = isDark() ? "light" : "dark";
     told();
-    drawAll(false);
+    redraw();
   });
   const told = () => {
     press.textContent = isDark() ? "light" : "dark";
@@ -13,26 +13,41 @@ function addPageTools() {
   told();
   dark.addEventListener("change", () => {
     told();
-    drawAll(false);
+    redraw();
   });
-  byId("page-tools").append(press, button("print", "Print this report", "print", () => print()));
+  // Who is quick waits for the pictures.
+  const paper = button("print", "Print this report", "print", () => ready.then(() => print()));
+  byId("page-tools").append(press, paper);
+}
+
+/** Bring plotly.js when the text is seen, then draw what is in sight, and then what is near. */
+async function openPictures() {
+  await shown();
+  // An address with a place in the page is on its way there.
+  const isTextAlone = !location.hash && !figures().some(isInSight);
+  if (isTextAlone) performance.mark("seen");
+  await unpack();
+  followWidth();
+  await drawInTurn(0);
+  if (!isTextAlone) {
+    await shown();
+    performance.mark("seen");
+  }
+  await drawInTurn();
+  performance.mark("drawn");
+  document.body.dataset.drawn = String(Math.round(performance.now()));
 }
 
 async function open() {
-  addPageTools();
-  enhanceTables(document);
-  figures().forEach(addTools);
-  try {
-    await unpack();
-    followWidth();
-    followPrinting();
-    await drawInTurn();
-    performance.mark("drawn");
-    document.body.dataset.drawn = String(Math.round(performance.now()));
-  } catch (error) {
+  followPrinting();
+  const opened = openPictures().catch((error) => {
     complain(error.message);
     for (const figure of figures()) figure.classList.add("undrawn");
-  }
+  });
+  addPageTools(opened);
+  enhanceTables(document);
+  figures().forEach(addTools);
+  await opened;
   if (document.body.hasAttribute("data-live")) follow();
 }
 
