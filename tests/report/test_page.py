@@ -257,7 +257,7 @@ def test_plotly_is_compiled_in_one_go(end):
 
 def test_a_curve_of_many_points_says_how_it_is_drawn(run):
     """And one of fewer does not; all points are in the page either way."""
-    said = "Drawn by the smallest and the largest of every stretch, all when zoomed into."
+    said = "Drawn by the smallest and the largest of every stretch; zooming in shows all."
     for executions, is_said in ((2000, False), (2001, True)):
         page = Page(page_of([long(run, executions)]))
         assert len(page.facts["charts"]["loss"]["series"][0]["y"]) == executions

@@ -94,7 +94,7 @@ def _losses(runs: Named) -> Optional[Chart]:
         if len(known) < len(values):
             text += f" {len(values) - len(known):,} values are not finite, and left out."
         if len(values) > DRAWN:
-            text += " Drawn by the smallest and the largest of every stretch, all when zoomed into."
+            text += " Drawn by the smallest and the largest of every stretch; zooming in shows all."
         said.append(text if len(runs) == 1 else f"{name}: {text}")
     if not series:
         return None
