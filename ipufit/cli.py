@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+import os
 import sys
-from typing import Any, Callable, Dict, List, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, NoReturn, Optional, Sequence, Tuple
 
 from ipufit import __version__
 from ipufit.commands import completion, conformance, doctor, report, watch
-from ipufit.errors import IpufitError
+from ipufit.commands.parsing import CommandParser
+from ipufit.errors import IpufitError, UnknownNameError
 from ipufit.finding_poptorch import CHOICES, offer_poptorch
 from ipufit.scripts import (
     ScriptError,
@@ -27,7 +29,14 @@ _RUN = """\
 Run an existing PopTorch script, or a module as `python -m` does, with Python's own exit status,
 traceback, sys.argv and sys.path. Where it says `import poptorch`, it gets the PopTorch of the
 Poplar SDK if that is installed and can be imported, and ipufit's stand-in in plain torch otherwise;
-a line on stderr says which.
+a line on stderr says which. Exit status: the script's own; 2 the command line or the script can't
+be read.
+"""
+_RUN_EXAMPLES = """\
+examples:
+  ipufit run train.py --lr 0.1           the script's own option stands behind it
+  ipufit run -m pytest tests             tests that import poptorch
+  ipufit run --poptorch standin pt.py    without an IPU, also where the SDK is
 """
 
 _CHECK = """\
@@ -35,8 +44,15 @@ Run a script as `ipufit run` does, up to its first call of Model.fit, and check 
 and the first micro-batch instead of training: what a recorded program would not do as it is
 written, each with file, line and what to write instead. Then the script is ended, so that nothing
 that comes after training can overwrite files with a model that was not trained. With --all it goes
-on: every fit is a check, and returns an empty History. Exit status: 0 nothing was found, 1 there
-are findings, 2 the command line or the script can't be read, or the script fails or fits no model.
+on: every fit is a check, and returns an empty History.
+Exit status: 0 nothing was found, 1 there are findings, 2 the command line or the script can't be
+read, or the script fails or fits no model.
+"""
+_CHECK_EXAMPLES = """\
+examples:
+  ipufit check train.py --epochs 3       what it would train with this option of its own
+  ipufit check --all train.py            every fit of the script, not only the first
+  ipufit check --json -m package.train   the findings, for a program
 """
 
 _PLAN = """\
@@ -98,6 +114,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser, commands = _parsers()
+    if given and not given[0].startswith("-") and given[0] not in commands:
+        parser.error(_unknown(given[0], commands))
     rest: List[str] = []
     if given and given[0] in _OF_SCRIPTS:
         given, rest = _split(given)
@@ -117,6 +135,13 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
         raise SystemExit(_examine(options, execute))
     offer_poptorch(options.poptorch, tell=_silent if options.quiet else _tell)
     execute()
+
+
+def _unknown(word: str, commands: Iterable[str]) -> str:
+    """What is wrong with the name of a command."""
+    is_script = word.endswith(".py") or os.path.exists(word)
+    hint = f"To run a script, write: ipufit run {word}. " if is_script else ""
+    return str(UnknownNameError("command", word, commands, hint, is_typo=not is_script))
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -161,8 +186,8 @@ def _found(
     return functools.partial(run_script, script)
 
 
-def _parsers() -> Tuple[argparse.ArgumentParser, Dict[str, argparse.ArgumentParser]]:
-    """The parser of the whole command, and those of the commands that run scripts, by name."""
+def _parsers() -> Tuple[argparse.ArgumentParser, Dict[str, CommandParser]]:
+    """The parser of the whole command, and those of its commands, by name."""
     parser = argparse.ArgumentParser(
         prog="ipufit",
         description="Keras' compile and fit for PyTorch, on IPUs and elsewhere.",
@@ -171,11 +196,13 @@ def _parsers() -> Tuple[argparse.ArgumentParser, Dict[str, argparse.ArgumentPars
     )
     parser.add_argument("--version", action="version", version=f"ipufit {__version__}")
     completion.add(parser)
-    commands = parser.add_subparsers(dest="command", metavar="command")
+    commands = parser.add_subparsers(dest="command", metavar="command", parser_class=CommandParser)
     run = commands.add_parser(
         "run",
         help="run a PopTorch script",
         description=_RUN,
+        epilog=_RUN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s [-h] [--poptorch {auto,sdk,standin}] [--quiet] "
         "{script,-m module} [arguments ...]",
         allow_abbrev=False,
@@ -186,6 +213,8 @@ def _parsers() -> Tuple[argparse.ArgumentParser, Dict[str, argparse.ArgumentPars
         "check",
         help="check what a script would train",
         description=_CHECK,
+        epilog=_CHECK_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s [-h] [--json] [--all] [--poptorch {auto,sdk,standin}] "
         "{script,-m module} [arguments ...]",
         allow_abbrev=False,
@@ -195,16 +224,19 @@ def _parsers() -> Tuple[argparse.ArgumentParser, Dict[str, argparse.ArgumentPars
     check.add_argument(
         "--all", action="store_true", help="go on after the first fit, and check every one"
     )
-    plan, bench = _add_plan(commands), _add_bench(commands)
+    _add_plan(commands)
+    _add_bench(commands)
     report.add(commands)
     watch.add(commands)
     doctor.add(commands)
     conformance.add(commands)
-    return parser, {"run": run, "check": check, "plan": plan, "bench": bench}
+    for name in _OF_SCRIPTS:
+        commands.choices[name].advice = "Arguments of the script stand behind it."
+    return parser, commands.choices
 
 
-def _add_plan(commands: Any) -> argparse.ArgumentParser:
-    plan: argparse.ArgumentParser = commands.add_parser(
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
         "plan",
         help="say what a script's model takes on IPUs",
         description=_PLAN,
@@ -226,11 +258,10 @@ def _add_plan(commands: Any) -> argparse.ArgumentParser:
         "asks for",
     )
     _take_json(plan, "the plan")
-    return plan
 
 
-def _add_bench(commands: Any) -> argparse.ArgumentParser:
-    bench: argparse.ArgumentParser = commands.add_parser(
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser(
         "bench",
         help="time what a script would train",
         description=_BENCH,
@@ -255,7 +286,6 @@ def _add_bench(commands: Any) -> argparse.ArgumentParser:
         help="time the program compiled with TorchInductor too; needs a C++ compiler",
     )
     _take_json(bench, "the times")
-    return bench
 
 
 def _count(text: str) -> int:

@@ -13,6 +13,18 @@ from ipufit.conformance.running import chosen, run
 
 __all__ = ["main"]
 
+_ABOUT = """\
+Run the cases that fix what PopTorch's words mean, each against a loop written by hand, and print a
+table. Exit status: 0 all that is judged passed, 1 a case failed, 2 the command line asks for what
+is not there.
+"""
+_EXAMPLES = """\
+examples:
+  {prog}                                         every case, on whatever is here
+  {prog} --engine standin --only 'training/*'    some, on PopTorch's API in plain torch
+  {prog} --json table.json                       a file to be sent on
+"""
+
 
 def main(
     arguments: Optional[Sequence[str]] = None, prog: str = "python -m ipufit.conformance"
@@ -54,7 +66,9 @@ def main(
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Run the cases that fix what PopTorch's words mean, and print a table.",
+        description=_ABOUT,
+        epilog=_EXAMPLES.format(prog=prog),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--engine",
