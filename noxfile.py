@@ -265,7 +265,7 @@ def examples(session: nox.Session) -> None:
 
 @nox.session
 def digits(session: nox.Session) -> None:
-    """Train on the handwritten digits: examples/digits.py, the README's first command."""
+    """Train on the handwritten digits: examples/digits.py, as the README says."""
     run_scripts(session, Path("examples", "digits.py"))
 
 
