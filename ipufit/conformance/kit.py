@@ -147,6 +147,7 @@ class Kit:
         """Options; ``device_iterations``, ``accumulation``, ``replicas``, ``mode``, ``seed``."""
         poptorch = self.poptorch
         options = poptorch.Options()
+        options.showCompilationProgressBar(False)  # hundreds of bars would be in the table
         options.deviceIterations(settings.get("device_iterations", 1))
         options.replicationFactor(settings.get("replicas", 1))
         options.Training.gradientAccumulation(settings.get("accumulation", 1))

@@ -1,12 +1,15 @@
-"""docs/coming-from-poptorch.md says of every setter what `compile` would say."""
+"""What the pages for those who come from elsewhere say of each option, held against the code."""
 
+import inspect
 import re
 from pathlib import Path
 
+import ipufit
 from ipufit import poptorch
 from ipufit.whole_options import report
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from-poptorch.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = DOCS / "coming-from-poptorch.md"
 
 
 def rows():
@@ -43,3 +46,25 @@ def test_every_setter_has_a_row():
     }
     assert len(setters) > 40
     assert setters <= set(rows())
+
+
+def options_of_keras():
+    """Kind by method and parameter."""
+    page = (DOCS / "coming-from-keras.md").read_text(encoding="utf-8")
+    table = page.partition("## Options, one by one")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.*?) \| (.*?) \|", table, re.M)[2:]
+    assert {kind for _, kind in rows} == {"exact", "approximated", "absent"}
+    return {
+        (method, name): kind
+        for names, kind in rows
+        for method, name in re.findall(r"`(\w+)\((\w+)\)`", names)
+    }
+
+
+def test_what_is_exactly_as_in_keras_has_its_name():
+    """An argument that is called exact is typed as it is there."""
+    kinds = options_of_keras()
+    assert len(kinds) > 30
+    for (method, name), kind in kinds.items():
+        taken = inspect.signature(getattr(ipufit.Model, method)).parameters
+        assert name in taken or kind != "exact", f"{method}({name})"

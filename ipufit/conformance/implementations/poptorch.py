@@ -123,6 +123,7 @@ def optimizer_of(poptorch: Any, wanted: Optimizer, net: torch.nn.Module) -> Any:
 
 def _options(poptorch: Any, scenario: Scenario) -> Any:
     options = poptorch.Options()
+    options.showCompilationProgressBar(False)  # hundreds of bars would be in the table
     options.deviceIterations(scenario.iterations)
     options.replicationFactor(scenario.replicas)
     mode = getattr(poptorch.OutputMode, scenario.mode)
