@@ -7,23 +7,12 @@ import contextlib
 import sys
 from typing import List, Optional, Sequence
 
+from ipufit.conformance.command_line import ABOUT, EXAMPLES, add_arguments
 from ipufit.conformance.implementations import IMPLEMENTATIONS, Implementation, MissingError
 from ipufit.conformance.report import Table, write_json
 from ipufit.conformance.running import chosen, run
 
 __all__ = ["main"]
-
-_ABOUT = """\
-Run the cases that fix what PopTorch's words mean, each against a loop written by hand, and print a
-table. Exit status: 0 all that is judged passed, 1 a case failed, 2 the command line asks for what
-is not there.
-"""
-_EXAMPLES = """\
-examples:
-  {prog}                                         every case, on whatever is here
-  {prog} --engine standin --only 'training/*'    some, on PopTorch's API in plain torch
-  {prog} --json table.json                       a file to be sent on
-"""
 
 
 def main(
@@ -66,22 +55,11 @@ def main(
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
-        description=_ABOUT,
-        epilog=_EXAMPLES.format(prog=prog),
+        description=ABOUT,
+        epilog=EXAMPLES.format(prog=prog),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--engine",
-        choices=sorted(IMPLEMENTATIONS),
-        help="what is examined; without it, one after the other, whatever is on this machine",
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the table to a file, too")
-    parser.add_argument(
-        "--only",
-        metavar="PATTERN",
-        action="append",
-        help="run the cases whose name fits, such as 'training/*'; may be given again",
-    )
+    add_arguments(parser)
     return parser
 
 

@@ -35,6 +35,8 @@ def test_it_knows_all_commands(shell, capsys):
         (["ipufit", "run", "--poptorch", "s"], ["sdk", "standin"]),
         (["ipufit", "plan", "tr"], ["train.py"]),
         (["ipufit", "watch", "ru"], ["runs"]),
+        (["ipufit", "conformance", "--on"], ["--only"]),
+        (["ipufit", "conformance", "--engine", "st"], ["standin"]),
     ],
 )
 def test_bash_completes(words, offered, tmp_path, capsys):

@@ -3,6 +3,8 @@
 import pytest
 
 from ipufit.cli import main
+from ipufit.conformance.command_line import ENGINES
+from ipufit.conformance.implementations import IMPLEMENTATIONS
 
 CASE = "values/structures come back as they were"
 
@@ -25,3 +27,8 @@ def test_its_errors_and_help_have_its_name(capsys):
     assert "ipufit conformance: error: --only nothing fits no case." in capsys.readouterr().err
     assert conformance("--help") == 0
     assert capsys.readouterr().out.startswith("usage: ipufit conformance [-h]")
+
+
+def test_every_implementation_can_be_asked_for():
+    """The command line has their names without importing them."""
+    assert list(ENGINES) == sorted(IMPLEMENTATIONS)
