@@ -23,6 +23,7 @@ from ipufit.engines.embedded.divided.programs import (
 from ipufit.engines.embedded.divided.running import DividedRun
 from ipufit.engines.embedded.divided.weights import DividedWeights
 from ipufit.engines.embedded.fingerprint import fingerprint
+from ipufit.engines.embedded.foreign import for_this_engine
 from ipufit.engines.embedded.hints import said_of
 from ipufit.engines.embedded.inference import InferenceProgram
 from ipufit.engines.embedded.liveness import peak_bytes
@@ -346,11 +347,12 @@ class EmbeddedEngine:
         """
         if jit == OFF:
             # Once on copies, to see the outputs and which parameters a gradient reaches.
-            with attributes_kept(step):
+            with attributes_kept(step), for_this_engine():
                 try_out(micro, arguments)
             return micro, True, Lowered(micro, OFF, ""), None
         with self.timed(), attributes_kept(step) as changed:
-            graph = capture(micro, arguments)
+            with for_this_engine():
+                graph = capture(micro, arguments)
             if recompute:
                 self._recompute(graph)
         self.captures += 1

@@ -7,6 +7,7 @@ from typing import Any, Dict, List, Optional, Sequence
 import torch
 from torch import Tensor
 
+from ipufit.engines.embedded.foreign import is_for_this_engine
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._tracing import tracing
 
@@ -39,13 +40,13 @@ def custom_op(
         Outside of a model that is being compiled: zeros like ``example_outputs``.
     Raises:
         ValueError: attributes of another kind.
-        Error: a model with it is being compiled.
+        Error: a model with it is being compiled, or an `ipufit.Model` on the embedded engine.
     """
     if attributes is not None:
         _check_attributes(attributes)
         if not any(_same(attributes, known) for known in attributes_lists):
             attributes_lists.append(attributes)
-    if tracing() is None:
+    if tracing() is None and not is_for_this_engine():
         return [torch.zeros_like(output) for output in example_outputs]
     for value in (attributes or {}).values():
         for one in value if isinstance(value, (list, tuple)) else [value]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from typing import Any, Tuple
 
 import torch
 from torch import Tensor
 
+from ipufit.engines.embedded.foreign import is_for_this_engine
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._operators.library import define
 from ipufit.poptorch._operators.text import FLOAT_FORMATS, Style, text_of
@@ -73,7 +75,8 @@ def ipu_print_tensor(
 ) -> Tensor:
     """Print a tensor on standard error whenever the model computes it, and return it.
 
-    Outside of a model that is being compiled nothing is printed.
+    Outside of a model that is being compiled nothing is printed; an `ipufit.Model` on the embedded
+    engine warns of it.
 
     Args:
         tensor: what is printed; its gradient is printed under ``<title>_gradient``.
@@ -103,6 +106,13 @@ def ipu_print_tensor(
         )
     trace = tracing()
     if trace is None:
+        if is_for_this_engine():
+            warnings.warn(
+                "poptorch.ipu_print_tensor prints nothing on the embedded engine. Use ipufit.log, "
+                "or compile(..., run_eagerly=True) and print().",
+                UserWarning,
+                stacklevel=2,
+            )
         return tensor
     if title:
         gradient_title = f"{title}_gradient"

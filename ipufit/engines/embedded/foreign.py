@@ -1,0 +1,26 @@
+"""What only an IPU can do, met while a program of this engine is made."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from typing import Iterator
+
+__all__ = ["for_this_engine", "is_for_this_engine"]
+
+_MAKING: contextvars.ContextVar[bool] = contextvars.ContextVar("making", default=False)
+
+
+@contextlib.contextmanager
+def for_this_engine() -> Iterator[None]:
+    """What is called in the block becomes part of what this engine runs."""
+    token = _MAKING.set(True)
+    try:
+        yield
+    finally:
+        _MAKING.reset(token)
+
+
+def is_for_this_engine() -> bool:
+    """Whether the caller is to be run by this engine; not where somebody just looks at a model."""
+    return _MAKING.get()
