@@ -209,6 +209,12 @@ class CombinedBatch:
             return len(self.layout)
         return plan.updates_in(len(self.micro_batches))
 
+    def accumulation_steps(self, plan: Plan) -> List[int]:
+        """By update, how many micro-batches the replica that has most of them sums."""
+        layout = self.layout if self.layout is not None else self.sizes(plan)
+        last = [max(place for place, size in enumerate(u) if size) for u in layout]
+        return [place // plan.all_replicas + 1 for place in last]
+
     def shares(self, plan: Plan) -> List[Share]:
         """What of each update is this process's own."""
         layout = self.layout if self.layout is not None else self.sizes(plan)

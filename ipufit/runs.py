@@ -228,8 +228,18 @@ def _check(
     schedule = session.recipe.schedule
     updates = _updates_per_epoch(job.plan, given.source)
     if schedule is not None and updates is not None:
-        coming = updates * (given.last_epoch - given.first_epoch)
-        schedule.check(min(coming, _CHECKED_UPDATES))
+        coming = min(updates * (given.last_epoch - given.first_epoch), _CHECKED_UPDATES)
+        schedule.check(coming, _accumulation_steps(job.plan, given.source, updates))
+
+
+def _accumulation_steps(plan: Plan, source: Source, updates: int) -> List[int]:
+    """Of the updates of an epoch; a short last one has fewer."""
+    most = plan.gradient_accumulation
+    micro_batches = plan.micro_batches_per_epoch or source.micro_batches
+    if micro_batches is None:
+        return [most] * updates
+    rest = micro_batches - (updates - 1) * plan.micro_batches_per_update
+    return [most] * (updates - 1) + [min(most, -(-rest // plan.all_replicas))]
 
 
 def infer(

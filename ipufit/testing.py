@@ -89,19 +89,20 @@ class RecordingProgram:
         self.calls.append("run")
         self.executions.append(batch)
         count = len(batch.micro_batches)
-        settings = self._train(count) if self.spec.mode is Mode.TRAIN else {}
+        settings = self._train(batch) if self.spec.mode is Mode.TRAIN else {}
         places, outputs = self._outputs(batch)
         losses = 0 if self.spec.mode is Mode.PREDICT else count
         zeros = torch.zeros(losses, dtype=torch.float64)
         return Anchors(zeros, outputs, places, settings=settings)
 
-    def _train(self, micro_batches: int) -> Dict[str, float]:
-        updates = -(-micro_batches // self.spec.plan.micro_batches_per_update)
+    def _train(self, batch: CombinedBatch) -> Dict[str, float]:
+        plan = self.spec.plan
+        updates = -(-len(batch.micro_batches) // plan.micro_batches_per_update)
         self.updates += updates
         recipe = self.spec.recipe
         settings = {}
         if recipe.schedule is not None:
-            rows = recipe.schedule.rows(updates)
+            rows = recipe.schedule.rows(updates, batch.accumulation_steps(plan))
             self.rows += rows
             settings["learning_rate"] = float(rows[-1][0]["lr"])
         if recipe.loss_scale is not None:

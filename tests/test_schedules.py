@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler as lrs
 
 from ipufit.errors import ConfigurationError
 from ipufit.schedules import AtEpochEnd, resolve_schedule
+from ipufit.schedules.resolve import EveryBatches
 
 UPDATES = 23
 
@@ -389,6 +390,28 @@ def test_schedules_may_step_at_epoch_ends(way, given):
     assert (schedule.updates, schedule.epochs) == (10, 5)
 
 
+def test_schedules_may_step_at_the_ends_of_every_so_many_epochs():
+    """A plateau then needs its value in those alone."""
+    schedule = resolve_schedule(AtEpochEnd(lambda epoch: 0.5**epoch, frequency=2), sgd())
+    seen = []
+    for _ in range(5):
+        seen += rates(schedule, 1)
+        schedule.end_epoch({})
+    assert seen == [1.0, 1.0, 0.25, 0.25, 0.0625]
+    schedule = resolve_schedule(AtEpochEnd(plateau, monitor="val_loss", frequency=2), sgd())
+    schedule.end_epoch({"loss": 1.0})
+    with pytest.raises(ConfigurationError, match="got monitor='val_loss'"):
+        schedule.end_epoch({"loss": 1.0})
+
+
+def test_a_check_ends_epochs_where_fit_will():
+    """Ten epochs of seven batches step ten times two, not twenty-three."""
+    of_two = EveryBatches(lambda o: lrs.OneCycleLR(o, 0.1, total_steps=21), 3)
+    resolve_schedule(of_two, sgd()).check(70, [1] * 7)
+    with pytest.raises(ConfigurationError, match="OneCycleLR failed"):
+        resolve_schedule(of_two, sgd()).check(70)
+
+
 def test_the_end_of_an_epoch_means_nothing_to_a_schedule_of_updates():
     schedule = resolve_schedule(lambda update: 0.5**update, sgd())
     schedule.rows(1)
@@ -674,6 +697,10 @@ ADVICE = (
             AtEpochEnd(of_int, monitor="loss"),
             "only ReduceLROnPlateau watches a value, got monitor='loss' for dict. Leave monitor "
             "out.",
+        ),
+        (
+            AtEpochEnd(lambda o: lrs.StepLR(o, 5), frequency=0),
+            "the frequency of a scheduler must be a number of at least 1, got 0.",
         ),
         (
             AtEpochEnd(lambda o: lrs.StepLR(o, 5), monitor="loss"),

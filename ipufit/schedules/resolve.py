@@ -16,7 +16,7 @@ from ipufit.schedules.callables import CallableSchedule, Part
 from ipufit.schedules.schedule import Schedule, silenced
 from ipufit.schedules.torch_schedulers import Scheduler, TorchSchedule, parts
 
-__all__ = ["AtEpochEnd", "resolve_schedule"]
+__all__ = ["AtEpochEnd", "EveryBatches", "resolve_schedule"]
 
 _SPELLINGS = (
     "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=10) or "
@@ -33,10 +33,27 @@ class AtEpochEnd:
             them; callables get the epoch, counted from 0 since ``compile``.
         monitor: the value that ReduceLROnPlateau watches; None is "val_loss" if there is a
             validation, else "loss".
+        frequency: it steps at the ends of every so many epochs, counted from ``compile``.
     """
 
     scheduler: Any
     monitor: Optional[str] = None
+    frequency: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class EveryBatches:
+    """A scheduler that steps after updates that end a multiple of so many batches of an epoch.
+
+    An update ends a batch of every replica, or as many as accumulation steps.
+
+    Attributes:
+        scheduler: as ``lr_scheduler`` takes them.
+        frequency: how many batches.
+    """
+
+    scheduler: Any
+    frequency: int
 
 
 def resolve_schedule(
@@ -91,9 +108,24 @@ def resolve_schedule(
 
 
 def _schedule(given: Any, optimizer: torch.optim.Optimizer, per_update: bool) -> Schedule:
-    monitor = None
+    monitor, frequency = None, 1
     if isinstance(given, AtEpochEnd):
-        given, monitor, per_update = given.scheduler, given.monitor, False
+        frequency, monitor = given.frequency, given.monitor
+        given, per_update = given.scheduler, False
+    elif isinstance(given, EveryBatches):
+        given, frequency, per_update = given.scheduler, given.frequency, True
+    if type(frequency) is not int or frequency < 1:
+        raise ConfigurationError(
+            f"the frequency of a scheduler must be a number of at least 1, got {frequency!r}."
+        )
+    schedule = _stepped(given, optimizer, per_update, monitor)
+    schedule.frequency = frequency
+    return schedule
+
+
+def _stepped(
+    given: Any, optimizer: torch.optim.Optimizer, per_update: bool, monitor: Optional[str]
+) -> Schedule:
     if callable(given) and not isinstance(given, (type, Scheduler)):
         given = _called(given, optimizer)
     if isinstance(given, ReduceLROnPlateau):

@@ -7,7 +7,18 @@ import contextlib
 import math
 import re
 import warnings
-from typing import Any, Callable, Dict, FrozenSet, Iterator, List, Mapping, Optional, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    FrozenSet,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import torch
 
@@ -47,11 +58,15 @@ class Schedule(abc.ABC):
     Attributes:
         updates: updates since ``compile`` that rows were made for.
         epochs: epochs that ended since ``compile``.
+        frequency: they change at the ends of every so many epochs; or with an update that ends such
+            a number of a replica's batches, counted from the beginning of the epoch.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, per_update: bool) -> None:
         self.updates: int = 0
         self.epochs: int = 0
+        self.frequency: int = 1
+        self._batches = 0
         self._optimizer = optimizer
         self._per_update = per_update
         # Why there is no value for the next update; matters only if that update comes.
@@ -59,13 +74,16 @@ class Schedule(abc.ABC):
         self._cause: Optional[Exception] = None
         self._first = [settings.numbers_of(group) for group in settings.read(optimizer)]
 
-    def rows(self, updates: int) -> List[List[Dict[str, Any]]]:
+    def rows(
+        self, updates: int, accumulation_steps: Sequence[int] = ()
+    ) -> List[List[Dict[str, Any]]]:
         """The settings for each of the coming updates, which count as done.
 
         Afterwards ``optimizer.param_groups`` holds the values for the update after these.
 
         Args:
             updates: how many.
+            accumulation_steps: how many batches of a replica each of them takes; none counts 1.
 
         Returns:
             Per update and parameter group, all settings but "params", as numbers where they are
@@ -77,13 +95,20 @@ class Schedule(abc.ABC):
         kept = self.snapshot()
         try:
             with silenced():
-                return [self._row(updates - 1 - i, kept) for i in range(updates)]
+                return [
+                    self._row(updates - 1 - i, kept, *accumulation_steps[i : i + 1])
+                    for i in range(updates)
+                ]
         except BaseException:
             self.restore(kept)
             raise
 
-    def check(self, updates: int) -> None:
+    def check(self, updates: int, epoch: Sequence[int] = ()) -> None:
         """Find out whether the coming updates all have values; nothing changes.
+
+        Args:
+            updates: how many.
+            epoch: accumulation steps of the updates of an epoch; none for one without end.
 
         Raises:
             ConfigurationError: they have not.
@@ -92,7 +117,10 @@ class Schedule(abc.ABC):
         try:
             with silenced():
                 for i in range(updates):
-                    self._row(updates - 1 - i, kept)
+                    place = i % len(epoch) if epoch else i
+                    if not place:
+                        self._batches = 0
+                    self._row(updates - 1 - i, kept, *epoch[place : place + 1])
         finally:
             self.restore(kept)
 
@@ -105,7 +133,8 @@ class Schedule(abc.ABC):
         Raises:
             ConfigurationError: the value to watch is not in ``logs``; with those that are.
         """
-        if not self._per_update:
+        self._batches = 0
+        if not self._per_update and not (self.epochs + 1) % self.frequency:
             advance = self._at_epoch_end(logs)
             with silenced():
                 self._move(advance, self.snapshot())
@@ -113,13 +142,13 @@ class Schedule(abc.ABC):
 
     def snapshot(self) -> Any:
         """A copy of everything, the settings included; for this object only."""
-        own = (self.updates, self.epochs, self._fault, self._cause)
+        own = (self.updates, self.epochs, self._batches, self._fault, self._cause)
         return own, settings.keep(self._optimizer), self._keep()
 
     def restore(self, snapshot: Any) -> None:
         """Go back to a snapshot, exactly; as often as one likes."""
         own, *parts = snapshot
-        self.updates, self.epochs, self._fault, self._cause = own
+        self.updates, self.epochs, self._batches, self._fault, self._cause = own
         for put_back in parts:
             put_back()
 
@@ -129,6 +158,7 @@ class Schedule(abc.ABC):
             "kind": self.name,
             "updates": self.updates,
             "epochs": self.epochs,
+            "batches": self._batches,
             "fault": self._fault,
             "settings": [settings.numbers_of(group) for group in settings.read(self._optimizer)],
             "own": self._own_state(),
@@ -154,6 +184,7 @@ class Schedule(abc.ABC):
             for name, value in values.items():
                 settings.write(group, settings.target(name, group, self.name, 0), value)
         self.updates, self.epochs = state["updates"], state["epochs"]
+        self._batches = state.get("batches", 0)
         self._fault, self._cause = state["fault"], None
         self._settled()
 
@@ -205,7 +236,7 @@ class Schedule(abc.ABC):
         """
         self._check(settings.read(self._optimizer))
 
-    def _row(self, left: int, start: Any) -> List[Dict[str, Any]]:
+    def _row(self, left: int, start: Any, batches: int = 1) -> List[Dict[str, Any]]:
         """The next row; ``left`` more follow, and ``start`` is a snapshot from before them."""
         if self._fault is not None:
             raise ConfigurationError(self._fault) from self._cause
@@ -217,13 +248,14 @@ class Schedule(abc.ABC):
         if self._per_update and not left:
             before = start if start[0][0] == self.updates else self.snapshot()
         self.updates += 1
-        if self._per_update:
+        self._batches += batches
+        if self._per_update and not self._batches % self.frequency:
             self._move(self._advance, before)
         return row
 
     def _move(self, advance: Callable[[], None], before: Any) -> None:
         """Advance; where that fails, keep the error for when the value is needed."""
-        updates = self.updates
+        updates, batches = self.updates, self._batches
         try:
             advance()
         except Exception as error:
@@ -237,7 +269,8 @@ class Schedule(abc.ABC):
             if before is None:
                 raise ConfigurationError(fault) from error
             self.restore(before)
-            self.updates, self._fault, self._cause = updates, fault, error
+            self.updates, self._batches = updates, batches
+            self._fault, self._cause = fault, error
         self._settled()
 
     def _check(self, row: List[Dict[str, Any]]) -> None:

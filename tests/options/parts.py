@@ -399,9 +399,12 @@ of(
 )
 of(
     "schedules.AtEpochEnd",
-    lambda scheduler=plateau, monitor=None: scheduled(schedules.AtEpochEnd(scheduler, monitor)),
+    lambda scheduler=plateau, monitor=None, frequency=1: scheduled(
+        schedules.AtEpochEnd(scheduler, monitor, frequency)
+    ),
     scheduler=(plateau, halving),
     monitor=With(None, "score", scheduler=plateau),
+    frequency=With(1, 2, scheduler=halving),
 )
 
 

@@ -281,7 +281,8 @@ class TrainingProgram(BaseProgram):
         before = schedule.snapshot() if schedule is not None else None
         rows: Rows = [self._optimizer.param_groups] * len(updates)
         if schedule is not None:
-            rows = schedule.rows(len(updates))
+            steps = batch.accumulation_steps(self._spec.plan)
+            rows = schedule.rows(len(updates), steps)
         try:
             if self._race is None:
                 return self._run(updates, rows, batch, shares)
@@ -292,7 +293,7 @@ class TrainingProgram(BaseProgram):
         except BaseException:
             if schedule is not None:
                 schedule.restore(before)
-                schedule.rows(self.updates - start)
+                schedule.rows(self.updates - start, steps)
             raise
 
     def _by_update(

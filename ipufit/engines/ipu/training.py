@@ -171,14 +171,15 @@ class TrainingProgram:
         before = schedule.snapshot() if schedule is not None else None
         rows: Sequence[Any] = [self._optimizer.param_groups] * len(updates)
         if schedule is not None:
-            rows = schedule.rows(len(updates))
+            steps = batch.accumulation_steps(self._spec.plan)
+            rows = schedule.rows(len(updates), steps)
         try:
             results = self._run_all(updates, rows)
             self._refuse_lost()
         except BaseException:
             if schedule is not None:
                 schedule.restore(before)
-                schedule.rows(self.updates - start)
+                schedule.rows(self.updates - start, steps)
             raise
         return self._anchors(results, rows)
 

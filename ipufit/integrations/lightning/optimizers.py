@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, List, Mapping, Optional, Tuple
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ipufit.errors import ConfigurationError
 from ipufit.integrations.lightning.kinds import overrides
 from ipufit.integrations.lightning.logging import attached, no_log
-from ipufit.schedules import AtEpochEnd
+from ipufit.schedules.resolve import AtEpochEnd, EveryBatches
 
-__all__ = ["EveryEpochs", "configured"]
+__all__ = ["configured"]
 
 _KEYS = {
     *("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau"),
@@ -21,37 +21,6 @@ _FORMS = (
     "Return an optimizer, [optimizer], ([optimizer], [scheduler]) or a dict with 'optimizer' and "
     "perhaps 'lr_scheduler'."
 )
-
-
-class EveryEpochs(LRScheduler):
-    """Steps another scheduler every so many times that it is stepped itself.
-
-    Args:
-        scheduler: the other one.
-        frequency: how many times make one step.
-    """
-
-    def __init__(self, scheduler: Any, frequency: int) -> None:
-        # Not that of the base class, which steps.
-        self.optimizer = scheduler.optimizer
-        self.frequency = frequency
-        self.calls = 0
-        self._schedulers = [scheduler]
-
-    def step(self, epoch: Optional[int] = None) -> None:
-        """One more epoch."""
-        self.calls += 1
-        if self.calls % self.frequency == 0:
-            self._schedulers[0].step()
-
-    def state_dict(self) -> Dict[str, Any]:
-        """Where both stand."""
-        return {"calls": self.calls, "scheduler": self._schedulers[0].state_dict()}
-
-    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-        """Go on from there."""
-        self.calls = int(state_dict["calls"])
-        self._schedulers[0].load_state_dict(state_dict["scheduler"])
 
 
 def configured(module: Any, facts: object) -> Tuple[Optional[torch.optim.Optimizer], Any]:
@@ -140,10 +109,10 @@ def _schedule(given: Any, monitor: Optional[str]) -> Any:
     watches = isinstance(scheduler, ReduceLROnPlateau)
     _check(config, interval, frequency, monitor, watches)
     if watches:
-        return AtEpochEnd(scheduler, monitor)
+        return AtEpochEnd(scheduler, monitor, frequency)
     if interval == "step":
-        return scheduler
-    return AtEpochEnd(scheduler if frequency == 1 else EveryEpochs(scheduler, frequency))
+        return EveryBatches(scheduler, frequency)
+    return AtEpochEnd(scheduler, frequency=frequency)
 
 
 def _check(
@@ -157,16 +126,11 @@ def _check(
         raise ConfigurationError(
             f"the frequency of a scheduler must be a number of at least 1, got {frequency!r}."
         )
-    if frequency > 1 and (watches or interval == "step"):
-        what = "ReduceLROnPlateau" if watches else "a scheduler with interval='step'"
-        raise ConfigurationError(
-            f"{what} must have frequency 1, got {frequency}. Leave it out, and let the scheduler "
-            "itself change as seldom, such as StepLR(optimizer, step_size=...) or patience=..."
-        )
     if watches and interval == "step":
         raise ConfigurationError(
-            "ReduceLROnPlateau must have interval 'epoch', got 'step': the value that it watches "
-            "is there at epoch ends. Leave interval out."
+            "ReduceLROnPlateau must have interval 'epoch', got 'step': the learning rates of an "
+            "execution are chosen before it computes the values to watch. Leave interval out, and "
+            "let steps_per_epoch of fit make the epochs shorter."
         )
     if watches and monitor is None:
         raise ConfigurationError(

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
+import ipufit
 from ipufit.poptorch._precision import float64_kept
 from tests.integrations.lightning.nets import Boring, Language, Pictures, Tokens
 from tests.integrations.lightning.twins import (
@@ -21,6 +22,7 @@ from tests.integrations.lightning.twins import (
     ipufit_of,
     largest_difference,
     loader,
+    pl,
     rows,
     twins,
 )
@@ -141,6 +143,119 @@ def test_every_form_of_configure_optimizers_is_honoured(form):
     by_lightning(one, "fit", *data, max_epochs=5)
     model = ipufit_of(two)
     model.fit(data[0], validation_data=data[1], epochs=5, device_iterations=2, verbose=0)
+    assert largest_difference(one, two) < TOLERANCE
+
+
+def every_batches(parameters, frequency):
+    """A schedule that counts batches."""
+    optimizer = torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+    step = lr_scheduler.ExponentialLR(optimizer, 0.7)
+    config = {"scheduler": step, "interval": "step", "frequency": frequency}
+    return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("device_iterations", [1, 3])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("accumulation", "frequency"), [(1, 3), (2, 3), (2, 4), (3, 2), (4, 12)])
+def test_a_schedule_of_every_so_many_batches_counts_as_lightning(
+    engine, accumulation, frequency, device_iterations
+):
+    """Of the epoch, and looks at updates: of the 12 batches 3, 6, 9, or with 2 an update 6, 12."""
+    one, two = twins(Classifier(functools.partial(every_batches, frequency=frequency)))
+    data = loader(*rows(36, 6), batch_size=3)
+    by_lightning(one, "fit", data, max_epochs=3, accumulate_grad_batches=accumulation)
+    ipufit_of(two, engine).fit(
+        data,
+        epochs=3,
+        gradient_accumulation=accumulation,
+        device_iterations=device_iterations,
+        verbose=0,
+    )
+    assert largest_difference(one, two) < TOLERANCE
+
+
+@pytest.mark.parametrize(("batches", "frequency"), [(7, 3), (7, 7), (5, 5)])
+def test_every_epoch_counts_its_batches_anew(batches, frequency):
+    """Those that are left over at its end count no more; its last update may have fewer."""
+    one, two = twins(Classifier(functools.partial(every_batches, frequency=frequency)))
+    data = loader(*rows(2 * batches, 6), batch_size=2)
+    rates = []
+
+    class Rates(pl.Callback):
+        def on_train_epoch_end(self, trainer, module):
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    by_lightning(one, "fit", data, max_epochs=3, accumulate_grad_batches=2, callbacks=[Rates()])
+    model = ipufit_of(two)
+    found = []
+    model.fit(
+        data,
+        epochs=3,
+        gradient_accumulation=2,
+        device_iterations=2,
+        callbacks=ipufit.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: found.append(model.optimizer.param_groups[0]["lr"])
+        ),
+        verbose=0,
+    )
+    assert found == pytest.approx(rates, rel=1e-12)
+
+
+class Interrupts(ipufit.callbacks.Callback):
+    """Ends a run after so many updates."""
+
+    def __init__(self, updates):
+        super().__init__()
+        self.left = updates
+
+    def on_train_batch_end(self, index, logs=None):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("updates", [2, 3, 5])
+def test_a_schedule_of_every_so_many_batches_goes_on_in_the_middle(updates, tmp_path):
+    """Of an epoch of three updates, with the same bits."""
+    data = loader(*rows(24, 6), batch_size=4)
+
+    def fitted(interrupted=0, **options):
+        model = ipufit_of(Classifier(functools.partial(every_batches, frequency=4)))
+        model.fit(
+            data,
+            epochs=2,
+            gradient_accumulation=2,
+            callbacks=Interrupts(interrupted),
+            seed=0,
+            verbose=0,
+            **options,
+        )
+        return model.lightning
+
+    keep = {"checkpoint": ipufit.Checkpoint(tmp_path, every_updates=1)}
+    with pytest.raises(KeyboardInterrupt):
+        fitted(updates, **keep)
+    assert largest_difference(fitted(), fitted(resume="auto", **keep)) == 0
+
+
+def every_second(parameters):
+    """A plateau that is looked at every second epoch."""
+    optimizer = torch.optim.SGD(parameters, lr=0.5)
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0, factor=0.5)
+    config = {"scheduler": scheduler, "monitor": "val_accuracy", "frequency": 2}
+    return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_plateau_of_every_second_epoch_is_that_of_lightning(every):
+    """The value to watch need not be there in the others."""
+    one, two = twins(Classifier(every_second))
+    x, y = rows(24, 6)
+    data = loader(x, y, batch_size=8), loader(x[:9], y[:9], batch_size=3)
+    by_lightning(one, "fit", *data, max_epochs=8, check_val_every_n_epoch=every)
+    model = ipufit_of(two)
+    model.fit(data[0], validation_data=data[1], epochs=8, validation_freq=every, verbose=0)
     assert largest_difference(one, two) < TOLERANCE
 
 

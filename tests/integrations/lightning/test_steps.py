@@ -379,7 +379,6 @@ def scheduled(**config):
         (lambda self: {"optim": 1}, "may return a dict with 'optimizer', .* got 'optim'"),
         (scheduled(interval="batch"), "must be 'step' or 'epoch', got 'batch'"),
         (scheduled(frequency=0), "must be a number of at least 1, got 0"),
-        (scheduled(interval="step", frequency=3), "interval='step' must have frequency 1, got 3"),
         (scheduled(plateau=True), "ReduceLROnPlateau must have a monitor, got none"),
         (
             scheduled(plateau=True, monitor="val_loss", interval="step"),
