@@ -15,6 +15,7 @@ import warnings
 
 import lightning.pytorch as pl
 import torch
+import torchmetrics
 from sklearn.datasets import load_breast_cancer
 from torch import nn
 from torch.nn import functional as F
@@ -26,29 +27,32 @@ EPOCHS = 20
 
 
 class Tumours(pl.LightningModule):
-    """Two dense layers, a warm-up per update, a loss and an accuracy in the log."""
+    """Two dense layers, a warm-up per update, a loss and metric objects in the log."""
 
     def __init__(self, rate=0.01):
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Sequential(nn.Linear(30, 16), nn.Tanh(), nn.Linear(16, 2)).double()
+        self.train_accuracy = torchmetrics.Accuracy("multiclass", num_classes=2)
+        self.held_accuracy = torchmetrics.Accuracy("multiclass", num_classes=2)
 
-    def shared(self, batch, name):
+    def shared(self, batch, name, accuracy):
         """One micro-batch of training or validation."""
         measured, kind = batch
         logits = self.net(measured)
         loss = F.cross_entropy(logits, kind)
-        hits = (logits.argmax(1) == kind).double().mean()
-        self.log_dict({f"{name}_loss": loss, f"{name}_acc": hits}, on_step=False, on_epoch=True)
+        accuracy.update(logits, kind)
+        values = {f"{name}_loss": loss, f"{name}_acc": accuracy}
+        self.log_dict(values, on_step=False, on_epoch=True)
         return loss
 
     def training_step(self, batch, batch_idx):
         """Lightning's and ipufit's."""
-        return self.shared(batch, "train")
+        return self.shared(batch, "train", self.train_accuracy)
 
     def validation_step(self, batch, batch_idx):
         """The same."""
-        self.shared(batch, "val")
+        self.shared(batch, "val", self.held_accuracy)
 
     def configure_optimizers(self):
         """AdamW, with a schedule that knows how long training takes."""

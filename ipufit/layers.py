@@ -52,11 +52,18 @@ class Layer:
 
 def layers_of(module: nn.Module) -> List[Layer]:
     """All layers, each parameter counted at its first owner."""
-    return list(_walk(module, "", 0, {}, {}))
+    # A module may leave parts out that no program has, such as metrics.
+    parts = {id(part) for _, part in module.named_modules()}
+    return list(_walk(module, "", 0, {}, {}, parts))
 
 
 def _walk(
-    module: nn.Module, name: str, depth: int, owners: Dict[int, str], seen: Dict[int, str]
+    module: nn.Module,
+    name: str,
+    depth: int,
+    owners: Dict[int, str],
+    seen: Dict[int, str],
+    parts: Set[int],
 ) -> Iterator[Layer]:
     kind = type(module).__name__
     if id(module) in seen:
@@ -76,9 +83,9 @@ def _walk(
         counts[1] += parameter.numel() if parameter.requires_grad else 0
     yield Layer(name, depth, kind, counts[0], counts[1], notes, module)
     for key, child in module._modules.items():
-        if child is not None:
+        if child is not None and id(child) in parts:
             full = f"{name}.{key}" if name else key
-            yield from _walk(child, full, depth + 1, owners, seen)
+            yield from _walk(child, full, depth + 1, owners, seen, parts)
 
 
 def output_shapes(

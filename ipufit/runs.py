@@ -338,7 +338,7 @@ def _callbacks(
     if isinstance(given, FitArguments):
         if validation is not None:
             metrics += validation.names(job.meter.names)
-            directions.update({f"val_{name}": way for name, way in directions.items()})
+            directions.update(validation.directions(job.meter.names, directions))
         if model.history not in given.callbacks:
             added.append(model.history)
     has_bar = any(isinstance(callback, ProgbarLogger) for callback in given.callbacks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence
 
 import torch
 from torch import nn
@@ -60,6 +60,7 @@ class Session:
         updates: weight updates done so far.
         last_plan, sample: batch algebra and shapes of the last ``fit``, or None.
         is_retired: whether the model has been compiled anew or closed.
+        around: puts something around every program, which stands for it from then on.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Session:
         self.auto_round_ipus = auto_round_ipus
         self._training: Optional[Program] = None
         self._left_out = self._outside_optimizer()
+        self.around: Callable[[Program, ProgramSpec], Program] = lambda program, spec: program
 
     @property
     def processes(self) -> Processes:
@@ -287,7 +289,7 @@ class Session:
         metrics.check_joined(self.processes.num_processes)
         wants_outputs = bool(metrics) or wants_outputs
         spec = self._spec(plan, mode, seed, domain, wants_outputs, profile_folder)
-        program = self.engine.build(spec)
+        program = self.around(self.engine.build(spec), spec)
         if mode is Mode.TRAIN:
             self._training = program
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
@@ -36,6 +36,7 @@ class Validation:
         # Steps that are written for validation name their values for it.
         self._has_own_names = session.loss.in_module == "whole"
         self._names: Optional[List[str]] = None
+        self._directions: Dict[str, str] = {}
 
     def named(self, name: str, trained: Sequence[str]) -> str:
         """What a value of it is called beside those of training, whose names these are."""
@@ -45,6 +46,16 @@ class Validation:
         """What its values are called, as far as they are known before the first."""
         known = self._names if self._has_own_names and self._names is not None else trained
         return [self.named(name, trained) for name in known]
+
+    def directions(self, trained: Sequence[str], known: Mapping[str, str]) -> Dict[str, str]:
+        """Whether "min" or "max" of its values is the best, as far as it is known.
+
+        Args:
+            trained: names of the values of training.
+            known: the same of training.
+        """
+        own = self._directions if self._has_own_names else known
+        return {self.named(name, trained): way for name, way in own.items()}
 
     def check(self, trained_on: MicroBatch) -> None:
         """Find out before training whether this data can be evaluated, without reading the loader.
@@ -67,7 +78,7 @@ class Validation:
             with evaluating(self._session.module, self._session.loss.module):
                 plan = dataclasses.replace(self._plan, fixed_updates=None)
                 job = self._session.start(source, plan, Mode.EVALUATE, self._seed, "check")
-                self._names = job.meter.names
+                self._names, self._directions = job.meter.names, job.meter.directions
                 self._session.finish(job.program)
         except IpufitError:
             raise

@@ -799,3 +799,15 @@ def test_torchmetrics_is_not_imported():
         "sys.exit('torchmetrics' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_object_asks_no_other_process_by_itself():
+    """Its state is joined once, in one order for all; what asks again would count twice."""
+
+    def asked(*_, **__):
+        raise AssertionError("it asked")
+
+    talks = {"distributed_available_fn": lambda: True, "dist_sync_fn": asked}
+    metrics = resolve_metrics(torchmetrics.MeanSquaredError(**talks))
+    metrics.update(torch.ones(2), torch.zeros(2), 2)
+    assert metrics.compute() == {"MeanSquaredError": 1.0}

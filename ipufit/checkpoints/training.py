@@ -342,8 +342,11 @@ def restore(found: Found, fit: Fit, session: Session, callbacks: Sequence[Callba
                 callback.load_state_dict(state)
         processes = session.processes
         own = found.apart(processes)
+        meter = found.meter(job.meter.metrics, processes)
         if found.in_epoch:
-            job.meter.load_state_dict(found.meter(job.meter.metrics, processes))
+            job.meter.load_state_dict(meter)
+        else:
+            job.meter.metrics.load_lasting(meter["metrics"])
         if own["place"] is not None:
             fit.place = _place(own["place"])
             job.feed.seek(fit.place, job.meter.updates, found.done)

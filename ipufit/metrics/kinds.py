@@ -28,6 +28,10 @@ class Metric(Protocol):
     writes: bool
     # Whether several micro-batches as one, without weights, give the bits that they give in turn.
     counts: bool
+    # Whether its names are the same in validation, without "val_" before them.
+    exact: bool
+    # Whether it may go on with what it has seen when an epoch has ended.
+    lasts: bool
 
     @property
     def names(self) -> Tuple[str, ...]:
@@ -112,7 +116,7 @@ class Mean:
         self._own = name
         self.name = shown
         self.names: Tuple[str, ...] = (name,)
-        self.writes = False
+        self.writes = self.exact = self.lasts = False
         self.counts = counts
         self._part = part
         self._finish = finish
@@ -191,7 +195,7 @@ class Object:
         self._own = key or type(metric).__name__
         self.name = shown
         self.names = names or self._declared()
-        self.writes = self.counts = False
+        self.writes = self.counts = self.exact = self.lasts = False
 
     def _declared(self) -> Tuple[str, ...]:
         """The names known before anything is computed; a collection lists its members."""
@@ -284,7 +288,7 @@ class Prefixed:
         self._inner = inner
         self._key = key
         self.name = inner.name
-        self.writes = self.counts = False
+        self.writes = self.counts = self.exact = self.lasts = False
 
     @property
     def names(self) -> Tuple[str, ...]:

@@ -124,7 +124,7 @@ class MetricSet:
         values: Dict[str, float] = {}
         for metric in self._metrics:
             for name, value in metric.compute().items():
-                check_log_name(name, values)
+                check_log_name(name, values, metric.exact)
                 values[name] = value
         return values
 
@@ -168,6 +168,12 @@ class MetricSet:
         """Go on from there."""
         for metric, own in zip(self._metrics, state):
             metric.load_state_dict(own)
+
+    def load_lasting(self, state: Sequence[Any]) -> None:
+        """Go on from there after the end of an epoch, with what it does not end."""
+        for metric, own in zip(self._metrics, state):
+            if metric.lasts:
+                metric.load_state_dict(own)
 
     def probe(self, prediction: Any, target: Any, size: int, sample_weight: Any = None) -> None:
         """Find out, before any training, whether the metrics can take such tensors.

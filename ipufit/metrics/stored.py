@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ipufit.errors import MetricError
 
-__all__ = ["joined", "refuse_unjoined", "restore", "stored", "without_talk"]
+__all__ = ["is_plain", "joined", "refuse_unjoined", "restore", "stored", "without_talk"]
 
 # Of torchmetrics' wrappers, those that keep nothing besides the metrics inside.
 _PLAIN_WRAPPERS = ("ClasswiseWrapper", "MultioutputWrapper", "MultitaskWrapper")
@@ -54,6 +54,11 @@ def restore(metric: Any, state: Dict[str, Any]) -> None:
             setattr(each, name, list(value) if isinstance(value, list) else value)
         each._update_count = own["updates"]
         each._computed = None
+
+
+def is_plain(metric: Any) -> bool:
+    """Whether what :func:`stored` takes of it is all that it keeps."""
+    return bool(_declared(metric))
 
 
 def refuse_unjoined(metric: Any, shown: str, processes: int) -> None:
@@ -114,7 +119,7 @@ def _joined_value(reduction: Any, values: Sequence[Any]) -> Any:
 def without_talk(metric: Any) -> None:
     """Keep torchmetrics from asking other processes by itself, at a time of its own."""
     for each in _declared(metric):
-        each.sync_on_compute = False
+        each.sync_on_compute = each._to_sync = False
 
 
 def _is_collection(metric: Any) -> bool:

@@ -10,6 +10,7 @@ from ipufit.callbacks import Callback
 from ipufit.callbacks.callback import Logs
 from ipufit.integrations.lightning.kinds import overrides
 from ipufit.integrations.lightning.logging import Log, attached, hook_log, no_log
+from ipufit.integrations.lightning.metrics import ModuleMetrics
 from ipufit.integrations.lightning.stand_ins import RunFacts
 
 __all__ = ["ModuleHooks"]
@@ -19,17 +20,22 @@ class ModuleHooks(Callback):
     """Calls ``on_fit_start``, ``on_train_epoch_end`` and their like.
 
     In them ``self.trainer`` has what is known of the run, and at the ends of epochs ``self.log``
-    puts values beside those of the epoch.
+    puts values beside those of the epoch. Metric objects have the state of the hook's own step; of
+    several processes, at the ends of epochs, that of all.
 
     Args:
         module: the LightningModule.
+        metrics: its metric objects.
         stage: "validation", "test" or "predict": whose hooks an evaluation or a prediction calls.
         known: what ``self.trainer`` has besides.
     """
 
-    def __init__(self, module: Any, stage: str, known: Dict[str, Any]) -> None:
+    def __init__(
+        self, module: Any, metrics: ModuleMetrics, stage: str, known: Dict[str, Any]
+    ) -> None:
         super().__init__()
         self._module = module
+        self._metrics = metrics
         self._stage = stage
         self._epoch = 0
         self._seen: Dict[str, float] = {}
@@ -68,10 +74,18 @@ class ModuleHooks(Callback):
         program = session._training
         return int(session.updates if program is None else program.updates)
 
-    def _call(self, names: Iterable[str], log: Optional[Log] = None) -> None:
+    def _call(
+        self, names: Iterable[str], role: str = "train", values: Optional[Dict[str, float]] = None
+    ) -> None:
+        """Those of these hooks that there are; at the end of an epoch, with its values."""
+        processes = None if values is None else self._process()
+        log: Optional[Log] = None
+        if values is not None:
+            log = hook_log(values, self._metrics.computed)
         for name in names:
             if overrides(self._module, name):
-                with attached(self._module, self._facts, log or no_log(name)):
+                shown = self._metrics.shown(role, processes)
+                with shown, attached(self._module, self._facts, log or no_log(name)):
                     getattr(self._module, name)()
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
@@ -88,7 +102,7 @@ class ModuleHooks(Callback):
         """Its on_train_epoch_end; what it logs is in the history."""
         assert isinstance(logs, dict)
         self._seen = {**self._seen, **logs}
-        self._call(("on_train_epoch_end",), hook_log(logs))
+        self._call(("on_train_epoch_end",), values=logs)
 
     def on_train_end(self, logs: Optional[Logs] = None) -> None:
         """Its on_train_end and on_fit_end."""
@@ -98,23 +112,24 @@ class ModuleHooks(Callback):
     def on_test_begin(self, logs: Optional[Logs] = None) -> None:
         """Its on_validation_start and on_validation_epoch_start, or those of the test."""
         self._validating = True
-        self._call((f"on_{self._stage}_start", f"on_{self._stage}_epoch_start"))
+        names = (f"on_{self._stage}_start", f"on_{self._stage}_epoch_start")
+        self._call(names, self._stage)
 
     def on_test_end(self, logs: Optional[Logs] = None) -> None:
         """Its on_validation_epoch_end and on_validation_end, or those of the test."""
         assert isinstance(logs, dict)
         self._seen = {**self._seen, **logs}
-        self._call((f"on_{self._stage}_epoch_end",), hook_log(logs))
-        self._call((f"on_{self._stage}_end",))
+        self._call((f"on_{self._stage}_epoch_end",), self._stage, logs)
+        self._call((f"on_{self._stage}_end",), self._stage)
         self._validating = False
 
     def on_predict_begin(self, logs: Optional[Logs] = None) -> None:
         """Its on_predict_start and on_predict_epoch_start."""
-        self._call(("on_predict_start", "on_predict_epoch_start"))
+        self._call(("on_predict_start", "on_predict_epoch_start"), "predict")
 
     def on_predict_end(self, logs: Optional[Logs] = None) -> None:
         """Its on_predict_epoch_end and on_predict_end."""
-        self._call(("on_predict_epoch_end", "on_predict_end"))
+        self._call(("on_predict_epoch_end", "on_predict_end"), "predict")
 
 
 def _as_tensors(values: Dict[str, float]) -> Dict[str, torch.Tensor]:

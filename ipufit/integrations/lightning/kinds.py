@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Iterator, Optional
+from typing import Any, Iterator, Optional, Set, Tuple
 
 from torch import nn
 
-__all__ = ["base_of", "is_data_module", "lightning_parts", "overrides", "parameters_of"]
+__all__ = [
+    "base_of",
+    "is_collection",
+    "is_data_module",
+    "is_metric",
+    "lightning_parts",
+    "metrics_in",
+    "overrides",
+    "parameters_of",
+    "parts_without_metrics",
+]
 
 # One library under two names.
 _PACKAGES = ("lightning", "pytorch_lightning")
@@ -46,6 +56,60 @@ def lightning_parts(module: nn.Module) -> Iterator[nn.Module]:
     for part in module.modules():
         if base_of(part) is not None:
             yield part
+
+
+def is_metric(value: object) -> bool:
+    """Whether it is a metric of torchmetrics, or a collection of them."""
+    return _is_of_torchmetrics(value, "Metric") or is_collection(value)
+
+
+def is_collection(value: object) -> bool:
+    """Whether it is a MetricCollection of torchmetrics."""
+    return _is_of_torchmetrics(value, "MetricCollection")
+
+
+def _is_of_torchmetrics(value: object, name: str) -> bool:
+    return any(
+        kind.__name__ == name and kind.__module__.partition(".")[0] == "torchmetrics"
+        for kind in type(value).__mro__
+    )
+
+
+def metrics_in(module: nn.Module, inside: bool = True) -> Iterator[Tuple[str, Any]]:
+    """The metric objects of a module by their paths, each once.
+
+    Args:
+        module: where they are.
+        inside: whether those inside of others count too.
+    """
+    outermost: Tuple[str, ...] = ()
+    for path, part in module.named_modules():
+        if is_metric(part):
+            is_inside = path.startswith(outermost)
+            outermost += () if is_inside else (f"{path}.",)
+            if inside or not is_inside:
+                yield path, part
+
+
+def parts_without_metrics(
+    module: nn.Module, seen: Set[int], prefix: str, remove_duplicate: bool
+) -> Iterator[Tuple[str, nn.Module]]:
+    """As ``named_modules``, but for metric objects and what they alone hold.
+
+    Args:
+        module: where to begin.
+        seen: identities of those that were told.
+        prefix: before all names.
+        remove_duplicate: whether each is told once.
+    """
+    if remove_duplicate and id(module) in seen:
+        return
+    seen.add(id(module))
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None and not is_metric(child):
+            path = f"{prefix}.{name}" if prefix else name
+            yield from parts_without_metrics(child, seen, path, remove_duplicate)
 
 
 def parameters_of(method: Any) -> Optional[inspect.Signature]:

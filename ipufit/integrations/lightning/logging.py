@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ipufit.errors import ConfigurationError
-from ipufit.integrations.lightning.kinds import lightning_parts
+from ipufit.integrations.lightning.kinds import is_collection, is_metric, lightning_parts
+from ipufit.integrations.lightning.metrics import MetricCalls, MetricValue
 from ipufit.logged import LogRule, check_value, report
 from ipufit.names import check_log_name
 
@@ -45,12 +46,15 @@ def attached(module: nn.Module, trainer: object, log: Log) -> Iterator[None]:
     """
 
     def log_dict(dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
-        if not isinstance(dictionary, Mapping):
+        items: Any = dictionary
+        if is_collection(dictionary):
+            items = dict(zip(items.keys(), items.values(copy_state=False)))
+        elif not isinstance(dictionary, Mapping):
             raise ConfigurationError(
-                f"self.log_dict takes a dict of names and values, got "
-                f"{type(dictionary).__name__}. {_OF_METRICS}"
+                "self.log_dict takes a dict of names and values, or a MetricCollection, got "
+                f"{type(dictionary).__name__}. Pass one of these."
             )
-        for name, value in dictionary.items():
+        for name, value in items.items():
             log(name, value, *args, **options)
 
     own = {"_trainer": trainer, "log": log, "log_dict": log_dict}
@@ -69,19 +73,13 @@ def attached(module: nn.Module, trainer: object, log: Log) -> Iterator[None]:
                     there.pop(name, None)
 
 
-_OF_METRICS = (
-    "A metric object counts in Python, which a recorded step does once: log a number that is "
-    "computed in tensors, for example with torchmetrics.functional, or give metrics to a model "
-    "that returns predictions."
-)
-
-
-def step_log(role: str, size: int, notes: Optional[Notes] = None) -> Log:
+def step_log(role: str, size: int, metrics: MetricCalls, notes: Optional[Notes] = None) -> Log:
     """``self.log`` of a step: the value becomes part of the program.
 
     Args:
         role: "train", "validation" or "test".
         size: of the micro-batch, in samples.
+        metrics: writes down what is logged of metric objects.
         notes: where a Trainer keeps the values, how each was logged, by name; else None.
     """
     trains = role == "train"
@@ -105,9 +103,14 @@ def step_log(role: str, size: int, notes: Optional[Notes] = None) -> Log:
         each = trains if on_step is None else bool(on_step)
         whole = not trains if on_epoch is None else bool(on_epoch)
         _check(name, value, each or whole)
-        _refuse(name, enable_graph, sync_dist_group, metric_attribute, rank_zero_only)
+        attribute = None if is_metric(value) else metric_attribute
+        _refuse(name, enable_graph, sync_dist_group, attribute, rank_zero_only)
         _check_size(name, batch_size, size)
         reduce = _reduction(name, reduce_fx)
+        if is_metric(value):
+            _refuse_reduction(name, reduce)
+            metrics.log_metric(name, value, each, whole, metric_attribute)
+            return
         if notes is not None:
             notes[name] = {"on_step": each, "on_epoch": whole, "reduce_fx": reduce}
             notes[name].update(prog_bar=prog_bar, logger=logger)
@@ -116,16 +119,26 @@ def step_log(role: str, size: int, notes: Optional[Notes] = None) -> Log:
         # The epoch's "loss" is a mean over its samples, whoever logs it.
         last = "mean" if name == "loss" else "last"
         every, epoch = LogRule(last, on_update=True, exact=True), LogRule(reduce, exact=True)
+        rules = {name: epoch if whole else every}
         if each and whole:
-            report(f"{name}_step", value, LogRule("last", on_update=True, exact=True))
-            report(f"{name}_epoch", value, epoch)
-        report(name, value, epoch if whole else every)
+            step = LogRule("last", on_update=True, exact=True)
+            rules = {f"{name}_step": step, f"{name}_epoch": epoch, **rules}
+        for key, rule in rules.items():
+            if isinstance(value, MetricValue):
+                metrics.log_value(key, value, rule)
+            else:
+                report(key, value, rule)
 
     return log
 
 
-def hook_log(values: Dict[str, float]) -> Log:
-    """``self.log`` of a hook at the end of an epoch: the value stands beside those of the epoch."""
+def hook_log(values: Dict[str, float], computed: Callable[[str, Any], float]) -> Log:
+    """``self.log`` of a hook at the end of an epoch: the value stands beside those of the epoch.
+
+    Args:
+        values: those of the epoch.
+        computed: the value of a metric object that is logged under a name.
+    """
 
     def log(name: str, value: Any, *_: Any, **options: Any) -> None:
         _check(name, value, True)
@@ -142,7 +155,7 @@ def hook_log(values: Dict[str, float]) -> Log:
                 f"self.log({name!r}, on_step=True) can't be called at the end of an epoch, which "
                 "is no step. Leave on_step out."
             )
-        values[name] = float(value)
+        values[name] = computed(name, value) if is_metric(value) else float(value)
 
     return log
 
@@ -160,13 +173,9 @@ def no_log(where: str) -> Log:
 
 
 def _check(name: Any, value: Any, used: bool) -> None:
-    if _is_metric(value):
-        raise ConfigurationError(
-            f"self.log({name!r}) must get a number, got the metric {type(value).__name__}. "
-            f"{_OF_METRICS}"
-        )
     check_log_name(name, exact=True)
-    check_value(name, value)
+    if not is_metric(value) and not isinstance(value, MetricValue):
+        check_value(name, value)
     if not used:
         raise ConfigurationError(
             f"self.log({name!r}, on_step=False, on_epoch=False) would log nothing. Leave one of "
@@ -174,12 +183,12 @@ def _check(name: Any, value: Any, used: bool) -> None:
         )
 
 
-def _is_metric(value: object) -> bool:
-    return any(
-        kind.__name__ in ("Metric", "MetricCollection")
-        and kind.__module__.partition(".")[0] == "torchmetrics"
-        for kind in type(value).__mro__
-    )
+def _refuse_reduction(name: str, reduce: str) -> None:
+    if reduce != "mean":
+        raise ConfigurationError(
+            f"self.log({name!r}) can't honour reduce_fx={reduce!r} for a metric object, which "
+            "computes the value of the epoch itself. Leave it out."
+        )
 
 
 def _refuse(
@@ -188,7 +197,7 @@ def _refuse(
     given = {
         "enable_graph": (enable_graph, "no gradient flows through a logged value"),
         "sync_dist_group": (group is not None, "values are those of all processes"),
-        "metric_attribute": (metric_attribute is not None, "metric objects can't be logged"),
+        "metric_attribute": (metric_attribute is not None, "the value is no metric object"),
         "rank_zero_only": (rank_zero, "values are those of all processes"),
     }
     for option, (is_given, why) in given.items():

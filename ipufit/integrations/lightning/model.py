@@ -17,13 +17,15 @@ from ipufit.history import History
 from ipufit.integrations.lightning.data import Loaders, loaders_for, set_up
 from ipufit.integrations.lightning.hooks import ModuleHooks
 from ipufit.integrations.lightning.kinds import lightning_parts, overrides
+from ipufit.integrations.lightning.metrics import EpochMetrics, MeasuredProgram, ModuleMetrics
 from ipufit.integrations.lightning.optimizers import configured
 from ipufit.integrations.lightning.refused import refuse_module
 from ipufit.integrations.lightning.stand_ins import NotKnownYetError, RunFacts
 from ipufit.integrations.lightning.steps import Steps, acting_as, steps_of
 from ipufit.losses.own import WHOLE_BATCH
+from ipufit.metrics import MetricSet
 from ipufit.model import Model
-from ipufit.program import Engine
+from ipufit.program import Engine, Mode, Program, ProgramSpec
 
 if TYPE_CHECKING:
     from ipufit.diagnose import CheckReport
@@ -75,6 +77,7 @@ class LightningModel(Model):
             module.to(where)
         super().__init__(steps_of(module), engine)
         self.lightning = module
+        self._metrics = ModuleMetrics(module)
         self._options: Dict[str, Any] = {}
         self._is_waiting = True
 
@@ -251,7 +254,17 @@ class LightningModel(Model):
     def _compiled(self, name: str) -> Any:
         if name != "fit":
             self._ready()
-        return super()._compiled(name)
+        session = super()._compiled(name)
+        if not session.metrics and self._metrics.find():
+            session.metrics = MetricSet([EpochMetrics(self._metrics, self.module)])
+            session.around = self._measured
+        return session
+
+    def _measured(self, program: Program, spec: ProgramSpec) -> Program:
+        """A program that updates the metric objects of the module."""
+        if spec.mode is Mode.PREDICT:
+            return program
+        return MeasuredProgram(program, self._metrics, self.module.role, spec)
 
     @contextlib.contextmanager
     def _stage(
@@ -260,12 +273,13 @@ class LightningModel(Model):
         """The module set up for a stage, and its hooks; of a Trainer that it had it lets go."""
         for part in lightning_parts(self.lightning):
             vars(part)["_trainer"] = None
-        hooks = ModuleHooks(self.lightning, role, known)
+        hooks = ModuleHooks(self.lightning, self._metrics, role, known)
         facts = RunFacts(known)
         with set_up(self.lightning, loaders, stage, facts), acting_as(self.module, role):
             if stage != "fit":
                 self._ready()
             yield hooks
+            self._metrics.finish()
 
     def _with_hooks(
         self, hooks: ModuleHooks, callbacks: Union[Callback, Sequence[Callback], None]

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Set, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from ipufit import tree
 from ipufit.errors import CaptureError, ConfigurationError, LossError
-from ipufit.integrations.lightning.kinds import overrides, parameters_of
+from ipufit.integrations.lightning.kinds import (
+    overrides,
+    parameters_of,
+    parts_without_metrics,
+)
 from ipufit.integrations.lightning.logging import Notes, attached, no_log, step_log
+from ipufit.integrations.lightning.metrics import MetricCalls
 from ipufit.integrations.lightning.stand_ins import BatchIndex, StepFacts
 from ipufit.logged import LogRule, report
 
@@ -27,8 +32,18 @@ _METHODS = {
 }
 
 
+# Why metric objects can't be called, and what to do.
+_IN_PREDICT = "Call it on what predict returns."
+_BY_TRAINER = (
+    "With IPUStrategy metric objects are not updated. Log a number that is computed in tensors, or "
+    "train with ipufit.Model.from_lightning."
+)
+
+
 class Steps(nn.Module):
     """Another face of the same object: its attributes, parameters and parts are the user's own.
+
+    Metric objects are no parts of it: the host updates them, and no program holds their state.
 
     Called with a batch it runs ``training_step`` in train mode, and in eval mode the step of its
     role. What the user's module has besides is found here too.
@@ -64,16 +79,32 @@ class Steps(nn.Module):
             A dict with "loss", or in ``predict`` what ``predict_step`` returns.
         """
         role = self.role
-        size = _size(batch)
-        log = no_log("predict_step") if role == "predict" else step_log(role, size, self.notes)
+        name, size = _METHODS[role], _size(batch)
         module: Any = self.lightning
-        with attached(module, StepFacts(role), log), _refusing_growth(module, _METHODS[role]):
+        refused = _IN_PREDICT if role == "predict" else None
+        metrics = MetricCalls(module, name, refused if self.notes is None else _BY_TRAINER)
+        log = no_log(name) if role == "predict" else step_log(role, size, metrics, self.notes)
+        growth = _refusing_growth(module, name)
+        with metrics.in_place(), attached(module, StepFacts(role), log), growth:
             if overrides(module, "on_after_batch_transfer"):
                 batch = module.on_after_batch_transfer(batch, 0)
-            result = getattr(module, _METHODS[role])(batch, *self._more(role))
+            result = getattr(module, name)(batch, *self._more(role))
         if role == "predict":
             return result
-        return _trained(result) if role == "train" else _evaluated(result)
+        return metrics.result(_trained(result) if role == "train" else _evaluated(result))
+
+    def named_modules(
+        self,
+        memo: Optional[Set[Any]] = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[Tuple[str, nn.Module]]:
+        """All parts but metric objects."""
+        seen = {id(part) for part in memo or ()}
+        for name, part in parts_without_metrics(self, seen, prefix, remove_duplicate):
+            if memo is not None and remove_duplicate:
+                memo.add(part)
+            yield name, part
 
     @property
     def role(self) -> str:
