@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Optional, Set, Tuple
 
 from ipufit.errors import PartitionError
 from ipufit.interrupts import deferred
-from ipufit.parallel.costs import memory_of
+from ipufit.parallel.costs import by_ipu, memory_of
 from ipufit.parallel.looking import stages_of_blocks
 from ipufit.parallel.partition import Partition, Partitions
 from ipufit.parallel.planning import schedule_of
@@ -19,7 +19,7 @@ from ipufit.program import MicroBatch
 if TYPE_CHECKING:
     from ipufit.session import Session
 
-__all__ = ["Divider"]
+__all__ = ["Divider", "settled"]
 
 
 class Divider:
@@ -58,14 +58,13 @@ class Divider:
         self._shapes = shapes if training else None
         return partitions
 
-    def counted(self, session: Session, first: MicroBatch, plan: Plan) -> Partitions:
+    def counted(self, session: Session, first: MicroBatch, training: bool) -> Partitions:
         """The partitions, with the stages of a module that divides itself, which show now.
 
         Raises:
             PartitionError: its blocks contradict the partition.
-            PlanError: the plan can't fill the pipeline that they make.
         """
-        partitions, training = session.partitions, plan.training
+        partitions = session.partitions
         partition = partitions.of(training)
         if partition is None or not partition.is_own:
             return partitions
@@ -75,21 +74,35 @@ class Divider:
             partition = dataclasses.replace(partition, stages=stages)
             partitions = partitions.counted(training, stages)
             self._counted.add(training)
-        if partition.pipelines(training, plan.device_iterations):
-            work = (plan.gradient_accumulation, plan.device_iterations, training)
-            check_filling(*work, partition.stages)
         return partitions
 
 
+def settled(plan: Plan, partition: Optional[Partition]) -> Plan:
+    """The plan, when all stages are known, with their number where there are more than IPUs.
+
+    Raises:
+        PlanError: it can't fill a pipeline whose stages did not show before.
+    """
+    if partition is None:
+        return plan
+    shows_now = partition.is_own or partition.is_automatic
+    if shows_now and partition.pipelines(plan.training, plan.device_iterations):
+        work = (plan.gradient_accumulation, plan.device_iterations, plan.training)
+        check_filling(*work, partition.stages)
+    return dataclasses.replace(plan, depth=partition.depth)
+
+
 def _found(session: Session, first: MicroBatch, partition: Partition) -> Partitions:
-    recompute = session.recomputes(partition.strategy, partition.stages)
-    how = (partition.stages, partition.strategy, recompute)
-    begins = session.estimator(first).automatic(*how)
+    recompute = session.recomputes(partition.strategy, partition.ipus)
+    how = (partition.ipus, partition.strategy, recompute)
+    begins, places = session.estimator(first).automatic(*how)
     opened = (
-        dataclasses.replace(p, begins=()) if p is not None and p.is_automatic else p
+        dataclasses.replace(p, begins=(), stages=p.ipus, places=())
+        if p is not None and p.is_automatic
+        else p
         for p in (session.partitions.training, session.partitions.inference)
     )
-    return Partitions(*opened).found(begins)
+    return Partitions(*opened).found(begins, places)
 
 
 def _hold(session: Session, first: MicroBatch, partition: Optional[Partition], memory: int) -> None:
@@ -97,7 +110,8 @@ def _hold(session: Session, first: MicroBatch, partition: Optional[Partition], m
     stages = 1 if partition is None else partition.stages
     strategy = "pipelined" if partition is None else partition.strategy
     costs = session.estimator(first, partition).given(partition)
-    most = max(memory_of(costs, schedule_of(strategy), session.recomputes(strategy, stages)))
+    taken = memory_of(costs, schedule_of(strategy), session.recomputes(strategy, stages))
+    most = max(by_ipu(taken, () if partition is None else partition.places))
     if most > memory:
         raise PartitionError(
             f"planned stages must fit in the memory that they were planned for, {size(memory)} "

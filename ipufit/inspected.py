@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, Callable, Mapping, Optional, Sequence, Union
+from typing import TYPE_CHECKING, Any, Callable, Mapping, Optional, Sequence, Tuple, Union
 
 from torch import nn
 
@@ -109,7 +109,7 @@ class Inspected:
         ipus: Optional[int] = None,
         gradient_accumulation: Optional[int] = None,
         ipus_per_replica: Optional[int] = None,
-        stages: Union[Mapping[str, int], str, None] = None,
+        stages: Union[Mapping[str, Union[int, Tuple[int, int]]], str, None] = None,
         layers_per_ipu: Optional[Sequence[int]] = None,
         layers: Union[str, Sequence[str], None] = None,
         strategy: Optional[str] = None,

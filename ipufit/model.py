@@ -14,6 +14,7 @@ from typing import (
     Mapping,
     Optional,
     Sequence,
+    Tuple,
     Union,
 )
 
@@ -144,12 +145,14 @@ class Model(Inspected):
         output_mode: Optional[str] = None,
         output_every: Optional[int] = None,
         gradient_reduction: Optional[str] = None,
-        stages: Union[Mapping[str, int], str, PartitionPlan, None] = None,
+        stages: Union[Mapping[str, Union[int, Tuple[int, int]]], str, PartitionPlan, None] = None,
         layers_per_ipu: Optional[Sequence[int]] = None,
         layers: Union[str, Sequence[str], None] = None,
         strategy: Any = None,
         ipus_per_replica: Optional[int] = None,
-        inference_stages: Union[Mapping[str, int], PartitionPlan, None] = None,
+        inference_stages: Union[
+            Mapping[str, Union[int, Tuple[int, int]]], PartitionPlan, None
+        ] = None,
         inference_layers_per_ipu: Optional[Sequence[int]] = None,
         inference_strategy: Any = None,
         auto_round_ipus: Optional[bool] = None,
@@ -218,15 +221,18 @@ class Model(Inspected):
                 means. None is that of ``training_options``, else "mean".
             stages: modules that begin a stage, by name, with its number from 0: a stage goes on
                 until another begins, and has an IPU of its own; "after x" begins one when module x
-                has returned. It changes no number, only where on IPUs things are. "auto" finds,
-                when the first micro-batch is known, ipus_per_replica stages of which the slowest
-                is as fast as it can be and which fit memory, by the estimate of :meth:`plan`. A
-                plan stands for its stages and its strategy; ``fit`` then refuses micro-batches
-                with which they need more memory than it was made for.
+                has returned. A pair (number, IPU) begins one on an IPU that has an earlier stage,
+                for a weight that is there. It changes no number, only where on IPUs things are.
+                "auto" finds, when the first micro-batch is known, stages for ipus_per_replica IPUs
+                of which the slowest is as fast as it can be and which fit memory, by the estimate
+                of :meth:`plan`. A plan stands for its stages and its strategy; ``fit`` then refuses
+                micro-batches with which they need more memory than it was made for.
             layers_per_ipu: instead of stages, how many of the repeated layers are on each IPU; -1
                 for an even share of the rest, what does not divide on the last such IPU. What
                 comes before the layers is on the first IPU, what comes after on the last; 0 for
-                an IPU that has that alone, or parts of a serialised layer.
+                an IPU that has that alone, or parts of a serialised layer. What shares a weight
+                with a module on another IPU, as the last layer of a language model does with its
+                embedding, goes back there in a further stage.
             layers: names of the ModuleLists or Sequentials whose layers count; None finds the
                 longest of alike blocks, those with blocks of the same class, and a decoder beside
                 an encoder.

@@ -60,6 +60,8 @@ class Plan:
         training: False for evaluate and predict.
         fixed_updates: updates of every epoch where ``steps_per_epoch`` (or ``steps``) fixes them;
             None if the data does.
+        depth: stages of the pipeline where one goes back to an earlier IPU, so that there are more
+            than IPUs; otherwise 0.
     """
 
     micro_batch_size: int
@@ -75,6 +77,7 @@ class Plan:
     pipelined: bool = False
     processes: int = 1
     process: int = 0
+    depth: int = 0
 
     @classmethod
     def make(
@@ -93,6 +96,7 @@ class Plan:
         pipelined: bool = False,
         processes: int = 1,
         process: int = 0,
+        depth: int = 0,
     ) -> Plan:
         """Check the arguments and build the plan.
 
@@ -102,6 +106,8 @@ class Plan:
                 micro-batches per update when training and ``stages`` per execution otherwise.
             auto_round_ipus: reserve the next power of two and leave the rest idle, where ``ipus``
                 is not a power of two.
+            depth: stages of the pipeline where one goes back to an earlier IPU; 0 for as many as
+                ``stages``, the IPUs of a replica.
         Raises:
             PlanError: with all faults, and a suggestion that this function accepts.
 
@@ -118,7 +124,7 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
         rounding = check.flag("auto_round_ipus", auto_round_ipus)
         stages = check.count("stages", stages)
         total = check.ipus(ipus, stages, rounding)
-        filling = stages if pipelined else 1
+        filling = (depth or stages) if pipelined else 1
         accumulation = check.accumulation(gradient_accumulation, training, filling)
         iterations = check.iterations(device_iterations, training, filling)
         if samples is not None:
@@ -142,6 +148,7 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
             pipelined=pipelined,
             processes=processes,
             process=process,
+            depth=0 if depth == stages else depth,
         )
         check.raise_faults()
         return plan
@@ -322,7 +329,7 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
             ("micro-batch", "samples that one replica sees at once; the loader's batch_size"),
             ("gradient accumulation", "micro-batches that a replica sums before one update"),
             ("replicas", f"copies of the model, each with its own micro-batches{spread}"),
-            ("stages", f"IPUs that share one replica{', as a pipeline' * self.pipelined}"),
+            self._explain_stages(),
             ("device iterations", f"{calls} per execution, which is one call of the program"),
         )
         di, ga, replicas, mb = self.shape
@@ -341,6 +348,12 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
         yield f"One {self._update_word} = {' x '.join(product)} = {update}."
         execution = _n(self.combined_batch_size, "sample")
         yield f"One execution = {update} x {_n(di, 'device iteration')} = {execution}."
+
+    def _explain_stages(self) -> Tuple[str, str]:
+        if not self.depth:
+            return "stages", f"IPUs that share one replica{', as a pipeline' * self.pipelined}"
+        how = f"as a pipeline of {self.depth}" if self.pipelined else f"in {self.depth}"
+        return "IPUs", f"which share one replica, {how} stages"
 
     def _explain_epoch(self) -> Iterator[str]:
         word = self._update_word
@@ -368,7 +381,8 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
         if self.dropped:
             left_out = _n(self.dropped, "more sample")
             yield f"drop_last=True leaves out {left_out} per epoch; drop_last=False keeps all."
-        product = f"{_n(self.replicas, 'replica')} x {_n(self.stages, 'stage')}"
+        share = f"{self.stages} IPUs" if self.depth else _n(self.stages, "stage")
+        product = f"{_n(self.replicas, 'replica')} x {share}"
         idle = f"{self.idle_ipus or 'none'} idle"
         each = "IPUs of each process" if self.processes > 1 else "IPUs"
         yield f"{each}: {self.reserved_ipus} planned, {self.ipus} used ({product}), {idle}."

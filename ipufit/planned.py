@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Optional, Sequence, Tuple
 
 from torch import nn
 
@@ -14,7 +14,7 @@ from ipufit.parallel.as_planned import fingerprint
 from ipufit.parallel.costs import IPU_MEMORY, StageCost
 from ipufit.parallel.partition import AFTER, STRATEGIES, Partition
 from ipufit.parallel.partition_plan import PartitionPlan, Planned
-from ipufit.parallel.planning import Estimator, schedule_of
+from ipufit.parallel.planning import Divided, Estimator, schedule_of
 from ipufit.parallel.recomputation import resolve_recompute
 from ipufit.parallel.request import PartitionRequest
 from ipufit.parallel.resolving import AUTO, resolve_partition
@@ -71,9 +71,10 @@ def planned(
         def again(count: int) -> bool:
             return recompute.of(strategy, count)
 
-        costs = _smallest(estimator, wanted.counts, schedule, again, memory)
+        costs, places = _smallest(estimator, wanted.counts, schedule, again, memory)
     else:
         costs = estimator.given(wanted.given)
+        places = () if wanted.given is None else wanted.given.places
     count = len(costs)
     if accumulation is None:
         accumulation = 2 * count - 1 if strategy == "pipelined" else 1
@@ -81,7 +82,8 @@ def planned(
         micro_batch_size=sample.size,
         ipus=ipus,
         gradient_accumulation=accumulation,
-        stages=count,
+        stages=1 + max(places) if places else count,
+        depth=count,
         pipelined=strategy == "pipelined" and count > 1,
         auto_round_ipus=rounds,
     )
@@ -101,6 +103,7 @@ def planned(
             unused=estimator.unused,
             checkpoints=recompute.checkpoints,
             fingerprint=fingerprint(session.module),
+            places=places,
             with_loss=bool(session.loss.in_module) or sample.unpack()[2] is not None,
         ),
     )
@@ -189,7 +192,7 @@ def _wanted(session: Session, asked: PartitionRequest, ipus: Optional[int]) -> _
     if asked.stages is None and count is None and compiled is not None:
         if not compiled.is_open:
             return _estimated(dataclasses.replace(compiled, strategy=asked.strategy))
-        count = compiled.stages
+        count = compiled.ipus
     request = dataclasses.replace(asked, stages=AUTO, ipus_per_replica=count or 1)
     resolve_partition(session.module, request)
     strategy = asked.strategy or "pipelined"
@@ -206,7 +209,7 @@ def _check_work(wanted: _Wanted, ipus: Any, accumulation: Any, rounds: bool) -> 
         PartitionError: so many IPUs can't be reserved.
         PlanError: they are no replicas of so many.
     """
-    count = wanted.given.stages if wanted.given is not None else 1
+    count = wanted.given.ipus if wanted.given is not None else 1
     count = wanted.counts[0] if wanted.counts else count
     least, most = round_up(count) // 2, round_up(count)
     if ipus is None and count != most and not rounds:
@@ -221,6 +224,7 @@ def _check_work(wanted: _Wanted, ipus: Any, accumulation: Any, rounds: bool) -> 
         ipus=ipus,
         gradient_accumulation=1 if accumulation is None else accumulation,
         stages=count,
+        depth=wanted.given.stages if wanted.given is not None else count,
         pipelined=filling,
         auto_round_ipus=rounds,
     )
@@ -249,13 +253,13 @@ def _smallest(
     schedule: str,
     recompute: Callable[[int], bool],
     memory: int,
-) -> List[StageCost]:
+) -> Divided:
     """The fewest stages that fit, or else the evenest of the largest number that can be made.
 
     Raises:
         PartitionError: not even the smallest number can be made.
     """
-    evenest: Optional[List[StageCost]] = None
+    evenest: Optional[Divided] = None
     for count in counts:
         try:
             found = estimator.divided(count, schedule, recompute(count), memory)

@@ -15,7 +15,7 @@ from ipufit.configured import FixedWork
 from ipufit.data.batches import is_weighted
 from ipufit.data.feed import Feed
 from ipufit.data.source import Source
-from ipufit.dividing import Divider
+from ipufit.dividing import Divider, settled
 from ipufit.errors import ConfigurationError
 from ipufit.first_batch import check_call, prepare_tail, probe
 from ipufit.interrupts import deferred
@@ -183,6 +183,7 @@ class Session:
         is_own = partition is not None and partition.is_own
         plan = Plan.make(
             stages=partition.ipus if partition is not None else 1,
+            depth=partition.depth if partition is not None else 0,
             pipelined=is_pipeline and not is_own,
             micro_batch_size=source.micro_batch_size or 1,
             ipus=ipus,
@@ -283,7 +284,8 @@ class Session:
     ) -> Job:
         check_call(self.module, first, self.loss, source)
         self.partitions = self._divider.divided(self, first, mode is Mode.TRAIN)
-        self.partitions = self._divider.counted(self, first, plan)
+        self.partitions = self._divider.counted(self, first, mode is Mode.TRAIN)
+        plan = settled(plan, self.partitions.of(mode is Mode.TRAIN))
         plan = dataclasses.replace(plan, micro_batch_size=feed.micro_batch_size or first.size)
         metrics = MetricSet() if mode is Mode.PREDICT else self.metrics.fresh()
         metrics.check_joined(self.processes.num_processes)

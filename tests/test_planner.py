@@ -407,16 +407,22 @@ class Twice(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize(("tied", "begin"), [(False, "last"), (True, "head")])
-def test_no_stage_begins_between_two_uses_of_a_parameter(tied, begin):
-    """Nor at a module that is called again."""
+@pytest.mark.parametrize(
+    ("tied", "stages"),
+    [
+        (False, {"first": 0, "last": 1}),
+        (True, {"first": (0, 0), "middle": (1, 1), "last": (2, 0)}),
+    ],
+)
+def test_a_parameter_is_on_one_ipu(tied, stages):
+    """What reads it again goes back there; nor does a stage begin at a module called again."""
     model = compiled(Twice(tied), stages="auto", ipus_per_replica=2)
     plan = model.plan((X, Y))
-    assert list(plan.stages) == ["first", begin]
+    assert plan.stages == stages
     assert plan.planned.unused == ("spare.weight", "spare.bias")
     values = sum(p.numel() for p in model.module.parameters()) - 6
     assert sum(cost.parameters for cost in plan.costs) == values
-    model.fit(X, Y, batch_size=5, gradient_accumulation=3, verbose=0)
+    model.fit(X, Y, batch_size=5, gradient_accumulation=2 * len(stages) - 1, verbose=0)
 
 
 def test_recurrent_layers_without_a_list_are_divided_too():

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from ipufit.parallel.measuring import Segment, Trace
 from ipufit.parallel.schedule import in_flight
 
-__all__ = ["IPU_MEMORY", "Costs", "StageCost", "memory_of", "spans_of", "times_of"]
+__all__ = [
+    "IPU_MEMORY",
+    "Costs",
+    "StageCost",
+    "by_ipu",
+    "memory_of",
+    "spans_of",
+    "times_of",
+]
 
 # In-Processor memory of an IPU, of both generations that PopTorch 3.4 knows.
 TILES, TILE_MEMORY = 1472, 624 * 1024
@@ -80,8 +88,23 @@ class StageCost:
 
 
 def memory_of(costs: Sequence[StageCost], schedule: str, recompute: bool) -> List[int]:
-    """Bytes on the IPU of each stage."""
+    """Bytes that each stage takes."""
     return [c.memory(stage, len(costs), schedule, recompute) for stage, c in enumerate(costs)]
+
+
+def by_ipu(taken: Sequence[int], places: Sequence[int]) -> List[int]:
+    """What stages take, added up for each IPU.
+
+    Args:
+        taken: by every stage.
+        places: the IPU of each; none where each has one of its own.
+    """
+    if not places:
+        return list(taken)
+    found = [0] * (1 + max(places))
+    for ipu, one in zip(places, taken):
+        found[ipu] += one
+    return found
 
 
 def times_of(
@@ -266,10 +289,15 @@ _SUMS = (
 )
 
 
-def spans_of(trace: Trace, module: nn.Module) -> List[Tuple[int, int]]:
+def spans_of(trace: Trace, module: nn.Module, end: Optional[int] = None) -> List[Tuple[int, int]]:
     """First and last segment of each parameter's use, by operators and by calls of its module.
 
     Between the two no stage may begin: a parameter is on one IPU.
+
+    Args:
+        trace: of a forward pass.
+        module: the user's.
+        end: segments from this one on don't count; None for all.
     """
     calls: Dict[str, List[int]] = {}
     for number, segment in enumerate(trace.segments):
@@ -288,4 +316,6 @@ def spans_of(trace: Trace, module: nn.Module) -> List[Tuple[int, int]]:
         for parameter in part._parameters.values():
             if parameter is not None and name:
                 used.setdefault(id(parameter), set()).update(calls[name])
-    return [(min(where), max(where)) for where in used.values()]
+    if end is not None:
+        used = {key: {one for one in where if one < end} for key, where in used.items()}
+    return [(min(where), max(where)) for where in used.values() if where]

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import collections.abc
 import operator
-from typing import AbstractSet, Any, Dict, List, Sequence, Tuple
+from typing import AbstractSet, Any, Dict, List, Sequence
 
 from torch import nn
 
 from ipufit.errors import PartitionError
+from ipufit.parallel.division import Division
 from ipufit.parallel.partition import AFTER
 from ipufit.parallel.repeated import repeated_layers
 from ipufit.parallel.request import PartitionRequest, count_of
+from ipufit.parallel.returning import Visit, with_returns
+from ipufit.parallel.serializing import ipus_of
 from ipufit.parallel.splits import ipus_with_parts
 
 __all__ = ["counted", "share_out"]
 
 
-def counted(module: nn.Module, asked: PartitionRequest) -> Tuple[Tuple[Tuple[str, int], ...], int]:
-    """The modules that begin a stage, and the last stage."""
+def counted(module: nn.Module, asked: PartitionRequest, can_return: bool = True) -> Division:
+    """The modules that begin a stage.
+
+    Args:
+        module: the user's.
+        asked: the arguments.
+        can_return: whether a stage may be on an IPU that has one before it.
+    """
     argument = asked.name("layers_per_ipu")
     counts = _whole_numbers(asked.layers_per_ipu, argument)
     count = count_of(asked.name("ipus_per_replica"), asked.ipus_per_replica) or 1
     if counts == [-1] and count == 1:
-        return (), 0
+        return Division()
     layers = repeated_layers(module, asked.layers, argument)
     if counts == [-1]:
         # As an IPUConfig has it, which says beside it how many IPUs there are.
@@ -36,15 +45,16 @@ def counted(module: nn.Module, asked: PartitionRequest) -> Tuple[Tuple[Tuple[str
         counts = [-1] * count
     cut = ipus_with_parts(module)
     shares = share_out(counts, len(layers), argument, _places(module, layers), cut)
-    begins: List[Tuple[str, int]] = []
-    done = 0
-    for ipu, share in enumerate(shares):
-        if share:
-            begins.append((layers[done], ipu))
-        elif ipu not in cut:
-            begins.append((AFTER + layers[-1], ipu))
-        done += share
-    return tuple(begins), len(shares) - 1
+    ipus = [ipu for ipu, share in enumerate(shares) for _ in range(share)]
+    visits = [Visit(layer, ipu) for layer, ipu in zip(layers, ipus)]
+    if can_return and not ipus_of(module) and not ipus_of(module, training=False):
+        return Division.along(with_returns(module, visits, len(shares) - 1))
+    # Parts of a serialised layer say themselves where they are.
+    begins = [visits[sum(shares[:ipu])] for ipu, share in enumerate(shares) if share]
+    end = len(shares) - 1
+    if not shares[end] and end not in cut:
+        begins.append(Visit(AFTER + layers[-1], end))
+    return Division(tuple((visit.name, visit.ipu) for visit in begins), 1 + end)
 
 
 def _places(module: nn.Module, layers: Sequence[str]) -> str:

@@ -239,18 +239,46 @@ class _Walk:
         twins = self._twins()
         for name, places in self._uses.by_forward.items():
             found = self._places_of(name) or places
-            if len(found) > 1:
-                other = twins.get(name, [name])
-                raise _tied(other[0], found[0], other[-1], found[1], unit)
+            apart = [place for place in found if self._ipu(place) != self._ipu(found[0])]
+            if apart:
+                names = twins.get(name, [name])
+                owner = self._read_in(found[0], names, names[0])
+                other = self._read_in(apart[0], names, names[-1])
+                cure = self._way_back(other, found[0], apart[0]) if owner != other else ""
+                raise _tied(owner, found[0], other, apart[0], unit, cure)
         for name, places in self._uses.by_loss.items():
             first = self._places_of(name) or self._uses.by_forward.get(name, places)
-            if first[0] != places[0]:
+            if self._ipu(first[0]) != self._ipu(places[0]):
                 raise PartitionError(
                     f"a parameter must be on one IPU, but {name!r} is used in {unit[:-1]} "
                     f"{first[0]} and by the loss, which is in {unit[:-1]} {places[0]}. For a "
                     "penalty of weights use the optimizer's weight_decay; else put what uses it "
                     "into the last stage."
                 )
+
+    def _ipu(self, place: int) -> int:
+        """Where a stage is; what has no IPU of its choice is told by its number."""
+        return self._partition.places[place] if self._partition.places else place
+
+    def _read_in(self, stage: int, names: List[str], default: str) -> str:
+        """The name of a parameter by which a module has it that was called in a stage."""
+        readers = (n for n in names if stage in self._called.get(n.rpartition(".")[0], ()))
+        return next(readers, default)
+
+    def _way_back(self, name: str, home: int, stage: int) -> str:
+        """How ``stages`` says that a module goes back to the IPU of a weight, if it can."""
+        partition, module = self._partition, name.rpartition(".")[0]
+        if not self._begins or "phased" in partition.strategy or module not in self._called:
+            return ""
+        begins = [other for other, number in self._begins.items() if number == stage]
+        number = stage if begins == [module] else stage + 1
+        if number and self._ipu(number - 1) == self._ipu(home):
+            return ""
+        cure = f"let {module!r} go back to IPU {self._ipu(home)} as stage {number}, with "
+        cure += f"{module!r}: ({number}, {self._ipu(home)}) in stages"
+        if any(later > stage for later in self._begins.values()):
+            cure += " and pairs of higher numbers behind it"
+        return f"{cure}, "
 
     def _twins(self) -> Dict[str, List[str]]:
         """All names of each parameter that has several, in the order of their calls."""
@@ -276,8 +304,9 @@ class _Walk:
                 for stage in self._stages_of(name, key) if parameter is not None else ():
                     full = f"{name}.{key}" if name else key
                     before, owner = used.setdefault(id(parameter), (stage, full))
-                    if before != stage:
-                        raise _tied(owner, before, full, stage)
+                    if self._ipu(before) != self._ipu(stage):
+                        cure = self._way_back(full, before, stage)
+                        raise _tied(owner, before, full, stage, cure=cure)
 
     def _stages_of(self, name: str, key: str) -> List[int]:
         """The stages in which a module ran, or else the nearest one around it that did."""
@@ -296,11 +325,13 @@ class _Walk:
 _FUSED = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
 
 
-def _tied(owner: str, before: int, other: str, stage: int, unit: str = "stages") -> PartitionError:
+def _tied(
+    owner: str, before: int, other: str, stage: int, unit: str = "stages", cure: str = ""
+) -> PartitionError:
     who = f"{owner!r} is used" if owner == other else f"{owner!r} and {other!r} are one parameter,"
     places = "stage" if unit == "stages" else "IPU's blocks"
     return PartitionError(
         f"a parameter must be on one IPU, but {who} {'in' if unit == 'stages' else 'on'} {unit} "
-        f"{before} and {stage}. Put all its uses into one {places}, or give each its own copy: "
-        "module.weight = torch.nn.Parameter(module.weight.detach().clone())."
+        f"{before} and {stage}. Put all its uses into one {places}, {cure}or give each its own "
+        "copy: module.weight = torch.nn.Parameter(module.weight.detach().clone())."
     )

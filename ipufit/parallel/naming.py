@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import AbstractSet, Any, Container, Dict, Iterable, Mapping, Optional
+from typing import AbstractSet, Any, Container, Dict, Iterable, Mapping, Optional, Tuple
 
 from torch import nn
 
@@ -11,11 +11,15 @@ from ipufit.errors import PartitionError, UnknownNameError
 from ipufit.faults import Faults
 from ipufit.parallel.partition import AFTER
 
-__all__ = ["begun_by", "first_called", "first_gap", "is_called", "named_stages"]
+__all__ = ["Placed", "begun_by", "first_called", "first_gap", "is_called", "named_stages"]
 
 
-def named_stages(module: nn.Module, given: Mapping[Any, Any], argument: str) -> Dict[str, int]:
-    """The stage of each module, by the first of its names.
+# The number of a stage, and the IPU that it is said to be on.
+Placed = Tuple[int, Optional[int]]
+
+
+def named_stages(module: nn.Module, given: Mapping[Any, Any], argument: str) -> Dict[str, Placed]:
+    """The stage of each module, and its IPU where that is said, by the first of its names.
 
     Args:
         module: the user's.
@@ -29,7 +33,7 @@ def named_stages(module: nn.Module, given: Mapping[Any, Any], argument: str) -> 
     first = {id(part): name for name, part in module.named_modules() if name}
     known = {n: p for n, p in module.named_modules(remove_duplicate=False) if n and p is not module}
     faults = Faults()
-    found: Dict[str, int] = {}
+    found: Dict[str, Placed] = {}
     written: Dict[str, Any] = {}
     for key, stage in given.items():
         with faults.collected():
@@ -39,20 +43,38 @@ def named_stages(module: nn.Module, given: Mapping[Any, Any], argument: str) -> 
                 raise UnknownNameError(f"module in {argument}", name, first.values(), shown=5)
             _check_called(known[inside], inside, argument)
         with faults.collected():
-            if isinstance(stage, bool) or not hasattr(stage, "__index__") or int(stage) < 0:
-                raise PartitionError(
-                    f"{argument}[{key!r}] must be the number of a stage, from 0, got {stage!r}."
-                )
+            placed = _placed(stage, f"{argument}[{key!r}]")
             if inside in known:
                 own = name[: len(name) - len(inside)] + first[id(known[inside])]
-                if found.setdefault(own, operator.index(stage)) != operator.index(stage):
+                if found.setdefault(own, placed) != placed:
                     raise PartitionError(
                         f"{argument} must give a module one stage, but {written[own]!r} and "
-                        f"{key!r} are one module, got {found[own]} and {stage}. Leave one out."
+                        f"{key!r} are one module, got {given[written[own]]} and {stage}. Leave one "
+                        "out."
                     )
                 written.setdefault(own, key)
     faults.raise_all()
     return found
+
+
+def _placed(given: Any, said: str) -> Placed:
+    """The number of a stage, alone or with its IPU.
+
+    Raises:
+        PartitionError: it is something else.
+    """
+    is_pair = isinstance(given, (tuple, list))
+    numbers = list(given) if is_pair else [given]
+    good = all(not isinstance(n, bool) and hasattr(n, "__index__") and n >= 0 for n in numbers)
+    if is_pair and not (good and len(numbers) == 2):
+        raise PartitionError(
+            f"{said} as a pair must be the number of a stage and that of its IPU, both from 0, got "
+            f"{given!r}. Write for example (2, 0)."
+        )
+    if not good:
+        raise PartitionError(f"{said} must be the number of a stage, from 0, got {given!r}.")
+    stage, *ipu = map(operator.index, numbers)
+    return stage, ipu[0] if ipu else None
 
 
 def begun_by(name: str, known: Container[str]) -> str:

@@ -33,6 +33,8 @@ class Partition:
         ipus: IPUs of one replica.
         is_automatic: whether ipufit divides the module, which it does when it knows a micro-batch;
             until then ``begins`` is empty.
+        places: the IPU of each stage where one goes back to an earlier IPU, for a weight that is
+            there; empty where every stage has an IPU of its own, or phases take turns.
     """
 
     begins: Tuple[Tuple[str, int], ...]
@@ -42,6 +44,16 @@ class Partition:
     ipus: int
     poptorch_strategy: Any = None
     is_automatic: bool = False
+    places: Tuple[int, ...] = ()
+
+    def ipu_of(self, stage: int) -> int:
+        """The IPU of a replica on which a stage or phase runs."""
+        return self.places[stage] if self.places else stage % self.ipus
+
+    @property
+    def depth(self) -> int:
+        """Stages, where they are more than IPUs since some go back; else 0."""
+        return self.stages if self.stages > self.ipus and "phased" not in self.strategy else 0
 
     @property
     def is_open(self) -> bool:
@@ -90,15 +102,21 @@ class Partition:
             return f"{self.strategy} over {self.ipus} IPUs{count} by the module's own blocks"
         unit, first = self.unit, self.first()
         begins = "; ".join(
-            f"{unit} {stage} {'' if name.startswith(AFTER) else 'from '}{name}"
+            f"{unit} {stage} {'' if name.startswith(AFTER) else 'from '}{name}{self.where(stage)}"
             for stage, name in first.items()
         )
         cut = [str(stage) for stage in range(1, self.stages) if stage not in first]
         if cut:
             many = "s" if len(cut) > 1 else ""
             begins += f"; {unit}{many} {', '.join(cut)} from parts of serialised layers"
+        ipus = f" on {self.ipus} IPUs" if self.places else ""
         found = " found by ipufit" if self.is_automatic else ""
-        return f"{self.strategy} over {self.stages} {unit}s{found}: {begins}"
+        return f"{self.strategy} over {self.stages} {unit}s{ipus}{found}: {begins}"
+
+    def where(self, stage: int) -> str:
+        """The IPU of a stage that has not its number."""
+        has_own = not self.places or self.places[stage] == stage
+        return "" if has_own else f" on IPU {self.places[stage]}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,10 +136,14 @@ class Partitions:
         both = (self.training, self.inference)
         return next((p for p in both if p is not None and p.is_open), None)
 
-    def found(self, begins: Tuple[Tuple[str, int], ...]) -> Partitions:
+    def found(
+        self, begins: Tuple[Tuple[str, int], ...], places: Tuple[int, ...] = ()
+    ) -> Partitions:
         """The same with what was yet to be found."""
         training, inference = (
-            dataclasses.replace(p, begins=begins) if p is not None and p.is_open else p
+            dataclasses.replace(p, begins=begins, stages=len(places) or p.stages, places=places)
+            if p is not None and p.is_open
+            else p
             for p in (self.training, self.inference)
         )
         return Partitions(training, inference)
@@ -141,7 +163,9 @@ class Partitions:
         for partition, when in ((train, ""), (None if same else infer, " of inference")):
             if partition is not None and partition.stages > 1:
                 for stage, name in partition.first().items():
-                    found.setdefault(name, []).append(f"{partition.unit} {stage}{when} begins")
+                    where = partition.where(stage)
+                    text = f"{partition.unit} {stage}{when} begins{where}"
+                    found.setdefault(name, []).append(text)
         return found
 
     def describe(self) -> List[str]:

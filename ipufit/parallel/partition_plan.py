@@ -7,7 +7,7 @@ import os
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 from ipufit.errors import ConfigurationError, UnknownNameError
-from ipufit.parallel.costs import StageCost, memory_of, times_of
+from ipufit.parallel.costs import StageCost, by_ipu, memory_of, times_of
 from ipufit.parallel.schedule import (
     SCHEDULES,
     Timeline,
@@ -38,6 +38,7 @@ class Planned:
         checkpoints: layers from whose outputs recomputation starts, besides the inputs of stages.
         with_loss: whether the loss is counted, for which the batch must have a target.
         fingerprint: of the module's layers and parameters.
+        places: the IPU of each stage, where one goes back to an earlier IPU; else none.
     """
 
     title: str
@@ -53,6 +54,7 @@ class Planned:
     checkpoints: Tuple[str, ...] = ()
     with_loss: bool = True
     fingerprint: str = ""
+    places: Tuple[int, ...] = ()
 
 
 class PartitionPlan:
@@ -68,23 +70,41 @@ class PartitionPlan:
 
     Attributes:
         costs, planned: those.
-        stages: modules that begin a stage, by name. ``compile(stages=plan)`` takes the plan itself,
-            ``compile(stages=plan.stages)`` leaves out its checks.
+        stages: modules that begin a stage, by name, with its number, or a pair of that and its IPU
+            where a stage goes back to an earlier one. ``compile(stages=plan)`` takes the plan
+            itself, ``compile(stages=plan.stages)`` leaves out its checks.
     """
 
     def __init__(self, costs: Sequence[StageCost], planned: Planned) -> None:
         self.costs: Tuple[StageCost, ...] = tuple(costs)
         self.planned = planned
-        self.stages: Dict[str, int] = dict(planned.begins)
+        self.stages: Dict[str, Union[int, Tuple[int, int]]] = {
+            name: (stage, self.ipu_of(stage)) if planned.places else stage
+            for name, stage in planned.begins
+        }
 
     @property
-    def memory(self) -> List[int]:
-        """Bytes on the IPU of each stage."""
+    def ipus(self) -> int:
+        """IPUs of a replica."""
+        return 1 + max(self.planned.places) if self.planned.places else len(self.costs)
+
+    def ipu_of(self, stage: int) -> int:
+        """The IPU of a stage."""
+        return self.planned.places[stage] if self.planned.places else stage
+
+    @property
+    def stage_memory(self) -> List[int]:
+        """Bytes that each stage takes."""
         return memory_of(self.costs, self.planned.schedule, self.planned.recompute)
 
     @property
+    def memory(self) -> List[int]:
+        """Bytes on each IPU of a replica, which is each stage's where no two share one."""
+        return by_ipu(self.stage_memory, self.planned.places)
+
+    @property
     def fits(self) -> bool:
-        """Whether every stage's memory is within an IPU's."""
+        """Whether the memory of every IPU is enough."""
         return max(self.memory) <= self.planned.memory
 
     @property
@@ -97,7 +117,7 @@ class PartitionPlan:
     def utilisation(
         self, gradient_accumulation: Optional[int] = None, schedule: Optional[str] = None
     ) -> float:
-        """Share of the time of an update in which a stage works, over all stages.
+        """Share of the time of an update in which an IPU works, over all IPUs.
 
         The rest is the pipeline's bubble: stages that wait for the first micro-batch, for the last
         one, or for a slower stage.
@@ -132,7 +152,10 @@ class PartitionPlan:
                 "0.9 for 90 %."
             )
         found, limit = least_accumulation(
-            schedule, *times_of(self.costs, schedule, self.planned.recompute), utilisation
+            schedule,
+            *times_of(self.costs, schedule, self.planned.recompute),
+            utilisation,
+            self.planned.places,
         )
         if found is None:
             raise ConfigurationError(
@@ -165,7 +188,7 @@ class PartitionPlan:
         forward, backward = times_of(self.costs, schedule, self.planned.recompute)
         unit = sum(forward) + sum(backward) or 1.0
         forward, backward = ([time / unit for time in times] for times in (forward, backward))
-        return simulate(schedule, forward, backward, count)
+        return simulate(schedule, forward, backward, count, self.planned.places)
 
     def to_dict(self) -> Dict[str, Any]:
         """Everything in plain values."""
@@ -174,15 +197,17 @@ class PartitionPlan:
             begins=dict(self.planned.begins),
             unused=list(self.planned.unused),
             checkpoints=list(self.planned.checkpoints),
+            places=list(self.planned.places),
         )
         schedule = self.planned.schedule
         stages = []
-        for stage, (cost, memory) in enumerate(zip(self.costs, self.memory)):
+        for stage, (cost, memory) in enumerate(zip(self.costs, self.stage_memory)):
             flights = in_flight(schedule, stage, len(self.costs))
             stages.append(
                 {
                     **dataclasses.asdict(cost),
                     "in_flight": flights,
+                    "ipu": self.ipu_of(stage),
                     "memory": memory,
                     "activations_kept": cost.activations(flights),
                     "activations_recomputed": cost.activations(flights, True),

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any, Union
 
 from ipufit.drawing import new_figure, saved
+from ipufit.parallel.costs import by_ipu
 from ipufit.parallel.schedule import in_flight
 from ipufit.parallel.tables import stage_title
 from ipufit.parallel.texts import share, size
@@ -34,12 +35,15 @@ def draw(plan: PartitionPlan, path: Union[str, os.PathLike[str], None]) -> Any:
     above, below = figure.subplots(2, 1)
     _draw_timeline(above, plan)
     _draw_memory(below, plan)
-    for panel in (above, below):
-        panel.set_yticks(range(stages))
-        panel.set_yticklabels(
-            [f"stage {stage_title(stage, cost)}" for stage, cost in enumerate(plan.costs)]
-        )
-        panel.set_ylim(stages - 0.5, -0.5)
+    titles = [
+        f"stage {stage_title(stage, cost, plan.ipu_of(stage))}"
+        for stage, cost in enumerate(plan.costs)
+    ]
+    ipus = [f"IPU {ipu}" for ipu in range(plan.ipus)] if plan.planned.places else titles
+    for panel, names in ((above, titles), (below, ipus)):
+        panel.set_yticks(range(len(names)))
+        panel.set_yticklabels(names)
+        panel.set_ylim(len(names) - 0.5, -0.5)
         panel.spines[["top", "right"]].set_visible(False)
     return saved(figure, path, "PartitionPlan.plot")
 
@@ -87,10 +91,10 @@ def _draw_timeline(panel: Any, plan: PartitionPlan) -> None:
 
 def _draw_memory(panel: Any, plan: PartitionPlan) -> None:
     planned, stages = plan.planned, len(plan.costs)
-    begins = [0.0] * stages
+    begins = [0.0] * plan.ipus
     unit, name = _unit(max(plan.memory))
     for label, color, hatch in _PARTS:
-        widths = []
+        taken = []
         for stage, cost in enumerate(plan.costs):
             flights = in_flight(planned.schedule, stage, stages)
             sizes = {
@@ -99,9 +103,10 @@ def _draw_memory(panel: Any, plan: PartitionPlan) -> None:
                 "optimizer": cost.optimizer_bytes,
                 "activations": cost.activations(flights, planned.recompute),
             }
-            widths.append(sizes[label] / unit)
+            taken.append(sizes[label])
+        widths = [one / unit for one in by_ipu(taken, planned.places)]
         style = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0.6}
-        panel.barh(range(stages), widths, left=begins, height=0.72, label=label, **style)
+        panel.barh(range(plan.ipus), widths, left=begins, height=0.72, label=label, **style)
         begins = [begin + width for begin, width in zip(begins, widths)]
     if max(begins) > 0.3 * planned.memory / unit:
         panel.axvline(planned.memory / unit, color="#b00020", linestyle="--", linewidth=1.2)

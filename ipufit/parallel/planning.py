@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import math
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
 
 from ipufit.errors import PartitionError
 from ipufit.losses import Loss
-from ipufit.parallel.costs import IPU_MEMORY, Costs, StageCost, memory_of
+from ipufit.parallel.costs import IPU_MEMORY, Costs, StageCost, by_ipu, memory_of
 from ipufit.parallel.measuring import Trace, measure
 from ipufit.parallel.optimizer_state import state_bytes
 from ipufit.parallel.partition import Partition
 from ipufit.parallel.schedule import SCHEDULES
-from ipufit.parallel.searching import Cut, best_division, cuts_of
+from ipufit.parallel.searching import Cut, Tail, best_division, cuts_of, tail_of
 from ipufit.parallel.texts import size
 from ipufit.program import MicroBatch
 from ipufit.recipe import Recipe
 
-__all__ = ["Estimator", "schedule_of"]
+__all__ = ["Divided", "Estimator", "schedule_of"]
 
-# A block is cut only where this makes the slowest stage so much faster.
+# A block is cut, or a stage more is made, only where the slowest one becomes so much faster.
 _WORTH = 1.05
 
 
@@ -31,6 +31,18 @@ def schedule_of(strategy: str, schedule: Optional[str] = None) -> str:
     if strategy == "sharded":
         return "sequential"
     return schedule or SCHEDULES[0]
+
+
+class Divided(NamedTuple):
+    """A division that was found.
+
+    Attributes:
+        costs: what the stages take, in their order.
+        places: the IPU of each, where the last one goes back to an earlier IPU; else none.
+    """
+
+    costs: List[StageCost]
+    places: Tuple[int, ...] = ()
 
 
 class Estimator:
@@ -112,17 +124,18 @@ class Estimator:
 
     def divided(
         self, stages: int, schedule: str, recompute: bool = False, memory: Optional[int] = None
-    ) -> Optional[List[StageCost]]:
-        """The best division into so many stages.
+    ) -> Optional[Divided]:
+        """The best division over so many IPUs.
 
         Args:
-            stages: how many.
+            stages: how many, each on an IPU; there may be one more, which goes back to one of them
+                for a weight that is there.
             schedule: of the pipeline.
             recompute: whether activations are recomputed.
             memory: bytes of an IPU; None for no limit.
 
         Returns:
-            What the stages take, in their order; None where nothing fits.
+            It; None where nothing fits.
 
         Raises:
             PartitionError: no so many can be made.
@@ -130,18 +143,20 @@ class Estimator:
         if stages == 1:
             whole = self._costs.of(0, len(self._trace.segments), self._first())
             taken = whole.memory(0, 1, schedule, recompute)
-            return [whole] if memory is None or taken <= memory else None
+            return Divided([whole]) if memory is None or taken <= memory else None
         most, limit = 0, math.inf
-        best: Optional[Tuple[Cut, ...]] = None
-        for fine in (False, True):
-            cuts = cuts_of(self._trace, self._module, fine)
-            most = max(most, len(cuts))
-            how = (schedule, recompute, memory)
-            found = best_division(self._costs, cuts, stages, *how, limit)
-            if found is not None:
-                best, limit = found[0], found[1] / _WORTH
+        best: Optional[Tuple[Tuple[Cut, ...], Optional[Tail]]] = None
+        tails = [None, tail_of(self._trace, self._module)]
+        for tail in tails if tails[1] is not None else tails[:1]:
+            for fine in (False, True):
+                cuts = cuts_of(self._trace, self._module, fine, tail)
+                most = max(most, len(cuts))
+                how = (schedule, recompute, memory)
+                found = best_division(self._costs, cuts, stages, *how, limit, tail)
+                if found is not None:
+                    best, limit = (found[0], tail), found[1] / _WORTH
         if best is not None:
-            return self._along(best)
+            return self._with_tail(*best)
         if most < stages:
             raise PartitionError(
                 f"the module can be divided into {most} stage{'s' if most != 1 else ''} at most, "
@@ -152,8 +167,10 @@ class Estimator:
 
     def automatic(
         self, stages: int, strategy: str, recompute: bool = False
-    ) -> Tuple[Tuple[str, int], ...]:
+    ) -> Tuple[Tuple[Tuple[str, int], ...], Tuple[int, ...]]:
         """What ``compile(stages="auto")`` makes of it: the modules that begin a stage.
+
+        And the IPU of each stage, where one goes back.
 
         Raises:
             PartitionError: no so many stages can be made, or they don't fit memory.
@@ -163,7 +180,7 @@ class Estimator:
         if found is None:
             least = self.divided(stages, kind, recompute)
             assert least is not None
-            most = max(memory_of(least, kind, recompute))
+            most = max(by_ipu(memory_of(least.costs, kind, recompute), least.places))
             how = "recomputed" if recompute else "kept"
             raise PartitionError(
                 f"stages='auto' must find stages that fit in an IPU's {size(IPU_MEMORY)}, but none "
@@ -171,7 +188,19 @@ class Estimator:
                 f"activations {how}. Use a larger ipus_per_replica, or smaller micro-batches, or "
                 "name the stages, which are not held against this estimate."
             )
-        return tuple((cost.name, stage) for stage, cost in enumerate(found) if cost.name)
+        begins = ((cost.name, stage) for stage, cost in enumerate(found.costs) if cost.name)
+        return tuple(begins), found.places
+
+    def _with_tail(self, cuts: Sequence[Cut], tail: Optional[Tail]) -> Divided:
+        """Stages that begin at these cuts, and what goes back behind them."""
+        if tail is None:
+            return Divided(self._along(cuts))
+        starts = [0, *(cut.segment for cut in cuts[1:])]
+        home = max(stage for stage, start in enumerate(starts) if start <= tail.first)
+        if home == len(cuts) - 1:
+            # It is there already.
+            return Divided(self._along(cuts))
+        return Divided(self._along([*cuts, tail.cut]), (*range(len(cuts)), home))
 
     def _along(self, cuts: Sequence[Cut]) -> List[StageCost]:
         """Stages that begin at these cuts; the first takes what comes before it too."""

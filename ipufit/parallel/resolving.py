@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
-from typing import Any, Mapping, Optional, Tuple
+from typing import Any, Dict, Mapping, Optional, Tuple
 
 from torch import nn
 
 from ipufit.errors import PartitionError
 from ipufit.faults import Faults
 from ipufit.parallel.counting import counted
-from ipufit.parallel.naming import begun_by, first_gap, named_stages
+from ipufit.parallel.division import Division
+from ipufit.parallel.naming import Placed, begun_by, first_gap, named_stages
 from ipufit.parallel.partition import Partition, Partitions
 from ipufit.parallel.request import PartitionRequest, count_of
+from ipufit.parallel.serializing import ipus_of
 from ipufit.parallel.splits import check_splits, ipus_with_parts
 from ipufit.parallel.strategy import POPTORCH_STRATEGIES, strategy_of
 
@@ -74,8 +76,7 @@ def resolve_partition(
     faults = Faults()
     strategy, own = "pipelined", None
     count: Optional[int] = None
-    begins: Tuple[Tuple[str, int], ...] = ()
-    last = 0
+    division = Division()
     with faults.collected():
         strategy, own = strategy_of(asked)
     with faults.collected():
@@ -94,10 +95,11 @@ def resolve_partition(
         if _is_auto(asked):
             _check_auto(asked, strategy, own)
         elif asked.stages is not None:
-            begins = _named(module, asked.stages, asked.name("stages"))
+            division = _named(module, asked.stages, asked.name("stages"))
         elif asked.layers_per_ipu is not None:
-            begins, last = counted(module, asked)
+            division = counted(module, asked, can_return="phased" not in strategy)
     faults.raise_all()
+    begins, places = division.begins, division.places
     if own is not None and begins:
         raise PartitionError(
             f"{asked.name('strategy')} as an object of PopTorch's names blocks of the module's "
@@ -112,10 +114,14 @@ def resolve_partition(
             f"blocks of the module's own, {asked.name('strategy')}=poptorch.{kind}('A', 'B') with "
             "their names."
         )
+    if places:
+        _check_places(module, strategy, asked)
+    stages = count or 1
     if begins:
-        last = max(last, *(stage for _, stage in begins), *ipus_with_parts(module))
-    stages = 1 + last if begins else count or 1
+        stages = max(division.stages, *(1 + ipu for ipu in ipus_with_parts(module)))
     ipus = _ipus(strategy, stages) if begins or own is None else count or 1
+    if places:
+        ipus = 1 + max(places)
     if begins and count is not None and count != ipus:
         cure = f"Set it to {ipus}" if asked.ipus_said_by else "Leave it out"
         raise PartitionError(
@@ -133,7 +139,7 @@ def resolve_partition(
             )
         return None
     chosen = asked.strategy is not None
-    return Partition(begins, stages, strategy, chosen, ipus, own, _is_auto(asked))
+    return Partition(begins, stages, strategy, chosen, ipus, own, _is_auto(asked), places)
 
 
 def _is_auto(asked: PartitionRequest) -> bool:
@@ -172,13 +178,34 @@ def _ipus(strategy: str, stages: int) -> int:
     return min(stages, 2) if strategy == "parallel_phased" else stages
 
 
-def _named(module: nn.Module, given: Any, argument: str) -> Tuple[Tuple[str, int], ...]:
+def _check_places(module: nn.Module, strategy: str, asked: PartitionRequest) -> None:
+    """Refuse what has a rule of its own for the IPUs of stages.
+
+    Raises:
+        PartitionError: phases, or parts of a layer that are on several IPUs.
+    """
+    if "phased" in strategy:
+        raise PartitionError(
+            f"{asked.name('stages')} puts a stage on an IPU of its choice, (number, IPU), but the "
+            f"strategy is {strategy!r}, whose phases have their IPUs in turn. Give numbers alone, "
+            "or use strategy='pipelined' or 'sharded'."
+        )
+    if ipus_of(module) or ipus_of(module, training=False):
+        raise PartitionError(
+            f"{asked.name('stages')} puts a stage on an IPU of its choice, (number, IPU), but "
+            "serialised layers have parts on several IPUs, which number the stages. Cut them by a "
+            "factor, or give numbers alone."
+        )
+
+
+def _named(module: nn.Module, given: Any, argument: str) -> Division:
     if not isinstance(given, collections.abc.Mapping) or not given:
         raise PartitionError(
             f"{argument} must map names of modules to numbers of stages, got {given!r}. Write for "
             f"example {argument}={{'encoder': 0, 'head': 1}}."
         )
-    pairs = named_stages(module, given, argument)
+    placed = named_stages(module, given, argument)
+    pairs = {name: stage for name, (stage, _) in placed.items()}
     numbers = sorted(set(pairs.values()))
     gap = first_gap(numbers, ipus_with_parts(module))
     if gap is not None:
@@ -187,7 +214,39 @@ def _named(module: nn.Module, given: Any, argument: str) -> Tuple[Tuple[str, int
             f"{gap}, got {', '.join(map(str, numbers))}. Renumber them from 0."
         )
     order = {name: place for place, (name, _) in enumerate(module.named_modules())}
-    return tuple(sorted(pairs.items(), key=lambda pair: _place(pair[0], order)))
+    begins = tuple(sorted(pairs.items(), key=lambda pair: _place(pair[0], order)))
+    return Division(begins, 1 + numbers[-1], _places(placed, 1 + numbers[-1], argument))
+
+
+def _places(placed: Mapping[str, Placed], stages: int, argument: str) -> Tuple[int, ...]:
+    """The IPU of every stage; none where each has its number's.
+
+    Raises:
+        PartitionError: a stage on two IPUs, two that follow each other on one, or a gap.
+    """
+    said: Dict[int, int] = {}
+    for name, (stage, ipu) in placed.items():
+        if ipu is not None and said.setdefault(stage, ipu) != ipu:
+            raise PartitionError(
+                f"{argument} must put a stage on one IPU, but stage {stage}, with {name!r}, is put "
+                f"on IPU {said[stage]} and on IPU {ipu}. Give the stage the same pair throughout."
+            )
+    places = [said.get(stage, stage) for stage in range(stages)]
+    told = ", ".join(map(str, places))
+    for stage, (before, after) in enumerate(zip(places, places[1:])):
+        if before == after:
+            raise PartitionError(
+                f"{argument} must begin a stage only where the IPU changes, but stages {stage} and "
+                f"{stage + 1} are both on IPU {after}. Make them one stage."
+            )
+    gap = first_gap(places, frozenset())
+    if gap is not None or places[0]:
+        raise PartitionError(
+            f"{argument} must begin on IPU 0 and number the IPUs without a gap, got stages on IPUs "
+            f"{told}. A number alone is that of the stage and of its IPU; write (number, IPU) "
+            "behind a stage that goes back."
+        )
+    return () if places == list(range(stages)) else tuple(places)
 
 
 def _place(name: str, order: Mapping[str, int]) -> Tuple[int, bool]:

@@ -35,7 +35,7 @@ class Timeline:
     Attributes:
         tasks: in the order of their beginning.
         total: end of the last one.
-        utilisation: share of the time that a stage works, over all stages.
+        utilisation: share of the time that an IPU works, over all IPUs of a replica.
     """
 
     tasks: Tuple[Task, ...]
@@ -44,9 +44,15 @@ class Timeline:
 
 
 def simulate(
-    schedule: str, forward: Sequence[float], backward: Sequence[float], micro_batches: int
+    schedule: str,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    micro_batches: int,
+    places: Sequence[int] = (),
 ) -> Timeline:
-    """One weight update, whose steps end on all stages at the same time.
+    """One weight update, whose steps end on all IPUs at the same time.
+
+    Stages that share an IPU work one after the other in a step.
 
     Args:
         schedule: "grouped": a stage does a forward and a backward pass in each step, of different
@@ -54,20 +60,24 @@ def simulate(
             time.
         forward, backward: time of each stage's passes.
         micro_batches: the gradient accumulation.
+        places: the IPU of each stage; none where each has one of its own.
     """
     times = (forward, backward)
+    places = places or range(len(forward))
+    ipus = 1 + max(places)
     tasks: List[Task] = []
     now = 0.0
     for step in _steps(schedule, len(forward), micro_batches):
-        ends = [now] * len(forward)
+        ends = [now] * ipus
         for stage, micro_batch, is_backward in step:
-            begin = ends[stage]
-            ends[stage] += times[is_backward][stage]
-            tasks.append(Task(stage, micro_batch, is_backward, begin, ends[stage]))
+            ipu = places[stage]
+            begin = ends[ipu]
+            ends[ipu] += times[is_backward][stage]
+            tasks.append(Task(stage, micro_batch, is_backward, begin, ends[ipu]))
         now = max(ends)
     busy = micro_batches * (sum(forward) + sum(backward))
     tasks.sort(key=lambda task: (task.begin, task.stage))
-    return Timeline(tuple(tasks), now, busy / (len(forward) * now) if now else 1.0)
+    return Timeline(tuple(tasks), now, busy / (ipus * now) if now else 1.0)
 
 
 def _steps(schedule: str, stages: int, micro_batches: int) -> List[List[Tuple[int, int, bool]]]:
@@ -97,32 +107,36 @@ def in_flight(schedule: str, stage: int, stages: int) -> int:
 
 
 def least_accumulation(
-    schedule: str, forward: Sequence[float], backward: Sequence[float], utilisation: float
+    schedule: str,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    utilisation: float,
+    places: Sequence[int] = (),
 ) -> Tuple[Optional[int], float]:
     """The smallest accumulation that fills the pipeline and reaches a utilisation.
 
     Returns:
         It, or None where no number is large enough; and the utilisation that is never exceeded.
     """
-    stages = len(forward)
-    least = 1 if schedule == "sequential" else 2 * stages - 1
+    ipus = 1 + max(places) if places else len(forward)
+    least = 1 if schedule == "sequential" else 2 * len(forward) - 1
     # From a full pipeline on, every further micro-batch takes the same time.
-    total, more = (simulate(schedule, forward, backward, least + n).total for n in (0, 1))
+    total, more = (simulate(schedule, forward, backward, least + n, places).total for n in (0, 1))
     work, period = sum(forward) + sum(backward), more - total
     if not work:
         return least, 1.0
-    limit = work / (stages * period)
+    limit = work / (ipus * period)
 
     def reached(count: int) -> bool:
         time = total + (count - least) * period
-        return count * work / (stages * time) >= utilisation * (1 - 1e-12)
+        return count * work / (ipus * time) >= utilisation * (1 - 1e-12)
 
     if reached(least):
         return least, limit
     if limit <= utilisation:
         return None, limit
-    excess = utilisation * stages * (total - least * period)
-    count = max(least, math.floor(excess / (work - utilisation * stages * period)) - 1)
+    excess = utilisation * ipus * (total - least * period)
+    count = max(least, math.floor(excess / (work - utilisation * ipus * period)) - 1)
     while not reached(count):
         count += 1
     return count, limit

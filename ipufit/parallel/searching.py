@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 from torch import nn
 
@@ -13,7 +13,7 @@ from ipufit.parallel.measuring import Trace
 from ipufit.parallel.repeated import stacks_of
 from ipufit.parallel.schedule import in_flight
 
-__all__ = ["Cut", "best_cuts", "best_division", "cuts_of"]
+__all__ = ["Cut", "Tail", "best_cuts", "best_division", "cuts_of", "tail_of"]
 
 
 # Time of the slowest stage, sum of squares of all times, first part of every stage.
@@ -33,7 +33,39 @@ class Cut:
     segment: int
 
 
-def cuts_of(trace: Trace, module: nn.Module, fine: bool) -> List[Cut]:
+@dataclasses.dataclass(frozen=True)
+class Tail:
+    """What may go back to the IPU of an earlier stage, for a weight that is there.
+
+    Attributes:
+        cut: where it begins; it goes on to the end.
+        first, last: segments between which the weights are used before; no stage begins there.
+    """
+
+    cut: Cut
+    first: int
+    last: int
+
+
+def tail_of(trace: Trace, module: nn.Module) -> Optional[Tail]:
+    """The last module that reads a weight again, such as a head that is tied to the embedding."""
+    names = {f"net.{name}" for name, _ in module.named_parameters()}
+    calls = [segment.name for segment in trace.segments]
+    before: Dict[str, Set[int]] = {}
+    for number, segment in enumerate(trace.segments):
+        for name in segment.state & names:
+            before.setdefault(name, set()).add(number)
+    for number in range(len(calls) - 1, 0, -1):
+        name = calls[number]
+        again = [before[n] for n in trace.segments[number].state & names if min(before[n]) < number]
+        if again and name and calls.count(name) == 1 and not _is_weight(name):
+            later = [uses for uses in before.values() if max(uses) >= number]
+            earlier = {use for uses in later for use in uses if use < number}
+            return Tail(Cut(name, number), min(earlier), max(earlier))
+    return None
+
+
+def cuts_of(trace: Trace, module: nn.Module, fine: bool, tail: Optional[Tail] = None) -> List[Cut]:
     """Where stages may begin, in the order of execution.
 
     A module that is called once, and no parameter of which is used on both sides. What does no work
@@ -44,16 +76,22 @@ def cuts_of(trace: Trace, module: nn.Module, fine: bool) -> List[Cut]:
         module: the user's.
         fine: False takes a block of repeated layers as a whole, and of other modules those that
             hold no others.
+        tail: what is a stage already, behind all others; None for nothing.
     """
+    end = len(trace.segments) if tail is None else tail.cut.segment
     calls: Dict[str, List[int]] = {}
     for number, segment in enumerate(trace.segments):
         calls.setdefault(segment.name, []).append(number)
     blocks = () if fine else tuple(layer for s in stacks_of(module) for layer in s.layers)
     inner = tuple(f"{block}." for block in blocks)
-    spans = spans_of(trace, module)
+    spans = spans_of(trace, module, end)
+    if tail is not None:
+        spans.append((tail.first, tail.last))
     found: List[Cut] = []
     for name, where in calls.items():
         if not name or len(where) > 1 or name.startswith(inner) or _is_weight(name):
+            continue
+        if where[0] >= end:
             continue
         held = (other for other in calls if other.startswith(f"{name}.") and not _is_weight(other))
         if not fine and name not in blocks and any(held):
@@ -62,7 +100,7 @@ def cuts_of(trace: Trace, module: nn.Module, fine: bool) -> List[Cut]:
             continue
         found.append(Cut(name, where[0]))
     found.sort(key=lambda cut: cut.segment)
-    return _working(trace, found)
+    return _working(trace, found, end)
 
 
 def _is_weight(name: str) -> bool:
@@ -70,7 +108,7 @@ def _is_weight(name: str) -> bool:
     return "parametrizations" in name.split(".")
 
 
-def _working(trace: Trace, cuts: Sequence[Cut]) -> List[Cut]:
+def _working(trace: Trace, cuts: Sequence[Cut], end: int) -> List[Cut]:
     """Those before which and after which something is computed."""
 
     def works(begin: int, end: int) -> bool:
@@ -84,7 +122,7 @@ def _working(trace: Trace, cuts: Sequence[Cut]) -> List[Cut]:
         elif len(kept) > 1 and not cut.name.startswith(f"{last.name}."):
             # A module that begins with another one keeps the place; what does nothing loses it.
             kept[-1] = cut
-    while len(kept) > 1 and not works(kept[-1].segment, len(trace.segments)):
+    while len(kept) > 1 and not works(kept[-1].segment, end):
         kept.pop()
     return kept
 
@@ -136,6 +174,7 @@ def best_division(
     recompute: bool,
     memory: Optional[int],
     limit: float = math.inf,
+    tail: Optional[Tail] = None,
 ) -> Optional[Tuple[Tuple[Cut, ...], float]]:
     """The beginnings of the stages; the first takes what comes before its cut too.
 
@@ -147,14 +186,17 @@ def best_division(
         recompute: whether activations are recomputed.
         memory: bytes of an IPU; None for no limit.
         limit: clocks that no stage may exceed.
+        tail: what is a stage more, behind all others and on the IPU of the one with its weights.
 
     Returns:
-        These, and the clocks of the slowest stage; None where there are too few cuts or nothing
-        fits.
+        These, and the clocks of the slowest stage or IPU; None where there are too few cuts or
+        nothing fits.
     """
     if len(cuts) < stages:
         return None
-    bounds = [0, *(cut.segment for cut in cuts[1:]), len(costs.trace.segments)]
+    whole = len(costs.trace.segments)
+    end = whole if tail is None else tail.cut.segment
+    bounds = [0, *(cut.segment for cut in cuts[1:]), end]
     table: List[List[StageCost]] = [[] for _ in cuts]
     to_come = [costs.ranges(bounds[i], bounds[i + 1 :]) for i in range(len(cuts))]
 
@@ -163,15 +205,29 @@ def best_division(
             table[begin].append(next(to_come[begin]))
         return table[begin][end - begin - 1]
 
+    depth = stages if tail is None else stages + 1
     # The last stage has one micro-batch in flight, all others have several or one.
-    flights = in_flight(schedule, 0, stages)
+    flights = in_flight(schedule, 0, depth)
+    behind = None if tail is None else costs.of(end, whole)
+
+    def has_tail(begin: int, end: int) -> bool:
+        return tail is not None and bounds[begin] <= tail.first < bounds[end]
 
     def time(begin: int, end: int) -> float:
         cost = of(begin, end)
-        return cost.forward_clocks + cost.backward(flights if end < len(cuts) else 1, recompute)
+        is_last = behind is None and end == len(cuts)
+        taken = cost.forward_clocks + cost.backward(1 if is_last else flights, recompute)
+        if behind is not None and has_tail(begin, end):
+            taken += behind.forward_clocks + behind.backward(1, recompute)
+        return taken
 
     def fits(stage: int, begin: int, end: int) -> bool:
-        return memory is None or of(begin, end).memory(stage, stages, schedule, recompute) <= memory
+        if memory is None:
+            return True
+        taken = of(begin, end).memory(stage, depth, schedule, recompute)
+        if behind is not None and has_tail(begin, end):
+            taken += behind.memory(stages, depth, schedule, recompute)
+        return taken <= memory
 
     begins = best_cuts(len(cuts), stages, time, fits, limit)
     if begins is None:

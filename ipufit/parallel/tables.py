@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, List
+from typing import TYPE_CHECKING, List, Optional
 
-from ipufit.parallel.costs import TILE_MEMORY, TILES, StageCost, memory_of, times_of
+from ipufit.parallel.costs import TILE_MEMORY, TILES, StageCost, by_ipu, memory_of, times_of
 from ipufit.parallel.schedule import SCHEDULES, in_flight, least_accumulation
 from ipufit.parallel.texts import columns, flops, share, size
 
@@ -34,14 +34,16 @@ def told(plan: PartitionPlan) -> str:
     return "\n".join([*_head(plan), *_stage_table(plan), *_pipeline_table(plan)])
 
 
-def stage_title(stage: int, cost: StageCost) -> str:
-    """What a stage is called."""
-    return f"{stage}: {cost.name or 'the start'}"
+def stage_title(stage: int, cost: StageCost, ipu: Optional[int] = None) -> str:
+    """What a stage is called, with its IPU where that has not its number."""
+    where = "" if ipu in (None, stage) else f" on IPU {ipu}"
+    return f"{stage}: {cost.name or 'the start'}{where}"
 
 
 def _head(plan: PartitionPlan) -> List[str]:
     planned, count = plan.planned, len(plan.costs)
-    ipus = f"{count} IPUs, {planned.strategy}" if count > 1 else "1 IPU"
+    ipus = f"{plan.ipus} IPUs, {planned.strategy}" if count > 1 else "1 IPU"
+    ipus += f" in {count} stages" if planned.places else ""
     copies = f"{planned.replicas} replicas of {ipus}" if planned.replicas > 1 else ipus
     return [
         f"Estimate for training {planned.title} on {copies}",
@@ -54,11 +56,11 @@ def _stage_table(plan: PartitionPlan) -> List[str]:
     planned, count = plan.planned, len(plan.costs)
     rows = [list(_COLUMNS)]
     shares = plan.time_shares
-    for stage, (cost, total) in enumerate(zip(plan.costs, plan.memory)):
+    for stage, (cost, total) in enumerate(zip(plan.costs, plan.stage_memory)):
         flights = in_flight(planned.schedule, stage, count)
         rows.append(
             [
-                stage_title(stage, cost),
+                stage_title(stage, cost, plan.ipu_of(stage)),
                 f"{cost.parameters:,}",
                 size(cost.weight_bytes),
                 size(cost.gradient_bytes),
@@ -84,10 +86,11 @@ def _stage_table(plan: PartitionPlan) -> List[str]:
         lines.append(f"Recomputed: from the inputs of the stages and the {outputs}.")
     whole = planned.memory == TILES * TILE_MEMORY
     parts = f" = {TILES:,} tiles x {TILE_MEMORY // 1024} KiB" if whole else ""
-    fullest = max(range(count), key=plan.memory.__getitem__)
-    verdict = "fits" if plan.fits else "does not fit"
+    fullest = max(range(plan.ipus), key=plan.memory.__getitem__)
+    many = planned.places.count(fullest) > 1
+    verdict = ("fit" if many else "fits") if plan.fits else f"{'do' if many else 'does'} not fit"
     lines.append(
-        f"Memory of an IPU: {size(planned.memory)}{parts}; stage {fullest} takes most, and "
+        f"Memory of an IPU: {size(planned.memory)}{parts}; {_those_on(plan, fullest)}, and "
         f"{verdict}. Code, exchange and temporary tensors are not counted."
     )
     if not planned.with_loss:
@@ -98,14 +101,26 @@ def _stage_table(plan: PartitionPlan) -> List[str]:
     return lines
 
 
+def _those_on(plan: PartitionPlan, ipu: int) -> str:
+    """The stage or stages on an IPU, and that they take most."""
+    shared = [str(stage) for stage in range(len(plan.costs)) if plan.ipu_of(stage) == ipu]
+    if len(shared) == 1:
+        return f"stage {shared[0]} takes most"
+    *first, last = shared
+    return f"stages {', '.join(first)} and {last} on IPU {ipu} take most, {size(plan.memory[ipu])}"
+
+
 def _pipeline_table(plan: PartitionPlan) -> List[str]:
     count, planned = len(plan.costs), plan.planned
     if count == 1:
         return []
-    rows = [["schedule", "utilisation", "bubble", "in flight", "largest stage", "90 % from"]]
+    largest = "largest IPU" if planned.places else "largest stage"
+    rows = [["schedule", "utilisation", "bubble", "in flight", largest, "90 % from"]]
     for name in SCHEDULES:
         utilisation = plan.utilisation(schedule=name)
-        least, limit = least_accumulation(name, *times_of(plan.costs, name, planned.recompute), 0.9)
+        times = times_of(plan.costs, name, planned.recompute)
+        least, limit = least_accumulation(name, *times, 0.9, planned.places)
+        memory = by_ipu(memory_of(plan.costs, name, planned.recompute), planned.places)
         flights = ", ".join(str(in_flight(name, s, count)) for s in range(count))
         rows.append(
             [
@@ -113,12 +128,15 @@ def _pipeline_table(plan: PartitionPlan) -> List[str]:
                 share(utilisation),
                 share(1 - utilisation),
                 flights,
-                size(max(memory_of(plan.costs, name, planned.recompute))),
+                size(max(memory)),
                 f"{least:,}" if least is not None else f"never ({share(limit)})",
             ]
         )
+    lines = columns(rows)
+    if planned.places:
+        lines.append("Stages on one IPU work one after the other, in every step of the pipeline.")
     return [
-        *columns(rows),
+        *lines,
         f"* assumed above. Utilisation: with gradient_accumulation="
         f"{planned.gradient_accumulation}; the last column says which reaches 90 %.",
     ]

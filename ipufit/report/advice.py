@@ -6,6 +6,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 from ipufit.curves import best_place
 from ipufit.direction import direction_of
+from ipufit.parallel.costs import by_ipu
 from ipufit.parallel.texts import share, size
 
 __all__ = ["advised"]
@@ -162,10 +163,15 @@ def _of_stages(plan: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[_
     if len(stages) > 1:
         yield from _of_pipeline(plan, params)
     if not plan["fits"] and (len(stages) > 1 or params.get("engine") == "ipu"):
-        largest = max(range(len(stages)), key=lambda stage: stages[stage]["memory"])
-        need, room = stages[largest]["memory"], plan["memory"]
+        places = plan.get("places", ())
+        taken = by_ipu([stage["memory"] for stage in stages], places)
+        need, room = max(taken), plan["memory"]
+        largest = taken.index(need)
+        of = f"{size(need)} of {size(room)}"
         yield (
-            f"Stage {largest} is estimated to need {size(need)} of {size(room)} on its IPU.",
+            f"What is on IPU {largest} is estimated to need {of}."
+            if places
+            else f"Stage {largest} is estimated to need {of} on its IPU.",
             "Divide the model into more stages (compile(stages='auto', ipus_per_replica=...)), "
             "recompute (recompute=True), serialise large layers, or use smaller micro-batches.",
         )

@@ -175,8 +175,11 @@ def _pipeline(events: Events, run: Run, about: Dict[str, Any]) -> None:
         else "the estimated time of one micro-batch through all stages and back",
         "tasks that are left out": len(line["tasks"]) - len(tasks),
     }
+    places = run.facts["plan"].get("places")
     lanes = [
-        events.lane(_PIPELINE, stage + 1, f"stage {stage}")
+        events.lane(
+            _PIPELINE, stage + 1, f"stage {stage}{f' on IPU {places[stage]}' if places else ''}"
+        )
         for stage in range(1 + max((task[0] for task in tasks), default=-1))
     ]
     for stage, micro_batch, is_backward, begin, end in tasks:

@@ -79,11 +79,46 @@ CONFIGS = {
         },
     ),
 }
+# More models whose last layer has the weight of the embedding.
+TIED_CONFIGS = {
+    "bert_masked": ("Bert", "ForMaskedLM", _BERT),
+    "bart": (
+        "Bart",
+        "ForConditionalGeneration",
+        {
+            **_SPECIAL,
+            "vocab_size": WORDS,
+            "d_model": 16,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+            "encoder_ffn_dim": 32,
+            "decoder_ffn_dim": 32,
+            "max_position_embeddings": 16,
+            "decoder_start_token_id": 2,
+            "dropout": 0.0,
+        },
+    ),
+    "opt": (
+        "OPT",
+        "ForCausalLM",
+        {
+            **_SPECIAL,
+            **_BLOCKS,
+            "vocab_size": WORDS,
+            "word_embed_proj_dim": 16,
+            "ffn_dim": 32,
+            "max_position_embeddings": 16,
+            "dropout": 0.0,
+        },
+    ),
+}
 
 
 def net_of(name, seed=0, **changes):
     """A model with the weights of this seed, in train mode."""
-    family, task, sizes = CONFIGS[name]
+    family, task, sizes = {**CONFIGS, **TIED_CONFIGS}[name]
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(**{**sizes, **changes})
     return getattr(transformers, f"{family}{task}")(config).double().train()

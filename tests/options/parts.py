@@ -173,6 +173,7 @@ of(
     pipelined=(False, True),
     processes=(1, 2),
     process=With(0, 1, processes=2),
+    depth=With(0, 3, stages=2),
 )
 of(
     "Plan.make",
@@ -190,6 +191,7 @@ of(
     pipelined=With(False, True, stages=2),
     processes=(1, 2),
     process=With(0, 1, processes=2),
+    depth=With(0, 3, stages=2),
 )
 TWO = {**SIZES, "processes": 2}
 of("Plan.owner", lambda number: Plan(**TWO).owner(number), number=(1, 2))
@@ -257,6 +259,7 @@ of(
     utilisation=(0.8, 0.9),
     schedule=With(None, "sequential", utilisation=0.4),
 )
+of("PartitionPlan.ipu_of", asked("ipu_of"), stage=(0, 1))
 of("PartitionPlan.plot", bars, path=(None, "plan.png"))
 
 

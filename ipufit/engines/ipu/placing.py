@@ -20,7 +20,7 @@ def block_of(stage: int) -> str:
 def ipu_of(partition: Optional[Partition], stage: int) -> int:
     """The IPU of a replica on which a stage or phase runs."""
     assert partition is not None
-    return stage % partition.ipus
+    return partition.ipu_of(stage)
 
 
 def begin_loss(sdk: Any, partition: Optional[Partition], own: OwnBlocks) -> None:
@@ -62,10 +62,14 @@ def _sharded(sdk: Any, pipeline: Any) -> Any:
 
 
 def _strategy(sdk: Any, partition: Partition) -> Any:
+    stage = sdk.AutoStage.SameAsIpu
+    if partition.stages > partition.ipus:
+        # Stages must have ascending numbers; that of an IPU can't come twice.
+        stage = sdk.AutoStage.AutoIncrement
     if partition.strategy == "pipelined":
-        return sdk.PipelinedExecution(sdk.AutoStage.SameAsIpu)
+        return sdk.PipelinedExecution(stage)
     if partition.strategy == "sharded":
-        return sdk.ShardedExecution(sdk.AutoStage.SameAsIpu)
+        return sdk.ShardedExecution(stage)
     kind = sdk.SerialPhasedExecution
     if partition.strategy == "parallel_phased":
         kind = sdk.ParallelPhasedExecution

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, List, Mapping, Optional
 
+from ipufit.parallel.costs import by_ipu
 from ipufit.report.page import texts
 from ipufit.report.page.charts import POINTS, Chart, Series, figure, rounded
 from ipufit.report.page.html import Cell, Column, Html, Row, element, joined, table
@@ -52,8 +53,13 @@ def _of_stages(facts: Mapping[str, Any], charts: List[Chart]) -> Html:
         for i, part in enumerate(_PARTS)
     ]
     most = max(map(sum, found))
+    largest = "The largest stage takes"
+    if plan.get("places"):
+        shared = by_ipu([sum(sizes) for sizes in found], plan["places"])
+        most = max(shared)
+        largest = f"IPU {shared.index(most)}, with all its stages, takes"
     summary = (
-        f"The largest stage takes {texts.size(most)} of the {texts.size(plan['memory'])} of an "
+        f"{largest} {texts.size(most)} of the {texts.size(plan['memory'])} of an "
         "IPU. Code, exchange and temporary values come on top."
     )
     limit = plan["memory"] / unit if most > 0.3 * plan["memory"] else None

@@ -21,7 +21,9 @@ _PASSES = ("forward", "backward")
 
 def stage_title(number: int, stage: Mapping[str, Any]) -> str:
     """What a stage is called, as the plan's table has it."""
-    return f"{number}: {stage['name'] or 'the start'}"
+    ipu = stage.get("ipu", number)
+    where = "" if ipu == number else f" on IPU {ipu}"
+    return f"{number}: {stage['name'] or 'the start'}{where}"
 
 
 def pipeline(facts: Mapping[str, Any]) -> Section:
@@ -51,8 +53,10 @@ def pipeline(facts: Mapping[str, Any]) -> Section:
 def _numbers(plan: Mapping[str, Any]) -> List[Any]:
     line = plan["timeline"]
     used = line["utilisation"]
+    places = plan.get("places")
+    of_stages = f"Stages, on {1 + max(places)} IPUs" if places else "Stages, an IPU each"
     found = [
-        ("Stages, an IPU each", str(len(plan["stages"]))),
+        (of_stages, str(len(plan["stages"]))),
         ("Replicas", str(plan["replicas"])),
         ("Micro-batches of an update", str(plan["gradient_accumulation"])),
         ("Schedule", f"{plan['strategy']}, {line['schedule']}"),
@@ -76,6 +80,11 @@ def _exact(name: str, value: float, text: str) -> Html:
 def _hint(plan: Mapping[str, Any]) -> str:
     """What stages of equal work would reach, and the closed form."""
     stages, count = len(plan["stages"]), plan["gradient_accumulation"]
+    if plan.get("places"):
+        return (
+            "A stage that goes back to the IPU of another one, for a weight that is there, works "
+            "in turn with it: in every step of the pipeline such an IPU takes the time of both."
+        )
     spent = [
         math.fsum(task[4] - task[3] for task in plan["timeline"]["tasks"] if task[2] == back)
         / (stages * count)
