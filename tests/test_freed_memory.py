@@ -1,11 +1,18 @@
-"""Memory that programs free stays in the process while they run, and leaves it when they end."""
+"""Memory that programs free stays in the process while they run, and leaves it when they end.
 
+What a program holds, it frees when it ends, whoever still refers to it.
+"""
+
+import gc
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
+from torch import nn
 
+import ipufit
 from ipufit.engines.embedded import freed_memory
 
 needs_glibc = pytest.mark.skipif(freed_memory._glibc() is None, reason="another C library")
@@ -74,3 +81,41 @@ def test_a_system_without_a_library_to_load(monkeypatch):
     freed_memory._glibc.cache_clear()
     assert freed_memory._glibc() is None
     freed_memory._glibc.cache_clear()
+
+
+@pytest.fixture
+def without_collections():
+    """Reference cycles live on."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def sizes_of_large_tensors():
+    """Bytes of each piece of memory of 100 KB or more that a tensor lies in."""
+    found = {}
+    for each in gc.get_objects():
+        if type(each) in (torch.Tensor, nn.Parameter) and each.layout is torch.strided:
+            storage = each.untyped_storage()
+            found[storage._cdata] = storage.nbytes()
+    return sorted(size for size in found.values() if size >= 100_000)
+
+
+@pytest.mark.parametrize("jit", ["auto", "graph", "off"])
+@pytest.mark.parametrize("optimizer", ["adam", torch.optim.Rprop])
+def test_a_program_that_ended_holds_no_state(optimizer, jit, without_collections):
+    """A second copy of Adam's state is twice the weights, and garbage is counted by objects."""
+    before = sizes_of_large_tensors()
+    net = nn.Linear(256, 256, bias=False)
+    if callable(optimizer):
+        optimizer = optimizer(net.parameters())
+    model = ipufit.Model(net, engine="embedded")
+    model.compile(optimizer, "mse", jit=jit)
+    x = torch.rand(8, 256)
+    kept = []
+    for _ in range(3):
+        model.fit(x, x, batch_size=4, verbose=0)
+        kept.append(sizes_of_large_tensors())
+    weights_and_two_states = [256 * 256 * 4] * 3
+    assert kept == [sorted([*before, *weights_and_two_states])] * 3

@@ -325,6 +325,10 @@ class OwnStepUpdater:
         """The tensors of the state, where it is between two updates."""
         return [value for value in self._state.values() if isinstance(value, Tensor)]
 
+    def release(self) -> None:
+        """Let go of the state, which no update needs any more; safe twice."""
+        self._storage, self._state, self._kept = FlatStorage([]), {}, set()
+
     def recorded(self) -> Optional[fx.GraphModule]:
         """The graph of later updates; None where there is none."""
         return self._graphs.get(False)

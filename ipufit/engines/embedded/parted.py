@@ -216,4 +216,5 @@ class PartedUpdater(RuleUpdater):
         self._let_go()
 
     def _let_go(self) -> None:
-        self._whole, self.cuts, self._states = FlatStorage([]), [], []
+        self._whole, self.cuts = FlatStorage([]), []
+        self.release()

@@ -197,6 +197,7 @@ class MicroStep:
         self._structure = example.structure
         self._with_loss = with_loss
         self._want_outputs = want_outputs
+        self._trains = layout is not None
         self._layout = layout
         self.precision = precision
         self._scaled = scaled
@@ -210,7 +211,7 @@ class MicroStep:
         """Run the user's module and loss, and autograd, on these tensors."""
         count, end = len(self.trained), len(self.trained) + len(self.fixed)
         weights = [t.detach() for t in tensors[:count]]
-        if self._layout is not None:
+        if self._trains:
             weights = [w.requires_grad_() for w in weights]
             self._keep_hooks(weights)
         state = dict(zip(self.trained, weights))
@@ -220,7 +221,7 @@ class MicroStep:
         batch = tree.unflatten(leaves, self._structure)
         result: List[Tensor] = []
         gradients: List[Tensor] = []
-        with torch.set_grad_enabled(self._layout is not None):
+        with torch.set_grad_enabled(self._trains):
             marked = layers_marked(self._step.net, self._recompute)
             precision = computing_in(self.precision, tensors[-1].device)
             with collecting() as entries, precision, marked:
@@ -231,7 +232,7 @@ class MicroStep:
             if term is not None:
                 self.reported, numbers = Reported.of(term, entries)
                 result.append(numbers)
-            if self._layout is not None:
+            if self._trains:
                 gradients = self._gradients(term.value, state, scale)
         if self._want_outputs:
             result += self._detached_outputs(outputs, tensors)
@@ -317,6 +318,8 @@ class MicroStep:
                 )
         self.reached = tuple(name for name in self.trained if name in gradients)
         self.blocks = self._layout(self.reached)
+        # It belongs to a program, which what is recorded outlives.
+        self._layout = None
 
     def _detached_outputs(self, outputs: Any, inputs: Sequence[Tensor]) -> List[Tensor]:
         refuse_hidden_tensors(outputs)

@@ -472,6 +472,7 @@ class TrainingProgram(BaseProgram):
         """Give back parameters and state; the next recording takes over what is there then."""
         self._keep_averages()
         self._live.storage.release()
+        self._live.updater.release()
         self._by_form, self._live.states, self._reached = {}, [], ()
         if self._captured is not None:
             self._captured.forget()
@@ -493,7 +494,9 @@ class TrainingProgram(BaseProgram):
         if self._live.scaler is not None:
             self._engine.scale = self._live.scaler.state
         self._keep_averages()
+        # Callbacks and what explains the run may hold on to the program.
         self._live.storage.release()
+        self._live.updater.release()
         self._live.states = []
         if self._device.type == "cpu":
             give_back_freed_memory()

@@ -81,6 +81,10 @@ class Updater(Protocol):
         """The tensors of the state, where it is between two updates."""
         ...
 
+    def release(self) -> None:
+        """Let go of the state, which no update needs any more; safe twice."""
+        ...
+
     def recorded(self) -> Optional[fx.GraphModule]:
         """The graph of an update; None where it runs without one."""
         ...
@@ -419,6 +423,11 @@ class RuleUpdater:
     def held(self) -> List[Tensor]:
         """The tensors of the state, where it is between two updates."""
         return self._kept()
+
+    def release(self) -> None:
+        """Let go of the state, which no update needs any more; safe twice."""
+        self._storage, self._states = FlatStorage([]), []
+        self.counts = []
 
     def recorded(self) -> Optional[fx.GraphModule]:
         """The graph of an update; None where it runs without one."""

@@ -179,7 +179,8 @@ class CompiledUpdates:
         self.origin = origin
 
     def close(self) -> None:
-        """Stop compiling; safe twice."""
+        """Stop compiling, and let go of the tensors; safe twice."""
+        self._same, self._bound = [], None
         if self._running is not None:
             self._running.close()
             self._running = None
