@@ -270,6 +270,10 @@ def metric_target(micro_batch: MicroBatch, loss: Loss) -> Tuple[Any, Any]:
 
     The target, or what a module with its own loss gets last.
     """
+    _, _, own, weight = micro_batch.structure.children
+    if not loss.in_module and own.is_leaf and weight.is_none:
+        # Asked for every micro-batch of an epoch, so without putting the others together.
+        return micro_batch.leaves[-1], None
     args, kwargs, target, sample_weight = micro_batch.unpack()
     if not loss.in_module:
         return target, sample_weight

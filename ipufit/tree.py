@@ -32,6 +32,16 @@ class Structure:
     children: Tuple[Structure, ...] = ()
 
     @property
+    def is_leaf(self) -> bool:
+        """Whether it is a leaf by itself."""
+        return self.kind is None
+
+    @property
+    def is_none(self) -> bool:
+        """Whether it stands for None."""
+        return self.kind is type(None)
+
+    @property
     def leaves(self) -> int:
         """Number of leaves below."""
         return 1 if self.kind is None else sum(child.leaves for child in self.children)
@@ -102,6 +112,8 @@ def flatten(value: Any) -> Tuple[List[Any], Structure]:
 
 def unflatten(leaves: Sequence[Any], structure: Structure) -> Any:
     """The inverse of :func:`flatten`: same containers, given leaves."""
+    if structure.is_leaf and len(leaves) == 1:
+        return leaves[0]
     source = iter(leaves)
     value = _build(source, structure)
     remaining = sum(1 for _ in source)

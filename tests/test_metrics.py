@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
+import ipufit
+from ipufit.callbacks import LambdaCallback
 from ipufit.errors import ConfigurationError, MetricError, UnknownNameError
 from ipufit.metrics import MetricSet, resolve_metrics
 from ipufit.names import RESERVED, check_log_name
@@ -197,6 +199,34 @@ def test_an_execution_at_once_has_the_bits_of_its_micro_batches_in_turn(kind):
     together.update_all(cut(logits, target))
     assert seen == list(UNEVEN)
     assert together.compute() == fed(metrics, logits, target)
+
+
+def calls_of_an_execution(device_iterations, metrics):
+    """Python functions that are called between the two hooks of the second execution."""
+    counted = []
+
+    def begin(batch, logs):
+        if batch:
+            sys.setprofile(lambda frame, event, _: counted.append(event == "call"))
+
+    model = ipufit.Model(nn.Linear(4, 3), engine="embedded")
+    model.compile("adam", "cross_entropy", metrics=metrics, jit="graph")
+    x, y = torch.rand(8 * device_iterations, 4), torch.zeros(8 * device_iterations).long()
+    end = LambdaCallback(
+        on_train_batch_begin=begin, on_train_batch_end=lambda batch, logs: sys.setprofile(None)
+    )
+    how = {"batch_size": 4, "device_iterations": device_iterations, "verbose": 0}
+    model.fit(x, y, callbacks=[end], **how)
+    return sum(counted)
+
+
+def test_accuracy_calls_little_for_each_micro_batch():
+    """What is done once an execution is not counted; 10 calls are left, of 60 with the update."""
+    short, long = (
+        calls_of_an_execution(count, ["accuracy"]) - calls_of_an_execution(count, None)
+        for count in (8, 40)
+    )
+    assert (long - short) / 32 <= 12
 
 
 def test_only_what_is_alike_is_counted_at_once():

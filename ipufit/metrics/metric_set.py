@@ -83,7 +83,7 @@ class MetricSet:
         """
         joined = _joined(seen) if any(metric.counts for metric in self._metrics) else None
         rest = [m for m in self._metrics if joined is None or not self._counted(m, joined)]
-        for one in seen:
+        for one in seen if rest else ():
             self._update(rest, one)
 
     def _counted(self, metric: Metric, joined: Seen) -> bool:
@@ -210,18 +210,15 @@ class MetricSet:
 def _joined(seen: Sequence[Seen]) -> Optional[Seen]:
     """Several micro-batches as one; None where they are not alike, or not small."""
     predictions, targets, sizes, weights = zip(*seen) if len(seen) > 1 else ((), (), (), ())
-    parts = (*predictions, *targets)
-    if not parts or any(weight is not None for weight in weights):
+    if {*map(type, (*predictions, *targets))} != {Tensor} or {*map(type, weights)} != {type(None)}:
         return None
-    if not all(type(part) is Tensor and part.dim() for part in parts):
+    # What follows looks at each form once, not at each of many micro-batches.
+    forms = {(p.shape, t.shape, p.dtype, t.dtype) for p, t in zip(predictions, targets)}
+    if not all(len(p) and len(t) and p[0] == t[0] for p, t, *_ in forms):
         return None
-    for role in (predictions, targets):
-        first = role[0]
-        if any(p.shape[1:] != first.shape[1:] or p.dtype != first.dtype for p in role):
-            return None
-    if any(p.shape[0] != t.shape[0] for p, t in zip(predictions, targets)):
+    if len({(p[1:], t[1:], *dtypes) for p, t, *dtypes in forms}) > 1:
         return None
-    if sum(part.numel() for part in parts) > _JOINED:
+    if len(seen) * max(p.numel() + t.numel() for p, t, *_ in forms) > _JOINED:
         return None
     return torch.cat(predictions), torch.cat(targets), sum(sizes), None
 
