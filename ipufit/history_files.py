@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import html
 import json
 import math
 import os
@@ -107,6 +106,9 @@ def read_json(source: Path, history: History, places: Dict[str, List[int]]) -> N
 
 def as_html(history: History) -> str:
     """A small table for notebooks: the last epochs, the best value of each column in bold."""
+    # Imported here: its table of characters is slow to import, and `import ipufit` must stay quick.
+    import html
+
     names = list(history.history)
     columns: Dict[str, List[float]] = {name: history.aligned(name) for name in names}
     best: Dict[str, Any] = {

@@ -17,7 +17,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 """
 # Slow to import, and used by some models, some calls or some users.
 ON_USE = (
-    *("matplotlib", "pandas", "poptorch", "sympy", "tensorboard", "torchmetrics"),
+    *("html", "matplotlib", "pandas", "poptorch", "sympy", "tensorboard", "torchmetrics"),
     *("torch._dynamo", "torch._functorch", "torch._inductor", "torch.fx"),
     "torch.utils.tensorboard",
     *("ipufit.conformance", "ipufit.engines.embedded", "ipufit.engines.ipu", "ipufit.poptorch"),
