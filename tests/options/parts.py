@@ -474,13 +474,21 @@ def continued(state):
     return other.state_dict()
 
 
-def checked(updates):
+def made(updates=4, accumulation_steps=()):
+    found = half()
+    found.frequency = 2
+    return [row[0]["lr"] for row in found.rows(updates, accumulation_steps)]
+
+
+def checked(updates=2, epoch=()):
     fails = schedules.resolve_schedule(lambda update: 0.1 if update < 3 else float("nan"), sgd())
-    return fails.check(updates)
+    # Every epoch counts its batches from 0: those of one batch never come to the second.
+    fails.frequency = 2
+    return fails.check(updates, epoch)
 
 
-of("schedules.Schedule.rows", lambda updates: len(half().rows(updates)), updates=(1, 2))
-of("schedules.Schedule.check", checked, updates=(2, 5))
+of("schedules.Schedule.rows", made, updates=(4, 2), accumulation_steps=((), (2, 2, 2, 2)))
+of("schedules.Schedule.check", checked, updates=(2, 9), epoch=With((), (1,), updates=9))
 of("schedules.Schedule.end_epoch", ended, logs=({"loss": 1.0}, {"other": 1.0}))
 of("schedules.Schedule.restore", restored, snapshot=("first", "later"))
 of("schedules.Schedule.load_state_dict", continued, state=(1, 2))
