@@ -128,10 +128,11 @@ class Programs:
             samples=None if source is None else source.samples,
             training=trains,
         )
-        seed, wants_outputs = session.seed(), mode is Mode.PREDICT
+        seed, wants_outputs = session.seed(), mode is Mode.PREDICT or bool(session.metrics)
         folder = self._profile_folder if trains else None
         spec = session._spec(plan, mode, seed, mode.value, wants_outputs, folder)
-        program = self._programs[mode] = session.engine.build(spec)
+        program = session.around(session.engine.build(spec), spec)
+        self._programs[mode] = program
         if trains:
             session._training, self._first = program, first
             self._epoch = trainer.current_epoch

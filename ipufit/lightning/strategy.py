@@ -102,7 +102,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         """Another run begins with this module."""
         super().connect(model)
         self._ours = LightningModel(model, self._engine, by_trainer=True)
-        object.__setattr__(self._ours.module, "notes", {})
+        self._ours.module.keep_notes()
         self._programs = Programs(self._ours, self._profile_folder)
 
     def setup(self, trainer: Any) -> None:
@@ -237,13 +237,15 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         """One execution; the mean loss of its samples."""
         trainer = self._trainer
         (done,) = self._running.run(batch, Mode.TRAIN, self._work(Mode.TRAIN), trainer)
-        self._log(done)
+        self._log(done, "train")
         return done.loss
 
-    def _log(self, done: Done) -> None:
-        """Hand on what the steps have logged, as that of one batch with all samples."""
-        notes = self._model_of_ours.module.notes or {}
-        for name, value in done.logged.items():
+    def _log(self, done: Done, role: str) -> None:
+        """Hand on what the step has logged, as that of one batch with all samples."""
+        notes = (self._model_of_ours.module.notes or {}).get(role, {})
+        # Lightning computes and resets metric objects itself.
+        values: Dict[str, Any] = {**done.logged, **self._model_of_ours.logged_metrics(role)}
+        for name, value in values.items():
             if name in notes:  # else it says that there is no loss
                 options = notes[name]
                 self.lightning_module.log(name, value, batch_size=done.samples, **options)
@@ -277,7 +279,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         with acting_as(self._model_of_ours.module, role):
             for done in self._running.run(batch, mode, self._work(mode), self._trainer):
                 outputs += done.outputs
-                self._log(done)
+                self._log(done, role)
         return outputs
 
     def on_validation_end(self) -> None:

@@ -2,9 +2,8 @@
 
 import inspect
 
-import keras
-
 import ipufit
+from tests.against_keras.twins import keras
 from tests.pages.test_coming_from import options_of_keras
 
 METHODS = ("compile", "fit", "evaluate", "predict")

@@ -80,7 +80,8 @@ def step_log(role: str, size: int, metrics: MetricCalls, notes: Optional[Notes] 
         role: "train", "validation" or "test".
         size: of the micro-batch, in samples.
         metrics: writes down what is logged of metric objects.
-        notes: where a Trainer keeps the values, how each was logged, by name; else None.
+        notes: where a Trainer keeps the values, how each was logged, by name; else None. It
+            computes those of metric objects itself.
     """
     trains = role == "train"
 
@@ -107,20 +108,18 @@ def step_log(role: str, size: int, metrics: MetricCalls, notes: Optional[Notes] 
         _refuse(name, enable_graph, sync_dist_group, attribute, rank_zero_only)
         _check_size(name, batch_size, size)
         reduce = _reduction(name, reduce_fx)
-        if is_metric(value):
-            _refuse_reduction(name, reduce)
-            metrics.log_metric(name, value, each, whole, metric_attribute)
-            return
         if notes is not None:
             notes[name] = {"on_step": each, "on_epoch": whole, "reduce_fx": reduce}
             notes[name].update(prog_bar=prog_bar, logger=logger)
-            report(name, value, LogRule(reduce, exact=True))
+        if is_metric(value):
+            _refuse_reduction(name, reduce)
+            metrics.log_metric(name, value, each, whole, metric_attribute, notes is not None)
             return
         # The epoch's "loss" is a mean over its samples, whoever logs it.
         last = "mean" if name == "loss" else "last"
         every, epoch = LogRule(last, on_update=True, exact=True), LogRule(reduce, exact=True)
-        rules = {name: epoch if whole else every}
-        if each and whole:
+        rules = {name: epoch if whole or notes is not None else every}
+        if each and whole and notes is None:
             step = LogRule("last", on_update=True, exact=True)
             rules = {f"{name}_step": step, f"{name}_epoch": epoch, **rules}
         for key, rule in rules.items():

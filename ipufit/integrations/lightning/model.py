@@ -77,7 +77,7 @@ class LightningModel(Model):
             module.to(where)
         super().__init__(steps_of(module), engine)
         self.lightning = module
-        self._metrics = ModuleMetrics(module)
+        self._metrics = ModuleMetrics(module, by_trainer)
         self._options: Dict[str, Any] = {}
         self._is_waiting = True
 
@@ -265,6 +265,10 @@ class LightningModel(Model):
         if spec.mode is Mode.PREDICT:
             return program
         return MeasuredProgram(program, self._metrics, self.module.role, spec)
+
+    def logged_metrics(self, role: str) -> Dict[str, Any]:
+        """The metric objects that a step logs, by the names of their values, for a Trainer."""
+        return dict(self._metrics.logged(role))
 
     @contextlib.contextmanager
     def _stage(

@@ -34,10 +34,6 @@ _METHODS = {
 
 # Why metric objects can't be called, and what to do.
 _IN_PREDICT = "Call it on what predict returns."
-_BY_TRAINER = (
-    "With IPUStrategy metric objects are not updated. Log a number that is computed in tensors, or "
-    "train with ipufit.Model.from_lightning."
-)
 
 
 class Steps(nn.Module):
@@ -50,13 +46,14 @@ class Steps(nn.Module):
 
     Attributes:
         lightning: the user's module.
-        notes: where a Trainer keeps logged values, how each was logged, by name; else None.
+        notes: where a Trainer keeps logged values, how each was logged, by step and name; else
+            None.
     """
 
     __slots__ = ("lightning", "notes")
 
     lightning: nn.Module
-    notes: Optional[Notes]
+    notes: Optional[Dict[str, Notes]]
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -82,8 +79,9 @@ class Steps(nn.Module):
         name, size = _METHODS[role], _size(batch)
         module: Any = self.lightning
         refused = _IN_PREDICT if role == "predict" else None
-        metrics = MetricCalls(module, name, refused if self.notes is None else _BY_TRAINER)
-        log = no_log(name) if role == "predict" else step_log(role, size, metrics, self.notes)
+        metrics = MetricCalls(module, name, refused)
+        notes = None if self.notes is None else self.notes.setdefault(role, {})
+        log = no_log(name) if role == "predict" else step_log(role, size, metrics, notes)
         growth = _refusing_growth(module, name)
         with metrics.in_place(), attached(module, StepFacts(role), log), growth:
             if overrides(module, "on_after_batch_transfer"):
@@ -105,6 +103,10 @@ class Steps(nn.Module):
             if memo is not None and remove_duplicate:
                 memo.add(part)
             yield name, part
+
+    def keep_notes(self) -> None:
+        """From now on write down how values are logged."""
+        object.__setattr__(self, "notes", {})
 
     @property
     def role(self) -> str:

@@ -28,6 +28,7 @@ from tests.integrations.lightning.twins import (
     ipufit_of,
     largest_difference,
     loader,
+    pl,
     rows,
     twins,
 )
@@ -542,15 +543,70 @@ def test_outputs_that_are_left_out_are_refused():
         model.fit(BATCHES, verbose=0)
 
 
-def test_with_a_trainer_they_are_refused():
-    """The Trainer has results of executions, not of their micro-batches."""
+class Mixed(Measured):
+    """Training logs values of batches, of an object that validation logs too."""
+
+    def __init__(self):
+        super().__init__()
+        self.both = MulticlassAccuracy(3)
+
+    def training_step(self, batch, batch_idx):
+        value = self.both(self(batch[0]), batch[1])
+        self.log("of_batches", value, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.both.update(self(batch[0]), batch[1])
+        self.log("both", self.both)
+        super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
+@pytest.mark.parametrize(("device_iterations", "accumulation"), [(1, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize("make", [Measured, Mixed])
+def test_a_trainer_with_ipus_has_the_values_of_one_on_the_cpu(
+    make, device_iterations, accumulation, engine
+):
+    """It computes them of the very objects, which executions update."""
     from ipufit.lightning import IPUStrategy
 
-    module = Logs(on_step=False, on_epoch=True)
-    with pytest.raises(CaptureError) as caught:
-        by_lightning(module, "fit", BATCHES, accelerator="ipu", strategy=IPUStrategy())
-    assert str(caught.value).startswith("self.error was called in training_step, at ")
-    assert "With IPUStrategy metric objects are not updated." in str(caught.value)
+    one, two = twins(make())
+    # Batches that are added up weigh alike in Lightning, also a smaller one.
+    data = (BATCHES if accumulation == 1 else loader(X[:18], Y[:18], batch_size=3)), HELD
+    how = {"max_epochs": 2, "accumulate_grad_batches": accumulation}
+    expected, _ = by_lightning(one, "fit", *data, **how)
+    strategy = IPUStrategy(device_iterations=device_iterations, engine=engine)
+    how.update(accelerator="ipu", strategy=strategy)
+    found, _ = by_lightning(two, "fit", *data, **how)
+    found, expected = of_callbacks(found), of_callbacks(expected)
+    assert {"train_accuracy_step", "train_mean", "val_MulticlassRecall"} <= set(found)
+    if "of_batches" in found:
+        # A metric's value is a float32, and so is what Lightning multiplies it with.
+        assert found.pop("of_batches") == pytest.approx(expected.pop("of_batches"), rel=1e-6)
+    assert found == pytest.approx(expected, rel=EXACT)
+    expected, _ = by_lightning(one, "test", HELD)
+    found, _ = by_lightning(two, "test", HELD, accelerator="ipu", strategy=type(strategy)())
+    assert of_callbacks(found) == pytest.approx(of_callbacks(expected), rel=EXACT)
+
+
+def test_what_a_step_of_a_trainer_logs_is_that_of_the_last_micro_batch():
+    """An execution is its batch."""
+    from ipufit.lightning import IPUStrategy
+
+    seen = []
+
+    class Sees(pl.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            seen.append(trainer.callback_metrics["train_accuracy_step"].item())
+
+    one, two = twins(Measured())
+    how = {"max_epochs": 1, "callbacks": Sees()}
+    by_lightning(one, "fit", BATCHES, **how)
+    each, seen[:] = list(seen), []
+    how.update(accelerator="ipu", strategy=IPUStrategy(device_iterations=3))
+    by_lightning(two, "fit", BATCHES, **how)
+    assert len(each) == 8
+    assert seen == pytest.approx([each[2], each[5], each[7]])
 
 
 def test_predict_step_calls_none():

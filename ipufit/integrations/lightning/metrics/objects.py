@@ -27,10 +27,12 @@ class ModuleMetrics:
 
     Args:
         module: the LightningModule.
+        by_trainer: whether a Trainer computes and resets them, for which none counts apart.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, by_trainer: bool = False) -> None:
         self._module = module
+        self._by_trainer = by_trainer
         self._objects: Dict[str, Any] = {}
         self._known: Dict[str, Dict[Calls, Calls]] = {}
         self._tried: Set[Tuple[str, Calls]] = set()
@@ -75,7 +77,7 @@ class ModuleMetrics:
                 state.
         """
         objects = self.called(role)
-        for path, metric in objects.items():
+        for path, metric in objects.items() if not self._by_trainer else ():
             before = self._held.setdefault(path, role)
             if before == role:
                 continue
@@ -90,6 +92,15 @@ class ModuleMetrics:
                 restore(metric, self._aside.pop((path, role)))
             self._held[path] = role
         return objects
+
+    def logged(self, role: str) -> Iterator[Tuple[str, Any]]:
+        """The metrics that a step logs, by the names of their values, as a Trainer takes them."""
+        objects = self.called(role)
+        for collection in filter(is_collection, objects.values()):
+            # Members that share one state get copies of it, as log_dict makes them.
+            collection.values(copy_state=True)
+        for name, path in self.epochs(role).items():
+            yield name, _inside(objects, path)
 
     def reset(self, role: str) -> None:
         """What is logged forgets everything, as at the end of an epoch of Lightning's."""
@@ -148,13 +159,16 @@ class ModuleMetrics:
 def metric_at(objects: Objects, path: str) -> Any:
     """A metric by its path, in one of these or one of these itself."""
     for own, metric in objects.items():
-        if own == path:
-            return metric
+        if own != path and is_in(path, own) and is_collection(metric):
+            # Members that share one state are shown it.
+            metric.values(copy_state=False)
+    return _inside(objects, path)
+
+
+def _inside(objects: Objects, path: str) -> Any:
+    for own, metric in objects.items():
         if is_in(path, own):
-            if is_collection(metric):
-                # Members that share one state are shown it.
-                metric.values(copy_state=False)
-            return metric.get_submodule(path[len(own) + 1 :])
+            return metric if own == path else metric.get_submodule(path[len(own) + 1 :])
     raise AssertionError(path)
 
 

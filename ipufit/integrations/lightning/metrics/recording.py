@@ -129,7 +129,15 @@ class MetricCalls:
         """A value that a call returned, logged as a number."""
         self._values.append(OfBatch(name, rule, value.call, value.key))
 
-    def log_metric(self, name: str, metric: Any, each: bool, whole: bool, attribute: Any) -> None:
+    def log_metric(
+        self,
+        name: str,
+        metric: Any,
+        each: bool,
+        whole: bool,
+        attribute: Any,
+        by_trainer: bool = False,
+    ) -> None:
         """A metric itself, logged under the names that Lightning gives it.
 
         Args:
@@ -138,6 +146,7 @@ class MetricCalls:
             each: whether the values of micro-batches are wanted.
             whole: whether that of the epoch is.
             attribute: ``metric_attribute`` of ``self.log``.
+            by_trainer: whether a Trainer logs the metric itself, after every execution.
 
         Raises:
             ConfigurationError: it is not the module's, or there is no value to log.
@@ -164,9 +173,9 @@ class MetricCalls:
             )
         if each and latest is not None:
             rule = LogRule("last", on_update=True, exact=True)
-            self.log_value(f"{name}_step" if whole else name, latest, rule)
-        if whole:
-            for key in [name, f"{name}_epoch"] if each else [name]:
+            self.log_value(f"{name}_step" if whole or by_trainer else name, latest, rule)
+        if whole or by_trainer:
+            for key in [name, f"{name}_epoch"] if each and not by_trainer else [name]:
                 if self._epochs.setdefault(key, path) != path:
                     raise ConfigurationError(
                         f"self.log({key!r}) was called with self.{self._epochs[key]} and "
