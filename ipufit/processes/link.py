@@ -60,6 +60,7 @@ class Link:
     ) -> None:
         self.group: Any = None  # that of the host, for tensors there
         self.is_connected: bool = False
+        self.pending: int = 0  # collectives that were begun and not waited for
         self._me = process_id
         self._count = num_processes
         self._place = place
@@ -288,6 +289,10 @@ class Link:
         if self._board is not None:
             self._board.leave()
         if self._is_ours and not self._broken and distributed.is_initialized():
+            # Only where nobody holds it any more is it freed, and its threads are waited for. One
+            # that still lets go of a collective's tensors when Python ends takes the process down.
+            if not self.pending:
+                self.group = None
             distributed.destroy_process_group()
 
 

@@ -40,6 +40,7 @@ class Works:
             # The others have begun it, perhaps, and are not to wait.
             self._link.fail(True, str(error), error)
         self._started.append((work, is_on_host))
+        self._link.pending += 1
 
     def wait(self) -> None:
         """Until all are done.
@@ -49,3 +50,4 @@ class Works:
         """
         started, self._started = self._started, []
         self._link.wait(started)
+        self._link.pending -= len(started)

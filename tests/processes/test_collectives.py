@@ -1,6 +1,10 @@
 """What processes tell each other arrives, whatever it is, and is the same in each."""
 
-from tests.processes.launching import run_processes
+import sys
+
+import pytest
+
+from tests.processes.launching import on_one_python, run_processes
 
 COLLECTIVES = """
     import torch
@@ -129,10 +133,35 @@ DIFFER = (
 )
 
 
+THREADS = """
+    import atexit
+    import os
+
+    def threads():
+        tasks = os.listdir("/proc/self/task")
+        names = [open(f"/proc/self/task/{each}/comm").read() for each in tasks]
+        return sum("gloo" in name for name in names)
+
+    atexit.register(lambda: print(threads()))
+    from ipufit.processes import current
+
+    assert current().gather(1) == [1, 1]
+    assert threads() > 0
+"""
+
+
+@on_one_python  # torch 2.0 does not name its threads
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+def test_no_thread_of_torch_goes_on_when_python_ends():
+    """One that lets go of a tensor then would take the process down, after all its work."""
+    for each in run_processes(THREADS, 2):
+        assert (each.code, each.stdout) == (0, "0\n"), str(each)
+
+
 def test_everything_arrives_in_three_processes():
     ended = run_processes(COLLECTIVES, 3)
     for number, each in enumerate(ended):
-        assert each.code == 0, each
+        assert each.code == 0, str(each)
         first = "ProcessError " + FAILED.format(0, "DataError: the file is empty")
         first = "DataError the file is empty." if number == 0 else first
         agreed = "ProcessError " + FAILED.format(2, "DataError: row 7 is NaN")
