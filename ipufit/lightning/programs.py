@@ -14,6 +14,7 @@ from ipufit.data.source import Source
 from ipufit.first_batch import prepare_tail
 from ipufit.integrations.lightning.kinds import lightning_parts
 from ipufit.integrations.lightning.model import LightningModel
+from ipufit.integrations.lightning.replacing import replaced
 from ipufit.interrupts import deferred
 from ipufit.lightning.loaders import Execution, Executions
 from ipufit.logged import Running
@@ -158,16 +159,9 @@ class Programs:
     def _alone(self) -> Iterator[None]:
         """The module without the Trainer, on which no program depends, and uninterrupted."""
         own: Dict[str, Any] = {"_trainer": None, "_current_fx_name": None}
-        parts = [vars(part) for part in lightning_parts(self._model.lightning)]
-        before = [{name: there[name] for name in own} for there in parts]
-        try:
-            for there in parts:
-                there.update(own)
-            with deferred():
-                yield
-        finally:
-            for there, kept in zip(parts, before):
-                there.update(kept)
+        parts = lightning_parts(self._model.lightning)
+        with replaced([(part, own) for part in parts]), deferred():
+            yield
 
     def publish(self) -> None:
         """Bring torch's optimizer up to date."""

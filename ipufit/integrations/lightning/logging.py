@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, Mapping, Optional
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from torch import nn
 from ipufit.errors import ConfigurationError
 from ipufit.integrations.lightning.kinds import is_collection, is_metric, lightning_parts
 from ipufit.integrations.lightning.metrics import MetricCalls, MetricValue
+from ipufit.integrations.lightning.replacing import replaced
 from ipufit.logged import LogRule, check_value, report
 from ipufit.names import check_log_name
 
@@ -58,19 +59,8 @@ def attached(module: nn.Module, trainer: object, log: Log) -> Iterator[None]:
             log(name, value, *args, **options)
 
     own = {"_trainer": trainer, "log": log, "log_dict": log_dict}
-    before: List[Tuple[Dict[str, Any], Dict[str, Any]]] = []
-    for part in lightning_parts(module):
-        there = vars(part)
-        before.append((there, {name: there[name] for name in own if name in there}))
-        there.update(own)
-    try:
+    with replaced([(part, own) for part in lightning_parts(module)]):
         yield
-    finally:
-        for there, kept in before:
-            there.update(kept)  # in its old place: a recording depends on the order
-            for name in own:
-                if name not in kept:
-                    there.pop(name, None)
 
 
 def step_log(role: str, size: int, metrics: MetricCalls, notes: Optional[Notes] = None) -> Log:

@@ -1,11 +1,5 @@
 """Metric objects of torchmetrics in steps: what Lightning's own Trainer has in callback_metrics."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torchmetrics
@@ -25,6 +19,7 @@ from tests.integrations.lightning.measured import Measured
 from tests.integrations.lightning.twins import (
     Classifier,
     by_lightning,
+    in_one_and_two_processes,
     ipufit_of,
     largest_difference,
     loader,
@@ -664,20 +659,7 @@ def test_a_value_among_the_outputs_is_a_text_that_says_so():
 @pytest.mark.long
 def test_two_processes_have_the_values_of_two_replicas():
     """Of epochs, of batches, and what hooks compute, with states that are sums and lists."""
-    root = Path(__file__).parents[3]
-    script = str(Path(__file__).with_name("measured.py"))
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
-    results = []
-    for how in ([], launcher):
-        done = subprocess.run(
-            [sys.executable, *how, script],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        )
-        results.append(json.loads(done.stdout.splitlines()[-1]))
-    one, two = results
+    one, two = in_one_and_two_processes("measured.py")
     assert set(one) == set(two)
     for name, values in one.items():
         assert two[name] == pytest.approx(values, rel=1e-12), name

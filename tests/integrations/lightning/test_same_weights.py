@@ -1,11 +1,6 @@
 """Weights after training are those of Lightning's own Trainer, in float64 to rounding."""
 
 import functools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +14,7 @@ from tests.integrations.lightning.nets import Boring, Language, Pictures, Tokens
 from tests.integrations.lightning.twins import (
     Classifier,
     by_lightning,
+    in_one_and_two_processes,
     ipufit_of,
     largest_difference,
     loader,
@@ -317,19 +313,7 @@ def test_a_module_of_the_other_package_trains_too():
 @pytest.mark.long
 def test_two_processes_have_the_numbers_of_two_replicas():
     """Weights, and what the steps log."""
-    root = Path(__file__).parents[3]
-    script = str(Path(__file__).with_name("in_processes.py"))
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
-    results = []
-    for how in ([], launcher):
-        done = subprocess.run(
-            [sys.executable, *how, script],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        )
-        results.append(json.loads(done.stdout.splitlines()[-1]))
+    results = in_one_and_two_processes("in_processes.py")
     (history, weights), (other_history, other_weights) = results
     for name, values in history.items():
         assert other_history[name] == pytest.approx(values, rel=1e-12)

@@ -1,8 +1,13 @@
 """The same LightningModule trained by Lightning's own Trainer and by ipufit."""
 
 import copy
+import json
 import logging
+import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,6 +46,23 @@ def by_lightning(module, call, *data, **options):
 def twins(module):
     """Two modules with the same weights."""
     return module, copy.deepcopy(module)
+
+
+def in_one_and_two_processes(name):
+    """What a script beside this file prints last, as JSON: alone, and started in two processes."""
+    here = Path(__file__)
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+    results = []
+    for how in ([], launcher):
+        done = subprocess.run(
+            [sys.executable, *how, str(here.with_name(name))],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONPATH": str(here.parents[3]), "OMP_NUM_THREADS": "1"},
+        )
+        results.append(json.loads(done.stdout.splitlines()[-1]))
+    return results
 
 
 def largest_difference(one, two):

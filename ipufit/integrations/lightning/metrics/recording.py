@@ -12,6 +12,7 @@ from ipufit.errors import ConfigurationError
 from ipufit.integrations.lightning.kinds import is_collection, is_metric, metrics_in
 from ipufit.integrations.lightning.metrics.calls import Call, Calls, OfBatch, Place
 from ipufit.integrations.lightning.metrics.values import MetricValue
+from ipufit.integrations.lightning.replacing import replaced
 from ipufit.integrations.lightning.stand_ins import refuse_here
 from ipufit.logged import LogRule
 
@@ -47,20 +48,10 @@ class MetricCalls:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """In the block a call of a metric is written down, and the metric does not change."""
-        kept: List[Tuple[Dict[str, Any], Dict[str, Any]]] = []
         stand_ins = [(m, self._stand_ins(path, m)) for path, m in self._objects.items()]
         stand_ins += [(m, _refusals(path)) for path, m in self._hidden.items()]
-        for metric, own in stand_ins:
-            there = vars(metric)
-            kept.append((there, {name: there[name] for name in own if name in there}))
-            there.update(own)
-        try:
+        with replaced(stand_ins):
             yield
-        finally:
-            for there, before in kept:
-                for name in ("forward", "update", "compute", "reset"):
-                    there.pop(name, None)
-                there.update(before)
 
     def _stand_ins(self, path: str, metric: Any) -> Dict[str, Callable[..., Any]]:
         def forward(*args: Any, **kwargs: Any) -> Union[MetricValue, Dict[str, MetricValue]]:
