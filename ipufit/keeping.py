@@ -9,11 +9,12 @@ import sys
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ipufit.interrupts import deferred
 
 __all__ = [
+    "copied_state",
     "cuda_in_use",
     "everything_kept",
     "generator_states",
@@ -81,7 +82,7 @@ def everything_kept(
     ]
     values = [tensor.detach().clone() for tensor in tensors]
     drawing = [(generator, generator.get_state()) for generator in generators_of(loader)]
-    state = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
+    state = None if optimizer is None else copied_state(optimizer)
     with generators_kept():
         try:
             yield
@@ -93,6 +94,20 @@ def everything_kept(
                     generator.set_state(value)
                 if optimizer is not None and state is not None:
                     optimizer.load_state_dict(state)
+
+
+def copied_state(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
+    """A copy of ``optimizer.state_dict()``; tensors that shared memory have their own in it."""
+    copied: Dict[str, Any] = _copied(optimizer.state_dict())
+    return copied
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) is dict:
+        return {key: _copied(each) for key, each in value.items()}
+    return copy.deepcopy(value)
 
 
 def generators_of(loader: Any) -> List[torch.Generator]:

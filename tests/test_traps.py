@@ -679,7 +679,7 @@ def test_the_users_own_optimizer_is_current_at_the_end_of_an_epoch():
 
 
 class InTheMiddle(Callback):
-    """Halves the momentum after the third update, through what ``optimizer_of`` gives."""
+    """Makes the momentum half of it after the third update, in what ``optimizer_of`` gives."""
 
     def __init__(self, optimizer_of):
         super().__init__()
@@ -688,7 +688,7 @@ class InTheMiddle(Callback):
     def on_train_batch_end(self, batch, logs=None):
         if batch == 2:
             for state in self.optimizer_of(self.model).state.values():
-                state["momentum_buffer"].mul_(0.5)
+                state["momentum_buffer"] = state["momentum_buffer"] * 0.5
 
 
 def test_optimizer_state_changed_within_an_epoch_is_taken_over():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import FrozenSet, Sequence
+
 import torch
 from torch import Tensor
 
+from ipufit.engines.embedded.storage import storage_id
 from ipufit.errors import ConfigurationError
 
 __all__ = ["Publication"]
@@ -20,6 +23,7 @@ class Publication:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._held: object = None
+        self._live: FrozenSet[int] = frozenset()
         self._updates = 0
 
     @property
@@ -30,11 +34,18 @@ class Publication:
     @property
     def is_changed(self) -> bool:
         """Whether it holds something else now."""
-        return self.is_noted and _signature(self._optimizer) != self._held
+        return self.is_noted and _signature(self._optimizer, self._live) != self._held
 
-    def note(self, updates: int) -> None:
-        """It holds the state after so many updates."""
-        self._held, self._updates = _signature(self._optimizer), updates
+    def note(self, updates: int, live: Sequence[Tensor] = ()) -> None:
+        """It holds the state after so many updates.
+
+        Args:
+            updates: how many.
+            live: what the program itself works on. Values that look into these are always up to
+                date, and what is written into them the next update finds.
+        """
+        self._live = frozenset(storage_id(tensor) for tensor in live)
+        self._held, self._updates = _signature(self._optimizer, self._live), updates
 
     def is_ahead(self, updates: int) -> bool:
         """Whether somebody has made another state of it, after so many updates, when it was new."""
@@ -57,12 +68,17 @@ class Publication:
         return True
 
 
-def _signature(optimizer: torch.optim.Optimizer) -> object:
-    """What changes when somebody changes the optimizer's state."""
+def _signature(optimizer: torch.optim.Optimizer, live: FrozenSet[int]) -> object:
+    """What changes when somebody changes the optimizer's state, but for what is live."""
     return {
-        (id(parameter), name): (id(value), value._version)
-        if isinstance(value, Tensor)
-        else (id(value), value)
+        (id(parameter), name): (id(value), _content(value, live))
         for parameter, state in optimizer.state.items()
         for name, value in state.items()
     }
+
+
+def _content(value: object, live: FrozenSet[int]) -> object:
+    if not isinstance(value, Tensor):
+        return value
+    memory = storage_id(value)
+    return ("live", memory) if memory in live else value._version

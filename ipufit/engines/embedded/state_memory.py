@@ -11,7 +11,14 @@ __all__ = ["HostMemory", "StateMemory", "state_memory"]
 
 
 class StateMemory:
-    """The state stays where the module is."""
+    """The state stays where the module is.
+
+    Attributes:
+        ended: whether no update follows: what the torch optimizer gets now is for others to work
+            with, and its own.
+    """
+
+    ended = False
 
     def keep(self, tensor: Tensor) -> Tensor:
         """The tensor that holds a new state from now on."""
@@ -30,7 +37,8 @@ class StateMemory:
         return kept.clone()
 
     def end(self) -> None:
-        """No update follows: what the torch optimizer gets now is for others to work with."""
+        """No update follows."""
+        self.ended = True
 
 
 class HostMemory(StateMemory):
@@ -42,7 +50,6 @@ class HostMemory(StateMemory):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._ended = False
 
     def keep(self, tensor: Tensor) -> Tensor:
         """A copy in host memory, from which the device reads directly."""
@@ -59,11 +66,7 @@ class HostMemory(StateMemory):
 
     def for_torch(self, kept: Tensor) -> Tensor:
         """A copy, in host memory as well while training goes on, and on the device at its end."""
-        return kept.to(self._device, copy=True) if self._ended else kept.clone()
-
-    def end(self) -> None:
-        """No update follows: the torch optimizer gets its state on the device."""
-        self._ended = True
+        return kept.to(self._device, copy=True) if self.ended else kept.clone()
 
 
 def state_memory(offload: bool, device: torch.device, as_device: bool) -> StateMemory:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
@@ -38,7 +37,7 @@ from ipufit.engines.embedded.storage import Block, FlatStorage
 from ipufit.engines.embedded.update import Update, UpdateMaker
 from ipufit.engines.embedded.updater import Rows, Updater, updater_for
 from ipufit.errors import CaptureError, ConfigurationError
-from ipufit.keeping import generators_kept
+from ipufit.keeping import copied_state, generators_kept
 from ipufit.lowerings import AUTO, INDUCTOR, KERNELS
 from ipufit.program import (
     Anchors,
@@ -196,7 +195,7 @@ class TrainingProgram(BaseProgram):
         if rule is not None:
             storage, known = self._live.storage, self._engine.averages
             self._live.averages = Averages(rule, storage.blocks, storage.flats, known)
-        self._published.note(self.updates)
+        self._note_published()
         self._live.states = [self._collect_state(buffers) for buffers in self._live.replicas]
 
     def _make_storage(self, reached: Sequence[str]) -> FlatStorage:
@@ -413,7 +412,7 @@ class TrainingProgram(BaseProgram):
     def _optimizer_state(self) -> Dict[str, Any]:
         """A copy of it, as torch has it."""
         self.publish()
-        return copy.deepcopy(self._optimizer.state_dict())
+        return copied_state(self._optimizer)
 
     def write_state(self, state: TrainState) -> None:
         """Continue from another state. Replicas that it does not know start like its first."""
@@ -466,13 +465,16 @@ class TrainingProgram(BaseProgram):
         # What a callback has made of it is the newer one, until the next update takes it over.
         if self._reached and not self._published.is_ahead(self.updates):
             self._live.updater.export()
-            self._published.note(self.updates)
+            self._note_published()
+
+    def _note_published(self) -> None:
+        self._published.note(self.updates, live=self._live.updater.held())
 
     def _let_go(self) -> None:
         """Give back parameters and state; the next recording takes over what is there then."""
         self._keep_averages()
-        self._live.storage.release()
         self._live.updater.release()
+        self._live.storage.release()
         self._by_form, self._live.states, self._reached = {}, [], ()
         if self._captured is not None:
             self._captured.forget()
@@ -495,8 +497,8 @@ class TrainingProgram(BaseProgram):
             self._engine.scale = self._live.scaler.state
         self._keep_averages()
         # Callbacks and what explains the run may hold on to the program.
-        self._live.storage.release()
         self._live.updater.release()
+        self._live.storage.release()
         self._live.states = []
         if self._device.type == "cpu":
             give_back_freed_memory()

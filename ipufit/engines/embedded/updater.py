@@ -29,7 +29,7 @@ from ipufit.engines.embedded.own_step import OwnStepUpdater
 from ipufit.engines.embedded.precision import computes_in_half, try_out
 from ipufit.engines.embedded.rules import Rule, rule_for
 from ipufit.engines.embedded.state_memory import StateMemory
-from ipufit.engines.embedded.storage import Block, FlatStorage, group_alike
+from ipufit.engines.embedded.storage import Block, FlatStorage, group_alike, storage_id
 from ipufit.errors import OptimizerError
 
 __all__ = ["Graphs", "RuleUpdater", "Updater", "refuse_step_hooks", "torchs_step", "updater_for"]
@@ -74,7 +74,7 @@ class Updater(Protocol):
         ...
 
     def export(self) -> None:
-        """Write the state into the torch optimizer."""
+        """Write the state into the torch optimizer, or let that look into it."""
         ...
 
     def held(self) -> List[Tensor]:
@@ -82,7 +82,10 @@ class Updater(Protocol):
         ...
 
     def release(self) -> None:
-        """Let go of the state, which no update needs any more; safe twice."""
+        """Let go of the state, which no update needs any more; safe twice.
+
+        Where no update follows at all, the torch optimizer gets memory of its own.
+        """
         ...
 
     def recorded(self) -> Optional[fx.GraphModule]:
@@ -207,8 +210,12 @@ class RuleUpdater:
         self._counts = [block.updates for block in blocks]
         self._fused = self._kernels()
         self.refresh([groups])
-        if self._fused:
-            return
+        if not self._fused:
+            self._record(run_eagerly)
+        self.export()
+
+    def _record(self, run_eagerly: bool) -> None:
+        storage = self._storage
         at_work = self.memory.fetch(self._kept())
         arguments = self._arguments(self._finish.examples(storage.flats), at_work)
         key = (self._kind, self._switches, storage.form, self._finish)
@@ -406,7 +413,11 @@ class RuleUpdater:
                 tensor.copy_(values[name])
 
     def export(self) -> None:
-        """Write the state into the torch optimizer, under torch's names and dtypes."""
+        """Let the torch optimizer have the state, under torch's names and dtypes.
+
+        While training goes on its tensors are views of the flat ones: a copy would take as much
+        memory again, and be out of date after one update.
+        """
         for block, state, updates in zip(self._storage.blocks, self._states, self._counts):
             group = self._optimizer.param_groups[block.group]
             if updates == 0:
@@ -415,7 +426,8 @@ class RuleUpdater:
             for slot in block.slots:
                 own = self._optimizer.state[slot.parameter]
                 for name, whole in state.items():
-                    own[name] = self.memory.for_torch(slot.view(whole))
+                    part = slot.view(whole)
+                    own[name] = self.memory.for_torch(part) if self.memory.ended else part
                 if self._kind.counted:
                     device = slot.parameter.device if on_device else torch.device("cpu")
                     own["step"] = torchs_step(type(self._optimizer), updates, device)
@@ -425,9 +437,22 @@ class RuleUpdater:
         return self._kept()
 
     def release(self) -> None:
-        """Let go of the state, which no update needs any more; safe twice."""
+        """Let go of the state; a torch optimizer that still looks into it gets its own."""
+        if self.memory.ended:
+            self._give_own_memory(self._storage, self._states)
         self._storage, self._states = FlatStorage([]), []
         self.counts = []
+
+    def _give_own_memory(
+        self, storage: FlatStorage, states: Sequence[Mapping[str, Tensor]]
+    ) -> None:
+        for block, state in zip(storage.blocks, states):
+            memory = {storage_id(whole) for whole in state.values()}
+            for slot in block.slots:
+                own = self._optimizer.state.get(slot.parameter, {})
+                for name, value in own.items():
+                    if isinstance(value, Tensor) and storage_id(value) in memory:
+                        own[name] = self.memory.for_torch(value)
 
     def recorded(self) -> Optional[fx.GraphModule]:
         """The graph of an update; None where it runs without one."""

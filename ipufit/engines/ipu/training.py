@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
@@ -25,6 +24,7 @@ from ipufit.engines.ipu.size import Size
 from ipufit.engines.ipu.tails import filled, padded, padding_needed
 from ipufit.engines.ipu.unit import Result, Unit, cut_rows
 from ipufit.errors import ConfigurationError, LossError, NonFiniteLossError
+from ipufit.keeping import copied_state
 from ipufit.program import (
     Anchors,
     CombinedBatch,
@@ -293,7 +293,7 @@ class TrainingProgram:
         return TrainState(
             {public_name(name): plain(p) for name, p in self._host.parameters.items()},
             [buffers],
-            copy.deepcopy(self._optimizer.state_dict()),
+            copied_state(self._optimizer),
             self._spec.seed,
             self.updates,
             loss_scale=None if scale is None else (scale.initial, 0),

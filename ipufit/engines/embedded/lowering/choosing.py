@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ipufit.engines.embedded.divided.graph import Meeting, with_sums
+from ipufit.engines.embedded.freed_memory import give_back_freed_memory
 from ipufit.engines.embedded.lowering.calls import call_shortly
 from ipufit.engines.embedded.lowering.channels_last import pictures_last
 from ipufit.engines.embedded.lowering.gathering import gather_in_place
@@ -71,15 +72,19 @@ def lower(graph: fx.GraphModule, arguments: Sequence[Tensor], jit: str, sums: in
     if not what:
         return plain
     chosen = Lowered(_ready(other), KERNELS, f"Runs {what}.", meeting)
-    away = _disagreement(plain.run, chosen.run, arguments)
-    if away is not None:
-        return dataclasses.replace(plain, why=f"{_AS_IT_IS}: {away}.")
-    if jit == KERNELS:
-        return chosen
-    key = (recorded.code, *((t.shape, t.stride(), t.dtype) for t in arguments))
-    if fastest(key, lambda: _on_copies((plain, chosen), arguments)) == KERNELS:
-        return chosen
-    return dataclasses.replace(plain, why=f"{_AS_IT_IS}: {what} would not be faster.")
+    try:
+        away = _disagreement(plain.run, chosen.run, arguments)
+        if away is not None:
+            return dataclasses.replace(plain, why=f"{_AS_IT_IS}: {away}.")
+        if jit == KERNELS:
+            return chosen
+        key = (recorded.code, *((t.shape, t.stride(), t.dtype) for t in arguments))
+        if fastest(key, lambda: _on_copies((plain, chosen), arguments)) == KERNELS:
+            return chosen
+        return dataclasses.replace(plain, why=f"{_AS_IT_IS}: {what} would not be faster.")
+    finally:
+        # What both took to run lies in pieces among what has come to stay.
+        give_back_freed_memory()
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
