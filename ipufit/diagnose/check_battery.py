@@ -25,6 +25,7 @@ from ipufit.diagnose.check_watching import Lines
 from ipufit.diagnose.finding import Finding
 from ipufit.diagnose.findings import Findings
 from ipufit.engines.embedded.capture import Frame
+from ipufit.engines.embedded.foreign import only_on_ipus
 from ipufit.engines.embedded.step import public_name
 from ipufit.errors import CaptureError, DataError, IpufitError, LossError
 from ipufit.randomness import seed_generators
@@ -76,6 +77,11 @@ class Battery:
             self._refused(first)
         has_values = False
         reached = first.reached
+        foreign = None if first.error is None else only_on_ipus(first.error)
+        if first.error is not None and foreign is not None:
+            text, _, cure = foreign.rpartition(". ")
+            self._found.add(_unrecordable(first.error, text, cure))
+            return None
         if first.error is not None and not _is_about_gradients(first.error):
             read: List[CaptureError] = []
             valued = self._valued(snapshot, read)
@@ -135,13 +141,12 @@ class Battery:
         is_torchs = recorded.error is not None and not isinstance(recorded.error, IpufitError)
         # Older versions of torch can't record a generator.
         if recorded.error is not None and is_torchs and not valued.generators:
-            file, line, function = _frame_of(recorded.error) or (None, None, None)
             text = (
                 "the module runs, but can't be recorded: "
                 f"{type(recorded.error).__name__}: {_line_of(recorded.error)}"
             )
             cure = "Write it with other operators, or use compile(..., run_eagerly=True)."
-            self._found.add(Finding("capture", "error", file, line, function, text, cure))
+            self._found.add(_unrecordable(recorded.error, text, cure))
         return True
 
     def _refused(self, run: Run) -> None:
@@ -223,6 +228,11 @@ def _is_about_gradients(error: BaseException) -> bool:
     return isinstance(error, LossError) or (
         isinstance(error, CaptureError) and error.cause is None and error.kind == "capture"
     )
+
+
+def _unrecordable(error: BaseException, text: str, cure: str) -> Finding:
+    file, line, function = _frame_of(error) or (None, None, None)
+    return Finding("capture", "error", file, line, function, text, cure)
 
 
 def _line_of(error: BaseException) -> str:

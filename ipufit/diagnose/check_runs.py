@@ -13,6 +13,7 @@ from ipufit import tree
 from ipufit.diagnose.check_tracing import Operation, Recorder
 from ipufit.diagnose.check_watching import Reads
 from ipufit.engines.embedded.capture import Frame, capture, recordable
+from ipufit.engines.embedded.foreign import for_this_engine
 from ipufit.engines.embedded.step import MicroStep, StepModule
 from ipufit.engines.embedded.storage import Block
 from ipufit.errors import CaptureError
@@ -103,7 +104,12 @@ class Subject:
         """
         leaves = [_rolled(leaf) for leaf in self.sample.leaves] if rolled else self.sample.leaves
         state = [tensor.detach() for tensor in self._ordered()]
-        return self._done(titles, training, lambda call: capture(call, [*state, *leaves]))
+
+        def record(call: Callable[..., Sequence[Tensor]]) -> None:
+            with for_this_engine():
+                capture(call, [*state, *leaves])
+
+        return self._done(titles, training, record)
 
     def ran(
         self,

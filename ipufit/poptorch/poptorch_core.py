@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Any, Callable, Dict, NoReturn, Tuple, Type
+from typing import Any, Callable, Dict, NoReturn, Optional, Tuple, Type
 
 from ipufit.poptorch import _logging
 
@@ -18,6 +18,9 @@ class Error(Exception):
         message: the text alone.
         location: where it happened, outermost last; empty for the front end.
     """
+
+    # Of what nothing but an IPU can do: the message once more, for :mod:`ipufit.diagnose`.
+    _only_on_ipus: Optional[str] = None
 
     def __init__(self, message: str = "", type: str = "poptorch_py_error", location: str = ""):
         where = f"\nRaised in:\n{location}" if location else ""

@@ -276,3 +276,27 @@ def test_a_batch_that_the_module_cannot_take_is_an_error():
         "but that fails: RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x4 and 3x3). "
         "Pass a batch that fit takes."
     )
+
+
+def test_what_only_an_ipu_can_run_is_the_finding():
+    """Outside of a program it gives zeros, so the module itself runs."""
+
+    class Compiled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x):
+            x = self.head(x)
+            return poptorch.custom_op([x], "Cube", "ai.example", 1, example_outputs=[x])[0]
+
+    model = ipufit.Model(Compiled(), engine="embedded")
+    model.compile("adam", "cross_entropy")
+    (finding,) = model.check((X, torch.arange(4) % 3))
+    assert (finding.kind, finding.severity, finding.function) == ("capture", "error", "forward")
+    assert "poptorch.custom_op" in linecache.getline(finding.file, finding.line)
+    assert finding.text == (
+        "poptorch.custom_op: 'Cube' of 'ai.example', version 1, is code compiled for an IPU, which "
+        "nothing but IPU hardware with Graphcore's SDK can run"
+    )
+    assert finding.cure == "Replace it by torch operators where the model runs elsewhere."

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from typing import Iterator
+from typing import Iterator, Optional
 
-__all__ = ["for_this_engine", "is_for_this_engine"]
+__all__ = ["for_this_engine", "is_for_this_engine", "only_on_ipus"]
 
 _MAKING: contextvars.ContextVar[bool] = contextvars.ContextVar("making", default=False)
+
+
+def only_on_ipus(error: BaseException) -> Optional[str]:
+    """What an error says that nothing but an IPU can do, and last what to do instead; else None."""
+    return getattr(error, "_only_on_ipus", None)
 
 
 @contextlib.contextmanager

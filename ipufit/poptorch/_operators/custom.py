@@ -51,11 +51,13 @@ def custom_op(
     for value in (attributes or {}).values():
         for one in value if isinstance(value, (list, tuple)) else [value]:
             _check_range(one)
-    raise error(
+    refusal = error(
         f"poptorch.custom_op: {name!r} of {domain!r}, version {domain_version}, is code compiled "
         "for an IPU, which nothing but IPU hardware with Graphcore's SDK can run. Replace it by "
         "torch operators where the model runs elsewhere."
     )
+    refusal._only_on_ipus = refusal.message
+    raise refusal
 
 
 def _check_attributes(attributes: Dict[str, Any]) -> None:
