@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple, Union
 
 import torch
 
 from ipufit.callbacks import Callback
 from ipufit.callbacks.callback_list import checked
 from ipufit.checkpoints.settings import Checkpoint, resolve_checkpoint, resolve_resume
-from ipufit.checkpoints.training import Found
 from ipufit.data.forms import Given, open_data
 from ipufit.data.limits import validation_epochs
 from ipufit.data.source import Source
@@ -23,6 +22,9 @@ from ipufit.program import Mode
 from ipufit.report.settings import Report, refuse_report, resolve_report
 from ipufit.session import Session, refuse_several
 from ipufit.verbosity import resolve_verbose
+
+if TYPE_CHECKING:
+    from ipufit.checkpoints.training import Found
 
 __all__ = ["FitArguments", "InferenceArguments"]
 

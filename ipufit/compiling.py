@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Tuple, Union
 
 import torch
 from torch import nn
 
-from ipufit.configured import (
-    FixedWork,
-    check_config,
-    cut_layers,
-    divided,
-    load_config,
-    output_mode_of,
-    recomputed,
-)
 from ipufit.errors import ConfigurationError
 from ipufit.faults import Faults, one_of
-from ipufit.ipu_config import IPUConfig
-from ipufit.ipu_config import report as config_report
+from ipufit.fixed_work import FixedWork
 from ipufit.losses import Loss, resolve_loss
 from ipufit.lowerings import resolve_jit
 from ipufit.metrics import MetricSet, resolve_metrics
 from ipufit.optimizers import resolve_optimizer
-from ipufit.parallel.as_planned import as_planned
-from ipufit.parallel.partition import NOT_DIVIDED
-from ipufit.parallel.partition_plan import PartitionPlan
+from ipufit.parallel.in_parts import has_parts
+from ipufit.parallel.partition import NOT_DIVIDED, Partitions
 from ipufit.parallel.recomputation import resolve_recompute
 from ipufit.parallel.request import PartitionRequest
-from ipufit.parallel.resolving import resolve_partitions
-from ipufit.parallel.serializing import described, serialized_while_checked
 from ipufit.processes import current
 from ipufit.program import Engine
 from ipufit.recipe import (
@@ -48,7 +35,11 @@ from ipufit.recipe import (
 )
 from ipufit.schedules import resolve_schedule
 from ipufit.session import Session
-from ipufit.whole_options import INFERENCE, TRAINING, OptionPair
+from ipufit.whole_options.roles import INFERENCE, TRAINING
+
+if TYPE_CHECKING:
+    from ipufit.ipu_config import IPUConfig
+    from ipufit.whole_options.pair import OptionPair
 
 __all__ = ["CompileRequest", "compiled"]
 
@@ -103,33 +94,23 @@ def compiled(
     Raises:
         ConfigurationError: something can't work; several faults as one error.
     """
+    # Here and below, what plain models need nothing of is imported where it is needed.
     faults = Faults()
-    config = limit = None
-    if isinstance(asked.partition.stages, PartitionPlan):
-        limit = asked.partition.stages.planned.memory
+    config = pair = limit = None
+    mode = "all"
     with faults.collected():
-        first, second = asked.partition, asked.inference_partition
-        first, second = as_planned(module, first), as_planned(module, second)
-        asked = dataclasses.replace(asked, partition=first, inference_partition=second)
+        asked, limit = _as_planned(module, asked)
     faults.raise_all()
-    with faults.collected():
-        config = load_config(asked.config)
-    if config is not None:
-        check_config(config, asked, faults)
-        with faults.collected():
-            first, second = divided(config, module, asked.partition, asked.inference_partition)
-            asked = dataclasses.replace(asked, partition=first, inference_partition=second)
-        with faults.collected():
-            cuts = asked.serialized_layers, asked.inference_serialized_layers
-            first_cuts, second_cuts = cut_layers(config, module, *cuts)
-            asked = dataclasses.replace(
-                asked, serialized_layers=first_cuts, inference_serialized_layers=second_cuts
-            )
-        with faults.collected():
-            asked = dataclasses.replace(asked, recompute=recomputed(config, asked.recompute))
-    pair = OptionPair.read(asked, faults)
-    asked = pair.merged(asked, faults)
-    mode = "all" if config is None else output_mode_of(config)
+    if asked.config is not None:
+        from ipufit.configured import configured, output_mode_of
+
+        config, asked = configured(module, asked, faults)
+        mode = mode if config is None else output_mode_of(config)
+    if asked.training_options is not None or asked.inference_options is not None:
+        from ipufit.whole_options.pair import OptionPair
+
+        pair = OptionPair.read(asked, faults)
+        asked = pair.merged(asked, faults)
     reduction, offload = asked.gradient_reduction, asked.offload_optimizer_state
     if offload is None:
         offload = config is not None and config.optimizer_state_offchip
@@ -149,8 +130,43 @@ def compiled(
         shard_optimizer=shard,
     )
     cuts = asked.serialized_layers, asked.inference_serialized_layers
+    if config is None and all(cut is None for cut in cuts):
+        return _checked(module, make_engine, asked, config, pair, faults, limit)
+    from ipufit.parallel.serializing import serialized_while_checked
+
     with serialized_while_checked(module, *cuts, faults, by_config=config is not None):
         return _checked(module, make_engine, asked, config, pair, faults, limit)
+
+
+def _as_planned(module: nn.Module, asked: CompileRequest) -> Tuple[CompileRequest, Optional[int]]:
+    """The arguments with stages and strategy of a plan, and the memory that it was made for.
+
+    Raises:
+        PartitionError: the plan is one of another module or strategy, or does not fit.
+    """
+    first, second = asked.partition, asked.inference_partition
+    if first.stages is None and second.stages is None:
+        return asked, None
+    from ipufit.parallel.as_planned import as_planned
+    from ipufit.parallel.partition_plan import PartitionPlan
+
+    limit = first.stages.planned.memory if isinstance(first.stages, PartitionPlan) else None
+    first, second = as_planned(module, first), as_planned(module, second)
+    return dataclasses.replace(asked, partition=first, inference_partition=second), limit
+
+
+def _partitions(module: nn.Module, asked: CompileRequest) -> Partitions:
+    """How the module lies on IPUs.
+
+    Raises:
+        PartitionError: the arguments can't work, or not together; with every fault.
+    """
+    first, second = asked.partition, asked.inference_partition
+    if first.is_absent and second.is_absent and not has_parts(module):
+        return NOT_DIVIDED
+    from ipufit.parallel.resolving import resolve_partitions
+
+    return resolve_partitions(module, first, second)
 
 
 def _checked(
@@ -158,7 +174,7 @@ def _checked(
     make_engine: Callable[[], Engine],
     asked: CompileRequest,
     config: Optional[IPUConfig],
-    pair: OptionPair,
+    pair: Optional[OptionPair],
     faults: Faults,
     planned_memory: Optional[int],
 ) -> Session:
@@ -166,7 +182,7 @@ def _checked(
     settings = _how(module, asked, faults)
     partitions = NOT_DIVIDED
     with faults.collected():
-        partitions = resolve_partitions(module, asked.partition, asked.inference_partition)
+        partitions = _partitions(module, asked)
     faults.raise_all()
     assert resolved is not None
     schedule = resolve_schedule(asked.lr_scheduler, optimizer, asked.lr_scheduler_interval)
@@ -178,11 +194,17 @@ def _checked(
         )
     recipe = Recipe(schedule=schedule, **settings)
     options = {TRAINING: asked.training_options, INFERENCE: asked.inference_options}
-    recipe, printed, said = pair.applied(engine, recipe, partitions)
-    fixed = FixedWork.of_options(pair.training, pair.inference, partitions, said)
+    printed: List[str] = []
+    fixed = FixedWork()
+    if pair is not None:
+        recipe, printed, said = pair.applied(engine, recipe, partitions)
+        fixed = FixedWork.of_options(pair.training, pair.inference, partitions, said)
     if config is not None:
+        from ipufit.ipu_config.report import in_short
+        from ipufit.parallel.serializing import described
+
         recipe, options = _configured(config, engine, recipe, options)
-        printed, fixed = [config_report.in_short(config, engine.name)], FixedWork.of(config)
+        printed, fixed = [in_short(config, engine.name)], FixedWork.of(config)
         printed += described(module)
     check = getattr(engine, "check", None)
     if check is not None:

@@ -1,4 +1,4 @@
-"""What a configuration, or whole PopTorch options, fix at ``compile``, and what disagrees."""
+"""What a configuration says to ``compile``, and what disagrees."""
 
 from __future__ import annotations
 
@@ -9,146 +9,46 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from torch import nn
 
-from ipufit.errors import ConfigurationError, PlanError
+from ipufit.errors import ConfigurationError
 from ipufit.faults import Faults
 from ipufit.ipu_config import IPUConfig, Partition
 from ipufit.parallel.annotations import is_annotated
 from ipufit.parallel.choosing import KINDS, check_ties, meant_layer
-from ipufit.parallel.partition import Partitions
 from ipufit.parallel.request import PartitionRequest
-from ipufit.whole_options import INFERENCE, TRAINING, WholeOptions
+from ipufit.whole_options.roles import INFERENCE, TRAINING
 
 __all__ = [
-    "FixedWork",
-    "check_config",
-    "cut_layers",
-    "divided",
-    "load_config",
+    "configured",
     "output_mode_of",
-    "recomputed",
 ]
 
-# A value, and what says so.
-Fixed = Tuple[int, str]
 
-# What holds where neither an argument nor a configuration says anything.
-_DEFAULTS: Dict[str, Optional[int]] = {
-    "ipus": None,
-    "device_iterations": 1,
-    "gradient_accumulation": 1,
-}
+def configured(module: nn.Module, asked: Any, faults: Faults) -> Tuple[Optional[IPUConfig], Any]:
+    """The configuration that ``compile`` was given, and its arguments with what that says of them.
 
-
-@dataclasses.dataclass(frozen=True)
-class FixedWork:
-    """Arguments of ``fit``, ``evaluate`` and ``predict`` that ``compile`` has fixed.
-
-    Attributes:
-        training, inference: by argument, its value and what says so; both empty if nothing does.
-        seed, inference_seed: the same of seeds, each a pair, or None.
-        other: what to compile with to change them, for errors.
-        said: sentences for ``explain``.
+    Args:
+        module: the user's.
+        asked: the arguments.
+        faults: to which conflicts are added, and what can't be read; then there is none.
     """
-
-    training: Mapping[str, Fixed] = dataclasses.field(default_factory=dict)
-    inference: Mapping[str, Fixed] = dataclasses.field(default_factory=dict)
-    seed: Optional[Fixed] = None
-    inference_seed: Optional[Fixed] = None
-    other: str = ""
-    said: Tuple[str, ...] = ()
-
-    @staticmethod
-    def of(config: IPUConfig) -> FixedWork:
-        """What a configuration fixes."""
-        training = {
-            **_work(config, ""),
-            "gradient_accumulation": (
-                config.gradient_accumulation_steps,
-                "IPUConfig.gradient_accumulation_steps",
-            ),
-        }
-        seed = None if config.seed is None else (config.seed, "IPUConfig.seed")
-        said = f"Work, seed and options are those of {config!r}."
-        inference = _work(config, "inference_")
-        return FixedWork(training, inference, seed, None, "another config", (said,))
-
-    @staticmethod
-    def of_options(
-        training: Optional[WholeOptions],
-        inference: Optional[WholeOptions],
-        partitions: Partitions,
-        said: Sequence[str],
-    ) -> FixedWork:
-        """What whole PopTorch options fix.
-
-        Args:
-            training, inference: the options, or None.
-            partitions: of the module over the IPUs of a replica.
-            said: sentences for ``explain``.
-        """
-        work: List[Mapping[str, Fixed]] = []
-        for options, is_training in ((training, True), (inference, False)):
-            partition = partitions.of(is_training)
-            ipus = 1 if partition is None else partition.ipus
-            work.append({} if options is None else options.work(ipus))
-        one, other = (
-            None if options is None else options.seed for options in (training, inference)
+    config = None
+    with faults.collected():
+        config = load_config(asked.config)
+    if config is None:
+        return None, asked
+    check_config(config, asked, faults)
+    with faults.collected():
+        first, second = divided(config, module, asked.partition, asked.inference_partition)
+        asked = dataclasses.replace(asked, partition=first, inference_partition=second)
+    with faults.collected():
+        cuts = asked.serialized_layers, asked.inference_serialized_layers
+        first_cuts, second_cuts = cut_layers(config, module, *cuts)
+        asked = dataclasses.replace(
+            asked, serialized_layers=first_cuts, inference_serialized_layers=second_cuts
         )
-        return FixedWork(work[0], work[1], one, other, "other options", tuple(said))
-
-    def resolve(self, is_training: bool, **asked: Any) -> Dict[str, Any]:
-        """The arguments with values of the configuration where they are None.
-
-        Args:
-            is_training: which of both counts.
-            asked: "ipus", "device_iterations" and "gradient_accumulation", as the user has them.
-
-        Raises:
-            PlanError: an argument disagrees with the configuration; with all that do.
-        """
-        fixed = self.training if is_training else self.inference
-        found: Dict[str, Any] = {}
-        faults = []
-        for name, value in asked.items():
-            there, said = fixed.get(name, (_DEFAULTS[name], ""))
-            found[name] = there if value is None else value
-            if said and value is not None and value != there:
-                faults.append(
-                    f"`{name}` must agree with {said}, which says {there}, got {value!r}. Leave "
-                    f"it out, or compile with {self.other}."
-                )
-                found[name] = there
-        if faults:
-            raise PlanError(faults, {name: found[name] for name in fixed if name in found})
-        return found
-
-    def seed_or(self, seed: Optional[int], is_training: bool = True) -> Optional[int]:
-        """The seed that was asked for, else the one that ``compile`` has fixed.
-
-        Raises:
-            ConfigurationError: they disagree.
-        """
-        fixed = self.seed if is_training else self.inference_seed
-        if fixed is None:
-            return seed
-        value, said = fixed
-        if seed not in (None, value):
-            raise ConfigurationError(
-                f"seed must agree with {said}, which is {value}, got {seed}. Leave it out, or "
-                f"compile with {self.other}."
-            )
-        return value
-
-
-def _work(config: IPUConfig, prefix: str) -> Dict[str, Fixed]:
-    replicas = getattr(config, f"{prefix}replication_factor")
-    ipus = getattr(config, f"{prefix}ipus_per_replica")
-    product = f"IPUConfig.{prefix}replication_factor x {prefix}ipus_per_replica"
-    name = f"{prefix}device_iterations"
-    return {
-        "ipus": (replicas * ipus, product),
-        "device_iterations": (getattr(config, name), f"IPUConfig.{name}"),
-    }
+    with faults.collected():
+        asked = dataclasses.replace(asked, recompute=recomputed(config, asked.recompute))
+    return config, asked
 
 
 def load_config(config: Any) -> Optional[IPUConfig]:

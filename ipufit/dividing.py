@@ -7,11 +7,7 @@ from typing import TYPE_CHECKING, Optional, Set, Tuple
 
 from ipufit.errors import PartitionError
 from ipufit.interrupts import deferred
-from ipufit.parallel.costs import by_ipu, memory_of
-from ipufit.parallel.looking import stages_of_blocks
 from ipufit.parallel.partition import Partition, Partitions
-from ipufit.parallel.planning import schedule_of
-from ipufit.parallel.texts import size
 from ipufit.plan import Plan
 from ipufit.plan_checks import check_filling
 from ipufit.program import MicroBatch
@@ -70,6 +66,9 @@ class Divider:
             return partitions
         if training not in self._counted:
             with deferred():
+                # Imported here, as below: few models are divided.
+                from ipufit.parallel.looking import stages_of_blocks
+
                 stages = stages_of_blocks(partition, session.module, session.loss, first, training)
             partition = dataclasses.replace(partition, stages=stages)
             partitions = partitions.counted(training, stages)
@@ -107,6 +106,10 @@ def _found(session: Session, first: MicroBatch, partition: Partition) -> Partiti
 
 def _hold(session: Session, first: MicroBatch, partition: Optional[Partition], memory: int) -> None:
     """Refuse micro-batches with which a plan's stages take more than it was made for."""
+    from ipufit.parallel.costs import by_ipu, memory_of
+    from ipufit.parallel.planning import schedule_of
+    from ipufit.parallel.texts import size
+
     stages = 1 if partition is None else partition.stages
     strategy = "pipelined" if partition is None else partition.strategy
     costs = session.estimator(first, partition).given(partition)

@@ -7,29 +7,28 @@ from typing import TYPE_CHECKING, Any, Callable, Mapping, Optional, Sequence, Tu
 
 from torch import nn
 
-from ipufit.diagnose.comparison import Comparison
-from ipufit.diagnose.invariance import check_invariance
-from ipufit.diagnose.invariance_report import InvarianceReport
-from ipufit.diagnose.parity import compare
 from ipufit.engines.choice import engine_maker
 from ipufit.errors import ConfigurationError, NotCompiledError
 from ipufit.explaining import explained, summarized
-from ipufit.parallel.partition_plan import PartitionPlan
 from ipufit.parallel.request import PartitionRequest
-from ipufit.planned import planned
-from ipufit.preflight import PreflightReport
 from ipufit.sampled import able_to_run, sample_for
 from ipufit.session import Session
 from ipufit.summary import check_options
 
 if TYPE_CHECKING:
     from ipufit.diagnose import CheckReport
+    from ipufit.diagnose.comparison import Comparison
+    from ipufit.diagnose.invariance_report import InvarianceReport
+    from ipufit.parallel.partition_plan import PartitionPlan
+    from ipufit.preflight import PreflightReport
 
 __all__ = ["Inspected"]
 
 
 class Inspected:
     """The methods of :class:`ipufit.Model` that look without training.
+
+    Most programs call none of them, so what they need is imported when they are called.
 
     Attributes:
         module: the user's module.
@@ -149,6 +148,8 @@ class Inspected:
             DataError: the batch can't be fed.
             CaptureError: the module can't be recorded.
         """
+        from ipufit.planned import planned
+
         session = self._compiled("plan")
         asked = PartitionRequest(stages, layers_per_ipu, layers, strategy, ipus_per_replica)
         work = (ipus, gradient_accumulation)
@@ -208,6 +209,8 @@ class Inspected:
                 an engine whose programs can't be looked into.
             DataError: the batch can't be fed.
         """
+        from ipufit.diagnose.parity import compare
+
         return compare(self._trainable("compare"), sample, reference, (rtol, atol))
 
     def check_invariance(
@@ -234,6 +237,8 @@ class Inspected:
                 copied.
             DataError: the batch can't be fed, or has one sample.
         """
+        from ipufit.diagnose.invariance import check_invariance
+
         session = self._trainable("check_invariance")
         return check_invariance(session, engine_maker("embedded"), sample, (rtol, atol))
 
@@ -263,7 +268,6 @@ class Inspected:
             ConfigurationError: neither a batch nor an earlier ``fit``.
             DataError: the batch can't be fed, or the module can't take it.
         """
-        # Imported here: it is slow to import, and `import ipufit` must stay quick.
         from ipufit.diagnose.check_model import checked
 
         return checked(self.module, self._session, x, sys._getframe(1))

@@ -7,15 +7,13 @@ import hashlib
 import itertools
 import json
 import socket
-from typing import Any, Dict, Iterable, List, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Optional, Sequence
 
 import torch
 from torch import Tensor
 
 import ipufit
 from ipufit.arguments import FitArguments, InferenceArguments
-from ipufit.checkpoints.keeper import find
-from ipufit.checkpoints.training import Found
 from ipufit.errors import ProcessError
 from ipufit.lowerings import CUDAGRAPH, INDUCTOR
 from ipufit.plan import Plan
@@ -23,6 +21,9 @@ from ipufit.processes import Processes, common
 from ipufit.program import Mode
 from ipufit.randomness import draw_seed
 from ipufit.session import Session, refuse_several
+
+if TYPE_CHECKING:
+    from ipufit.checkpoints.training import Found
 
 __all__ = ["join_fit", "join_inference"]
 
@@ -72,14 +73,21 @@ def _found_by_first(processes: Processes, given: FitArguments) -> Optional[Found
     found: List[Found] = []
 
     def read() -> Any:
+        if given.checkpoint is None and given.resume is None:
+            return []
+        # Imported here, as below: many runs keep no checkpoints.
+        from ipufit.checkpoints.keeper import find
+
         found.extend(each for each in [find(given.checkpoint, given.resume)] if each is not None)
-        return [{name: getattr(each, name) for name in _NAMES} for each in found]
+        names = [field.name for each in found for field in dataclasses.fields(each)]
+        return [{name: getattr(each, name) for name in names} for each in found]
 
     told = processes.first(read)
-    return next(iter(found or [Found(**each) for each in told]), None)
+    if told and not found:
+        from ipufit.checkpoints.training import Found
 
-
-_NAMES = [field.name for field in dataclasses.fields(Found)]
+        found.extend(Found(**each) for each in told)
+    return next(iter(found), None)
 
 
 def _facts(session: Session, plan: Plan, is_portioned: bool) -> Dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import (
 import torch
 from torch import nn
 
-from ipufit import loop, on_batch, runs, searches
+from ipufit import loop, on_batch, runs
 from ipufit.callbacks import Callback
 from ipufit.checkpoints.settings import Checkpoint
 from ipufit.compiling import CompileRequest, compiled
@@ -29,12 +29,9 @@ from ipufit.data.forms import Given
 from ipufit.engines.choice import engine_maker
 from ipufit.errors import ConfigurationError
 from ipufit.faults import one_of
-from ipufit.finders import BatchSize, Trial
 from ipufit.fit_data import FitRequest
 from ipufit.history import History
 from ipufit.inspected import Inspected
-from ipufit.lr_finder import LearningRates
-from ipufit.parallel.partition_plan import PartitionPlan
 from ipufit.parallel.request import PartitionRequest
 from ipufit.program import Engine, Mode
 from ipufit.recipe import LossScale
@@ -44,7 +41,10 @@ from ipufit.session import Session
 from ipufit.weights import described, load_weights, save_weights
 
 if TYPE_CHECKING:
+    from ipufit.finders import BatchSize
     from ipufit.integrations.lightning import LightningModel
+    from ipufit.lr_finder import LearningRates
+    from ipufit.parallel.partition_plan import PartitionPlan
 
 __all__ = ["Model"]
 
@@ -800,6 +800,10 @@ class Model(Inspected):
             ConfigurationError: arguments that can't work, or inside ``fit``.
             DataError: data that can't be read or fed, or that can be read only once.
         """
+        # Imported here, as below: few programs look for a setting.
+        from ipufit import searches
+        from ipufit.finders import Trial
+
         session = self._trainable("find_lr")
         data = Given("training data", x, y, batch_size=batch_size, shuffles=True)
         rates = (min_lr, max_lr, updates)
@@ -839,6 +843,9 @@ class Model(Inspected):
                 one fits.
             DataError: data that can't be read or fed.
         """
+        from ipufit import searches
+        from ipufit.finders import Trial
+
         trial = Trial(self._trainable("find_batch_size"), self._make_engine)
         return searches.find_batch_size(trial, x, y, effective_batch_size, start, ipus, seed)
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional,
 from ipufit import loop
 from ipufit.arguments import FitArguments, InferenceArguments
 from ipufit.callbacks import Callback, CallbackList, ProgbarLogger
-from ipufit.checkpoints.keeper import Keeper, find
 from ipufit.data.forms import Given
 from ipufit.data.source import Source
 from ipufit.errors import ConfigurationError, RecoverableDeviceError
@@ -62,6 +61,9 @@ def _fit_again(model: Model, session: Session, given: FitArguments) -> History:
         except RecoverableDeviceError as error:
             if error.action != _HERE:
                 raise
+            # Imported here, as below: many runs keep no checkpoints.
+            from ipufit.checkpoints.keeper import find
+
             given = given.again(find(given.checkpoint, "auto"))
             assert given.found is not None
             warnings.warn(
@@ -114,6 +116,8 @@ def _train(
             run = {"first_update": job.program.updates, "first_epoch": given.first_epoch}
             keeper = None
             if given.checkpoint is not None or given.found is not None:
+                from ipufit.checkpoints.keeper import Keeper
+
                 who = (model, session, given.checkpoint, given.found, given.callbacks)
                 keeper = Keeper(*who, run, restarts=given.max_restarts > 0)
                 run = keeper.run

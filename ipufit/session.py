@@ -5,19 +5,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+)
 
 import torch
 from torch import nn
 
 from ipufit import loop
-from ipufit.configured import FixedWork
 from ipufit.data.batches import is_weighted
 from ipufit.data.feed import Feed
 from ipufit.data.source import Source
 from ipufit.dividing import Divider, settled
 from ipufit.errors import ConfigurationError
 from ipufit.first_batch import check_call, prepare_tail, probe
+from ipufit.fixed_work import FixedWork
 from ipufit.interrupts import deferred
 from ipufit.logged import joined_rules
 from ipufit.loop import Job
@@ -26,16 +36,17 @@ from ipufit.meter import Meter
 from ipufit.metrics import MetricSet
 from ipufit.names import check_log_name
 from ipufit.parallel.partition import NOT_DIVIDED, Partition, Partitions
-from ipufit.parallel.planning import Estimator
-from ipufit.parallel.serializing import described
 from ipufit.plan import Plan
-from ipufit.preflight.report import PreflightReport
 from ipufit.processes import Processes, current
 from ipufit.program import Engine, MicroBatch, Mode, Program, ProgramSpec
 from ipufit.randomness import draw_seed
 from ipufit.recipe import Recipe
 from ipufit.together import Together
-from ipufit.whole_options import TRAINING, role_of
+from ipufit.whole_options.roles import TRAINING, role_of
+
+if TYPE_CHECKING:
+    from ipufit.parallel.planning import Estimator
+    from ipufit.preflight.report import PreflightReport
 
 __all__ = ["Session", "refuse_several"]
 
@@ -329,6 +340,9 @@ class Session:
             partition: whose rules are checked on the way.
             recompute: layers from whose outputs recomputation starts; None is those of ``compile``.
         """
+        # Imported here, as below: few models are looked at like this.
+        from ipufit.parallel.planning import Estimator
+
         names = self.recipe.recompute if recompute is None else recompute
         how = (self._optimizer, self.recipe, sample, partition, names)
         return Estimator(self.module, self.loss, *how)
@@ -339,7 +353,6 @@ class Session:
         Args:
             sample: a micro-batch.
         """
-        # Imported here: few models are looked at like this.
         from ipufit.preflight.judging import preflight
 
         return preflight(self.module, self.loss, self._optimizer, self.recipe, sample)
@@ -386,6 +399,8 @@ class Session:
 
     def explain(self) -> str:
         """How the program of this session runs, in one or two lines."""
+        from ipufit.parallel.serializing import described
+
         names = [p.device for p in self.module.parameters()]
         device = str(names[0]) if names else "cpu"
         how = "the module itself, eagerly" if self.recipe.run_eagerly else "one recorded program"

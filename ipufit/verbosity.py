@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any, Mapping, Union
 
-from tqdm.auto import tqdm
-
 from ipufit.errors import ConfigurationError
 
 __all__ = ["resolve_verbose", "say_dev_run"]
@@ -39,6 +37,9 @@ def say_dev_run(notes: Mapping[str, Any], validates: bool) -> None:
     count = notes.get("fast_dev_run")
     if not count:
         return
+    # Imported here: nobody needs it who prints nothing.
+    from tqdm.auto import tqdm
+
     executions = f"{count} execution{'s' if count > 1 else ''}"
     left_out = notes["left_out_callbacks"]
     tqdm.write(

@@ -11,7 +11,8 @@ import ipufit
 from ipufit import poptorch
 from ipufit.errors import ConfigurationError, PlanError
 from ipufit.parallel.partition import NOT_DIVIDED
-from ipufit.whole_options import INFERENCE, TRAINING, WholeOptions
+from ipufit.whole_options import INFERENCE, TRAINING
+from ipufit.whole_options.reading import WholeOptions
 from ipufit.whole_options.report import lists
 from tests.engines import scales_itself
 from tests.told import refused

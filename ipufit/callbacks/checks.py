@@ -7,8 +7,6 @@ import operator
 import sys
 from typing import Any, Callable, Mapping, Optional, Tuple, TypeVar
 
-from tqdm.auto import tqdm
-
 from ipufit.errors import ConfigurationError
 
 __all__ = ["finite", "one_of", "say", "stored", "whole"]
@@ -18,6 +16,9 @@ T = TypeVar("T")
 
 def say(text: str) -> None:
     """Print a line where the progress bar is, without breaking it."""
+    # Imported here: nobody needs it who prints nothing.
+    from tqdm.auto import tqdm
+
     tqdm.write(text, file=sys.stderr)
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any, Dict, Optional
 
-from tqdm.auto import tqdm
-
 from ipufit.callbacks.callback import Callback, Logs
+from ipufit.callbacks.checks import say
 
 __all__ = ["ProgbarLogger"]
 
@@ -44,6 +42,9 @@ class ProgbarLogger(Callback):
         self._start = time.perf_counter()
         self._captured = float(self.model.capture_seconds)
         if self._verbose == 1:
+            # Imported here: nobody needs it who sees no bar.
+            from tqdm.auto import tqdm
+
             self._bar = tqdm(total=total, desc=description, unit=" " + self._unit, leave=True)
 
     def _advance(self, batch: int, logs: Optional[Logs]) -> None:
@@ -76,16 +77,12 @@ class ProgbarLogger(Callback):
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
         """Say how long the recording took."""
         self._training = True
-        self._say(f"recorded the program in {self.model.capture_seconds:.2f} s")
-
-    @staticmethod
-    def _say(text: str) -> None:
-        tqdm.write(text, file=sys.stderr)
+        say(f"recorded the program in {self.model.capture_seconds:.2f} s")
 
     def _line(self, title: str, logs: Optional[Logs]) -> None:
         if self._verbose == 2:
             shown = [f"{name}={value}" for name, value in self._shown(logs).items()]
-            self._say(f"{title}: " + ", ".join([f"{self._done} {self._unit}", *shown]))
+            say(f"{title}: " + ", ".join([f"{self._done} {self._unit}", *shown]))
 
     def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:
         """Open the epoch's bar."""

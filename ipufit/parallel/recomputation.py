@@ -15,7 +15,6 @@ from torch.nn.modules.module import (
 from ipufit import tree
 from ipufit.errors import ConfigurationError, UnknownNameError
 from ipufit.lowerings import OFF
-from ipufit.parallel.repeated import stacks_of
 
 __all__ = ["calls_watched", "outputs_checkpointed", "resolve_recompute"]
 
@@ -50,6 +49,9 @@ def resolve_recompute(module: nn.Module, recompute: Any, jit: str) -> Tuple[str,
 
 def _repeated(module: nn.Module) -> List[str]:
     """The blocks of every stack, but for those of single operators, which keep nothing."""
+    # Imported here: few models are recomputed.
+    from ipufit.parallel.repeated import stacks_of
+
     found: List[str] = []
     for stack in stacks_of(module):
         if any(list(module.get_submodule(layer).children()) for layer in stack.layers):

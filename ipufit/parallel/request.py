@@ -33,6 +33,12 @@ class PartitionRequest:
         """Whether nothing was said."""
         return (self.stages, self.layers_per_ipu, self.strategy) == (None, None, None)
 
+    @property
+    def is_absent(self) -> bool:
+        """Whether all arguments were left out, also those that only go with others."""
+        said = (self.stages, self.layers_per_ipu, self.layers, self.strategy, self.ipus_per_replica)
+        return all(value is None for value in said)
+
     def name(self, argument: str) -> str:
         """What the user calls an argument."""
         return f"{self.prefix}{argument}"

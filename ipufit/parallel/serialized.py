@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ipufit.errors import ConfigurationError
+from ipufit.parallel.in_parts import InParts
 from ipufit.parallel.partition import BLOCK
 from ipufit.parallel.serialization import Parts
 from ipufit.parallel.tracing import begin_block, sdk_in_use
@@ -34,7 +35,7 @@ _MODES = {
 }
 
 
-class Serialized(nn.Module):
+class Serialized(InParts):
     """What all serialised layers have.
 
     Attributes:

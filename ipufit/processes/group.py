@@ -5,15 +5,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Optional,
+    Sequence,
+    Tuple,
+    TypeVar,
+)
 
 import torch
 from torch import Tensor, distributed
 
 from ipufit.errors import ProcessError
-from ipufit.processes.link import Link, Place
 from ipufit.processes.messages import FRAME, as_bytes, buckets, length, pack, unpack
+from ipufit.processes.place import Place
 from ipufit.processes.works import Works
+
+if TYPE_CHECKING:
+    from ipufit.processes.link import Link
 
 __all__ = ["ALONE", "TIMEOUT", "Processes", "common", "give_back", "summable"]
 
@@ -53,12 +67,17 @@ class Processes:
     timeout: float = TIMEOUT
 
     def __post_init__(self) -> None:
+        if not self.are_several:
+            return
+        # Imported here: one process connects to nobody.
+        from ipufit.processes.link import Link
+
         link = Link(self.process_id, self.num_processes, self.place, self.timeout)
         object.__setattr__(self, "_link", link)
 
     @property
     def link(self) -> Link:
-        """The connections, which are made when they are first needed."""
+        """The connections of several, which are made when they are first needed."""
         link: Link = self.__dict__["_link"]
         return link
 

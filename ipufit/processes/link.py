@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import dataclasses
 import datetime
 import math
 import time
@@ -18,33 +17,16 @@ from ipufit.errors import ConfigurationError, IpufitError, ProcessError
 from ipufit.interrupts import SameProcess
 from ipufit.processes.board import POLL, Board, BoardLostError
 from ipufit.processes.faults import GRACE, Fault, Faults, brief, named
+from ipufit.processes.place import Place
+from ipufit.processes.works import TORCH_ERRORS
 
-__all__ = ["TORCH_ERRORS", "Link", "Place"]
+__all__ = ["Link"]
 
 # Public, but torch does not say so to type checkers; absent from a torch without distributed.
 TCPStore: Any = getattr(distributed, "TCPStore", None)
 PrefixStore: Any = getattr(distributed, "PrefixStore", None)
 
-# What torch.distributed raises has no class of its own; on torch 2.0 a limit is a TimeoutError.
-TORCH_ERRORS = (RuntimeError, ValueError, OSError)
 _MARGIN = 60.0  # seconds that torch's own limit comes after ours, which names who is missing
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where the processes of a run find each other.
-
-    Attributes:
-        host: the machine of process 0.
-        port: on which it listens.
-        is_hosted: whether somebody else, as torchrun, listens there for it.
-        attempt: how often the run was begun before at the same place.
-    """
-
-    host: str
-    port: int
-    is_hosted: bool = False
-    attempt: int = 0
 
 
 class Link:

@@ -12,7 +12,7 @@ from torch import distributed as torch_distributed
 from ipufit.errors import ConfigurationError
 from ipufit.processes.group import ALONE, TIMEOUT, Processes
 from ipufit.processes.launchers import find, find_place, parse_address
-from ipufit.processes.link import Place
+from ipufit.processes.place import Place
 
 __all__ = ["current", "distributed"]
 

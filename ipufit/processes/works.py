@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Tuple
+from typing import TYPE_CHECKING, Any, Callable, List, Tuple
 
 from torch import Tensor
 
-from ipufit.processes.link import TORCH_ERRORS, Link
+if TYPE_CHECKING:
+    from ipufit.processes.link import Link
 
-__all__ = ["Works"]
+__all__ = ["TORCH_ERRORS", "Works"]
+
+# What torch.distributed raises has no class of its own; on torch 2.0 a limit is a TimeoutError.
+TORCH_ERRORS = (RuntimeError, ValueError, OSError)
 
 
 class Works:

@@ -9,8 +9,9 @@ from ipufit.errors import ConfigurationError
 from ipufit.faults import Faults
 from ipufit.parallel.partition import Partitions
 from ipufit.recipe import LossScale, Recipe
-from ipufit.whole_options.reading import INFERENCE, TRAINING, WholeOptions
+from ipufit.whole_options.reading import WholeOptions
 from ipufit.whole_options.report import Lists, lists
+from ipufit.whole_options.roles import INFERENCE, TRAINING
 
 __all__ = ["OptionPair"]
 

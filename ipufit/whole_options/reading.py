@@ -9,20 +9,13 @@ from ipufit.errors import ConfigurationError
 from ipufit.parallel.request import PartitionRequest
 from ipufit.parallel.strategy import kind_of
 from ipufit.processes import current
-from ipufit.program import Mode
 from ipufit.sdk_objects import sdk_kind
+from ipufit.whole_options.roles import INFERENCE
 
-__all__ = ["INFERENCE", "TRAINING", "WholeOptions", "role_of"]
-
-TRAINING, INFERENCE = "training_options", "inference_options"
+__all__ = ["WholeOptions"]
 
 # OutputMode by its numbers; the last is PopTorch's default.
 _OUTPUT_MODES = ("final", "every_n", "all", "sum", None)
-
-
-def role_of(mode: Mode) -> str:
-    """The argument of ``compile`` that holds the options for such a program."""
-    return TRAINING if mode is Mode.TRAIN else INFERENCE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 import ipufit
 from ipufit.errors import ConfigurationError, ProcessError
 from ipufit.processes import ALONE, current, distributed, setting
-from ipufit.processes.link import Place
+from ipufit.processes.place import Place
 from tests.processes.launching import _OURS
 
 TORCHRUN = {
