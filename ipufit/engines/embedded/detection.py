@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Sequence
+from typing import TYPE_CHECKING, Optional, Sequence, Tuple
 
 from torch import Tensor
 
-from ipufit.diagnose.nan import NonFiniteValue
 from ipufit.engines.embedded.live import LiveState
-from ipufit.engines.embedded.replay import Replay, first_non_finite
+from ipufit.engines.embedded.step import public_name
 from ipufit.errors import ConfigurationError, NonFiniteLossError
 from ipufit.lowerings import INDUCTOR
 from ipufit.processes import current
 from ipufit.recipe import Recipe
 
 if TYPE_CHECKING:
+    from ipufit.engines.embedded.replay import Replay
     from ipufit.engines.embedded.update import Update
 
-__all__ = ["explained", "refuse_detection", "refuse_gradients", "refuse_weights"]
+__all__ = [
+    "explained",
+    "first_non_finite",
+    "refuse_detection",
+    "refuse_gradients",
+    "refuse_weights",
+]
 
 _BEFORE = "The weights, buffers and optimizer state are those from before that update."
 
@@ -66,6 +72,9 @@ def refuse_weights(live: LiveState) -> None:
     """
     name, value = first_non_finite(live, live.storage.flats)
     if value is not None:
+        # Imported here: few runs come so far.
+        from ipufit.diagnose.nan import NonFiniteValue
+
         raise NonFiniteLossError(
             f"the weights must be finite, but {name!r} became {value} in update {live.updates}. "
             f"{_BEFORE}",
@@ -73,6 +82,26 @@ def refuse_weights(live: LiveState) -> None:
             value,
             NonFiniteValue("optimizer", parameter=name),
         )
+
+
+def first_non_finite(
+    live: LiveState, flats: Sequence[Tensor]
+) -> Tuple[Optional[str], Optional[float]]:
+    """The first parameter with a value that is not finite in flat tensors, and the value.
+
+    Args:
+        live: lays them out.
+        flats: weights or gradients.
+    """
+    for block, flat in zip(live.storage.blocks, flats):
+        if bool(flat.isfinite().all()):
+            continue
+        for slot in block.slots:
+            values = slot.view(flat)
+            bad = values[~values.isfinite()]
+            if bad.numel():
+                return public_name(slot.name), float(bad.reshape(-1)[0])
+    return None, None
 
 
 def explained(

@@ -8,7 +8,18 @@ import itertools
 import time
 import warnings
 from collections import OrderedDict
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,12 +27,6 @@ from torch import Tensor, fx, nn
 from ipufit.clock import NO_CLOCK, NoClock
 from ipufit.engines.embedded.capture import capture, uses_random_numbers
 from ipufit.engines.embedded.detection import refuse_detection
-from ipufit.engines.embedded.divided.programs import (
-    DividedInferenceProgram,
-    DividedTrainingProgram,
-)
-from ipufit.engines.embedded.divided.running import DividedRun
-from ipufit.engines.embedded.divided.weights import DividedWeights
 from ipufit.engines.embedded.fingerprint import fingerprint
 from ipufit.engines.embedded.foreign import for_this_engine
 from ipufit.engines.embedded.hints import said_of
@@ -31,13 +36,8 @@ from ipufit.engines.embedded.lowering import timing
 from ipufit.engines.embedded.lowering.asked import check_cudagraph
 from ipufit.engines.embedded.lowering.choosing import Lowered, lower
 from ipufit.engines.embedded.lowering.cuda_graphs import GraphMaker
-from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates, Libraries
 from ipufit.engines.embedded.lowering.inductor.requirements import refuse_missing
-from ipufit.engines.embedded.lowering.racing import Race
-from ipufit.engines.embedded.merging import Decision, Merged, decide, same_in_all
-from ipufit.engines.embedded.merging.steps import MergedStep
 from ipufit.engines.embedded.overlap import Overlap
-from ipufit.engines.embedded.parted import needs_whole_gradient, refuse_whole
 from ipufit.engines.embedded.precision import (
     autocast_state,
     computes_in_half,
@@ -49,9 +49,7 @@ from ipufit.engines.embedded.recompute import recompute_layers
 from ipufit.engines.embedded.replicas import ReplicaMemory
 from ipufit.engines.embedded.results import OutputShape, Reported
 from ipufit.engines.embedded.scaling import ScaleState
-from ipufit.engines.embedded.sharded_training import ShardedTrainingProgram
 from ipufit.engines.embedded.state_memory import HostMemory, StateMemory
-from ipufit.engines.embedded.state_parts import StateParts
 from ipufit.engines.embedded.step import MicroStep, StepModule, attributes_kept
 from ipufit.engines.embedded.storage import Block
 from ipufit.engines.embedded.training import TrainingProgram
@@ -62,6 +60,14 @@ from ipufit.lowerings import CUDAGRAPH, GRAPH, INDUCTOR, OFF
 from ipufit.processes import current
 from ipufit.program import MicroBatch, Mode, Program, ProgramSpec
 from ipufit.recipe import Recipe
+
+if TYPE_CHECKING:
+    from ipufit.engines.embedded.divided.weights import DividedWeights
+    from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates, Libraries
+    from ipufit.engines.embedded.lowering.racing import Race
+    from ipufit.engines.embedded.merging import Decision, Merged
+    from ipufit.engines.embedded.merging.steps import MergedStep
+    from ipufit.engines.embedded.state_parts import StateParts
 
 __all__ = ["EmbeddedEngine", "Recorded"]
 
@@ -185,6 +191,9 @@ class EmbeddedEngine:
         if recipe.detect_nan:
             refuse_detection(recipe)
         if recipe.shard_optimizer and optimizer is not None and current().are_several:
+            # Imported here, as below: what few models need.
+            from ipufit.engines.embedded.parted import refuse_whole
+
             refuse_whole(optimizer, recipe)
         if recipe.jit == CUDAGRAPH and self.tape is None:
             check_cudagraph(module)
@@ -206,13 +215,18 @@ class EmbeddedEngine:
 
     def build(self, spec: ProgramSpec) -> Program:
         """A program for the spec. Recording happens when the first micro-batch of a shape comes."""
-        if spec.mode is Mode.TRAIN:
-            if spec.divides_weights:
-                return DividedTrainingProgram(self, spec)
-            if spec.recipe.shard_optimizer and spec.processes.are_several:
-                return ShardedTrainingProgram(self, spec)
-            return TrainingProgram(self, spec)
-        return (DividedInferenceProgram if spec.divides_weights else InferenceProgram)(self, spec)
+        is_training = spec.mode is Mode.TRAIN
+        if spec.divides_weights:
+            from ipufit.engines.embedded.divided import programs
+
+            if is_training:
+                return programs.DividedTrainingProgram(self, spec)
+            return programs.DividedInferenceProgram(self, spec)
+        if is_training and spec.recipe.shard_optimizer and spec.processes.are_several:
+            from ipufit.engines.embedded.sharded_training import ShardedTrainingProgram
+
+            return ShardedTrainingProgram(self, spec)
+        return (TrainingProgram if is_training else InferenceProgram)(self, spec)
 
     def beside(self) -> EmbeddedEngine:
         """Another engine that runs what this one has recorded, and remembers no training."""
@@ -322,11 +336,11 @@ class EmbeddedEngine:
 
         key = (total, spec.recipe.accumulation_dtype)
         if key not in recorded.merging:
+            from ipufit.engines.embedded.merging import decide
+
             with self.timed():
                 recorded.merging[key] = decide(spec, step, example, recorded, names, state, make)
-        self.merging = found = recorded.merging[key]
-        if found.merged is not None and not same_in_all(replicas, found.merged.reads):
-            self.merging = Decision.against(total, "the replicas' buffers differ")
+        self.merging = recorded.merging[key].among(replicas, total)
         return self.merging.merged
 
     def _make(
@@ -367,6 +381,8 @@ class EmbeddedEngine:
             )
         blocks = len(micro.blocks) if isinstance(micro, MicroStep) else 0
         if divided is not None:
+            from ipufit.engines.embedded.divided.running import DividedRun
+
             kept = Lowered(DividedRun(graph, divided, blocks), GRAPH, "")
             run = without_autocast(kept.run, arguments)
             return run, uses_random_numbers(graph), kept, graph
@@ -437,10 +453,13 @@ class EmbeddedEngine:
 
 
 def _sharded(recipe: Recipe) -> str:
-    processes, why = current(), needs_whole_gradient(recipe)
+    processes = current()
     if not processes.are_several:
         name = "shard_weights" if recipe.shard_weights else "shard_optimizer"
         return _NOT_SHARDED.format(name)
+    from ipufit.engines.embedded.parted import needs_whole_gradient
+
+    why = needs_whole_gradient(recipe)
     what, gets = "The optimizer's state lies", "its part of the gradients' sum"
     if recipe.shard_weights:
         what = "Weights and the optimizer's state lie"

@@ -10,7 +10,6 @@ from torch import Tensor
 from ipufit.engines.embedded.collected import Collected
 from ipufit.engines.embedded.detection import explained
 from ipufit.engines.embedded.live import LiveState, Snapshot
-from ipufit.engines.embedded.replay import Replay
 from ipufit.engines.embedded.update import Update, UpdateMaker
 from ipufit.engines.embedded.updater import Rows
 from ipufit.errors import NonFiniteLossError
@@ -19,6 +18,7 @@ from ipufit.recipe import outputs_wanted
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import EmbeddedEngine
+    from ipufit.engines.embedded.replay import Replay
 
 __all__ = ["Execution", "settings_of"]
 

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, List, Optional, Sequence, Tuple
 from torch import Tensor
 
 from ipufit.diagnose.nan import NonFiniteValue
+from ipufit.engines.embedded.detection import first_non_finite
 from ipufit.engines.embedded.live import LiveState
 from ipufit.engines.embedded.nonfinite import NonFiniteSearch
 from ipufit.engines.embedded.noted import NotedRun, noted
 from ipufit.engines.embedded.origins import Whereabouts
 from ipufit.engines.embedded.precision import without_autocast
-from ipufit.engines.embedded.step import StepModule, attributes_kept, public_name
+from ipufit.engines.embedded.step import StepModule, attributes_kept
 from ipufit.program import ProgramSpec
 
 if TYPE_CHECKING:
@@ -108,23 +109,3 @@ class Replay:
                 name = found.parameter or first_non_finite(self.live, flats)[0]
                 return dataclasses.replace(found, parameter=name), flats
         return None, flats
-
-
-def first_non_finite(
-    live: LiveState, flats: Sequence[Tensor]
-) -> Tuple[Optional[str], Optional[float]]:
-    """The first parameter with a value that is not finite in flat tensors, and the value.
-
-    Args:
-        live: lays them out.
-        flats: weights or gradients.
-    """
-    for block, flat in zip(live.storage.blocks, flats):
-        if bool(flat.isfinite().all()):
-            continue
-        for slot in block.slots:
-            values = slot.view(flat)
-            bad = values[~values.isfinite()]
-            if bad.numel():
-                return public_name(slot.name), float(bad.reshape(-1)[0])
-    return None, None

@@ -8,26 +8,18 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ipufit.diagnose.comparison import Comparison
-from ipufit.diagnose.tolerance import Tolerance
 from ipufit.engines.embedded.averages import Averages
 from ipufit.engines.embedded.base import BaseProgram, on_host
 from ipufit.engines.embedded.clipping import Finish
-from ipufit.engines.embedded.comparing import Comparing
 from ipufit.engines.embedded.execution import Execution
 from ipufit.engines.embedded.following import follow_the_module
 from ipufit.engines.embedded.freed_memory import give_back_freed_memory
 from ipufit.engines.embedded.live import LiveState
 from ipufit.engines.embedded.lowering.asked import graph_maker
-from ipufit.engines.embedded.lowering.cudagraph import CapturedExecutions, StagedBatch
-from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates
 from ipufit.engines.embedded.lowering.inductor.requirements import missing
-from ipufit.engines.embedded.lowering.racing import Race
 from ipufit.engines.embedded.overlap import Overlap, buckets_of
 from ipufit.engines.embedded.precision import warn_of_vanishing_eps
-from ipufit.engines.embedded.profiling.profiling import Profiling
 from ipufit.engines.embedded.publication import Publication
-from ipufit.engines.embedded.replay import Replay
 from ipufit.engines.embedded.replicas import put_back
 from ipufit.engines.embedded.scaling import Scaler, ScaleState
 from ipufit.engines.embedded.sharing import refuse_shared_memory
@@ -52,8 +44,13 @@ from ipufit.program import (
 from ipufit.randomness import LOCK
 
 if TYPE_CHECKING:
+    from ipufit.diagnose.comparison import Comparison
+    from ipufit.diagnose.tolerance import Tolerance
     from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
+    from ipufit.engines.embedded.lowering.cudagraph import CapturedExecutions
+    from ipufit.engines.embedded.lowering.racing import Race
     from ipufit.engines.embedded.merging import Merged
+    from ipufit.engines.embedded.replay import Replay
 
 __all__ = ["TrainingProgram"]
 
@@ -84,6 +81,9 @@ class TrainingProgram(BaseProgram):
         self._live = self._make_live(tabled=makes_graphs is not None)
         self._captured: Optional[CapturedExecutions] = None
         if makes_graphs is not None:
+            # Imported here, as below: what few runs need.
+            from ipufit.engines.embedded.lowering.cudagraph import CapturedExecutions
+
             self._captured = CapturedExecutions(
                 engine, spec, self._live, self._device, makes_graphs, self._key
             )
@@ -96,6 +96,8 @@ class TrainingProgram(BaseProgram):
         )
         self._replay: Optional[Replay] = None
         if spec.recipe.detect_nan:
+            from ipufit.engines.embedded.replay import Replay
+
             self._replay = Replay(spec, self._step, self._live, self._seed)
         self._maker.compiled = engine.compiled = engine.race = None
         self._race: Optional[Race] = None
@@ -111,6 +113,9 @@ class TrainingProgram(BaseProgram):
         is_auto = is_auto and not several and not self._spec.recipe.detect_nan
         if jit != INDUCTOR and not is_auto:
             return
+        from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates
+        from ipufit.engines.embedded.lowering.racing import Race
+
         compiled = CompiledUpdates(self._spec, self._live, engine.libraries, self._maker)
         if is_auto:
             self._race = engine.race = Race(compiled)
@@ -319,8 +324,7 @@ class TrainingProgram(BaseProgram):
     ) -> Anchors:
         if self._captured is None:
             return self._compute(updates, rows, shares)
-        sent = batch.sent if isinstance(batch, StagedBatch) else None
-        anchors = self._captured.run(updates, rows, sent)
+        anchors = self._captured.run(updates, rows, batch)
         if anchors is None:
             with self._captured.aside():
                 anchors = self._compute(updates, rows)
@@ -346,6 +350,8 @@ class TrainingProgram(BaseProgram):
             reference: "eager" or "float64".
             tolerance: what is no difference.
         """
+        from ipufit.engines.embedded.comparing import Comparing
+
         batch = batch.to(self._device)
         recorded = self._recorded(batch)
 
@@ -362,6 +368,8 @@ class TrainingProgram(BaseProgram):
         Args:
             batch: one micro-batch.
         """
+        from ipufit.engines.embedded.profiling.profiling import Profiling
+
         batch = batch.to(self._device)
         recorded = self._recorded(batch)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from typing import Callable, Dict, List, Optional, Sequence
+from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Sequence
 
 import torch
 from torch import Tensor, fx
 
-from ipufit.engines.embedded.divided.graph import Meeting, with_sums
 from ipufit.engines.embedded.freed_memory import give_back_freed_memory
 from ipufit.engines.embedded.lowering.calls import call_shortly
 from ipufit.engines.embedded.lowering.channels_last import pictures_last
@@ -20,6 +19,9 @@ from ipufit.engines.embedded.lowering.tidy import drop_unused, tidy
 from ipufit.engines.embedded.lowering.timing import fastest
 from ipufit.lowerings import GRAPH, KERNELS
 from ipufit.randomness import isolated
+
+if TYPE_CHECKING:
+    from ipufit.engines.embedded.divided.graph import Meeting
 
 __all__ = ["Lowered", "lower"]
 
@@ -63,7 +65,12 @@ def lower(graph: fx.GraphModule, arguments: Sequence[Tensor], jit: str, sums: in
     """
     recorded = _copy(graph)
     tidy(recorded.graph)
-    meeting = with_sums(recorded, sums) if sums else None
+    meeting = None
+    if sums:
+        # Imported here: one process meets nobody.
+        from ipufit.engines.embedded.divided.graph import with_sums
+
+        meeting = with_sums(recorded, sums)
     other = None if jit == GRAPH else _copy(recorded)
     plain = Lowered(_ready(recorded), GRAPH, "", meeting)
     if other is None:

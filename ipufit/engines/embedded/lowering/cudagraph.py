@@ -30,7 +30,7 @@ from ipufit.program import Anchors, CombinedBatch, ProgramSpec
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
 
-__all__ = ["CapturedExecutions", "StagedBatch"]
+__all__ = ["CapturedExecutions"]
 
 # Kinds of executions that are remembered; the least recently seen go first, with their graphs.
 _KEPT = 6
@@ -127,14 +127,15 @@ class CapturedExecutions:
         with torch.no_grad():
             return StagedBatch(batch.micro_batches, batch.place, sent=inputs.send(leaves))
 
-    def run(self, updates: Sequence[Update], rows: Rows, sent: Optional[Sent]) -> Optional[Anchors]:
+    def run(self, updates: Sequence[Update], rows: Rows, batch: CombinedBatch) -> Optional[Anchors]:
         """One execution; None if it is not captured, or bad: then nothing has changed.
 
         Args:
             updates: its micro-batches, wherever they are.
             rows: the settings of the optimizer for each update.
-            sent: the samples, if they have been staged.
+            batch: the samples, which may have been staged.
         """
+        sent = batch.sent if isinstance(batch, StagedBatch) else None
         updater, averages = self._live.updater, self._live.averages
         if self._reason is None:
             self._note(self._why_not(updates))

@@ -5,7 +5,7 @@
 is what runs.
 """
 
-from ipufit.engines.embedded.merging.decision import Decision, decide, same_in_all
+from ipufit.engines.embedded.merging.decision import Decision, decide
 from ipufit.engines.embedded.merging.merged import Merged
 
-__all__ = ["Decision", "Merged", "decide", "same_in_all"]
+__all__ = ["Decision", "Merged", "decide"]

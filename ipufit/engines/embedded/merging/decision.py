@@ -30,7 +30,7 @@ from ipufit.program import MicroBatch, ProgramSpec
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import Recorded
 
-__all__ = ["MOST_BYTES", "Decision", "decide", "same_in_all"]
+__all__ = ["MOST_BYTES", "Decision", "decide"]
 
 # What the values of a merged batch may take; merging larger ones saves little and holds much.
 MOST_BYTES = 64 * 2**20
@@ -57,6 +57,17 @@ class Decision:
     def against(total: int, reason: str) -> Decision:
         """One by one."""
         return Decision(None, f"The {total} micro-batches of an update run one by one: {reason}.")
+
+    def among(self, replicas: Sequence[Mapping[str, Tensor]], total: int) -> Decision:
+        """The same, unless the replicas have other buffers each that what runs would read.
+
+        Args:
+            replicas: buffers of each.
+            total: micro-batches of an update.
+        """
+        if self.merged is None or _same_in_all(replicas, self.merged.reads):
+            return self
+        return Decision.against(total, "the replicas' buffers differ")
 
 
 def decide(
@@ -95,7 +106,7 @@ def decide(
     return Decision(merged, f"The {total} micro-batches of an update run as {how}.")
 
 
-def same_in_all(replicas: Sequence[Mapping[str, Tensor]], names: Sequence[str]) -> bool:
+def _same_in_all(replicas: Sequence[Mapping[str, Tensor]], names: Sequence[str]) -> bool:
     """Whether all replicas have equal buffers of these names."""
     first = replicas[0]
     return all(same(first[name], other[name]) for other in replicas[1:] for name in names)
