@@ -33,7 +33,6 @@ from ipufit.recipe import (
     resolve_output_mode,
     resolve_precision,
 )
-from ipufit.schedules import resolve_schedule
 from ipufit.session import Session
 from ipufit.whole_options.roles import INFERENCE, TRAINING
 
@@ -185,7 +184,11 @@ def _checked(
         partitions = _partitions(module, asked)
     faults.raise_all()
     assert resolved is not None
-    schedule = resolve_schedule(asked.lr_scheduler, optimizer, asked.lr_scheduler_interval)
+    schedule = None
+    if asked.lr_scheduler is not None:
+        from ipufit.schedules import resolve_schedule
+
+        schedule = resolve_schedule(asked.lr_scheduler, optimizer, asked.lr_scheduler_interval)
     engine = make_engine()
     if not callable(getattr(engine, "build", None)):
         raise ConfigurationError(

@@ -21,12 +21,12 @@ from ipufit.interrupts import SameProcess, deferred
 from ipufit.meter import Meter
 from ipufit.plan import Plan
 from ipufit.program import CombinedBatch, MicroBatch, Place, Program
-from ipufit.schedules import Schedule
 from ipufit.together import Together
 
 if TYPE_CHECKING:
     from ipufit.checkpoints.keeper import Keeper
     from ipufit.report.recorder import Recorder
+    from ipufit.schedules import Schedule
 
 __all__ = ["Fit", "Job", "check_rows", "evaluate", "predict", "predictions"]
 

@@ -38,7 +38,6 @@ from ipufit.recipe import LossScale
 from ipufit.recordable import refuse_unrecordable
 from ipufit.report.settings import Report
 from ipufit.session import Session
-from ipufit.weights import described, load_weights, save_weights
 
 if TYPE_CHECKING:
     from ipufit.finders import BatchSize
@@ -861,6 +860,9 @@ class Model(Inspected):
         Raises:
             ConfigurationError: the path can't be written, or the state is not all tensors.
         """
+        # Imported here, as below: many programs have no files of weights.
+        from ipufit.weights import save_weights
+
         save_weights(self.module, path)
 
     def save(self, path: Union[str, os.PathLike[str]]) -> None:
@@ -875,6 +877,8 @@ class Model(Inspected):
         Raises:
             ConfigurationError: the path can't be written, or the state is not all tensors.
         """
+        from ipufit.weights import described, save_weights
+
         session = self._session
         updates = 0 if session is None else session.updates
         save_weights(self.module, path, described(self.module, updates))
@@ -893,6 +897,8 @@ class Model(Inspected):
         Raises:
             ConfigurationError: the file can't be read, or does not fit; with all differences.
         """
+        from ipufit.weights import load_weights
+
         load_weights(self.module, path, strict)
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional,
 
 from ipufit import loop
 from ipufit.arguments import FitArguments, InferenceArguments
-from ipufit.callbacks import Callback, CallbackList, ProgbarLogger
+from ipufit.callbacks import Callback, CallbackList
 from ipufit.data.forms import Given
 from ipufit.data.source import Source
 from ipufit.errors import ConfigurationError, RecoverableDeviceError
@@ -345,9 +345,12 @@ def _callbacks(
             directions.update(validation.directions(job.meter.names, directions))
         if model.history not in given.callbacks:
             added.append(model.history)
-    has_bar = any(isinstance(callback, ProgbarLogger) for callback in given.callbacks)
-    if given.level and is_first and not has_bar:
-        added.append(ProgbarLogger(given.level))
+    if given.level and is_first:
+        # Imported here: nobody needs it who sees nothing.
+        from ipufit.callbacks.progbar_logger import ProgbarLogger
+
+        if not any(isinstance(callback, ProgbarLogger) for callback in given.callbacks):
+            added.append(ProgbarLogger(given.level))
     params = {
         "epochs": epochs,
         "verbose": given.level,

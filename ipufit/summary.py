@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 import textwrap
 from types import MappingProxyType
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from ipufit.data.batches import Unpacker
 from ipufit.data.source import Source
 from ipufit.errors import ConfigurationError
-from ipufit.layers import Layer, layers_of, note_calls, output_shapes
 from ipufit.losses.own import OwnLoss
 from ipufit.program import MicroBatch, Mode
 from ipufit.randomness import isolated
+
+if TYPE_CHECKING:
+    from ipufit.layers import Layer
 
 __all__ = ["batch_of", "check_options", "sample_of", "stripped", "summarize"]
 
@@ -131,6 +133,9 @@ def summarize(
         more: paragraphs to add, such as the plan.
         marks: notes to add, by the name of the layer.
     """
+    # Imported here: the rest of this module is needed more often.
+    from ipufit.layers import layers_of, note_calls, output_shapes
+
     layers = layers_of(module)
     for layer in layers:
         layer.notes.extend(marks.get(layer.name, ()))

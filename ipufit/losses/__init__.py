@@ -5,8 +5,6 @@ from ipufit.losses.elements import LossTerm
 from ipufit.losses.loss import Loss
 from ipufit.losses.own import find_loss
 from ipufit.losses.resolve import resolve_loss
-from ipufit.losses.together import losses_together
-from ipufit.losses.valid import loss_of_valid
 
 __all__ = [
     "Loss",
@@ -14,8 +12,6 @@ __all__ = [
     "check_loss_value",
     "describe_tensor",
     "find_loss",
-    "loss_of_valid",
-    "losses_together",
     "resolve_loss",
     "shape_advice",
 ]

@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 import numbers
-from typing import Any, Callable, Dict, List, Literal, Mapping, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Literal, Mapping, Sequence, Tuple
 
 from torch import nn
 
@@ -15,9 +15,11 @@ from ipufit.errors import ConfigurationError, LossError
 from ipufit.losses.loss import Loss
 from ipufit.losses.named import by_name
 from ipufit.losses.own import WholeBatch
-from ipufit.losses.several import Part, SeveralLosses, joined_module
 from ipufit.names import check_log_name
 from ipufit.outputs import Key, label
+
+if TYPE_CHECKING:
+    from ipufit.losses.several import Part
 
 __all__ = ["resolve_loss"]
 
@@ -143,6 +145,9 @@ def _takes(call: Callable[..., Any]) -> bool:
 
 
 def _several(loss: Any, loss_weights: object, options: Mapping[str, Any]) -> Loss:
+    # Imported here: most models have one loss.
+    from ipufit.losses.several import Part, SeveralLosses, joined_module
+
     by_key = isinstance(loss, Mapping)
     items: List[Tuple[Any, object]] = list(loss.items() if by_key else enumerate(loss))
     if options["normalize"] == "tokens":

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Iterator, List, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Sequence, Tuple
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -26,7 +25,12 @@ def pack(value: Any) -> bytes:
     """
     content, tensors = encode(value)
     head = json.dumps(content, allow_nan=False).encode()
-    body = safetensors.torch.save(tensors) if tensors else b""
+    body = b""
+    if tensors:
+        # Imported here, as below: few messages have tensors.
+        import safetensors.torch
+
+        body = safetensors.torch.save(tensors)
     size = 2 * _LENGTH + len(head) + len(body)
     return b"".join((_number(size), _number(len(head)), head, body))
 
@@ -35,7 +39,11 @@ def unpack(message: bytes) -> Any:
     """The value of a message, whatever follows it."""
     start = 2 * _LENGTH + int.from_bytes(message[_LENGTH : 2 * _LENGTH], "little")
     body = message[start : length(message)]
-    tensors = safetensors.torch.load(body) if body else {}
+    tensors: Dict[str, Tensor] = {}
+    if body:
+        import safetensors.torch
+
+        tensors = safetensors.torch.load(body)
     return decode(json.loads(message[2 * _LENGTH : start]), tensors)
 
 

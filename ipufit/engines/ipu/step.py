@@ -19,7 +19,8 @@ from ipufit.engines.ipu.placing import begin_loss, block_of, ipu_of
 from ipufit.engines.ipu.standing_in import in_place_of
 from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.logged import Entries, collecting
-from ipufit.losses import Loss, LossTerm, loss_of_valid
+from ipufit.losses import Loss, LossTerm
+from ipufit.losses.valid import loss_of_valid
 from ipufit.outputs import handed_back, refuse_hidden_tensors
 from ipufit.parallel.following import followed
 from ipufit.parallel.recomputation import outputs_checkpointed

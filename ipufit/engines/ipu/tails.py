@@ -17,7 +17,8 @@ from ipufit.engines.embedded.precision import with_inputs_in
 from ipufit.engines.ipu.size import Size
 from ipufit.errors import IpufitError
 from ipufit.logged import collecting
-from ipufit.losses import Loss, loss_of_valid
+from ipufit.losses import Loss
+from ipufit.losses.valid import loss_of_valid
 from ipufit.plan import Plan
 from ipufit.program import MicroBatch, ProgramSpec
 from ipufit.randomness import isolated, seed_generators

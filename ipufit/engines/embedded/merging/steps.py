@@ -16,7 +16,8 @@ from ipufit.engines.embedded.results import OutputShape, Reported
 from ipufit.engines.embedded.step import StepModule
 from ipufit.engines.embedded.storage import Block, storage_id
 from ipufit.logged import collecting
-from ipufit.losses import Loss, LossTerm, losses_together
+from ipufit.losses import Loss, LossTerm
+from ipufit.losses.together import losses_together
 from ipufit.outputs import handed_back
 from ipufit.program import MicroBatch
 from ipufit.recipe import Precision
