@@ -1,41 +1,138 @@
 """What `import ipufit` adds to `import torch`: nothing that only some programs need."""
 
+import importlib
+import importlib.util
 import json
+import pickle
 import subprocess
 import sys
 
 import pytest
 
+import ipufit
+
 pytestmark = pytest.mark.both_engines
 
-CODE = """
+# Packages of which some names are imported when they are asked for.
+PACKAGES = (
+    "ipufit",
+    *("ipufit.callbacks", "ipufit.checkpoints", "ipufit.parallel", "ipufit.schedules"),
+)
+CODE = f"""
 import json, sys
 import torch
 before = set(sys.modules)
 import ipufit
-print(json.dumps(sorted(set(sys.modules) - before)))
+added = sorted(set(sys.modules) - before)
+names = {{name: dir(sys.modules[name]) for name in {PACKAGES}}}
+model = ipufit.Model(torch.nn.Linear(4, 1), engine="embedded")
+model.compile("sgd", "mse")
+model.fit(torch.zeros(8, 4), torch.zeros(8, 1), batch_size=4, verbose=0)
+print(json.dumps([added, names, sorted(set(sys.modules) - before)]))
 """
-# Slow to import, and used by some models, some calls or some users.
+# Of the engine, of other packages, and slow to import; used by some models, calls or users.
 ON_USE = (
-    *("html", "matplotlib", "pandas", "poptorch", "sympy", "tensorboard", "torchmetrics"),
-    *("torch._dynamo", "torch._functorch", "torch._inductor", "torch.fx"),
-    "torch.utils.tensorboard",
+    *("html", "matplotlib", "pandas", "poptorch", "safetensors", "sympy", "tensorboard"),
+    *("torch._dynamo", "torch._functorch", "torch._inductor", "torch.fx", "torchmetrics"),
+    *("torch.utils.tensorboard", "tqdm.auto"),
     *("ipufit.conformance", "ipufit.engines.embedded", "ipufit.engines.ipu", "ipufit.poptorch"),
+)
+# What a plain fit of a model on one device has no use for either.
+NOT_FOR_A_PLAIN_FIT = (
+    *("safetensors", "torchmetrics", "tqdm.auto"),
+    *("ipufit.callbacks.early_stopping", "ipufit.callbacks.progbar_logger"),
+    *("ipufit.checkpoints.store", "ipufit.checkpoints.training", "ipufit.configured"),
+    *("ipufit.diagnose", "ipufit.finders", "ipufit.ipu_config", "ipufit.layers"),
+    *("ipufit.losses.several", "ipufit.parallel.partition_plan", "ipufit.parallel.planning"),
+    *("ipufit.parallel.resolving", "ipufit.parallel.serializing", "ipufit.parallel.walking"),
+    *("ipufit.planned", "ipufit.preflight", "ipufit.processes.link", "ipufit.report.recorder"),
+    *("ipufit.schedules.resolve", "ipufit.searches", "ipufit.weights"),
+    "ipufit.whole_options.pair",
+)
+# Of the engine: what only some fits need.
+NOT_FOR_A_PLAIN_UPDATE = tuple(
+    f"ipufit.engines.embedded.{name}"
+    for name in (
+        *("comparing", "divided", "lowering.cudagraph", "merging", "nonfinite", "parted"),
+        *("profiling", "replay", "sharded_training", "state_parts"),
+    )
 )
 
 
 @pytest.fixture(scope="module")
-def added():
-    """Names of the modules that `import ipufit` loads in a fresh process after torch."""
+def told():
+    """What a fresh process says, in which torch is imported, then ipufit, then a model fitted."""
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
 
+@pytest.fixture
+def added(told):
+    """Names of the modules that `import ipufit` loads after torch."""
+    return told[0]
+
+
+@pytest.fixture
+def fitted(told):
+    """Names of all modules that are loaded, besides torch's at its import, when fit returns."""
+    return told[2]
+
+
 def test_import_adds_our_own_modules(added):
-    """So that the next test looks at something."""
+    """So that the next tests look at something."""
     assert {"ipufit", "ipufit.model", "ipufit.loop", "ipufit.history"} <= set(added)
 
 
-@pytest.mark.parametrize("heavy", ON_USE)
-def test_what_is_slow_to_import_is_imported_on_use(heavy, added):
-    assert [name for name in added if f"{name}.".startswith(f"{heavy}.")] == []
+@pytest.mark.parametrize("part", sorted({*ON_USE, *NOT_FOR_A_PLAIN_FIT}))
+def test_what_some_programs_need_is_imported_on_use(part, added):
+    assert _loaded(part, added) == []
+
+
+def test_a_fit_adds_the_engine(fitted):
+    """So that the next test looks at something."""
+    assert {"ipufit.engines.embedded.training", "ipufit.engines.embedded.step"} <= set(fitted)
+
+
+@pytest.mark.parametrize("part", [*NOT_FOR_A_PLAIN_FIT, *NOT_FOR_A_PLAIN_UPDATE])
+def test_a_plain_fit_does_without(part, fitted):
+    assert importlib.util.find_spec(part) is not None
+    assert _loaded(part, fitted) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_dir_has_all_public_names_before_they_are_imported(package, told):
+    assert set(sys.modules[package].__all__) <= set(told[1][package])
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_all_public_names_are_found_when_they_are_asked_for(package):
+    """By attribute, by ``from``, and by a star."""
+    module, found = importlib.import_module(package), {}
+    exec(f"from {package} import *", found)
+    assert set(module.__all__) == set(found) - {"__builtins__"}
+    for name, value in found.items():
+        assert name == "__builtins__" or getattr(module, name) is value
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_an_unknown_name_is_the_usual_error(package):
+    with pytest.raises(AttributeError) as caught:
+        sys.modules[package].Modle  # noqa: B018
+    assert str(caught.value) == f"module '{package}' has no attribute 'Modle'"
+    with pytest.raises(ImportError, match="cannot import name 'Modle'"):
+        exec(f"from {package} import Modle")
+
+
+def test_what_is_imported_on_use_is_the_class_of_its_module():
+    from ipufit.ipu_config.config import IPUConfig
+    from ipufit.parallel.serializing import serialize
+
+    assert ipufit.IPUConfig is IPUConfig
+    assert ipufit.parallel.serialize is serialize
+    assert isinstance(ipufit.IPUConfig(), IPUConfig)
+    assert pickle.loads(pickle.dumps(ipufit.IPUConfig)) is IPUConfig
+    assert pickle.loads(pickle.dumps(ipufit.callbacks.Timer)) is ipufit.callbacks.Timer
+
+
+def _loaded(part, modules):
+    return [name for name in modules if f"{name}.".startswith(f"{part}.")]
