@@ -59,7 +59,7 @@ class Decision:
         return Decision(None, f"The {total} micro-batches of an update run one by one: {reason}.")
 
     def among(self, replicas: Sequence[Mapping[str, Tensor]], total: int) -> Decision:
-        """The same, unless the replicas have other buffers each that what runs would read.
+        """The same, or one by one where replicas differ in a buffer that what runs would read.
 
         Args:
             replicas: buffers of each.
