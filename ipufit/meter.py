@@ -20,6 +20,7 @@ from typing import (
 from ipufit.logged import LogRule, Running, joined_rules
 from ipufit.losses import Loss
 from ipufit.metrics import MetricSet
+from ipufit.metrics.waiting import Seen
 from ipufit.names import check_log_name
 from ipufit.plan import Plan
 from ipufit.processes import Processes
@@ -158,12 +159,24 @@ class Meter:
         self._settings.update(anchors.settings)
         self._values = None
         if self.metrics:
-            seen = []
-            for place, outputs in zip(anchors.places, anchors.outputs):
-                micro_batch = batch.micro_batches[place]
+            self.metrics.update_all(self._seen(batch, anchors))
+
+    def _seen(self, batch: CombinedBatch, anchors: Anchors) -> List[Seen]:
+        """What metrics see of the micro-batches whose outputs came back."""
+        seen: List[Seen] = []
+        structure, is_target_last = None, False
+        for place, outputs in zip(anchors.places, anchors.outputs):
+            micro_batch = batch.micro_batches[place]
+            # There are thousands of them in an epoch, and they are alike.
+            if micro_batch.structure is not structure:
+                structure = micro_batch.structure
+                is_target_last = _is_target_last(micro_batch, self._loss)
+            if is_target_last:
+                target, sample_weight = micro_batch.leaves[-1], None
+            else:
                 target, sample_weight = metric_target(micro_batch, self._loss)
-                seen.append((outputs, target, micro_batch.size, sample_weight))
-            self.metrics.update_all(seen)
+            seen.append((outputs, target, micro_batch.size, sample_weight))
+        return seen
 
     def _add_logged(
         self,
@@ -270,16 +283,18 @@ def metric_target(micro_batch: MicroBatch, loss: Loss) -> Tuple[Any, Any]:
 
     The target, or what a module with its own loss gets last.
     """
-    _, _, own, weight = micro_batch.structure.children
-    if not loss.in_module and own.is_leaf and weight.is_none:
-        # Asked for every micro-batch of an epoch, so without putting the others together.
-        return micro_batch.leaves[-1], None
     args, kwargs, target, sample_weight = micro_batch.unpack()
     if not loss.in_module:
         return target, sample_weight
     if args:
         return args[-1], sample_weight
     return kwargs.get("labels", kwargs.get("target")), sample_weight
+
+
+def _is_target_last(micro_batch: MicroBatch, loss: Loss) -> bool:
+    """Whether the last of its tensors is the target, and all samples count the same."""
+    _, _, target, weight = micro_batch.structure.children
+    return not loss.in_module and target.is_leaf and weight.is_none
 
 
 class RunningLogs(Mapping[str, float]):

@@ -259,6 +259,71 @@ def test_what_cannot_be_counted_is_told_of_its_own_micro_batch():
     assert metrics.compute() == {"accuracy": 0.0}
 
 
+def test_executions_that_wait_are_counted_when_somebody_looks(monkeypatch):
+    """Of one form, they are looked at together; whoever asks, and whenever, gets all of them."""
+    looked = []
+    once = MetricSet._update
+
+    def update(self, metrics, seen):
+        looked.append(seen[2])
+        once(self, metrics, seen)
+
+    monkeypatch.setattr(MetricSet, "_update", update)
+    metrics, in_turn = resolve_metrics(["accuracy"]), resolve_metrics(["accuracy"])
+    for end, part in enumerate(cut(LOGITS, CLASSES), 1):
+        metrics.update_all([part])
+        once(in_turn, in_turn._metrics, part)
+        if end in (3, 5):
+            assert metrics.compute() == in_turn.compute()
+    # The first of a form shows that the metric takes it.
+    assert looked == [7, 1 + 7, 5 + 3]
+    metrics.update_all([part])
+    once(in_turn, in_turn._metrics, part)
+    copied = resolve_metrics(["accuracy"])
+    copied.load_state_dict(metrics.state_dict())
+    assert copied.compute() == in_turn.compute()
+
+
+def test_what_waits_is_bounded():
+    """Before a few megabytes of outputs lie there, they are counted."""
+    metrics = resolve_metrics(["accuracy"])
+    logits, classes = torch.rand(1000, 5), torch.zeros(1000).long()
+    lengths = []
+    for _ in range(200):
+        metrics.update_all([(logits, classes, 1000, None)])
+        lengths.append(len(metrics._waiting._seen))
+    assert max(lengths) == 2**18 // 6000
+    assert lengths.count(0) > 3
+
+
+def test_what_waits_is_not_what_a_callback_changes():
+    """The outputs that it is shown are its own; the metrics are those of the program's."""
+    metrics = resolve_metrics(["accuracy"])
+    for _ in range(3):
+        logits, classes = LOGITS.clone(), CLASSES.clone()
+        metrics.update_all([(logits, classes, SAMPLES, None)])
+        logits.neg_(), classes.fill_(0)
+    assert metrics.compute() == fed(["accuracy"], LOGITS, CLASSES)
+
+
+def test_what_depends_on_values_does_not_wait():
+    """Probabilities out of bounds are an error of their own execution."""
+    metrics = resolve_metrics(["accuracy"])
+    good, bad = torch.full((4, 1), 0.5), torch.full((4, 1), 2.0)
+    metrics.update_all([(good, torch.ones(4, 1), 4, None)])
+    with pytest.raises(MetricError, match="probabilities between 0 and 1"):
+        metrics.update_all([(bad, torch.ones(4, 1), 4, None)])
+
+
+def test_a_new_epoch_forgets_what_waits():
+    metrics = resolve_metrics(["accuracy"])
+    for _ in range(3):
+        metrics.update_all([(LOGITS, CLASSES, SAMPLES, None)])
+    metrics.reset()
+    metrics.update_all([(LOGITS, LOGITS.argmax(1), SAMPLES, None)])
+    assert metrics.compute() == {"accuracy": 1.0}
+
+
 def test_many_small_values_are_summed_in_float64():
     """In float32 a million samples of a float32 model lose the last digits that one compares."""
     metrics = resolve_metrics("mse")

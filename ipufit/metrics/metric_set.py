@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Sequence, Tuple
 
-import torch
 from torch import Tensor
 
 from ipufit.errors import ConfigurationError, MetricError
 from ipufit.keeping import generators_kept
 from ipufit.metrics.kinds import Metric, shapes
+from ipufit.metrics.waiting import Seen, Waiting, joined
 from ipufit.names import check_log_name
 from ipufit.processes import Processes
 from ipufit.randomness import LOCK
 from ipufit.tree import flatten, map_leaves
 
 __all__ = ["MetricSet"]
-
-# What is known of a micro-batch: prediction, target, size and sample_weight.
-Seen = Tuple[Any, Any, int, Any]
-
-# Elements that are worth a copy, to look at them all at once.
-_JOINED = 2**16
 
 
 class MetricSet:
@@ -35,6 +29,7 @@ class MetricSet:
     def __init__(self, metrics: Sequence[Metric] = ()) -> None:
         """Hold metrics that nobody else holds."""
         self._metrics = list(metrics)
+        self._waiting = Waiting()
 
     def __bool__(self) -> bool:
         """Whether there is any metric."""
@@ -57,6 +52,7 @@ class MetricSet:
 
     def reset(self) -> None:
         """Forget everything seen, at the start of an epoch."""
+        self._waiting.taken()
         for metric in self._metrics:
             metric.reset()
 
@@ -81,23 +77,38 @@ class MetricSet:
         Raises:
             MetricError: a metric can't take them, chained from the metric's own error.
         """
-        joined = _joined(seen) if any(metric.counts for metric in self._metrics) else None
-        rest = [m for m in self._metrics if joined is None or not self._counted(m, joined)]
-        for one in seen if rest else ():
-            self._update(rest, one)
+        counting = [metric for metric in self._metrics if metric.counts]
+        one = joined(seen) if counting else None
+        if one is None:
+            counted: Sequence[Metric] = ()
+        elif self._waiting.takes(one):
+            counted = counting
+        else:
+            counted = [metric for metric in counting if self._counted(metric, one)]
+            if len(counted) == len(counting):
+                self._waiting.learn(one)
+        rest = [metric for metric in self._metrics if metric not in counted]
+        for each in seen if rest else ():
+            self._update(rest, each)
+        if self._waiting.are_many:
+            self._catch_up()
 
-    def _counted(self, metric: Metric, joined: Seen) -> bool:
+    def _counted(self, metric: Metric, one: Seen) -> bool:
         """Add all micro-batches as one, where that gives the same bits.
 
         Of what the metric can't take it says so for the micro-batch in which it is.
         """
-        if not metric.counts:
-            return False
         try:
-            self._update([metric], joined)
+            self._update([metric], one)
         except MetricError:
             return False
         return True
+
+    def _catch_up(self) -> None:
+        """Add what has been waiting."""
+        one = self._waiting.taken()
+        if one is not None:
+            self._update([metric for metric in self._metrics if metric.counts], one)
 
     def _update(self, metrics: Sequence[Metric], seen: Seen) -> None:
         prediction, target, size, sample_weight = seen
@@ -121,6 +132,7 @@ class MetricSet:
             MetricError: a metric's value is not a number.
             ConfigurationError: two values have one name.
         """
+        self._catch_up()
         values: Dict[str, float] = {}
         for metric in self._metrics:
             for name, value in metric.compute().items():
@@ -162,10 +174,12 @@ class MetricSet:
         Raises:
             MetricError: one can't say.
         """
+        self._catch_up()
         return [metric.state_dict() for metric in self._metrics]
 
     def load_state_dict(self, state: Sequence[Any]) -> None:
         """Go on from there."""
+        self._waiting.taken()
         for metric, own in zip(self._metrics, state):
             metric.load_state_dict(own)
 
@@ -205,22 +219,6 @@ class MetricSet:
             trial.compute()
         for metric, tried in zip(self._metrics, trial._metrics):
             metric.names, metric.writes = tried.names, tried.writes
-
-
-def _joined(seen: Sequence[Seen]) -> Optional[Seen]:
-    """Several micro-batches as one; None where they are not alike, or not small."""
-    predictions, targets, sizes, weights = zip(*seen) if len(seen) > 1 else ((), (), (), ())
-    if {*map(type, (*predictions, *targets))} != {Tensor} or {*map(type, weights)} != {type(None)}:
-        return None
-    # What follows looks at each form once, not at each of many micro-batches.
-    forms = {(p.shape, t.shape, p.dtype, t.dtype) for p, t in zip(predictions, targets)}
-    if not all(len(p) and len(t) and p[0] == t[0] for p, t, *_ in forms):
-        return None
-    if len({(p[1:], t[1:], *dtypes) for p, t, *dtypes in forms}) > 1:
-        return None
-    if len(seen) * max(p.numel() + t.numel() for p, t, *_ in forms) > _JOINED:
-        return None
-    return torch.cat(predictions), torch.cat(targets), sum(sizes), None
 
 
 def _copy(leaf: Any) -> Any:

@@ -16,10 +16,19 @@ __all__ = ["SHARES", "waits"]
 
 _EPOCHS = 4
 
+# So often two fits are compared in turn for one value: a difference of a few percent is less than
+# what repeats of some tenths of a second differ by.
+_TURNS = 9
+
 
 def _later(epochs: List[float]) -> float:
     """Seconds of an epoch but for the first, which pays for what is done once."""
     return statistics.median(epochs[1:])
+
+
+def _more(one: Callable[[], List[float]], other: Callable[[], List[float]]) -> float:
+    """By which part of the other's time the one takes more, in turn."""
+    return statistics.median(_later(one()) / _later(other()) for _ in range(_TURNS)) - 1
 
 
 def _timed(work: Workload, metrics: Any = None, **how: Any) -> Callable[[], List[float]]:
@@ -91,24 +100,21 @@ def _waiting(work: Workload) -> Callable[[], float]:
 def _feeding(work: Workload) -> Callable[[], float]:
     fit = _timed(work)
 
-    def share() -> float:
-        read = _later(fit())
+    def prepared() -> List[float]:
         with _replayed():
-            prepared = _later(fit())
-        return read / prepared - 1
+            return fit()
 
-    return share
+    return lambda: _more(fit, prepared)
 
 
 def _telling(work: Workload) -> Callable[[], float]:
     silent, told = _timed(work), _timed(work, ["accuracy"], verbose=1)
 
-    def share() -> float:
-        alone = _later(silent())
+    def spoken() -> List[float]:
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
-            return _later(told()) / alone - 1
+            return told()
 
-    return share
+    return lambda: _more(spoken, silent)
 
 
 # Of a workload, what measures a share once, each time it is called.
