@@ -780,6 +780,36 @@ def test_too_large_a_batch_is_cut_to_what_memory_allows(monkeypatch):
         assert said in engine.merging.said
 
 
+@pytest.mark.parametrize(
+    ("plan", "options", "factor"),
+    [
+        (Plan(2, 1, 4, 2), {}, 1 / 8),
+        (Plan(2, 1, 4), {"loss": "mse"}, 1 / 4),
+        (Plan(2, 1, 3, 2), {}, 1.0),
+        (Plan(2, 1, 4, 2), {"gradient_reduction": "sum"}, 1.0),
+        # Which part of the sum they are depends on the samples.
+        (Plan(2, 1, 4, 2), {"loss": counted, "normalize": "tokens"}, 1.0),
+    ],
+)
+def test_a_share_that_is_a_power_of_two_is_multiplied_before_the_sum(
+    plan, options, factor, monkeypatch
+):
+    """It takes no bit of a number, and spares a pass over the sum, also where tails need less."""
+    monkeypatch.setattr(decision, "peak_bytes", lambda graph: 2**20)
+    monkeypatch.setattr(decision, "MOST_BYTES", 4 * 2**20)
+    net, run = build(MLP), fit
+    if options.get("loss") == "mse":
+        run = fit_on(float_targets)
+    # The last update of an epoch has half of the micro-batches, or less.
+    ours, history, engine = trained(net, plan, n=24, run=run, **options)
+    merged = engine.merging.merged
+    assert merged is not None
+    assert merged.factor == factor
+    other, expected, _ = trained(net, plan, n=24, merged=False, run=run, **options)
+    assert_close(ours, other, TOLERANCE)
+    assert_same_numbers(history, expected)
+
+
 def test_replicas_whose_buffers_differ_run_apart():
     """Only one of them could be read; equal again, they run as one."""
     model, engine = compiled(build(EvalNorm), sgd, way="late")

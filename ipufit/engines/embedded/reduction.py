@@ -45,6 +45,15 @@ class Reduction:
         factors, share = self.shares(sizes)
         return [factor * share for factor in factors]
 
+    def early(self, sizes: Sequence[int]) -> float:
+        """What gradients of these micro-batches may be multiplied with before they are added up.
+
+        The share of their sum if that is a power of two, which changes no bit of a normal number;
+        else 1.
+        """
+        factors, share = self.shares(sizes)
+        return share if set(factors) == {1.0} and math.frexp(share)[0] == 0.5 else 1.0
+
     def shares(self, sizes: Sequence[int]) -> Tuple[List[float], float]:
         """A factor for each of these micro-batches, and one for their sum."""
         if self._equally:
@@ -73,6 +82,7 @@ class GradientSum:
         self._share = share
         self._dtype = dtype
         self._total: List[Tensor] = []
+        self._early = 1.0
         self._counted: Optional[Tensor] = None
         self._lost: Optional[Tensor] = None
 
@@ -115,15 +125,19 @@ class GradientSum:
         if count is not None:
             self._counted = count if self._counted is None else self._counted + count
 
-    def add_summed(self, gradients: Sequence[Tensor], count: Optional[Tensor]) -> None:
+    def add_summed(
+        self, gradients: Sequence[Tensor], count: Optional[Tensor], factor: float = 1.0
+    ) -> None:
         """The sum of the gradients of full micro-batches, each times its count.
 
         Args:
             gradients: one flat tensor per block, which may be changed in place.
             count: the sum of the counts; None where losses stand for samples.
+            factor: what they are multiplied with already; the same for all of an update.
         """
         self.next_factor()
         self.collect(gradients, count)
+        self._early = factor
 
     def collect(self, gradients: Sequence[Tensor], count: Optional[Tensor]) -> None:
         """Gradients that are weighted as they count already.
@@ -216,7 +230,7 @@ class GradientSum:
 
     def reduced(self, loss_scale: Union[float, Tensor]) -> List[Tensor]:
         """The gradient of the update, of a loss that was not scaled."""
-        share = self._share / loss_scale
+        share = self._share / self._early / loss_scale
         if self._counted is not None:
             whole = self._counted
             # Where nothing counted the gradients are zero, and stay so.

@@ -290,7 +290,7 @@ class UpdateMaker:
                 if first + start + place in wanted:
                     outputs = result.outputs_of(place)
                     collected.add_outputs(merged.base, outputs, first + start + place)
-            total.add_summed(result.gradients, result.count)
+            total.add_summed(result.gradients, result.count, merged.factor)
             del result
 
     def _as_used(self, gradients: Sequence[Tensor]) -> List[Tensor]:

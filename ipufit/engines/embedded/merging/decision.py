@@ -21,6 +21,7 @@ from ipufit.engines.embedded.merging.steps import Forward, MergedStep, Replayed,
 from ipufit.engines.embedded.merging.written import Written
 from ipufit.engines.embedded.precision import autocast_state, computes_in_half, with_inputs_in
 from ipufit.engines.embedded.rebinding import public_name
+from ipufit.engines.embedded.reduction import Reduction
 from ipufit.engines.embedded.replicas import same
 from ipufit.engines.embedded.results import OutputShape
 from ipufit.engines.embedded.step import MicroStep, StepModule, attributes_kept
@@ -219,12 +220,21 @@ class _Work:
             self._spec.recipe.precision,
             micro.reached,
             micro.blocks,
+            self._early(total),
         )
         arguments = [*self._state, *step.arguments([self._example] * count)]
         with _explained("the loss can't be computed on parts of a larger batch"):
             run, graph = make(step, arguments)
         reads = self._buffers_read(whole)
-        return Merged(run, step, self._recorded, count, len(micro.blocks), reads, graph)
+        blocks = len(micro.blocks)
+        return Merged(run, step, self._recorded, count, blocks, reads, step.factor, graph)
+
+    def _early(self, total: int) -> float:
+        """What the gradients of an update may be multiplied with on the way."""
+        if self._spec.processes.are_several:
+            # Others may not merge theirs.
+            return 1.0
+        return Reduction(self._spec).early([self._example.size] * total)
 
     def _check_written(self, written: Written) -> None:
         if written.drawn is not None:

@@ -61,6 +61,7 @@ class Merged:
         count: how many it takes.
         blocks: how many flat gradients it returns.
         reads: names of the buffers that it reads, of which it takes those of one replica.
+        factor: what its gradients are multiplied with.
         graph: what ``run`` runs.
     """
 
@@ -70,6 +71,7 @@ class Merged:
     count: int
     blocks: int
     reads: Tuple[str, ...]
+    factor: float = 1.0
     graph: Optional[fx.GraphModule] = None
 
     def takes(self, recorded: Sequence[Recorded]) -> bool:

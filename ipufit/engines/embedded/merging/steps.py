@@ -183,7 +183,7 @@ class MergedStep:
     Called with (trained weights, other state, what :meth:`arguments` makes of the micro-batches),
     it returns ``[numbers, *outputs of the first micro-batch, ..., *flat gradients]``. The numbers
     have a row for each micro-batch; the gradients are the sum over the micro-batches of that of
-    each loss, times its count where it has one.
+    each loss, times its count where it has one, or times a factor that is known before.
 
     Args:
         step: the module with its loss.
@@ -199,9 +199,11 @@ class MergedStep:
         precision: in which the module computes.
         reached: names of the parameters that a gradient reaches.
         blocks: to pack gradients into.
+        early: a factor for losses that have no count.
 
     Attributes:
         reported: what the numbers of each micro-batch are.
+        factor: the one that was used, once it has run.
     """
 
     def __init__(
@@ -219,6 +221,7 @@ class MergedStep:
         precision: Precision,
         reached: Sequence[str],
         blocks: Sequence[Block],
+        early: float = 1.0,
     ) -> None:
         self._chunks = _Chunks(step, loss, forward, outputs)
         self._along = list(along)
@@ -233,6 +236,8 @@ class MergedStep:
         # Leaves with a row for each sample, which come in one tensor.
         self._rows = [i for i, leaf in enumerate(example.leaves) if _has_rows(leaf, example.size)]
         self.reported: List[Reported] = []
+        self._early = early
+        self.factor = 1.0
 
     def arguments(self, batches: Sequence[MicroBatch]) -> List[Tensor]:
         """The leaves of all micro-batches; each in one tensor where it has rows."""
@@ -269,13 +274,16 @@ class MergedStep:
             arguments = (leaves, others, whole, state, self._along, self._example.size)
             found, values = call_with(self._chunks, state, arguments)
             if values is not None:
-                numbers, shares = values.detach(), [torch.ones_like(values)]
+                numbers, shares = values.detach(), [torch.full_like(values, self._early)]
+                self.factor = self._early
                 self.reported = [Reported()] * self._count
             else:
                 kinds = [Reported.of(term, entries) for _, term, entries in found]
                 numbers = torch.stack([each for _, each in kinds])
                 self.reported = [kind for kind, _ in kinds]
-                shares = [_share(term) for _, term, _ in found]
+                counted = any(term.count is not None for _, term, _ in found)
+                self.factor = 1.0 if counted else self._early
+                shares = [_share(term, self.factor) for _, term, _ in found]
             losses = [term.value for _, term, _ in found] if values is None else [values]
             gradients = self._gradients(losses, shares, state)
         outputs: List[Tensor] = []
@@ -317,8 +325,8 @@ def _has_rows(leaf: Tensor, size: int) -> bool:
     return leaf.dim() > 0 and leaf.shape[0] == size
 
 
-def _share(term: LossTerm) -> Tensor:
+def _share(term: LossTerm, early: float) -> Tensor:
     """What a loss is multiplied with in the sum over micro-batches."""
     if term.count is None:
-        return torch.ones_like(term.value)
+        return torch.full_like(term.value, early)
     return term.count.to(term.value.dtype)
