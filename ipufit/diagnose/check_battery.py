@@ -77,7 +77,7 @@ class Battery:
             self._refused(first)
         has_values = False
         reached = first.reached
-        foreign = None if first.error is None else only_on_ipus(first.error)
+        foreign = only_on_ipus(first.error)
         if first.error is not None and foreign is not None:
             text, _, cure = foreign.rpartition(". ")
             self._found.add(_unrecordable(first.error, text, cure))

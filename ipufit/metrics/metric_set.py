@@ -52,7 +52,7 @@ class MetricSet:
 
     def reset(self) -> None:
         """Forget everything seen, at the start of an epoch."""
-        self._waiting.taken()
+        self._waiting.forget()
         for metric in self._metrics:
             metric.reset()
 
@@ -179,7 +179,7 @@ class MetricSet:
 
     def load_state_dict(self, state: Sequence[Any]) -> None:
         """Go on from there."""
-        self._waiting.taken()
+        self._waiting.forget()
         for metric, own in zip(self._metrics, state):
             metric.load_state_dict(own)
 

@@ -18,7 +18,7 @@ _JOINED, _MOST = 2**16, 2**18
 
 def joined(seen: Sequence[Seen]) -> Optional[Seen]:
     """A copy of several micro-batches as one; None where they are not alike, or not small."""
-    predictions, targets, sizes, weights = zip(*seen) if seen else ((), (), (), ())
+    predictions, targets, _, weights = zip(*seen) if seen else ((), (), (), ())
     if {*map(type, (*predictions, *targets))} != {Tensor} or {*map(type, weights)} != {type(None)}:
         return None
     # What follows looks at each form once, not at each of many micro-batches.
@@ -29,6 +29,11 @@ def joined(seen: Sequence[Seen]) -> Optional[Seen]:
         return None
     if len(seen) * max(p.numel() + t.numel() for p, t, *_ in forms) > _JOINED:
         return None
+    return _as_one(seen)
+
+
+def _as_one(seen: Sequence[Seen]) -> Seen:
+    predictions, targets, sizes, _ = zip(*seen)
     return torch.cat(predictions), torch.cat(targets), sum(sizes), None
 
 
@@ -68,11 +73,13 @@ class Waiting:
 
     def taken(self) -> Optional[Seen]:
         """All that wait, as one; None if none do. They wait no longer."""
-        seen, self._seen, self._elements = self._seen, [], 0
-        if not seen:
-            return None
-        predictions, targets, sizes, _ = zip(*seen)
-        return torch.cat(predictions), torch.cat(targets), sum(sizes), None
+        seen = self._seen
+        self.forget()
+        return _as_one(seen) if seen else None
+
+    def forget(self) -> None:
+        """None of them will be looked at."""
+        self._seen, self._elements = [], 0
 
 
 def _form(one: Seen) -> object:

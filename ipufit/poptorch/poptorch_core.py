@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Any, Callable, Dict, NoReturn, Optional, Tuple, Type
+from typing import Any, Callable, Dict, NoReturn, Tuple, Type
 
 from ipufit.poptorch import _logging
 
@@ -19,8 +19,8 @@ class Error(Exception):
         location: where it happened, outermost last; empty for the front end.
     """
 
-    # Of what nothing but an IPU can do: the message once more, for :mod:`ipufit.diagnose`.
-    _only_on_ipus: Optional[str] = None
+    # Whether it is about what nothing but an IPU can do, for :mod:`ipufit.diagnose`.
+    _is_only_on_ipus = False
 
     def __init__(self, message: str = "", type: str = "poptorch_py_error", location: str = ""):
         where = f"\nRaised in:\n{location}" if location else ""

@@ -11,9 +11,9 @@ __all__ = ["for_this_engine", "is_for_this_engine", "only_on_ipus"]
 _MAKING: contextvars.ContextVar[bool] = contextvars.ContextVar("making", default=False)
 
 
-def only_on_ipus(error: BaseException) -> Optional[str]:
+def only_on_ipus(error: Optional[BaseException]) -> Optional[str]:
     """What an error says that nothing but an IPU can do, and last what to do instead; else None."""
-    return getattr(error, "_only_on_ipus", None)
+    return getattr(error, "message", None) if getattr(error, "_is_only_on_ipus", False) else None
 
 
 @contextlib.contextmanager

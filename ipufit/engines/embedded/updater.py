@@ -415,7 +415,7 @@ class RuleUpdater:
     def export(self) -> None:
         """Let the torch optimizer have the state, under torch's names and dtypes.
 
-        While training goes on its tensors are views of the flat ones: a copy would take as much
+        Until :meth:`release` its tensors are views of the flat ones: a copy would take as much
         memory again, and be out of date after one update.
         """
         for block, state, updates in zip(self._storage.blocks, self._states, self._counts):
@@ -426,8 +426,7 @@ class RuleUpdater:
             for slot in block.slots:
                 own = self._optimizer.state[slot.parameter]
                 for name, whole in state.items():
-                    part = slot.view(whole)
-                    own[name] = self.memory.for_torch(part) if self.memory.ended else part
+                    own[name] = slot.view(whole)
                 if self._kind.counted:
                     device = slot.parameter.device if on_device else torch.device("cpu")
                     own["step"] = torchs_step(type(self._optimizer), updates, device)

@@ -56,7 +56,7 @@ def custom_op(
         "for an IPU, which nothing but IPU hardware with Graphcore's SDK can run. Replace it by "
         "torch operators where the model runs elsewhere."
     )
-    refusal._only_on_ipus = refusal.message
+    refusal._is_only_on_ipus = True
     raise refusal
 
 
