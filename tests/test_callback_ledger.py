@@ -19,6 +19,7 @@ MAKERS = {
     "Asynchronous": lambda folder: callbacks.Asynchronous(Callback()),
     "CSVLogger": lambda folder: callbacks.CSVLogger(folder / "log.csv"),
     "EarlyStopping": lambda folder: callbacks.EarlyStopping(patience=9, restore_best_weights=True),
+    "ExperimentLogger": lambda folder: callbacks.ExperimentLogger(lambda values, step: None),
     "History": lambda folder: callbacks.History(),
     "JSONLinesLogger": lambda folder: callbacks.JSONLinesLogger(folder / "log.jsonl"),
     "LambdaCallback": lambda folder: callbacks.LambdaCallback(on_epoch_end=lambda *args: None),

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ipufit.callbacks.asynchronous import Asynchronous
     from ipufit.callbacks.csv_logger import CSVLogger
     from ipufit.callbacks.early_stopping import EarlyStopping
+    from ipufit.callbacks.experiment_logger import ExperimentLogger
     from ipufit.callbacks.json_lines_logger import JSONLinesLogger
     from ipufit.callbacks.lambda_callback import LambdaCallback
     from ipufit.callbacks.learning_rate_scheduler import LearningRateScheduler
@@ -29,6 +30,7 @@ else:
             "Asynchronous": "ipufit.callbacks.asynchronous",
             "CSVLogger": "ipufit.callbacks.csv_logger",
             "EarlyStopping": "ipufit.callbacks.early_stopping",
+            "ExperimentLogger": "ipufit.callbacks.experiment_logger",
             "JSONLinesLogger": "ipufit.callbacks.json_lines_logger",
             "LambdaCallback": "ipufit.callbacks.lambda_callback",
             "LearningRateScheduler": "ipufit.callbacks.learning_rate_scheduler",
@@ -49,6 +51,7 @@ __all__ = [
     "Callback",
     "CallbackList",
     "EarlyStopping",
+    "ExperimentLogger",
     "History",
     "JSONLinesLogger",
     "LambdaCallback",

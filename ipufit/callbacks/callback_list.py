@@ -125,10 +125,19 @@ def checked(callbacks: Any) -> List[Callback]:
         if isinstance(callback, type):
             raise _refusal(callback, f"Pass an object of it: {callback.__name__}(...).")
         if not isinstance(callback, Callback):
-            raise _refusal(callback, "Subclass ipufit.callbacks.Callback and override its hooks.")
+            raise _refusal(callback, _instead_of(callback))
         _check_every_updates(callback)
         _check_hooks(callback)
     return found
+
+
+def _instead_of(came: object) -> str:
+    # Imported here: nobody needs it whose callbacks are some.
+    from ipufit.callbacks.experiment_logger import logs_metrics
+
+    if logs_metrics(came):
+        return "Pass ipufit.callbacks.ExperimentLogger(...) of it."
+    return "Subclass ipufit.callbacks.Callback and override its hooks."
 
 
 def _check_hooks(callback: Callback) -> None:

@@ -144,6 +144,40 @@ class Writer:
     close = flush
 
 
+class Tracker:
+    """Stands for MLflow."""
+
+    def __init__(self):
+        self.lines = []
+
+    def log_metrics(self, metrics, step=None):
+        self.lines.append(("metrics", *metrics, step))
+
+    def log_params(self, params):
+        self.lines.append(("params", *params))
+
+
+def tracked(logger=None, **options):
+    tracker = Tracker() if logger is None else logger()
+    recorded([given_callbacks.ExperimentLogger(tracker, **options)])
+    return tracker.lines
+
+
+class OtherTracker(Tracker):
+    """Told of nothing but values."""
+
+    log_params = None
+
+
+of(
+    "callbacks.ExperimentLogger",
+    tracked,
+    logger=(Tracker, OtherTracker),
+    every_updates=(None, 1),
+    log_params=(True, False),
+)
+
+
 def drawn(**options):
     fake = types.ModuleType("tensorboard")
     fake.SummaryWriter = Writer
