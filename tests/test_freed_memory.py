@@ -3,6 +3,7 @@
 What a program holds, it frees when it ends, whoever still refers to it.
 """
 
+import contextlib
 import gc
 import os
 import subprocess
@@ -14,7 +15,7 @@ from torch import nn
 
 import ipufit
 from ipufit.engines.embedded import freed_memory
-from ipufit.engines.embedded.lowering import products
+from ipufit.engines.embedded.lowering import choosing, products
 
 needs_glibc = pytest.mark.skipif(freed_memory._glibc() is None, reason="another C library")
 
@@ -67,6 +68,34 @@ model.fit(x, y, batch_size=1024, verbose=0, callbacks=callbacks)
 """
 
 
+# Tensors of 4 MiB: those in between, and one afterwards, are asked for where they lie.
+AT_ONCE = """
+import ctypes
+import torch
+from ipufit.engines.embedded.freed_memory import freed_at_once, keep_freed_memory
+
+class Told(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+        "fordblks", "keepcost",
+    )]
+
+library = ctypes.CDLL(None)
+library.mallinfo2.restype = Told
+keep_freed_memory()
+before = library.mallinfo2().hblkhd
+try:
+    with freed_at_once():
+        inside = torch.empty(2**20)
+        between = library.mallinfo2().hblkhd
+        raise ValueError
+except ValueError:
+    pass
+after = torch.empty(2**20)
+print((between - before) // 2**20 * 10 + (library.mallinfo2().hblkhd - between) // 2**20)
+"""
+
+
 def run(script, **variables):
     """What a script prints, without a will of the environment's own."""
     environment = {name: v for name, v in os.environ.items() if not name.startswith("MALLOC")}
@@ -104,10 +133,45 @@ def test_trying_other_kernels_leaves_no_memory_behind():
     assert run(TRYING) < 20
 
 
+@pytest.mark.skipif(
+    not hasattr(freed_memory._glibc(), "mallinfo2"), reason="a library that does not tell"
+)
+def test_what_comes_once_stays_out_of_the_heap():
+    """4 MiB apart from it meanwhile, and none afterwards, even after an error."""
+    assert run(AT_ONCE) == 40
+
+
+def test_other_kernels_are_tried_outside_of_the_heap(monkeypatch):
+    """Where they would leave holes that training can't fill."""
+    inside = []
+
+    @contextlib.contextmanager
+    def noted():
+        inside.append(True)
+        yield
+        inside.append(False)
+
+    disagreement = choosing._disagreement
+
+    def asked(*args):
+        assert inside == [True]
+        return disagreement(*args)
+
+    monkeypatch.setattr(choosing, "freed_at_once", noted)
+    monkeypatch.setattr(choosing, "_disagreement", asked)
+    net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 49, 3))
+    model = ipufit.Model(net, engine="embedded")
+    model.compile("sgd", "cross_entropy", jit="kernels")
+    model.fit(torch.rand(64, 1, 16, 16), torch.arange(64) % 3, batch_size=64, verbose=0)
+    assert inside == [True, False]
+
+
 def test_another_library_is_left_alone(monkeypatch):
     monkeypatch.setattr(freed_memory, "_glibc", lambda: None)
     freed_memory.keep_freed_memory.cache_clear()
     assert not freed_memory.keep_freed_memory()
+    with freed_memory.freed_at_once():
+        pass
     freed_memory.give_back_freed_memory()
     freed_memory.keep_freed_memory.cache_clear()
 

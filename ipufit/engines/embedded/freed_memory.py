@@ -6,19 +6,20 @@ same tensors in every update then spends a quarter of its time on getting zeroed
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
-from typing import Any, Optional
+from typing import Any, Iterator, Optional, Tuple
 
-__all__ = ["give_back_freed_memory", "keep_freed_memory"]
+__all__ = ["freed_at_once", "give_back_freed_memory", "keep_freed_memory"]
 
 # Parameters of mallopt, from malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 # What may stay at the end of the heap, and the largest tensor that comes from the heap, in bytes:
-# the largest that glibc takes.
-_KEPT, _LARGEST = 2**30, 2**25
+# the largest that glibc takes; and what they are where nobody says anything.
+_KEEPING, _AT_ONCE = (2**30, 2**25), (2**17, 2**17)
 
 # Who has set these has a will of their own.
 _VARIABLES = (
@@ -46,8 +47,30 @@ def keep_freed_memory() -> bool:
     library = _glibc()
     if library is None or any(name in os.environ for name in _VARIABLES):
         return False
-    kept = (library.mallopt(_TRIM_THRESHOLD, _KEPT), library.mallopt(_MMAP_THRESHOLD, _LARGEST))
-    return kept == (1, 1)
+    return _set(library, _KEEPING)
+
+
+def _set(library: Any, limits: Tuple[int, int]) -> bool:
+    kept, largest = limits
+    found = library.mallopt(_TRIM_THRESHOLD, kept), library.mallopt(_MMAP_THRESHOLD, largest)
+    return found == (1, 1)
+
+
+@contextlib.contextmanager
+def freed_at_once() -> Iterator[None]:
+    """Hand back what is freed meanwhile: what comes once must not leave holes in the heap.
+
+    They are not filled again: an aligned tensor needs a little more than one of its size has left.
+    """
+    library = _glibc()
+    if library is None or not keep_freed_memory():
+        yield
+        return
+    _set(library, _AT_ONCE)
+    try:
+        yield
+    finally:
+        _set(library, _KEEPING)
 
 
 def give_back_freed_memory() -> None:

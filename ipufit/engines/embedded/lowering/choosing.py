@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Sequence
 import torch
 from torch import Tensor, fx
 
-from ipufit.engines.embedded.freed_memory import give_back_freed_memory
+from ipufit.engines.embedded.freed_memory import freed_at_once, give_back_freed_memory
 from ipufit.engines.embedded.lowering.calls import call_shortly
 from ipufit.engines.embedded.lowering.channels_last import pictures_last
 from ipufit.engines.embedded.lowering.gathering import gather_in_place
@@ -80,7 +80,8 @@ def lower(graph: fx.GraphModule, arguments: Sequence[Tensor], jit: str, sums: in
         return plain
     chosen = Lowered(_ready(other), KERNELS, f"Runs {what}.", meeting)
     try:
-        away = _disagreement(plain.run, chosen.run, arguments)
+        with freed_at_once():
+            away = _disagreement(plain.run, chosen.run, arguments)
         if away is not None:
             return dataclasses.replace(plain, why=f"{_AS_IT_IS}: {away}.")
         if jit == KERNELS:
