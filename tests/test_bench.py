@@ -1,10 +1,13 @@
 """The benchmark: it times nothing that trains something else, and reports what was measured."""
 
+import contextlib
+import itertools
 import math
 
 import pytest
 import torch
 
+from tests.bench import costs as bench_costs
 from tests.bench import curves, shares
 from tests.bench.__main__ import Extent, check, measured, tables
 from tests.bench.costs import (
@@ -143,16 +146,27 @@ def test_a_bound_that_does_not_hold_is_said_not_to():
     ]
 
 
-def test_memory_is_held_against_the_loop_by_hand():
-    results = [
-        Result("mlp", OWN, [1.0], 120.0),
-        Result("mlp", BY_HAND, [1.0], 100.0),
-        Result("cnn", OWN, [1.0], 50.0),
-        Result("transformer", OWN, [1.0], None),
+def test_memory_is_held_against_the_loop_by_hand(monkeypatch):
+    """Each time in new processes, which do nothing else."""
+    peaks = {OWN: iter([110.0, 130.0] * len(WORKLOADS)), BY_HAND: itertools.repeat(100.0)}
+    asked = []
+
+    class Process(contextlib.nullcontext):
+        def __init__(self, module, peer):
+            super().__init__(self)
+            self.peer = peer
+
+        def ask(self, **what):
+            asked.append((self.peer, what.pop("workload")))
+            assert what == {"do": "rounds", "epochs": 3, "updates": 0}
+            return {"seconds": [1.0], "peak": next(peaks[self.peer])}
+
+    monkeypatch.setattr(bench_costs, "Running", Process)
+    assert memory_costs(2) == [
+        Cost(f"peak memory of the {name}, times the eager loop's", [1.1, 1.3], " x", 1.1)
+        for name in WORKLOADS
     ]
-    assert memory_costs(results) == [
-        Cost("peak memory of the mlp, times the eager loop's", [1.2], " x", 1.1)
-    ]
+    assert asked == [(peer, name) for name in WORKLOADS for peer in (OWN, BY_HAND) * 2]
 
 
 def test_the_costs_of_the_curves():
@@ -166,7 +180,7 @@ def test_the_costs_of_the_curves():
 
 @pytest.mark.long
 def test_fresh_processes_tell_of_import_and_start():
-    for cost in (import_cost(1), start_cost(1)):
+    for cost in (import_cost(1), start_cost(1), *memory_costs(1)):
         assert len(cost.values) == 1
         assert 0 < cost.median < 600
 

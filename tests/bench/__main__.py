@@ -54,7 +54,7 @@ class Extent:
     shared: bool = False
     curve_rounds: int = 5
     curve_updates: int = 256
-    times: int = 7
+    times: int = 5
 
 
 QUICK = Extent(2, 1, 64, True, 1, 64, 1)
@@ -119,9 +119,9 @@ def scaled(extent: Extent) -> Dict[str, Rounds]:
     return found
 
 
-def costs(extent: Extent, results: Sequence[Result], curves: Dict[str, Rounds]) -> List[Cost]:
-    """All costs; those of the peers and the curves where these were measured."""
-    found = [import_cost(extent.times), start_cost(extent.times), *memory_costs(results)]
+def costs(extent: Extent, curves: Dict[str, Rounds]) -> List[Cost]:
+    """All costs; those of the curves where these were measured."""
+    found = [import_cost(extent.times), start_cost(extent.times), *memory_costs(extent.times)]
     with Running("tests.bench.shares") as running:
         shares: Dict[str, List[float]] = {"waiting": [], "feeding": [], "telling": []}
         for _ in range(extent.times):
@@ -187,7 +187,7 @@ def main() -> None:
         groups = [workloads] if extent.shared else [[name] for name in workloads]
         results = [one for group in groups for one in measured(group, names, extent)]
     curves = scaled(extent) if "curves" in parts else {}
-    found = costs(extent, results, curves) if "costs" in parts else []
+    found = costs(extent, curves) if "costs" in parts else []
     minutes = (time.perf_counter() - start) / 60
     note = (
         f"Measured on {machine()}; {extent.rounds} rounds of the peers and "

@@ -7,10 +7,11 @@ import os
 import statistics
 import subprocess
 import sys
-from typing import Dict, List, Sequence
+from typing import List, Sequence
 
 from tests.bench.peers import BY_HAND, OWN
-from tests.bench.report import Result
+from tests.bench.running import Running
+from tests.bench.workloads import WORKLOADS
 
 __all__ = [
     "Cost",
@@ -113,18 +114,23 @@ def start_cost(count: int) -> Cost:
     return Cost("from the call of `fit` to the first update of the mlp", values, " s", 1.0)
 
 
-def memory_costs(results: Sequence[Result]) -> List[Cost]:
-    """Of each workload, the peak beside that of the loop by hand."""
-    peaks: Dict[str, Dict[str, float]] = {}
-    for result in results:
-        if result.peak is not None:
-            peaks.setdefault(result.workload, {})[result.peer] = result.peak
+def memory_costs(count: int) -> List[Cost]:
+    """Of each workload, the peak of a process that trains it beside that of the loop by hand."""
     return [
-        Cost(f"peak memory of the {name}, times the eager loop's", [own / other], " x", 1.1)
-        for name, by_peer in peaks.items()
-        for own, other in [(by_peer.get(OWN), by_peer.get(BY_HAND))]
-        if own and other
+        Cost(
+            f"peak memory of the {name}, times the eager loop's",
+            [_peak(OWN, name) / _peak(BY_HAND, name) for _ in range(count)],
+            " x",
+            1.1,
+        )
+        for name in WORKLOADS
     ]
+
+
+def _peak(peer: str, workload: str) -> float:
+    """Bytes of a new process that trains three epochs, and nothing else."""
+    with Running("tests.bench.worker", peer) as running:
+        return float(running.ask(do="rounds", workload=workload, epochs=3, updates=0)["peak"])
 
 
 def share_costs(waiting: List[float], feeding: List[float], telling: List[float]) -> List[Cost]:
