@@ -1,6 +1,7 @@
 """``jit`` of compile: how a recorded program runs."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -364,3 +365,14 @@ def test_what_was_measured_once_holds(monkeypatch):
 def test_a_way_that_is_hardly_faster_is_not_taken(monkeypatch):
     monkeypatch.setattr(timing, "seconds_of", lambda calls: [1.0, 0.95])
     assert timing.fastest(("another key",), lambda: dict.fromkeys("ab", int)) == "a"
+
+
+@pytest.mark.skipif(products._linear() is None, reason="this torch has no other products")
+def test_a_transposed_product_is_tried_only_where_it_may_pay():
+    """What oneDNN has computed once stays in its cache."""
+    layouts = itertools.product((False, True), repeat=2)
+    columns = {layout: products._ways(4, 5, 6, layout, False) for layout in layouts}
+    assert [("turned" in ways) for ways in columns.values()] == [False, False, True, True]
+    for ways in columns.values():
+        for call in ways.values():
+            assert sorted(call().shape) == [4, 6]

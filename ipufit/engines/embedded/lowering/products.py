@@ -155,8 +155,12 @@ def _ways(
             _BLAS: lambda: torch.addmm(bias, a, b),
             _STRAIGHT: lambda: linear(a, b.t(), bias, "none", [], ""),
         }
-    return {
+    ways: Dict[str, Callable[[], object]] = {
         _BLAS: lambda: torch.mm(a, b),
         _STRAIGHT: lambda: linear(a, b.t(), None, "none", [], ""),
-        _TURNED: lambda: linear(b.t(), a, None, "none", [], ""),
     }
+    # OneDNN wants the rows of its first factor in one piece. What is tried for nothing stays in
+    # its cache, with half a megabyte.
+    if columns[0]:
+        ways[_TURNED] = lambda: linear(b.t(), a, None, "none", [], "")
+    return ways
