@@ -201,7 +201,7 @@ def diagnose(session: nox.Session) -> None:
 
 @nox.session
 def integrations(session: nox.Session) -> None:
-    """Run what is tested together with other libraries: Lightning, scikit-learn, transformers."""
+    """Run what is tested with other libraries: Lightning, scikit-learn, transformers, trackers."""
     session.install("-e", ".", *group("integrations", "torch"))
     options = ("--exhaustive", "-m", "not long", "tests/integrations")
     session.run("python", "-m", "pytest", *options, *PARALLEL, *session.posargs)

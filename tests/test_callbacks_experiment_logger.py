@@ -240,11 +240,14 @@ def test_what_a_tracker_raises_ends_training_before_it_begins():
         def log_params(self, params, synchronous=None):
             raise RuntimeError("the run has ended")
 
-    model = compiled()
+    model, tracker = compiled(), Closed()
+    logger = ExperimentLogger(tracker)
     before = model.module.body.weight.detach().clone()
     with pytest.raises(RuntimeError, match="the run has ended"):
-        fit(model, batches(1), callbacks=[ExperimentLogger(Closed())])
+        fit(model, batches(1), callbacks=[logger])
     assert torch.equal(model.module.body.weight, before)
+    value = model.evaluate(batches(1), callbacks=[logger], verbose=0)["loss"]
+    assert logged(tracker) == [({"evaluation_loss": value}, 0)]
 
 
 WANTED = (

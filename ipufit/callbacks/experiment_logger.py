@@ -93,12 +93,12 @@ class ExperimentLogger(Callback):
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
         """Say what the run is made with."""
         self._earlier += self._count.done
-        self._count, self._fits = UpdateCount(), True
-        self._handled = sys.exc_info()[1]
+        self._count = UpdateCount()
         wanted = not self.params.get("resumes") if self.log_params is None else self.log_params
         if wanted and not self._told and self._tracker.describe is not None:
             self._tracker.describe(self._description())
-        self._told = True
+        self._told = self._fits = True
+        self._handled = sys.exc_info()[1]
 
     def _description(self) -> Dict[str, Any]:
         found = {n: v for n, v in self.model.history.params.items() if n not in _UNTOLD}
