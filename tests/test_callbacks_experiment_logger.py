@@ -6,7 +6,7 @@ import torch
 import ipufit
 from ipufit.callbacks import Callback, ExperimentLogger
 from tests.faulty import batches, compiled, fit
-from tests.told import refused
+from tests.told import Means, refused
 
 
 class Calls:
@@ -81,17 +81,6 @@ def logged(tracker):
 
 def described(tracker):
     return [call[1] for call in tracker.calls if call[0] == "describe"]
-
-
-class Means(Callback):
-    """The mean loss of the epoch so far after every execution."""
-
-    def __init__(self):
-        super().__init__()
-        self.values = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.values.append(logs["loss"])
 
 
 @pytest.mark.parametrize("kind", [OfLightning, OfMLflow, OfComet, OfAccelerate, OfWandb])

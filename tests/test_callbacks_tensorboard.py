@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from ipufit.callbacks import Callback, TensorBoard
+from ipufit.callbacks import TensorBoard
 from tests.faulty import batches, compiled, fit
-from tests.told import refused
+from tests.told import Means, refused
 
 
 def scalars(folder):
@@ -26,17 +26,6 @@ def scalars(folder):
 
 def pairs(values, first=0):
     return [(first + i, pytest.approx(value)) for i, value in enumerate(values)]
-
-
-class Means(Callback):
-    """The mean loss of the epoch so far after every execution."""
-
-    def __init__(self):
-        super().__init__()
-        self.values = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.values.append(logs["loss"])
 
 
 def test_epochs(tmp_path):

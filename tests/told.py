@@ -23,6 +23,17 @@ class Gives(Callback):
                 logs[name] = values[epoch]
 
 
+class Means(Callback):
+    """The mean loss of the epoch so far after every execution."""
+
+    def __init__(self):
+        super().__init__()
+        self.values = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.values.append(logs["loss"])
+
+
 def refused(call, text):
     """The call raises a ConfigurationError with exactly this text."""
     with pytest.raises(ConfigurationError) as caught:

@@ -9,6 +9,7 @@ from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 from ipufit.callbacks.callback import Callback, Logs
 from ipufit.callbacks.checks import one_of, whole
 from ipufit.callbacks.rates import log_rates
+from ipufit.callbacks.records import means
 from ipufit.callbacks.update_count import UpdateCount
 from ipufit.errors import ConfigurationError
 
@@ -127,8 +128,7 @@ class ExperimentLogger(Callback):
     def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
         """Log the means so far, if they are due."""
         if self._count.end_execution(batch, self.every_updates):
-            values = {n: v for n, v in (logs or {}).items() if n not in ("updates", "samples")}
-            self._log("batch_{}", values, epoch=self._count.epoch)
+            self._log("batch_{}", means(logs), epoch=self._count.epoch)
 
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
         """Log the epoch."""

@@ -7,6 +7,7 @@ from typing import Any, Dict, Optional
 
 from ipufit.callbacks.callback import Callback, Logs
 from ipufit.callbacks.checks import say
+from ipufit.callbacks.records import means
 
 __all__ = ["ProgbarLogger"]
 
@@ -61,8 +62,7 @@ class ProgbarLogger(Callback):
         self._bar.update(count)
 
     def _shown(self, logs: Optional[Logs]) -> Dict[str, str]:
-        values = {k: v for k, v in (logs or {}).items() if k not in ("updates", "samples")}
-        shown = {name: f"{value:.4g}" for name, value in values.items()}
+        shown = {name: f"{value:.4g}" for name, value in means(logs).items()}
         if self._samples and self._elapsed > 0:
             shown["samples/s"] = f"{self._samples / self._elapsed:.0f}"
         return shown

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from typing import Any, Mapping, Union
+from typing import Any, Dict, Mapping, Optional, Union
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["as_json", "check_length", "log_file"]
+__all__ = ["as_json", "check_length", "log_file", "means"]
+
+
+def means(logs: Optional[Mapping[str, Any]]) -> Dict[str, Any]:
+    """The means of the epoch so far, of the logs of an execution; not how much has been done."""
+    return {name: v for name, v in (logs or {}).items() if name not in ("updates", "samples")}
 
 
 def as_json(record: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Dict, Mapping, Optional, Tuple, Union
 from ipufit.callbacks.callback import Callback, Logs
 from ipufit.callbacks.checks import whole
 from ipufit.callbacks.rates import log_rates
+from ipufit.callbacks.records import means
 from ipufit.callbacks.update_count import UpdateCount
 from ipufit.errors import ConfigurationError
 
@@ -89,8 +90,7 @@ class TensorBoard(Callback):
         due = self._count.end_execution(batch, self.every_updates)
         self._updates_seen += self._count.done - before
         if due or self.update_freq == "batch":
-            values = {n: v for n, v in (logs or {}).items() if n not in ("updates", "samples")}
-            self._write("train", "batch_{}", values, self._count.done)
+            self._write("train", "batch_{}", means(logs), self._count.done)
 
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
         """Write the epoch."""

@@ -8,19 +8,9 @@ import zipfile
 
 import pytest
 
-from ipufit.callbacks import Callback, ExperimentLogger
+from ipufit.callbacks import ExperimentLogger
 from tests.faulty import batches, compiled, fit
-
-
-class Means(Callback):
-    """The mean loss of the epoch so far after every execution."""
-
-    def __init__(self):
-        super().__init__()
-        self.values = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.values.append(logs["loss"])
+from tests.told import Means
 
 
 def trained(tracker):
