@@ -103,8 +103,7 @@ class Compiled:
         self.counters = Counters()
         self.is_synthetic = bool(options._Popart.options.get("syntheticDataMode", 0))
         self.counters.enabled = not self.is_synthetic
-        separate = not options.broadcast_buffers
-        self.device = Device(parameters, buffers, shape.replicas, groupings, separate, self.wide)
+        self.device = Device(parameters, buffers, shape.replicas, groupings, self.wide)
         reached = [name for group in trained for name in group]
         leaves = self._micro_batch(arguments)
         if recorded is None:
@@ -127,6 +126,8 @@ class Compiled:
         entered = self.recorded.trace.blocks.entered
         self.placement = placed(options, entered, training, self.recorded.overlapped)
         self._check_buffers(buffers)
+        changed = {*recorded.changed_state, *recorded.statistics}
+        self.device.separate([name for name in buffers if name in changed])
         self._check_updatable(buffers)
         self._anchored = self._find_anchored(len(leaves))
         self._execution = self._make_execution()

@@ -42,7 +42,6 @@ class Device:
         parameters, buffers: the host's tensors by name.
         replicas: number of copies of the model.
         groupings: of those parameters that are not the same on all replicas.
-        separate: whether each replica has buffers of its own.
         wide: let float64 be.
 
     Attributes:
@@ -58,7 +57,6 @@ class Device:
         buffers: Mapping[str, Tensor],
         replicas: int,
         groupings: Mapping[str, ReplicaGrouping],
-        separate: bool,
         wide: bool,
     ) -> None:
         self._replicas = replicas
@@ -67,14 +65,17 @@ class Device:
         self.names: Tuple[str, ...] = (*parameters, *buffers)
         self.parameters: Tuple[str, ...] = tuple(parameters)
         self.writes = 0
-        self._buffers = tuple(buffers)
         self._parts: Dict[str, List[Tensor]] = {}
         for name, tensor in parameters.items():
             self._parts[name] = self._cut(name, tensor)
-        copies = replicas if separate else 1
         for name, tensor in buffers.items():
-            self._parts[name] = [narrowed(tensor, wide) for _ in range(copies)]
+            self._parts[name] = [narrowed(tensor, wide)]
         self.updates: Optional[Updates] = None
+
+    def separate(self, names: Sequence[str]) -> None:
+        """Give each replica a copy of these buffers, because the program changes them."""
+        for name in names:
+            self._parts[name] = [self._parts[name][0].clone() for _ in range(self._replicas)]
 
     def _cut(self, name: str, tensor: Tensor) -> List[Tensor]:
         grouping = self._groupings.get(name)

@@ -43,6 +43,7 @@ def program_to_values(recorded: Recorded) -> Dict[str, Any]:
         "reached": list(recorded.reached),
         "changed_inputs": list(recorded.changed_inputs),
         "changed_state": list(recorded.changed_state),
+        "statistics": list(recorded.statistics),
         "random": recorded.random,
         "overlapped": recorded.overlapped,
         "counted": recorded.counted,
@@ -88,6 +89,7 @@ def program_from_values(values: Mapping[str, Any]) -> Recorded:
             trace,
             int(values["counted"]),
             {str(name): str(node) for name, node in values["activations"].items()},
+            tuple(values.get("statistics", ())),
         )
     except InvalidContent:
         raise

@@ -1,17 +1,9 @@
-"""A program as it was recorded, and what it returns."""
+"""A program as it was recorded, what it returns, and what it writes into."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import (
-    Any,
-    List,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-)
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, fx
@@ -19,7 +11,7 @@ from torch import Tensor, fx
 from ipufit.poptorch._parsers import reconstructTensorStructure
 from ipufit.poptorch._tracing import Trace
 
-__all__ = ["Outputs", "Recorded", "Returned"]
+__all__ = ["Outputs", "Recorded", "Returned", "Writes", "find_writes"]
 
 
 @dataclasses.dataclass
@@ -82,6 +74,7 @@ class Recorded:
         reached: the parameters that a gradient reached, when training.
         changed_inputs: places of the inputs that forward changes.
         changed_state: names of what forward changes of parameters and buffers.
+        statistics: names of the buffers that only batch normalisation changes.
         random: whether it draws random numbers.
         overlapped: whether a transfer was asked to overlap with computing.
         trace: what was noted meanwhile.
@@ -99,6 +92,7 @@ class Recorded:
     trace: Trace
     counted: int = 0
     activations: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    statistics: Tuple[str, ...] = ()
 
     def returned(self, tensors: Sequence[Tensor]) -> Returned:
         """What the graph returned, by what it is."""
@@ -110,3 +104,56 @@ class Recorded:
             tensors[gradients - 1] if self.counted else None,
             dict(zip(self.reached, tensors[gradients:])),
         )
+
+
+_STATISTICS = ("running_mean", "running_var")
+
+
+class Writes(NamedTuple):
+    """Places of the placeholders that a graph changes in place.
+
+    Attributes:
+        changed: changed by operators whose purpose is to write into them.
+        statistics: running statistics that batch normalisation moves on its way, and that no
+            operator writes into otherwise.
+    """
+
+    changed: Tuple[int, ...]
+    statistics: Tuple[int, ...]
+
+
+def find_writes(graph: fx.GraphModule) -> Writes:
+    """Find the placeholders that the graph changes in place, through whatever views of them."""
+    place: Dict[fx.Node, int] = {}
+    changed: List[int] = []
+    statistics: List[int] = []
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            place[node] = len(place)
+            continue
+        schema = getattr(node.target, "_schema", None)
+        if schema is None:
+            # A member of several results: of a split, say.
+            source = node.args[0] if node.args else None
+            if isinstance(source, fx.Node) and source in place:
+                place[node] = place[source]
+            continue
+        arguments: Dict[str, Any] = dict(zip((a.name for a in schema.arguments), node.args))
+        arguments.update(node.kwargs)
+        # Some of its overloads change statistics without saying so in their schema.
+        normalises = "batch_norm" in schema.name
+        for argument in schema.arguments:
+            value = arguments.get(argument.name)
+            for each in value if isinstance(value, (list, tuple)) else [value]:
+                if not isinstance(each, fx.Node) or each not in place:
+                    continue
+                alias = argument.alias_info
+                if normalises and argument.name in _STATISTICS:
+                    declared = alias is not None and alias.is_write
+                    if arguments.get("training", declared):
+                        statistics.append(place[each])
+                elif alias is not None:
+                    if alias.is_write:
+                        changed.append(place[each])
+                    place[node] = place[each]
+    return Writes(tuple(sorted({*changed})), tuple(sorted({*statistics} - {*changed})))

@@ -29,10 +29,9 @@ from ipufit.poptorch._loss_scale import ScalingSettings
 from ipufit.poptorch._operators import overlap
 from ipufit.poptorch._operators.bodies import everywhere
 from ipufit.poptorch._parsers import flattenTensorStructure
-from ipufit.poptorch._recorded import Outputs, Recorded
+from ipufit.poptorch._recorded import Outputs, Recorded, find_writes
 from ipufit.poptorch._tracing import Trace, traced
 from ipufit.poptorch._watching import watched
-from ipufit.poptorch._writes import changed
 
 __all__ = ["record"]
 
@@ -196,20 +195,21 @@ def record(
     step.outputs.forget()
     _own_constants(graph)
     overlaps = _overlaps(graph, len(state), len(leaves), sum(step.outputs.computed))
-    writes = changed(graph)
+    writes = find_writes(graph)
     names = list(state)
     counted = 0 if scaling is None else count_large(graph, scaling, len(step.reached))
     return Recorded(
         graph,
         step.outputs,
         step.reached,
-        tuple(i - len(names) for i in writes if len(names) <= i < len(tensors) - 1),
-        tuple(names[i] for i in writes if i < len(names)),
+        tuple(i - len(names) for i in writes.changed if len(names) <= i < len(tensors) - 1),
+        tuple(names[i] for i in writes.changed if i < len(names)),
         any(uses_random_numbers(each) for each in everywhere(graph)),
         bool(overlaps.inputs or overlaps.outputs),
         trace,
         counted,
         trace.activations.of(graph),
+        tuple(names[i] for i in writes.statistics if i < len(names)),
     )
 
 

@@ -529,13 +529,17 @@ def _shared(original):
     return lambda self, replica: original(self, 0)
 
 
+def _buffers_of(device):
+    return [name for name in device.names if name not in device.parameters]
+
+
 @mutant("buffers start anew at every call", EXECUTION + "Execution.run", "buffers/an inf*")
 def _reset(original):
     first = {}
 
     def run(self, *args):
         parts = self._device._parts
-        buffers = {n: [t.clone() for t in parts[n]] for n in self._device._buffers}
+        buffers = {n: [t.clone() for t in parts[n]] for n in _buffers_of(self._device)}
         for name, tensors in first.setdefault(id(self), buffers).items():
             for tensor, start in zip(parts[name], tensors):
                 tensor.copy_(start)
@@ -547,7 +551,7 @@ def _reset(original):
 @mutant("statistics move once per update", EXECUTION + "Execution._micro_batch", "training/BatchN*")
 def _once(original):
     def micro_batch(self, replica, leaves):
-        names = self._device._buffers
+        names = _buffers_of(self._device)
         self.turn = getattr(self, "turn", -1) + 1
         kept = [t.clone() for n in names for t in self._device._parts[n]]
         result = original(self, replica, leaves)

@@ -171,28 +171,98 @@ class Normalised(nn.Module):
         return poptorch.identity_loss(self.norm(x), "mean")
 
 
-def test_batch_norm_sees_micro_batches_and_each_replica_may_keep_its_own_statistics():
-    """Buffers are updated once per micro-batch; the host gets those of the first replica."""
-    x = torch.randn(12, 3)
+@pytest.mark.parametrize("change", [lambda o: o, lambda o: o.broadcastBuffers(False)])
+def test_batch_norm_trains_on_replicas_that_each_keep_their_own_statistics(change):
+    """Statistics move once per micro-batch; the host gets those of the first replica."""
+    x = torch.randn(24, 3)
     net = Normalised()
-    expected = nn.BatchNorm1d(3)
-    for i in (0, 2):
-        expected(x[i * 3 : i * 3 + 3])
-    opts = options(2, replicas=2).broadcastBuffers(False)
-    model = poptorch.trainingModel(net, opts)
-    model(x)
-    model.copyWeightsToHost()
+    expected = [nn.BatchNorm1d(3), nn.BatchNorm1d(3)]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    model = poptorch.trainingModel(net, change(options(2, replicas=2)), optimizer)
+    for call in range(2):
+        for i in range(4):
+            expected[i % 2](x[call * 12 + i * 3 : call * 12 + i * 3 + 3])
+        model(x[call * 12 : call * 12 + 12])
+    held = model._program().device.parts(["norm.running_mean", "norm.running_var"])
+    assert len(held) == 4
+    for replica, norm in enumerate(expected):
+        for name in ("running_mean", "running_var"):
+            torch.testing.assert_close(held[f"norm.{name}[{replica}]"], getattr(norm, name))
+    torch.testing.assert_close(net.norm.running_mean, expected[0].running_mean)
+    torch.testing.assert_close(net.norm.running_var, expected[0].running_var)
+    # What the host sends, every replica starts from.
+    model.copyWeightsToDevice()
+    held = model._program().device.parts(["norm.running_mean"])
+    torch.testing.assert_close(held["norm.running_mean[1]"], expected[0].running_mean)
+
+
+@pytest.mark.parametrize("change", [lambda o: o, lambda o: o.broadcastBuffers(False)])
+def test_statistics_of_frozen_batch_norm_stay_on_replicas(change):
+    """A layer in evaluation mode changes nothing, so its buffers need no copies."""
+    net = Normalised()
+    net.norm.eval()
+    model = poptorch.trainingModel(net, change(options(2, replicas=2)))
+    model(torch.randn(12, 3))
+    assert list(model._program().device.parts(["norm.running_mean"])) == ["norm.running_mean"]
+    assert torch.equal(net.norm.running_mean, torch.zeros(3))
+
+
+def test_replicas_that_read_the_same_input_move_statistics_once_each():
+    x = torch.randn(3, 3)
+    net, expected = Normalised(), nn.BatchNorm1d(3)
+    expected(x)
+    opts = options(replicas=2, group=2)
+    poptorch.trainingModel(net, opts)(x)
     torch.testing.assert_close(net.norm.running_mean, expected.running_mean)
-    torch.testing.assert_close(net.norm.running_var, expected.running_var)
 
 
-def test_a_changed_buffer_needs_one_per_replica():
-    model = poptorch.trainingModel(Normalised(), options(replicas=2))
+def test_statistics_on_replicas_go_on_from_a_file(tmp_path):
+    x = torch.randn(6, 3)
+    net, expected = Normalised(), nn.BatchNorm1d(3)
+    for _ in range(2):
+        expected(x[:3])
+    poptorch.trainingModel(net, options(replicas=2)).compileAndExport(
+        tmp_path / "program", x, export_model=False
+    )
+    fresh = Normalised()
+    loaded = poptorch.trainingModel(fresh, options(replicas=2))
+    loaded.loadExecutable(tmp_path / "program")
+    for _ in range(2):
+        loaded(x)
+    torch.testing.assert_close(fresh.norm.running_mean, expected.running_mean)
+
+
+class Counting(nn.Module):
+    """Changes a buffer in place, by itself or beside batch normalisation."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x):
+        self.count += 1
+        return poptorch.identity_loss(self.norm(x) + self.count, "mean")
+
+
+class Damped(Normalised):
+    """Changes by hand what batch normalisation changes, too."""
+
+    def forward(self, x):
+        loss = super().forward(x)
+        self.norm.running_mean *= 0.5
+        return loss
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Counting, "count"), (Damped, "norm.running_mean")])
+def test_a_buffer_that_is_changed_in_place_needs_one_per_replica(kind, name):
+    model = poptorch.trainingModel(kind(), options(replicas=2))
     with pytest.raises(poptorch.Error, match=r"broadcastBuffers\(False\)") as caught:
         model(torch.randn(4, 3))
     assert str(caught.value) == (
         "'poptorch_py_error': PopTorch does not support broadcasting buffers. If your model is "
         "able to tolerate buffers becoming out of sync between replicas, you can disable buffer "
         "broadcasting using poptorch.Options.broadcastBuffers(False). The buffer "
-        "'norm.running_mean' is changed in place on 2 replicas."
+        f"{name!r} is changed in place on 2 replicas."
     )
+    poptorch.trainingModel(kind(), options(replicas=2).broadcastBuffers(False))(torch.randn(4, 3))

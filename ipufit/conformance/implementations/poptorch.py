@@ -131,7 +131,6 @@ def _options(poptorch: Any, scenario: Scenario) -> Any:
         options.outputMode(mode, scenario.period)
     else:
         options.outputMode(mode)
-    options.broadcastBuffers(not scenario.norm)
     kind, size = scenario.input_group
     if size > 1:
         options.inputReplicaGrouping(size, getattr(poptorch.CommGroupType, kind))
