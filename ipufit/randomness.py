@@ -18,13 +18,16 @@ import contextlib
 import copy
 import hashlib
 import threading
-from typing import Iterator, Optional
+from typing import Iterable, Iterator, Optional, Tuple
 
 import torch
+
+from ipufit.errors import ConfigurationError
 
 __all__ = [
     "LOCK",
     "DataStream",
+    "check_keyed_devices",
     "draw_seed",
     "isolated",
     "micro_batch_key",
@@ -65,6 +68,28 @@ def micro_batch_key(update: int, place: int) -> int:
         place: within the update.
     """
     return stream_key(update, place)
+
+
+# Types of devices whose default generator `seed_generators` starts and `isolated` puts back.
+_KEYED = ("cpu", "cuda")
+
+
+def check_keyed_devices(tensors: Iterable[Tuple[str, torch.Tensor]]) -> None:
+    """Refuse devices whose random numbers would follow neither seed nor checkpoint.
+
+    Args:
+        tensors: parameters and buffers, with their names.
+
+    Raises:
+        ConfigurationError: one of them is on another device than a CPU or a CUDA device.
+    """
+    for name, tensor in tensors:
+        if tensor.device.type not in _KEYED:
+            raise ConfigurationError(
+                "the module must be on a CPU or a CUDA device, where ipufit can key random numbers "
+                f"by seed and update, but {name!r} is on {tensor.device}. Dropout there would "
+                "follow neither seed nor checkpoint: move the module with module.cpu()."
+            )
 
 
 def seed_generators(key: int, device: torch.device) -> None:

@@ -572,6 +572,17 @@ class Changed(nn.Module):
         return self.head(x.mul_(0.5).flatten(1))
 
 
+class Frequencies(nn.Module):
+    """An embedding whose derivative counts how often an index occurs in the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 5, scale_grad_by_freq=True), nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.head(self.embed((x.flatten(1).abs() * 3).long().clamp(max=6)).mean(1))
+
+
 JOINS = "{} in forward joins the samples of a batch"
 DEPENDS = "{} does something else with 8 samples than with 2"
 UNKNOWN = "{} in forward is not known to treat samples one by one"
@@ -679,6 +690,7 @@ TOGETHER = {
     ),
     "logged": (lambda: Of(logging), "forward logs values of every micro-batch"),
     "a derivative of its own": (lambda: Of(Centred.apply), GRADIENT),
+    "frequencies": (Frequencies, JOINS.format("aten.embedding")),
     "a hook": (lambda: Of(hooked), GRADIENT),
     "no gradient": (lambda: Of(lambda h: h - h.detach()), GRADIENT),
     "its input": (Changed, "the batch itself is changed in place"),

@@ -12,7 +12,13 @@ from ipufit.engines.embedded.freed_memory import keep_freed_memory
 from ipufit.engines.embedded.precision import check_precision
 from ipufit.engines.embedded.step import public_name
 from ipufit.program import MicroBatch, Prepared, ProgramSpec
-from ipufit.randomness import isolated, micro_batch_key, seed_generators, update_key
+from ipufit.randomness import (
+    check_keyed_devices,
+    isolated,
+    micro_batch_key,
+    seed_generators,
+    update_key,
+)
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
@@ -30,8 +36,10 @@ class BaseProgram:
         self._step = step = engine.step_module(spec.module, spec.loss)
         self._parameters: Dict[str, nn.Parameter] = dict(step.named_parameters())
         self._buffers: Dict[str, Tensor] = dict(step.named_buffers())
-        tensors = [*self._parameters.values(), *self._buffers.values()]
-        self._device = tensors[0].device if tensors else torch.device("cpu")
+        named = [*self._parameters.items(), *self._buffers.items()]
+        # The module may have been moved since it was compiled.
+        check_keyed_devices((public_name(name), tensor) for name, tensor in named)
+        self._device = named[0][1].device if named else torch.device("cpu")
         if self._device.type == "cpu":
             keep_freed_memory()
         self._by_form: Dict[object, Recorded] = {}

@@ -59,6 +59,7 @@ from ipufit.losses import Loss
 from ipufit.lowerings import CUDAGRAPH, GRAPH, INDUCTOR, OFF
 from ipufit.processes import current
 from ipufit.program import MicroBatch, Mode, Program, ProgramSpec
+from ipufit.randomness import check_keyed_devices
 from ipufit.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -184,10 +185,12 @@ class EmbeddedEngine:
         """Refuse what can't work, at ``compile``.
 
         Raises:
-            ConfigurationError: CUDA graphs of a module that is on no GPU, nothing to compile
-                programs with, an optimizer whose state can't lie in parts, or a search for what
-                is not finite where nothing can be run again operator by operator.
+            ConfigurationError: a device whose random numbers can't be keyed, CUDA graphs of a
+                module that is on no GPU, nothing to compile programs with, an optimizer whose state
+                can't lie in parts, or a search for what is not finite where nothing can be run
+                again operator by operator.
         """
+        check_keyed_devices([*module.named_parameters(), *module.named_buffers()])
         if recipe.detect_nan:
             refuse_detection(recipe)
         if recipe.shard_optimizer and optimizer is not None and current().are_several:

@@ -1,7 +1,8 @@
 """What each operator makes of samples that lie along a dimension.
 
 An operator is here if every element of its results belongs to one sample and depends on that
-sample and on fixed tensors alone. What is not here is refused.
+sample and on fixed tensors alone, and if its derivative is that of such a function: a sum over the
+samples, in which none counts what others have. What is not here is refused.
 """
 
 from __future__ import annotations
@@ -428,19 +429,15 @@ def _mv(call: Call) -> State:
     return call.along(call["self"])
 
 
-@_rule("linear")
-def _linear(call: Call) -> State:
-    call.fixed(call["weight"], call["bias"])
-    call.off(-1, call["input"])
-    return call.along(call["input"])
-
-
 # Tables.
 
 
 @_rule("embedding")
 def _embedding(call: Call) -> State:
     call.fixed(call["weight"])
+    if call["scale_grad_by_freq"]:
+        # Its derivative divides by how often an index occurs, in the whole batch.
+        raise call.coupled()
     return call.along(call["indices"])
 
 
@@ -448,7 +445,7 @@ def _embedding(call: Call) -> State:
 def _index_select(call: Call) -> State:
     table, chosen = call.state(call["self"]), call.state(call["index"])
     if table == FIXED and isinstance(chosen, Along):
-        return chosen.moved(call["dim"] % len(call.shape(call["self"])))
+        return chosen.moved(*call.dims(call["dim"], len(call.shape(call["self"]))))
     call.fixed(call["index"])
     call.off(call["dim"], call["self"])
     return call.along(call["self"])
@@ -496,10 +493,10 @@ def _convolution(call: Call) -> State:
 
 
 def _spatial(rank: int) -> Rule:
-    def rule(call: Call) -> State:
+    def spatial_layer(call: Call) -> State:
         return _all_results(call, _leading(call, call.first, rank))
 
-    return rule
+    return spatial_layer
 
 
 _SPATIAL = {
