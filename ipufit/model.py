@@ -180,7 +180,8 @@ class Model(Inspected):
                 ``(outputs, loss)`` itself. Several losses are a dict by name of the module's
                 outputs, or a list by position.
             metrics: names, callables ``(prediction, target)`` or torchmetrics objects; one, a list,
-                or a dict by name; with several losses a dict or list by output.
+                or a dict by name; with several losses a dict or list by output. Parameters of
+                losses and metrics such as ``y_true, y_pred`` say another order.
             loss_weights: what each of several losses is multiplied with, in the form of the losses;
                 1 by default.
             weighted_metrics: metrics that are weighted with the sample weights.

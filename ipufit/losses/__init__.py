@@ -1,5 +1,11 @@
 """Losses: from what the user may pass to one normal form, and the checks that a trace can make."""
 
+from ipufit.losses.argument_order import (
+    PREDICTION_FIRST,
+    ArgumentOrder,
+    argument_order,
+    is_running_metric,
+)
 from ipufit.losses.checks import check_loss_value, describe_tensor, shape_advice
 from ipufit.losses.elements import LossTerm
 from ipufit.losses.loss import Loss
@@ -7,11 +13,15 @@ from ipufit.losses.own import find_loss
 from ipufit.losses.resolve import resolve_loss
 
 __all__ = [
+    "PREDICTION_FIRST",
+    "ArgumentOrder",
     "Loss",
     "LossTerm",
+    "argument_order",
     "check_loss_value",
     "describe_tensor",
     "find_loss",
+    "is_running_metric",
     "resolve_loss",
     "shape_advice",
 ]

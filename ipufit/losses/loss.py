@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import numbers
 from typing import Any, Callable, Literal, Mapping, Optional, Tuple, Union
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from ipufit import tree
 from ipufit.errors import LossError
+from ipufit.losses.argument_order import PREDICTION_FIRST, ArgumentOrder
 from ipufit.losses.checks import check_loss_value, describe
 from ipufit.losses.elements import Elements, LossTerm, constant, nothing_counts
 from ipufit.losses.named import Named
@@ -30,7 +32,7 @@ class Loss:
     Attributes:
         name: for messages and logs; of an alias, the name it stands for.
         module: the user's loss module, which may own parameters and buffers, or None.
-        function: a function of (prediction, target), or None.
+        function: a function of prediction and target, or None.
         reduction: "mean" or "sum", how the loss joins the samples of a micro-batch.
         in_module: True for ``loss=None``: the user's module returns ``(outputs, loss)``; use
             :meth:`split`. "whole" where it also takes every batch as one argument.
@@ -39,6 +41,7 @@ class Loss:
         sample_weight_reduction: what a sum weighted with sample weights is divided by: the number
             of elements, or the sum of their weights.
         takes_weight: whether it has a parameter called ``sample_weight``.
+        order: in which module or function take prediction and target.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Loss:
     normalize: Normalize = "samples"
     sample_weight_reduction: SampleWeightReduction = "sum_over_batch_size"
     takes_weight: bool = False
+    order: ArgumentOrder = PREDICTION_FIRST
 
     @property
     def part_names(self) -> Tuple[str, ...]:
@@ -84,7 +88,7 @@ class Loss:
             elements = self._elements(call, prediction, target, weight)
             if elements is not None:
                 return self._join(elements, weight)
-        result = call(prediction, target)
+        result = self.order.call(call, prediction, target)
         elements = self._per_sample(result, target, prediction)
         if elements is not None:
             return self._join(elements, weight)
@@ -117,7 +121,7 @@ class Loss:
             return None
         if not isinstance(call, nn.Module):
             return None
-        values = unreduced(call, prediction, target)
+        values = self.order.call(functools.partial(unreduced, call), prediction, target)
         elements = self._per_sample(values, target, prediction)
         if elements is None:
             raise LossError(
@@ -147,7 +151,8 @@ class Loss:
         except LossError:
             return None
         if elements is None:
-            elements = self._per_sample(call(prediction, target), target, prediction)
+            values = self.order.call(call, prediction, target)
+            elements = self._per_sample(values, target, prediction)
         return elements
 
     def _per_sample(self, result: Any, target: Any, prediction: Any) -> Optional[Elements]:
@@ -176,7 +181,7 @@ class Loss:
         self, call: Callable[..., Any], prediction: Any, target: Any, weight: Optional[Tensor]
     ) -> LossTerm:
         """Of a loss that gets the weights itself, and returns one number."""
-        result = call(prediction, target, sample_weight=weight)
+        result = self.order.call(call, prediction, target, sample_weight=weight)
         if self.normalize == "tokens":
             return self._counted(result)
         value = check_loss_value(result, self._where)

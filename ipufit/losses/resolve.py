@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, Literal, Mapping, S
 from torch import nn
 
 from ipufit.errors import ConfigurationError, LossError
+from ipufit.losses.argument_order import argument_order, is_running_metric
 from ipufit.losses.loss import Loss
 from ipufit.losses.named import by_name
 from ipufit.losses.own import WholeBatch
@@ -43,10 +44,11 @@ def resolve_loss(
     Args:
         loss: a name; an ``nn.Module``, kept as it is, or such a class that takes no arguments; a
             callable ``(prediction, target)`` that returns a number, or one value per sample, which
-            are averaged; or None, when the module returns ``(outputs, loss)``. A named loss is the
-            function of ``torch.nn.functional`` that bears its name, averaged ("kl_div": over the
-            samples, "batchmean"). Several losses are a dict by name of the module's outputs or a
-            list by position, None for an output that is not trained.
+            are averaged; or None, when the module returns ``(outputs, loss)``. Names of parameters
+            such as ``y_true, y_pred`` say another order: see :func:`argument_order`. A named loss
+            is the function of ``torch.nn.functional`` that bears its name, averaged ("kl_div": over
+            the samples, "batchmean"). Several losses are a dict by name of the module's outputs or
+            a list by position, None for an output that is not trained.
         loss_weights: of several losses, a dict or list of numbers; 1 by default.
         normalize: what the micro-batches of an update are weighted with: "samples",
             "micro_batches" (all count the same) or "tokens" (the elements that count in the loss).
@@ -98,6 +100,14 @@ def _check_options(loss: Loss) -> None:
             f"loss {loss.name!r} must be a mean for {option}, got reduction='sum'. Use "
             "reduction='mean', or leave the option out."
         )
+    if _is_keras_loss(loss.function) and loss.takes_weight and loss.reduction == "mean":
+        keras = loss.function.reduction  # type: ignore[union-attr]
+        if (keras == "mean_with_sample_weight") is not by_weight:
+            raise LossError(
+                f"loss {loss.name!r} of Keras must divide by what compile divides by, got "
+                f"reduction={keras!r} with sample_weight_reduction="
+                f"{loss.sample_weight_reduction!r}. Give both the same."
+            )
 
 
 def _one(loss: object) -> Loss:
@@ -114,19 +124,43 @@ def _one(loss: object) -> Loss:
     if isinstance(loss, nn.Module):
         name = type(loss).__name__
         reduction = _reduction(name, getattr(loss, "reduction", None))
-        return Loss(name, module=loss, reduction=reduction, takes_weight=_takes(loss.forward))
+        order = argument_order(loss, f"loss {name!r}", LossError)
+        takes = _takes(loss.forward)
+        return Loss(name, module=loss, reduction=reduction, takes_weight=takes, order=order)
     if callable(loss) and not isinstance(loss, type):
         keywords = loss.keywords if isinstance(loss, functools.partial) else {}
         inner = loss.func if isinstance(loss, functools.partial) else loss
         name = getattr(inner, "__name__", type(inner).__name__)
-        reduction = _reduction(name, keywords.get("reduction"))
+        if is_running_metric(loss):
+            raise LossError(
+                f"a loss must give the value of one micro-batch, got {name}, a metric with "
+                "update_state and result, which joins all that it has seen. Pass the function or "
+                "the loss of that meaning."
+            )
+        order = argument_order(loss, f"loss {name!r}", LossError)
         takes = "sample_weight" not in keywords and _takes(loss)
-        return Loss(name, function=loss, reduction=reduction, takes_weight=takes)
+        reduction = _reduction(name, keywords.get("reduction"))
+        if _is_keras_loss(loss):
+            reduction, takes = _keras_reduction(loss, takes)
+        return Loss(name, function=loss, reduction=reduction, takes_weight=takes, order=order)
     came = f"the class {loss.__name__}" if isinstance(loss, type) else type(loss).__name__
     raise LossError(
         "loss must be a name, an nn.Module, a callable (prediction, target) -> scalar, or None, "
         f"got {came}. Pass for example loss='mse'."
     )
+
+
+def _is_keras_loss(loss: object) -> bool:
+    """Whether it is an object like ``keras.losses.Loss``, which reduces what its ``call`` gives."""
+    return hasattr(loss, "reduction") and callable(getattr(loss, "call", None))
+
+
+def _keras_reduction(loss: Any, takes_weight: bool) -> Tuple[Literal["mean", "sum"], bool]:
+    """How a loss of Keras joins the samples, and whether it weighs them itself."""
+    if loss.reduction in (None, "none"):
+        # It gives one value per sample, which are weighted and averaged like a function's.
+        return "mean", False
+    return "sum" if loss.reduction == "sum" else "mean", takes_weight
 
 
 def _takes(call: Callable[..., Any]) -> bool:

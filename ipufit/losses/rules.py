@@ -167,11 +167,11 @@ def _module_layout(module: nn.Module) -> Optional[Layout]:
     return None
 
 
-def unreduced(module: nn.Module, prediction: Any, target: Any) -> Any:
-    """Call a copy of a module with ``reduction="none"``.
+def unreduced(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a copy of a module with ``reduction="none"`` on these arguments.
 
     The copy shares parameters, buffers and submodules with the module, which stays as it is.
     """
     twin = copy.copy(module)
     twin.reduction = "none"  # type: ignore[assignment]
-    return twin(prediction, target)
+    return twin(*args, **kwargs)

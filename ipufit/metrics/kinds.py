@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ipufit.errors import MetricError
+from ipufit.losses import PREDICTION_FIRST, ArgumentOrder
 from ipufit.metrics.stored import joined, refuse_unjoined, restore, stored, without_talk
 from ipufit.metrics.sums import Part, shapes
 from ipufit.outputs import Key, pick
@@ -175,6 +176,7 @@ class Object:
         shown: its name in messages.
         weight_name: under which its update takes the sample weights, or None.
         names: keys of the result if they are known.
+        order: in which its update takes prediction and target.
     """
 
     def __init__(
@@ -184,6 +186,7 @@ class Object:
         shown: str,
         weight_name: Optional[str] = None,
         names: Tuple[str, ...] = (),
+        order: ArgumentOrder = PREDICTION_FIRST,
     ) -> None:
         self._key = key
         # One object in training and validation would mix both, and the user's is the user's.
@@ -192,6 +195,7 @@ class Object:
         without_talk(self._metric)
         self._seen = False
         self._weight_name = weight_name
+        self._order = order
         self._own = key or type(metric).__name__
         self.name = shown
         self.names = names or self._declared()
@@ -206,7 +210,8 @@ class Object:
 
     def fresh(self) -> Object:
         """The same without state, sharing nothing."""
-        return Object(self._key, self._metric, self.name, self._weight_name, self.names)
+        how = (self._weight_name, self.names, self._order)
+        return Object(self._key, self._metric, self.name, *how)
 
     def higher_is_better(self) -> Dict[str, Optional[bool]]:
         """By name, as the object says in an attribute of this name, like torchmetrics'."""
@@ -257,11 +262,11 @@ class Object:
     @torch.no_grad()
     def update(self, prediction: Any, target: Any, size: int, weight: Any) -> None:
         """Add one micro-batch."""
-        if self._weight_name is None:
-            self._metric.update(prediction, target)
-        else:
+        more = {}
+        if self._weight_name is not None:
             weight = torch.ones(size) if weight is None else as_weights(weight, MetricError)
-            self._metric.update(prediction, target, **{self._weight_name: weight})
+            more[self._weight_name] = weight
+        self._order.call(self._metric.update, prediction, target, **more)
         self._seen = True
 
     def compute(self) -> Dict[str, float]:

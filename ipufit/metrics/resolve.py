@@ -19,6 +19,7 @@ from typing import (
 )
 
 from ipufit.errors import ConfigurationError
+from ipufit.losses import argument_order, is_running_metric
 from ipufit.metrics.kinds import Mean, Metric, Object, Prefixed
 from ipufit.metrics.metric_set import MetricSet
 from ipufit.metrics.sums import sum_of_elements, sum_of_samples, sum_of_weighted_samples
@@ -43,7 +44,9 @@ def resolve_metrics(
         metrics: None, one metric, a list or tuple, or a dict from name to metric. A metric is a
             name; a callable ``(prediction, target)`` that gives a number for the micro-batch,
             weighted with its samples, or a tensor with one value per sample in dimension 0; or an
-            object of torchmetrics, which is copied and never touched. A list, tuple or dict as a
+            object of torchmetrics, which is copied and never touched. Parameters such as
+            ``y_true, y_pred`` of a callable or of an object's ``update`` say another order: see
+            :func:`ipufit.losses.argument_order`. A list, tuple or dict as a
             value of the dict goes to the output that is its key, and its metrics are logged as
             ``<output>_<metric>``.
         weighted_metrics: the same, but every value is multiplied with its sample's weight, and the
@@ -178,7 +181,7 @@ def _resolve(item: _Item, weighted: bool, taken: Set[str], plain: Any) -> Metric
 
 
 def _build(item: _Item, weighted: bool, prefix: str, taken: Set[str]) -> Metric:
-    metric = item.metric
+    metric: Any = item.metric
     if isinstance(metric, str):
         values, finish = lookup(metric)
         name = item.name or metric
@@ -188,15 +191,25 @@ def _build(item: _Item, weighted: bool, prefix: str, taken: Set[str]) -> Metric:
     if _is_object(metric):
         name = item.name or type(metric).__name__
         weight_name = _weight_name(metric, prefix + name) if weighted else None
-        return Object(item.name, metric, prefix + name, weight_name)
+        order = argument_order(metric.update, f"update of metric {prefix + name!r}")
+        return Object(item.name, metric, prefix + name, weight_name, order=order)
+    if is_running_metric(metric):
+        raise ConfigurationError(
+            "a metric must be a name, a callable (prediction, target), or an object of "
+            f"torchmetrics, got {type(metric).__name__} with update_state and result, which joins "
+            "the samples of training and validation in itself. Pass the function of that meaning, "
+            "such as keras.metrics.mean_squared_error, or a name, such as 'mse'."
+        )
     if callable(metric) and not isinstance(metric, type):
         name = item.name or _callable_name(metric, prefix, taken)
         better = getattr(metric, "higher_is_better", None)
+        order = argument_order(metric, f"metric {prefix + name!r}")
+        ordered = functools.partial(order.call, metric)
         if not weighted:
-            plain = functools.partial(sum_of_samples, metric, prefix + name)
+            plain = functools.partial(sum_of_samples, ordered, prefix + name)
             return Mean(name, prefix + name, plain, float, False, better)
         takes = "sample_weight" in _parameters(metric)
-        part = functools.partial(sum_of_weighted_samples, metric, takes, prefix + name)
+        part = functools.partial(sum_of_weighted_samples, ordered, takes, prefix + name)
         return Mean(name, prefix + name, part, float, weighted, better)
     if isinstance(metric, type):
         came = f"the class {metric.__name__}. Pass an instance, {metric.__name__}(...)"

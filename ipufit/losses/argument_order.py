@@ -1,0 +1,169 @@
+"""In which order a user's loss or metric takes prediction and target, as its parameters are named.
+
+torch calls with (input, target), Keras and scikit-learn with (y_true, y_pred). Called the wrong way
+round, most functions return a number all the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Literal,
+    Optional,
+    Pattern,
+    Tuple,
+    Type,
+)
+
+from torch import nn
+
+from ipufit.errors import ConfigurationError
+
+__all__ = ["PREDICTION_FIRST", "ArgumentOrder", "argument_order", "is_running_metric"]
+
+_Role = Literal["prediction", "target"]
+_ROLES: Tuple[_Role, _Role] = ("prediction", "target")
+
+# Words of parameter names. Those of the first row decide over those of the second: labels_pred and
+# est_targets are predictions, true_labels a target.
+_WORDS: Tuple[Dict[_Role, Pattern[str]], ...] = (
+    {
+        "prediction": re.compile(
+            "preds?|predicted|predictions?|ypred|y?hat|est|estimates?|estimated"
+            "|recon|reconstructed|reconstructions?|student"
+        ),
+        "target": re.compile("true|ytrue|truth|gt|original|teacher"),
+    },
+    {
+        "prediction": re.compile("inp|inputs?|out|outputs?|logits?|scores?|probs?|proba"),
+        "target": re.compile("tgt|targs?|targets?|labels?|expected"),
+    },
+)
+# Usual abbreviations of (target, prediction), which may as well be something else.
+_DOUBTFUL = frozenset({("t", "p"), ("t", "y"), ("y", "p")})
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_BY_NAME = inspect.Parameter.KEYWORD_ONLY
+
+
+@dataclasses.dataclass(frozen=True)
+class ArgumentOrder:
+    """How a callable is given prediction and target.
+
+    Attributes:
+        first: the role of the first of its two parameters.
+        keywords: names of the two, where they can be passed by name alone; None by position.
+    """
+
+    first: _Role = "prediction"
+    keywords: Tuple[Optional[str], Optional[str]] = (None, None)
+
+    def call(self, function: Callable[..., Any], prediction: Any, target: Any, **more: Any) -> Any:
+        """Call the function with prediction and target where it takes them.
+
+        Args:
+            function: with two parameters for them.
+            prediction, target: of a micro-batch.
+            more: further arguments by name, such as ``sample_weight``.
+        """
+        values = (prediction, target) if self.first == "prediction" else (target, prediction)
+        pairs = list(zip(self.keywords, values))
+        more.update((name, value) for name, value in pairs if name is not None)
+        return function(*(value for name, value in pairs if name is None), **more)
+
+
+PREDICTION_FIRST = ArgumentOrder()
+
+
+def argument_order(
+    function: Callable[..., Any],
+    subject: str,
+    error: Type[ConfigurationError] = ConfigurationError,
+) -> ArgumentOrder:
+    """The order in which a callable takes prediction and target.
+
+    Names such as ``y_true``, ``targets``, ``labels`` or ``y_pred``, ``input``, ``logits`` of its
+    first two parameters say it; where one has such a name, the other parameter has the other role.
+    Names that say nothing, and callables without a signature, are called as
+    ``(prediction, target)``. A decorated function counts by the names of its wrapper, or by those
+    of the function inside where the wrapper's say nothing.
+
+    Args:
+        function: a module, a function or an object with ``__call__``.
+        subject: what it is, for messages, such as ``"loss 'distance'"``.
+        error: raised where the order is ambiguous.
+
+    Raises:
+        ConfigurationError: both names say the same, or contradict what they usually abbreviate, or
+            the parameters can be passed by name alone and their names say nothing.
+    """
+    call = function.forward if isinstance(function, nn.Module) else function
+    by_name = ArgumentOrder()
+    for parameters in _parameters(call):
+        names = [parameter.name for parameter in parameters]
+        roles = [_role(name) for name in names]
+        keywords = [p.name if p.kind is _BY_NAME else None for p in parameters]
+        shown = f"({', '.join(names)})"
+        if tuple(names) in _DOUBTFUL:
+            raise error(_text(subject, f"{shown}, which may mean (target, prediction)"))
+        if roles[0] is not None and roles[0] == roles[1]:
+            raise error(_text(subject, f"{shown}, which both name a {roles[0]}"))
+        by_name = dataclasses.replace(by_name, keywords=(keywords[0], keywords[1]))
+        for role, other in (_ROLES, _ROLES[::-1]):
+            if roles[0] == role or (roles[0] is None and roles[1] == other):
+                return dataclasses.replace(by_name, first=role)
+        if all(keywords):
+            raise error(_text(subject, f"{shown} by name alone, which don't say it"))
+    return by_name
+
+
+def is_running_metric(value: object) -> bool:
+    """Whether it is an object like ``keras.metrics.Metric``, which joins all that it has seen."""
+    return all(callable(getattr(value, name, None)) for name in ("update_state", "result"))
+
+
+def _parameters(call: Callable[..., Any]) -> Iterator[List[inspect.Parameter]]:
+    """The two parameters for prediction and target, of a wrapper and of what it wraps.
+
+    Nothing of a callable that has not two of them, or whose signature can't be read.
+    """
+    for follow_wrapped in (False, True):
+        try:
+            signature = inspect.signature(call, follow_wrapped=follow_wrapped)
+        except (TypeError, ValueError):
+            return
+        every = signature.parameters.values()
+        chosen = [p for p in every if p.kind in _POSITIONAL][:2]
+        chosen += [p for p in every if p.kind is p.VAR_POSITIONAL and len(chosen) == 1]
+        # A partial with keywords leaves what follows these to be passed by name.
+        chosen += [p for p in every if p.kind is _BY_NAME and p.default is p.empty]
+        if len(chosen) >= 2:
+            yield chosen[:2]
+
+
+def _role(name: str) -> Optional[_Role]:
+    """What a parameter's name says that it is; None where it says nothing, or both."""
+    words = {word.lower() for word in _WORD.findall(name)}
+    for row in _WORDS:
+        roles = [role for role in _ROLES if any(map(row[role].fullmatch, words))]
+        if len(roles) == 1:
+            return roles[0]
+        if roles:
+            return None
+    return None
+
+
+def _text(subject: str, came: str) -> str:
+    return (
+        f"{subject} must say by the names of its parameters which one is the prediction and which "
+        f"the target, got {came}. Name them prediction and target, or pass a function "
+        "(prediction, target) that calls it the right way round."
+    )
