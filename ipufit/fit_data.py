@@ -8,9 +8,11 @@ from typing import Any, Dict, List, Optional, Tuple
 
 from torch.utils.data import DataLoader
 
+from ipufit.data.arrays import is_array
 from ipufit.data.forms import Given, comes_in_samples, open_data, split_data
 from ipufit.data.limits import batch_count, dev_run_length, first_batches
 from ipufit.data.source import Source
+from ipufit.data.tables import is_frame
 from ipufit.errors import ConfigurationError
 from ipufit.faults import Faults, at_least
 from ipufit.plan import Plan
@@ -128,7 +130,7 @@ class FitData:
                 "validation_split and validation_data both say what to evaluate. Pass one of them."
             )
         own_loss = self._session.loss.in_module
-        rest = _validation_parts(asked.validation_data, held)
+        rest = _validation_parts(asked.validation_data, held, bool(own_loss))
         if split:
             if self.source is None:
                 return None
@@ -294,10 +296,15 @@ def inference_plan(
     return session.plan(source, ipus, device_iterations, 1, False, steps)
 
 
-def _validation_parts(data: Any, held: Given) -> Optional[Given]:
-    """A tuple is ``(x, y)`` or ``(x, y, sample_weight)``, as in Keras; the rest is one thing."""
+def _validation_parts(data: Any, held: Given, own_loss: bool) -> Optional[Given]:
+    """A tuple is ``(x, y)`` or ``(x, y, sample_weight)``, as in Keras; the rest is one thing.
+
+    So is a list that can be none of batches: an array by itself is no batch with a target.
+    """
     if data is None:
         return None
+    if isinstance(data, list) and len(data) in (2, 3) and not own_loss:
+        data = tuple(data) if any(is_array(part) or is_frame(part) for part in data) else data
     if not isinstance(data, tuple) or hasattr(data, "_fields"):
         return dataclasses.replace(held, x=data)
     if len(data) not in (2, 3):

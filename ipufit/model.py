@@ -25,7 +25,7 @@ from ipufit import loop, on_batch, runs
 from ipufit.callbacks import Callback
 from ipufit.checkpoints.settings import Checkpoint
 from ipufit.compiling import CompileRequest, compiled
-from ipufit.data.forms import Given
+from ipufit.data.forms import Given, are_inputs
 from ipufit.engines.choice import engine_maker
 from ipufit.errors import ConfigurationError
 from ipufit.faults import one_of
@@ -91,6 +91,7 @@ class Model(Inspected):
         self.outputs: List[Any] = []
         self._make_engine = engine_maker(engine)
         self._session: Optional[Session] = None
+        self._predictor: Optional[Session] = None
 
     @classmethod
     def from_lightning(
@@ -436,11 +437,11 @@ class Model(Inspected):
         """Train.
 
         Args:
-            x: a tensor, a NumPy array (memory-mapped ones are read a batch at a time) or a dict,
-                tuple or list of such, with one row per sample; a map-style or iterable Dataset; a
-                DataLoader; or any iterable of batches ``(inputs, target)`` or ``(inputs, target,
-                sample_weight)``. A loader's batch size is the micro-batch; its sampler, collate_fn,
-                workers and generator are used as they are.
+            x: a tensor, a NumPy array (memory-mapped ones are read a batch at a time), a DataFrame
+                or Series of pandas, or a dict, tuple or list of such, with one row per sample; a
+                map-style or iterable Dataset; a DataLoader; or any iterable of batches ``(inputs,
+                target)`` or ``(inputs, target, sample_weight)``. A loader's batch size is the
+                micro-batch; its sampler, collate_fn, workers and generator are used as they are.
             y: targets beside tensors and arrays, in any structure, one row per sample.
             batch_size: of tensors, arrays and datasets: the micro-batch. None is 32.
             epochs: index of the epoch to stop before: a count when initial_epoch is 0, as in Keras.
@@ -454,7 +455,8 @@ class Model(Inspected):
             validation_split: the last fraction of tensors, arrays or a map-style dataset is held
                 out, before shuffling.
             validation_data: evaluated after every epoch; it never disturbs training. ``(x, y)`` or
-                ``(x, y, sample_weight)`` of tensors and arrays, or any other form of ``x``.
+                ``(x, y, sample_weight)`` of tensors and arrays, as a tuple or list, or any other
+                form of ``x``.
             shuffle: tensors, arrays and map-style datasets, anew in every epoch, in an order that
                 depends on seed and epoch alone. None is True for these; a loader has its own order.
             class_weight: weight of the samples by class index; other classes weigh 1. The target
@@ -620,12 +622,13 @@ class Model(Inspected):
         seed: Optional[int] = None,
         verbose: Union[int, str] = "auto",
     ) -> Any:
-        """The module's outputs for all samples, in the data's order.
+        """The module's outputs for all samples, in the data's order; without ``compile`` too.
 
         Args:
-            x: as for ``fit``: inputs as a tensor, an array or a dict of such; or batches of inputs,
-                of ``(inputs, target)`` or of ``(inputs, target, sample_weight)``, of which all but
-                the inputs is left aside.
+            x: as for ``fit``: inputs as a tensor, an array or a dict of such, or a tuple or list of
+                such where ``forward`` takes several; or batches of inputs, of ``(inputs, target)``
+                or of ``(inputs, target, sample_weight)``, of which all but the inputs is left
+                aside.
             batch_size: as for ``fit``.
             steps: device iterations to read at most, from the start; None for all.
             prefetch: as for ``fit``.
@@ -640,13 +643,14 @@ class Model(Inspected):
             The structure that the module returns, each tensor with one row per sample.
 
         Raises:
-            NotCompiledError: before ``compile``.
             PlanError: the batch algebra does not fit; with all faults.
             ConfigurationError: arguments that can't work, or not together; all of them.
             DataError: data that can't be read or fed, or an output without a row per sample.
         """
         session = self._compiled("predict")
-        data = Given("prediction data", x, batch_size=batch_size)
+        data = Given(
+            "prediction data", x, batch_size=batch_size, are_inputs=are_inputs(self.module, x)
+        )
         how = (steps, prefetch, ipus, device_iterations, callbacks, seed, verbose)
         return runs.infer(self, session, Mode.PREDICT, data, how, loop.predict)
 
@@ -682,14 +686,15 @@ class Model(Inspected):
             sample. Arguments are checked now, batches as they come.
 
         Raises:
-            NotCompiledError: before ``compile``.
             PlanError: the batch algebra does not fit; with all faults.
             ConfigurationError: as for ``predict``, and while reading, if the model has been trained
                 or compiled in between.
             DataError: data that can't be read or fed, or an output without a row per sample.
         """
         session = self._compiled("predict_iter")
-        data = Given("prediction data", x, batch_size=batch_size)
+        data = Given(
+            "prediction data", x, batch_size=batch_size, are_inputs=are_inputs(self.module, x)
+        )
         how = (steps, prefetch, ipus, device_iterations, callbacks, seed, verbose)
         return runs.stream(self, session, data, how)
 
@@ -756,7 +761,6 @@ class Model(Inspected):
             x: inputs of one batch: tensors, arrays, or a structure of them.
 
         Raises:
-            NotCompiledError: before ``compile``.
             DataError: a batch that can't be fed.
         """
         session = self._compiled("predict_on_batch")
@@ -908,9 +912,20 @@ class Model(Inspected):
 
     def _retire(self, successor: Optional[Session]) -> None:
         """Another session takes the place of the present one."""
-        if self._session is not None:
-            self._session.retire()
-        self._session = successor
+        for session in (self._session, self._predictor):
+            if session is not None:
+                session.retire()
+        self._session, self._predictor = successor, None
+
+    def _compiled(self, name: str) -> Session:
+        if self._session is not None or not name.startswith("predict"):
+            return super()._compiled(name)
+        if self._predictor is None:
+            # Outputs need neither optimizer nor loss, which only compile can tell.
+            Model.compile(self, None, "mse")
+            self._predictor, self._session = self._session, None
+        assert self._predictor is not None
+        return self._predictor
 
     def __enter__(self) -> Model:
         return self

@@ -114,7 +114,7 @@ def test_nothing_to_train_is_told_at_compile():
 # ---- before compile, inside fit -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["fit", "evaluate", "predict", "explain"])
+@pytest.mark.parametrize("method", ["fit", "evaluate", "explain"])
 def test_nothing_runs_before_compile(method):
     """The error must name the missing call, not a missing attribute."""
     model = ipufit.Model(Net())

@@ -200,7 +200,7 @@ def test_a_single_update_that_cannot_be_is_refused(text):
     assert str(caught.value) == text
 
 
-@pytest.mark.parametrize("name", ["train_on_batch", "test_on_batch", "predict_on_batch"])
+@pytest.mark.parametrize("name", ["train_on_batch", "test_on_batch"])
 def test_nothing_runs_before_compile(name):
     """With the call that is missing."""
     model = ipufit.Model(nn.Linear(4, 3))

@@ -21,7 +21,7 @@ from faulty import (
 from torch import nn
 
 import ipufit
-from ipufit.errors import ConfigurationError, DataError, NotCompiledError
+from ipufit.errors import ConfigurationError, DataError
 
 
 @pytest.mark.parametrize("samples", [1, 4, 5, 8, 13, 16])
@@ -246,7 +246,5 @@ def test_pieces_that_reach_over_an_update_of_fit_are_refused():
 
 def test_arguments_are_checked_at_the_call():
     """Not when the first piece is asked for, which may be far from it."""
-    with pytest.raises(NotCompiledError):
-        ipufit.Model(nn.Linear(4, 3)).predict_iter(torch.ones(2, 4))
     with pytest.raises(ConfigurationError, match="steps must be"):
         compiled().predict_iter(torch.ones(2, 4), steps=0)

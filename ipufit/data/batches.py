@@ -12,6 +12,7 @@ from ipufit import tree
 from ipufit.data.portions import Ledger, layout_of
 from ipufit.data.rows import Horizon, Picked
 from ipufit.data.source import Source
+from ipufit.data.tables import frame_as_tensor, is_frame
 from ipufit.data.weights import checked_weight
 from ipufit.errors import DataError
 from ipufit.losses.own import OwnLoss
@@ -220,6 +221,7 @@ def _describe(structure: tree.Structure) -> str:
 
 
 def _tensor(name: str, leaf: Any) -> Tensor:
+    leaf = frame_as_tensor(leaf, name) if is_frame(leaf) else leaf
     if isinstance(leaf, Tensor):
         tensor = leaf
     elif isinstance(leaf, (bool, int, float)) or type(leaf).__module__ == "numpy":

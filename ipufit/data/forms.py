@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from typing import Any, Iterable, List, Mapping, Optional, Tuple
 
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from ipufit import tree
 from ipufit.data.arrays import ArrayLoader, EpochOrder, is_array
 from ipufit.data.sharding import Sharded
 from ipufit.data.source import Source
-from ipufit.data.tables import as_tensors, is_table
+from ipufit.data.tables import as_tensors, frame_as_array, is_frame, is_table
 from ipufit.data.weights import ClassWeights, refuse_bad_weights
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.faults import Faults, at_least
 from ipufit.losses.own import OwnLoss
 from ipufit.program import Mode
 
-__all__ = ["DEFAULT_BATCH_SIZE", "Given", "comes_in_samples", "open_data", "split_data"]
+__all__ = [
+    "DEFAULT_BATCH_SIZE",
+    "Given",
+    "are_inputs",
+    "comes_in_samples",
+    "open_data",
+    "split_data",
+]
 
 DEFAULT_BATCH_SIZE = 32  # Keras'
 
@@ -37,6 +46,7 @@ class Given:
         shuffle: of tensors, arrays and map-style datasets.
         shuffles: the default of ``shuffle``.
         batch_size_name: the argument that the user knows.
+        are_inputs: whether ``x`` is a tuple or list of arrays that forward is called with.
     """
 
     role: str
@@ -48,6 +58,27 @@ class Given:
     shuffle: Any = None
     shuffles: bool = False
     batch_size_name: str = "batch_size"
+    are_inputs: bool = False
+
+    def as_arrays(self) -> Given:
+        """The data with what pandas or the datasets library holds as arrays and tensors.
+
+        Raises:
+            DataError: a frame holds something else than numbers.
+        """
+        x = as_tensors(self.x)
+        parts = {"x": x, "y": self.y, "sample_weight": self.sample_weight}
+        # A long list without a target is one of batches, which are looked at as they come.
+        is_nested = isinstance(x, Mapping) or self.y is not None or self.are_inputs
+        for name, part in parts.items():
+            if is_frame(part) or (is_nested and isinstance(part, (Mapping, tuple, list))):
+                pairs, structure = tree.flatten_with_paths(part, name)
+                leaves = [self._as_array(path, leaf) for path, leaf in pairs]
+                parts[name] = tree.unflatten(leaves, structure)
+        return dataclasses.replace(self, **parts)
+
+    def _as_array(self, path: str, leaf: Any) -> Any:
+        return frame_as_array(leaf, f"{self.role}: {path}") if is_frame(leaf) else leaf
 
 
 def open_data(given: Given, mode: Mode, own_loss: OwnLoss) -> Source:
@@ -66,7 +97,7 @@ def open_data(given: Given, mode: Mode, own_loss: OwnLoss) -> Source:
     is_cut = isinstance(given.x, Sharded)
     if is_cut:
         given = dataclasses.replace(given, x=given.x.loader)
-    given = dataclasses.replace(given, x=as_tensors(given.x))
+    given = given.as_arrays()
     _refuse_table(given)
     kind = _kind(given)
     size = DEFAULT_BATCH_SIZE
@@ -98,6 +129,26 @@ def comes_in_samples(given: Given) -> bool:
     return _kind(given) != "loader"
 
 
+def are_inputs(module: nn.Module, x: Any) -> bool:
+    """Whether a bare tuple or list of arrays is what forward is called with, one part for each.
+
+    A list is one of batches wherever forward can take a single one of them.
+    """
+    if not isinstance(x, (tuple, list)) or hasattr(x, "_fields") or len(x) < 2:
+        return False
+    if not all(is_array(part) or is_frame(part) for part in x):
+        return False
+    return _can_bind(module, *x) and (isinstance(x, tuple) or not _can_bind(module, x[0]))
+
+
+def _can_bind(module: nn.Module, *inputs: Any) -> bool:
+    try:
+        inspect.signature(module.forward).bind(*inputs)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 def _kind(given: Given) -> str:
     """One of "arrays", "dataset", "stream" (an IterableDataset), or "loader" (anything else)."""
     x = given.x.loader if isinstance(given.x, Sharded) else given.x
@@ -107,7 +158,7 @@ def _kind(given: Given) -> str:
         return "stream" if isinstance(x, IterableDataset) else "dataset"
     if is_table(x):
         return "dataset"
-    if is_array(x) or isinstance(x, Mapping):
+    if is_array(x) or is_frame(x) or isinstance(x, Mapping) or given.are_inputs:
         return "arrays"
     if isinstance(x, (tuple, list)) and not hasattr(x, "_fields"):
         if given.y is not None:
@@ -224,7 +275,7 @@ def _of_arrays(
         names += weight_names
     if not names or not tree.flatten(given.x)[0]:
         raise DataError(f"{given.role}: x holds no tensor or array. Pass at least one.")
-    raw = given.x
+    raw = (given.x,) if given.are_inputs else given.x
     if given.y is not None:
         raw = (given.x, given.y)
     if given.sample_weight is not None:
@@ -295,6 +346,7 @@ def split_data(given: Given, fraction: Any, held_out: Given) -> Tuple[Given, Giv
     Raises:
         ConfigurationError: it can't be split, or a part would be empty.
     """
+    given = given.as_arrays()
     kind = _kind(given)
     if kind not in ("arrays", "dataset"):
         raise ConfigurationError(
@@ -314,7 +366,7 @@ def split_data(given: Given, fraction: Any, held_out: Given) -> Tuple[Given, Giv
     parts = []
     for template, rows in ((given, range(first)), (held_out, range(first, samples))):
         if kind == "dataset":
-            parts.append(dataclasses.replace(template, x=Subset(as_tensors(given.x), rows)))
+            parts.append(dataclasses.replace(template, x=Subset(given.x, rows)))
             continue
         cut = slice(rows.start, rows.stop)
         x, y, weight = (

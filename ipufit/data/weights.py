@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ipufit import tree
+from ipufit.data.tables import frame_as_tensor, is_frame
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.program import MicroBatch
 
@@ -46,6 +47,8 @@ def checked_weight(weight: Any, name: str) -> Any:
 def _checked(leaf: Any, name: str, first: int = 0) -> Any:
     if isinstance(leaf, (bool, int, float)):
         leaf = torch.tensor(leaf)
+    if is_frame(leaf):
+        leaf = frame_as_tensor(leaf, name)
     if not isinstance(leaf, Tensor):
         if type(leaf).__module__ != "numpy" or leaf.dtype.kind not in "biuf":
             return leaf  # named as what can't be fed with everything else of its kind
@@ -174,6 +177,8 @@ class ClassWeights:
         Raises:
             DataError: it is neither.
         """
+        if is_frame(target):
+            target = frame_as_tensor(target, name)
         if target is not None and type(target).__module__ == "numpy":
             target = torch.as_tensor(target)
         classes = _classes(target)
