@@ -1,6 +1,7 @@
 """Modules and losses that can't become one program: the error names the line and what to write."""
 
 import inspect
+import warnings
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 
 import ipufit
 from ipufit.errors import CaptureError
-from tests.engines import EAGER, EAGER_OR_NOT, has_kept_values, runs_eagerly
+from tests.engines import EAGER, EAGER_OR_NOT, embedded_only, has_kept_values, runs_eagerly
 from tests.faulty import (
     Net,
     Told,
@@ -515,3 +516,157 @@ def test_an_object_around_tensors_is_an_output_for_the_loss_alone():
         "themselves, or leave it out; models of the transformers library return no cache with "
         "config.use_cache = False."
     )
+
+
+# ---- causes with a name of their own ------------------------------------------------------------
+
+
+class Packed(nn.Module):
+    """Runs a recurrent layer over sequences of several lengths."""
+
+    def __init__(self, pack=True):
+        super().__init__()
+        self.cell, self.head, self.pack = nn.GRU(4, 6, batch_first=True), nn.Linear(6, 3), pack
+
+    def forward(self, x, lengths):
+        if self.pack:
+            x = nn.utils.rnn.pack_padded_sequence(x, lengths, True, enforce_sorted=False)
+            return self.head(self.cell(x)[1][-1])
+        output, _ = self.cell(x)
+        return self.head(output[torch.arange(len(lengths)), lengths - 1])
+
+
+def test_a_packed_sequence_is_refused_and_the_padded_batch_gives_the_same():
+    """The errors that torch raises for it are about sizes and devices, and differ by version."""
+    lengths = torch.tensor([5, 2, 3, 1])
+    batch = ((torch.randn(4, 5, 4), lengths), torch.randn(4, 3))
+    model = compiled(Packed())
+    with pytest.raises(CaptureError) as caught:
+        fit(model, [batch])
+    text = str(caught.value)
+    assert text.startswith(
+        "a packed sequence has a shape that depends on the values of its lengths, but the program "
+        f"is recorded once, before there are values, at {__file__}:"
+    )
+    assert text.endswith(
+        ". Run the layer on the padded batch, and take what belongs to each length from its "
+        "output: output[torch.arange(len(lengths)), lengths - 1] is the last step of each "
+        f"sequence. {EAGERLY}"
+    )
+    assert_clean(model)
+    padded = compiled(Packed(pack=False))
+    padded.module.load_state_dict(model.module.state_dict())
+    with torch.no_grad():
+        expected = nn.functional.mse_loss(model.module(*batch[0]), batch[1]).item()
+    assert fit(padded, [batch]).history["loss"] == [pytest.approx(expected, rel=1e-5)]
+
+
+@runs_eagerly
+def test_a_packed_sequence_trains_eagerly():
+    """The advice of that error must work."""
+    batch = ((torch.randn(4, 5, 4), torch.tensor([5, 2, 3, 1])), torch.randn(4, 3))
+    assert fit(compiled(Packed(), run_eagerly=True), [batch]).epoch == [0]
+
+
+def ctc(prediction, target):
+    """Recognises three symbols in five steps."""
+    steps, symbols = (torch.full(prediction.shape[:1], n) for n in (5, 2))
+    likely = prediction.transpose(0, 1).log_softmax(-1)
+    return nn.functional.ctc_loss(likely, target, steps, symbols)  # here
+
+
+@embedded_only("the stand-in computes CTC with PopTorch's own operator")
+def test_ctc_loss_is_refused_for_what_it_reads():
+    """There is no mask and no nonzero in it that could be written in another way."""
+    batch = (torch.randn(4, 5, 4), torch.randint(1, 3, (4, 2)))
+    model = compiled(nn.Linear(4, 3), ctc)
+    line, source = marked(ctc)
+    text = (
+        "ctc_loss reads the lengths of its sequences as numbers, but the program is recorded "
+        f"once, before there are values, at {__file__}:{line} in ctc: `{source}`. No other form of "
+        f"its arguments changes that. {EAGERLY}"
+    )
+    with refused(model, CaptureError, text):
+        fit(model, [batch])
+    assert fit(compiled(nn.Linear(4, 3), ctc, run_eagerly=True), [batch]).epoch == [0]
+
+
+def squashed(x):
+    """A function for torch.compile."""
+    return torch.tanh(x)
+
+
+class Compiles(Net):
+    """Calls what went through torch.compile, or what it was made of."""
+
+    activation = staticmethod(torch.compile(squashed, backend="eager"))
+
+    def forward(self, x):
+        return self.activation(super().forward(x))  # here
+
+
+def test_what_went_through_torch_compile_is_refused_and_what_it_was_made_of_runs():
+    """Torch speaks of FX and of a dynamo-optimized function."""
+    model = compiled(Compiles())
+    line, source = marked(Compiles.forward)
+    text = (
+        "a function or module that went through torch.compile was called, but only plain Python "
+        f"can be recorded, at {__file__}:{line} in forward: `{source}`. Call what was passed to "
+        "torch.compile: the whole training step is one program anyway, and compile(..., "
+        f"jit='inductor') makes torch.compile's kernels of it. {EAGERLY}"
+    )
+    with refused(model, CaptureError, text):
+        fit(model)
+    model.module.activation = squashed
+    assert fit(model).epoch == [0]
+
+
+@runs_eagerly
+def test_what_went_through_torch_compile_runs_eagerly():
+    """The advice of that error must work."""
+    with warnings.catch_warnings():
+        # torch.compile looks at attributes of tensors that it then warns of.
+        warnings.simplefilter("ignore")
+        assert fit(compiled(Compiles(), run_eagerly=True)).epoch == [0]
+
+
+@pytest.fixture
+def anomaly():
+    """torch.autograd.set_detect_anomaly(True), as long as the test runs."""
+    torch.autograd.set_detect_anomaly(True)
+    yield
+    torch.autograd.set_detect_anomaly(False)
+
+
+def test_anomaly_detection_is_refused_by_its_name(anomaly):
+    """Nothing in the user's module asks for a value."""
+    text = (
+        "torch.autograd.set_detect_anomaly(True) looks for nan in the values of gradients, but the "
+        "program is recorded once, before there are values. Switch it off, "
+        "torch.autograd.set_detect_anomaly(False), and use compile(..., detect_nan=True), which "
+        f"names operator, line and samples. {EAGERLY}"
+    )
+    model = compiled()
+    with refused(model, CaptureError, text):
+        fit(model)
+    # There are no gradients here.
+    assert model.predict(loader(), verbose=0).shape == (12, 3)
+    torch.autograd.set_detect_anomaly(False)
+    assert fit(model).epoch == [0]
+
+
+@runs_eagerly
+def test_anomaly_detection_works_eagerly_and_its_replacement_does_not_need_it(anomaly):
+    """The advice of that error must work."""
+    assert fit(compiled(run_eagerly=True)).epoch == [0]
+    torch.autograd.set_detect_anomaly(False)
+    assert fit(compiled(detect_nan=True)).epoch == [0]
+
+
+def test_a_value_that_forward_needs_is_no_matter_of_anomaly_detection(anomaly):
+    """Both ask for a number, and only one of them is in the user's file."""
+    model = compiled(Item())
+    line, source = marked(Item.forward)
+    at = f"at {__file__}:{line} in forward: `{source}`"
+    with refused(model, CaptureError, f"{NUMBER[0]}, {at}. {NUMBER[1]} {EAGERLY}"):
+        fit(model)

@@ -47,13 +47,17 @@ __all__ = [
 Frame = Tuple[str, int, str]
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
+_TORCH_PATH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _INTERNAL = (
-    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    _TORCH_PATH,
     os.path.dirname(os.path.dirname(_HERE)) + os.sep,
     os.path.dirname(os.path.abspath(os.__file__)) + os.sep + "contextlib",
 )
 
-_TORCH_MODULES = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "nn") + os.sep
+_TORCH_MODULES = os.path.join(_TORCH_PATH, "nn") + os.sep
+_TORCH_AUTOGRAD = os.path.join(_TORCH_PATH, "autograd") + os.sep
+_TORCH_PACKING = os.path.join(_TORCH_MODULES, "utils", "rnn.py")
+_TORCH_RECURRENT = os.path.join(_TORCH_MODULES, "modules", "rnn.py")
 
 # Where ipufit calls the user's module and loss.
 CALLERS = (
@@ -198,6 +202,82 @@ def numpy_error(frame: Optional[Frame]) -> CaptureError:
     )
 
 
+def _anomaly_error() -> CaptureError:
+    """Error for torch's anomaly detection, which reads every gradient as soon as there is one."""
+    return _error(
+        "torch.autograd.set_detect_anomaly(True) looks for nan in the values of gradients, but the "
+        "program is recorded once, before there are values",
+        "Switch it off, torch.autograd.set_detect_anomaly(False), and use compile(..., "
+        "detect_nan=True), which names operator, line and samples.",
+        None,
+        "value",
+        "anomaly",
+    )
+
+
+def _is_anomaly_check(frame: Optional[types.FrameType]) -> bool:
+    """Tell whether an operator is the one with which torch's anomaly detection reads a gradient.
+
+    Args:
+        frame: innermost frame below the operator.
+    """
+    if not (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()):
+        return False
+    dispatching = (os.path.join(_TORCH_PATH, "utils"), os.path.join(_TORCH_PATH, "_"), _HERE)
+    while frame is not None and frame.f_code.co_filename.startswith(dispatching):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_TORCH_AUTOGRAD)
+
+
+def _ctc_error(frame: Optional[Frame]) -> CaptureError:
+    """Error for torch's CTC loss, which looks at the values of the lengths in every form."""
+    return _error(
+        "ctc_loss reads the lengths of its sequences as numbers, but the program is recorded once, "
+        "before there are values",
+        "No other form of its arguments changes that.",
+        frame,
+        "shape",
+        "ctc",
+    )
+
+
+def _packing_error(frame: Optional[Frame]) -> CaptureError:
+    """Error for a packed sequence, whose batch sizes are values on the host."""
+    return _error(
+        "a packed sequence has a shape that depends on the values of its lengths, but the program "
+        "is recorded once, before there are values",
+        "Run the layer on the padded batch, and take what belongs to each length from its output: "
+        "output[torch.arange(len(lengths)), lengths - 1] is the last step of each sequence.",
+        frame,
+        "shape",
+        "packed",
+    )
+
+
+def _is_packing(error: BaseException) -> bool:
+    """Tell whether an error came out of packing a sequence, or of a layer that got a packed one."""
+    return any(
+        frame.f_code.co_filename == _TORCH_PACKING
+        or (
+            frame.f_code.co_filename == _TORCH_RECURRENT
+            and frame.f_locals.get("batch_sizes") is not None
+        )
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
+
+
+def _compiled_error(frame: Optional[Frame]) -> CaptureError:
+    """Error for what went through torch.compile and is called while the program is recorded."""
+    return _error(
+        "a function or module that went through torch.compile was called, but only plain Python "
+        "can be recorded",
+        "Call what was passed to torch.compile: the whole training step is one program anyway, "
+        "and compile(..., jit='inductor') makes torch.compile's kernels of it.",
+        frame,
+        kind="compiled",
+    )
+
+
 def has_mask_index(args: Tuple[Any, ...]) -> bool:
     """Whether aten::index with these arguments takes what a mask says."""
     indices = args[1] if len(args) > 1 else ()
@@ -232,11 +312,14 @@ class _ValueGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.ops.aten.random_.to(args[0], high - low, **(kwargs or {})).add_(low)
         if fake and unknown:
             if torch.Tag.data_dependent_output in func.tags:
+                if _is_anomaly_check(sys._getframe()):
+                    raise _anomaly_error()
                 raise value_error(user_frame(sys._getframe()))
             if torch.Tag.dynamic_output_shape in func.tags and (
                 func is not torch.ops.aten.index.Tensor or has_mask_index(args)
             ):
-                raise shape_error(user_frame(sys._getframe()))
+                is_ctc = func._schema.name == "aten::_ctc_loss"
+                raise (_ctc_error if is_ctc else shape_error)(user_frame(sys._getframe()))
         return func(*args, **(kwargs or {}))
 
 
@@ -350,8 +433,12 @@ def capture(
         raise value_error(_frame_of(error)) from error
     except DynamicOutputShapeException as error:
         raise shape_error(_frame_of(error)) from error
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         text = str(error)
+        if _is_packing(error):
+            raise _packing_error(_frame_of(error)) from error
+        if text.startswith("Detected that you are using FX to symbolically trace a dynamo"):
+            raise _compiled_error(_frame_of(error)) from error
         if text.startswith(".numpy() is not supported for tensor subclasses"):
             raise numpy_error(_frame_of(error)) from error
         if type(error).__name__ == "GuardOnDataDependentSymNode":

@@ -52,6 +52,11 @@ def told(sdk: Any, doing: str) -> Iterator[None]:
             f"{doing} must be possible with PopTorch, but it says: {_first(error)}. Change what it "
             "names, or use engine='embedded'."
         ) from error
+    except RuntimeError as error:
+        # PopTorch's tracing raises some of torch's errors, and ours as their cause.
+        if isinstance(error.__cause__, IpufitError):
+            raise error.__cause__ from error
+        raise
 
 
 def _own(error: BaseException) -> Optional[IpufitError]:
