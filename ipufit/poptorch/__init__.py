@@ -4,8 +4,6 @@ from ipufit.poptorch import enums, ops, optim, options, poptorch_core, profiling
 from ipufit.poptorch._accessor import AsynchronousDataAccessor
 from ipufit.poptorch._dataloader import DataLoader
 from ipufit.poptorch._devices import ipuHardwareIsAvailable, ipuHardwareVersion
-from ipufit.poptorch._executor import PoplarExecutor
-from ipufit.poptorch._hooks import registerPostCompileHook, registerPreCompileHook
 from ipufit.poptorch._impl import createPoptorchError, isRunningOnIpu, poptorchAtExit
 from ipufit.poptorch._loading import load
 from ipufit.poptorch._logging import logger, setLogLevel
@@ -20,8 +18,13 @@ from ipufit.poptorch._parsers import (
     registerCustomArgParser,
     registerGeometricCustomArgParsers,
 )
+from ipufit.poptorch._poplar_executor import (
+    PoplarExecutor,
+    _OverwriteContextManager,
+    registerPostCompileHook,
+    registerPreCompileHook,
+)
 from ipufit.poptorch._printing import module_repr, print
-from ipufit.poptorch._substitutions import _OverwriteContextManager
 from ipufit.poptorch._version import __version__
 from ipufit.poptorch.enums import (
     AutoStage,

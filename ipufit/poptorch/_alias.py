@@ -33,6 +33,10 @@ class _Loader(importlib.abc.Loader):
         """Nothing but the spec: it was executed under its own name."""
         module.__spec__ = self._own
 
+    def load_module(self, fullname: Optional[str] = None) -> types.ModuleType:
+        """The module, for programs that call the loader of a spec themselves."""
+        return importlib.import_module(self._name)
+
 
 class _Finder(importlib.abc.MetaPathFinder):
     """Answers for ``poptorch`` and what is below it."""

@@ -15,7 +15,7 @@ from ipufit.poptorch._device import Device
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._execution import Execution, Shape
 from ipufit.poptorch._group import Group
-from ipufit.poptorch._hooks import compile_hooks
+from ipufit.poptorch._hooks import _OverwriteContextManager, compile_hooks
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._loss_scale import ScalingSettings
 from ipufit.poptorch._modes import outside_inference_mode
@@ -27,7 +27,6 @@ from ipufit.poptorch._program_files import through_cache
 from ipufit.poptorch._recorded import Recorded
 from ipufit.poptorch._recording import record
 from ipufit.poptorch._replica_grouping import ReplicaGrouping
-from ipufit.poptorch._substitutions import _OverwriteContextManager
 from ipufit.poptorch.enums import CommGroupType, OutputMode, ReductionType
 from ipufit.poptorch.options import Options
 

@@ -10,7 +10,6 @@ import torch.utils.data
 from torch.utils.data import IterableDataset
 
 from ipufit.poptorch._accessor import AsynchronousDataAccessor
-from ipufit.poptorch._combining import combined
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._loader_log import (
     log_iterable,
@@ -20,6 +19,7 @@ from ipufit.poptorch._loader_log import (
     log_unused,
 )
 from ipufit.poptorch._process_share import ProcessShare, ShuffledShare
+from ipufit.poptorch._utils import combined
 from ipufit.poptorch.enums import DataLoaderMode
 
 __all__ = ["DataLoader"]

@@ -69,7 +69,7 @@ class PoplarExecutor(Inspection):
         self._version = poptorch_version
         self._options = of_model(options, training)
         self._parser = ArgumentParser(model)
-        self._compiled: Optional[Compiled] = None
+        self._executable: Optional[Compiled] = None
         self._lease: Optional[Lease] = None
         self._groupings: Dict[str, ReplicaGrouping] = {}
         self._anchors: Dict[str, Tensor] = {}
@@ -111,16 +111,24 @@ class PoplarExecutor(Inspection):
             return ParameterProxy(attr, value, self._groupings)
         return value
 
+    @property
+    def _executable_inputs(self) -> Optional[Arguments]:
+        """The arguments that the program was compiled for, with tensors of device "meta".
+
+        Published pipelines read the batch size off its ``args``.
+        """
+        return None if self._executable is None else self._executable.arguments
+
     # Compiling.
 
     def isCompiled(self) -> bool:
         """Whether there is a program: compiled, and not destroyed."""
-        return self._compiled is not None
+        return self._executable is not None
 
     def _program(self) -> Compiled:
-        if self._compiled is None:
+        if self._executable is None:
             raise error(_NO_PROGRAM)
-        return self._compiled
+        return self._executable
 
     @spanned
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -130,7 +138,7 @@ class PoplarExecutor(Inspection):
             args, kwargs: as for the model's forward; combined batches.
         """
         arguments = self._parser(args, kwargs, False)
-        if self._compiled is not None:
+        if self._executable is not None:
             logger.warning("Call to compile() ignored: the executable is already compiled")
             return
         self._compile(arguments)
@@ -172,7 +180,7 @@ class PoplarExecutor(Inspection):
         if self._optimizer is not None:
             self._optimizer.bind(program, trained, self._host)
         program.check_anchors()
-        self._compiled = program
+        self._executable = program
         if self._seed is None:
             self._seed = secrets.randbits(31)
 
@@ -245,14 +253,14 @@ class PoplarExecutor(Inspection):
     @spanned
     def destroy(self) -> None:
         """Give the program back, and the user's model as it was before it was wrapped."""
-        if self._compiled is None:
+        if self._executable is None:
             return
         self._let_go()
         self._host.unwrap()
 
     def _let_go(self) -> None:
         """Give the program and the device back; what they have learnt goes to the host."""
-        if self._compiled is None:
+        if self._executable is None:
             return
         if self._training:
             self.copyWeightsToHostIfNeeded()
@@ -263,11 +271,11 @@ class PoplarExecutor(Inspection):
             self._optimizer.release()
         if self._lease is not None:
             self._lease.release()
-        self._compiled = self._lease = None
+        self._executable = self._lease = None
 
     def __del__(self) -> None:
         # Not of an object that was never finished, nor when Python itself is being taken down.
-        if self.__dict__.get("_compiled") is not None and not sys.is_finalizing():
+        if self.__dict__.get("_executable") is not None and not sys.is_finalizing():
             # The garbage collector may come in the middle of another model's recording.
             with untraced():
                 self._let_go()

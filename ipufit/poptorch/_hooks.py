@@ -1,14 +1,19 @@
-"""Functions of the user's that are called before and after every compilation."""
+"""Functions and substitutions of the user's that are there around every compilation."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, ClassVar, Iterator, List, Type
 
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["compile_hooks", "registerPostCompileHook", "registerPreCompileHook"]
+__all__ = [
+    "_OverwriteContextManager",
+    "compile_hooks",
+    "registerPostCompileHook",
+    "registerPreCompileHook",
+]
 
 _Hook = Callable[[], Any]
 
@@ -63,3 +68,33 @@ def _call(hooks: OrderedDict[int, _Hook]) -> None:
     # A copy: a hook may remove itself.
     for hook in list(hooks.values()):
         hook()
+
+
+class _OverwriteContextManager:
+    """Makes one of each registered substitution as a recording begins, and undoes it at its end.
+
+    A substitution is a class whose objects have a method ``restore``.
+    """
+
+    _subsitution_manager_types: ClassVar[List[Type[Any]]] = []
+
+    def __init__(self) -> None:
+        self.substitution_managers: List[Any] = []
+
+    def __enter__(self) -> _OverwriteContextManager:
+        self.substitution_managers = [kind() for kind in self._subsitution_manager_types]
+        return self
+
+    def __exit__(self, exc_type: Any, value: Any, traceback: Any) -> None:
+        for manager in reversed(self.substitution_managers):
+            manager.restore()
+
+    @classmethod
+    def registerSubsitutionManager(cls, type: Type[Any]) -> None:
+        """Have one of this class made for every recording.
+
+        Args:
+            type: called without arguments; its objects have a method ``restore``.
+        """
+        if type not in cls._subsitution_manager_types:
+            cls._subsitution_manager_types.append(type)

@@ -6,9 +6,18 @@ from typing import Any
 
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._tracing import tracing
+from ipufit.poptorch._wrapped import isWrapped, rewrapModelIfNecessary, unwrapModelIfNecessary
 from ipufit.poptorch.poptorch_core import Error
 
-__all__ = ["createPoptorchError", "isDispatchTracing", "isRunningOnIpu", "poptorchAtExit"]
+__all__ = [
+    "createPoptorchError",
+    "isDispatchTracing",
+    "isRunningOnIpu",
+    "isWrapped",
+    "poptorchAtExit",
+    "rewrapModelIfNecessary",
+    "unwrapModelIfNecessary",
+]
 
 
 def createPoptorchError(msg: str) -> Error:

@@ -21,12 +21,12 @@ class Inspection:
     """The half of an executor that changes nothing.
 
     Attributes:
-        _compiled: the program, if there is one.
+        _executable: the program; None before compiling and after ``destroy``.
         _options: of the executor.
         _anchors: the anchored tensors of the last call, by their short names.
     """
 
-    _compiled: Optional[Compiled]
+    _executable: Optional[Compiled]
     _options: Options
     _anchors: Dict[str, Tensor]
 
@@ -38,7 +38,7 @@ class Inspection:
         Returns:
             Zero for a program that came out of a file.
         """
-        if self._compiled is None:
+        if self._executable is None:
             raise error("Please compile the model before obtaining compilation time.")
         if not self._options._show_compilation_progress_bar:
             raise error("Please set showCompilationProgressBar option to obtain compilation time.")
@@ -55,7 +55,7 @@ class Inspection:
                 "Cycle count logging is disabled. Please set option logCycleCount to True to "
                 "enable."
             )
-        if self._compiled is None:
+        if self._executable is None:
             raise error("Please run the model at least once before obtaining cycle count.")
         raise error(
             "Cycles can be counted on IPU hardware only, and this model runs in plain torch. "
@@ -68,12 +68,12 @@ class Inspection:
         Raises:
             AssertionError: not compiled.
         """
-        if self._compiled is None:
+        if self._executable is None:
             raise AssertionError(
                 "Model must be compiled before calling getTensorNames: call it with inputs, or "
                 "call compile(), first."
             )
-        return self._compiled.tensor_names()
+        return self._executable.tensor_names()
 
     def getAnchoredTensor(self, short_name: str) -> Tensor:
         """A tensor that was anchored under this name, as it was in the last call.
@@ -96,9 +96,9 @@ class Inspection:
             By event ("input", "input_complete", "output", "output_complete"): for every tensor, the
             time of every micro-batch.
         """
-        if self._compiled is None:
+        if self._executable is None:
             return {e: [[]] for e in ("input", "input_complete", "output", "output_complete")}
-        return self._compiled.counters.times()
+        return self._executable.counters.times()
 
     def _latency(self, start: str, first: Any, end: str) -> Latency:
         times = self.getPerfCounters()

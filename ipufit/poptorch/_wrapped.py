@@ -11,6 +11,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Type
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ipufit.poptorch._plain import as_plain, reduced_as_plain
 from ipufit.poptorch._weights import WeightSource, WeightSync
@@ -23,10 +24,12 @@ __all__ = [
     "living",
     "pull",
     "quietly",
+    "rewrapModelIfNecessary",
     "set_links",
     "subclass",
     "tensors_of",
     "unwrap",
+    "unwrapModelIfNecessary",
     "unwrap_tensor",
 ]
 
@@ -220,6 +223,7 @@ def unwrap(model: nn.Module, source: Optional[WeightSource] = None) -> None:
         source: whose wrapping goes; by default that of the module, whoever made it. Parameters
             that another executor has wrapped too stay wrapped for that one.
     """
+    rewrapModelIfNecessary(model)
     links: Tuple[Link, ...] = getattr(type(model), "_poptorch_links", ())
     if source is not None:
         links = tuple(link for link in links if link.source() is source)
@@ -236,3 +240,31 @@ def unwrap(model: nn.Module, source: Optional[WeightSource] = None) -> None:
 def tensors_of(model: nn.Module) -> List[Tuple[str, Tensor]]:
     with quietly():
         return [*model.named_parameters(), *model.named_buffers()]
+
+
+# The wrapped class of each object that is plain for a while.
+_set_aside: Any = WeakIdKeyDictionary()
+
+
+def unwrapModelIfNecessary(model: nn.Module) -> None:
+    """Make the module, its parameters and its buffers plain until they are wrapped again.
+
+    They are brought up to date first. Until ``rewrapModelIfNecessary`` a look at them doesn't ask
+    the device, whose newer weights only ``copyWeightsToHost`` brings.
+    """
+    for value in [model, *(tensor for _, tensor in tensors_of(model))]:
+        if isWrapped(value):
+            kind: Any = type(value)
+            pull(kind._poptorch_links)
+            _set_aside[value] = kind
+            value.__class__ = kind._poptorch_plain
+
+
+def rewrapModelIfNecessary(model: nn.Module) -> None:
+    """Take ``unwrapModelIfNecessary`` back, for the executors that are still there."""
+    for value in [model, *(tensor for _, tensor in tensors_of(model))]:
+        kind = _set_aside.pop(value, None)
+        if kind is None or type(value) is not kind._poptorch_plain:
+            continue
+        if living(kind._poptorch_links):
+            value.__class__ = kind

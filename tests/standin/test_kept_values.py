@@ -143,6 +143,6 @@ def test_nothing_is_copied_that_is_not_overwritten():
 
     model = poptorch.trainingModel(Net(plain))
     model.compile(torch.tensor(X))
-    graph = model._compiled.recorded.graph.graph
+    graph = model._executable.recorded.graph.graph
     copied = [node.args[0] for node in graph.nodes if node.target is torch.ops.aten.clone.default]
     assert all(source.meta["val"].dim() == 0 for source in copied)  # the loss alone

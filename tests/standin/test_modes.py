@@ -78,5 +78,5 @@ def test_a_model_that_goes_while_another_is_recorded_brings_its_weights_back():
     other = poptorch.inferenceModel(Other())
     assert other(torch.ones(1)).item() == 4.0
     assert gone.weight.item() == 1.5
-    nodes = other._compiled.recorded.graph.graph.nodes
+    nodes = other._executable.recorded.graph.graph.nodes
     assert sum(node.op == "call_function" for node in nodes) == 2

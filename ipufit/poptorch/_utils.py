@@ -1,20 +1,44 @@
-"""Combined batches, made of the batches of a user's sampler."""
+"""Combined batches, made of the batches of a user's sampler, and what PopTorch has beside them.
+
+Collaters of PopTorch Geometric import their helpers from a module of this name.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Iterator, List
+from typing import Any, Iterable, Iterator, List, Sequence
 
 import torch
 from torch import Tensor
 
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._parsers import (
+    ATTR_PREFIX,
+    accessAttributes,
     flattenTensorStructure,
+    getIpuTensorId,
     parser_of,
     reconstructTensorStructure,
 )
 
-__all__ = ["combined"]
+__all__ = [
+    "ATTR_PREFIX",
+    "accessAttributes",
+    "combine_batch_tensors_gen",
+    "combined",
+    "flattenTensorStructure",
+    "getIpuTensorId",
+    "reconstructTensorStructure",
+]
+
+
+def combine_batch_tensors_gen(tensors: Sequence[Sequence[Tensor]]) -> Iterator[Tensor]:
+    """Join the tensors of several batches along dimension 0, each with those of its place.
+
+    Args:
+        tensors: for each batch, as many tensors as the first one has, in the same order.
+    """
+    for place in range(len(tensors[0])):
+        yield torch.cat([batch[place] for batch in tensors])
 
 
 def combined(batches: Iterable[Any], number: int, drop_last: bool) -> Iterator[Any]:
@@ -45,8 +69,8 @@ def _joined(group: List[Any]) -> Any:
             "string, a key, a length), and only tensors can be joined. Make it a tensor in the "
             "dataset or in collate_fn, or leave it out."
         )
-    columns = zip(*(flattenTensorStructure(batch, first) for batch in group))
-    return reconstructTensorStructure(first, (torch.cat(tensors) for tensors in columns))
+    tensors = [flattenTensorStructure(batch, first) for batch in group]
+    return reconstructTensorStructure(first, combine_batch_tensors_gen(tensors))
 
 
 def _facts(value: Any) -> Iterator[Any]:
