@@ -1,5 +1,7 @@
 """Losses that can't be trained on, sparse gradients, and errors of the user's own forward."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -71,6 +73,100 @@ def test_a_loss_without_a_gradient_is_refused(loss, text, run_eagerly):
         fit(model, callbacks=[told])
     assert told.hooks == []
     assert engine.built == engine.closed == 1
+
+
+def of_three(prediction, target, margin):
+    return (prediction - target - margin).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (
+            of_three,
+            "a loss is called with (prediction, target), but 'of_three' takes (prediction, target, "
+            "margin). Pass a function (prediction, target) that calls it, or compute the loss in "
+            "forward and use compile(loss=None).",
+        ),
+        (
+            lambda prediction: prediction.square().mean(),
+            "a loss is called with (prediction, target), but '<lambda>' takes (prediction). Give "
+            "it both; what does not need the target, it may leave alone.",
+        ),
+        (
+            nn.CosineEmbeddingLoss(),
+            "a loss is called with (prediction, target), but 'CosineEmbeddingLoss' takes (input1, "
+            "input2, target). Pass a function (prediction, target) that calls it, or compute the "
+            "loss in forward and use compile(loss=None).",
+        ),
+        (
+            nn.CTCLoss(),
+            "a loss is called with (prediction, target), but 'CTCLoss' takes (log_probs, targets, "
+            "input_lengths, target_lengths). Pass the lengths in the batch, compute the loss in "
+            "forward, and use compile(loss=None, run_eagerly=True).",
+        ),
+    ],
+    ids=["three", "one", "torch", "ctc"],
+)
+def test_a_loss_with_other_parameters_is_refused_by_compile(loss, text):
+    """Python's own error comes in the first batch, and knows of no prediction."""
+    with pytest.raises(LossError) as caught:
+        compiled(loss=loss)
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda prediction, target: of_three(prediction, target, 0.1),
+        functools.partial(of_three, margin=0.1),
+        lambda prediction, target: prediction.square().mean(),
+        lambda *both: (both[0] - both[1]).square().mean(),
+        lambda prediction, *, target: (prediction - target).square().mean(),
+    ],
+    ids=["function", "partial", "one", "any", "name"],
+)
+def test_a_loss_that_can_be_called_with_two_arguments_trains(loss):
+    """The advice of that error must work, and it must refuse nothing else."""
+    assert fit(compiled(loss=loss)).epoch == [0]
+
+
+class WithCtc(nn.Module):
+    """Computes a loss that needs lengths."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x, symbols, steps, lengths):
+        likely = self.head(x).log_softmax(-1)
+        return likely, nn.functional.ctc_loss(likely.transpose(0, 1), symbols, steps, lengths)
+
+
+@runs_eagerly
+def test_a_module_with_ctc_loss_of_its_own_trains_eagerly():
+    """The advice for it must work."""
+    lengths = (torch.full((4,), 5), torch.full((4,), 2))
+    batch = (torch.randn(4, 5, 4), torch.randint(1, 3, (4, 2)), *lengths)
+    assert fit(compiled(WithCtc(), loss=None, run_eagerly=True), [batch]).epoch == [0]
+
+
+@pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
+@pytest.mark.parametrize(
+    "loss", [nn.MSELoss(), nn.L1Loss(), nn.functional.huber_loss, nn.PoissonNLLLoss()], ids=repr
+)
+def test_a_target_that_torch_would_broadcast_is_refused(loss, run_eagerly):
+    """Torch warns at most, and trains towards the mean of all targets."""
+    name = getattr(loss, "__name__", type(loss).__name__)
+    model = compiled(nn.Linear(4, 1), loss, run_eagerly=run_eagerly)
+    x, y = batches(1)[0]
+    text = (
+        f"loss {name!r} needs prediction and target of one shape, got prediction (4, 1) and target "
+        "(4,). Give target.unsqueeze(1), or return prediction.squeeze(1)."
+    )
+    with refused(model, LossError, text):
+        fit(model, [(x, y[:, 0])])
+    assert fit(model, [(x, y[:, 0].unsqueeze(1))]).epoch == [0]
 
 
 def test_a_module_that_computes_no_loss_of_its_own_is_refused():

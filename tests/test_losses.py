@@ -355,7 +355,7 @@ def test_an_error_inside_a_constructor_is_the_users_own():
         (nn.MSELoss(), "mean"),
         (nn.MSELoss(reduction="sum"), "sum"),
         (nn.KLDivLoss(reduction="batchmean"), "mean"),
-        (nn.Identity(), "mean"),
+        (nn.PairwiseDistance(), "mean"),
         (functools.partial(functional.mse_loss, reduction="sum"), "sum"),
         (functional.mse_loss, "mean"),
     ],

@@ -22,6 +22,7 @@ __all__ = [
     "check_tensors",
     "describe",
     "describe_tensor",
+    "refuse_broadcast",
     "shape_advice",
 ]
 
@@ -109,7 +110,7 @@ def _extra_dim(wide: Sequence[int], narrow: Sequence[int]) -> int:
     return 0
 
 
-def check_same_shape(name: str, prediction: Tensor, target: Tensor) -> None:
+def refuse_broadcast(name: str, prediction: Tensor, target: Tensor) -> None:
     """Refuse what torch would broadcast: (N, 1) against (N,) becomes a mean over N * N numbers."""
     if prediction.shape != target.shape:
         raise LossError(
@@ -117,6 +118,11 @@ def check_same_shape(name: str, prediction: Tensor, target: Tensor) -> None:
             f"{tuple(prediction.shape)} and target {tuple(target.shape)}. "
             f"{shape_advice(prediction, target)}"
         )
+
+
+def check_same_shape(name: str, prediction: Tensor, target: Tensor) -> None:
+    """Refuse a target of another shape, or in float64 beside a prediction that is narrower."""
+    refuse_broadcast(name, prediction, target)
     # Data from NumPy comes as float64: a trace would carry the loss in float64 from here on, and
     # eager torch 2.0.1 would fail in the backward.
     if target.dtype == torch.float64 and prediction.dtype != torch.float64:

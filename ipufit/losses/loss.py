@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ipufit import tree
 from ipufit.errors import LossError
 from ipufit.losses.argument_order import PREDICTION_FIRST, ArgumentOrder
-from ipufit.losses.checks import check_loss_value, describe
+from ipufit.losses.checks import check_loss_value, describe, refuse_broadcast
 from ipufit.losses.elements import Elements, LossTerm, constant, nothing_counts
 from ipufit.losses.named import Named
 from ipufit.losses.own import OwnLoss, find_loss, own_loss_advice
@@ -81,6 +81,8 @@ class Loss:
         if isinstance(call, Named):
             call.accept(prediction, target)
             call = call.function
+        else:
+            self._refuse_broadcast(call, prediction, target)
         weight = None if sample_weight is None else as_weights(sample_weight, LossError)
         if self.takes_weight:
             return self._own_weighting(call, prediction, target, weight)
@@ -93,6 +95,15 @@ class Loss:
         if elements is not None:
             return self._join(elements, weight)
         return self._scalar(result, weight)
+
+    def _refuse_broadcast(self, call: Callable[..., Any], prediction: Any, target: Any) -> None:
+        """Hold one of torch's losses over single values, of which it only warns, to one shape."""
+        if not (isinstance(prediction, Tensor) and isinstance(target, Tensor)):
+            return
+        if prediction.shape != target.shape:
+            rule = torch_rule(call)
+            if rule is not None and rule.layout == "values":
+                refuse_broadcast(self.name, prediction, target)
 
     def _callable(self) -> Callable[..., Any]:
         call = self.module if self.module is not None else self.function

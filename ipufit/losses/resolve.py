@@ -124,6 +124,7 @@ def _one(loss: object) -> Loss:
     if isinstance(loss, nn.Module):
         name = type(loss).__name__
         reduction = _reduction(name, getattr(loss, "reduction", None))
+        _check_parameters(name, loss.forward)
         order = argument_order(loss, f"loss {name!r}", LossError)
         takes = _takes(loss.forward)
         return Loss(name, module=loss, reduction=reduction, takes_weight=takes, order=order)
@@ -137,6 +138,7 @@ def _one(loss: object) -> Loss:
                 "update_state and result, which joins all that it has seen. Pass the function or "
                 "the loss of that meaning."
             )
+        _check_parameters(name, loss)
         order = argument_order(loss, f"loss {name!r}", LossError)
         takes = "sample_weight" not in keywords and _takes(loss)
         reduction = _reduction(name, keywords.get("reduction"))
@@ -172,6 +174,46 @@ def _takes(call: Callable[..., Any]) -> bool:
     return parameter is not None and parameter.kind in (
         parameter.POSITIONAL_OR_KEYWORD,
         parameter.KEYWORD_ONLY,
+    )
+
+
+def _check_parameters(name: str, call: Callable[..., Any]) -> None:
+    """Refuse a loss that can't be called with a prediction and a target.
+
+    Raises:
+        LossError: it takes fewer arguments, or needs more.
+    """
+    try:
+        parameters = inspect.signature(call).parameters.values()
+    except (TypeError, ValueError):
+        return
+    needed = [
+        p.name
+        for p in parameters
+        if p.default is p.empty
+        and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        and p.name != "sample_weight"
+    ]
+    by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    by_name = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in needed]
+    if len(needed) <= 2 and (takes_any or len(by_place) + len(by_name) >= 2):
+        return
+    if "ctc" in name.lower():
+        advice = (
+            "Pass the lengths in the batch, compute the loss in forward, and use "
+            "compile(loss=None, run_eagerly=True)."
+        )
+    elif len(needed) > 2:
+        advice = (
+            "Pass a function (prediction, target) that calls it, or compute the loss in forward "
+            "and use compile(loss=None)."
+        )
+    else:
+        advice = "Give it both; what does not need the target, it may leave alone."
+    shown = ", ".join(str(p.replace(annotation=p.empty)) for p in parameters)
+    raise LossError(
+        f"a loss is called with (prediction, target), but {name!r} takes ({shown}). {advice}"
     )
 
 
