@@ -15,6 +15,7 @@ from ipufit.losses import Loss, resolve_loss
 from ipufit.lowerings import resolve_jit
 from ipufit.metrics import MetricSet, resolve_metrics
 from ipufit.optimizers import resolve_optimizer
+from ipufit.parallel.annotations import annotated_ipus
 from ipufit.parallel.in_parts import has_parts
 from ipufit.parallel.partition import NOT_DIVIDED, Partitions
 from ipufit.parallel.recomputation import resolve_recompute
@@ -105,6 +106,8 @@ def compiled(
 
         config, asked = configured(module, asked, faults)
         mode = mode if config is None else output_mode_of(config)
+    else:
+        asked = dataclasses.replace(asked, partition=_as_annotated(module, asked.partition))
     if asked.training_options is not None or asked.inference_options is not None:
         from ipufit.whole_options.pair import OptionPair
 
@@ -154,6 +157,14 @@ def _as_planned(module: nn.Module, asked: CompileRequest) -> Tuple[CompileReques
     return dataclasses.replace(asked, partition=first, inference_partition=second), limit
 
 
+def _as_annotated(module: nn.Module, asked: PartitionRequest) -> PartitionRequest:
+    """The request with the IPUs that the module's annotations name, where it names no others."""
+    ipus = annotated_ipus(module) or 1
+    if ipus == 1 or asked.sets_ipus:
+        return asked
+    return dataclasses.replace(asked, ipus_per_replica=ipus, is_annotated=True)
+
+
 def _partitions(module: nn.Module, asked: CompileRequest) -> Partitions:
     """How the module lies on IPUs.
 
@@ -201,7 +212,7 @@ def _checked(
     fixed = FixedWork()
     if pair is not None:
         recipe, printed, said = pair.applied(engine, recipe, partitions)
-        fixed = FixedWork.of_options(pair.training, pair.inference, partitions, said)
+        fixed = FixedWork.of_options(pair.training, pair.inference, said)
     if config is not None:
         from ipufit.ipu_config.report import in_short
         from ipufit.parallel.serializing import described

@@ -1,21 +1,27 @@
-"""Stages that need the first micro-batch: found by ipufit, of a plan, of a module's own blocks."""
+"""Stages that need a micro-batch: found by ipufit, of a plan, of a module's own blocks."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING, Optional, Set, Tuple
 
+import torch
+
+from ipufit.data.batches import Unpacker
+from ipufit.data.source import Source
 from ipufit.errors import PartitionError
 from ipufit.interrupts import deferred
+from ipufit.parallel.own_blocks import OwnBlocks, UncountedError
 from ipufit.parallel.partition import Partition, Partitions
 from ipufit.plan import Plan
 from ipufit.plan_checks import check_filling
-from ipufit.program import MicroBatch
+from ipufit.program import MicroBatch, Mode
+from ipufit.randomness import isolated
 
 if TYPE_CHECKING:
     from ipufit.session import Session
 
-__all__ = ["Divider", "settled"]
+__all__ = ["Divider", "redivided", "settled"]
 
 
 class Divider:
@@ -31,6 +37,7 @@ class Divider:
         self._memory = memory
         self._shapes: Optional[Tuple[object, ...]] = None
         self._counted: Set[bool] = set()
+        self._looked: Set[bool] = set()
 
     def divided(self, session: Session, first: MicroBatch, training: bool) -> Partitions:
         """The partitions for jobs that begin with this micro-batch.
@@ -66,14 +73,131 @@ class Divider:
             return partitions
         if training not in self._counted:
             with deferred():
-                # Imported here, as below: few models are divided.
-                from ipufit.parallel.looking import stages_of_blocks
-
-                stages = stages_of_blocks(partition, session.module, session.loss, first, training)
-            partition = dataclasses.replace(partition, stages=stages)
+                stages = _look(session, partition, first, training)
             partitions = partitions.counted(training, stages)
             self._counted.add(training)
         return partitions
+
+    def looked(self, session: Session, source: Source, training: bool) -> Partitions:
+        """Count the IPUs of the module's own blocks before a plan shares IPUs out to replicas.
+
+        A forward pass of a sample shows them, where the data can be looked at beforehand.
+
+        Args:
+            session: with the partitions of which nobody may have set the IPUs.
+            source: the data.
+            training: the mode of the pass.
+        """
+        partitions = session.partitions
+        is_one = partitions.of(training) is None
+        if partitions.is_ipus_set or training in self._looked or not OwnBlocks(None).can_hear:
+            return partitions
+        if not training and is_one and True in self._looked:
+            return partitions  # there are none
+        self._looked.add(training)
+        for mode in (Mode.TRAIN if training else Mode.EVALUATE, Mode.PREDICT):
+            example = _example(session, source, mode)
+            if example is None:
+                continue
+            try:
+                with deferred():
+                    _look(session, partitions.of(training), example, training)
+            except UncountedError as error:
+                return self.followed(session, error, training)
+            break
+        return partitions
+
+    def followed(self, session: Session, error: UncountedError, training: bool) -> Partitions:
+        """Divide the module as its own blocks do, which have shown now.
+
+        Inference follows training until blocks of its own show.
+
+        Args:
+            session: of the module.
+            error: says what the blocks take.
+            training: in which mode they have shown.
+
+        Raises:
+            UncountedError: the error, where the user has set how many IPUs a replica has.
+        """
+        partitions = session.partitions
+        if partitions.is_ipus_set:
+            raise error
+        # Imported here, as below: few models are divided.
+        from ipufit.parallel.splits import check_splits
+
+        for mode in (True, False) if training and partitions.inference is None else (training,):
+            partition = None
+            if error.ipus > 1:
+                before = partitions.of(mode) or _undivided(session, mode, partitions.training)
+                partition = dataclasses.replace(before, stages=error.stages, ipus=error.ipus)
+            strategy = "" if partition is None else partition.strategy
+            check_splits(session.module, strategy, error.ipus, mode)
+            partitions = partitions.replaced(mode, partition)
+        self._counted.add(training)
+        return partitions
+
+
+def _undivided(session: Session, training: bool, followed: Optional[Partition]) -> Partition:
+    """One IPU, with the strategy that options of PopTorch's have for more of them.
+
+    Args:
+        session: with the options.
+        training: whether for training.
+        followed: the partition of training, whose strategy inference has by default.
+    """
+    from ipufit.parallel.strategy import kind_of
+
+    strategy = session.poptorch_strategy(training)
+    if strategy is None and not training and followed is not None:
+        return dataclasses.replace(followed, is_chosen=False)
+    name = kind_of(strategy) or "pipelined"
+    return Partition((), 1, name, strategy is not None, 1, strategy)
+
+
+def redivided(
+    plan: Plan, partition: Optional[Partition], ipus: Optional[int], auto_round_ipus: bool
+) -> Plan:
+    """The plan for other IPUs of its one replica, which have shown since it was made.
+
+    Args:
+        plan: made before.
+        partition: of the module now.
+        ipus: as the user has passed them to the plan.
+        auto_round_ipus: whether IPUs may be rounded up.
+
+    Raises:
+        PartitionError: they were shared out to replicas of another size.
+        PlanError: a replica has a number of IPUs that can't be reserved.
+    """
+    stages = 1 if partition is None else partition.ipus
+    if ipus is not None:
+        raise PartitionError(
+            f"ipus={ipus} was shared out among replicas before the first batch, which can't be "
+            f"read twice, showed that the module's own blocks take {stages} IPUs. Pass "
+            f"ipus_per_replica={stages} to compile."
+        )
+    checked = Plan.make(micro_batch_size=1, stages=stages, auto_round_ipus=auto_round_ipus)
+    return dataclasses.replace(plan, stages=stages, reserved_ipus=checked.reserved_ipus)
+
+
+def _example(session: Session, source: Source, mode: Mode) -> Optional[MicroBatch]:
+    """A micro-batch like those of a source; None where none can be made of it beforehand."""
+    try:
+        with isolated(torch.device("cpu")):
+            raw = source.preview()
+            unpack = Unpacker(source, mode, session.loss.in_module)
+            return unpack(raw[0], 0) if raw else None
+    except Exception:
+        return None  # whoever reads the data says what is wrong with it
+
+
+def _look(
+    session: Session, partition: Optional[Partition], batch: MicroBatch, training: bool
+) -> int:
+    from ipufit.parallel.looking import stages_of_blocks
+
+    return stages_of_blocks(partition, session.module, session.loss, batch, training)
 
 
 def settled(plan: Plan, partition: Optional[Partition]) -> Plan:
@@ -95,13 +219,14 @@ def _found(session: Session, first: MicroBatch, partition: Partition) -> Partiti
     recompute = session.recomputes(partition.strategy, partition.ipus)
     how = (partition.ipus, partition.strategy, recompute)
     begins, places = session.estimator(first).automatic(*how)
-    opened = (
+    training, inference = (
         dataclasses.replace(p, begins=(), stages=p.ipus, places=())
         if p is not None and p.is_automatic
         else p
         for p in (session.partitions.training, session.partitions.inference)
     )
-    return Partitions(*opened).found(begins, places)
+    opened = dataclasses.replace(session.partitions, training=training, inference=inference)
+    return opened.found(begins, places)
 
 
 def _hold(session: Session, first: MicroBatch, partition: Optional[Partition], memory: int) -> None:

@@ -198,7 +198,7 @@ class FitData:
             return None
         given = asked.ipus, asked.device_iterations, asked.gradient_accumulation
         with self._faults.collected():
-            work = training_work(self._session, given)
+            work = training_work(self._session, source, given)
             plan = self._session.plan(source, *work, True, self._steps)
             if not dev_run:
                 return plan
@@ -216,12 +216,12 @@ class FitData:
             return None
         own = {"ipus": asked.inference_ipus, "device_iterations": asked.inference_device_iterations}
         own = {name: value for name, value in own.items() if value is not None}
-        fixed = self._session.fixed
+        fixed = self._session.fixed.names(False)
         shared = {"ipus": asked.ipus, "device_iterations": asked.device_iterations}
-        shared = {name: shared[name] for name in shared if name not in fixed.inference}
+        shared = {name: shared[name] for name in shared if name not in fixed}
         shared = {"ipus": None, "device_iterations": None, **shared, **own}
         with self._faults.collected(inference=list(own)):
-            shared = fixed.resolve(False, **shared)
+            shared = self._session.resolve_work(source, False, **shared)
             if self.held_out is None:
                 self._session.plan(source, **shared, gradient_accumulation=1, training=False)
                 return None
@@ -255,18 +255,20 @@ def limited_plan(
         steps = at_least("steps_per_epoch", steps, 1, " or None")
     if limit is not None:
         source.limit(batch_count("limit_train_batches", limit, source))
-    return session.plan(source, *training_work(session, work), True, steps)
+    return session.plan(source, *training_work(session, source, work), True, steps)
 
 
-def training_work(session: Session, work: Tuple[Any, Any, Any]) -> Tuple[Any, Any, Any]:
+def training_work(
+    session: Session, source: Source, work: Tuple[Any, Any, Any]
+) -> Tuple[Any, Any, Any]:
     """ipus, device_iterations and gradient_accumulation, as asked for or as ``compile`` has fixed.
 
     Raises:
         PlanError: both, and they disagree.
     """
     ipus, iterations, accumulation = work
-    found = session.fixed.resolve(
-        True, ipus=ipus, device_iterations=iterations, gradient_accumulation=accumulation
+    found = session.resolve_work(
+        source, True, ipus=ipus, device_iterations=iterations, gradient_accumulation=accumulation
     )
     return found["ipus"], found["device_iterations"], found["gradient_accumulation"]
 
@@ -280,7 +282,7 @@ def inference_plan(
     device_iterations: Any,
 ) -> Plan:
     """The batch algebra of an evaluation that may end after so many device iterations."""
-    work = session.fixed.resolve(False, ipus=ipus, device_iterations=device_iterations)
+    work = session.resolve_work(source, False, ipus=ipus, device_iterations=device_iterations)
     ipus, device_iterations = work["ipus"], work["device_iterations"]
     plan = session.plan(source, ipus, device_iterations, 1, False, steps)
     if steps is None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Mapping, Optional, Sequence, Set, Tuple
 
 from ipufit.errors import ConfigurationError, PlanError
-from ipufit.parallel.partition import Partitions
+from ipufit.parallel.partition import Partition
 
 if TYPE_CHECKING:
     from ipufit.ipu_config import IPUConfig
@@ -31,6 +31,8 @@ class FixedWork:
 
     Attributes:
         training, inference: by argument, its value and what says so; both empty if nothing does.
+        replicas: by whether it is training, a number of replicas and what says so; "ipus" then
+            follows from the IPUs of a replica.
         seed, inference_seed: the same of seeds, each a pair, or None.
         other: what to compile with to change them, for errors.
         said: sentences for ``explain``.
@@ -38,6 +40,7 @@ class FixedWork:
 
     training: Mapping[str, Fixed] = dataclasses.field(default_factory=dict)
     inference: Mapping[str, Fixed] = dataclasses.field(default_factory=dict)
+    replicas: Mapping[bool, Fixed] = dataclasses.field(default_factory=dict)
     seed: Optional[Fixed] = None
     inference_seed: Optional[Fixed] = None
     other: str = ""
@@ -56,43 +59,58 @@ class FixedWork:
         seed = None if config.seed is None else (config.seed, "IPUConfig.seed")
         said = f"Work, seed and options are those of {config!r}."
         inference = _work(config, "inference_")
-        return FixedWork(training, inference, seed, None, "another config", (said,))
+        return FixedWork(training, inference, {}, seed, None, "another config", (said,))
 
     @staticmethod
     def of_options(
         training: Optional[WholeOptions],
         inference: Optional[WholeOptions],
-        partitions: Partitions,
         said: Sequence[str],
     ) -> FixedWork:
         """What whole PopTorch options fix.
 
         Args:
             training, inference: the options, or None.
-            partitions: of the module over the IPUs of a replica.
             said: sentences for ``explain``.
         """
-        work: List[Mapping[str, Fixed]] = []
-        for options, is_training in ((training, True), (inference, False)):
-            partition = partitions.of(is_training)
-            ipus = 1 if partition is None else partition.ipus
-            work.append({} if options is None else options.work(ipus))
-        one, other = (
-            None if options is None else options.seed for options in (training, inference)
+        pair = (training, inference)
+        work = [{} if options is None else options.work() for options in pair]
+        replicas = [options is not None and options.replicas for options in pair]
+        one, other = (None if options is None else options.seed for options in pair)
+        return FixedWork(
+            work[0],
+            work[1],
+            {is_training: each for is_training, each in zip((True, False), replicas) if each},
+            one,
+            other,
+            "other options",
+            tuple(said),
         )
-        return FixedWork(work[0], work[1], one, other, "other options", tuple(said))
 
-    def resolve(self, is_training: bool, **asked: Any) -> Dict[str, Any]:
+    def names(self, is_training: bool) -> Set[str]:
+        """Names of the arguments that are fixed in a mode."""
+        fixed = self.training if is_training else self.inference
+        return {*fixed, *(["ipus"] if is_training in self.replicas else [])}
+
+    def resolve(
+        self, is_training: bool, partition: Optional[Partition], **asked: Any
+    ) -> Dict[str, Any]:
         """The arguments with values of the configuration where they are None.
 
         Args:
             is_training: which of both counts.
+            partition: of the module over the IPUs of a replica.
             asked: "ipus", "device_iterations" and "gradient_accumulation", as the user has them.
 
         Raises:
             PlanError: an argument disagrees with the configuration; with all that do.
         """
-        fixed = self.training if is_training else self.inference
+        fixed = dict(self.training if is_training else self.inference)
+        if is_training in self.replicas:
+            count, said = self.replicas[is_training]
+            ipus = 1 if partition is None else partition.ipus
+            said += f" x {ipus} IPUs of a replica" if ipus > 1 else ""
+            fixed["ipus"] = (count * ipus, said)
         found: Dict[str, Any] = {}
         faults = []
         for name, value in asked.items():

@@ -240,9 +240,10 @@ class Model(Inspected):
             strategy: "pipelined", "sharded", "serial_phased", "parallel_phased" (stages are phases
                 there), or an object such as ``poptorch.PipelinedExecution(...)`` for a module with
                 blocks of its own. None is "pipelined".
-            ipus_per_replica: for a module with blocks of its own (``poptorch.BeginBlock``,
-                ``Block``, ``BlockFunction``) or with layers split over IPUs, how many IPUs they
-                name; with stages="auto", how many stages to make.
+            ipus_per_replica: how many IPUs a replica has where layers are split over several. For
+                a module with blocks of its own (``poptorch.BeginBlock``, ``Block``,
+                ``BlockFunction``) it follows from them. With stages="auto", how many stages to
+                make.
             inference_stages: stages of validation, ``evaluate`` and ``predict``; None as training.
             inference_layers_per_ipu: the same instead of inference_stages.
             inference_strategy: None is that of training; a pipeline that the device iterations

@@ -37,7 +37,9 @@ def find_lr(
     assert session.optimizer is not None
     check_range(*rates)
     source = open_data(data, Mode.TRAIN, session.loss.in_module)
-    work = session.fixed.resolve(True, ipus=ipus, gradient_accumulation=gradient_accumulation)
+    work = session.resolve_work(
+        source, True, ipus=ipus, gradient_accumulation=gradient_accumulation
+    )
     accumulation = work["gradient_accumulation"]
     plan = session.plan(source, work["ipus"], 1, accumulation, training=True)
     return finders.find_lr(
@@ -63,7 +65,6 @@ def find_batch_size(
     session = trial.session
     instead = "Look in one process, and pass the others what it found."
     refuse_several(session, "find_batch_size", instead)
-    total = session.fixed.resolve(True, ipus=ipus)["ipus"]
     if not comes_in_samples(Given("training data", x, y)):
         raise ConfigurationError(
             "find_batch_size needs samples to make batches of, but the training data comes in "
@@ -77,7 +78,9 @@ def find_batch_size(
     def plan_of(source: Source, accumulation: int) -> Plan:
         return session.plan(source, total, 1, accumulation, training=True)
 
-    whole = plan_of(open_with(1), 1)
+    single = open_with(1)
+    total = session.resolve_work(single, True, ipus=ipus)["ipus"]
+    whole = plan_of(single, 1)
     return finders.find_batch_size(
         trial,
         open_with,

@@ -24,7 +24,7 @@ from ipufit import loop
 from ipufit.data.batches import is_weighted
 from ipufit.data.feed import Feed
 from ipufit.data.source import Source
-from ipufit.dividing import Divider, settled
+from ipufit.dividing import Divider, redivided, settled
 from ipufit.errors import ConfigurationError
 from ipufit.first_batch import check_call, prepare_tail, probe
 from ipufit.fixed_work import FixedWork
@@ -35,6 +35,7 @@ from ipufit.losses import Loss
 from ipufit.meter import Meter
 from ipufit.metrics import MetricSet
 from ipufit.names import check_log_name
+from ipufit.parallel.own_blocks import UncountedError
 from ipufit.parallel.partition import NOT_DIVIDED, Partition, Partitions
 from ipufit.plan import Plan
 from ipufit.processes import Processes, current
@@ -42,7 +43,7 @@ from ipufit.program import Engine, MicroBatch, Mode, Program, ProgramSpec
 from ipufit.randomness import draw_seed
 from ipufit.recipe import Recipe
 from ipufit.together import Together
-from ipufit.whole_options.roles import TRAINING, role_of
+from ipufit.whole_options.roles import INFERENCE, TRAINING, role_of
 
 if TYPE_CHECKING:
     from ipufit.parallel.planning import Estimator
@@ -92,6 +93,7 @@ class Session:
         self._options = options or {}
         self.partitions = partitions
         self._divider = Divider(planned_memory)
+        self._ipus: Dict[bool, Optional[int]] = {}
         self.module = module
         self.engine = engine
         self.loss = loss
@@ -175,6 +177,21 @@ class Session:
         self._training.swap_averages()
         self._swaps += 1
 
+    def resolve_work(self, source: Source, training: bool, **asked: Any) -> Dict[str, Any]:
+        """Fill in what ``compile`` has fixed of ipus, device_iterations and gradient_accumulation.
+
+        Args:
+            source: of which the module's own blocks are counted where IPUs are to be shared out.
+            training: False for evaluate and predict.
+            asked: the arguments, as the user has them.
+
+        Raises:
+            PlanError: an argument disagrees with what is fixed.
+        """
+        if asked["ipus"] is not None or "ipus" in self.fixed.names(training):
+            self.partitions = self._divider.looked(self, source, training)
+        return self.fixed.resolve(training, self.partitions.of(training), **asked)
+
     def plan(
         self,
         source: Source,
@@ -187,6 +204,7 @@ class Session:
         """Check the batch algebra; a batch size that only the first batch tells counts as 1."""
         processes = self.processes
         source.share(processes.num_processes, processes.process_id)
+        self._ipus[training] = ipus
         passes = training and fixed_updates is not None
         partition = self.partitions.of(training)
         is_pipeline = partition is not None and partition.pipelines(training, device_iterations)
@@ -293,9 +311,31 @@ class Session:
         wants_outputs: bool,
         profile_folder: Optional[str],
     ) -> Job:
+        training = mode is Mode.TRAIN
         check_call(self.module, first, self.loss, source)
-        self.partitions = self._divider.divided(self, first, mode is Mode.TRAIN)
-        self.partitions = self._divider.counted(self, first, mode is Mode.TRAIN)
+        self.partitions = self._divider.divided(self, first, training)
+        how = (mode, seed, domain, wants_outputs, profile_folder)
+        try:
+            return self._job(feed, first, source, plan, *how)
+        except UncountedError as error:
+            self.follow_blocks(error, training)
+        partition, ipus = self.partitions.of(training), self._ipus.get(training)
+        plan = redivided(plan, partition, ipus, self.auto_round_ipus)
+        return self._job(feed, first, source, plan, *how)
+
+    def _job(
+        self,
+        feed: Feed,
+        first: MicroBatch,
+        source: Source,
+        plan: Plan,
+        mode: Mode,
+        seed: int,
+        domain: str,
+        wants_outputs: bool,
+        profile_folder: Optional[str],
+    ) -> Job:
+        self.count_stages(first, mode is Mode.TRAIN)
         plan = settled(plan, self.partitions.of(mode is Mode.TRAIN))
         plan = dataclasses.replace(plan, micro_batch_size=feed.micro_batch_size or first.size)
         metrics = MetricSet() if mode is Mode.PREDICT else self.metrics.fresh()
@@ -367,6 +407,29 @@ class Session:
         popart = getattr(self._options.get(TRAINING), "_Popart", None)
         chosen = getattr(popart, "options", {}).get("autoRecomputation")
         return strategy == "pipelined" and stages > 1 if chosen is None else bool(chosen)
+
+    def follow_blocks(self, error: UncountedError, training: bool) -> None:
+        """Divide the module as its own blocks do, which a recording has shown.
+
+        Args:
+            error: that the recording ended with; raised again where the user has set the IPUs.
+            training: what was recorded.
+        """
+        self.partitions = self._divider.followed(self, error, training)
+
+    def count_stages(self, first: MicroBatch, training: bool) -> None:
+        """Look how many stages the module's own blocks make, where they divide it."""
+        self.partitions = self._divider.counted(self, first, training)
+
+    def poptorch_strategy(self, training: bool) -> Any:
+        """The execution strategy that was set in PopTorch's options of a mode; None for none."""
+        role = TRAINING if training else INFERENCE
+        options = self._options.get(role)
+        if options is None:
+            return None
+        from ipufit.whole_options.reading import WholeOptions
+
+        return WholeOptions(role, options).strategy
 
     def _spec(
         self,

@@ -364,15 +364,17 @@ class Blocks(nn.Module):
 
 
 @ENGINES
-def test_blocks_of_the_module_must_fit_the_plan(engine):
-    assert broken(compiled(Blocks(), engine)) == (
-        "the module's own blocks put it on 2 IPUs, but the plan gives a replica 1. Pass "
-        "ipus_per_replica=2 to compile, or have it in the config."
+@pytest.mark.parametrize("ipus", [1, 4])
+def test_blocks_of_the_module_must_fit_what_compile_was_told(engine, ipus):
+    """Without ipus_per_replica, or with their number, it trains."""
+    assert broken(compiled(Blocks(), engine, ipus_per_replica=ipus), gradient_accumulation=7) == (
+        f"the module's own blocks put it on 2 IPUs, but ipus_per_replica is {ipus}. Leave it out, "
+        "or set it to 2, in compile or in the config."
     )
-    assert broken(compiled(Blocks(), engine, ipus_per_replica=4), gradient_accumulation=7) == (
-        "the module's own blocks put it on 2 IPUs, but the plan gives a replica 4. Pass "
-        "ipus_per_replica=2 to compile, or have it in the config."
-    )
+    for told in ({}, {"ipus_per_replica": 2}):
+        model = compiled(Blocks(), engine, **told)
+        fit(model, gradient_accumulation=3)
+        assert model.history.params["ipus"] == 2
 
 
 @ENGINES
@@ -380,8 +382,8 @@ def test_a_module_is_divided_in_one_way(engine):
     assert broken(compiled(Blocks(), engine, stages={"first": 0, "second": 1})) == (
         "a module is divided by its own blocks or by the arguments of compile, but it has blocks, "
         "such as 'B', and is divided by stages or layers_per_ipu too. Take its blocks away with "
-        "poptorch.removeBlocks(module), or leave the arguments out and pass ipus_per_replica=2, "
-        "also beside a config with layers_per_ipu=[-1]."
+        "poptorch.removeBlocks(module), or leave the arguments out; beside a config with "
+        "layers_per_ipu=[-1], pass ipus_per_replica=2."
     )
 
 

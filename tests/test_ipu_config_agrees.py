@@ -104,8 +104,8 @@ def test_blocks_that_only_forward_begins_need_the_number_of_ipus(blocks, said, e
     assert fault(ran, model) == (
         "a module is divided by its own blocks or by the arguments of compile, but it has "
         f"{said} is divided by stages or layers_per_ipu too. Take its blocks away with "
-        "poptorch.removeBlocks(module), or leave the arguments out and pass ipus_per_replica=2, "
-        "also beside a config with layers_per_ipu=[-1]."
+        "poptorch.removeBlocks(module), or leave the arguments out; beside a config with "
+        "layers_per_ipu=[-1], pass ipus_per_replica=2."
     )
     ran(compiled(Stack(blocks), engine, config=IPUConfig(**OWN), ipus_per_replica=2))
 

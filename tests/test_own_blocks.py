@@ -250,6 +250,141 @@ def test_blocks_without_names_are_numbered(engine):
     )
 
 
+class InForward(nn.Module):
+    """Two blocks that forward alone enters."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = net(None, None)
+
+    def forward(self, x):
+        with poptorch.Block("A", ipu_id=0):
+            x = self.layers[0](x)
+        with poptorch.Block("B", ipu_id=1):
+            return self.layers[1](x)
+
+
+def compiled_alone(module, engine="embedded", **options):
+    """Without a word about IPUs."""
+    model = ipufit.Model(module, engine=engine)
+    model.compile("sgd", "cross_entropy", **options)
+    return model
+
+
+@ENGINES
+@pytest.mark.parametrize("make", [lambda: net(0, 1), InForward], ids=["annotated", "in forward"])
+def test_the_ipus_of_a_replica_are_those_of_the_blocks(engine, make):
+    """Whether a replica is all there is, or the IPUs are shared out; numbers are those of one."""
+    plain = compiled_alone(net(None, None), engine)
+    for ipus, replicas in ((None, 1), (2, 1), (4, 2)):
+        model = compiled_alone(make(), engine)
+        model.fit(X, Y, batch_size=1, ipus=ipus, gradient_accumulation=3, verbose=0, shuffle=False)
+        found = model.history.params
+        assert (found["replicas"], found["ipus"]) == (replicas, 2 * replicas)
+        plain = compiled_alone(net(None, None), engine)
+        plain.fit(
+            X, Y, batch_size=1, ipus=replicas, gradient_accumulation=3, verbose=0, shuffle=False
+        )
+        for one, other in zip(model.module.parameters(), plain.module.parameters()):
+            assert torch.equal(one, other)
+    with pytest.raises(PlanError, match="must be a power of two that stages=2 divides, got 1"):
+        compiled_alone(make(), engine).fit(
+            X, Y, batch_size=1, ipus=1, gradient_accumulation=3, verbose=0
+        )
+
+
+@ENGINES
+@pytest.mark.parametrize("make", [lambda: net(0, 1), InForward], ids=["annotated", "in forward"])
+def test_inference_alone_has_the_ipus_of_the_blocks(engine, make):
+    """Also where nothing was trained before, and beside a training that follows."""
+    model = compiled_alone(make(), engine)
+    plain = compiled_alone(net(None, None), engine)
+    work = {"batch_size": 2, "device_iterations": 2, "verbose": 0}
+    expected = plain.predict(X, **work)
+    assert torch.equal(model.predict(X, ipus=4, **work), expected)
+    assert model._session.partitions.inference.ipus == 2
+    fit(model, 3)
+    assert model.history.params["ipus"] == 2
+
+
+@ENGINES
+def test_a_pipeline_of_counted_blocks_must_be_filled(engine):
+    for make in (lambda: net(0, 1), InForward):
+        with pytest.raises(PlanError) as caught:
+            fit(compiled_alone(make(), engine), 2)
+        assert str(caught.value) == (
+            "`gradient_accumulation` must be at least 3 to fill a training pipeline of 2 stages, "
+            "forward and back, got 2. Try 3."
+        )
+
+
+@ENGINES
+def test_options_say_how_the_counted_blocks_run(engine, capsys):
+    """Sharded blocks are no pipeline that would have to be filled."""
+    for make in (lambda: net(0, 1), InForward):
+        options = poptorch.Options().setExecutionStrategy(poptorch.ShardedExecution())
+        model = compiled_alone(make(), engine, training_options=options)
+        fit(model, 1)
+        model.explain()
+        text = "Training: sharded over 2 IPUs by the module's own blocks."
+        assert text in capsys.readouterr().out.splitlines()
+
+
+@ENGINES
+def test_replicas_of_options_are_so_many_times_the_counted_blocks(engine):
+    for make in (lambda: net(0, 1), InForward):
+        options = poptorch.Options().replicationFactor(2)
+        options.Training.gradientAccumulation(3)
+        model = compiled_alone(make(), engine, training_options=options)
+        fit(model, None)
+        found = model.history.params
+        assert (found["replicas"], found["ipus"]) == (2, 4)
+        with pytest.raises(PlanError, match="replicationFactor x 2 IPUs of a replica, which says"):
+            model.fit(X, Y, batch_size=2, ipus=2, verbose=0)
+
+
+def stream():
+    """Batches that can be read once."""
+    return ((X[i : i + 2], Y[i : i + 2]) for i in range(0, 10, 2))
+
+
+@ENGINES
+def test_ipus_of_a_stream_can_not_be_shared_out_before_blocks_show(engine):
+    """Where they are one replica, or the annotations or the user say it, they need not be."""
+    work = {"gradient_accumulation": 3, "verbose": 0}
+    with pytest.raises(PartitionError) as caught:
+        compiled_alone(InForward(), engine).fit(stream(), ipus=4, **work)
+    assert str(caught.value) == (
+        "ipus=4 was shared out among replicas before the first batch, which can't be read twice, "
+        "showed that the module's own blocks take 2 IPUs. Pass ipus_per_replica=2 to compile."
+    )
+    cured = compiled_alone(InForward(), engine, ipus_per_replica=2)
+    for model, ipus in (
+        (cured, 4),
+        (compiled_alone(net(0, 1), engine), 4),
+        (compiled_alone(InForward(), engine), None),
+    ):
+        model.fit(stream(), ipus=ipus, **work)
+        assert model.history.params["ipus"] == (ipus or 2)
+
+
+def test_a_module_without_blocks_is_recorded_as_often_as_ever():
+    """Only blocks make it run once more, and IPUs that are to be shared out before it runs."""
+    calls = []
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            calls.append(len(x))
+            return self.layer(x)
+
+    fit(compiled_alone(Counting()), 1)
+    assert calls == [2]
+
+
 def test_blocks_are_not_counted_where_the_module_needs_values():
     """What runs eagerly can't be looked at beforehand: it counts as one stage per IPU."""
 

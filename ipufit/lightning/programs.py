@@ -11,14 +11,19 @@ from torch import Tensor
 
 from ipufit.data.batches import Unpacker
 from ipufit.data.source import Source
+from ipufit.errors import PlanError
 from ipufit.first_batch import prepare_tail
 from ipufit.integrations.lightning.kinds import lightning_parts
 from ipufit.integrations.lightning.model import LightningModel
 from ipufit.integrations.lightning.replacing import replaced
 from ipufit.interrupts import deferred
 from ipufit.lightning.loaders import Execution, Executions
+from ipufit.lightning.packages import part
 from ipufit.logged import Running
+from ipufit.parallel.own_blocks import UncountedError
+from ipufit.parallel.partition import Partition
 from ipufit.plan import Plan
+from ipufit.plan_checks import round_up
 from ipufit.program import Anchors, CombinedBatch, MicroBatch, Mode, Program
 from ipufit.session import Session
 
@@ -118,8 +123,28 @@ class Programs:
             return self._programs[mode]
         session, trains = self._session, mode is Mode.TRAIN
         source = _training_data(trainer) if trains else None
+        try:
+            return self._prepared(mode, first, work, source, trainer)
+        except UncountedError as error:
+            self.finish(mode)
+            session.follow_blocks(error, trains)
+        return self._prepared(mode, first, work, source, trainer)
+
+    def _prepared(
+        self,
+        mode: Mode,
+        first: MicroBatch,
+        work: Work,
+        source: Optional[Source],
+        trainer: Any,
+    ) -> Program:
+        session, trains = self._session, mode is Mode.TRAIN
+        with self._alone():
+            session.count_stages(first, trains)
         partition = session.partitions.of(trains)
         stages = 1 if partition is None else partition.ipus
+        if not session.auto_round_ipus:
+            _check_ipus(work.replicas, stages)
         plan = Plan.make(
             micro_batch_size=first.size,
             ipus=work.replicas * stages,
@@ -128,6 +153,12 @@ class Programs:
             gradient_accumulation=work.accumulation,
             samples=None if source is None else source.samples,
             training=trains,
+            auto_round_ipus=session.auto_round_ipus,
+        )
+        plan = dataclasses.replace(
+            plan,
+            depth=0 if partition is None else partition.depth,
+            pipelined=partition is not None and _is_pipeline(partition, work, trains),
         )
         seed, wants_outputs = session.seed(), mode is Mode.PREDICT or bool(session.metrics)
         folder = self._profile_folder if trains else None
@@ -174,6 +205,55 @@ class Programs:
             program = self._programs.pop(mode, None)
             if program is not None:
                 self._session.finish(program)
+
+
+def _check_ipus(replicas: int, stages: int) -> None:
+    """Make sure that so many replicas can have their IPUs.
+
+    Raises:
+        PlanError: their number is no power of two.
+    """
+    if replicas * stages == round_up(replicas * stages):
+        return
+    fits = stages == round_up(stages)
+    cure = f"devices={round_up(replicas)}, or " if fits else ""
+    raise PlanError(
+        [
+            f"IPUs come in powers of two, but devices={replicas} asks for {replicas} replica"
+            f"{'s' * (replicas > 1)} of {stages} IPU{'s' * (stages > 1)}. Pass {cure}options with "
+            "autoRoundNumIPUs(True) as training_opts and inference_opts, which reserves more and "
+            "leaves the rest idle."
+        ],
+        {"devices": round_up(replicas)} if fits else {},
+    )
+
+
+def _is_pipeline(partition: Partition, work: Work, trains: bool) -> bool:
+    """Whether the stages of an execution work at the same time; what a user should know is logged.
+
+    Raises:
+        PlanError: there is too little work for as many stages.
+    """
+    stages, least = partition.stages, 2 * partition.stages - 1
+    is_pipeline = partition.pipelines(trains, work.device_iterations)
+    if not is_pipeline or not trains or work.accumulation >= least:
+        return is_pipeline
+    if work.device_iterations < stages:
+        raise PlanError(
+            [
+                f"device_iterations of IPUStrategy must be at least {stages} for a module in "
+                f"{stages} stages, got {work.device_iterations}. Pass IPUStrategy("
+                f"device_iterations={stages}), or Trainer(accumulate_grad_batches={least}), which "
+                "fills a pipeline."
+            ],
+            {"device_iterations": stages},
+        )
+    part("utilities").rank_zero_info(
+        f"The blocks of the module make {stages} stages. A pipeline that trains is filled by "
+        f"accumulate_grad_batches={least} or more; with {work.accumulation}, the stages of a "
+        "micro-batch run one after the other. The numbers are the same."
+    )
+    return False
 
 
 def _training_data(trainer: Any) -> Optional[Source]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Sequence, Tuple
+from typing import Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from ipufit.errors import CaptureError
 from ipufit.losses import Loss
 from ipufit.modes import evaluating, training
 from ipufit.parallel.following import followed
-from ipufit.parallel.own_blocks import OwnBlocks
 from ipufit.parallel.partition import Partition
 from ipufit.program import MicroBatch
 from ipufit.randomness import isolated
@@ -22,14 +21,18 @@ __all__ = ["stages_of_blocks"]
 
 
 def stages_of_blocks(
-    partition: Partition, module: nn.Module, loss: Loss, batch: MicroBatch, is_training: bool
+    partition: Optional[Partition],
+    module: nn.Module,
+    loss: Loss,
+    batch: MicroBatch,
+    is_training: bool,
 ) -> int:
     """Stages of the pipeline that the module's own blocks make, as PopTorch counts them.
 
     A module that goes back to an earlier IPU has more of them than IPUs.
 
     Args:
-        partition: that leaves it to the module.
+        partition: that leaves it to the module; None where that is thought to be on one IPU.
         module: the user's.
         loss: its normal form.
         batch: of its tensors only shape and dtype matter.
@@ -39,6 +42,7 @@ def stages_of_blocks(
         As many as IPUs where it can't be seen: of blocks of the SDK, or if the module needs values.
 
     Raises:
+        UncountedError: the blocks take another number of IPUs.
         PartitionError: the blocks contradict the partition.
     """
     # Imported here: the engine builds on the partition.
@@ -49,14 +53,15 @@ def stages_of_blocks(
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     named = {**dict(step.named_parameters()), **dict(step.named_buffers())}
     leaves = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in batch.leaves]
-    found = [partition.ipus]
+    found = [1 if partition is None else partition.ipus]
 
     def run(*tensors: Tensor) -> Tuple[Tensor, ...]:
         state = dict(zip(named, tensors))
         inputs = tree.unflatten(tensors[len(named) :], batch.structure)
         with torch.no_grad(), followed(partition, module) as own:
             call_with(step, state, (inputs, state, False))
-        found[0] = _count(own, partition)
+        if own.entered():
+            found[0] = own.stages()
         return ()
 
     values: Sequence[Tensor] = [*(tensor.detach() for tensor in named.values()), *leaves]
@@ -68,7 +73,3 @@ def stages_of_blocks(
         # Whatever runs the module says what it can't do.
         pass
     return found[0]
-
-
-def _count(own: OwnBlocks, partition: Partition) -> int:
-    return own.stages() if own.entered() else partition.ipus

@@ -15,7 +15,21 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 from ipufit.errors import PartitionError
 from ipufit.parallel.partition import BLOCK, Partition
 
-__all__ = ["OwnBlocks"]
+__all__ = ["OwnBlocks", "UncountedError", "blocks_without_end"]
+
+
+class UncountedError(PartitionError):
+    """Blocks of the module's own take another number of IPUs than a replica has.
+
+    Attributes:
+        ipus: that the blocks take.
+        stages: that the blocks make.
+    """
+
+    def __init__(self, text: str, ipus: int, stages: int) -> None:
+        super().__init__(text)
+        self.ipus = ipus
+        self.stages = stages
 
 
 class OwnBlocks:
@@ -115,9 +129,8 @@ class OwnBlocks:
                     "a module is divided by its own blocks or by the arguments of compile, but it "
                     f"has blocks{some[0] if some else ''} and is divided by stages or "
                     "layers_per_ipu too. Take its blocks away with poptorch.removeBlocks(module), "
-                    "or leave the arguments out and pass ipus_per_replica="
-                    f"{1 + max(named, default=partition.ipus - 1)}, also beside a config with "
-                    "layers_per_ipu=[-1]."
+                    "or leave the arguments out; beside a config with layers_per_ipu=[-1], pass "
+                    f"ipus_per_replica={1 + max(named, default=partition.ipus - 1)}."
                 )
             return
         if partition is not None and partition.poptorch_strategy is not None:
@@ -136,10 +149,12 @@ class OwnBlocks:
         ipus = self._partition.ipus if self._partition is not None else 1
         if named and 1 + max(named) != ipus:
             count = 1 + max(named)
-            raise PartitionError(
-                f"the module's own blocks put it on {count} IPU{'s' if count > 1 else ''}, but the "
-                f"plan gives a replica {ipus}. Pass ipus_per_replica={count} to compile, or have "
-                "it in the config."
+            raise UncountedError(
+                f"the module's own blocks put it on {count} IPU{'s' if count > 1 else ''}, but "
+                f"ipus_per_replica is {ipus}. Leave it out, or set it to {count}, in compile or in "
+                "the config.",
+                count,
+                self.stages(),
             )
 
     def _check_together(self, strategy: Any) -> None:
@@ -156,6 +171,29 @@ class OwnBlocks:
                     f"strategy puts into one stage, begin on IPUs {where} and {ipu}. Give each a "
                     "poptorch.Stage of its own, or say poptorch.Stage(...).ipu(number)."
                 )
+
+
+@contextlib.contextmanager
+def blocks_without_end() -> Iterator[None]:
+    """Let each ``with poptorch.Block(...)`` of this context go on until another block begins.
+
+    PopTorch wants every operator in a block, but a step of Lightning's computes its loss behind
+    the blocks of ``forward``.
+    """
+    modules = [sys.modules.get(name) for name in ("ipufit.poptorch._blocks", "poptorch")]
+    blocks: List[Any] = [module.__dict__["Block"] for module in modules if module is not None]
+    ends = [(block, block.__exit__) for block in dict.fromkeys(blocks)]
+    for block, _ in ends:
+        block.__exit__ = _go_on
+    try:
+        yield
+    finally:
+        for block, end in ends:
+            block.__exit__ = end
+
+
+def _go_on(block: object, *error: object) -> None:
+    """Leave a block open."""
 
 
 def _increments(strategy: Any) -> bool:

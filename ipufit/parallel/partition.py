@@ -121,10 +121,17 @@ class Partition:
 
 @dataclasses.dataclass(frozen=True)
 class Partitions:
-    """That of training and that of inference; None for one IPU."""
+    """Partitions of a module for training and for inference; None for one IPU.
+
+    Attributes:
+        training, inference: how the module lies on IPUs.
+        is_ipus_set: whether the user has divided the module or set how many IPUs a replica has;
+            otherwise the module's own blocks say it when it runs.
+    """
 
     training: Optional[Partition] = None
     inference: Optional[Partition] = None
+    is_ipus_set: bool = False
 
     def of(self, training: bool) -> Optional[Partition]:
         """One of the two."""
@@ -146,14 +153,19 @@ class Partitions:
             else p
             for p in (self.training, self.inference)
         )
-        return Partitions(training, inference)
+        return dataclasses.replace(self, training=training, inference=inference)
 
     def counted(self, training: bool, stages: int) -> Partitions:
         """The same where the module divides itself, with the number of its stages."""
         one = self.of(training)
         assert one is not None
-        name = "training" if training else "inference"
-        return dataclasses.replace(self, **{name: dataclasses.replace(one, stages=stages)})
+        return self.replaced(training, dataclasses.replace(one, stages=stages))
+
+    def replaced(self, training: bool, partition: Optional[Partition]) -> Partitions:
+        """Put another partition in the place of that of training or of inference."""
+        if training:
+            return dataclasses.replace(self, training=partition)
+        return dataclasses.replace(self, inference=partition)
 
     def marks(self) -> Dict[str, List[str]]:
         """By the names of modules, the stages that begin with them."""

@@ -18,6 +18,8 @@ class PartitionRequest:
     Attributes:
         prefix: before their names, as the user wrote them.
         ipus_said_by: what says ``ipus_per_replica`` where no argument does.
+        is_annotated: whether ``ipus_per_replica`` is what ``BeginBlock`` wrote into the module, and
+            no more than a guess until it runs.
     """
 
     stages: Any = None
@@ -27,6 +29,7 @@ class PartitionRequest:
     ipus_per_replica: Any = None
     prefix: str = ""
     ipus_said_by: str = ""
+    is_annotated: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -38,6 +41,12 @@ class PartitionRequest:
         """Whether all arguments were left out, also those that only go with others."""
         said = (self.stages, self.layers_per_ipu, self.layers, self.strategy, self.ipus_per_replica)
         return all(value is None for value in said)
+
+    @property
+    def sets_ipus(self) -> bool:
+        """Whether the user divides the module or sets how many IPUs a replica has."""
+        divides = self.stages is not None or self.layers_per_ipu is not None
+        return divides or (self.ipus_per_replica is not None and not self.is_annotated)
 
     def name(self, argument: str) -> str:
         """What the user calls an argument."""

@@ -51,7 +51,7 @@ def resolve_partitions(
         with faults.collected():
             second = resolve_partition(module, inference, is_training=False)
     faults.raise_all()
-    return Partitions(first, second)
+    return Partitions(first, second, training.sets_ipus)
 
 
 def _inherited(partition: Optional[Partition]) -> Optional[Partition]:

@@ -13,7 +13,7 @@ from torch.nn.modules.module import (
 
 from ipufit.errors import PartitionError
 from ipufit.parallel.naming import begun_by
-from ipufit.parallel.own_blocks import OwnBlocks
+from ipufit.parallel.own_blocks import OwnBlocks, UncountedError
 from ipufit.parallel.partition import AFTER, Partition
 from ipufit.parallel.serialized import Serialized
 from ipufit.parallel.serializing import ipus_of
@@ -165,10 +165,12 @@ class Walk:
             partition.begins or self._own.entered() or ipus_of(self._module, self._is_training)
         )
         if partition.ipus > 1 and self._own.can_hear_all and not divided:
-            raise PartitionError(
+            raise UncountedError(
                 f"ipus_per_replica={partition.ipus} needs a module that is divided, but nothing "
                 "divides this one: it has no blocks of its own. Give stages or layers_per_ipu to "
-                "compile, begin blocks with poptorch.BeginBlock, or leave ipus_per_replica out."
+                "compile, begin blocks with poptorch.BeginBlock, or leave ipus_per_replica out.",
+                ipus=1,
+                stages=1,
             )
 
     def _check_work(self, left_out: Set[int]) -> None:

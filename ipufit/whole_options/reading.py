@@ -73,29 +73,30 @@ class WholeOptions:
         """Whether these are for ``evaluate``, ``predict`` and validation."""
         return self.role == INFERENCE
 
-    def work(self, ipus_per_replica: int) -> Dict[str, Tuple[int, str]]:
+    def work(self) -> Dict[str, Tuple[int, str]]:
         """By argument of ``fit``: the value that these options fix, and what says so.
 
         A value of 1 is PopTorch's default, and fixes nothing.
         """
         given = self.given
-        replicas = f"{self.role}.replicationFactor"
-        replicas += f" x {ipus_per_replica} IPUs of a replica" if ipus_per_replica > 1 else ""
-        accumulation = "Training.gradientAccumulation"
         rows = {
-            "ipus": (given.replication_factor, ipus_per_replica, replicas),
-            "device_iterations": (given.device_iterations, 1, f"{self.role}.deviceIterations"),
+            "device_iterations": (given.device_iterations, "deviceIterations"),
             "gradient_accumulation": (
                 given.Training.gradient_accumulation,
-                1,
-                f"{self.role}.{accumulation}",
+                "Training.gradientAccumulation",
             ),
         }
         return {
-            name: (int(value) * factor, said)
-            for name, (value, factor, said) in rows.items()
+            name: (int(value), f"{self.role}.{setter}")
+            for name, (value, setter) in rows.items()
             if value != 1
         }
+
+    @property
+    def replicas(self) -> Optional[Tuple[int, str]]:
+        """What ``replicationFactor`` was given, and what says so; None for PopTorch's default."""
+        count = int(self.given.replication_factor)
+        return None if count == 1 else (count, f"{self.role}.replicationFactor")
 
     @property
     def seed(self) -> Optional[Tuple[int, str]]:

@@ -20,6 +20,7 @@ from ipufit.integrations.lightning.logging import Notes, attached, no_log, step_
 from ipufit.integrations.lightning.metrics import MetricCalls
 from ipufit.integrations.lightning.stand_ins import BatchIndex, StepFacts
 from ipufit.logged import LogRule, report
+from ipufit.parallel.own_blocks import blocks_without_end
 
 __all__ = ["Steps", "acting_as", "steps_of"]
 
@@ -83,7 +84,8 @@ class Steps(nn.Module):
         notes = None if self.notes is None else self.notes.setdefault(role, {})
         log = no_log(name) if role == "predict" else step_log(role, size, metrics, notes)
         growth = _refusing_growth(module, name)
-        with metrics.in_place(), attached(module, StepFacts(role), log), growth:
+        facts = attached(module, StepFacts(role), log)
+        with metrics.in_place(), facts, growth, blocks_without_end():
             if overrides(module, "on_after_batch_transfer"):
                 batch = module.on_after_batch_transfer(batch, 0)
             result = getattr(module, name)(batch, *self._more(role))
