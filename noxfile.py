@@ -52,6 +52,17 @@ BESIDE_OLDEST = dict.fromkeys(("examples", "lightning"), ("setuptools<81",))
 # What of a browser has to be in /usr/bin.
 CHROMIUM = ("chromium", "chromedriver")
 OLDEST_PYTHON = PROJECT["requires-python"].replace(">=", "")
+# The classifiers name the Pythons that are tested, from the oldest on.
+NEWEST_PYTHON = PROJECT["classifiers"][-1].rpartition(" ")[2]
+# What depends on the version of Python most: frames, tracebacks, bytecode, threads, start-up.
+NEWEST_TESTS = [
+    f"tests/test_{part}.py"
+    for part in (
+        *("unreadable_data", "traps", "bad_batches", "bad_loaders", "bad_losses", "bad_modules"),
+        *("import", "data_forms", "prefetch", "callback_list", "progress", "checkpoints"),
+        *("resume", "merging_rules", "run_script", "random_numbers"),
+    )
+]
 
 
 def group(*names: str) -> tuple[str, ...]:
@@ -157,6 +168,16 @@ def minimums(session: nox.Session) -> None:
     # torch 2.0 was built against NumPy 1 and can't hand arrays over to NumPy 2.
     session.install("-e", TESTED, *floors, "numpy<2", *group("test"))
     session.run("python", "-m", "pytest", *PARALLEL, *session.posargs)
+
+
+@nox.session(python=NEWEST_PYTHON)
+def newest(session: nox.Session) -> None:
+    """Run the tests on the newest Python that is tested; `-- --part`: what depends on it most."""
+    session.install("-e", TESTED, *group("test", "torch"))
+    options = session.posargs
+    if options == ["--part"]:
+        options = NEWEST_TESTS
+    session.run("python", "-m", "pytest", *PARALLEL, *options)
 
 
 @nox.session

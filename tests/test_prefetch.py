@@ -1,5 +1,6 @@
 """A thread prepares executions ahead: the same bits, no thread left behind, errors as they are."""
 
+import contextlib
 import os
 import signal
 import sqlite3
@@ -285,9 +286,14 @@ def test_rows_in_memory_are_read_ahead_for_a_device():
     assert history.params["prefetch"] == 1
 
 
-def test_a_dataset_may_belong_to_the_main_thread():
+@pytest.fixture
+def connection():
+    with contextlib.closing(sqlite3.connect(":memory:")) as opened:
+        yield opened
+
+
+def test_a_dataset_may_belong_to_the_main_thread(connection):
     """sqlite3 refuses every other thread."""
-    connection = sqlite3.connect(":memory:")
     connection.execute("create table t (x real)")
     connection.executemany("insert into t values (?)", [(float(n),) for n in range(12)])
 

@@ -205,6 +205,20 @@ def test_an_error_in_a_later_pass_is_told_alike():
         fit(compiled(), DataLoader(Later(SAMPLES[:8]), 4), steps_per_epoch=4)
 
 
+def test_an_index_that_the_dataset_changes_is_not_taken_for_the_sample():
+    """The sample that fails again is named, where the call does not say which it was."""
+
+    class Turned(Samples):
+        def __getitem__(self, index):
+            index = 7 - index
+            if index == 5:
+                raise ValueError("worn out")
+            return super().__getitem__(index)
+
+    with pytest.raises(DataError, match=r"sample 2 of Turned could not be read: ValueError: worn"):
+        fit(compiled(), DataLoader(Turned(SAMPLES[:8]), 8))
+
+
 class Dies(Samples):
     """Ends its process."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 from pathlib import PurePath
 from types import FrameType
 from typing import Any, Callable, Iterable, Iterator, List, Tuple
@@ -147,11 +148,30 @@ def _index(error: Exception, fetch: Any, replay: Callable[[], Any]) -> Any:
     fetcher, wanted = fetch.f_locals["self"], fetch.f_locals["possibly_batched_index"]
     if not fetcher.auto_collation:
         return wanted
-    for frame in _frames(error):
+    frames = list(_frames(error))
+    for frame in frames:
         if "torch" in PurePath(frame.f_code.co_filename).parts and "idx" in frame.f_locals:
             return frame.f_locals["idx"]
-    # From Python 3.12 on a comprehension forgets its variable when it fails.
+    # From Python 3.12 on a comprehension forgets its variable when it fails; what it called knows.
+    for frame in frames[frames.index(fetch) + 1 :][:1]:
+        index = _first_argument(frame)
+        if isinstance(index, int) and index in wanted:
+            return index
     return _sought(error, fetcher.dataset, wanted, replay)
+
+
+def _first_argument(frame: FrameType) -> Any:
+    """Read what a method was called with, after ``self``; None where it has assigned to that."""
+    code = frame.f_code
+    if code.co_argcount < 2:
+        return None
+    name = code.co_varnames[1]
+    for step in dis.get_instructions(code):
+        # One instruction of Python 3.13 may store two variables.
+        names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        if step.opname.startswith(("STORE", "DELETE")) and name in names:
+            return None
+    return frame.f_locals.get(name)
 
 
 def _sought(
