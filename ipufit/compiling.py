@@ -34,6 +34,7 @@ from ipufit.recipe import (
     resolve_output_mode,
     resolve_precision,
 )
+from ipufit.recordable import refuse_unregistered
 from ipufit.session import Session
 from ipufit.whole_options.roles import INFERENCE, TRAINING
 
@@ -266,6 +267,8 @@ def _what(
             named += [(f"loss.{name}", p) for name, p in loss.module.named_parameters()]
     with faults.collected():
         if asked.optimizer is not None:
+            if not any(parameter.requires_grad for _, parameter in named):
+                refuse_unregistered(module)
             optimizer = resolve_optimizer(asked.optimizer, named)
     with faults.collected():
         # What metrics of several outputs go by is not known without their losses.

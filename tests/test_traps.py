@@ -67,6 +67,108 @@ def test_a_parameter_reached_past_the_module_is_refused(eager):
     )
 
 
+class Overlooked(nn.Module):
+    """Has a second layer, or a scale, in an attribute that torch does not look into."""
+
+    def __init__(self, hide, alone=False):
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.extra = hide(nn.Linear(12, 12).double())
+        if not alone:
+            self.head = nn.Linear(12, 5).double()
+
+    def forward(self, x):
+        x, extra = x.flatten(1), self.inner.extra
+        if isinstance(extra, torch.Tensor):
+            x = x * extra
+        else:
+            (extra,) = extra.values() if hasattr(extra, "values") else extra
+            x = x * extra if isinstance(extra, torch.Tensor) else extra(x)
+        return self.head(x) if hasattr(self, "head") else x[:, :5]
+
+
+HIDDEN = {
+    "list": (
+        lambda layer: [layer],
+        "layers in a plain list",
+        "nn.ModuleList(self.extra)",
+        nn.ModuleList,
+    ),
+    "tuple": (
+        lambda layer: (layer,),
+        "layers in a plain tuple",
+        "nn.ModuleList(self.extra)",
+        nn.ModuleList,
+    ),
+    "dict": (
+        lambda layer: {"layer": layer},
+        "layers in a plain dict",
+        "nn.ModuleDict(self.extra)",
+        nn.ModuleDict,
+    ),
+    "parameters": (
+        lambda layer: [layer.bias],
+        "parameters in a plain list",
+        "nn.ParameterList(self.extra)",
+        nn.ParameterList,
+    ),
+    "tensor": (
+        lambda layer: torch.ones(12, dtype=torch.float64, requires_grad=True),
+        "parameters in a plain Tensor",
+        "nn.Parameter(value)",
+        lambda value: nn.Parameter(value.detach()),
+    ),
+}
+
+
+@pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
+@pytest.mark.parametrize("name", HIDDEN)
+@embedded_only("a device refuses a tensor that was never given to it, before there is a gradient")
+def test_what_torch_does_not_register_is_refused(name, eager):
+    """Torch trains the rest of the module and leaves such layers as they began."""
+    hide, holds, instead, register = HIDDEN[name]
+    net = Overlooked(hide)
+    with pytest.raises(CaptureError) as caught:
+        compiled(net, run_eagerly=eager).fit(loader(), verbose=0)
+    assert str(caught.value) == (
+        f"'inner.extra' of Module holds {holds}, where torch finds no parameters, so that they "
+        f"would not be trained. Write self.extra = {instead} in __init__. What is not to be "
+        "trained, call requires_grad_(False) of."
+    )
+    registered = Overlooked(lambda layer: register(hide(layer)))
+    before = copy.deepcopy(registered.state_dict())
+    compiled(registered, run_eagerly=eager).fit(loader(), verbose=0)
+    assert any(
+        not torch.equal(value, before[key])
+        for key, value in registered.state_dict().items()
+        if key.startswith("inner.extra")
+    )
+
+
+@embedded_only("a device refuses a tensor that was never given to it, trained or not")
+def test_what_is_not_to_be_trained_may_stay_unregistered():
+    """A teacher is often kept in a list, so that it is no part of the module."""
+    net = Overlooked(lambda layer: [layer.requires_grad_(False)])
+    assert compiled(net).fit(loader(), verbose=0).epoch == [0]
+    net = Overlooked(lambda layer: layer)
+    net.same = [net.inner.extra, net.head]
+    net.forward = lambda x: net.same[1](net.same[0](x.flatten(1)))
+    assert compiled(net).fit(loader(), verbose=0).epoch == [0]
+
+
+def test_a_module_with_all_layers_in_a_list_is_told_so():
+    """It was told to unfreeze what it has not."""
+    with pytest.raises(OptimizerError) as caught:
+        compiled(Overlooked(lambda layer: [layer], alone=True))
+    assert str(caught.value) == (
+        "the module has no trainable parameter: 'inner.extra' of Module holds layers in a plain "
+        "list, where torch finds no parameters. Write self.extra = nn.ModuleList(self.extra) in "
+        "__init__."
+    )
+    net = Overlooked(lambda layer: nn.ModuleList([layer]), alone=True)
+    assert compiled(net).fit(loader(), verbose=0).epoch == [0]
+
+
 def test_one_tensor_in_two_places_is_two_inputs():
     """An autoencoder's batch holds its input twice; the next batch need not."""
     a, b, c = (torch.randn(4, 3, dtype=torch.float64) for _ in range(3))

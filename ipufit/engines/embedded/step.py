@@ -35,6 +35,7 @@ from ipufit.parallel.following import followed
 from ipufit.parallel.partition import Partition
 from ipufit.program import MicroBatch
 from ipufit.recipe import Precision
+from ipufit.recordable import unregistered
 
 __all__ = ["MicroStep", "StepModule", "attributes_kept", "carries_loss", "public_name"]
 
@@ -281,13 +282,22 @@ class MicroStep:
     def _refuse_bypass(self, loss: Tensor) -> None:
         """A parameter reached by a reference from outside the module would get no gradient."""
         own = {id(p): name for name, p in self._step.named_parameters()}
+        # Those are looked for once: it takes longer than the rest.
+        overlooked = {} if self.reached else unregistered(self._step.net)
         todo, seen = [loss.grad_fn], set()
         while todo:
             node = todo.pop()
             if node is None or node in seen:
                 continue
             seen.add(node)
-            name = own.get(id(getattr(node, "variable", None)))
+            leaf = id(getattr(node, "variable", None))
+            if leaf in overlooked:
+                attribute = overlooked[leaf]
+                raise CaptureError(
+                    f"{attribute.text}, so that they would not be trained. {attribute.cure} What "
+                    "is not to be trained, call requires_grad_(False) of."
+                )
+            name = own.get(leaf)
             if name is not None:
                 raise CaptureError(
                     f"{public_name(name)!r} was used through a reference kept outside the module, "
