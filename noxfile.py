@@ -135,7 +135,7 @@ def browser(session: nox.Session) -> None:
 
 @nox.session
 def drill(session: nox.Session) -> None:
-    """Kill training 200 times at random moments, go on, and compare the bytes at the end."""
+    """Kill training 200 times at random moments and go on from there; press Ctrl-C 200 times."""
     session.install("-e", ".", *group("test", "torch"))
     session.run("python", "-m", "tests.drill", *session.posargs)
 

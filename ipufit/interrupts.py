@@ -1,17 +1,27 @@
-"""What cuts into a run: Ctrl-C, which waits for the execution to finish, and copies by fork."""
+"""What cuts into a run: Ctrl-C, which waits for the execution to finish, and copies by fork.
+
+An exception that a signal's handler raises while a process is forked is lost in one of the hooks
+of fork, and that of ``logging`` then keeps its lock for ever: the next fork of another thread waits
+for it. So signals wait while processes are started, and the processes don't hear Ctrl-C.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.process
 import os
 import signal
 import threading
+from contextvars import ContextVar
 from types import FrameType
-from typing import Iterator, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["SameProcess", "deferred"]
+__all__ = ["SameProcess", "deferred", "is_interrupted", "starting_processes"]
+
+_START = multiprocessing.process.BaseProcess.start.__code__
+_LOADER = "torch.utils.data.dataloader"
 
 
 class SameProcess:
@@ -41,13 +51,12 @@ class SameProcess:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Hold SIGINT back until the block ends; a second one interrupts at once.
+    """Hold SIGINT back until the block ends, even by an error; a second one interrupts at once.
 
     Does nothing outside the main thread, where Python delivers no signal, and where the user has a
     handler of their own.
     """
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if not _is_main() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
     pending = False
@@ -63,5 +72,124 @@ def deferred() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if pending:
-        raise KeyboardInterrupt
+        if pending:
+            raise KeyboardInterrupt
+
+
+def is_interrupted(error: Optional[BaseException]) -> bool:
+    """Whether an exception is, or came up while handling, one that ends the program: Ctrl-C, say.
+
+    A generator that is closed sees GeneratorExit, with what its reader was left by as context.
+    """
+    while isinstance(error, (Exception, GeneratorExit)):
+        error = error.__context__
+    return error is not None
+
+
+@contextlib.contextmanager
+def starting_processes(silent: bool = False) -> Iterator[None]:
+    """Hold signals back while the block starts processes, which will ignore SIGINT.
+
+    In the main thread, where handlers run, a signal waits for the end of the block if a process is
+    just being started, or torch is making the iterator of a DataLoader; of one that comes for the
+    second time the latter doesn't count. In any other thread nothing has to wait. Processes that
+    are not forked inherit no handler: those ignore SIGINT only if the block is ``silent``.
+
+    Args:
+        silent: SIGINT does not reach this thread at all before the end of the block.
+    """
+    with contextlib.ExitStack() as stack:
+        mask = None
+        if (silent or not _is_main()) and hasattr(signal, "pthread_sigmask"):
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
+        held = _HeldSignals()
+        stack.callback(held.release)
+        stack.callback(_IN_FORK.reset, _IN_FORK.set(lambda: held.leave_to(mask)))
+        if _is_main():
+            held.hold()
+        yield
+
+
+class _HeldSignals:
+    """Handlers in the place of those that Python would call, which may raise anywhere."""
+
+    def __init__(self) -> None:
+        self._handlers: Dict[int, Callable[..., Any]] = {}
+        self._pending: List[int] = []
+
+    def hold(self) -> None:
+        """Take the place of all handlers written in Python."""
+        for number in signal.valid_signals():
+            handler = signal.getsignal(number)
+            if callable(handler):
+                self._handlers[number] = handler
+                signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: Optional[FrameType]) -> None:
+        if _is_starting(frame, again=number in self._pending):
+            self._pending.append(number)
+        else:
+            # torch calls the handler that it finds for SIGCHLD from its own, for ever.
+            self._handlers[number](number, frame)
+
+    def release(self) -> None:
+        """Put the handlers back, and let the signals come that came meanwhile."""
+        self._put_back()
+        self._let_come()
+
+    def _let_come(self) -> None:
+        if self._pending:
+            try:
+                signal.raise_signal(self._pending.pop(0))
+            finally:
+                self._let_come()
+
+    def _put_back(self) -> None:
+        # SIGINT last: where it raises at once, nothing is left to be done.
+        for number in sorted(self._handlers, key=lambda number: number == signal.SIGINT):
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, self._handlers[number])
+
+    def leave_to(self, mask: Any) -> None:
+        """In a process that was forked: have nothing to do with Ctrl-C, which its parent handles.
+
+        Args:
+            mask: of the signals that it blocks; None for those that it blocks already.
+        """
+        signal.signal(signal.SIGINT, _ignore)
+        self._put_back()
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _is_starting(frame: Optional[FrameType], again: bool) -> bool:
+    """Whether a process is being started here, or an iterator of torch's that starts some."""
+    while frame is not None:
+        if frame.f_code is _START:
+            return True
+        module = frame.f_globals.get("__name__")
+        if module == _LOADER and frame.f_code.co_name == "__init__" and not again:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _ignore(number: int, frame: Optional[FrameType]) -> None:
+    """No SIG_IGN, which programs that this process runs would inherit."""
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _begin_fork() -> None:
+    begin = _IN_FORK.get()
+    if begin is not None:
+        begin()
+
+
+# What a process does first that this thread forks.
+_IN_FORK: ContextVar[Optional[Callable[[], None]]] = ContextVar("ipufit-fork", default=None)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_fork)

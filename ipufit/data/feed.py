@@ -16,6 +16,7 @@ from ipufit.data.rows import Horizon, Picked, batch_count
 from ipufit.data.source import Source
 from ipufit.data.weights import refuse_zero_update
 from ipufit.errors import DataError
+from ipufit.interrupts import is_interrupted
 from ipufit.keeping import generators_kept
 from ipufit.losses.own import OwnLoss
 from ipufit.plan import Plan
@@ -235,7 +236,8 @@ class Feed:
             DataError: the epoch has no batch, fewer than were asked for, or one that the program
                 can't take.
         """
-        groups = prefetched(self._prepared(epoch, self._read_by(plan), stage), self._prefetch)
+        prepared = self._prepared(epoch, self._read_by(plan), stage)
+        groups = prefetched(prepared, self._prefetch, self._source.give_up)
         with contextlib.closing(groups):
             yield from groups
 
@@ -306,11 +308,16 @@ class Feed:
 
         Raises:
             DataError: one did.
+            KeyboardInterrupt: it did so by Ctrl-C, which all processes of a terminal get.
         """
         try:
             yield
-        except RuntimeError as error:
-            if not is_dead_worker(error):
+        except (RuntimeError, DataError) as error:
+            if not is_dead_worker(error) and not is_dead_worker(error.__cause__):
+                raise
+            if is_interrupted(error):
+                raise KeyboardInterrupt from error
+            if isinstance(error, DataError):
                 raise
             raise DataError(f"{self._source.role}: {told_dead_worker(error)}") from error
 

@@ -2,43 +2,50 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import contextvars
+import queue
+import sys
 import threading
-from typing import Any, Deque, Generator, Tuple, TypeVar
+from typing import Any, Callable, Generator, Optional, Tuple, TypeVar
 
 import torch
 
-from ipufit.interrupts import SameProcess, deferred
+from ipufit.interrupts import SameProcess, deferred, is_interrupted
 from ipufit.randomness import LOCK
 
 __all__ = ["prefetched", "reads_ahead"]
 
 T = TypeVar("T")
+# How long an interrupt waits for the thread, in seconds, and then once more without what it reads.
+_PATIENCE = 1.0
 
 
-def prefetched(items: Generator[T, None, None], depth: int) -> Generator[T, None, None]:
+def prefetched(
+    items: Generator[T, None, None], depth: int, give_up: Callable[[], None] = lambda: None
+) -> Generator[T, None, None]:
     """The same items in the same order, of which a thread prepares up to ``depth`` ahead.
 
     An exception of ``items`` is raised here, in its place, with its own traceback. Close what is
-    returned to end the thread; it ends by itself after the last item.
+    returned to end the thread; it ends by itself after the last item. An interrupt does not wait
+    for a thread that reads something slow.
 
     Args:
         items: closed at the end, in the thread that ran them.
         depth: of the queue; 0 works without a thread.
+        give_up: ends what the thread reads, as nobody waits for it any more.
     """
     # Whoever holds the lock waits for the thread, and the thread would wait for the lock.
     if depth == 0 or LOCK._is_owned():  # type: ignore[attr-defined]
         yield from items
         return
-    queue: _Queue = _Queue(items, depth)
+    ahead = _Queue(items, depth)
     process = SameProcess()
     try:
-        queue.start()
+        ahead.start()
         while True:
             process.check()
-            kind, value = queue.get()
+            kind, value = ahead.get()
             if kind is _Kind.END:
                 return
             if kind is _Kind.ERROR:
@@ -46,9 +53,10 @@ def prefetched(items: Generator[T, None, None], depth: int) -> Generator[T, None
             yield value
             del value  # of an execution that is over nothing is kept
     finally:
+        left_by = sys.exc_info()[1]
         # Whoever goes on while the thread still reads would find the generator in use.
         with deferred():
-            queue.close()
+            ahead.close(give_up if is_interrupted(left_by) else None)
 
 
 class _Reader(threading.Thread):
@@ -67,14 +75,18 @@ class _Kind:
 
 
 class _Queue:
-    """A bounded queue and the thread that fills it. An item is begun only when there is room."""
+    """A bounded queue and the thread that fills it. An item is begun only when there is room.
+
+    Of queues written in C, which an exception from a signal's handler can't leave locked.
+    """
 
     def __init__(self, items: Generator[Any, None, None], depth: int) -> None:
         self._items = items
-        self._depth = depth
-        self._ready: Deque[Tuple[str, Any]] = collections.deque()
-        self._changed = threading.Condition()
+        self._ready: queue.SimpleQueue[Tuple[str, Any]] = queue.SimpleQueue()
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._closed = False
+        for _ in range(depth):
+            self._room.put(None)
         self._world = _World()
         run = contextvars.copy_context().run
         self._thread = _Reader(target=run, args=(self._fill,), name="ipufit-prefetch", daemon=True)
@@ -85,19 +97,33 @@ class _Queue:
             self._thread.start()
 
     def get(self) -> Tuple[str, Any]:
-        with self._changed:
-            while not self._ready:
-                self._changed.wait()
-            self._changed.notify_all()
-            return self._ready.popleft()
+        entry = self._ready.get()
+        self._room.put(None)
+        return entry
 
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._ready.clear()
-            self._changed.notify_all()
-        if self._thread.ident is not None:
-            self._thread.join()
+    def close(self, give_up: Optional[Callable[[], None]]) -> None:
+        """End the thread and wait for it.
+
+        Args:
+            give_up: called when it does not end soon, and then it is left to itself; None to wait.
+        """
+        self._closed = True
+        self._room.put(None)
+        self._drop()
+        if self._thread.ident is None:
+            return
+        if give_up is not None:
+            self._thread.join(_PATIENCE)
+            if self._thread.is_alive():
+                give_up()
+        self._thread.join(None if give_up is None else _PATIENCE)
+        self._drop()
+
+    def _drop(self) -> None:
+        """Let go of the items that nobody takes any more."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._ready.get_nowait()
 
     def _fill(self) -> None:
         last: Tuple[str, Any] = (_Kind.END, None)
@@ -109,25 +135,17 @@ class _Queue:
                             item = next(self._items)
                         except StopIteration:
                             break
-                        self._put(_Kind.ITEM, item)
+                        self._ready.put((_Kind.ITEM, item))
                         del item
                 finally:
                     self._items.close()
         except BaseException as error:
             last = (_Kind.ERROR, error)
-        self._put(*last)
+        self._ready.put(last)
 
     def _has_room(self) -> bool:
-        with self._changed:
-            while len(self._ready) >= self._depth and not self._closed:
-                self._changed.wait()
-            return not self._closed
-
-    def _put(self, kind: str, value: Any) -> None:
-        with self._changed:
-            if not self._closed:
-                self._ready.append((kind, value))
-            self._changed.notify_all()
+        self._room.get()
+        return not self._closed
 
 
 class _World:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 from pathlib import PurePath
 from types import FrameType
-from typing import Any, Callable, Iterable, Iterator, List, Tuple
+from typing import Any, Callable, Iterable, Iterator, List, Optional, Tuple
 
 import torch
 from torch.utils.data import (
@@ -18,7 +18,7 @@ from torch.utils.data import (
 
 from ipufit.errors import DataError, IpufitError
 
-__all__ = ["ends_in_a_sample", "is_dead_worker", "told_dead_worker", "unreadable"]
+__all__ = ["ends_in_a_sample", "frames_of", "is_dead_worker", "told_dead_worker", "unreadable"]
 
 
 def unreadable(
@@ -60,10 +60,10 @@ def ends_in_a_sample(error: StopIteration, loader: Any) -> bool:
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
-    return any(_is_fetch(frame) or _is_reraise(frame) for frame in _frames(error))
+    return any(_is_fetch(frame) or _is_reraise(frame) for frame in frames_of(error))
 
 
-def is_dead_worker(error: Exception) -> bool:
+def is_dead_worker(error: Optional[BaseException]) -> bool:
     """Whether torch says that a worker process is gone."""
     return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid")
 
@@ -85,7 +85,7 @@ def _what(error: Exception, loader: Any, batch: int, replay: Callable[[], Any]) 
     if _is_from_worker(error):
         index = _sought(error, loader.dataset, _indices(loader, batch, replay), replay)
     else:
-        fetch = next((f for f in _frames(error) if _is_fetch(f)), None)
+        fetch = next((f for f in frames_of(error) if _is_fetch(f)), None)
         if fetch is not None and _has_been_read(fetch.f_locals):
             return "collate_fn failed", plain[1]
         index = _index(error, fetch, replay)
@@ -108,7 +108,8 @@ def _original(text: str, kind: str) -> str:
     return found[-1] if found else lines[-1]
 
 
-def _frames(error: Exception) -> Iterator[FrameType]:
+def frames_of(error: BaseException) -> Iterator[FrameType]:
+    """The frames that an error has passed through, from the outermost on."""
     traceback = error.__traceback__
     while traceback is not None:
         yield traceback.tb_frame
@@ -148,7 +149,7 @@ def _index(error: Exception, fetch: Any, replay: Callable[[], Any]) -> Any:
     fetcher, wanted = fetch.f_locals["self"], fetch.f_locals["possibly_batched_index"]
     if not fetcher.auto_collation:
         return wanted
-    frames = list(_frames(error))
+    frames = list(frames_of(error))
     for frame in frames:
         if "torch" in PurePath(frame.f_code.co_filename).parts and "idx" in frame.f_locals:
             return frame.f_locals["idx"]

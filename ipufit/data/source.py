@@ -39,6 +39,7 @@ from ipufit.data.reading import ends_in_a_sample, unreadable
 from ipufit.data.rows import Horizon, Rows, batch_count, is_in_memory
 from ipufit.data.sharding import AsWorkerOfAll, as_worker, refuse_unshared
 from ipufit.data.weights import ClassWeights
+from ipufit.data.workers import end_workers, kill_workers, starting_workers
 from ipufit.errors import DataError
 from ipufit.keeping import generators_of
 from ipufit.program import Place
@@ -104,6 +105,7 @@ class Source:
         self._worker: Optional[Tuple[int, int]] = None
         self._stream_loader: Optional[Any] = None
         self._has_yielded = False
+        self._being_read: Any = None
         if isinstance(loader, ArrayLoader):
             self.micro_batch_size, self.samples = loader.batch_size, loader.samples
         elif reads_as_torch(loader):
@@ -291,7 +293,7 @@ class Source:
 
     def _read(
         self,
-        loader: Iterable[Any],
+        loader: Any,
         stream: DataStream,
         horizon: Horizon,
         portion: Optional[Portion],
@@ -301,20 +303,26 @@ class Source:
         limit = stream_length(loader)
         alone = self.reads_alone
         told = _Told(loader, self.role, stream)
+        # A loader of torch's has a new iterator, with new workers, for each pass.
+        is_new = reads_as_torch(loader) and not loader.persistent_workers
+        starts = _NOTHING if self.is_held else starting_workers(loader)
         try:
-            with told, self._drawing(stream):
+            with told, self._drawing(stream), starts:
                 _draw_as_for_new_workers(loader)
                 rows = held_rows(loader)
                 if portion is not None:
                     iterator = self._own_batches(loader, rows, horizon, portion)
                 else:
                     iterator = iter(loader) if rows is None else rows.picked(horizon, self.most)
+                self._being_read = iterator
             while portion is not None or self.most is None or index < self.most:
                 # torch's samplers draw the whole order at once. What draws nothing must leave the
                 # generator alone: a callback may draw from it while another thread reads.
                 drawing = _NOTHING if alone and index else self._drawing(stream)
                 told.batch = index if portion is None else portion.number(index)
-                with told, drawing, self._in_turn(loader):
+                # A generator begins only now, and may read a loader with workers.
+                starts = _NOTHING if index or is_new or self.is_held else starting_workers(loader)
+                with told, drawing, self._in_turn(loader), starts:
                     try:
                         batch = next(iterator)
                     except StopIteration as error:
@@ -332,7 +340,18 @@ class Source:
                 del batch
         finally:
             # Let go of, not closed: one that the user holds as well may be gone on with.
-            iterator = None
+            self._being_read = None
+            finished, iterator = (iterator if is_new else None), None
+            end_workers(finished)
+
+    def give_up(self) -> None:
+        """End the workers that another thread waits for, which then fails to read."""
+        kill_workers(self._being_read)
+        loader: Any = self.loader
+        if reads_as_torch(loader) and loader.persistent_workers:
+            # Of those of this pass there are none left to go on with.
+            loader._iterator = None
+            self._own_loader = self._stream_loader = None
 
     def _as_workers(self, loader: Any) -> Any:
         """A stream's loader, whose workers are some of those of all processes."""

@@ -1,0 +1,326 @@
+"""Ctrl-C while processes are started: never lost, never for them, and nothing waits for ever."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import ipufit
+from ipufit.data import workers
+from ipufit.data.prefetch import prefetched
+from ipufit.data.workers import end_workers
+from ipufit.errors import DataError
+from ipufit.interrupts import deferred, is_interrupted, starting_processes
+
+pytestmark = [
+    pytest.mark.both_engines,
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="processes can't be forked here"),
+]
+# A hang, not a slow computer.
+HANG = 120.0
+
+# Ctrl-C is pending when fork returns, so that it strikes in the first hook that is Python.
+FORKED = """
+import _thread, functools, itertools, os, sys
+kind, which, strikes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+forks = itertools.count()
+strike = itertools.chain.from_iterable(
+    itertools.islice(iter(_thread.interrupt_main, 0), strikes) if n == which else [None]
+    for n in forks
+)
+os.register_at_fork(after_in_parent=functools.partial(next, strike, None))
+import logging, multiprocessing, threading
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+import ipufit
+
+class Samples(Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return torch.full((8,), float(index)), torch.tensor(index % 3)
+
+class Own(DataLoader):
+    def __iter__(self):
+        yield from super().__iter__()
+
+loader = (Own if kind == "own" else DataLoader)(Samples(), batch_size=4, num_workers=2)
+model = ipufit.Model(nn.Linear(8, 3))
+model.compile("adam", "cross_entropy")
+held_out = loader if kind == "validation" else None
+prefetch = 0 if kind in ("own", "here") else 1
+try:
+    model.fit(loader, epochs=3, validation_data=held_out, prefetch=prefetch, verbose=0)
+    print("trained on")
+except KeyboardInterrupt:
+    left = [t.name for t in threading.enumerate() if "ipufit" in t.name]
+    print("interrupted", *multiprocessing.active_children(), *left)
+logging.getLogger("x").warning("the lock is free")
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "fork"),
+    [("fit", 0), ("fit", 3), ("own", 0), ("validation", 2)],
+)
+def test_ctrl_c_while_a_worker_is_forked_ends_the_run(kind, fork):
+    """It was lost in a hook of fork, whose lock then held up the next fork for ever."""
+    ran = subprocess.run(
+        [sys.executable, "-c", FORKED, kind, str(fork), "1"],
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=True,
+    )
+    assert ran.stdout == "interrupted\n"
+    assert ran.stderr == "the lock is free\n"
+
+
+def test_the_lock_of_the_fork_is_free_after_a_second_ctrl_c():
+    """Who presses the keys twice must not hang either."""
+    ran = subprocess.run(
+        [sys.executable, "-c", FORKED, "fit", "1", "2"],
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=True,
+    )
+    assert (ran.stdout, ran.stderr) == ("interrupted\n", "the lock is free\n")
+
+
+class Interrupting(Dataset):
+    """The worker that reads the second sample gets Ctrl-C, as all processes of a terminal do."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        assert multiprocessing.parent_process() is not None
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)
+        return torch.full((8,), float(index)), torch.tensor(index % 3)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_have_nothing_to_do_with_ctrl_c(method, prefetch):
+    """The process that waits for them decides: it may have a checkpoint to write first."""
+    model = ipufit.Model(nn.Linear(8, 3))
+    model.compile("sgd", "cross_entropy")
+    loader = DataLoader(Interrupting(), 4, num_workers=1, multiprocessing_context=method)
+    history = model.fit(loader, epochs=2, prefetch=prefetch, verbose=0)
+    assert history.epoch == [0, 1]
+    assert multiprocessing.active_children() == []
+
+
+def test_a_program_that_a_worker_runs_still_hears_ctrl_c():
+    """To ignore a signal, or to block it, is inherited; to handle it is not."""
+    loader = DataLoader(Asking(), batch_size=None, num_workers=1)
+    with starting_processes():
+        iterator = iter(loader)
+    assert [int(blocked) for blocked in iterator] == [0, 0]
+    end_workers(iterator)
+
+
+class Asking(Dataset):
+    """Runs a program that says whether it blocks or ignores SIGINT."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        code = (
+            "import signal; print(int(signal.SIGINT in signal.pthread_sigmask(0, []) "
+            "or signal.getsignal(signal.SIGINT) != signal.default_int_handler))"
+        )
+        return subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE).stdout
+
+
+class Signalled(multiprocessing.get_context("fork").Process):
+    """A process, of which signals come while it is started."""
+
+    numbers = ()
+
+    def _Popen(self, *given):  # noqa: N802 - torch's iterator and this are where fork is called
+        for number in self.numbers:
+            signal.raise_signal(number)
+        return super()._Popen(*given)
+
+
+@pytest.fixture
+def came():
+    """Signals that handlers of the user's get, which stay in their place."""
+    numbers = []
+
+    def note(number, frame):
+        numbers.append(number)
+
+    before = {n: signal.signal(n, note) for n in (signal.SIGTERM, signal.SIGUSR1)}
+    yield numbers
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    for number, handler in before.items():
+        assert signal.getsignal(number) is note
+        signal.signal(number, handler)
+
+
+def test_every_signal_waits_until_the_process_is_started(came):
+    """Any handler may raise, or ask for the lock that fork holds."""
+    process = Signalled(target=time.sleep, args=(HANG,))
+    process.numbers = (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM, signal.SIGINT)
+
+    def start():
+        with starting_processes():
+            process.start()
+            assert process.is_alive()
+            assert came == []
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert came == [signal.SIGUSR1, signal.SIGTERM]
+    process.kill()  # it has inherited the handler of SIGTERM
+    process.join()
+
+
+def test_signals_come_at_once_where_no_process_is_started(came):
+    """Code of the user's that runs there, a sampler's for example, may be what hangs."""
+    begun = []
+
+    def start():
+        with starting_processes():
+            signal.raise_signal(signal.SIGUSR1)
+            begun.extend(came)
+            signal.raise_signal(signal.SIGINT)
+            begun.append("not interrupted")
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert begun == [signal.SIGUSR1]
+
+
+class Striking(torch.utils.data.Sampler):
+    """Ctrl-C comes while its first indices are drawn, which torch does as it starts workers."""
+
+    def __init__(self, times):
+        self.times = times
+        self.went_on = False
+
+    def __iter__(self):
+        for _ in range(self.times):
+            signal.raise_signal(signal.SIGINT)
+        self.went_on = True
+        return iter(range(8))
+
+    def __len__(self):
+        return 8
+
+
+@pytest.mark.parametrize(("times", "went_on"), [(1, True), (2, False)])
+def test_a_second_ctrl_c_does_not_wait_for_a_sampler(times, went_on):
+    """The first lets workers be started whole; who can't wait for that presses again."""
+    model = ipufit.Model(nn.Linear(8, 3))
+    model.compile("sgd", "cross_entropy")
+    sampler = Striking(times)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(DataLoader(Samples(), 4, sampler=sampler, num_workers=2), verbose=0)
+    assert sampler.went_on is went_on
+    assert multiprocessing.active_children() == []
+
+
+class Samples(Dataset):
+    """Each takes so long to read."""
+
+    def __init__(self, seconds=0.0):
+        self.seconds = seconds
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        time.sleep(self.seconds)
+        return torch.full((8,), float(index)), torch.tensor(index % 3)
+
+
+def test_workers_that_do_not_end_are_ended_all_at_once(monkeypatch):
+    """torch waits five seconds for each of them."""
+    monkeypatch.setattr(workers, "_PATIENCE", 0.1)
+    loader = DataLoader(Samples(HANG), 4, num_workers=2)
+    iterator = iter(loader)
+    processes = list(iterator._workers)
+    end_workers(iterator)
+    assert [each.is_alive() for each in processes] == [False] * 2
+    end_workers(iterator)
+
+
+def test_an_interrupt_does_not_wait_for_a_thread_that_reads_for_ever():
+    """And who only stops early waits: what is read next would find it still being read."""
+    may, waits, given_up = threading.Event(), threading.Event(), []
+
+    def items():
+        yield 1
+        waits.set()
+        may.wait(HANG)
+
+    def interrupted():
+        with contextlib.closing(prefetched(items(), 1, lambda: given_up.append(True))) as ahead:
+            assert next(ahead) == 1
+            assert waits.wait(HANG)
+            raise KeyboardInterrupt
+
+    ahead = prefetched(items(), 1, lambda: given_up.append(True))
+    assert next(ahead) == 1
+    assert waits.wait(HANG)
+    release = threading.Timer(0.2, may.set)
+    release.start()
+    ahead.close()
+    release.join()
+    assert not given_up
+    may.clear()
+    waits.clear()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert given_up == [True]
+    may.set()
+
+
+def test_an_error_does_not_swallow_the_interrupt_before_it():
+    """Ctrl-C reaches workers too, and torch raises from another signal that one has ended."""
+
+    def run():
+        with deferred():
+            signal.raise_signal(signal.SIGINT)
+            raise RuntimeError("DataLoader worker (pid 1) exited unexpectedly")
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run()
+    assert isinstance(caught.value.__context__, RuntimeError)
+    assert is_interrupted(caught.value)
+
+
+@pytest.mark.parametrize("interrupt", [False, True])
+def test_a_worker_that_ends_by_ctrl_c_is_no_error_of_the_data(interrupt):
+    """ "A lack of (shared) memory is the usual reason" sent users looking for a fault."""
+
+    class Breaks(ipufit.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            try:
+                if interrupt:
+                    raise KeyboardInterrupt
+            finally:
+                raise RuntimeError("DataLoader worker (pid 1) exited unexpectedly")
+
+    model = ipufit.Model(nn.Linear(8, 3))
+    model.compile("sgd", "cross_entropy")
+    with pytest.raises(KeyboardInterrupt if interrupt else DataError):
+        model.fit(DataLoader(Samples(), 4), callbacks=Breaks(), verbose=0)
