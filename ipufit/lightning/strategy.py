@@ -19,9 +19,13 @@ from ipufit.lightning.programs import Done, Programs, Work
 from ipufit.processes import current
 from ipufit.program import Engine, Mode
 from ipufit.report.settings import resolve_report
+from ipufit.sdk_objects import sdk_kind
+from ipufit.whole_options import INFERENCE, TRAINING, role_of
 
 __all__ = ["IPUStrategy"]
 
+# Names of the strategy's for the arguments of compile.
+_OPTIONS = {TRAINING: "training_opts", INFERENCE: "inference_opts"}
 _PRECISIONS = {"32-true": None, "16-mixed": "16-mixed", "bf16-mixed": "bf16-mixed"}
 
 
@@ -53,8 +57,9 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         autoreport_dir: its folder; None is "autoreport" in the present one.
         checkpoint_io: as for other strategies.
         precision_plugin: as for other strategies.
-        training_opts: ``poptorch.Options``, as ``compile(training_options=)`` takes them. They say
-            how many replicas, device iterations and accumulation steps there are.
+        training_opts: ``poptorch.Options``, as ``compile(training_options=)`` takes them; a copy is
+            used. Replicas and accumulation steps are those of the Trainer where it has more than
+            one, with a warning where the options have other ones.
         inference_opts: the same for validation, test and predict.
         engine: as for :class:`ipufit.Model`.
 
@@ -89,7 +94,15 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         # A Trainer puts here what the accelerator makes of its devices.
         self.parallel_devices: Any = ()
         self._device_iterations = device_iterations
-        self._options = {"training_options": training_opts, "inference_options": inference_opts}
+        self._opts = {TRAINING: training_opts, INFERENCE: inference_opts}
+        for name, options in zip(_OPTIONS.values(), self._opts.values()):
+            if options is not None and sdk_kind(options, ("Options",)) is None:
+                raise ConfigurationError(
+                    f"{name} must be poptorch.Options or None, got {options!r}. Make them with "
+                    "poptorch.Options()."
+                )
+        self._options: Dict[str, Any] = {}
+        self._works: Dict[str, Work] = {}
         self._engine = engine
         self._trainer: Any = None
         self._ours: Optional[LightningModel] = None
@@ -124,7 +137,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
             )
         # A batch is a whole execution, which accumulates inside.
         trainer.accumulate_grad_batches = 1
-        self._work(Mode.TRAIN)
+        self._merge_options()
         super().setup(trainer)
         if not self._session_is_made:
             model = self._model_of_ours
@@ -190,31 +203,26 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         per_update = work.replicas * work.accumulation
         return int(math.ceil(len(loader.loader) / per_update) * trainer.max_epochs)
 
-    def _work(self, mode: Mode) -> Work:
-        """What an execution does, by the options or by Trainer and strategy.
+    def _merge_options(self) -> None:
+        """Settle what an execution does in either mode, by Trainer, strategy and options.
 
         Raises:
-            ConfigurationError: they disagree.
+            ConfigurationError: strategy and options disagree.
         """
-        trains = mode is Mode.TRAIN
-        asked = Work(
-            getattr(self.parallel_devices, "replicas", 1),
-            self._device_iterations,
-            self._accumulation if trains else 1,
-        )
-        name = "training" if trains else "inference"
-        options = self._options[f"{name}_options"]
-        if options is None:
-            return asked
-        steps = options.Training.gradient_accumulation if trains else 1
-        told = Work(options.replication_factor, options.device_iterations, steps)
-        words = ("devices", "device_iterations", "accumulate_grad_batches")
-        for word, one, other in zip(words, asked, told):
-            if one not in (1, other):
-                raise ConfigurationError(
-                    f"{name}_opts have {other} where {word}={one} came. Leave one out."
-                )
-        return told
+        replicas = getattr(self.parallel_devices, "replicas", 1)
+        self._options = {}
+        for role, options in self._opts.items():
+            work = Work(
+                replicas, self._device_iterations, self._accumulation if role == TRAINING else 1
+            )
+            if options is not None:
+                options = options.clone()
+                work = _merge(work, options, _OPTIONS[role])
+            self._options[role], self._works[role] = options, work
+
+    def _work(self, mode: Mode) -> Work:
+        """What an execution does in a mode."""
+        return self._works[role_of(mode)]
 
     def process_dataloader(self, dataloader: Any) -> Executions:
         """Batches for whole executions."""
@@ -332,6 +340,61 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Make the name known."""
         strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
+
+
+def _merge(work: Work, options: Any, name: str) -> Work:
+    """Bring options into line with the Trainer, which counts unless it has a default of 1.
+
+    Args:
+        work: as Trainer and strategy have it.
+        options: are changed.
+        name: of the options.
+
+    Returns:
+        What an execution does.
+
+    Raises:
+        ConfigurationError: the strategy has other device iterations than the options.
+    """
+    replicas, iterations, accumulation = work
+    if iterations not in (1, options.device_iterations) and options.device_iterations != 1:
+        raise ConfigurationError(
+            f"device_iterations must be in one place, but IPUStrategy has {iterations} and {name} "
+            f"have {options.device_iterations}. Leave one out."
+        )
+    training = options.Training
+    for setter, present, wanted, reason in (
+        (
+            "replicationFactor",
+            options.replication_factor,
+            replicas,
+            f"the Trainer has devices={replicas}",
+        ),
+        (
+            "Training.gradientAccumulation",
+            training.gradient_accumulation,
+            accumulation,
+            f"the Trainer has accumulate_grad_batches={accumulation}",
+        ),
+    ):
+        if wanted > 1 and present not in (1, wanted):
+            part("utilities").rank_zero_warn(
+                f"{name}.{setter} is {present}, but {reason}, which counts. Leave one out."
+            )
+    if name == _OPTIONS[INFERENCE] and training.gradient_accumulation != 1:
+        part("utilities").rank_zero_warn(
+            f"{name}.Training.gradientAccumulation is {training.gradient_accumulation}, but "
+            "nothing is accumulated in inference, where it counts as 1. Leave it out there."
+        )
+        training.gradientAccumulation(1)
+    work = Work(
+        options.replication_factor if replicas == 1 else replicas,
+        options.device_iterations if iterations == 1 else iterations,
+        training.gradient_accumulation if accumulation == 1 else accumulation,
+    )
+    options.replicationFactor(work.replicas).deviceIterations(work.device_iterations)
+    training.gradientAccumulation(work.accumulation)
+    return work
 
 
 _registry: Any = part("strategies").StrategyRegistry

@@ -230,7 +230,6 @@ def test_ipus_that_can_not_be_reserved_are_refused_in_the_words_of_a_trainer(eng
             "reserves more and leaves the rest idle."
         )
         rounding = poptorch.Options().deviceIterations(4).autoRoundNumIPUs(True)
-        rounding.replicationFactor(devices)
         strategy = IPUStrategy(training_opts=rounding, inference_opts=rounding, engine=engine)
         how = {"devices": devices, "strategy": strategy, "max_epochs": 1}
         by_ipufit(kind(), "fit", data, data, **how)

@@ -14,6 +14,7 @@ from ipufit.errors import ConfigurationError
 from ipufit.poptorch._precision import float64_kept
 from tests.integrations.lightning.nets import Boring, Language, Pictures, Tokens
 from tests.integrations.lightning.twins import (
+    QUIET,
     Classifier,
     by_lightning,
     largest_difference,
@@ -159,7 +160,7 @@ def test_hooks_and_callbacks_of_the_trainer_are_called_for_every_execution():
 
 
 def test_options_of_poptorch_say_how_much_an_execution_does():
-    """As PL had them; what disagrees is refused."""
+    """Where the Trainer says nothing."""
     options = poptorch.Options()
     options.replicationFactor(2).deviceIterations(2)
     options.Training.gradientAccumulation(1)
@@ -171,11 +172,80 @@ def test_options_of_poptorch_say_how_much_an_execution_does():
     )
     assert largest_difference(one, two) < TOLERANCE
     assert trainer.global_step == 2
-    with pytest.raises(ConfigurationError) as caught:
-        by_ipufit(
-            two, "fit", data, devices=4, max_epochs=1, strategy=IPUStrategy(training_opts=options)
+
+
+def warned(module, data, *, strategy, **how):
+    """Train, and validate; what of the options was warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = pl.Trainer(**{**QUIET, **how, "accelerator": "ipu", "strategy": strategy})
+        trainer.fit(module, data, data)
+    texts = [str(each.message) for each in caught]
+    return trainer, [text for text in texts if "_opts" in text]
+
+
+def plain_options(replicas=1, iterations=2, accumulation=1):
+    options = poptorch.Options().replicationFactor(replicas).deviceIterations(iterations)
+    options.Training.gradientAccumulation(accumulation)
+    return options
+
+
+ENGINES = pytest.mark.parametrize("engine", ["embedded", "ipu-standin"])
+
+
+@ENGINES
+def test_a_trainer_fills_in_what_options_leave_at_its_default(engine):
+    """One object for both, as on Lightning's pages; it stays as it is."""
+    one, two = twins(Language())
+    data = torch.utils.data.DataLoader(Tokens(24), batch_size=3)
+    by_lightning(one, "fit", data, max_epochs=1, accumulate_grad_batches=4)
+    options = plain_options()
+    strategy = IPUStrategy(training_opts=options, inference_opts=options, engine=engine)
+    how = {"devices": 2, "accumulate_grad_batches": 2, "max_epochs": 1}
+    trainer, texts = warned(two, data, strategy=strategy, **how)
+    assert largest_difference(one, two) < TOLERANCE
+    assert (trainer.global_step, texts) == (1, [])
+    assert (options.replication_factor, options.Training.gradient_accumulation) == (1, 1)
+
+
+@ENGINES
+def test_a_trainer_counts_where_options_were_set_otherwise(engine):
+    """Once for each, with both numbers."""
+    one, two = twins(Language())
+    data = torch.utils.data.DataLoader(Tokens(24), batch_size=3)
+    by_lightning(one, "fit", data, max_epochs=1, accumulate_grad_batches=4)
+    strategy = IPUStrategy(
+        training_opts=plain_options(4, 1, 3), inference_opts=plain_options(1, 4, 3), engine=engine
+    )
+    how = {"devices": 2, "accumulate_grad_batches": 2, "max_epochs": 1}
+    trainer, texts = warned(two, data, strategy=strategy, **how)
+    assert largest_difference(one, two) < TOLERANCE
+    assert trainer.global_step == 2
+    assert texts == [
+        "training_opts.replicationFactor is 4, but the Trainer has devices=2, which counts. Leave "
+        "one out.",
+        "training_opts.Training.gradientAccumulation is 3, but the Trainer has "
+        "accumulate_grad_batches=2, which counts. Leave one out.",
+        "inference_opts.Training.gradientAccumulation is 3, but nothing is accumulated in "
+        "inference, where it counts as 1. Leave it out there.",
+    ]
+
+
+def test_device_iterations_of_strategy_and_options_must_agree():
+    data = torch.utils.data.DataLoader(Tokens(24), batch_size=3)
+    for name in ("training_opts", "inference_opts"):
+        strategy = IPUStrategy(device_iterations=4, **{name: plain_options(iterations=2)})
+        with pytest.raises(ConfigurationError) as caught:
+            by_ipufit(Language(), "fit", data, max_epochs=1, strategy=strategy)
+        assert str(caught.value) == (
+            f"device_iterations must be in one place, but IPUStrategy has 4 and {name} have 2. "
+            "Leave one out."
         )
-    assert str(caught.value) == "training_opts have 2 where devices=4 came. Leave one out."
+        for cured in (
+            IPUStrategy(device_iterations=4, **{name: plain_options(iterations=1)}),
+            IPUStrategy(**{name: plain_options(iterations=2)}),
+        ):
+            by_ipufit(Language(), "fit", data, max_epochs=1, strategy=cured)
 
 
 def test_weights_of_a_checkpoint_are_the_trained_ones(tmp_path):
@@ -222,6 +292,16 @@ def test_another_strategy_is_refused():
             "autoreport=True too, or report='runs/1'.",
         ),
         ({"device_iterations": 0}, "device_iterations must be a number of at least 1, got 0."),
+        (
+            {"training_opts": 4},
+            "training_opts must be poptorch.Options or None, got 4. Make them with "
+            "poptorch.Options().",
+        ),
+        (
+            {"inference_opts": {}},
+            "inference_opts must be poptorch.Options or None, got {}. Make them with "
+            "poptorch.Options().",
+        ),
     ],
 )
 def test_what_a_strategy_can_not_honour_is_refused(options, text):
