@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple, Union
+from typing import TYPE_CHECKING, Any, Dict, FrozenSet, List, Optional, Tuple, Union
 
 import torch
 
@@ -104,6 +104,8 @@ class FitArguments:
         notes: what else History should say of the run.
         checkpoint: where and when checkpoints are written; None for none.
         resume: what to go on from, as asked for.
+        resume_changes: names of what may differ from the run that goes on.
+        restarts: how often the device has failed so far.
         found: the checkpoint to go on from; None to begin.
         max_restarts: how often a device may fail.
         report: where a report is written; None for none.
@@ -123,8 +125,10 @@ class FitArguments:
     notes: Dict[str, Any]
     checkpoint: Optional[Checkpoint]
     resume: Optional[str]
+    resume_changes: FrozenSet[str]
     max_restarts: int
     report: Optional[Report] = None
+    restarts: int = 0
     found: Optional[Found] = None
     seed: int = 0
 
@@ -162,6 +166,15 @@ class FitArguments:
             checkpoint = resolve_checkpoint(asked.checkpoint)
         with faults.collected():
             resume = resolve_resume(asked.resume, checkpoint)
+        resume_changes: FrozenSet[str] = frozenset()
+        if asked.resume_changes is not None:
+            # Imported here: few runs change anything.
+            from ipufit.checkpoints.configuration import resolve_resume_changes
+
+            with faults.collected():
+                resume_changes = resolve_resume_changes(
+                    asked.resume_changes, asked.resume, session.groups
+                )
         with faults.collected():
             max_restarts = _restarts(session, asked.max_restarts, asked.checkpoint)
         report = None
@@ -204,6 +217,7 @@ class FitArguments:
             notes=notes,
             checkpoint=checkpoint,
             resume=resume,
+            resume_changes=resume_changes,
             max_restarts=max_restarts,
             report=report,
         )
@@ -229,7 +243,8 @@ class FitArguments:
             return self
         original = found.run["first_epoch"]
         first = _first_of(found, original, self.last_epoch)
-        return dataclasses.replace(self, found=found, first_epoch=first)
+        restarts = self.restarts + 1
+        return dataclasses.replace(self, found=found, first_epoch=first, restarts=restarts)
 
 
 def _restarts(session: Session, max_restarts: Any, checkpoint: Any) -> int:

@@ -61,6 +61,7 @@ class FitRequest:
     callbacks: Any
     checkpoint: Any
     resume: Any
+    resume_changes: Any
     max_restarts: Any
     report: Any
     autoreport: Any

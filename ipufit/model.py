@@ -428,6 +428,7 @@ class Model(Inspected):
         callbacks: Union[Callback, Sequence[Callback], None] = (),
         checkpoint: Union[str, os.PathLike[str], Checkpoint, None] = None,
         resume: Union[str, os.PathLike[str], None] = None,
+        resume_changes: Union[str, Collection[str], None] = None,
         max_restarts: int = 0,
         report: Union[str, os.PathLike[str], Report, None] = None,
         autoreport: bool = False,
@@ -495,6 +496,9 @@ class Model(Inspected):
             resume: "auto" goes on from the latest checkpoint there, at the very update, and begins
                 anew if there is none yet; a path from that checkpoint. Model, data and arguments
                 are those of the run that wrote it.
+            resume_changes: names of what may differ from that run all the same, such as {"lr"}: it
+                is then as this call says, from the first update on. What has changed is noted in
+                ``History.params``.
             max_restarts: so often training goes on by itself, from the last checkpoint, when a
                 device has failed that can be used again after "IPU_RESET".
             report: folder to write down in what the run did and where its time and memory went, as
@@ -550,6 +554,7 @@ class Model(Inspected):
             callbacks=callbacks,
             checkpoint=checkpoint,
             resume=resume,
+            resume_changes=resume_changes,
             max_restarts=max_restarts,
             report=report,
             autoreport=autoreport,

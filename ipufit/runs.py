@@ -118,8 +118,7 @@ def _train(
             if given.checkpoint is not None or given.found is not None:
                 from ipufit.checkpoints.keeper import Keeper
 
-                who = (model, session, given.checkpoint, given.found, given.callbacks)
-                keeper = Keeper(*who, run, restarts=given.max_restarts > 0)
+                keeper = Keeper(model, session, given, run)
                 run = keeper.run
             session.processes.agreed(lambda: _check(session, job, given, validation))
             # Those that prefetch may be further on; all have looked at the first update.

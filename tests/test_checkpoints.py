@@ -65,7 +65,7 @@ def test_so_many_updates_are_between_two(tmp_path):
 
 
 def test_a_run_of_an_older_version_of_the_format_goes_on(tmp_path):
-    """Version 1.0 had one process, and said nothing of others."""
+    """Version 1.0 had one process, and said nothing of others; up to 1.1 none was configured."""
     whole = state(fit(tmp_path / "whole"))
     fit(ipufit.Checkpoint(tmp_path / "run", every_updates=5, keep=9))
     folder = tmp_path / "run" / "update-000000005"
@@ -74,15 +74,24 @@ def test_a_run_of_an_older_version_of_the_format_goes_on(tmp_path):
     document = json.loads((folder / "state.json").read_text())
     assert document.pop("divides") is True
     assert document["content"].pop("apart") == []
+    assert document.pop("configuration")["begin"]["loss"]["name"] == "cross_entropy"
+    assert document.pop("changes") == []
     changed = json.dumps(document).encode()
     (folder / "state.json").write_bytes(changed)
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["version"] == [1, 1]
+    assert manifest["version"] == [1, 2]
     manifest["version"] = [1, 0]
     described = {"size": len(changed), "sha256": hashlib.sha256(changed).hexdigest()}
     manifest["files"]["state.json"] = described
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert_same(fit(tmp_path / "run", resume="auto"), whole)
+    with pytest.warns(UserWarning, match="older ipufit") as warned:
+        model = fit(tmp_path / "run", resume="auto")
+    assert_same(model, whole)
+    assert [str(each.message) for each in warned] == [
+        "the checkpoint 'update-000000005' is of an older ipufit and does not say how its run was "
+        "configured: that loss, optimizer settings, data and module are the same is not checked, "
+        "and the optimizer settings are those of the checkpoint."
+    ]
 
 
 def test_the_best_one_is_kept_besides(tmp_path):
@@ -411,7 +420,14 @@ def test_another_run_is_refused_with_all_that_differs(tmp_path):
         "  batch_size: 2 in the checkpoint, 4 now\n"
         "  samples of the training data: 23 in the checkpoint, 20 now\n"
         "  callbacks: ['Ends'] in the checkpoint, [] now\n"
-        "Pass the same model, data and arguments, or another folder to begin anew."
+        "  shuffle: 'RandomSampler' in the checkpoint, 'SequentialSampler' now\n"
+        "  data content: 'b76b113262e99f49' in the checkpoint, '73b4d3ba06bfe96b' now\n"
+        "  module of '': 'MLP' in the checkpoint, 'Other' now\n"
+        "  module extra_repr of 'layers.2': 'in_features=16, out_features=5, bias=True' in the "
+        "checkpoint, 'in_features=16, out_features=5, bias=False' now\n"
+        "  module of 'more': nothing in the checkpoint, 'Linear' now\n"
+        "Pass the same model, data and arguments, or another folder to begin anew. To go on with "
+        "other settings from here, pass resume_changes={'callbacks', 'data', 'module', 'shuffle'}."
     )
 
 

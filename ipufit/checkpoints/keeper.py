@@ -7,20 +7,21 @@ import dataclasses
 import os
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any, Iterator, List, Mapping, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Iterator, List, Mapping, Optional
 
-from ipufit.callbacks import Callback
 from ipufit.callbacks.callback_list import missing
+from ipufit.checkpoints.configuration import Change
 from ipufit.checkpoints.encoding import encode
 from ipufit.checkpoints.names import name_of
 from ipufit.checkpoints.settings import Checkpoint
 from ipufit.checkpoints.signals import Signals
 from ipufit.checkpoints.store import Store
-from ipufit.checkpoints.training import Found, parts_of, restore, tree_of
+from ipufit.checkpoints.training import Found, RunConfiguration, parts_of, restore, tree_of
 from ipufit.direction import direction_of
 from ipufit.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
+    from ipufit.arguments import FitArguments
     from ipufit.loop import Fit
     from ipufit.model import Model
     from ipufit.session import Session
@@ -91,14 +92,11 @@ class Keeper:
     Args:
         model: that is trained.
         session: of the model.
-        settings: where and when to write; None writes nothing.
-        found: what ``fit`` goes on from, or None.
-        callbacks: the user's.
+        arguments: of ``fit``: where and when to write, and what to go on from.
         run: what belongs to the run as a whole; it comes back from a checkpoint.
-        restarts: whether there must be a checkpoint from the start.
 
     Attributes:
-        found: as given.
+        found: what ``fit`` goes on from, or None.
         run: of the whole run, once it has begun.
     """
 
@@ -106,20 +104,19 @@ class Keeper:
         self,
         model: Model,
         session: Session,
-        settings: Optional[Checkpoint],
-        found: Optional[Found],
-        callbacks: Sequence[Callback],
+        arguments: FitArguments,
         run: Mapping[str, Any],
-        restarts: bool = False,
     ) -> None:
-        self._restarts = restarts
+        settings = arguments.checkpoint
+        self._arguments = arguments
+        self._begun = RunConfiguration()
         self._processes = session.processes
         self._model = model
         self._session = session
         self._settings = settings
         self._store = None if settings is None else Store(settings.folder)
-        self.found = found
-        self._callbacks = list(callbacks)
+        self.found = arguments.found
+        self._callbacks = list(arguments.callbacks)
         self.run = dict(run)
         self._best = _Best()
         self._signals = Signals()
@@ -148,17 +145,42 @@ class Keeper:
             if self._processes.is_first:
                 self._store.prepare()
             encode(tree_of(fit, self._callbacks))
+        restarts = self._arguments.max_restarts > 0
+        self._begun = RunConfiguration.of(self._session, self._arguments, fit.job.first)
         if self.found is None:
-            if self._restarts:
+            if restarts:
                 self._write(fit, self.run["first_epoch"] - 1, in_epoch=False)
             return
         if self.found.in_epoch:
             fit.callbacks.call("on_epoch_begin", self.found.epoch, {})
-        restore(self.found, fit, self._session, self._callbacks)
+        changes = self._compare()
+        allowed = self._arguments.resume_changes
+        restore(self.found, fit, self._session, self._callbacks, changes, allowed)
+        self._begun.adopt(self.found, changes)
+        if self._begun.changes or allowed:
+            unchanged = sorted(allowed - {change.name for change in changes})
+            noted = {"changed": self._begun.changes, "unchanged": unchanged}
+            fit.history.params["resume_changes"] = noted
         self.run.update(self.found.run)
         best = self.found.best
         self._best = _Best(best["name"], best["value"])
         self._model.stop_training = False
+        if changes and restarts:
+            # A device that fails before the next one would go on without the changes.
+            document = self.found.document
+            name = f"{self.found.name}-changed"
+            self._write(fit, document["epoch"], self.found.in_epoch, name)
+
+    def _compare(self) -> List[Change]:
+        """What differs from the run that goes on; the first process says it to all."""
+        found = self.found
+        assert found is not None
+        if self._arguments.restarts:
+            return []  # This very call has begun it.
+        changes = self._processes.first(
+            lambda: [dataclasses.asdict(each) for each in self._begun.changes_since(found)]
+        )
+        return [Change(**change) for change in changes]
 
     def _find_direction(self, fit: Fit) -> None:
         settings = self._settings
@@ -222,10 +244,10 @@ class Keeper:
         first: int = self.run["first_update"]
         return fit.job.program.updates - first
 
-    def _write(self, fit: Fit, epoch: int, in_epoch: bool) -> None:
+    def _write(self, fit: Fit, epoch: int, in_epoch: bool, name: Optional[str] = None) -> None:
         assert self._store is not None
         assert self._settings is not None
-        name = self._name(fit, in_epoch)
+        name = name or self._name(fit, in_epoch)
         best = dataclasses.asdict(self._best)
         about = {
             "epoch": epoch,
@@ -233,6 +255,7 @@ class Keeper:
             "stopped": fit.ending(),
             "run": self.run,
             "best": best,
+            **self._begun.document(self._session),
         }
         document, tensors = parts_of(fit, self._session, self._callbacks, about)
         if not self._processes.is_first:

@@ -17,7 +17,7 @@ MOST_BYTES = 1 << 20
 _MOST_FILES = 64
 _FORMAT = "ipufit.Checkpoint"
 # Another minor number: older files have less. Another major number: they can't be read.
-VERSION = (1, 1)
+VERSION = (1, 2)
 _GROUP = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Mapping, Optional
+from typing import Any, List, Mapping, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -42,9 +42,15 @@ def _check_value(name: object, value: Any) -> None:
 
 
 def optimizer_differences(
-    optimizer: Optional[torch.optim.Optimizer], state: Mapping[str, Any]
+    optimizer: Optional[torch.optim.Optimizer], state: Mapping[str, Any], left_out: Sequence[str]
 ) -> List[str]:
-    """What does not fit, a line each."""
+    """What does not fit, a line each.
+
+    Args:
+        optimizer: of now.
+        state: in the checkpoint.
+        left_out: names of settings that come anew.
+    """
     assert optimizer is not None
     groups, stored = optimizer.param_groups, state["param_groups"]
     sizes, own_sizes = ([len(group["params"]) for group in each] for each in (stored, groups))
@@ -54,7 +60,7 @@ def optimizer_differences(
     for number, (group, other) in enumerate(zip(groups, stored)):
         wrong = sorted(
             name
-            for name in {*group, *other} - {"params"}
+            for name in {*group, *other} - {"params", *left_out}
             if name not in group or name not in other or not _alike(group[name], other[name])
         )
         found += [f"setting {name!r} of the optimizer's group {number}" for name in wrong]

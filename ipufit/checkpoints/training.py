@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Sequence, Tuple
+import warnings
+from typing import TYPE_CHECKING, Any, Dict, FrozenSet, List, Mapping, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -11,6 +13,16 @@ from torch import Tensor
 import ipufit
 from ipufit.callbacks import Callback
 from ipufit.checkpoints import chance
+from ipufit.checkpoints.configuration import (
+    Change,
+    Configuration,
+    changes_between,
+    configuration_name,
+    configuration_of,
+    is_changeable,
+    lines_of,
+    mutable_configuration,
+)
 from ipufit.checkpoints.encoding import decode, encode
 from ipufit.checkpoints.optimizers import check_optimizer, optimizer_differences
 from ipufit.checkpoints.reading import Contents
@@ -19,21 +31,25 @@ from ipufit.checkpoints.weights_apart import joined, split
 from ipufit.errors import CheckpointError, ConfigurationError
 from ipufit.metrics import MetricSet
 from ipufit.processes import Processes
-from ipufit.program import Place, TrainState
+from ipufit.program import MicroBatch, Place, TrainState
+from ipufit.schedules import settings
 from ipufit.weights import differences
 
 if TYPE_CHECKING:
+    from ipufit.arguments import FitArguments
     from ipufit.loop import Fit
     from ipufit.session import Session
 
-__all__ = ["Found", "parts_of", "restore", "tree_of"]
+__all__ = ["Found", "RunConfiguration", "parts_of", "restore", "tree_of"]
 
 _KIND = "training"
 _PARTS = (
     *("meter", "history", "callbacks", "random", "optimizer", "averages", "others"),
     *("replicas", "loss_scale", "schedule", "place", "choices"),
 )
-_SHOWN = 8
+_SHOWN = 40
+# What belongs to a whole pass over the data, and can't change within one.
+_BETWEEN_PASSES = frozenset(("data", "metrics", "shuffle"))
 
 Groups = Dict[str, Dict[str, Tensor]]
 
@@ -163,6 +179,12 @@ class Found:
         return bool(self.document["in_epoch"])
 
     @property
+    def is_within_data(self) -> bool:
+        """Whether a pass over the data has begun, and is not over."""
+        place = self.tree["place"]
+        return self.in_epoch or (place is not None and bool(place["batches"]))
+
+    @property
     def is_over(self) -> bool:
         """Whether the run was stopped by a callback, and so has nothing to go on with."""
         return bool(self.document["stopped"])
@@ -277,6 +299,7 @@ def _checked(found: Found) -> Found:
     for each in tree.get("apart", []):
         for name in ("random", "place", "choices", "metrics"):
             each[name]
+    _check_configuration(document)
     choices = tree["choices"] or {}
     if not all(type(each) is str for pair in choices.items() for each in pair):
         raise ValueError("its choices are no names")
@@ -284,8 +307,81 @@ def _checked(found: Found) -> Found:
     return found
 
 
+def _check_configuration(document: Mapping[str, Any]) -> None:
+    """Make sure that it has the form in which a checkpoint holds it, if it holds any.
+
+    Raises:
+        ValueError, TypeError, KeyError: it has not.
+    """
+    configuration = document.get("configuration")
+    if configuration is not None:
+        for part in (configuration["begin"], configuration["last"]):
+            if not isinstance(part, dict):
+                raise ValueError("its configuration has no names")
+    changes = document.get("changes", [])
+    if not isinstance(changes, list) or not all(
+        isinstance(each["change"], str) for each in changes
+    ):
+        raise ValueError("what was changed in its run is no list of texts")
+
+
+@dataclasses.dataclass
+class RunConfiguration:
+    """The configuration that a run began with, as its checkpoints hold it.
+
+    Attributes:
+        begin: see :mod:`ipufit.checkpoints.configuration`.
+        changes: what was changed on purpose where the run went on.
+    """
+
+    begin: Configuration = dataclasses.field(default_factory=dict)
+    changes: List[Dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    @staticmethod
+    def of(session: Session, arguments: FitArguments, first: MicroBatch) -> RunConfiguration:
+        """The configuration of a run that begins with these arguments of ``fit``."""
+        return RunConfiguration(configuration_of(session, arguments, first))
+
+    def document(self, session: Session) -> Dict[str, Any]:
+        """What a checkpoint holds of it, with what callbacks have changed since the beginning."""
+        now = mutable_configuration(session)
+        last = {name: value for name, value in now.items() if value != self.begin.get(name)}
+        return {"configuration": {"begin": self.begin, "last": last}, "changes": self.changes}
+
+    def changes_since(self, found: Found) -> List[Change]:
+        """What differs from the run that wrote a checkpoint."""
+        stored = found.document.get("configuration")
+        if stored is None:
+            warnings.warn(
+                f"the checkpoint {found.name!r} is of an older ipufit and does not say how its run "
+                "was configured: that loss, optimizer settings, data and module are the same is "
+                "not checked, and the optimizer settings are those of the checkpoint.",
+                UserWarning,
+                stacklevel=2,
+            )
+            return []
+        same_torch = found.document["torch"] == torch.__version__
+        return changes_between(stored["begin"], stored["last"], self.begin, same_torch)
+
+    def adopt(self, found: Found, changes: Sequence[Change]) -> None:
+        """Go on with the configuration of a checkpoint, but for what has changed on purpose."""
+        stored = found.document.get("configuration")
+        names = {configuration_name(change.name) for change in changes}
+        if stored is not None:
+            carried = {n: value for n, value in stored["begin"].items() if n not in names}
+            self.begin = {**self.begin, **carried}
+        noted = [{"update": found.done, "change": line} for line in lines_of(changes)]
+        self.changes = [*found.document.get("changes", []), *noted]
+
+
 def _check_fits(
-    found: Found, own: TrainState, fit: Fit, session: Session, callbacks: Sequence[Callback]
+    found: Found,
+    own: TrainState,
+    fit: Fit,
+    session: Session,
+    callbacks: Sequence[Callback],
+    changes: Sequence[Change],
+    allowed: FrozenSet[str],
 ) -> None:
     """Refuse a checkpoint of something else than has this state now.
 
@@ -295,36 +391,65 @@ def _check_fits(
     job, document, where = fit.job, found.document, "the checkpoint"
     weights, others = split(session.module, own)
     faults = differences(weights, found.weights, where, widens=False)
-    faults += differences(others, found.tree["others"], where, widens=False)
+    if "loss" not in allowed:
+        faults += differences(others, found.tree["others"], where, widens=False)
     pairs: List[Tuple[str, Any, Any]] = [
         ("optimizer", document["optimizer"], type(session.optimizer).__name__),
         ("samples of an update", document["update_size"], job.plan.update_size),
         ("batch_size", document["micro_batch_size"], job.plan.micro_batch_size),
-        ("samples of the training data", document["samples"], job.plan.samples),
-        (
-            "callbacks",
-            [name for name, _ in found.tree["callbacks"]],
-            [type(each).__name__ for each in callbacks],
-        ),
     ]
+    if "data" not in allowed:
+        pairs.append(("samples of the training data", document["samples"], job.plan.samples))
     faults += [
         f"{what}: {before!r} in the checkpoint, {now!r} now"
         for what, before, now in pairs
         if before != now
     ]
+    names = [name for name, _ in found.tree["callbacks"]]
+    called = Change("callbacks", "", "", names, [type(each).__name__ for each in callbacks])
+    changes = [*([called] if called.was != called.now else []), *changes]
+    if document["optimizer"] != type(session.optimizer).__name__:
+        changes = [each for each in changes if configuration_name(each.name) != "hyperparameters"]
+    refused = [change for change in changes if change.name not in allowed]
+    faults += lines_of(refused)
+    if found.is_within_data:
+        early = sorted({change.name for change in changes} & _BETWEEN_PASSES & allowed)
+        faults += [
+            f"{name}: it can change where an epoch has ended, not within one" for name in early
+        ]
     if not faults:
-        faults = optimizer_differences(session.optimizer, found.tree["optimizer"])
+        notes = settings.NOTES if "lr_scheduler" in allowed else ()
+        faults = optimizer_differences(session.optimizer, found.tree["optimizer"], notes)
     if faults:
         more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
         lines = "\n".join(f"  {line}" for line in [*faults[:_SHOWN], *more])
+        known = {change.name for change in refused if is_changeable(change, session.groups)}
+        meant = f"resume_changes={{{', '.join(map(repr, sorted(known)))}}}"
+        advice = f" To go on with other settings from here, pass {meant}." if known else ""
         raise CheckpointError(
             f"the checkpoint {found.name!r} must be of the run that goes on, but they differ:\n"
             f"{lines}\nPass the same model, data and arguments, or another folder to begin anew."
+            f"{advice}"
         )
 
 
-def restore(found: Found, fit: Fit, session: Session, callbacks: Sequence[Callback]) -> None:
-    """Bring everything to where it stood.
+def restore(
+    found: Found,
+    fit: Fit,
+    session: Session,
+    callbacks: Sequence[Callback],
+    changes: Sequence[Change] = (),
+    allowed: FrozenSet[str] = frozenset(),
+) -> None:
+    """Bring everything to where it stood, but for what has changed on purpose.
+
+    Args:
+        found: the checkpoint.
+        fit: that goes on.
+        session: of the model.
+        callbacks: the user's.
+        changes: how the configuration differs from that of the checkpoint.
+        allowed: names of what may differ.
 
     Raises:
         CheckpointError: the checkpoint is of something else, and nothing has changed; or, made by
@@ -333,19 +458,18 @@ def restore(found: Found, fit: Fit, session: Session, callbacks: Sequence[Callba
     tree, job = found.tree, fit.job
     found.check_divided(session.processes, _divides(fit))
     state = job.program.read_state()
-    _check_fits(found, state, fit, session, callbacks)
+    _check_fits(found, state, fit, session, callbacks, changes, allowed)
+    changed = frozenset(change.name for change in changes)
     try:
-        _restore_program(found, state, fit, session)
+        _restore_program(found, state, fit, session, changed)
         fit.history.load_state_dict(tree["history"])
-        for callback, (_, state) in zip(callbacks, tree["callbacks"]):
-            if state is not None:
-                callback.load_state_dict(state)
+        _restore_callbacks(callbacks, tree["callbacks"])
         processes = session.processes
         own = found.apart(processes)
         meter = found.meter(job.meter.metrics, processes)
         if found.in_epoch:
             job.meter.load_state_dict(meter)
-        else:
+        elif "metrics" not in changed:
             job.meter.metrics.load_lasting(meter["metrics"])
         if own["place"] is not None:
             fit.place = _place(own["place"])
@@ -360,6 +484,18 @@ def restore(found: Found, fit: Fit, session: Session, callbacks: Sequence[Callba
         ) from error
 
 
+def _restore_callbacks(callbacks: Sequence[Callback], states: Sequence[Tuple[str, Any]]) -> None:
+    """Let each callback go on from the state of the next one of its class, if there is one."""
+    left = list(states)
+    for callback in callbacks:
+        names = [name for name, _ in left]
+        if type(callback).__name__ not in names:
+            continue
+        _, state = left.pop(names.index(type(callback).__name__))
+        if state is not None:
+            callback.load_state_dict(state)
+
+
 def _place(state: Mapping[str, Any]) -> Place:
     number, batches = state["number"], state["batches"]
     if type(number) is not int or type(batches) is not int or min(number, batches) < 0:
@@ -367,10 +503,19 @@ def _place(state: Mapping[str, Any]) -> Place:
     return Place(number, batches, list(state["generators"]), state["own"])
 
 
-def _restore_program(found: Found, own: TrainState, fit: Fit, session: Session) -> None:
+def _restore_program(
+    found: Found, own: TrainState, fit: Fit, session: Session, changed: FrozenSet[str]
+) -> None:
     tree = found.tree
     known = joined(session.module, found.weights, tree["others"])
-    scale = tree["loss_scale"]
+    replicas = tree["replicas"]
+    if "loss" in changed:
+        # A loss that is a module keeps its settings, such as weights of classes, in buffers.
+        fresh = split(session.module, own)[1]
+        known.update(fresh)
+        replicas = [{**each, **fresh} for each in replicas]
+    optimizer, schedule = _settings_after(found, session, changed)
+    scale = None if "loss_scale" in changed else tree["loss_scale"]
     extra = {name: value for name, value in found.weights.items() if "_extra_state" in name}
     if extra:
         session.module.load_state_dict(extra, strict=False)
@@ -378,12 +523,53 @@ def _restore_program(found: Found, own: TrainState, fit: Fit, session: Session) 
     fit.job.program.write_state(
         TrainState(
             {name: known[name] for name in own.weights},
-            [first, *tree["replicas"]],
-            tree["optimizer"],
+            [first, *replicas],
+            optimizer,
             found.seed,
             found.document["updates"],
-            tree["averages"],
+            {} if "use_ema" in changed else tree["averages"],
             None if scale is None else (scale[0], scale[1]),
-            tree["schedule"],
+            schedule,
         )
     )
+
+
+def _settings_after(
+    found: Found, session: Session, changed: FrozenSet[str]
+) -> Tuple[Dict[str, Any], Any]:
+    """The optimizer's state and that of the schedule, with the settings that are others now."""
+    optimizer, state = found.tree["optimizer"], found.tree["schedule"]
+    schedule, live = session.recipe.schedule, session.groups
+    names = {name for group in live for name in group} - {"params"}
+    hyperparameters = names & changed
+    is_scheduled_anew = "lr_scheduler" in changed
+    if not hyperparameters and not is_scheduled_anew:
+        return optimizer, state
+    if schedule is None:
+        taken_over = names if is_scheduled_anew else hyperparameters
+    elif schedule.follows_values:
+        # What it has seen of the run is in the checkpoint, and only there.
+        taken_over = hyperparameters
+        if is_scheduled_anew:
+            state = None
+        else:
+            new = [{n: group[n] for n in taken_over if n in group} for group in live]
+            pairs = zip(state["settings"], map(settings.numbers_of, new))
+            state = {**state, "settings": [{**stored, **own} for stored, own in pairs]}
+    else:
+        taken_over = names
+        ended = found.epoch - found.run["first_epoch"]
+        before = state or {"updates": found.document["updates"], "epochs": ended}
+        schedule.advance_to(before["updates"], before["epochs"])
+        state = None
+    groups = [
+        {
+            name: copy.deepcopy(value) if name in taken_over or name not in stored else stored[name]
+            for name, value in group.items()
+            if name != "params"
+        }
+        for stored, group in zip(optimizer["param_groups"], session.groups)
+    ]
+    for stored, group in zip(optimizer["param_groups"], groups):
+        group["params"] = stored["params"]
+    return {**optimizer, "param_groups": groups}, state

@@ -172,6 +172,11 @@ class Source:
         return isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
 
     @property
+    def is_shuffled(self) -> bool:
+        """Whether ipufit gives every epoch an order of its own."""
+        return self._shuffled is not None
+
+    @property
     def draws_nothing(self) -> bool:
         """Whether batches are read without a random number of torch's."""
         return isinstance(self.loader, ArrayLoader)

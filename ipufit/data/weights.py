@@ -137,6 +137,9 @@ class ClassWeights:
     Args:
         weights: by class index.
 
+    Attributes:
+        by_class: the weights of the classes that are named.
+
     Raises:
         ConfigurationError: it is no such mapping.
     """
@@ -148,7 +151,7 @@ class ClassWeights:
                 "class_weight must be a dict of weights by class index, such as {0: 1.0, 1: 5.0}, "
                 f"got {came}."
             )
-        self._weights: Dict[int, float] = {}
+        self.by_class: Dict[int, float] = {}
         for key, value in weights.items():
             if isinstance(key, bool) or not hasattr(key, "__index__") or key < 0:
                 raise ConfigurationError(
@@ -164,7 +167,7 @@ class ClassWeights:
                     f"class_weight[{key}] must be finite and not negative, got {value!r}. Use 0 to "
                     "leave a class out."
                 )
-            self._weights[operator.index(key)] = float(value)
+            self.by_class[operator.index(key)] = float(value)
 
     def of(self, target: Any, name: str) -> Tensor:
         """One weight per sample, in torch's default dtype.
@@ -190,7 +193,7 @@ class ClassWeights:
                 f"{_dtype(target)}. Pass sample_weight instead."
             )
         result = torch.ones(classes.shape, device=classes.device)
-        for index, weight in self._weights.items():
+        for index, weight in self.by_class.items():
             result = torch.where(classes == index, torch.full_like(result, weight), result)
         return result
 

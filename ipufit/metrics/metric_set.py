@@ -40,6 +40,10 @@ class MetricSet:
         """Keys of :meth:`compute`; of a metric that returns several values, exact after a probe."""
         return tuple(name for metric in self._metrics for name in metric.names)
 
+    def by_name(self) -> Dict[str, Metric]:
+        """Each metric, by its names."""
+        return {", ".join(metric.names): metric for metric in self._metrics}
+
     @property
     def higher_is_better(self) -> Dict[str, bool]:
         """By name, for the metrics that are named ones or have this attribute, as torchmetrics'."""

@@ -62,6 +62,12 @@ class CallableSchedule(Schedule):
         return f"the schedule of {', '.join(names)}"
 
     @property
+    def configuration(self) -> Dict[str, Any]:
+        """The functions, and the groups that they hold for."""
+        parts = [{"groups": each.groups, "functions": each.functions} for each in self._parts]
+        return {**super().configuration, "parts": parts}
+
+    @property
     def names(self) -> FrozenSet[str]:
         """Settings that it changes, as the groups have them."""
         return frozenset(name for _, (name, _), _ in self._targets)

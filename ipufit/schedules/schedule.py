@@ -34,6 +34,7 @@ _FALSE_WARNINGS = (
     "Seems like `optimizer.step()` has been overridden",
     "The epoch parameter in `scheduler.step()` was not necessary",
 )
+_AT_ONCE = 1000  # updates whose settings are made together
 
 
 @contextlib.contextmanager
@@ -197,6 +198,39 @@ class Schedule(abc.ABC):
     def names(self) -> FrozenSet[str]:
         """Settings that it is known to change, as the groups have them."""
         return frozenset()
+
+    @property
+    def configuration(self) -> Dict[str, Any]:
+        """What the settings of all updates follow from, but for those at the beginning."""
+        interval = "update" if self._per_update else "epoch"
+        return {"name": self.name, "interval": interval, "frequency": self.frequency}
+
+    @property
+    def follows_values(self) -> bool:
+        """Whether the settings depend on values of the run, not on updates and epochs alone."""
+        return False
+
+    def advance_to(self, updates: int, epochs: int) -> None:
+        """Bring a schedule that has not begun to where it is after so many updates and epochs.
+
+        Raises:
+            ConfigurationError: it has begun, or changes with batches; or a value that no update
+                can use.
+        """
+        if self.updates or self.epochs or (self._per_update and self.frequency != 1):
+            raise ConfigurationError(
+                f"a run can go on with another lr or lr_scheduler where {self.name} stands at its "
+                f"beginning and counts updates or epochs, but it has made {self.updates} updates "
+                f"and {self.epochs} epochs, and counts by {self.frequency}. Call compile again "
+                "before fit, or begin anew in another folder."
+            )
+        if self._per_update:
+            for begin in range(0, updates, _AT_ONCE):
+                self.rows(min(_AT_ONCE, updates - begin))
+            self.epochs = epochs
+        while self.epochs < epochs:
+            self.end_epoch({})
+        self.updates = updates
 
     @property
     @abc.abstractmethod

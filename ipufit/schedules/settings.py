@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["Target", "keep", "number", "numbers_of", "read", "target", "write"]
+__all__ = ["NOTES", "Target", "keep", "number", "numbers_of", "read", "target", "write"]
 
 # Name of a setting, and the place in it where it is a tuple: beta1 is ("betas", 0).
 Target = Tuple[str, Optional[int]]
 
 # What torch's schedulers note down in a group for themselves.
-_NOTES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
+NOTES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 
 
 def read(optimizer: torch.optim.Optimizer) -> List[Dict[str, Any]]:
@@ -50,7 +50,7 @@ def numbers_of(settings: Dict[str, Any]) -> Dict[str, Any]:
     for name, value in settings.items():
         if name == "betas" and isinstance(value, (tuple, list)):
             found.update({f"beta{i + 1}": beta for i, beta in enumerate(value)})
-        elif name == "lr" or (number(value) is not None and name not in _NOTES):
+        elif name == "lr" or (number(value) is not None and name not in NOTES):
             found[name] = value
     return found
 
@@ -73,7 +73,7 @@ def target(name: Any, settings: Dict[str, Any], kind: str, group: int) -> Target
         beta = re.fullmatch(r"beta(\d+)", name)
         return ("betas", int(beta[1]) - 1) if beta and name not in settings else (name, None)
     came = f"{name!r} for parameter group {group}"
-    if name in settings and name not in _NOTES:
+    if name in settings and name not in NOTES:
         came += f", which is {settings[name]!r} and no single number"
     raise ConfigurationError(
         f"lr_scheduler can only schedule hyper-parameters of {kind} that are numbers, got {came}. "

@@ -17,8 +17,23 @@ from ipufit.schedules.schedule import Schedule
 
 __all__ = ["Scheduler", "TorchSchedule", "parts"]
 
+# Where a scheduler stands, and what it shares with the optimizer.
+_COUNTERS = frozenset(
+    (
+        *("optimizer", "base_lrs", "last_epoch", "T_cur", "T_i", "best", "num_bad_epochs"),
+        *("cooldown_counter", "mode_worse", "verbose"),
+    )
+)
+
+_PRIVATE = frozenset(("_milestones", "_schedule_phases", "_anneal_func_type"))
+
 # Not one class on torch 2.0.1.
 Scheduler = (LRScheduler, ReduceLROnPlateau)
+
+
+def _is_configuration(name: str) -> bool:
+    """Whether an attribute of a scheduler is set when it is made, and does not change."""
+    return name in _PRIVATE or not (name.startswith("_") or name in _COUNTERS)
 
 
 def parts(scheduler: Any) -> Iterator[Any]:
@@ -54,6 +69,20 @@ class TorchSchedule(Schedule):
     def name(self) -> str:
         """The scheduler's class."""
         return type(self._scheduler).__name__
+
+    @property
+    def configuration(self) -> Dict[str, Any]:
+        """The attributes of the scheduler and of those it is made of, but for counters."""
+        own = [
+            {name: value for name, value in vars(each).items() if _is_configuration(name)}
+            for each in parts(self._scheduler)
+        ]
+        return {**super().configuration, "monitor": self._monitor, "parts": own}
+
+    @property
+    def follows_values(self) -> bool:
+        """Whether one of them waits for a value to stop getting better."""
+        return any(isinstance(each, ReduceLROnPlateau) for each in parts(self._scheduler))
 
     def _advance(self) -> None:
         self._scheduler.step()

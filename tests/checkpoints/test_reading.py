@@ -196,7 +196,7 @@ def test_files_elsewhere_are_not_listed(store, file):
     damaged(store, "manifest.json", reason)
 
 
-@pytest.mark.parametrize("version", [[1, 2], [2, 0]])
+@pytest.mark.parametrize("version", [[1, 3], [2, 0]])
 def test_a_newer_version_is_refused(store, version):
     """What this one does not know of might matter; it may have other parts, too."""
     list_again(store, {**listed(store), "version": version, "more": 1})
@@ -205,7 +205,7 @@ def test_a_newer_version_is_refused(store, version):
         store,
         "manifest.json",
         f"it was written by a newer ipufit, in version {came} of the format, and this one reads "
-        "up to 1.1",
+        "up to 1.2",
         "Update ipufit, or read a checkpoint that this one wrote.",
     )
 

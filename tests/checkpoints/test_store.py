@@ -51,7 +51,7 @@ def test_the_files_are_what_other_programs_read(store):
         assert file.metadata() == {"format": "pt"}
     found = listed(store)
     assert found["format"] == "ipufit.Checkpoint"
-    assert found["version"] == [1, 1]
+    assert found["version"] == [1, 2]
     assert set(found["files"]) == files - {"manifest.json"}
     for name, entry in found["files"].items():
         data = content(store, TWO, name)

@@ -535,7 +535,19 @@ def restarted(max_restarts):
         return sorted(each.name for each in place.rglob("update-*"))
 
 
+def unshuffled(resume_changes):
+    """Whether a run goes on in another order."""
+    with folder() as place:
+        kept(place, checkpoint=place / "run")
+        go_on = {"checkpoint": place / "run", "resume": "auto", "epochs": 4, "shuffle": False}
+        try:
+            return kept(place, resume_changes=resume_changes, **go_on)
+        except ipufit.errors.CheckpointError:
+            return "refused"
+
+
 of("Model.fit", resumed, checkpoint=(True, False), resume=(None, "auto"))
+of("Model.fit", unshuffled, resume_changes=(None, {"shuffle"}))
 of("Model.fit", restarted, max_restarts=(0, 1))
 
 
