@@ -67,7 +67,9 @@ def unregistered(module: nn.Module) -> Dict[int, Unregistered]:
     result: Dict[int, Unregistered] = {}
     for prefix, part in module.named_modules():
         for attribute, value in vars(part).items():
-            if attribute in ("_parameters", "_buffers", "_modules"):
+            # Recurrent layers of torch's have a list of their own parameters, or what stands for
+            # them.
+            if attribute in ("_parameters", "_buffers", "_modules", "_flat_weights"):
                 continue
             name = f"{prefix}.{attribute}" if prefix else attribute
             for tensor, content in _tensors_in(value):

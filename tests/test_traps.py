@@ -156,6 +156,23 @@ def test_what_is_not_to_be_trained_may_stay_unregistered():
     assert compiled(net).fit(loader(), verbose=0).epoch == [0]
 
 
+@pytest.mark.parametrize("eager", EAGER_OR_NOT, ids=["traced", "eager"])
+def test_a_recurrent_layers_own_list_of_weights_is_no_such_list(eager):
+    """torch keeps one beside the parameters, and forward puts others into it for a while."""
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = nn.GRU(4, 5, batch_first=True)
+
+        def forward(self, x):
+            return self.cell(x.reshape(len(x), 3, 4))[0][:, -1]
+
+    x, y = data(8)
+    pairs = [(x.float(), y)]
+    assert compiled(Recurrent(), run_eagerly=eager).fit(pairs, verbose=0).epoch == [0]
+
+
 def test_a_module_with_all_layers_in_a_list_is_told_so():
     """It was told to unfreeze what it has not."""
     with pytest.raises(OptimizerError) as caught:
