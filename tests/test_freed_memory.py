@@ -18,61 +18,14 @@ from ipufit.engines.embedded import freed_memory
 from ipufit.engines.embedded.lowering import choosing, products
 
 needs_glibc = pytest.mark.skipif(freed_memory._glibc() is None, reason="another C library")
+tells = pytest.mark.skipif(
+    not hasattr(freed_memory._glibc(), "mallinfo2"), reason="a library that does not tell"
+)
 
-SCRIPT = """
-import resource
-import statistics
-import torch
-import ipufit
-from ipufit.callbacks import LambdaCallback
-
-torch.set_num_threads(1)
-net = torch.nn.Sequential(torch.nn.Linear(64, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 5))
-model = ipufit.Model(net, engine="embedded")
-model.compile("sgd", "cross_entropy")
-x, y = torch.rand(2048, 64), torch.arange(2048) % 5
-faults = []
-
-def count(batch, logs=None):
-    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-
-callbacks = [LambdaCallback(on_train_batch_end=count)]
-model.fit(x, y, batch_size=256, epochs=3, verbose=0, callbacks=callbacks)
-print(statistics.median_high(b - a for a, b in zip(faults[-9:], faults[-8:])))
-"""
-
-
-# Forward and backward of 1024 samples take some 100 MiB, in each of the programs that are tried.
-TRYING = """
-import torch
-import ipufit
-from ipufit.callbacks import LambdaCallback
-from ipufit.engines.embedded import freed_memory
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) / 256
-
-def look(logs):
-    before = resident()
-    freed_memory._glibc().malloc_trim(0)
-    print(int(before - resident()))
-
-torch.set_num_threads(1)
-net = torch.nn.Sequential(torch.nn.Linear(64, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 5))
-model = ipufit.Model(net, engine="embedded")
-model.compile("sgd", "cross_entropy", jit="kernels")
-x, y = torch.rand(1024, 64), torch.arange(1024) % 5
-callbacks = [LambdaCallback(on_train_begin=look)]
-model.fit(x, y, batch_size=1024, verbose=0, callbacks=callbacks)
-"""
-
-
-# Tensors of 4 MiB: those in between, and one afterwards, are asked for where they lie.
-AT_ONCE = """
+# What the C library tells of itself, to a script as to this process.
+MALLINFO = """
 import ctypes
 import torch
-from ipufit.engines.embedded.freed_memory import freed_at_once, keep_freed_memory
 
 class Told(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in (
@@ -82,6 +35,41 @@ class Told(ctypes.Structure):
 
 library = ctypes.CDLL(None)
 library.mallinfo2.restype = Told
+"""
+
+# Of a tensor of 4 MiB, while fit runs: whether it lies apart from the heap, and what the heap gives
+# back to the system when it is freed, in MiB.
+SCRIPT = (
+    MALLINFO
+    + """
+import ipufit
+from ipufit.callbacks import LambdaCallback
+
+torch.set_num_threads(1)
+model = ipufit.Model(torch.nn.Linear(64, 5), engine="embedded")
+model.compile("sgd", "cross_entropy")
+x, y = torch.rand(8, 64), torch.arange(8) % 5
+
+def look(batch, logs=None):
+    before = library.mallinfo2()
+    tensor = torch.empty(2**20)
+    inside = library.mallinfo2()
+    del tensor
+    after = library.mallinfo2()
+    apart, given_back = inside.hblks - before.hblks, inside.arena - after.arena
+    print(apart * 100 + given_back // 2**20)
+
+model.fit(x, y, batch_size=8, verbose=0, callbacks=[LambdaCallback(on_train_batch_end=look)])
+"""
+)
+
+
+# Tensors of 4 MiB: those in between, and one afterwards, are asked for where they lie.
+AT_ONCE = (
+    MALLINFO
+    + """
+from ipufit.engines.embedded.freed_memory import freed_at_once, keep_freed_memory
+
 keep_freed_memory()
 before = library.mallinfo2().hblkhd
 try:
@@ -94,6 +82,7 @@ except ValueError:
 after = torch.empty(2**20)
 print((between - before) // 2**20 * 10 + (library.mallinfo2().hblkhd - between) // 2**20)
 """
+)
 
 
 def run(script, **variables):
@@ -107,35 +96,58 @@ def run(script, **variables):
     return int(done.stdout)
 
 
-def page_faults(**variables):
-    """The median of the last eight updates of a script, each of which frees 16 MiB.
-
-    The median, as a collection of garbage or a growing heap may fall into any one of them.
-    """
-    return run(SCRIPT, **variables)
-
-
-@needs_glibc
+@tells
 def test_updates_get_no_new_pages():
-    assert page_faults() < 200
+    """A tensor that is freed and made again in every update stays in the heap."""
+    assert run(SCRIPT) == 0
 
 
-@needs_glibc
+@tells
 def test_what_the_environment_says_of_memory_holds():
-    """With glibc's own thresholds fixed low, each tensor of 4 MiB is a thousand pages again."""
-    assert page_faults(MALLOC_MMAP_THRESHOLD_="131072") > 1000
+    """With glibc's own threshold fixed low, the tensor lies apart and goes back to the system."""
+    assert run(SCRIPT, MALLOC_MMAP_THRESHOLD_="131072") == 100
+    assert run(SCRIPT, MALLOC_MMAP_THRESHOLD_=str(2**25), MALLOC_TRIM_THRESHOLD_="131072") == 4
+
+
+@pytest.mark.skipif(products._linear() is None, reason="this torch has no other products")
+def test_trying_other_kernels_leaves_no_memory_behind(monkeypatch):
+    """What two programs took to run once is handed back before training begins."""
+    order = []
+    monkeypatch.setattr(choosing, "give_back_freed_memory", lambda: order.append("given back"))
+    disagreement = choosing._disagreement
+
+    def compare(*arguments):
+        order.append("tried")
+        return disagreement(*arguments)
+
+    monkeypatch.setattr(choosing, "_disagreement", compare)
+    net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 5))
+    model = ipufit.Model(net, engine="embedded")
+    model.compile("sgd", "cross_entropy", jit="kernels")
+    begins = ipufit.callbacks.LambdaCallback(on_train_begin=lambda logs: order.append("begins"))
+    x, y = torch.rand(128, 64), torch.arange(128) % 5
+    model.fit(x, y, batch_size=128, verbose=0, callbacks=[begins])
+    assert order == ["tried", "given back", "begins"]
 
 
 @needs_glibc
-@pytest.mark.skipif(products._linear() is None, reason="this torch has no other products")
-def test_trying_other_kernels_leaves_no_memory_behind():
-    """Two programs run once before training begins; then nothing is left to be given back."""
-    assert run(TRYING) < 20
+def test_what_is_given_back_is_all_that_is_free(monkeypatch):
+    """The C library is asked to keep nothing at the end of its heap."""
+    asked = []
+
+    class Library:
+        def mallopt(self, *arguments):
+            return 1
+
+        def malloc_trim(self, kept):
+            asked.append(kept)
+
+    monkeypatch.setattr(freed_memory, "_glibc", Library)
+    freed_memory.give_back_freed_memory()
+    assert asked == [0]
 
 
-@pytest.mark.skipif(
-    not hasattr(freed_memory._glibc(), "mallinfo2"), reason="a library that does not tell"
-)
+@tells
 def test_what_comes_once_stays_out_of_the_heap():
     """4 MiB apart from it meanwhile, and none afterwards, even after an error."""
     assert run(AT_ONCE) == 40

@@ -248,15 +248,15 @@ def test_a_run_that_writes_as_fast_as_it_can_never_shows_half_of_anything(tmp_pa
     with serving(folder, making) as server:
         writer.start()
         try:
-            seen, end = [], time.monotonic() + 0.5
-            while time.monotonic() < end or not rounds:
+            seen, end = [], time.monotonic() + 60  # if nothing changes, it hangs
+            while len(set(seen)) < 4 or not rounds:
+                assert time.monotonic() < end
                 status, _, body = ask(server, "/state")
                 assert status == 200, body
                 seen.append(json.loads(body)[1])
         finally:
             ended.set()
             writer.join()
-    assert len(set(seen)) > 3
     assert max(seen) <= 60
 
 

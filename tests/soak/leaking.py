@@ -18,16 +18,28 @@ from ipufit.callbacks import Callback, CSVLogger, EarlyStopping, JSONLinesLogger
 
 __all__ = ["Grown", "many_executions", "many_models"]
 
-# What memory may grow by: allocators keep some, and tables of Python's double.
-_MOST_MIB = 16.0
+# Objects that may stay: of an epoch the entries of a history and what is noted here; of a model
+# three for the source of each of its graphs, which torch.fx keeps for tracebacks, some fifteen.
+_OF_AN_EPOCH, _OF_A_MODEL = 4, 64
 _UPDATES = 100
+_TENSORS = (torch.Tensor, nn.Parameter)
 
 
 @dataclasses.dataclass(frozen=True)
 class Has:
-    """Of this process: resident memory in MiB, open files, threads."""
+    """What this process has.
+
+    Attributes:
+        memory: resident, in MiB; for information, as allocators keep what was freed.
+        objects: that Python's collector of garbage knows.
+        tensors: bytes of memory that tensors lie in.
+        files: open ones.
+        threads: of Python.
+    """
 
     memory: float
+    objects: int
+    tensors: int
     files: int
     threads: int
 
@@ -37,7 +49,14 @@ class Has:
         gc.collect()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         memory = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-        return Has(memory, len(os.listdir("/proc/self/fd")), threading.active_count())
+        objects = gc.get_objects()
+        storages = {
+            storage._cdata: storage.nbytes()
+            for storage in (o.untyped_storage() for o in objects if type(o) in _TENSORS)
+        }
+        files = len(os.listdir("/proc/self/fd"))
+        size = sum(storages.values())
+        return Has(memory, len(objects), size, files, threading.active_count())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +65,13 @@ class Grown:
 
     Attributes:
         what: the part.
+        allowed: how many objects more there may be.
         first: when a quarter of it was done; until then all that is made once is made.
         last: at its end.
     """
 
     what: str
+    allowed: int
     first: Has
     last: Has
 
@@ -58,7 +79,8 @@ class Grown:
     def leaks(self) -> bool:
         """Whether something has grown."""
         return (
-            self.last.memory > self.first.memory + _MOST_MIB
+            self.last.objects > self.first.objects + self.allowed
+            or self.last.tensors > self.first.tensors
             or self.last.files > self.first.files
             or self.last.threads > self.first.threads
         )
@@ -66,8 +88,9 @@ class Grown:
     def __str__(self) -> str:
         first, last = self.first, self.last
         return (
-            f"{self.what}: memory {first.memory:.0f} to {last.memory:.0f} MiB, files {first.files} "
-            f"to {last.files}, threads {first.threads} to {last.threads}"
+            f"{self.what}: memory {first.memory:.0f} to {last.memory:.0f} MiB, objects "
+            f"{first.objects} to {last.objects}, tensors {first.tensors} to {last.tensors} bytes, "
+            f"files {first.files} to {last.files}, threads {first.threads} to {last.threads}"
             f"{', which leaks' if self.leaks else ''}"
         )
 
@@ -123,7 +146,8 @@ def many_executions(executions: int) -> Grown:
         model.close()
     count = len(looks.found)
     what = f"{count * _UPDATES} executions"
-    return Grown(what, looks.found[count // 4], looks.found[-1])
+    allowed = _OF_AN_EPOCH * (count - count // 4)
+    return Grown(what, allowed, looks.found[count // 4], looks.found[-1])
 
 
 def many_models(models: int) -> Grown:
@@ -140,4 +164,5 @@ def many_models(models: int) -> Grown:
         if number == models // 4:
             first = Has.now()
     assert first is not None
-    return Grown(f"{models} models", first, Has.now())
+    allowed = _OF_A_MODEL * (models - models // 4)
+    return Grown(f"{models} models", allowed, first, Has.now())
