@@ -247,9 +247,21 @@ class OwnSGD(torch.optim.SGD):
     """A subclass may do anything in its step."""
 
 
+class Rows(nn.Module):
+    """A recurrent layer over the rows of a picture."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.GRU(4, 6, batch_first=True), nn.Linear(6, 5)
+
+    def forward(self, x):
+        return self.head(self.layer(x.squeeze(1))[0][:, -1])
+
+
 @pytest.mark.parametrize(
     ("net", "optimizer", "options", "reason"),
     [
+        (Rows, "sgd", {}, "its recurrent layers run as torch's own code, whole"),
         (CNN, "sgd", {}, "it draws random numbers, and each micro-batch has a stream of its own"),
         (MLP, OwnSGD, {}, "OwnSGD runs through its own step"),
         (

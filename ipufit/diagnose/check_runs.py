@@ -14,6 +14,7 @@ from ipufit.diagnose.check_tracing import Operation, Recorder
 from ipufit.diagnose.check_watching import Reads
 from ipufit.engines.embedded.capture import Frame, capture, recordable
 from ipufit.engines.embedded.foreign import for_this_engine
+from ipufit.engines.embedded.recurrent import SecondGradientError, whole_recurrent_layers
 from ipufit.engines.embedded.step import MicroStep, StepModule
 from ipufit.engines.embedded.storage import Block
 from ipufit.errors import CaptureError
@@ -134,7 +135,11 @@ class Subject:
 
         def execute(call: Callable[..., Sequence[Tensor]]) -> None:
             with recordable(), around or contextlib.nullcontext():
-                results.extend(call(*state, *leaves))
+                try:
+                    with whole_recurrent_layers():
+                        results.extend(call(*state, *leaves))
+                except SecondGradientError:
+                    results.extend(call(*state, *leaves))
 
         run = self._done(titles, training, execute, note or _nobody)
         run.results = (*(result.detach() for result in results), *state)
@@ -179,8 +184,8 @@ class Subject:
 
         def call(*tensors: Tensor) -> Sequence[Tensor]:
             recorders.append(Recorder(tensors, titles, note))
-            reads = contextlib.nullcontext() if note is None else Reads(note, recorders[0])
-            with recorders[0], reads:
+            reads = contextlib.nullcontext() if note is None else Reads(note, recorders[-1])
+            with recorders[-1], reads:
                 return micro(*tensors)
 
         try:
@@ -188,7 +193,7 @@ class Subject:
         except Exception as error:
             run.error = error
         if recorders:
-            recorder = recorders[0]
+            recorder = recorders[-1]
             run.outside, run.generators = recorder.outside, recorder.generators
             run.operations = recorder.sealed()
         run.rebound = list(self._rebound)

@@ -18,6 +18,7 @@ from ipufit import tree
 from ipufit.diagnose.check_frames import users_frame
 from ipufit.engines.embedded.capture import (
     Frame,
+    draws,
     has_mask_index,
     shape_error,
     value_error,
@@ -144,7 +145,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operations.append(operation)
         taken = [leaf for leaf in tree.flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         is_tainted = any(storage_id(t) in self.tainted for t in taken)
-        is_tainted = is_tainted or torch.Tag.nondeterministic_seeded in func.tags
+        is_tainted = is_tainted or draws(func, args, kwargs)
         if is_tainted and self._note is not None:
             self._say(func, args, frame)
         result = func(*args, **kwargs)

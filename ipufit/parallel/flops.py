@@ -144,6 +144,33 @@ def _attention_backward(args: Sequence[Any]) -> int:
     return int(2 * pairs * (3 * query.shape[-1] + 2 * value.shape[-1]))
 
 
+def _recurrent(args: Sequence[Any], result: Any) -> int:
+    """Every weight of a layer meets every time step of every sample."""
+    tensors = args[0]
+    weights = sum(tensor.numel() for tensor in tensors if tensor.dim() == 2)
+    return int(2 * math.prod(tensors[0].shape[:2]) * weights)
+
+
+def _recurrent_backward(args: Sequence[Any], result: Any) -> int:
+    """As much again for wanted weights, and for what goes on to the layer and the step before."""
+    _, _, tensors, wanted, directions = args
+    time, batch, _ = tensors[0].shape
+    weights = [(place, t.numel()) for place, t in enumerate(tensors) if t.dim() == 2]
+    cells, first_weight = tensors[1].shape[0], weights[0][0]
+    of_a_cell = len(weights) // cells
+    steps = 0
+    for number, (place, size) in enumerate(weights):
+        cell, role = divmod(number, of_a_cell)
+        # The first layer's input, and the state before the first step, may have no gradient.
+        back = time
+        if role == 0 and cell < directions:
+            back = time if 0 in wanted else 0
+        elif role == 1:
+            back = time if set(wanted).intersection(range(1, first_weight)) else time - 1
+        steps += size * (back + (time if place in wanted else 0))
+    return int(2 * batch * steps)
+
+
 # They make a tensor that nobody has written to.
 _ONLY_MAKE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
@@ -180,4 +207,6 @@ _TABLE: Dict[str, Callable[[Sequence[Any], Any], int]] = {
     "_scaled_mm": _product(0),
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
+    "recurrent": _recurrent,
+    "recurrent_backward": _recurrent_backward,
 }

@@ -185,7 +185,7 @@ def record(
     tensors = [*state.values(), *leaves, torch.ones((), dtype=torch.float64)]
     try:
         with _attributes_kept(model):
-            graph = capture(step, tensors)
+            graph = capture(step, tensors, whole_layers=False)
     except CaptureError as failure:
         raise _translated(failure) from failure
     except TypeError as failure:

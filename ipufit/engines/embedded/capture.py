@@ -14,7 +14,7 @@ import re
 import sys
 import traceback
 import types
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, fx
@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit.engines.embedded.masks import unread_masks
+from ipufit.engines.embedded.recurrent import SecondGradientError, whole_recurrent_layers
 from ipufit.errors import CaptureError
 from ipufit.randomness import LOCK
 
@@ -33,6 +34,7 @@ __all__ = [
     "CALLERS",
     "Frame",
     "capture",
+    "draws",
     "has_mask_index",
     "numpy_error",
     "recordable",
@@ -299,7 +301,7 @@ class _ValueGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         fake = [a for a in args if isinstance(a, FakeTensor)]
         unknown = any(getattr(a, "constant", None) is None for a in fake)
-        if _Restored.generator and torch.Tag.nondeterministic_seeded in func.tags:
+        if _Restored.generator and draws(func, args, kwargs or {}):
             raise _error(
                 "random numbers were drawn again after the generator was set back, as "
                 "torch.utils.checkpoint does with dropout, but a recording would draw new ones",
@@ -398,6 +400,7 @@ def capture(
     function: Callable[..., Sequence[Optional[Tensor]]],
     args: Sequence[Tensor],
     guard: bool = True,
+    whole_layers: bool = True,
 ) -> fx.GraphModule:
     """Record ``function`` of tensors, returning tensors, as a graph.
 
@@ -407,6 +410,7 @@ def capture(
         args: the tensors; their values are not looked at.
         guard: refuse operators that need a value. Off only where reading one is known to cost no
             synchronisation.
+        whole_layers: record a recurrent layer as one operator; else as those of its time steps.
 
     Raises:
         CaptureError: the function needs a value or makes a shape of one; with the user's file and
@@ -423,10 +427,14 @@ def capture(
 
     # A user's exception inside forward is theirs: it leaves as it is.
     try:
-        with LOCK, _quiet(), recordable(), _no_restored_generator():
+        # Of oneDNN, whether it is on is noted before it is off for the recording.
+        layers = whole_recurrent_layers() if whole_layers else contextlib.nullcontext()
+        with LOCK, layers, _quiet(), recordable(), _no_restored_generator():
             # Detached, so that one tensor in two places is two inputs: the next batch may differ.
             inputs = [argument.detach() for argument in args]
             graph = make_fx(guarded, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    except SecondGradientError:
+        return capture(function, args, guard, whole_layers=False)
     except CaptureError:
         raise
     except DataDependentOutputException as error:
@@ -482,15 +490,27 @@ def _simplify(graph: fx.GraphModule) -> None:
 
 def uses_random_numbers(graph: fx.GraphModule) -> bool:
     """Whether the graph draws from a random generator."""
-    return any(_draws(node) for node in graph.graph.nodes if node.op == "call_function")
+    return any(
+        draws(node.target, node.args, node.kwargs)
+        for node in graph.graph.nodes
+        if node.op == "call_function"
+    )
 
 
-def _draws(node: fx.Node) -> bool:
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+def draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an operator draws random numbers.
+
+    Attention and recurrent layers draw them for their dropout alone, which may be 0.
+
+    Args:
+        operator: of the dispatcher; another function draws none.
+        args, kwargs: of the call.
+    """
+    is_operator = isinstance(operator, torch._ops.OpOverload)
+    if not is_operator or operator._schema.name.endswith("_backward"):
         return False
-    for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    for place, argument in enumerate(operator._schema.arguments):
         if argument.name == "dropout_p":
-            # Attention, which may drop nothing.
-            given = node.args[place] if place < len(node.args) else argument.default_value
-            return bool(node.kwargs.get("dropout_p", given))
-    return True
+            positional = args[place] if place < len(args) else argument.default_value
+            return bool(kwargs.get("dropout_p", positional) != 0.0)
+    return torch.Tag.nondeterministic_seeded in operator.tags

@@ -11,10 +11,10 @@ from __future__ import annotations
 import operator
 from typing import Any, Dict, List, Set, Tuple
 
-import torch
 from torch import fx
 
 from ipufit.engines.embedded.aliases import NORMS, Memories
+from ipufit.engines.embedded.capture import draws
 from ipufit.engines.embedded.marks import is_backward, mark_again, mark_backward, segment_of
 
 __all__ = ["recompute_layers"]
@@ -150,21 +150,7 @@ def _repeatable(node: fx.Node) -> bool:
     if node.target in NORMS:
         # One that normalises with running statistics reads them: that is told by their memory.
         return True
-    # Attention draws random numbers for its dropout alone.
-    rate = _argument(node, "dropout_p")
-    if rate is not None:
-        return isinstance(rate, float) and rate == 0.0
-    return torch.Tag.nondeterministic_seeded not in node.target.tags  # type: ignore[union-attr]
-
-
-def _argument(node: fx.Node, name: str) -> Any:
-    """What an operator was given by this name; its default where nothing; None without any."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    for place, argument in enumerate(schema.arguments):
-        if argument.name == name:
-            default = argument.default_value
-            return node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
-    return None
+    return not draws(node.target, node.args, node.kwargs)
 
 
 def _statistics_left_out(node: fx.Node) -> bool:

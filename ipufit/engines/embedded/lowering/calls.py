@@ -11,6 +11,8 @@ from typing import Any, Callable, Dict, Mapping, Optional
 import torch
 from torch import fx
 
+from ipufit.engines.embedded import recurrent
+
 __all__ = ["SHORT", "call_shortly", "operator_called"]
 
 _aten = torch.ops.aten
@@ -47,6 +49,8 @@ SHORT: Dict[object, Callable[..., object]] = {
     _aten.unbind.int: torch.unbind,
     _aten.unsqueeze.default: torch.unsqueeze,
     _aten.view.default: torch.Tensor.view,
+    recurrent.FORWARD: recurrent.run_forward,
+    recurrent.BACKWARD: recurrent.run_backward,
 }
 
 

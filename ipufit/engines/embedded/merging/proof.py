@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, fx
 
 from ipufit.engines.embedded.aliases import Memories
+from ipufit.engines.embedded.capture import draws
 from ipufit.engines.embedded.merging.rules import IN_PLACE, RULES, SIZED, Call
 from ipufit.engines.embedded.merging.samples import FIXED, UNREAD, Along, RefusalError, State
-from ipufit.engines.embedded.merging.written import draws, operator_name, same_constants
+from ipufit.engines.embedded.merging.written import operator_name, same_constants
 
 __all__ = ["prove"]
 
@@ -96,14 +97,14 @@ class _Proof:
         return state
 
     def _called(self, small: fx.Node, large: fx.Node) -> State:
-        if draws(small):
+        if draws(small.target, small.args, small.kwargs):
             raise RefusalError(f"{operator_name(small)} in forward draws random numbers")
         schema = str(getattr(small.target, "_schema", ""))
         library, _, name = schema.partition("(")[0].partition("::")
         unknown = RefusalError(
             f"{operator_name(small)} in forward is not known to treat samples one by one"
         )
-        if library != "aten":
+        if library not in ("aten", "ipufit"):
             raise unknown
         base, _, overload = name.partition(".")
         in_place = base.endswith("_") and not base.endswith("__") and base[:-1] in IN_PLACE

@@ -553,6 +553,16 @@ def _batch_norm(call: Call) -> State:
     return (along, *(UNREAD,) * (len(call.results[0]) - 1))
 
 
+@_rule("recurrent")
+def _recurrent(call: Call) -> State:
+    behind = 1 + call["states"]
+    call.fixed(*call["tensors"][behind:])
+    positions = {call.along(node) for node in call["tensors"][:behind]}
+    if len(positions) != 1 or next(iter(positions)).dim != 1:
+        raise call.coupled()
+    return (*(positions.pop(),) * behind, UNREAD)
+
+
 @_rule(
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention"
     " _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"

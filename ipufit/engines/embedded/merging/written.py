@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, List, Optional, Set, Tuple
+from typing import Dict, Optional, Set, Tuple
 
 import torch
 from torch import Tensor, fx
 
 from ipufit.engines.embedded.aliases import Memories
+from ipufit.engines.embedded.capture import draws
 
-__all__ = ["Written", "argument", "draws", "operator_name", "same_constants"]
+__all__ = ["Written", "operator_name", "same_constants"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Written:
         """What is to be remembered; the graph itself may be changed afterwards."""
         nodes = list(graph.graph.nodes)
         constants = [getattr(graph, str(n.target)) for n in nodes if n.op == "get_attr"]
-        drawn = [operator_name(n) for n in nodes if draws(n)]
+        drawn = [operator_name(n) for n in nodes if draws(n.target, n.args, n.kwargs)]
         memories = Memories(graph.graph)
         changed = memories.changed
         return Written(
@@ -89,21 +90,3 @@ def operator_name(node: fx.Node) -> str:
     """Such as ``aten.mean.dim``, without the name of a default overload."""
     name = str(node.target)
     return name[: -len(".default")] if name.endswith(".default") else name
-
-
-def draws(node: fx.Node) -> bool:
-    """Whether a node draws random numbers; attention draws them for its dropout alone."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    return bool(argument(node, "dropout_p") != 0.0)
-
-
-def argument(node: fx.Node, name: str) -> Any:
-    """What an operator was given by this name; its default where nothing; None without any."""
-    schema = getattr(node.target, "_schema", None)
-    arguments: List[Any] = list(schema.arguments) if schema is not None else []
-    for place, each in enumerate(arguments):
-        if each.name == name:
-            given = node.args[place] if place < len(node.args) else None
-            return node.kwargs.get(name, each.default_value if given is None else given)
-    return None

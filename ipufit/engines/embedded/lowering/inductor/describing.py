@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Sequence, Tuple
 import torch
 from torch import Tensor, fx
 
+from ipufit.engines.embedded import recurrent
 from ipufit.engines.embedded.aliases import Memories
 from ipufit.engines.embedded.lowering.inductor.form import BlockForm, SlotForm, UpdateForm
 from ipufit.engines.embedded.lowering.products import onednn_products
@@ -126,6 +127,8 @@ def _refuse_recipe(spec: ProgramSpec, live: LiveState) -> None:
 def _refuse_operators(graph: fx.GraphModule) -> None:
     for node in graph.graph.nodes:
         known = getattr(node.target, "namespace", None) in _LIBRARIES
+        if node.target is recurrent.FORWARD:
+            raise UnfitError("its recurrent layers run as torch's own code, whole")
         if node.op == "call_function" and not known and node.target is not operator.getitem:
             raise UnfitError(f"it calls {node.target}, which another process does not know")
         for value in _tensors(node.meta.get("val")):
