@@ -720,6 +720,30 @@ def test_evaluating_inside_a_callback_shows_current_weights_and_changes_nothing(
     assert len(set(losses)) == 3
 
 
+REPEATS = {
+    "method": lambda h: h.repeat_interleave(2, dim=-1),
+    "function": lambda h: torch.repeat_interleave(h, repeats=2, dim=1),
+    "flat": lambda h: h.repeat_interleave(2).reshape(len(h), -1),
+    "once": lambda h: torch.repeat_interleave(torch.cat([h, h], 1), 1, dim=0),
+    "sized": lambda h: h.repeat_interleave(2, dim=1, output_size=10),
+}
+
+
+@pytest.mark.parametrize("kind", REPEATS)
+def test_elements_repeated_a_fixed_number_of_times_train_as_in_torch(kind):
+    """torch 2.0 makes a tensor of the number, and a shape of its value."""
+
+    class Repeating(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(12, 5)
+
+        def forward(self, x):
+            return REPEATS[kind](torch.tanh(self.linear(x.flatten(1))))
+
+    fit_like_by_hand(Repeating().double(), plain, loader())
+
+
 def test_a_buffer_that_is_overwritten_for_every_batch_is_copied():
     """Batches of an execution are held together: a loader that reuses memory must not mix them."""
     x, y = data(12)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Union
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -34,7 +34,8 @@ class AsynchronousDataAccessor:
         miss_sleep_time_in_ms: when the buffer is full, milliseconds between two looks at it.
         load_indefinitely: begin the next epoch when one has been loaded. Otherwise ``iter`` does.
         early_preload: fill the buffer at once, not from the first ``iter`` on.
-        sharing_strategy: how the process is started and gets the dataset. ``ForkServer`` and
+        sharing_strategy: how the process is started and gets the dataset, a member or its name.
+            ``ForkServer`` and
             ``SharedMemory`` hand it over with its tensors in shared memory, ``FileSystem`` through
             a file; ``Fork`` copies nothing, and is unsafe where threads run.
         rebatched_size: rows of the batches, which are joined along dimension 0 and cut anew. The
@@ -43,7 +44,8 @@ class AsynchronousDataAccessor:
     Raises:
         Error: the DataLoader already has one; the dataset is empty or raises; the process doesn't
             start.
-        AssertionError: a DataLoader with ``drop_last=False`` and batches of several samples
+        AssertionError: no such ``sharing_strategy``; a DataLoader with ``drop_last=False`` and
+            batches of several samples
             without ``rebatched_size``; ``rebatched_size`` or ``buffer_size`` is too small.
     """
 
@@ -87,7 +89,7 @@ class AsynchronousDataAccessor:
                 # Read and not drawn: making a loader leaves the program's random numbers alone.
                 seed=torch.initial_seed(),
             ),
-            SharingStrategy(sharing_strategy),
+            _strategy_of(sharing_strategy),
         )
 
     @property
@@ -143,6 +145,18 @@ class AsynchronousDataAccessor:
                 "or its dataset raised an exception. Make a new one."
             )
         return self._worker
+
+
+def _strategy_of(value: Union[SharingStrategy, int, str]) -> SharingStrategy:
+    """The strategy of a member, its number or its name."""
+    if isinstance(value, str) and value in SharingStrategy.__members__:
+        return SharingStrategy[value]
+    if isinstance(value, int) and value in list(SharingStrategy):
+        return SharingStrategy(value)
+    raise AssertionError(
+        "sharing_strategy must be a poptorch.SharingStrategy or the name of one, "
+        f"{', '.join(SharingStrategy.__members__)}, got {value!r}. Name one of them."
+    )
 
 
 def _is_own(dataset: Any) -> bool:

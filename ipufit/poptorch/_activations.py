@@ -7,12 +7,13 @@ operators are torch's.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, Iterator, List, Sequence
+from typing import Any, Dict, Iterator, List, Optional, Sequence
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from ipufit.poptorch._errors import error
 from ipufit.poptorch._operators.recorder import node_of, tracer
 
 __all__ = ["Activations", "returning"]
@@ -42,31 +43,31 @@ class Activations:
             if enabled:
                 # Hooks of the modules themselves would switch off torch's fused layers.
                 before = register_module_forward_pre_hook(
-                    lambda module, args: self._enter(names.get(module))
+                    lambda module, args: self.enter(names.get(module))
                 )
                 after = register_module_forward_hook(
-                    lambda module, args, result: self._leave(names.get(module))
+                    lambda module, args, result: self.leave(names.get(module))
                 )
                 hooks.callback(before.remove)
                 hooks.callback(after.remove)
             yield
 
-    def _enter(self, name: Any) -> None:
+    def enter(self, name: Optional[str]) -> None:
+        """Everything from here on has this in its name; None is nothing."""
         if name is not None:
             self._scopes.append(name)
 
-    def _leave(self, name: Any) -> None:
-        if name is not None:
-            self._scopes.pop()
+    def leave(self, name: Optional[str]) -> None:
+        """Take the last ``enter`` with a name back; None takes back nothing.
 
-    @contextlib.contextmanager
-    def scope(self, name: str) -> Iterator[None]:
-        """Everything inside has this in its name."""
-        self._scopes.append(name)
-        try:
-            yield
-        finally:
-            self._scopes.pop()
+        Raises:
+            Error: there is none.
+        """
+        if name is None:
+            return
+        if not self._scopes:
+            raise error("pop_name_scope without push_name_scope. Push a name before it is popped.")
+        self._scopes.pop()
 
     def made(self, func: Any, results: Sequence[Tensor]) -> None:
         """An operator has made these."""

@@ -10,6 +10,10 @@ import sys
 import types
 from typing import Optional, Sequence
 
+import torch
+
+from ipufit.poptorch._operators import torch_ops
+
 __all__ = ["install", "uninstall"]
 
 _REAL = "ipufit.poptorch"
@@ -60,14 +64,20 @@ _FINDER = _Finder()
 
 
 def install() -> None:
-    """From here on ``import poptorch`` is ``import ipufit.poptorch``; safe twice."""
+    """From here on ``import poptorch`` is ``import ipufit.poptorch``; safe twice.
+
+    PopTorch's operators are in ``torch.ops.poptorch``, too.
+    """
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
+    # No library of torch's: PopTorch's own could not be imported into this process any more.
+    setattr(torch.ops, _ALIAS, torch_ops)
 
 
 def uninstall() -> None:
     """Take it back; what has been imported under the other name is forgotten."""
     if _FINDER in sys.meta_path:
         sys.meta_path.remove(_FINDER)
+        delattr(torch.ops, _ALIAS)
     for name in [n for n in sys.modules if n.partition(".")[0] == _ALIAS]:
         del sys.modules[name]

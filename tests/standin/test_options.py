@@ -288,7 +288,10 @@ def test_unknown_names_are_refused_with_the_nearest(options, act, kind, text):
         ),
         (lambda o: o.enableProfiling(1), unexpected("enableProfiling", "str or PathLike", 1)),
         (lambda o: o.enableStableNorm(1), unexpected("enableStableNorm", "bool", 1)),
-        (lambda o: o.enableSyntheticData(1), unexpected("enableSyntheticData", "bool", 1)),
+        (
+            lambda o: o.enableSyntheticData("2"),
+            unexpected("enableSyntheticData", "bool or int", "2"),
+        ),
         (
             lambda o: o.inputReplicaGrouping(2.0, poptorch.CommGroupType.Consecutive),
             unexpected("input_group_size", "int", 2.0),

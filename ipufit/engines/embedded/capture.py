@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ipufit.engines.embedded.masks import unread_masks
+from ipufit.engines.embedded.masks import fixed_repeats, unread_masks
 from ipufit.engines.embedded.recurrent import SecondGradientError, whole_recurrent_layers
 from ipufit.errors import CaptureError
 from ipufit.randomness import LOCK
@@ -365,7 +365,7 @@ def _no_value_checks() -> Iterator[None]:
 @contextlib.contextmanager
 def recordable() -> Iterator[None]:
     """Torch's own layers go the ways that a recording of them goes."""
-    with _recordable_kernels(), _no_value_checks(), unread_masks():
+    with _recordable_kernels(), _no_value_checks(), unread_masks(), fixed_repeats():
         yield
 
 

@@ -1,19 +1,20 @@
-"""Masks of transformers, which torch looks at to see whether they are causal ones.
+"""Values that torch reads, and a recording can do without: masks, and numbers of repeats.
 
-A mask that is known to be causal may be left out for a faster kernel. Without that knowledge it is
-applied as it is given, to the same result, and its values need not be known.
+A mask of a transformer that is known to be causal may be left out for a faster kernel. Without that
+knowledge it is applied as it is given, to the same result, and its values need not be known.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any, Iterator, Optional
+from typing import Any, Callable, Iterator, Optional
 
+import torch
 from torch import Tensor
 from torch.nn.modules import transformer
 
-__all__ = ["unread_masks"]
+__all__ = ["fixed_repeats", "unread_masks"]
 
 
 def _as_said(
@@ -48,3 +49,57 @@ def unread_masks() -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, original)
+
+
+def _repeat_interleave(input: Tensor, repeats: int, dim: Optional[int] = None) -> Tensor:
+    """Repeat every element a fixed number of times, as ``torch.repeat_interleave`` does."""
+    if dim is None:
+        input, dim = input.reshape(-1), 0
+    place = dim % input.dim() + 1
+    shape = list(input.unsqueeze(place).shape)
+    shape[place] = repeats
+    return input.unsqueeze(place).expand(shape).clone().flatten(place - 1, place)
+
+
+def _as_fixed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(function)
+    def repeated(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        named = {**dict(zip(("repeats", "dim"), args)), **kwargs}
+        repeats, dim = named.get("repeats"), named.get("dim")
+        if isinstance(repeats, int) and repeats >= 0 and (dim is None or input.dim()):
+            rows = input.numel() if dim is None else input.shape[dim]
+            if named.get("output_size") in (None, repeats * rows):
+                return _repeat_interleave(input, repeats, dim)
+        return function(input, *args, **kwargs)
+
+    return repeated
+
+
+@functools.lru_cache(maxsize=None)
+def _reads_repeats() -> bool:
+    """Tell whether torch reads a whole number of repeats off a tensor; one on "meta" has none."""
+    try:
+        torch.repeat_interleave(torch.empty(1, device="meta"), 2)
+    except RuntimeError:
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def fixed_repeats() -> Iterator[None]:
+    """Within it a whole number of repeats is a fixed one.
+
+    Before torch 2.1 the number becomes a tensor, and the shape of the result one of its values.
+    """
+    if not _reads_repeats():
+        yield
+        return
+    function, method = torch.repeat_interleave, Tensor.repeat_interleave
+    # A mode of torch's functions would switch off its fused layers.
+    torch.repeat_interleave = _as_fixed(function)
+    Tensor.repeat_interleave = _as_fixed(method)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.repeat_interleave = function
+        Tensor.repeat_interleave = method  # type: ignore[method-assign]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,11 @@ def custom_op(
     example_outputs: Sequence[Tensor],
     attributes: Optional[Dict[str, Any]] = None,
 ) -> List[Tensor]:
-    """An operator of your own that is compiled for IPUs: nothing but IPU hardware can run it.
+    """An operator that is compiled for IPUs: nothing but IPU hardware can run one of your own.
+
+    ``FastGatherLastDim`` of ``poptorch.custom_ops``, which PopTorch brings along, runs here too: it
+    takes the data and an index of its rank, and gives what ``torch.gather`` does on the last
+    dimension.
 
     Args:
         inputs: its tensors.
@@ -48,6 +52,9 @@ def custom_op(
             attributes_lists.append(attributes)
     if tracing() is None and not is_for_this_engine():
         return [torch.zeros_like(output) for output in example_outputs]
+    shipped = _SHIPPED.get((domain, name, domain_version))
+    if shipped is not None:
+        return shipped(inputs)
     for value in (attributes or {}).values():
         for one in value if isinstance(value, (list, tuple)) else [value]:
             _check_range(one)
@@ -58,6 +65,23 @@ def custom_op(
     )
     refusal._is_only_on_ipus = True
     raise refusal
+
+
+def _fast_gather_last_dim(inputs: Sequence[Tensor]) -> List[Tensor]:
+    data, index = inputs
+    if data.shape[:-1] != index.shape[:-1]:
+        raise error(
+            "FastGatherLastDim: the index tensor must have the same dimensions as the input, "
+            f"except for the last one, got {tuple(index.shape)} for {tuple(data.shape)}. Expand "
+            "one of them."
+        )
+    return [torch.gather(data, -1, index.to(torch.int64))]
+
+
+# The compiled operators that PopTorch brings along.
+_SHIPPED: Dict[Tuple[str, str, int], Callable[[Sequence[Tensor]], List[Tensor]]] = {
+    ("poptorch.custom_ops", "FastGatherLastDim", 1): _fast_gather_last_dim
+}
 
 
 def _check_attributes(attributes: Dict[str, Any]) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from typing import Any, ContextManager, List, Optional, Sequence, Tuple, Union
+from typing import Any, List, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -13,7 +12,7 @@ from ipufit.poptorch._errors import error
 from ipufit.poptorch._operators.recorder import graph_so_far
 from ipufit.poptorch._tracing import Trace, tracing
 
-__all__ = ["MultiConv", "NameScope"]
+__all__ = ["MultiConv", "NameScope", "pop_name_scope", "push_name_scope"]
 
 # For each recording inside of a MultiConv: how many nodes there were before.
 _open: weakref.WeakKeyDictionary[Trace, int] = weakref.WeakKeyDictionary()
@@ -153,13 +152,27 @@ class NameScope:
         if not isinstance(name, str):
             raise AssertionError(f"Parameter to NameScope must be a string, got {name!r}.")
         self.name = name
-        self._inside: List[ContextManager[None]] = []
 
     def __enter__(self) -> None:
-        trace = tracing()
-        inside = contextlib.nullcontext() if trace is None else trace.activations.scope(self.name)
-        self._inside.append(inside)
-        inside.__enter__()
+        push_name_scope(self.name)
 
     def __exit__(self, type: Any, value: Any, traceback: Any) -> None:
-        self._inside.pop().__exit__(type, value, traceback)
+        pop_name_scope()
+
+
+def push_name_scope(name: str) -> None:
+    """Have this in the names of operators from here on, until it is popped."""
+    trace = tracing()
+    if trace is not None:
+        trace.activations.enter(name)
+
+
+def pop_name_scope() -> None:
+    """Take the last ``push_name_scope`` back.
+
+    Raises:
+        Error: there is none in the model that is being recorded.
+    """
+    trace = tracing()
+    if trace is not None:
+        trace.activations.leave("")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Optional
+from typing import Any, List, Optional, Union
 
 import torch
 
@@ -176,9 +176,14 @@ class ExecutionOptions(OptionGroup):
         self._popart.set("updatableNamedBuffers", list(buffers))
         return self
 
-    def enableSyntheticData(self, enabled: bool) -> Any:
-        """Compute on made-up inputs and return nothing of use: for measuring."""
-        need_type("enableSyntheticData", enabled, bool)
+    def enableSyntheticData(self, enabled: Union[bool, int]) -> Any:
+        """Compute on made-up inputs and return nothing of use: for measuring.
+
+        Args:
+            enabled: numbers of ``popart.SyntheticDataMode`` count as in PopTorch, where any but 0
+                is the normal distribution.
+        """
+        need_type("enableSyntheticData", enabled, bool, int)
         # The compiler's numbers: 0 for off, 2 for normally distributed.
         self._popart.set("syntheticDataMode", 2 if enabled else 0)
         return self

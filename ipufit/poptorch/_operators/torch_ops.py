@@ -1,0 +1,240 @@
+"""PopTorch's operators as ``torch.ops.poptorch`` has them: by position, enums as texts and numbers.
+
+The names and the order of arguments are those that PopTorch registers with torch. What marks only
+one end of a loop, a branch or a call of the host can't be recorded alone, and is refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Callable, Dict, List, NoReturn, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from ipufit.poptorch import enums
+from ipufit.poptorch._blocks import Block
+from ipufit.poptorch._errors import error
+from ipufit.poptorch._operators import overlap
+from ipufit.poptorch._operators.ctc import ctc_beam_search_decoder
+from ipufit.poptorch._operators.custom import custom_op
+from ipufit.poptorch._operators.identities import (
+    nop,
+    recomputationCheckpoint,
+    set_available_memory,
+)
+from ipufit.poptorch._operators.losses import identity_loss as _identity_loss
+from ipufit.poptorch._operators.points import fps, nearest
+from ipufit.poptorch._operators.printing import ipu_print_tensor
+from ipufit.poptorch._operators.scopes import MultiConv, pop_name_scope, push_name_scope
+from ipufit.poptorch._operators.slices import dynamic_slice, dynamic_update
+from ipufit.poptorch._options.stages import Attribute
+from ipufit.poptorch._parsers import accessAttributes
+from ipufit.poptorch._tracing import Trace, tracing
+
+__all__ = [
+    "begin_ipu_block",
+    "begin_multi_conv",
+    "call_cpu_op",
+    "clear_attribute",
+    "ctc_beam_search_decoder",
+    "custom_operation",
+    "dynamic_slice",
+    "dynamic_update",
+    "end_cpu_op",
+    "end_for_loop",
+    "end_if_block",
+    "end_ipu_block",
+    "end_multi_conv",
+    "fps",
+    "identity_loss",
+    "internal_cast",
+    "ipu_print_tensor",
+    "nearest",
+    "nearest_batch_list",
+    "nop",
+    "optimizer_group",
+    "pop_name_scope",
+    "push_name_scope",
+    "recomputation_checkpoint",
+    "set_attribute",
+    "set_available_memory",
+    "set_matmul_serialization",
+    "set_overlap_for_input",
+    "set_overlap_for_output",
+    "start_else_block",
+    "start_for_loop",
+    "start_if_block",
+]
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "FLOAT": torch.float32,
+    "FLOAT16": torch.float16,
+    "INT32": torch.int32,
+    "INT64": torch.int64,
+}
+
+recomputation_checkpoint = recomputationCheckpoint
+
+
+def internal_cast(tensor: Tensor, dtype: str) -> Tensor:
+    """Convert a tensor of a model that is being recorded.
+
+    Outside of one PopTorch computes in float32: half is widened, and anything else left alone.
+
+    Args:
+        tensor: any shape.
+        dtype: one of "FLOAT", "FLOAT16", "INT32", "INT64" and "BOOL".
+    Raises:
+        Error: another type.
+    """
+    if dtype not in _DTYPES:
+        raise error(
+            f"internal_cast expects one of {', '.join(sorted(_DTYPES))}, got {dtype!r}. Write "
+            "tensor.to(...) for another type."
+        )
+    if tracing() is not None:
+        return tensor.to(_DTYPES[dtype])
+    return tensor.float() if dtype == "FLOAT16" else tensor
+
+
+def identity_loss(x: Tensor, reduction: int) -> Tensor:
+    """Make a tensor a loss: 0 is its sum, 1 its mean, 2 itself."""
+    if reduction not in (0, 1, 2):
+        raise error(f"reduction must be sum (0), mean (1) or none (2), got {reduction!r}.")
+    return _identity_loss(x, ("sum", "mean", "none")[reduction])
+
+
+def begin_ipu_block(stage_id: int, phase_id: int, ipu_id: int) -> None:
+    """Begin a block that has its stage's number for a name.
+
+    Args:
+        stage_id: the number.
+        phase_id: no value depends on it.
+        ipu_id: which IPU it is on; negative: none that is named.
+    """
+    Block.start(f"stage-{stage_id}", None if ipu_id < 0 else ipu_id)
+
+
+def end_ipu_block() -> None:
+    """End the block that was begun last."""
+    Block().__exit__(None, None, None)
+
+
+_multi_convs: weakref.WeakKeyDictionary[Trace, MultiConv] = weakref.WeakKeyDictionary()
+
+
+def begin_multi_conv() -> None:
+    """Let the convolutions that follow be one operator."""
+    trace = tracing()
+    if trace is not None:
+        several = MultiConv()
+        several.__enter__()
+        _multi_convs[trace] = several
+
+
+def end_multi_conv(
+    available_memory_proportions: Optional[Sequence[float]] = None,
+    partials_types: Optional[Sequence[int]] = None,
+    plan_type: Optional[int] = None,
+    per_conv_reserved_tiles: Optional[int] = None,
+    cycle_back_off: Optional[float] = None,
+    enable_conv_dithering: Optional[Sequence[int]] = None,
+) -> None:
+    """End what ``begin_multi_conv`` began, with the settings of a ``MultiConv``.
+
+    Raises:
+        Error: none was begun, or it has no convolution.
+    """
+    trace = tracing()
+    if trace is None:
+        return
+    if trace not in _multi_convs:
+        raise error("Unexpected end_multi_conv without begin_multi_conv. Call that one first.")
+    several = _multi_convs.pop(trace)
+    several._available_memory_proportions = available_memory_proportions
+    several._partials_types = partials_types
+    several._plan_type = None if plan_type is None else enums.MultiConvPlanType(plan_type)
+    several._per_conv_reserved_tiles = per_conv_reserved_tiles
+    several._cycle_back_off = cycle_back_off
+    if enable_conv_dithering is not None:
+        several._enable_conv_ditherings = [bool(one) for one in enable_conv_dithering]
+    several.__exit__(None, None, None)
+
+
+def set_attribute(attribute: str, key: str, value: str) -> None:
+    """Set one entry of an attribute that operators carry from here on."""
+    Attribute._current_attrs.setdefault(attribute, {})[key] = value
+
+
+def clear_attribute(attribute: str, key: str) -> None:
+    """Take ``set_attribute`` back."""
+    entries = Attribute._current_attrs.get(attribute, {})
+    entries.pop(key, None)
+    if not entries:
+        Attribute._current_attrs.pop(attribute, None)
+
+
+def optimizer_group(group: int, inputs: List[Tensor]) -> None:
+    """Accept parameters of an optimizer's group, which executors look up themselves."""
+
+
+def set_matmul_serialization(
+    matmul: Tensor, mode: str, factor: int, keep_precision: bool
+) -> Tensor:
+    """Return a product, which an IPU would compute in parts along this dimension."""
+    enums.MatMulSerializationMode(mode)
+    return matmul
+
+
+def set_overlap_for_input(tensor: Tensor, mode: str) -> Any:
+    """Say that an input is sent to the IPU while it computes, by the value of an OverlapMode."""
+    return overlap.set_overlap_for_input(tensor, enums.OverlapMode(mode))
+
+
+def set_overlap_for_output(tensor: Tensor, mode: str) -> Any:
+    """Say that an output leaves the IPU while it computes, by the value of an OverlapMode."""
+    return overlap.set_overlap_for_output(tensor, enums.OverlapMode(mode))
+
+
+def custom_operation(
+    inputs: List[Tensor],
+    name: str,
+    domain: str,
+    domain_version: int,
+    num_outputs: int,
+    outputs: List[Tensor],
+    attributes: str,
+) -> List[Tensor]:
+    """``poptorch.custom_op``, with attributes as ``poptorch.accessAttributes`` takes them."""
+    values: Dict[str, Any] = accessAttributes(attributes)
+    return custom_op(inputs, name, domain, domain_version, outputs, values)
+
+
+def nearest_batch_list(
+    x: Tensor, y: Tensor, batch_x: Sequence[int], batch_y: Sequence[int]
+) -> Tensor:
+    """``poptorch.nearest``, with the sample of each row as a list."""
+    return nearest(x, y, list(batch_x), list(batch_y))
+
+
+def _refusing(name: str, instead: str) -> Callable[..., NoReturn]:
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
+        raise error(
+            f"torch.ops.poptorch.{name} is one end of {instead}, whose body is recorded as a "
+            f"whole here. Call {instead} instead."
+        )
+
+    refuse.__name__ = refuse.__qualname__ = name
+    refuse.__doc__ = f"Is refused: {instead} records its body as a whole."
+    return refuse
+
+
+start_for_loop = _refusing("start_for_loop", "poptorch.for_loop")
+end_for_loop = _refusing("end_for_loop", "poptorch.for_loop")
+start_if_block = _refusing("start_if_block", "poptorch.cond")
+start_else_block = _refusing("start_else_block", "poptorch.cond")
+end_if_block = _refusing("end_if_block", "poptorch.cond")
+call_cpu_op = _refusing("call_cpu_op", "poptorch.CPU")
+end_cpu_op = _refusing("end_cpu_op", "poptorch.CPU")
