@@ -3,7 +3,27 @@
 Importing this imports Lightning, and registers both names with it.
 """
 
-from ipufit.lightning.accelerator import IPUAccelerator
+from __future__ import annotations
+
+from typing import NoReturn
+
+from ipufit.lightning.accelerator import IPUAccelerator, Trainer
 from ipufit.lightning.strategy import IPUStrategy
 
-__all__ = ["IPUAccelerator", "IPUStrategy"]
+__all__ = ["IPUAccelerator", "IPUStrategy", "Trainer"]
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Tell of a name that Lightning had before IPUStrategy.
+
+    Raises:
+        ImportError: of that name; no AttributeError, of which ``from ... import`` tells nothing.
+        AttributeError: of any other one.
+    """
+    if name == "IPUPlugin":
+        raise ImportError(
+            "IPUPlugin is what Lightning called IPUStrategy before 1.6, and there is none. Use "
+            "ipufit.lightning.IPUStrategy, as strategy= of the Trainer.",
+            name=__name__,
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

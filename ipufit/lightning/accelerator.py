@@ -1,4 +1,4 @@
-"""The accelerator "ipu": replicas that one process drives."""
+"""The accelerator "ipu", replicas that one process drives, and a Trainer that needs no more."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 
 from ipufit.errors import ConfigurationError
 from ipufit.lightning.packages import part
+from ipufit.lightning.strategy import IPUStrategy
 
-__all__ = ["IPUAccelerator", "Replicas"]
+__all__ = ["IPUAccelerator", "Replicas", "Trainer"]
 
 
 class Replicas(List[torch.device]):
@@ -35,12 +36,11 @@ class IPUAccelerator(part("accelerators").Accelerator):  # type: ignore[misc]
         Raises:
             ConfigurationError: another strategy would train on the host instead.
         """
-        from ipufit.lightning.strategy import IPUStrategy
-
         if not isinstance(trainer.strategy, IPUStrategy):
             raise ConfigurationError(
                 "accelerator='ipu' needs ipufit's strategy, got "
-                f"{type(trainer.strategy).__name__}. Pass strategy=ipufit.lightning.IPUStrategy()."
+                f"{type(trainer.strategy).__name__}. Pass strategy=ipufit.lightning.IPUStrategy(), "
+                "or make the Trainer with ipufit.lightning.Trainer, which has it."
             )
 
     def teardown(self) -> None:
@@ -81,6 +81,29 @@ class IPUAccelerator(part("accelerators").Accelerator):  # type: ignore[misc]
     def name() -> str:
         """As the Trainer takes it."""
         return "ipu"
+
+
+class Trainer(part("").Trainer):  # type: ignore[misc]
+    """Lightning's Trainer, for which ``accelerator="ipu"`` means :class:`IPUStrategy` too.
+
+    Lightning chooses the strategy of an accelerator from a list of its own, to which nothing can be
+    added.
+
+    >>> from ipufit.lightning import Trainer
+    >>> trainer = Trainer(accelerator="ipu", devices=8, logger=False, enable_checkpointing=False)
+    >>> type(trainer.strategy).__name__
+    'IPUStrategy'
+
+    Args:
+        options: the arguments of Lightning's Trainer, by name.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        accelerator = options.get("accelerator")
+        is_ours = accelerator == IPUAccelerator.name() or isinstance(accelerator, IPUAccelerator)
+        if is_ours and options.get("strategy", "auto") == "auto":
+            options["strategy"] = IPUStrategy()
+        super().__init__(**options)
 
 
 _registry = part("accelerators").AcceleratorRegistry

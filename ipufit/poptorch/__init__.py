@@ -8,6 +8,7 @@ from ipufit.poptorch._impl import createPoptorchError, isRunningOnIpu, poptorchA
 from ipufit.poptorch._loading import load
 from ipufit.poptorch._logging import logger, setLogLevel
 from ipufit.poptorch._models import inferenceModel, trainingModel
+from ipufit.poptorch._options.group import RENAMED as _RENAMED
 from ipufit.poptorch._parsers import (
     ATTR_PREFIX,
     ICustomArgParser,
@@ -181,3 +182,13 @@ __all__ = [
     "testing",
     "trainingModel",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Tell of a name that an earlier PopTorch had.
+
+    Raises:
+        AttributeError: of that name, or of any other one.
+    """
+    hint = f". It is called {_RENAMED[name]} in PopTorch 3.4." if name in _RENAMED else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

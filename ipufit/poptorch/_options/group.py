@@ -16,9 +16,15 @@ _FROZEN = (
 )
 
 
+# By the name in earlier versions of PopTorch: an option, and its enum, as they are called now.
+RENAMED = {"anchorMode": "outputMode", "AnchorMode": "OutputMode"}
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint at the name that was probably meant, or the list of all; a sentence."""
     known = sorted(known)
+    if RENAMED.get(name) in known:
+        return f"It is called {RENAMED[name]} in PopTorch 3.4."
     close = difflib.get_close_matches(name, known, n=1)
     if close:
         return f"Did you mean {close[0]}?"

@@ -279,7 +279,8 @@ def test_another_strategy_is_refused():
     if isinstance(caught.value, ConfigurationError):
         assert str(caught.value) == (
             "accelerator='ipu' needs ipufit's strategy, got SingleDeviceStrategy. Pass "
-            "strategy=ipufit.lightning.IPUStrategy()."
+            "strategy=ipufit.lightning.IPUStrategy(), or make the Trainer with "
+            "ipufit.lightning.Trainer, which has it."
         )
 
 
