@@ -222,7 +222,7 @@ def diagnose(session: nox.Session) -> None:
 
 @nox.session
 def integrations(session: nox.Session) -> None:
-    """Run what is tested with other libraries: Lightning, scikit-learn, transformers, trackers."""
+    """Run what is tested with other libraries: Lightning, scikit-learn, transformers, notebooks."""
     session.install("-e", ".", *group("integrations", "torch"))
     options = ("--exhaustive", "-m", "not long", "tests/integrations")
     session.run("python", "-m", "pytest", *options, *PARALLEL, *session.posargs)

@@ -1,9 +1,11 @@
-"""A figure to draw on, where matplotlib is installed."""
+"""A figure to draw on, where matplotlib is installed, and its place in a notebook."""
 
 from __future__ import annotations
 
+import io
 import os
-from typing import Any, Tuple
+import sys
+from typing import Any, Dict, Tuple
 
 from ipufit.errors import ConfigurationError
 
@@ -35,6 +37,8 @@ def new_figure(caller: str, size: Tuple[float, float]) -> Any:
 def saved(figure: Any, path: Any, caller: str) -> Any:
     """Write the figure to a file, where a path is given; the suffix chooses the format.
 
+    A cell of a notebook shows one that is not written, once, wherever in the cell it was drawn.
+
     Args:
         figure: what to write.
         path: of the file, or None.
@@ -46,7 +50,12 @@ def saved(figure: Any, path: Any, caller: str) -> Any:
     Raises:
         ConfigurationError: it can't be written there.
     """
+    shell = _notebook()
+    if shell is not None:
+        figure._ipython_display_ = _Output(figure)
     if path is None:
+        if shell is not None:
+            shell.events.register("post_execute", figure._ipython_display_.end_cell)
         return figure
     try:
         figure.savefig(os.fspath(path), dpi=120)
@@ -57,3 +66,46 @@ def saved(figure: Any, path: Any, caller: str) -> Any:
             "figure alone."
         ) from error
     return figure
+
+
+def _notebook() -> Any:
+    """IPython's shell, if this is a notebook or another program that shows pictures; else None."""
+    module = sys.modules.get("IPython")
+    shell = None if module is None else module.get_ipython()
+    # One in a terminal has no kernel behind it.
+    return shell if hasattr(shell, "kernel") else None
+
+
+class _Output:
+    """Shows a figure, which IPython calls for what ends a cell or is given to ``display``.
+
+    Matplotlib itself shows those of pyplot alone, and only where pyplot was imported.
+    """
+
+    def __init__(self, figure: Any) -> None:
+        self._figure = figure
+        self._was_shown = False
+
+    def __call__(self) -> None:
+        shell = _notebook()
+        self._was_shown = True
+        data: Dict[str, Any] = {"text/plain": repr(self._figure)}
+        metadata: Dict[str, Any] = {}
+        # Formats that %matplotlib or the user has chosen.
+        for kind, formatter in shell.display_formatter.formatters.items():
+            value = formatter(self._figure) if kind.startswith("image/") else None
+            if isinstance(value, tuple):
+                value, metadata[kind] = value
+            if value is not None:
+                data[kind] = value
+        if len(data) == 1:
+            picture = io.BytesIO()
+            self._figure.savefig(picture, format="png", dpi=100)
+            data["image/png"] = picture.getvalue()
+        shell.display_pub.publish(data, metadata)
+
+    def end_cell(self) -> None:
+        """Show the figure after the cell that has drawn it, unless that was done."""
+        _notebook().events.unregister("post_execute", self.end_cell)
+        if not self._was_shown:
+            self()

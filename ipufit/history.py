@@ -172,7 +172,8 @@ class History(Callback):
         """Everything as JSON: values, ``updates`` and ``params``.
 
         Args:
-            path: where to write it too; None to only return it.
+            path: where to write it too; None to
+                show it in a notebook, and return it.
 
         Returns:
             The text, which :meth:`from_json` reads. NaN and infinities are strings in it.

@@ -59,7 +59,8 @@ class LearningRates:
         """Draw the loss over the learning rate.
 
         Args:
-            path: where to save the picture (the suffix chooses the format); None to only return it.
+            path: where to save the picture (the suffix chooses the format); None to show it in
+                a notebook, and return it.
 
         Returns:
             The matplotlib ``Figure``.

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import sys
+import types
 
 import pytest
 
@@ -302,6 +303,52 @@ def test_a_panel_shows_training_and_validation_where_they_belong():
     loss = lines(panels(figure)["loss"])
     assert loss["training"][0] == [1, 2, 3, 4, 5, 6, 7]
     assert loss["validation"] == ([1, 4, 7], [1.59, 1.5, 1.59])
+
+
+class Shell:
+    """As much of a notebook's IPython as a picture meets; the real one: tests/integrations."""
+
+    kernel = True
+
+    def __init__(self):
+        self.events = self.display_formatter = self.display_pub = self
+        self.formatters = {"text/plain": repr, "image/png": lambda figure: None}
+        self.due = []
+
+    def register(self, event, function):
+        assert event == "post_execute"
+        self.due.append(function)
+
+    def unregister(self, event, function):
+        self.due.remove(function)
+
+    def end_cell(self):
+        for function in list(self.due):
+            function()
+
+
+@needs_matplotlib
+def test_a_notebook_shows_a_plot_once(monkeypatch, tmp_path):
+    """It showed nothing: IPython knows the figures of pyplot alone."""
+    shell, shown = Shell(), []
+    shell.publish = lambda data, metadata: shown.append(data)
+    module = types.SimpleNamespace(get_ipython=lambda: shell)
+    monkeypatch.setitem(sys.modules, "IPython", module)
+    curves(7).plot()
+    assert shown == []
+    shell.end_cell()
+    assert [sorted(data) for data in shown] == [["image/png", "text/plain"]]
+    assert shown[0]["image/png"].startswith(b"\x89PNG")
+    figure = curves(7).plot()
+    figure._ipython_display_()  # what ends the cell
+    shell.end_cell()
+    shell.end_cell()
+    assert len(shown) == 2
+    curves(7).plot(tmp_path / "picture.png")
+    shell.end_cell()
+    assert len(shown) == 2
+    monkeypatch.delattr(Shell, "kernel")
+    assert not hasattr(curves(7).plot(), "_ipython_display_")
 
 
 @needs_matplotlib

@@ -226,7 +226,8 @@ class PartitionPlan:
         """Draw the timeline of one update, and the memory of every stage.
 
         Args:
-            path: where to save the picture (the suffix chooses the format); None to only return it.
+            path: where to save the picture (the suffix chooses the format); None to
+                show it in a notebook, and return it.
 
         Returns:
             The matplotlib ``Figure``.
