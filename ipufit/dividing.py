@@ -186,7 +186,7 @@ def _example(session: Session, source: Source, mode: Mode) -> Optional[MicroBatc
     try:
         with isolated(torch.device("cpu")):
             raw = source.preview()
-            unpack = Unpacker(source, mode, session.loss.in_module)
+            unpack = Unpacker(source, mode, session.loss.in_module, session.casting)
             return unpack(raw[0], 0) if raw else None
     except Exception:
         return None  # whoever reads the data says what is wrong with it

@@ -66,7 +66,8 @@ def summarized(
         depth: levels to show.
     """
     own_loss = session is not None and session.loss.in_module
-    sample = None if x is None else sample_of(x, own_loss)
+    casting = None if session is None else session.casting
+    sample = None if x is None else sample_of(x, own_loss, casting=casting)
     more: List[str] = []
     if session is not None:
         sample = session.sample if x is None else sample

@@ -48,6 +48,7 @@ def fit(model: Model, session: Session, asked: FitRequest) -> History:
     A device that can be used again gets another chance, where that was asked for.
     """
     processes = session.processes
+    session.casting.start_call()
     with processes.told():
         given = processes.agreed(lambda: FitArguments.check(session, asked))
         return _fit_again(model, session, join_fit(session, given))
@@ -267,6 +268,7 @@ def infer(
 
 
 def _checked(session: Session, mode: Mode, data: Given, how: Tuple[Any, ...]) -> InferenceArguments:
+    session.casting.start_call()
     given = session.processes.agreed(lambda: InferenceArguments.check(session, mode, data, *how))
     join_inference(session, given, mode)
     return given

@@ -28,7 +28,7 @@ def sample_for(session: Session, x: Any, asks: str) -> MicroBatch:
         DataError: it can't be fed.
     """
     if x is not None:
-        sample = sample_of(x, session.loss.in_module, asks, target=True)
+        sample = sample_of(x, session.loss.in_module, asks, True, session.casting)
         check_call(session.module, sample, session.loss, Source([], asks))
         return sample
     if session.sample is None:

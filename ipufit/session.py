@@ -22,10 +22,11 @@ from torch import nn
 
 from ipufit import loop
 from ipufit.data.batches import is_weighted
+from ipufit.data.casting import Casting
 from ipufit.data.feed import Feed
 from ipufit.data.source import Source
 from ipufit.dividing import Divider, redivided, settled
-from ipufit.errors import ConfigurationError
+from ipufit.errors import CaptureError, ConfigurationError, MetricError, PlanError
 from ipufit.first_batch import check_call, prepare_tail, probe
 from ipufit.fixed_work import FixedWork
 from ipufit.interrupts import deferred
@@ -97,6 +98,7 @@ class Session:
         self.module = module
         self.engine = engine
         self.loss = loss
+        self.casting = Casting(module, loss, recipe.precision)
         self.metrics = metrics
         self.updates = 0
         self.last_plan: Optional[Plan] = None
@@ -268,16 +270,34 @@ class Session:
         """
         if mode is Mode.TRAIN:
             self.recipe.output_mode.check(plan.device_iterations)
-        feed = Feed(source, mode, self.loss.in_module, seed, domain, cut_every, prefetch)
+        reading = (seed, domain, cut_every, prefetch, self.casting)
+        feed = Feed(source, mode, self.loss.in_module, *reading)
         try:
             with feed.watched():
                 first = feed.peek(epoch, plan)
-                return self._prepared(
-                    feed, first, source, plan, mode, seed, domain, wants_outputs, profile_folder
-                )
+                about = (source, plan, mode, seed, domain, wants_outputs, profile_folder)
+                return self._prepared_in_a_dtype(feed, first, *about)
         except BaseException:
             feed.close()
             raise
+
+    def _prepared_in_a_dtype(self, feed: Feed, first: MicroBatch, *about: Any) -> Job:
+        """The job, with whole numbers in the first dtype that module and loss run with."""
+        batch: Optional[MicroBatch] = first
+        failure: Optional[Exception] = None
+        while batch is not None:
+            try:
+                job = self._prepared(feed, batch, *about)
+            except (CaptureError, MetricError, PlanError):
+                raise
+            except Exception as error:
+                failure = failure or error
+                batch = feed.unpacker.recast()
+            else:
+                feed.unpacker.accept_dtypes(announce=self.processes.is_first)
+                return job
+        assert failure is not None
+        raise failure
 
     def start_together(self, *given: Any, **options: Any) -> Job:
         """The same in all processes, if it works in all.

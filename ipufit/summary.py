@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.data.batches import Unpacker
+from ipufit.data.casting import Casting
 from ipufit.data.source import Source
 from ipufit.errors import ConfigurationError
 from ipufit.losses.own import OwnLoss
@@ -58,7 +59,13 @@ def check_options(line_length: Any, depth: Any, expand_nested: Any, print_fn: An
         )
 
 
-def sample_of(x: Any, own_loss: OwnLoss, asks: str = "summary", target: bool = False) -> MicroBatch:
+def sample_of(
+    x: Any,
+    own_loss: OwnLoss,
+    asks: str = "summary",
+    target: bool = False,
+    casting: Optional[Casting] = None,
+) -> MicroBatch:
     """A micro-batch from one batch of inputs, as ``predict`` takes it, or from a loader's first.
 
     Args:
@@ -67,6 +74,7 @@ def sample_of(x: Any, own_loss: OwnLoss, asks: str = "summary", target: bool = F
         own_loss: whether the module computes its own loss.
         asks: the method that asks, for messages.
         target: whether to keep the target of a batch that has one.
+        casting: chooses its dtypes, as for ``fit``; None leaves them as they are.
 
     Raises:
         ConfigurationError: a loader that can be read only once, or is empty.
@@ -76,7 +84,7 @@ def sample_of(x: Any, own_loss: OwnLoss, asks: str = "summary", target: bool = F
     with_target = target and isinstance(batch, (tuple, list)) and len(batch) in (2, 3)
     with_target = with_target and batch[1] is not None
     mode = Mode.TRAIN if own_loss or with_target else Mode.PREDICT
-    return Unpacker(Source([batch], "the sample"), mode, own_loss)(batch, 0)
+    return Unpacker(Source([batch], "the sample"), mode, own_loss, casting)(batch, 0)
 
 
 def batch_of(x: Any, own_loss: OwnLoss, asks: str) -> Any:

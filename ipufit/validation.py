@@ -72,7 +72,9 @@ class Validation:
             preview = self._source.preview()
         if not preview:
             return
-        example = Unpacker(self._source, Mode.EVALUATE, self._session.loss.in_module)(preview[0], 0)
+        session = self._session
+        unpacker = Unpacker(self._source, Mode.EVALUATE, session.loss.in_module, session.casting)
+        example = unpacker(preview[0], 0)
         source = Source(preview, self._source.role)
         try:
             with evaluating(self._session.module, self._session.loss.module):

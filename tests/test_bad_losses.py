@@ -158,15 +158,15 @@ def test_a_module_with_ctc_loss_of_its_own_trains_eagerly():
 def test_a_target_that_torch_would_broadcast_is_refused(loss, run_eagerly):
     """Torch warns at most, and trains towards the mean of all targets."""
     name = getattr(loss, "__name__", type(loss).__name__)
-    model = compiled(nn.Linear(4, 1), loss, run_eagerly=run_eagerly)
+    model = compiled(nn.Linear(4, 3), loss, run_eagerly=run_eagerly)
     x, y = batches(1)[0]
     text = (
-        f"loss {name!r} needs prediction and target of one shape, got prediction (4, 1) and target "
-        "(4,). Give target.unsqueeze(1), or return prediction.squeeze(1)."
+        f"loss {name!r} needs prediction and target of one shape, got prediction (4, 3) and target "
+        "(4, 1). Make both shapes equal."
     )
     with refused(model, LossError, text):
-        fit(model, [(x, y[:, 0])])
-    assert fit(model, [(x, y[:, 0].unsqueeze(1))]).epoch == [0]
+        fit(model, [(x, y[:, :1])])
+    assert fit(model, [(x, y[:, :1].expand(4, 3))]).epoch == [0]
 
 
 def test_a_module_that_computes_no_loss_of_its_own_is_refused():

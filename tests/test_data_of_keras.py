@@ -1,12 +1,19 @@
 """Data that Keras takes is taken: other forms, dtypes and shapes than those of module and loss."""
 
+import contextlib
+import re
+import tracemalloc
+import warnings
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
 from ipufit.errors import DataError, NotCompiledError
+from tests.engines import EAGER_OR_NOT, embedded_only
 
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.standard_normal((24, 6)).astype("float32")
@@ -204,3 +211,322 @@ def test_a_frame_without_columns_is_refused():
     assert str(caught.value) == (
         "prediction data: x must have a column, got a frame without any. Pass at least one."
     )
+
+
+# ---- dtypes -------------------------------------------------------------------------------------
+
+START = "is converted batch by batch to what module and loss compute in: "
+END = "; convert it beforehand to save that work."
+
+
+def said(role, *changes):
+    """The one sentence, as a pattern."""
+    return "^" + re.escape(f"{role} {START}{', '.join(changes)}{END}") + "$"
+
+
+@contextlib.contextmanager
+def only_warned(*patterns):
+    """Exactly these warnings, in this order."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == len(patterns), texts
+    for text, pattern in zip(texts, patterns):
+        assert re.match(pattern, text), text
+    # The user's line is shown, whatever lies between.
+    assert {warning.filename for warning in caught} <= {__file__}
+
+
+PIXELS = GENERATOR.integers(0, 256, (24, 6)).astype("uint8")
+INPUT = "input [0] from {} to float32"
+CASES = {
+    "float64": (X.astype("float64"), Y, INPUT.format("float64"), X, Y),
+    "float16": (X.astype("float16"), Y, INPUT.format("float16"), X.astype("float16"), Y),
+    "uint8": (
+        PIXELS,
+        Y,
+        INPUT.format("uint8") + " (the same values, not divided by 255)",
+        PIXELS,
+        Y,
+    ),
+    "int64": (PIXELS.astype("int64"), Y, INPUT.format("int64"), PIXELS, Y),
+    "bool": (X > 0, Y, INPUT.format("bool"), X > 0, Y),
+    "int32 labels": (X, Y.astype("int32"), "target from int32 to int64", X, Y),
+    "uint8 labels": (X, Y.astype("uint8"), "target from uint8 to int64", X, Y),
+    "columns": (X, Y[:, None].astype("int16"), "target from int16 to int64", X, Y),
+}
+FORMS = {
+    "arrays": lambda x, y: ((x, y), {"batch_size": 8, "shuffle": False}),
+    "tensors": lambda x, y: (tensors(x, y), {"batch_size": 8, "shuffle": False}),
+    "loader": lambda x, y: ((DataLoader(TensorDataset(*tensors(x, y)), 8),), {}),
+    "workers": lambda x, y: ((DataLoader(TensorDataset(*tensors(x, y)), 8, num_workers=1),), {}),
+    "batches": lambda x, y: (([(x[i : i + 8], y[i : i + 8]) for i in (0, 8, 16)],), {}),
+}
+
+
+def tensors(x, y):
+    return torch.from_numpy(np.ascontiguousarray(x)), torch.from_numpy(y)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", CASES)
+def test_other_dtypes_train_to_the_bits_of_the_right_ones(case, form):
+    """One sentence a fit, which names what came and what it is now; evaluation says it anew."""
+    x, y, change, plain_x, plain_y = CASES[case]
+    data, options = FORMS[form](x, y)
+    plain, _ = FORMS[form](plain_x.astype("float32"), plain_y)
+    models = [compiled(metrics=["accuracy"]) for _ in range(2)]
+    with only_warned(said("training data", change)):
+        models[0].fit(*data, epochs=2, **options, seed=0, verbose=0)
+    models[1].fit(*plain, epochs=2, **options, seed=0, verbose=0)
+    assert_equal(*((m.history.history, m.module.state_dict()) for m in models))
+    options.pop("shuffle", None)
+    with only_warned(said("evaluation data", change)):
+        values = models[0].evaluate(*data, **options, verbose=0)
+    assert values == models[1].evaluate(*plain, **options, verbose=0)
+
+
+@pytest.mark.parametrize("eagerly", EAGER_OR_NOT)
+def test_all_ways_to_train_and_to_look_take_them(eagerly):
+    """Also what is held out, single batches, and predictions, whose targets are left aside."""
+    x, y = X.astype("float64"), Y.astype("int32")[:, None]
+    change = INPUT.format("float64"), "target from int32 to int64"
+    model, plain = (compiled(metrics=["acc"], run_eagerly=eagerly) for _ in range(2))
+    with only_warned(said("training data", *change)):
+        model.fit(x, y, validation_data=(x, y), epochs=2, **QUIET)
+    plain.fit(X, Y, validation_data=(X, Y), epochs=2, **QUIET)
+    assert model.history.history == plain.history.history
+    model, plain = (compiled(metrics=["acc"], run_eagerly=eagerly) for _ in range(2))
+    with only_warned(said("batch", *change)):
+        found = [model.train_on_batch(x[:8], y[:8]) for _ in range(3)]
+        found.append(model.test_on_batch(x, y))
+    expected = [plain.train_on_batch(X[:8], Y[:8]) for _ in range(3)]
+    assert found == [*expected, plain.test_on_batch(X, Y)]
+    with only_warned(said("prediction data", change[0])):
+        assert torch.equal(model.predict(x, verbose=0), plain.predict(X, verbose=0))
+    with only_warned(said("prediction data", change[0])):
+        assert torch.equal(torch.cat(list(model.predict_iter(x))), plain.predict(X, verbose=0))
+
+
+@pytest.mark.parametrize(
+    ("loss", "outputs"),
+    [
+        ("mse", 1),
+        ("bce_with_logits", 1),
+        (nn.L1Loss(), 1),
+        (nn.functional.smooth_l1_loss, 1),
+        (lambda prediction, target: (prediction - target).square().mean(), 1),
+        ("cross_entropy", 3),
+    ],
+    ids=["mse", "bce", "module", "function", "callable", "probabilities"],
+)
+def test_float64_targets_come_in_float32(loss, outputs):
+    """A loss in float64 would be another number than with the same data in float32."""
+    target = GENERATOR.random((24, outputs))
+    plain = trained(X, target.astype("float32"), loss, outputs=outputs)
+    with only_warned(said("training data", "target from float64 to float32")):
+        assert_equal(trained(X, target, loss, outputs=outputs), plain)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint8", "bool"])
+@pytest.mark.parametrize("loss", ["mse", "bce_with_logits", nn.BCEWithLogitsLoss()], ids=repr)
+def test_whole_targets_of_a_loss_over_values_become_floating_point(dtype, loss):
+    """As labels of two classes come, of shape (samples,) beside outputs of shape (samples, 1)."""
+    labels = (Y > 0).astype(dtype)
+    plain = trained(X, labels.astype("float32")[:, None], loss, ["mae"], outputs=1)
+    with only_warned(said("training data", f"target from {dtype} to float32")):
+        assert_equal(trained(X, labels, loss, ["mae"], outputs=1), plain)
+
+
+def test_each_of_several_losses_gets_what_it_takes():
+    """By name and by position."""
+
+    class Heads(nn.Module):
+        def __init__(self, by_name):
+            super().__init__()
+            torch.manual_seed(0)
+            self.kind, self.value = nn.Linear(6, 3), nn.Linear(6, 1)
+            self.by_name = by_name
+
+        def forward(self, x):
+            outputs = self.kind(x), self.value(x)
+            return dict(zip(("kind", "value"), outputs)) if self.by_name else outputs
+
+    losses, targets = ("cross_entropy", "mse"), (Y.astype("int32"), Y % 2)
+    plain = Y, (Y % 2).astype("float32")[:, None]
+    for by_name, changes in (
+        (True, ("target['kind'] from int32 to int64", "target['value'] from int64 to float32")),
+        (False, ("target[0] from int32 to int64", "target[1] from int64 to float32")),
+    ):
+
+        def form(parts, by_name=by_name):
+            return dict(zip(("kind", "value"), parts)) if by_name else list(parts)
+
+        expected = trained(X, form(plain), form(losses), module=Heads(by_name))
+        with only_warned(said("training data", *changes)):
+            found = trained(X, form(targets), form(losses), module=Heads(by_name))
+        assert_equal(found, expected)
+
+
+class Embedded(nn.Module):
+    """Takes indices."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(10, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.table(x).mean(1))
+
+
+class Scaled(nn.Module):
+    """Knows pictures of bytes from others, as torchvision's ToDtype does."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = net()
+
+    def forward(self, x):
+        return self.head(x.float() / 255 if x.dtype == torch.uint8 else x)
+
+
+@pytest.mark.parametrize(
+    ("module", "x"),
+    [
+        (Embedded, GENERATOR.integers(0, 10, (24, 5))),
+        (Embedded, GENERATOR.integers(0, 10, (24, 5)).astype("int32")),
+        (Scaled, PIXELS),
+    ],
+    ids=["int64", "int32", "uint8"],
+)
+def test_whole_numbers_that_forward_takes_stay(module, x):
+    """A module that runs with them runs with nothing else, and nothing is said."""
+    model = compiled(module=module())
+    with only_warned():
+        model.fit(x, Y, **QUIET)
+        outputs = model.predict(x, verbose=0)
+    with torch.no_grad():
+        assert torch.allclose(outputs, model.module(torch.from_numpy(x)), atol=1e-6)
+
+
+@embedded_only("a device computes in float32 at most")
+def test_a_module_in_float64_keeps_float64():
+    """And brings narrower inputs to it."""
+    with only_warned():
+        wide = trained(X.astype("float64"), Y, module=net().double())
+    with only_warned(said("training data", "input [0] from float32 to float64")):
+        assert_equal(trained(X, Y, module=net().double()), wide)
+    assert wide[1]["0.weight"].dtype == torch.float64
+
+
+def test_precision_says_in_what_dtype_inputs_come():
+    """Who asks for a dtype need not be told of it."""
+    with only_warned():
+        found = trained(X.astype("float64"), Y, precision="float32")
+    assert_equal(found, trained(X, Y))
+
+
+@embedded_only("PopTorch has no module of several dtypes")
+def test_a_module_of_several_dtypes_gets_its_data_as_it_is():
+    """Nobody but forward knows which is meant."""
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wide, self.head = nn.Linear(6, 6).double(), nn.Linear(6, 3)
+
+        def forward(self, x):
+            assert x.dtype == torch.float64
+            return self.head(self.wide(x).float())
+
+    with only_warned():
+        trained(X.astype("float64"), Y, module=Mixed())
+
+
+def test_a_module_with_a_loss_of_its_own_takes_them_too():
+    """Which of its inputs is a target, forward alone knows."""
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = net()
+
+        def forward(self, x, labels):
+            outputs = self.head(x)
+            return outputs, nn.functional.cross_entropy(outputs, labels)
+
+    for x, y, changes in (
+        (X.astype("float64"), Y, ["input [0] from float64 to float32"]),
+        (X, Y.astype("int32"), ["input [1] from int32 to int64"]),
+        (
+            PIXELS.astype("int64"),
+            Y.astype("int32"),
+            ["input [0] from int64 to float32", "input [1] from int32 to int64"],
+        ),
+    ):
+        plain = trained(x.astype("float32"), Y, None, module=Own())
+        with only_warned(said("training data", *changes)):
+            assert_equal(trained(x, y, None, module=Own()), plain)
+
+
+def test_a_loss_of_the_users_gets_class_indices_that_torch_takes():
+    """What it does with int32 nobody knows before it has failed."""
+
+    def loss(prediction, target):
+        return nn.functional.cross_entropy(prediction, target)
+
+    with only_warned(said("training data", "target from int32 to int64")):
+        assert_equal(trained(X, Y.astype("int32"), loss), trained(X, Y, loss))
+    with only_warned():
+        shifted = lambda prediction, target: loss(prediction, target.long())  # noqa: E731
+        trained(X, Y.astype("int32"), shifted)
+
+
+def test_a_fault_of_another_kind_is_told_as_it_was():
+    """The second attempt is no reason to tell of what only it has seen."""
+
+    class Narrow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(5, 3)
+
+        def forward(self, x):
+            if x.is_floating_point():
+                raise ValueError("forward got floating point")
+            return self.head(x.float())
+
+    with only_warned(), pytest.raises(Exception, match=r"shape|dim") as caught:
+        trained(PIXELS, Y, module=Narrow())
+    assert "floating point" not in str(caught.value)
+
+
+def test_a_mapped_array_is_converted_a_batch_at_a_time(tmp_path):
+    """As it is read: the whole in another dtype would not fit."""
+    array = np.lib.format.open_memmap(
+        tmp_path / "large.npy", mode="w+", dtype=np.float64, shape=(20000, 128)
+    )
+    array.flush()
+    model = compiled("mse", module=nn.Linear(128, 1))
+    target = np.zeros(20000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.fit(array, target, batch_size=16, steps_per_epoch=2, verbose=0)
+        tracemalloc.start()
+        try:
+            model.fit(array, target, batch_size=16, verbose=0)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    # 20 MB of data; NumPy tells tracemalloc of every array that it allocates.
+    assert peak < 4e6
+
+
+def test_what_looks_into_a_model_sees_the_dtypes_of_fit(capsys):
+    """A warning of float64 would be about something that is not so."""
+    model = compiled()
+    x, y = X.astype("float64"), Y.astype("int32")
+    assert not model.check((x, y))
+    model.summary((x, y))
+    assert "float64" not in capsys.readouterr().out

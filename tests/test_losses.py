@@ -183,22 +183,60 @@ SAME_SHAPE = [
 @pytest.mark.parametrize(
     ("prediction", "target", "advice"),
     [
-        ((8, 1), (8,), "Give target.unsqueeze(1), or return prediction.squeeze(1)."),
-        ((8,), (8, 1), "Give target.squeeze(1), or return prediction.unsqueeze(1)."),
-        ((1, 1), (1,), "Give target.unsqueeze(1), or return prediction.squeeze(1)."),
-        ((8, 3, 1), (8, 3), "Give target.unsqueeze(2), or return prediction.squeeze(2)."),
+        ((8, 1, 3), (8, 3), "Give target.unsqueeze(1), or return prediction.squeeze(1)."),
         ((8, 3), (8, 1, 3), "Give target.squeeze(1), or return prediction.unsqueeze(1)."),
         ((8, 3), (3,), "Make both shapes equal."),
         ((8, 3), (), "Make both shapes equal."),
     ],
 )
 def test_shapes_that_torch_would_broadcast_are_refused(name, prediction, target, advice):
-    """(N, 1) against (N,) becomes a mean over N * N pairs: it falls, and means nothing."""
+    """(N, 1, 3) against (N, 3) becomes a mean over N * N pairs: it falls, and means nothing."""
     loss = resolve_loss(name)
     assert message(loss, torch.rand(prediction), torch.rand(target)) == (
         f"loss {name!r} needs prediction and target of one shape, got prediction {prediction} and "
         f"target {target}. {advice}"
     )
+
+
+MODULES = {
+    "mse": nn.MSELoss(),
+    "mae": nn.L1Loss(),
+    "smooth_l1": nn.SmoothL1Loss(),
+    "huber": nn.HuberLoss(),
+    "bce": nn.BCELoss(),
+    "bce_with_logits": nn.BCEWithLogitsLoss(),
+    "poisson_nll": nn.PoissonNLLLoss(),
+    "soft_margin": nn.SoftMarginLoss(),
+}
+
+
+@pytest.mark.parametrize("loss", [*SAME_SHAPE, *MODULES.values(), functional.mse_loss], ids=repr)
+@pytest.mark.parametrize(
+    ("prediction", "target"),
+    [((8, 1), (8,)), ((8,), (8, 1)), ((1, 1), (1,)), ((8, 3, 1), (8, 3)), ((8, 3), (8, 3, 1))],
+)
+def test_a_last_dimension_of_size_one_is_no_difference(loss, prediction, target):
+    """As in Keras: torch would broadcast (N, 1) against (N,), with a warning or none."""
+    if loss == "multilabel_soft_margin" and len(prediction) < 2:
+        pytest.skip("torch's loss needs a dimension of labels")
+    found, given = torch.rand(prediction), torch.rand(target)
+    loss = resolve_loss(loss)
+    weight = torch.linspace(0, 1, prediction[0])
+    alike = given.reshape(prediction)
+    assert torch.equal(loss(found, given).value, loss(found, alike).value)
+    assert torch.equal(loss(found, given, weight).value, loss(found, alike, weight).value)
+
+
+@pytest.mark.parametrize(
+    "loss", ["cross_entropy", "nll", "multi_margin", nn.CrossEntropyLoss(), functional.nll_loss]
+)
+def test_a_column_of_class_indices_is_taken_as_a_vector(loss):
+    """As in Keras, whose own datasets have labels of shape (samples, 1)."""
+    loss = resolve_loss(loss)
+    assert torch.equal(loss(REALS, INDICES[:, None]).value, loss(REALS, INDICES).value)
+    dense, labels = torch.randn(2, 5, 3), torch.tensor([[0, 4, 2], [1, 1, 3]])
+    if loss.name != "multi_margin":
+        assert torch.equal(loss(dense, labels[..., None]).value, loss(dense, labels).value)
 
 
 def test_the_refusal_comes_in_a_capture_as_well():
@@ -207,10 +245,10 @@ def test_the_refusal_comes_in_a_capture_as_well():
     def step(prediction, target):
         return resolve_loss("mse")(prediction, target)
 
-    text = message(make_fx(step, tracing_mode="fake"), torch.rand(8, 1), torch.rand(8))
+    text = message(make_fx(step, tracing_mode="fake"), torch.rand(8, 1), torch.rand(8, 2))
     assert text == (
         "loss 'mse' needs prediction and target of one shape, got prediction (8, 1) and target "
-        "(8,). Give target.unsqueeze(1), or return prediction.squeeze(1)."
+        "(8, 2). Make both shapes equal."
     )
 
 
@@ -247,8 +285,6 @@ def test_a_float32_target_of_a_lower_precision_prediction_is_left_to_torch():
         (INDICES.int(), "shape (6,), dtype int32", "Make it int64 with .long()."),
         (INDICES.byte(), "shape (6,), dtype uint8", "Make it int64 with .long()."),
         (INDICES.float(), "shape (6,), dtype float32", "Make it int64 with .long()."),
-        (INDICES[:, None], "shape (6, 1), dtype int64", "Give target.squeeze(1)."),
-        (INDICES[:, None].int(), "shape (6, 1), dtype int32", "Give target.squeeze(1).long()."),
         (
             ZERO_ONE.long(),
             "shape (6, 4), dtype int64",

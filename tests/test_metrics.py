@@ -389,23 +389,6 @@ def test_an_infinite_perplexity_is_infinite():
             "target of shape (6,), dtype float32. Make the target int64 with .long().",
         ),
         (
-            "accuracy",
-            (6, 1),
-            torch.zeros(6, dtype=torch.int64),
-            "metric 'accuracy' needs a prediction of shape (batch, classes, ...) and integer class "
-            "indices of shape (batch, ...), got prediction of shape (6, 1), dtype float32 and "
-            "target of shape (6,), dtype int64. Of one class, use 'binary_accuracy' with both of "
-            "one shape.",
-        ),
-        (
-            "perplexity",
-            (6, 4),
-            torch.zeros(6, 1, dtype=torch.int64),
-            "metric 'perplexity' needs a prediction of shape (batch, classes, ...) and integer "
-            "class indices of shape (batch, ...), got prediction of shape (6, 4), dtype float32 "
-            "and target of shape (6, 1), dtype int64. Give target.squeeze(1).",
-        ),
-        (
             "sparse_categorical_accuracy",
             (6, 4),
             torch.zeros(6, 4),
@@ -438,13 +421,6 @@ def test_an_infinite_perplexity_is_infinite():
             "(6, 1). Use 'binary_accuracy'.",
         ),
         (
-            "mse",
-            (6, 1),
-            torch.zeros(6),
-            "metric 'mse' needs prediction and target of one shape, got prediction (6, 1) and "
-            "target (6,). Give target.unsqueeze(1), or return prediction.squeeze(1).",
-        ),
-        (
             "binary_accuracy",
             (6, 4),
             torch.zeros(6),
@@ -456,6 +432,35 @@ def test_an_infinite_perplexity_is_infinite():
 def test_what_a_named_metric_cannot_take_is_refused_by_the_probe(name, prediction, target, text):
     """An hour of training is lost if the metric fails at the end of the epoch."""
     assert message(resolve_metrics(name).probe, torch.rand(prediction), target, 6) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "prediction", "target"),
+    [
+        ("mse", (6, 1), torch.rand(6)),
+        ("mae", (6,), torch.rand(6, 1)),
+        ("binary_accuracy", (6, 1), torch.arange(6) % 2),
+        ("accuracy", (6, 1), torch.arange(6) % 2),
+        ("accuracy", (6,), torch.arange(6)[:, None] % 2),
+        ("accuracy", (6, 4), torch.arange(6)[:, None] % 4),
+        ("sparse_categorical_accuracy", (6, 4), torch.arange(6)[:, None] % 4),
+        ("top_2_accuracy", (6, 4), torch.arange(6)[:, None] % 4),
+        ("perplexity", (6, 4, 2), torch.arange(12).reshape(6, 2, 1) % 4),
+    ],
+)
+def test_a_last_dimension_of_size_one_is_no_difference(name, prediction, target):
+    """The metric beside a loss takes the target that the loss takes."""
+    prediction = torch.rand(prediction)
+    alike = target.squeeze(-1) if target.dim() > 1 else target
+    if name in ("mse", "mae", "binary_accuracy") or prediction.shape[1:] in ((), (1,)):
+        alike = target.reshape(prediction.shape)
+    assert alike.shape != target.shape
+    values = []
+    for one in (target, alike):
+        metrics = resolve_metrics(name)
+        metrics.update(prediction, one, 6)
+        values.append(metrics.compute())
+    assert values[0] == values[1]
 
 
 def test_accuracy_of_logits_against_one_half_is_refused():

@@ -164,4 +164,4 @@ def first_micro_batch(session: Session, given: Mapping[str, Any]) -> MicroBatch:
             "training data must yield at least one batch, but it is empty. Check the dataset's "
             "length and the sampler."
         )
-    return Unpacker(source, Mode.TRAIN, own_loss)(batch, 0)
+    return Unpacker(source, Mode.TRAIN, own_loss, session.casting)(batch, 0)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ipufit import tree
+from ipufit.data.casting import Casting, Casts
 from ipufit.data.portions import Ledger, layout_of
 from ipufit.data.rows import Horizon, Picked
 from ipufit.data.source import Source
@@ -33,14 +34,21 @@ class Unpacker:
         mode: train, evaluate or predict.
         own_loss: whether the module computes its own loss, so that a batch holds only its
             arguments; "whole" where it is one argument.
+        casting: chooses dtypes by the first batch; None leaves all as they are.
     """
 
-    def __init__(self, source: Source, mode: Mode, own_loss: OwnLoss) -> None:
+    def __init__(
+        self, source: Source, mode: Mode, own_loss: OwnLoss, casting: Optional[Casting] = None
+    ) -> None:
         self._source = source
         self._mode = mode
         self._own_loss = own_loss
+        self._casting = casting
+        self._casts: Optional[Casts] = None
+        # Both as they came, before their dtypes are changed.
         self._reference: Optional[MicroBatch] = None
         self._last: Optional[MicroBatch] = None
+        self._names: List[str] = []
         # Of picked rows that make a batch like the last: their structure, and how many are used.
         self._picked: Optional[tree.Structure] = None
         self._used = 0
@@ -57,15 +65,16 @@ class Unpacker:
             return [self(raw, index)]
         last = self._last
         if last is not None and raw.structure is self._picked and self._are_like_the_last(raw):
-            return MicroBatch.all_in(raw.leaves[: self._used], last.structure, last.size)
+            leaves = self._cast(raw.leaves[: self._used])
+            return MicroBatch.all_in(leaves, last.structure, last.size)
         return [self._picked_one(each, index + i) for i, each in enumerate(raw.apart())]
 
     def _picked_one(self, one: Picked, index: int) -> MicroBatch:
-        batch = self(tree.unflatten(one.leaves, one.structure), index)
+        batch = self._unpacked(tree.unflatten(one.leaves, one.structure), index)
         used = one.leaves[: len(batch.leaves)]
         same = not is_weighted(batch) and all(map(operator.is_, used, batch.leaves))
         self._picked, self._used = (one.structure if same else None), len(used)
-        return batch
+        return self._in_dtypes(batch)
 
     def _are_like_the_last(self, picked: Picked) -> bool:
         """Whether none of them needs a closer look."""
@@ -87,6 +96,48 @@ class Unpacker:
             DataError: it is not what the module and loss take, or differs from the first one in
                 more than being smaller.
         """
+        return self._in_dtypes(self._unpacked(raw, index))
+
+    def recast(self) -> Optional[MicroBatch]:
+        """The first micro-batch with whole numbers in another dtype, in which all others come then.
+
+        Returns:
+            None where there is no other way.
+        """
+        if self._casting is None or self._reference is None or self._casts is None:
+            return None
+        ways = self._casting.ways(self._reference)
+        others = ways[ways.index(self._casts) + 1 :]
+        if not others:
+            return None
+        self._casts = others[0]
+        return self._in_dtypes(self._reference)
+
+    def accept_dtypes(self, announce: bool) -> None:
+        """Keep the dtypes of the first batch, which the program runs with.
+
+        Args:
+            announce: whether to warn of those that differ from the user's.
+        """
+        if self._casting is None or self._reference is None or self._casts is None:
+            return
+        self._casting.choose(self._reference, self._casts)
+        if announce:
+            role = self._source.role
+            self._casting.announce(role, self._reference, self._names, self._casts)
+
+    def _cast(self, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+        if self._casts is None or not any(self._casts):
+            return leaves
+        return [leaf if cast is None else leaf.to(cast) for leaf, cast in zip(leaves, self._casts)]
+
+    def _in_dtypes(self, batch: MicroBatch) -> MicroBatch:
+        leaves = self._cast(batch.leaves)
+        if leaves is batch.leaves:
+            return batch
+        return MicroBatch(tuple(leaves), batch.structure, batch.size)
+
+    def _unpacked(self, raw: Any, index: int) -> MicroBatch:
         call = self._weighted(self._split(raw, index), index)
         leaves, structure = tree.flatten(call)
         last = self._last
@@ -171,20 +222,25 @@ class Unpacker:
         reference = self._reference
         if reference is None:
             self._reference = reference = batch
+            where = f"{self._source.role}, batch {index}: "
+            self._names = [name[len(where) :] for name in names]
+            self._casts = None if self._casting is None else self._casting.ways(batch)[0]
         if batch.structure != reference.structure:
             raise DataError(
                 f"{self._source.role}, batch {index}: every batch must have the structure of the "
                 f"first, {_describe(reference.structure)}, got {_describe(batch.structure)}. Yield "
                 "one structure, in the dataset or collate_fn." + self._source.origin()
             )
-        for name, first, now in zip(names, reference.leaves, batch.leaves):
+        casts = self._casts or (None,) * len(names)
+        for name, first, now, cast in zip(names, reference.leaves, batch.leaves, casts):
             if (first.shape[1:], first.dim()) != (now.shape[1:], now.dim()):
                 raise DataError(
                     f"{name} has shape {tuple(now.shape)}, but the program was recorded for "
                     f"{tuple(first.shape)}; only the number of samples may be smaller. Pad or crop "
                     "to one shape in the dataset or collate_fn." + self._source.origin()
                 )
-            if first.dtype != now.dtype:
+            is_cast = cast is not None and first.is_floating_point() == now.is_floating_point()
+            if first.dtype != now.dtype and not is_cast:
                 raise DataError(
                     f"{name} has dtype {now.dtype}, but the program was recorded for "
                     f"{first.dtype}. Convert to one dtype in the dataset or collate_fn."

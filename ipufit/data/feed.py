@@ -9,6 +9,7 @@ import itertools
 from typing import Any, Callable, Generator, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from ipufit.data.batches import Unpacker, executions, portioned_executions
+from ipufit.data.casting import Casting
 from ipufit.data.portions import Ledger, Portion
 from ipufit.data.prefetch import prefetched
 from ipufit.data.reading import is_dead_worker, told_dead_worker
@@ -55,9 +56,11 @@ class Feed:
         cut_every: an execution ends wherever the number of updates fed so far is a multiple of one
             of these.
         prefetch: executions that a thread prepares ahead; 0 for none.
+        casting: chooses the dtypes of batches.
 
     Attributes:
         tells_place: whether somebody wants to know where the data stands after an execution.
+        unpacker: makes micro-batches of what the source yields.
     """
 
     def __init__(
@@ -69,9 +72,10 @@ class Feed:
         domain: str,
         cut_every: Sequence[int] = (),
         prefetch: int = 0,
+        casting: Optional[Casting] = None,
     ) -> None:
         self._source = source
-        self._unpack = Unpacker(source, mode, own_loss)
+        self.unpacker = Unpacker(source, mode, own_loss, casting)
         self._mode = mode
         self._seed = seed
         self._domain = domain
@@ -207,8 +211,8 @@ class Feed:
             if self._portion is None or self._portion.example is None:
                 raise self._source.no_batches(epoch)
             # All batches are read by other processes; what they look like must be known here too.
-            return self._unpack.each(self._portion.example(), 0)[0]
-        micro_batch = self._unpack.each(first, 0)[0]
+            return self.unpacker.each(self._portion.example(), 0)[0]
+        micro_batch = self.unpacker.each(first, 0)[0]
         self._ahead = itertools.chain([first], batches)
         return micro_batch
 
@@ -220,7 +224,7 @@ class Feed:
     @property
     def micro_batch_size(self) -> Optional[int]:
         """The loader's, or that of the first batch seen."""
-        return self._unpack.micro_batch_size
+        return self.unpacker.micro_batch_size
 
     def executions(
         self, epoch: int, plan: Plan, stage: Optional[Stage] = None
@@ -262,10 +266,10 @@ class Feed:
 
         reuses, horizon = self._source.reuses_memory, self._horizon
         if self._ledger is None:
-            made = executions(batches, self._unpack.each, plan, reuses, check, coming, horizon)
+            made = executions(batches, self.unpacker.each, plan, reuses, check, coming, horizon)
         else:
             given = (self._ledger, coming, horizon, reuses)
-            made = portioned_executions(batches, self._unpack.each, plan, *given)
+            made = portioned_executions(batches, self.unpacker.each, plan, *given)
         try:
             for batch in made:
                 updates = batch.updates(plan)

@@ -40,7 +40,8 @@ def checked(
     """
     own_loss = session is not None and session.loss.in_module
     if x is not None:
-        sample = sample_of(x, own_loss, "check", target=True)
+        casting = None if session is None else session.casting
+        sample = sample_of(x, own_loss, "check", True, casting)
     elif session is not None and session.sample is not None:
         leaves = tuple(_random(leaf) for leaf in session.sample.leaves)
         sample = MicroBatch(leaves, session.sample.structure, session.sample.size)

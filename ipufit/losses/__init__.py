@@ -6,7 +6,13 @@ from ipufit.losses.argument_order import (
     argument_order,
     is_running_metric,
 )
-from ipufit.losses.checks import check_loss_value, describe_tensor, shape_advice
+from ipufit.losses.checks import (
+    check_loss_value,
+    describe_tensor,
+    fit_indices,
+    fit_values,
+    shape_advice,
+)
 from ipufit.losses.elements import LossTerm
 from ipufit.losses.loss import Loss
 from ipufit.losses.own import find_loss
@@ -21,6 +27,8 @@ __all__ = [
     "check_loss_value",
     "describe_tensor",
     "find_loss",
+    "fit_indices",
+    "fit_values",
     "is_running_metric",
     "resolve_loss",
     "shape_advice",

@@ -22,6 +22,8 @@ __all__ = [
     "check_tensors",
     "describe",
     "describe_tensor",
+    "fit_indices",
+    "fit_values",
     "refuse_broadcast",
     "shape_advice",
 ]
@@ -108,6 +110,40 @@ def _extra_dim(wide: Sequence[int], narrow: Sequence[int]) -> int:
         if wide[dim] == 1 and [*wide[:dim], *wide[dim + 1 :]] == list(narrow):
             return dim
     return 0
+
+
+def fit_values(prediction: Tensor, target: Tensor) -> Tensor:
+    """The target in the prediction's shape, if a last dimension of size one is all that differs.
+
+    torch would broadcast (batch, 1) against (batch,) to (batch, batch). Nothing is copied.
+    """
+    return _fit(target, prediction.shape)
+
+
+def fit_indices(prediction: Tensor, target: Tensor) -> Tensor:
+    """Class indices without a last dimension of size one that the prediction has no use for.
+
+    Args:
+        prediction: shape (batch, classes, ...).
+        target: integers of shape (batch, ..., 1); others are returned as they are.
+    """
+    is_integer = not (target.is_floating_point() or target.is_complex())
+    if not is_integer or prediction.dim() < 2 or target.shape == prediction.shape:
+        return target
+    return _fit(target, prediction.shape[:1] + prediction.shape[2:])
+
+
+def _fit(target: Tensor, shape: Sequence[int]) -> Tensor:
+    """The target with one dimension of size one less or more at its end, if that makes the shape.
+
+    Keras looks at the last dimension alone, too.
+    """
+    shape = list(shape)
+    if shape and list(target.shape) == [*shape, 1]:
+        return target.squeeze(-1)
+    if target.dim() and [*target.shape, 1] == shape:
+        return target.unsqueeze(-1)
+    return target
 
 
 def refuse_broadcast(name: str, prediction: Tensor, target: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import numbers
-from typing import Any, Callable, Literal, Mapping, Optional, Tuple, Union
+from typing import Any, Callable, List, Literal, Mapping, Optional, Tuple, Union
 
 from torch import Tensor, nn
 
@@ -16,7 +16,7 @@ from ipufit.losses.checks import check_loss_value, describe, refuse_broadcast
 from ipufit.losses.elements import Elements, LossTerm, constant, nothing_counts
 from ipufit.losses.named import Named
 from ipufit.losses.own import OwnLoss, find_loss, own_loss_advice
-from ipufit.losses.rules import torch_rule, unreduced
+from ipufit.losses.rules import TargetKind, TorchRule, torch_rule, unreduced
 from ipufit.sample_weights import as_weights, total
 
 __all__ = ["Loss", "Normalize", "SampleWeightReduction"]
@@ -78,6 +78,7 @@ class Loss:
                 not one per sample, or the weights or the tokens can't be told apart.
         """
         call = self._callable()
+        target = self._fitted(prediction, target)
         if isinstance(call, Named):
             call.accept(prediction, target)
             call = call.function
@@ -109,6 +110,27 @@ class Loss:
         call = self.module if self.module is not None else self.function
         assert call is not None, "with loss=None the module computes the loss; use split"
         return call
+
+    @property
+    def _rule(self) -> Optional[TorchRule]:
+        """The rule of a loss of torch's; None of any other."""
+        call = self.module if self.module is not None else self.function
+        if isinstance(call, Named):
+            call = call.function
+        return None if call is None else torch_rule(call)
+
+    def target_kinds(self, target: Any) -> List[Optional[TargetKind]]:
+        """What each tensor of a target must hold; None where only the user's code knows."""
+        rule = self._rule
+        kind = None if rule is None else rule.target_kind
+        return [kind] * len(tree.flatten(target)[0])
+
+    def _fitted(self, prediction: Any, target: Any) -> Any:
+        """The target in the shape that a loss of torch's takes for this prediction."""
+        rule = self._rule
+        if rule is None or not isinstance(prediction, Tensor) or not isinstance(target, Tensor):
+            return target
+        return rule.fit_target(prediction, target)
 
     @property
     def _where(self) -> str:
@@ -154,6 +176,7 @@ class Loss:
         if self.in_module or self.takes_weight:
             return None
         call = self._callable()
+        target = self._fitted(prediction, target)
         if isinstance(call, Named):
             call.accept(prediction, target)
             call = call.function

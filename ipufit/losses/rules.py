@@ -15,10 +15,11 @@ from typing import Any, Callable, Dict, Literal, Optional, Tuple, Type, Union
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ipufit.losses.checks import fit_indices, fit_values
 from ipufit.losses.elements import Elements
 from ipufit.sample_weights import spread_shape
 
-__all__ = ["Layout", "TorchRule", "torch_rule", "unreduced"]
+__all__ = ["Layout", "TargetKind", "TorchRule", "torch_rule", "unreduced"]
 
 # How the elements lie in the prediction: one for each of its values, for each of its positions over
 # the classes in dimension 1, or for each row along its last dimension.
@@ -58,6 +59,15 @@ _FUNCTIONS: Dict[Any, Layout] = {
     functional.smooth_l1_loss: "values",
     functional.soft_margin_loss: "values",
 }
+# What the target holds: class indices, or floating-point values.
+TargetKind = Literal["indices", "values"]
+_INDEX_MODULES = (nn.CrossEntropyLoss, nn.MultiLabelMarginLoss, nn.MultiMarginLoss, nn.NLLLoss)
+_INDEX_FUNCTIONS = (
+    functional.cross_entropy,
+    functional.multi_margin_loss,
+    functional.multilabel_margin_loss,
+    functional.nll_loss,
+)
 _LEGACY = ("size_average", "reduce")
 
 # A number that every one of these losses takes as prediction and as floating-point target.
@@ -74,6 +84,7 @@ class TorchRule:
         batchmean: whether the sum is divided by the samples.
         ignore_index: the class index that is left out, of a loss over class indices.
         class_weight: shape (classes,), of such a loss, or None.
+        target_kind: what it takes as target; one over classes may take probabilities too.
     """
 
     call: Callable[[Tensor, Tensor], Tensor]
@@ -81,6 +92,18 @@ class TorchRule:
     batchmean: bool
     ignore_index: int
     class_weight: Optional[Tensor]
+    target_kind: TargetKind
+
+    def fit_target(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """The target in the shape of a prediction, if it has the right number of values.
+
+        Args:
+            prediction: what the module returned.
+            target: of it, shape (batch, ...).
+        """
+        if self.target_kind == "indices":
+            return fit_indices(prediction, target)
+        return fit_values(prediction, target)
 
     def elements(self, prediction: Tensor, target: Tensor, weight: Optional[Tensor]) -> Elements:
         """The loss of each element, and its share.
@@ -138,6 +161,7 @@ def torch_rule(loss: Union[nn.Module, Callable[..., Any]]) -> Optional[TorchRule
             getattr(loss, "reduction", "mean") == "batchmean",
             getattr(loss, "ignore_index", -100),
             getattr(loss, "weight", None) if layout == "classes" else None,
+            "indices" if isinstance(loss, _INDEX_MODULES) else "values",
         )
     inner, keywords = loss, {}
     if isinstance(loss, functools.partial):
@@ -156,6 +180,7 @@ def torch_rule(loss: Union[nn.Module, Callable[..., Any]]) -> Optional[TorchRule
         keywords.get("reduction") == "batchmean",
         keywords.get("ignore_index", -100),
         keywords.get("weight") if layout == "classes" else None,
+        "indices" if inner in _INDEX_FUNCTIONS else "values",
     )
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from torch import Tensor, nn
 
+from ipufit import tree
 from ipufit.errors import LossError
 from ipufit.losses.elements import LossTerm
 from ipufit.losses.loss import Loss
+from ipufit.losses.rules import TargetKind
 from ipufit.outputs import Key, children, label, listed, pick
 from ipufit.sample_weights import as_weights, total
 
@@ -61,6 +63,15 @@ class SeveralLosses(Loss):
         if self.positions is not None:
             return self.positions
         return tuple(str(part.key) for part in self.parts)
+
+    def target_kinds(self, target: Any) -> List[Optional[TargetKind]]:
+        """What each tensor of a target must hold; None without a loss, or one of the user's."""
+        kinds: Dict[int, Optional[TargetKind]] = {}
+        for part in self.parts:
+            if part.key in children(target):
+                inner = tree.flatten(pick(target, part.key, _TARGET, LossError))[0]
+                kinds.update(zip(map(id, inner), part.loss.target_kinds(inner)))
+        return [kinds.get(id(leaf)) for leaf in tree.flatten(target)[0]]
 
     def __call__(self, prediction: Any, target: Any, sample_weight: Any = None) -> LossTerm:
         """The weighted sum for one micro-batch.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ipufit.errors import MetricError, UnknownNameError
-from ipufit.losses import describe_tensor, shape_advice
+from ipufit.losses import describe_tensor, fit_indices, fit_values, shape_advice
 
 __all__ = ["Values", "is_count", "is_error", "lookup"]
 
@@ -24,22 +24,25 @@ Found = Tuple[Tensor, Optional[Tensor]]
 Values = Callable[[str, Tensor, Tensor], Found]
 
 
-def _same_shape(name: str, prediction: Tensor, target: Tensor) -> None:
+def _same_shape(name: str, prediction: Tensor, target: Tensor) -> Tensor:
+    """The target in the prediction's shape."""
+    target = fit_values(prediction, target)
     if prediction.shape != target.shape:
         raise MetricError(
             f"metric {name!r} needs prediction and target of one shape, got prediction "
             f"{tuple(prediction.shape)} and target {tuple(target.shape)}. "
             f"{shape_advice(prediction, target)}"
         )
+    return target
 
 
 def _squared_error(name: str, prediction: Tensor, target: Tensor) -> Found:
-    _same_shape(name, prediction, target)
+    target = _same_shape(name, prediction, target)
     return (prediction.double() - target.double()).square(), None
 
 
 def _absolute_error(name: str, prediction: Tensor, target: Tensor) -> Found:
-    _same_shape(name, prediction, target)
+    target = _same_shape(name, prediction, target)
     return (prediction.double() - target.double()).abs(), None
 
 
@@ -53,13 +56,16 @@ def _takes_indices(prediction: Tensor, target: Tensor) -> bool:
     )
 
 
-def _check_indices(name: str, prediction: Tensor, target: Tensor) -> None:
+def _check_indices(name: str, prediction: Tensor, target: Tensor) -> Tensor:
+    """The target as one class index for each prediction."""
+    target = fit_indices(prediction, target)
     if not _takes_indices(prediction, target):
         raise MetricError(
             f"metric {name!r} needs a prediction of shape (batch, classes, ...) and integer class "
             f"indices of shape (batch, ...), got prediction of {describe_tensor(prediction)} and "
             f"target of {describe_tensor(target)}. {_index_advice(prediction, target)}"
         )
+    return target
 
 
 def _index_advice(prediction: Tensor, target: Tensor) -> str:
@@ -80,12 +86,12 @@ def _kept(values: Tensor, target: Tensor) -> Found:
 
 
 def _sparse_accuracy(name: str, prediction: Tensor, target: Tensor) -> Found:
-    _check_indices(name, prediction, target)
+    target = _check_indices(name, prediction, target)
     return _kept(prediction.argmax(1) == target, target)
 
 
 def _categorical_accuracy(name: str, prediction: Tensor, target: Tensor) -> Found:
-    _same_shape(name, prediction, target)
+    target = _same_shape(name, prediction, target)
     if prediction.dim() < 2 or prediction.shape[1] < 2:
         raise MetricError(
             f"metric {name!r} needs at least two classes in dimension 1, got shape "
@@ -97,7 +103,7 @@ def _categorical_accuracy(name: str, prediction: Tensor, target: Tensor) -> Foun
 def _top_k_accuracy(k: int, name: str, prediction: Tensor, target: Tensor) -> Found:
     if prediction.dim() > 1 and prediction.shape == target.shape:
         target = target.argmax(1)
-    _check_indices(name, prediction, target)
+    target = _check_indices(name, prediction, target)
     if prediction.shape[1] < k:
         raise MetricError(
             f"metric {name!r} needs at least {k} classes, got {prediction.shape[1]}. Use "
@@ -108,7 +114,7 @@ def _top_k_accuracy(k: int, name: str, prediction: Tensor, target: Tensor) -> Fo
 
 
 def _binary_accuracy(name: str, prediction: Tensor, target: Tensor) -> Found:
-    _same_shape(name, prediction, target)
+    target = _same_shape(name, prediction, target)
     if ((prediction < 0) | (prediction > 1)).any():
         raise MetricError(
             f"metric {name!r} needs probabilities between 0 and 1, got values from "
@@ -119,11 +125,13 @@ def _binary_accuracy(name: str, prediction: Tensor, target: Tensor) -> Found:
 
 
 def _binary_accuracy_with_logits(name: str, prediction: Tensor, target: Tensor) -> Found:
-    _same_shape(name, prediction, target)
+    target = _same_shape(name, prediction, target)
     return (prediction > 0) == (target > 0.5), None
 
 
 def _accuracy(name: str, prediction: Tensor, target: Tensor) -> Found:
+    if prediction.dim() == 1 or prediction.shape[1] == 1:
+        target = fit_values(prediction, target)
     if prediction.shape == target.shape:
         if prediction.dim() == 1 or (prediction.dim() > 1 and prediction.shape[1] == 1):
             return _binary_accuracy(name, prediction, target)
@@ -136,7 +144,7 @@ def _accuracy(name: str, prediction: Tensor, target: Tensor) -> Found:
 
 
 def _token_loss(name: str, prediction: Tensor, target: Tensor) -> Found:
-    _check_indices(name, prediction, target)
+    target = _check_indices(name, prediction, target)
     losses = functional.cross_entropy(
         prediction.double(), target.long(), reduction="none", ignore_index=IGNORED_CLASS
     )

@@ -221,3 +221,46 @@ def test_predict_keeps_the_order():
     expected = both.theirs.predict(X, batch_size=16, verbose=0)
     came = both.ours.predict(X, batch_size=16, verbose=0)
     numpy.testing.assert_allclose(came.numpy(), expected, atol=1e-6)
+
+
+SMALL = (abs(X) * 20).astype("uint8")
+
+
+@pytest.mark.filterwarnings("ignore:.* data is converted:UserWarning")
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"x": X.astype("float64")},
+        {"x": X.astype("float16")},
+        {"x": SMALL, "validation_data": [SMALL[:20], Y[:20]]},
+        {"x": SMALL.astype("int64")},
+        {"y": Y.astype("int32")},
+        {"y": Y.astype("uint8")[:, None]},
+        {"validation_data": [XV.astype("float64"), YV.astype("int32")[:, None]]},
+    ],
+    ids=["float64", "float16", "uint8", "int64", "int32 labels", "columns", "validation"],
+)
+def test_data_in_other_dtypes(data):
+    compare(pair(lr=0.01), **data)
+
+
+def test_frames():
+    pandas = pytest.importorskip("pandas")
+    frame, labels = pandas.DataFrame(X), pandas.Series(Y)
+    compare(pair(), x=frame, y=labels, validation_split=0.25)
+
+
+def test_targets_without_the_last_dimension_of_the_outputs():
+    """Of one value per sample both libraries take vectors and columns."""
+    values = X @ numpy.linspace(-1, 1, 6).astype("float32")
+    for target in (values, values[:, None]):
+        torch.manual_seed(0)
+        module = nn.Linear(6, 1)
+        theirs = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+        copy_weights([(theirs.layers[0], module)])
+        theirs.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"])
+        ours = ipufit.Model(module)
+        ours.compile(torch.optim.SGD(module.parameters(), 0.01), "mse", ["mae"])
+        arguments = {"batch_size": 10, "epochs": 2, "shuffle": False, "verbose": 0}
+        expected = theirs.fit(X, target, **arguments).history
+        same_values(ours.fit(X, target, **arguments).history, expected)

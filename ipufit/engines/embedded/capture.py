@@ -286,6 +286,39 @@ def has_mask_index(args: Tuple[Any, ...]) -> bool:
     return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
 
+# Operators of weights, whose tensors must agree on what they hold. On fake tensors torch does not
+# look at that, so that only the first update would fail.
+_OF_WEIGHTS = {
+    getattr(torch.ops.aten, name)
+    for name in (
+        *("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "convolution"),
+        *("native_batch_norm", "native_layer_norm", "native_group_norm"),
+    )
+}
+
+
+_OF_CLASSES = {torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss2d_forward}
+
+
+def _refuse_dtypes(func: Any, args: Tuple[Any, ...]) -> None:
+    """Raise what torch's kernels raise for integers beside weights, and for short class indices.
+
+    Raises:
+        RuntimeError: the operator can't take its tensors.
+    """
+    if func.overloadpacket in _OF_CLASSES:
+        if args[1].dtype not in (torch.int64, torch.uint8):
+            raise RuntimeError(f"{func} needs class indices of int64, but got {args[1].dtype}")
+        return
+    if func.overloadpacket not in _OF_WEIGHTS:
+        return
+    dtypes = [a.dtype for a in args if isinstance(a, Tensor)]
+    kinds = {dtype.is_floating_point or dtype.is_complex for dtype in dtypes}
+    if len(kinds) > 1:
+        names = " and ".join(str(dtype).replace("torch.", "") for dtype in dict.fromkeys(dtypes))
+        raise RuntimeError(f"{func} needs tensors of the same dtype, but got {names}")
+
+
 _RANDOM_BETWEEN = getattr(torch.ops.aten.random_, "from")
 
 
@@ -312,6 +345,8 @@ class _ValueGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # The name of this operator is a keyword, which the text of a graph can't hold.
             low, high = args[1:3]
             return torch.ops.aten.random_.to(args[0], high - low, **(kwargs or {})).add_(low)
+        if fake:
+            _refuse_dtypes(func, args)
         if fake and unknown:
             if torch.Tag.data_dependent_output in func.tags:
                 if _is_anomaly_check(sys._getframe()):

@@ -1,0 +1,174 @@
+"""Dtypes in which batches are fed: those that module and loss compute in."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from ipufit import tree
+from ipufit.losses import Loss
+from ipufit.program import MicroBatch
+from ipufit.recipe import Precision
+
+__all__ = ["Casting", "Casts"]
+
+# For each tensor of a batch the dtype to bring it to; None to leave it as it is.
+Casts = Tuple[Optional[torch.dtype], ...]
+
+# Blocks of ours are entered through contextlib.
+_OURS = (str(Path(__file__).resolve().parents[1]), contextlib.__file__)
+_LABELS = ("labels", "label", "targets", "target", "y")
+
+
+class Casting:
+    """Chooses the dtypes of batches, as Keras does: by the weights, and by what the loss takes.
+
+    Floating-point inputs come in the dtype of the module's parameters, if all have the same one.
+    Targets of a loss over classes come as int64, those of other losses of torch in floating point;
+    float64 is narrowed wherever the module computes in less. A program that does not run with
+    whole numbers as they are is tried once more with them in another dtype.
+
+    Args:
+        module: the user's; its parameters are looked at for every batch that is asked about.
+        loss: normal form.
+        precision: where it says in what dtype inputs and targets come, the program sees to that.
+    """
+
+    def __init__(self, module: nn.Module, loss: Loss, precision: Precision) -> None:
+        self._module = module
+        self._loss = loss
+        self._is_set = precision.inputs is not None
+        self._chosen: Dict[Tuple[torch.dtype, ...], int] = {}
+        self._announced: Set[str] = set()
+
+    def ways(self, batch: MicroBatch) -> List[Casts]:
+        """The casts to try for batches like this one, in this order.
+
+        The first one costs nothing that would run without; :meth:`choose` makes another the first.
+        """
+        if self._loss.in_module == "whole":
+            return [(None,) * len(batch.leaves)]
+        start = self._chosen.get(_dtypes(batch), 0)
+        found = dict.fromkeys(self._casts(batch, level) for level in range(3))
+        return list(found)[start:]
+
+    def choose(self, batch: MicroBatch, casts: Casts) -> None:
+        """Begin with these casts from now on, which such a batch runs with."""
+        self._chosen.setdefault(_dtypes(batch), 0)
+        self._chosen[_dtypes(batch)] += self.ways(batch).index(casts)
+
+    def announce(self, role: str, batch: MicroBatch, names: Sequence[str], casts: Casts) -> None:
+        """Warn that tensors come in another dtype, once until :meth:`start_call`.
+
+        Args:
+            role: what the data is for.
+            batch: as it came.
+            names: of its tensors.
+            casts: what is done to them.
+        """
+        changes = [
+            f"{name} from {_short(leaf.dtype)} to {_short(cast)}{_unscaled(name, leaf)}"
+            for name, leaf, cast in zip(names, batch.leaves, casts)
+            if cast is not None
+        ]
+        text = ", ".join(changes)
+        if not changes or text in self._announced:
+            return
+        self._announced.add(text)
+        warnings.warn(
+            f"{role} is converted batch by batch to what module and loss compute in: {text}; "
+            "convert it beforehand to save that work.",
+            UserWarning,
+            stacklevel=_frames_of_package(),
+        )
+
+    def start_call(self) -> None:
+        """Announce everything again: another fit, evaluation or prediction begins."""
+        self._announced.clear()
+
+    def _casts(self, batch: MicroBatch, level: int) -> Casts:
+        """The casts that go so far.
+
+        Args:
+            batch: as it came.
+            level: from 1 on, short integers that nobody knows to be class indices become int64;
+                from 2 on, whole numbers that go into forward become floating point.
+        """
+        floating = self._floating()
+        # Losses are computed in float32 at least.
+        wide = floating and torch.promote_types(floating, torch.float32)
+        args, kwargs, target, weight = batch.unpack()
+        own_labels = self._own_labels(args, kwargs)
+        casts: List[Optional[torch.dtype]] = []
+        for leaf in tree.flatten((args, kwargs))[0]:
+            is_short = level and self._loss.in_module and _is_short(leaf)
+            if leaf.is_floating_point() or (
+                level > 1 and not leaf.is_complex() and id(leaf) not in own_labels
+            ):
+                casts.append(floating)
+            else:
+                casts.append(torch.int64 if is_short else None)
+        for leaf, kind in zip(tree.flatten(target)[0], self._loss.target_kinds(target)):
+            if leaf.dtype == torch.float64:
+                casts.append(wide)
+            elif kind == "values":
+                casts.append(None if leaf.is_floating_point() or leaf.is_complex() else wide)
+            else:
+                is_index = _is_short(leaf) and (kind == "indices" or level > 0)
+                casts.append(torch.int64 if is_index else None)
+        # Weights of samples stay: they are no part of what the module computes.
+        casts += [None] * len(tree.flatten(weight)[0])
+        pairs = zip(batch.leaves, casts)
+        return tuple(
+            None if cast == leaf.dtype or (self._is_set and leaf.is_floating_point()) else cast
+            for leaf, cast in pairs
+        )
+
+    def _floating(self) -> Optional[torch.dtype]:
+        """The dtype of all parameters; None where they have several, or there are none."""
+        parameters = self._module.parameters()
+        dtypes = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
+        return dtypes.pop() if len(dtypes) == 1 else None
+
+    def _own_labels(self, args: Sequence[Any], kwargs: Any) -> Set[int]:
+        """What is a target for a module that computes its own loss, by the ids of its tensors."""
+        if not self._loss.in_module:
+            return set()
+        labels = [kwargs[name] for name in _LABELS if name in kwargs]
+        labels += args[1:][-1:]
+        return set(map(id, tree.flatten(labels)[0]))
+
+
+def _dtypes(batch: MicroBatch) -> Tuple[torch.dtype, ...]:
+    return tuple(leaf.dtype for leaf in batch.leaves)
+
+
+def _is_short(leaf: Tensor) -> bool:
+    """Whether it holds integers that all fit into int64 and are not of it."""
+    if leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool:
+        return False
+    return torch.iinfo(leaf.dtype).bits < 64
+
+
+def _unscaled(name: str, leaf: Tensor) -> str:
+    """What a reader of pictures has to know."""
+    is_picture = leaf.dtype == torch.uint8 and name.startswith("input")
+    return " (the same values, not divided by 255)" if is_picture else ""
+
+
+def _short(dtype: Any) -> str:
+    return str(dtype).replace("torch.", "")
+
+
+def _frames_of_package() -> int:
+    """How many frames up the user's code is, for ``stacklevel`` of who calls this."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame, level = frame.f_back, level + 1
+    return level
