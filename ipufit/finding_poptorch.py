@@ -8,7 +8,7 @@ import importlib.machinery
 import os
 import sys
 import types
-from typing import Callable, Optional, Sequence
+from typing import Any, Callable, Iterator, Optional, Sequence
 
 from ipufit.scripts import search_also
 
@@ -33,8 +33,30 @@ def offer_poptorch(choice: str, tell: Callable[[str], None]) -> None:
         tell: is given one line when the script imports poptorch, which says what it got.
     """
     if choice == "standin" or (choice == "auto" and _installed() is None):
-        search_also(_AS_POPTORCH)
+        _offer_standin()
     sys.meta_path.insert(0, _Chooser(choice, tell))
+
+
+def _offer_standin() -> None:
+    """Let processes that this one starts find the stand-in, and ``importlib.metadata`` here."""
+    search_also(_AS_POPTORCH)
+    sys.meta_path.insert(0, _Metadata())
+
+
+class _Metadata(importlib.abc.MetaPathFinder):
+    """Names the stand-in where the version of PopTorch is asked for, also beside an SDK."""
+
+    def find_spec(self, *args: object) -> None:
+        """Find no module."""
+
+    def find_distributions(self, context: Any = None) -> Iterator[Any]:
+        """Yield the stand-in's metadata if it is looked for by name, or everything is listed."""
+        # Imported here: whoever calls this has imported it.
+        from importlib.metadata import DistributionFinder, MetadataPathFinder
+
+        if getattr(context, "name", None) in (None, _NAME):
+            own: Any = DistributionFinder.Context(name=_NAME, path=[_AS_POPTORCH])
+            yield from MetadataPathFinder.find_distributions(own)
 
 
 class _Chooser(importlib.abc.MetaPathFinder):
@@ -94,7 +116,8 @@ class _Chooser(importlib.abc.MetaPathFinder):
         """Import ours and make its name hold for what is below it, too."""
         module = importlib.import_module(_STANDIN)
         importlib.import_module(_STANDIN + "._alias").install()
-        search_also(_AS_POPTORCH)
+        if not any(isinstance(finder, _Metadata) for finder in sys.meta_path):
+            _offer_standin()
         self._tell(f"poptorch is ipufit's stand-in in plain torch: {reason}")
         return module
 

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,68 @@ def test_the_stand_in_can_be_chosen_where_the_sdk_works(tmp_path, clean):
     module, told = lines("standin")
     assert module is sys.modules["ipufit.poptorch"]
     assert told == ["poptorch is ipufit's stand-in in plain torch: as --poptorch standin asks"]
+
+
+def versions():
+    """What is said of poptorch's version, by those who ask for it and who list everything."""
+    listed = {d.metadata["Name"]: d.version for d in reversed(list(metadata.distributions()))}
+    return [metadata.version("poptorch"), listed["poptorch"]]
+
+
+@pytest.fixture
+def sdk(tmp_path):
+    """A folder in which an SDK is installed."""
+    write(tmp_path, "__version__ = '3.4.0'", "poptorch/__init__.py")
+    text = "Metadata-Version: 2.1\nName: poptorch\nVersion: 3.4.0\n"
+    write(tmp_path, text, "poptorch-3.4.0.dist-info/METADATA")
+    return tmp_path
+
+
+def test_the_version_of_the_stand_in_is_told_where_it_is_offered_and_nowhere_else(clean):
+    with pytest.raises(metadata.PackageNotFoundError):
+        metadata.version("poptorch")
+    offer_poptorch("auto", tell=len)
+    # Programs ask before the import and after it.
+    assert versions() == ["3.4.0+ipufit", "3.4.0+ipufit"]
+    module = __import__("poptorch")
+    assert versions() == [module.__version__, module.__version__]
+
+
+def test_the_version_is_that_of_what_is_imported(sdk, clean):
+    sys.path.insert(0, str(sdk))
+    offer_poptorch("auto", tell=len)
+    assert versions() == ["3.4.0", "3.4.0"]
+    __import__("poptorch")
+    assert versions() == ["3.4.0", "3.4.0"]
+
+
+def test_the_version_is_the_stand_in_s_where_it_was_chosen_or_had_to_be(sdk, clean):
+    sys.path.insert(0, str(sdk))
+    offer_poptorch("standin", tell=len)
+    assert versions() == ["3.4.0+ipufit", "3.4.0+ipufit"]
+    assert metadata.version("torch").startswith("2.")
+
+
+def test_the_version_changes_where_an_sdk_gives_way(sdk, clean):
+    sys.path.insert(0, str(sdk))
+    write(sdk, BROKEN, "poptorch/__init__.py")
+    offer_poptorch("auto", tell=len)
+    __import__("poptorch")
+    assert metadata.version("poptorch") == "3.4.0+ipufit"
+
+
+def test_processes_that_a_script_starts_are_told_the_same_version(tmp_path):
+    script = write(
+        tmp_path,
+        """
+        import subprocess, sys
+        ask = "import importlib.metadata as m; print(m.version('poptorch'))"
+        exec(ask)
+        subprocess.run([sys.executable, "-c", ask], cwd="/", check=True)
+        """.replace("\n        ", "\n"),
+    )
+    status, out, err = command(script)
+    assert (status, out.split()) == (0, ["3.4.0+ipufit", "3.4.0+ipufit"]), err
 
 
 BROKEN = """
