@@ -58,4 +58,4 @@ def follow_the_module(
             if (data.shape, data.dtype, data.device) != (view.shape, view.dtype, view.device):
                 raise changed_shape(slot.name)
             view.copy_(data)
-            slot.parameter.data = view
+            slot.parameter.data = slot.window(flat)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import FrozenSet, Sequence
+from typing import Sequence
 
 import torch
 from torch import Tensor
 
-from ipufit.engines.embedded.storage import storage_id
+from ipufit.engines.embedded.storage import flat_of
 from ipufit.errors import ConfigurationError
 
 __all__ = ["Publication"]
@@ -23,7 +23,7 @@ class Publication:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._held: object = None
-        self._live: FrozenSet[int] = frozenset()
+        self._live: Sequence[Tensor] = ()
         self._updates = 0
 
     @property
@@ -44,7 +44,7 @@ class Publication:
             live: what the program itself works on. Values that look into these are always up to
                 date, and what is written into them the next update finds.
         """
-        self._live = frozenset(storage_id(tensor) for tensor in live)
+        self._live = live
         self._held, self._updates = _signature(self._optimizer, self._live), updates
 
     def is_ahead(self, updates: int) -> bool:
@@ -68,7 +68,7 @@ class Publication:
         return True
 
 
-def _signature(optimizer: torch.optim.Optimizer, live: FrozenSet[int]) -> object:
+def _signature(optimizer: torch.optim.Optimizer, live: Sequence[Tensor]) -> object:
     """What changes when somebody changes the optimizer's state, but for what is live."""
     return {
         (id(parameter), name): (id(value), _content(value, live))
@@ -77,8 +77,8 @@ def _signature(optimizer: torch.optim.Optimizer, live: FrozenSet[int]) -> object
     }
 
 
-def _content(value: object, live: FrozenSet[int]) -> object:
+def _content(value: object, live: Sequence[Tensor]) -> object:
     if not isinstance(value, Tensor):
         return value
-    memory = storage_id(value)
-    return ("live", memory) if memory in live else value._version
+    index = flat_of(value, live)
+    return value._version if index is None else ("live", index)

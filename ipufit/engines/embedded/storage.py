@@ -1,19 +1,33 @@
 """Trained parameters side by side in flat tensors, with the user's module looking into them.
 
-While a training program lives, the module's parameters are views of these tensors: the optimizer
-works on a few long tensors instead of many short ones, and whoever reads a parameter reads its
-present value. :meth:`FlatStorage.release` gives every parameter memory of its own again.
+While a training program lives, the module's parameters look into these tensors: the optimizer works
+on a few long tensors instead of many short ones, and whoever reads a parameter reads its present
+value. For torch each has a storage of its own, no longer than the parameter: torch.save, pickle and
+copy.deepcopy take the whole storage of a tensor with them. :meth:`FlatStorage.release` gives every
+parameter memory of its own again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
-__all__ = ["Block", "FlatStorage", "Slot", "flatten_like", "group_alike", "storage_id"]
+__all__ = [
+    "Block",
+    "FlatStorage",
+    "Slot",
+    "flat_of",
+    "flatten_like",
+    "group_alike",
+    "storage_id",
+]
+
+# Where torch exchanges memory with other libraries, and so with itself.
+_EXCHANGES = ("cpu", "cuda")
 
 
 def _memory_order(tensor: Tensor) -> Tuple[Tuple[int, ...], Tuple[int, ...]]:
@@ -48,6 +62,18 @@ def storage_id(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
 
 
+def flat_of(tensor: Tensor, flats: Sequence[Tensor]) -> Optional[int]:
+    """The index of the flat tensor in whose memory a tensor begins, or None."""
+    if tensor.layout is not torch.strided:
+        return None
+    address = tensor.data_ptr()
+    for index, flat in enumerate(flats):
+        begin = flat.data_ptr()
+        if begin <= address < begin + flat.numel() * flat.element_size():
+            return index
+    return None
+
+
 @dataclasses.dataclass(frozen=True)
 class Slot:
     """Where one parameter lies in its block.
@@ -74,6 +100,16 @@ class Slot:
     def view(self, flat: Tensor) -> Tensor:
         """The part of a flat tensor that belongs to this parameter, in the parameter's shape."""
         return flat[self.start : self.stop].as_strided(self.parameter.shape, self.stride)
+
+    def window(self, flat: Tensor) -> Tensor:
+        """The memory of :meth:`view`, in a storage that ends with it; for what users get hold of.
+
+        Do not use it where the storage of the flat tensor is freed while the tensor is in use.
+        """
+        part = flat.detach()[self.start : self.stop]
+        if type(flat) is Tensor and flat.device.type in _EXCHANGES and part.numel():
+            part = from_dlpack(part)
+        return part.as_strided(self.parameter.shape, self.stride)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,12 +175,17 @@ class FlatStorage:
             for block in self.blocks:
                 flat = block.gather({slot.name: slot.parameter.detach() for slot in block.slots})
                 for slot in block.slots:
-                    slot.parameter.data = slot.view(flat)
+                    slot.parameter.data = slot.window(flat)
                 self.flats.append(flat)
         self.form: Tuple[object, ...] = tuple(
             (block.group, tuple((s.start, s.stop) for s in block.slots), flat.dtype, flat.device)
             for block, flat in zip(self.blocks, self.flats)
         )
+
+    def named_views(self) -> Dict[str, Tensor]:
+        """The parameters as parts of the flat tensors, by the names of the step module."""
+        pairs = zip(self.blocks, self.flats)
+        return {slot.name: slot.view(flat) for block, flat in pairs for slot in block.slots}
 
     def release(self) -> None:
         """Give every parameter memory of its own, with the present values; safe twice."""

@@ -166,8 +166,12 @@ class TrainingProgram(BaseProgram):
         return [block for bucket in buckets_of(named) for block in layout(bucket)]
 
     def _collect_state(self, buffers: Dict[str, Tensor]) -> List[Tensor]:
+        # Not what the module has: somebody who shares that with other processes moves it.
+        views = self._live.storage.named_views()
+        parameters = self._parameters
         names = [*self._trained, *self._frozen]
-        return [*(self._parameters[name].detach() for name in names), *buffers.values()]
+        own = [views[n] if n in views else parameters[n].detach() for n in names]
+        return [*own, *buffers.values()]
 
     def _record(self, example: MicroBatch) -> Recorded:
         state = self._live.states[0] if self._live.states else self._collect_state(self._buffers)

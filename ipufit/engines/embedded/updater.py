@@ -29,7 +29,7 @@ from ipufit.engines.embedded.own_step import OwnStepUpdater
 from ipufit.engines.embedded.precision import computes_in_half, try_out
 from ipufit.engines.embedded.rules import Rule, rule_for
 from ipufit.engines.embedded.state_memory import StateMemory
-from ipufit.engines.embedded.storage import Block, FlatStorage, group_alike, storage_id
+from ipufit.engines.embedded.storage import Block, FlatStorage, flat_of, group_alike
 from ipufit.errors import OptimizerError
 
 __all__ = ["Graphs", "RuleUpdater", "Updater", "refuse_step_hooks", "torchs_step", "updater_for"]
@@ -415,7 +415,7 @@ class RuleUpdater:
     def export(self) -> None:
         """Let the torch optimizer have the state, under torch's names and dtypes.
 
-        Until :meth:`release` its tensors are views of the flat ones: a copy would take as much
+        Until :meth:`release` its tensors look into the flat ones: a copy would take as much
         memory again, and be out of date after one update.
         """
         for block, state, updates in zip(self._storage.blocks, self._states, self._counts):
@@ -426,7 +426,7 @@ class RuleUpdater:
             for slot in block.slots:
                 own = self._optimizer.state[slot.parameter]
                 for name, whole in state.items():
-                    own[name] = slot.view(whole)
+                    own[name] = slot.window(whole)
                 if self._kind.counted:
                     device = slot.parameter.device if on_device else torch.device("cpu")
                     own["step"] = torchs_step(type(self._optimizer), updates, device)
@@ -446,11 +446,11 @@ class RuleUpdater:
         self, storage: FlatStorage, states: Sequence[Mapping[str, Tensor]]
     ) -> None:
         for block, state in zip(storage.blocks, states):
-            memory = {storage_id(whole) for whole in state.values()}
+            flats = list(state.values())
             for slot in block.slots:
                 own = self._optimizer.state.get(slot.parameter, {})
                 for name, value in own.items():
-                    if isinstance(value, Tensor) and storage_id(value) in memory:
+                    if isinstance(value, Tensor) and flat_of(value, flats) is not None:
                         own[name] = self.memory.for_torch(value)
 
     def recorded(self) -> Optional[fx.GraphModule]:

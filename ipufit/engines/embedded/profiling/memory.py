@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ipufit.engines.embedded.live import LiveState
 from ipufit.engines.embedded.profiling.held import bytes_in
+from ipufit.engines.embedded.storage import flat_of
 from ipufit.program import MicroBatch, ProgramSpec
 from ipufit.recipe import outputs_wanted
 
@@ -44,7 +45,8 @@ def fixed_bytes(
     storage, plan = live.storage, spec.plan
     buffers = bytes_in([t for own in live.replicas for t in own.values()])
     own = {id(t) for replica in live.replicas for t in replica.values()}
-    weights = bytes_in([*storage.flats, *(t for t in given if id(t) not in own)])
+    apart = [t for t in given if id(t) not in own and flat_of(t, storage.flats) is None]
+    weights = bytes_in([*storage.flats, *apart])
     optimizer = bytes_in(live.updater.held())
     averages = 0 if live.averages is None else bytes_in(live.averages.held())
     count = plan.own_micro_batches_per_update * plan.device_iterations
