@@ -698,6 +698,7 @@ TOGETHER = {
 
 
 @pytest.mark.grid
+@pytest.mark.filterwarnings("ignore:a random number is drawn from:UserWarning")
 @pytest.mark.parametrize("name", TOGETHER)
 def test_modules_that_may_join_samples_do_not_merge(name):
     """A reason is given, and the bits are those without any of this."""
@@ -877,6 +878,7 @@ def test_a_second_fit_records_nothing_again():
     assert engine.captures == recorded == 2
 
 
+@pytest.mark.filterwarnings("ignore:a random number is drawn from:UserWarning")
 def test_pythons_and_numpys_numbers_go_on_as_without():
     """A dataset may draw them too."""
     net = build(TOGETHER["Python's numbers"][0])

@@ -8,7 +8,6 @@ from typing import Dict, List, Optional, Sequence
 from torch import Tensor
 
 from ipufit.diagnose.check_comparing import differences, same_results
-from ipufit.diagnose.check_frames import is_users
 from ipufit.diagnose.check_owners import Place
 from ipufit.diagnose.check_runs import Run, Subject
 from ipufit.diagnose.check_state import Change, Snapshot
@@ -21,12 +20,12 @@ from ipufit.diagnose.check_texts import (
     outside_at,
     titles_of,
 )
-from ipufit.diagnose.check_watching import Lines
 from ipufit.diagnose.finding import Finding
 from ipufit.diagnose.findings import Findings
 from ipufit.engines.embedded.capture import Frame
 from ipufit.engines.embedded.foreign import only_on_ipus
 from ipufit.engines.embedded.step import public_name
+from ipufit.engines.embedded.users_code import Lines, is_users
 from ipufit.errors import CaptureError, DataError, IpufitError, LossError
 from ipufit.randomness import seed_generators
 

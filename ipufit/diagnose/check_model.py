@@ -10,8 +10,8 @@ from torch import nn
 
 from ipufit.data.source import Source
 from ipufit.diagnose.check import check
-from ipufit.diagnose.check_frames import users_frame
 from ipufit.diagnose.check_report import CheckReport
+from ipufit.engines.embedded.users_code import users_frame
 from ipufit.first_batch import check_call
 from ipufit.parallel.partition import NOT_DIVIDED
 from ipufit.program import MicroBatch

@@ -8,10 +8,10 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 from torch import nn
 
-from ipufit.diagnose.check_frames import users_module
 from ipufit.diagnose.finding import Finding
 from ipufit.engines.embedded.capture import Frame
 from ipufit.engines.embedded.step import StepModule, public_name
+from ipufit.engines.embedded.users_code import users_module
 
 __all__ = ["made_at", "mode_findings", "untrained_findings"]
 

@@ -12,8 +12,8 @@ from typing import Any, Dict, Iterator, List, MutableMapping, Optional, Set
 import torch
 from torch import Tensor, nn
 
-from ipufit.diagnose.check_frames import users_module
-from ipufit.diagnose.check_generators import generator_state
+from ipufit.engines.embedded.generators import generator_state
+from ipufit.engines.embedded.users_code import users_module
 
 __all__ = ["CONTAINERS", "DEEP", "PLAIN", "Owner", "Place", "owners_of"]
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ipufit import tree
-from ipufit.diagnose.check_generators import (
+from ipufit.diagnose.check_owners import CONTAINERS, DEEP, PLAIN, Owner, Place, owners_of
+from ipufit.engines.embedded.generators import (
     Generators,
     generator_state,
     hashable,
     same_state,
     set_generator,
 )
-from ipufit.diagnose.check_owners import CONTAINERS, DEEP, PLAIN, Owner, Place, owners_of
 from ipufit.engines.embedded.storage import storage_id
 
 __all__ = ["Change", "Snapshot", "same_values"]

@@ -12,6 +12,7 @@ from ipufit.diagnose.check_comparing import Difference
 from ipufit.diagnose.check_state import Change
 from ipufit.diagnose.finding import Finding
 from ipufit.engines.embedded.capture import Frame
+from ipufit.engines.embedded.draws import cure_of, drawn_text
 from ipufit.errors import CaptureError
 
 __all__ = [
@@ -31,7 +32,6 @@ _STATE = (
     "Make it state of the program: register a buffer and change it in place. A value that "
     "changes between two fits alone may stay an attribute."
 )
-_DRAW = "Draw with torch.rand, torch.randn or the like: their numbers are part of the program."
 
 
 def error_at(error: CaptureError) -> Finding:
@@ -117,11 +117,8 @@ def changed_at(change: Change, frame: Optional[Frame]) -> Finding:
 
 def drawn_at(source: str, frame: Optional[Frame]) -> Finding:
     """Random numbers that are no part of the program."""
-    text = (
-        f"a random number is drawn from {source}, but Python runs once, to be recorded: every "
-        "micro-batch would get the same number"
-    )
-    return Finding("random", "error", *(frame or _NOWHERE), text, _DRAW)
+    place = frame or _NOWHERE
+    return Finding("random", "error", *place, drawn_text(source), cure_of(frame))
 
 
 def generator_at(frame: Optional[Frame]) -> Finding:

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit import tree
-from ipufit.diagnose.check_frames import users_frame
 from ipufit.engines.embedded.capture import (
     Frame,
     draws,
@@ -25,6 +24,7 @@ from ipufit.engines.embedded.capture import (
 )
 from ipufit.engines.embedded.step import MicroStep
 from ipufit.engines.embedded.storage import storage_id
+from ipufit.engines.embedded.users_code import users_frame
 from ipufit.errors import CaptureError
 
 __all__ = ["Operation", "Recorder", "digest"]

@@ -1,4 +1,4 @@
-"""At which line of the user's something happens: output, a changed value, a tensor that is read."""
+"""At which line of the user's something happens: output, a seed, a tensor that is read."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import sys
 import threading
 import types
 import warnings
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, Optional
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ipufit.diagnose.check_frames import is_installed, is_users, users_frame
 from ipufit.diagnose.check_tracing import Recorder
 from ipufit.engines.embedded.capture import Frame, numpy_error, text_error, value_error
 from ipufit.engines.embedded.storage import storage_id
+from ipufit.engines.embedded.users_code import is_installed, is_users, users_frame
 from ipufit.errors import CaptureError
 
-__all__ = ["Lines", "Reads", "Said", "quiet"]
+__all__ = ["Reads", "Said", "quiet"]
 
 
 class Said:
@@ -101,64 +101,6 @@ def quiet(said: Said) -> Iterator[None]:
             stack.callback(setattr, owner, name, original)
             setattr(owner, name, seeding(original))
         yield
-
-
-class Lines:
-    """Follows the user's lines, and notes at which of them a probe changes.
-
-    Args:
-        probes: what is asked after every line, by name.
-
-    Attributes:
-        found: by name, the lines in the order of their first change.
-    """
-
-    def __init__(self, probes: Mapping[str, Callable[[], Any]]) -> None:
-        self._probes = dict(probes)
-        self._last: Dict[str, Any] = {}
-        self._at: List[Tuple[types.FrameType, Frame]] = []
-        self.found: Dict[str, Dict[Frame, None]] = {name: {} for name in probes}
-        self._before: Any = None
-
-    def __enter__(self) -> Lines:
-        self._last = {name: probe() for name, probe in self._probes.items()}
-        self._at.clear()
-        self._before = sys.gettrace()
-        sys.settrace(self._called)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self._before)
-        self._look()
-
-    def _called(self, frame: types.FrameType, event: str, argument: Any) -> Any:
-        if not is_users(frame.f_code.co_filename):
-            return None
-        self._look()
-        self._at.append((frame, self._line(frame)))
-        return self._moved
-
-    def _moved(self, frame: types.FrameType, event: str, argument: Any) -> Any:
-        self._look()
-        while self._at and self._at[-1][0] is not frame:
-            self._at.pop()
-        if event == "return":
-            if self._at:
-                self._at.pop()
-        elif event == "line" and self._at:
-            self._at[-1] = (frame, self._line(frame))
-        return self._moved
-
-    def _line(self, frame: types.FrameType) -> Frame:
-        return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
-
-    def _look(self) -> None:
-        for name, probe in self._probes.items():
-            now = probe()
-            if now != self._last[name]:
-                self._last[name] = now
-                if self._at:
-                    self.found[name][self._at[-1][1]] = None
 
 
 _READERS = {

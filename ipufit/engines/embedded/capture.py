@@ -34,6 +34,7 @@ __all__ = [
     "CALLERS",
     "Frame",
     "capture",
+    "capture_error",
     "draws",
     "has_mask_index",
     "numpy_error",
@@ -110,21 +111,33 @@ def _frame_of(error: BaseException) -> Optional[Frame]:
     return _first_user_frame([(s.filename, s.lineno or 0, s.name) for s in reversed(stack)])
 
 
-def _error(
+def capture_error(
     what: str,
     instead: str,
     frame: Optional[Frame],
     cause: Optional[str] = None,
     kind: str = "capture",
+    runs_eagerly: bool = True,
 ) -> CaptureError:
+    """The error about something that can't be recorded.
+
+    Args:
+        what: is wrong, without a full stop.
+        instead: sentences that say what to write.
+        frame: the user's line; None where nobody knows it.
+        cause: "value" or "shape" where the program would have to know a tensor's values.
+        kind: as :class:`ipufit.diagnose.Finding` has it.
+        runs_eagerly: whether the module could run without a recording, as it is.
+    """
+    advice = _EAGERLY if runs_eagerly else ""
     parts: Dict[str, Any] = {"kind": kind, "what": what, "cure": instead}
     if frame is None:
-        return CaptureError(f"{what}. {instead}", cause=cause, advice=_EAGERLY, **parts)
+        return CaptureError(f"{what}. {instead}", cause=cause, advice=advice, **parts)
     file, line, function = frame
     source = linecache.getline(file, line).strip()
     shown = f": `{source}`" if source else ""
     text = f"{what}, at {file}:{line} in {function}{shown}. {instead}"
-    return CaptureError(text, file, line, cause, _EAGERLY, function=function, **parts)
+    return CaptureError(text, file, line, cause, advice, function=function, **parts)
 
 
 # What the user's line looks like tells which of several causes it was; torch's error is the same.
@@ -138,7 +151,7 @@ def value_error(frame: Optional[Frame]) -> CaptureError:
     """Python needs a tensor's value there."""
     source = linecache.getline(frame[0], frame[1]).strip() if frame else ""
     if _NUMBER.search(source):
-        return _error(
+        return capture_error(
             "a tensor's value was turned into a Python number, but the program is recorded once, "
             "before there are values",
             "Keep it a tensor (0-dim tensors work in arithmetic and torch.where), or compute the "
@@ -148,7 +161,7 @@ def value_error(frame: Optional[Frame]) -> CaptureError:
             "number",
         )
     if _BRANCH.search(source):
-        return _error(
+        return capture_error(
             "Python branched on a tensor's value, but the program is recorded once, before there "
             "are values",
             "Write torch.where(condition, a, b), or multiply by a mask, so that both cases are in "
@@ -157,7 +170,7 @@ def value_error(frame: Optional[Frame]) -> CaptureError:
             "value",
             "branch",
         )
-    return _error(
+    return capture_error(
         "Python needed a tensor's value, but the program is recorded once, before there are values",
         "Keep it in tensors: torch.where(condition, a, b) instead of a branch, gather or a mask "
         "instead of a slice that ends at a value.",
@@ -169,7 +182,7 @@ def value_error(frame: Optional[Frame]) -> CaptureError:
 
 def text_error(frame: Optional[Frame]) -> CaptureError:
     """A tensor's value is written into a text there."""
-    return _error(
+    return capture_error(
         "a tensor's value was written into a text, but the program is recorded once, before there "
         "are values",
         "Return the tensor as an output, and format it outside of the module.",
@@ -181,7 +194,7 @@ def text_error(frame: Optional[Frame]) -> CaptureError:
 
 def shape_error(frame: Optional[Frame]) -> CaptureError:
     """A shape depends on a tensor's values there."""
-    return _error(
+    return capture_error(
         "a shape depends on a tensor's values, but the shapes of the program are fixed when it is "
         "recorded",
         "Keep the full shape: write torch.where(mask, x, 0) instead of x[mask], topk with a fixed "
@@ -194,7 +207,7 @@ def shape_error(frame: Optional[Frame]) -> CaptureError:
 
 def numpy_error(frame: Optional[Frame]) -> CaptureError:
     """A tensor is converted to NumPy there."""
-    return _error(
+    return capture_error(
         "a tensor was converted to NumPy, but the program is recorded once, before there are "
         "values",
         "Use the torch operator of the same meaning.",
@@ -206,7 +219,7 @@ def numpy_error(frame: Optional[Frame]) -> CaptureError:
 
 def _anomaly_error() -> CaptureError:
     """Error for torch's anomaly detection, which reads every gradient as soon as there is one."""
-    return _error(
+    return capture_error(
         "torch.autograd.set_detect_anomaly(True) looks for nan in the values of gradients, but the "
         "program is recorded once, before there are values",
         "Switch it off, torch.autograd.set_detect_anomaly(False), and use compile(..., "
@@ -233,7 +246,7 @@ def _is_anomaly_check(frame: Optional[types.FrameType]) -> bool:
 
 def _ctc_error(frame: Optional[Frame]) -> CaptureError:
     """Error for torch's CTC loss, which looks at the values of the lengths in every form."""
-    return _error(
+    return capture_error(
         "ctc_loss reads the lengths of its sequences as numbers, but the program is recorded once, "
         "before there are values",
         "No other form of its arguments changes that.",
@@ -245,7 +258,7 @@ def _ctc_error(frame: Optional[Frame]) -> CaptureError:
 
 def _packing_error(frame: Optional[Frame]) -> CaptureError:
     """Error for a packed sequence, whose batch sizes are values on the host."""
-    return _error(
+    return capture_error(
         "a packed sequence has a shape that depends on the values of its lengths, but the program "
         "is recorded once, before there are values",
         "Run the layer on the padded batch, and take what belongs to each length from its output: "
@@ -270,7 +283,7 @@ def _is_packing(error: BaseException) -> bool:
 
 def _compiled_error(frame: Optional[Frame]) -> CaptureError:
     """Error for what went through torch.compile and is called while the program is recorded."""
-    return _error(
+    return capture_error(
         "a function or module that went through torch.compile was called, but only plain Python "
         "can be recorded",
         "Call what was passed to torch.compile: the whole training step is one program anyway, "
@@ -335,7 +348,7 @@ class _ValueGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fake = [a for a in args if isinstance(a, FakeTensor)]
         unknown = any(getattr(a, "constant", None) is None for a in fake)
         if _Restored.generator and draws(func, args, kwargs or {}):
-            raise _error(
+            raise capture_error(
                 "random numbers were drawn again after the generator was set back, as "
                 "torch.utils.checkpoint does with dropout, but a recording would draw new ones",
                 "Leave the dropout outside of what is checkpointed.",
@@ -487,7 +500,7 @@ def capture(
         if type(error).__name__ == "GuardOnDataDependentSymNode":
             raise value_error(_frame_of(error)) from error
         if "incompatible with .grad()" in text or "not compatible with .grad()" in text:
-            raise _error(
+            raise capture_error(
                 "torch.utils.checkpoint with use_reentrant=True can't be recorded",
                 "Pass use_reentrant=False.",
                 _frame_of(error),

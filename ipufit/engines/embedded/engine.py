@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import time
 import warnings
@@ -27,7 +28,8 @@ from torch import Tensor, fx, nn
 from ipufit.clock import NO_CLOCK, NoClock
 from ipufit.engines.embedded.capture import capture, uses_random_numbers
 from ipufit.engines.embedded.detection import refuse_detection
-from ipufit.engines.embedded.fingerprint import fingerprint
+from ipufit.engines.embedded.draws import draws_refused
+from ipufit.engines.embedded.fingerprint import fingerprint, writes_noted
 from ipufit.engines.embedded.foreign import for_this_engine
 from ipufit.engines.embedded.hints import said_of
 from ipufit.engines.embedded.inference import InferenceProgram
@@ -265,7 +267,8 @@ class EmbeddedEngine:
         scaled = recipe.loss_scale is not None and layout is not None
         recompute = recipe.recompute if layout is not None else ()
         frozen, held = fingerprint(step)
-        key = (
+        key: Tuple[Any, ...] = (
+            frozen,
             spec.mode,
             spec.want_outputs,
             recipe.jit,
@@ -274,7 +277,6 @@ class EmbeddedEngine:
             tuple(trained),
             _partition(layout(trained)) if layout else (),
             tuple((t.shape, t.dtype, t.device, t.stride()) for t in [*state, *example.leaves]),
-            frozen,
             (recipe.precision, scaled, recompute, spec.divides_weights),
             autocast_state(state[0].device if state else torch.device("cpu")),
         )
@@ -301,6 +303,7 @@ class EmbeddedEngine:
                 micro, step, arguments, recipe.jit, recompute, names, spec.processes.are_several
             )
             self.hints.update(micro.hints)
+            key = (fingerprint(step)[0], *key[1:])
             self._recorded[key] = Recorded(
                 run, lowered, micro, micro.outputs, micro.reached, random, held, graph
             )
@@ -368,8 +371,9 @@ class EmbeddedEngine:
                 try_out(micro, arguments)
             return micro, True, Lowered(micro, OFF, ""), None
         with self.timed(), attributes_kept(step) as changed:
-            with for_this_engine():
-                graph = capture(micro, arguments)
+            record = functools.partial(capture, micro, arguments)
+            with for_this_engine(), writes_noted(step), draws_refused(step, record):
+                graph = record()
             if recompute:
                 self._recompute(graph)
         self.captures += 1

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from typing import Any, Iterator, List, Optional, Tuple
+import warnings
+import weakref
+import zlib
+from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
 
 from torch import Tensor, nn
 
+from ipufit.engines.embedded.read_values import PLAIN, CodeReader, is_array
 from ipufit.losses import Loss
 
-__all__ = ["called_objects", "fingerprint"]
+__all__ = ["FrozenValues", "called_objects", "fingerprint", "loss_functions", "writes_noted"]
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MEMBERS = frozenset({"_parameters", "_buffers", "_modules"})
 _DEPTH = 6
+# Larger arrays count by identity: to read them would take long.
+_LARGEST_ARRAY = 2**20
 
 
 def fingerprint(module: nn.Module) -> Tuple[Tuple[Any, ...], Tuple[object, ...]]:
     """The attributes of a module and all below it, such as a dropout's rate or train mode.
 
-    Hooks on parameters count too, and the objects that the loss of a step module calls.
+    Hooks on parameters count too, the objects that the loss of a step module calls, and what the
+    code of forward and loss reads from globals, closures and classes.
 
-    Numbers and strings count by value, also in containers; a tensor that is no buffer by its
-    version; anything else by identity.
+    Numbers and strings count by value, also in containers; an array of NumPy's of up to 1 MiB by
+    its content; a tensor that is no buffer by its version; anything else by identity.
 
     Returns:
         A hashable value that changes when one of them does, and the objects that must be kept alive
@@ -40,7 +47,49 @@ def fingerprint(module: nn.Module) -> Tuple[Tuple[Any, ...], Tuple[object, ...]]
     for name, parameter in module.named_parameters():
         hooks = (parameter._backward_hooks or {}).values()
         parts.append((name, type(parameter), tuple(_freeze(hook, 0, held) for hook in hooks)))
+    parts.append(("code", tuple(_values_read(module, held).items())))
     return tuple(parts), tuple(held)
+
+
+# Titles of what code writes itself when it is recorded, by the user's module.
+_WRITTEN: weakref.WeakKeyDictionary[nn.Module, Set[str]] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def writes_noted(step: nn.Module) -> Iterator[None]:
+    """Note what a recording in the block writes to globals and classes, such as a count of calls.
+
+    From then on it is part of no fingerprint: each recording would call for another one.
+
+    Args:
+        step: a step module.
+    """
+    held: List[object] = []
+    before = _values_read(step, held)
+    yield
+    after = _values_read(step, held)
+    written = {key[0] for key, value in before.items() if after.get(key) != value}
+    if written:
+        _WRITTEN.setdefault(step.get_submodule("net"), set()).update(written)
+
+
+def _values_read(step: nn.Module, held: List[object]) -> Dict[Tuple[str, int], Any]:
+    """What code reads and does not write, frozen, by title and place."""
+    return {
+        (title, place): _freeze(value, _DEPTH, held)
+        for place, (title, value) in enumerate(_read_only(step, CodeReader(step)))
+    }
+
+
+def _read_only(step: nn.Module, reader: CodeReader) -> List[Tuple[str, Any]]:
+    written = _WRITTEN.get(step.get_submodule("net"), ())
+    return [(title, value) for title, value in reader.values if title not in written]
+
+
+def loss_functions(loss: Optional[Loss]) -> Tuple[Callable[..., Any], ...]:
+    """Functions and objects of the user's that a loss calls; modules left out."""
+    parts = [] if loss is None else [loss, *(part.loss for part in getattr(loss, "parts", ()))]
+    return tuple(part.function for part in parts if part.function is not None)
 
 
 def called_objects(loss: Optional[Loss]) -> Tuple[object, ...]:
@@ -49,8 +98,7 @@ def called_objects(loss: Optional[Loss]) -> Tuple[object, ...]:
     Their attributes, such as the weight of a penalty, are frozen into a recording like those of a
     module.
     """
-    parts = [] if loss is None else [loss, *(part.loss for part in getattr(loss, "parts", ()))]
-    return tuple(owner for part in parts for owner in _owners(part.function))
+    return tuple(owner for function in loss_functions(loss) for owner in _owners(function))
 
 
 def _owners(call: Any) -> Iterator[object]:
@@ -67,7 +115,7 @@ def _is_code(value: Any) -> bool:
 
 
 def _freeze(value: Any, depth: int, held: List[object]) -> Any:
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         # 1, 1.0 and True are equal, and not the same to a program.
         return (type(value), value)
     if depth and isinstance(value, dict):
@@ -81,6 +129,8 @@ def _freeze(value: Any, depth: int, held: List[object]) -> Any:
         held.append(value)
         return (id(value), _freeze(vars(value), depth - 1, held))
     held.append(value)
+    if is_array(value) and value.nbytes <= _LARGEST_ARRAY:
+        return (id(value), value.shape, zlib.crc32(value.tobytes()))
     if isinstance(value, Tensor):
         return (id(value), value._version)
     return (id(value), _plain_attributes(value))
@@ -88,7 +138,7 @@ def _freeze(value: Any, depth: int, held: List[object]) -> Any:
 
 def _own_values(called: object, held: List[object]) -> Tuple[Any, ...]:
     """Numbers, strings and tensors; other objects may be whole experiments, and change always."""
-    kinds = (*_PLAIN, Tensor, list, tuple, dict)
+    kinds = (*PLAIN, Tensor, list, tuple, dict)
     own = {key: value for key, value in vars(called).items() if isinstance(value, kinds)}
     return tuple((key, _freeze(value, 1, held)) for key, value in own.items())
 
@@ -98,4 +148,79 @@ def _plain_attributes(value: Any) -> Tuple[Any, ...]:
     if isinstance(value, nn.Module) or _is_code(value):
         return ()
     own = getattr(value, "__dict__", {})
-    return tuple((key, type(v), v) for key, v in own.items() if isinstance(v, _PLAIN))
+    return tuple((key, type(v), v) for key, v in own.items() if isinstance(v, PLAIN))
+
+
+class FrozenValues:
+    """Values that a recording has as constants, watched while it runs.
+
+    A change counts from the next recording, which is made as the next epoch begins; within an
+    epoch it would go unseen.
+
+    Args:
+        step: a module with its loss.
+    """
+
+    # Executions between two looks, after the first ones; a look takes about as long as a small
+    # execution.
+    _EVERY = 64
+
+    def __init__(self, step: nn.Module) -> None:
+        self._step = step
+        self._values: Dict[Tuple[str, int], Tuple[Any, Any]] = {}
+        self._executions = 0
+        self._reported: List[str] = []
+        self._held: List[object] = []
+
+    def note(self) -> None:
+        """A recording of the present values runs from here on."""
+        self._executions = 0
+        self._values = self._now()
+
+    def look(self) -> None:
+        """An execution begins: compare, before the first few of them and then before some.
+
+        Warns:
+            UserWarning: a value is another one than in the recording; once for each.
+        """
+        count = self._executions
+        self._executions += 1
+        if count & (count - 1) and count % self._EVERY:
+            return
+        now = self._now()
+        for key, (frozen, before) in self._values.items():
+            title = key[0]
+            if key in now and now[key][0] != frozen and title not in self._reported:
+                self._reported.append(title)
+                warnings.warn(_text(title, before, now[key][1]), UserWarning, stacklevel=2)
+
+    def _now(self) -> Dict[Tuple[str, int], Tuple[Any, Any]]:
+        reader = CodeReader(self._step)
+        found = [(title, value, 0) for title, value in _read_only(self._step, reader)]
+        for part in (*self._step.modules(), *getattr(self._step, "called", ())):
+            is_torchs = type(part).__module__.partition(".")[0] == "torch"
+            for name, value in vars(part).items() if part is not self._step else ():
+                is_read = name in reader.names or (is_torchs and not name.startswith("_"))
+                if is_read and isinstance(value, (*PLAIN, list, tuple, dict)):
+                    found.append((f"{type(part).__name__}.{name}", value, id(part)))
+        self._held = []
+        return {
+            (title, owner): (_freeze(value, _DEPTH, self._held), _copied(value))
+            for title, value, owner in found
+        }
+
+
+def _copied(value: Any) -> Any:
+    """The value, of a container what it holds now."""
+    return value.copy() if isinstance(value, (list, dict, set)) else value
+
+
+def _text(title: str, before: Any, after: Any) -> str:
+    both = isinstance(before, PLAIN) and isinstance(after, PLAIN)
+    change = f"changed from {before!r} to {after!r}" if both else "changed"
+    return (
+        f"{title} {change} within an epoch, but is a constant of the program: forward and loss go "
+        "on with the value that it had as the epoch began, and see another one from the next "
+        "epoch on. To change it within an epoch, make it a buffer of the module, or of a module "
+        "that is the loss, and change it in place; or use compile(..., run_eagerly=True)."
+    )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ipufit import tree
 from ipufit.calling import call_with
-from ipufit.engines.embedded.fingerprint import called_objects
+from ipufit.engines.embedded.fingerprint import called_objects, loss_functions
 from ipufit.engines.embedded.hints import hints_noted
 from ipufit.engines.embedded.marks import backward_marked, layers_marked
 from ipufit.engines.embedded.precision import computing_in, with_inputs_in
@@ -51,6 +51,7 @@ class StepModule(nn.Module):
     Attributes:
         net, loss_module: the two.
         called: what the loss calls that is no module and has attributes.
+        functions: what it calls that is no module.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class StepModule(nn.Module):
         self._loss = loss
         self._forgive = forgive
         self.called = called_objects(loss)
+        self.functions = loss_functions(loss)
 
     def forward(
         self, batch: Sequence[Any], tensors: Mapping[str, Tensor], with_loss: bool

@@ -12,6 +12,7 @@ from ipufit.engines.embedded.averages import Averages
 from ipufit.engines.embedded.base import BaseProgram, on_host
 from ipufit.engines.embedded.clipping import Finish
 from ipufit.engines.embedded.execution import Execution
+from ipufit.engines.embedded.fingerprint import FrozenValues
 from ipufit.engines.embedded.following import follow_the_module
 from ipufit.engines.embedded.freed_memory import give_back_freed_memory
 from ipufit.engines.embedded.live import LiveState
@@ -105,6 +106,7 @@ class TrainingProgram(BaseProgram):
         self._reached: Tuple[str, ...] = ()
         self._closed = False
         self._published = Publication(self._optimizer)
+        self._frozen_values = None if spec.run_eagerly else FrozenValues(self._step)
 
     def _make_compiled(self) -> None:
         jit, engine = self._spec.recipe.jit, self._engine
@@ -225,6 +227,8 @@ class TrainingProgram(BaseProgram):
                     )
             self._by_form = {}
         prepared = super().prepare(example)
+        if self._frozen_values is not None:
+            self._frozen_values.note()
         example = example.to(self._device)
         is_full = example.size == self._spec.plan.micro_batch_size
         if is_full or self._engine.lowered is None:
@@ -277,6 +281,8 @@ class TrainingProgram(BaseProgram):
                 "training works on the weights, but their moving averages stand in their place. "
                 "Call model.swap_ema_weights() again before training goes on."
             )
+        if self._frozen_values is not None:
+            self._frozen_values.look()
         if self._maker.compiled is not None:
             self._maker.compiled.wait()
         self._follow_the_optimizer()

@@ -109,21 +109,24 @@ class IpuEngine:
 
     def inference_unit(self, spec: ProgramSpec, size: Size, example: MicroBatch) -> Unit:
         """The compiled program for the example's shapes; compiled now if it is new."""
-        frozen, held = fingerprint(StepModule(spec.module, spec.loss))
+        whole = StepModule(spec.module, spec.loss)
+        frozen, held = fingerprint(whole)
         forms = tuple((leaf.dtype, leaf.shape[1:]) for leaf in example.leaves)
-        key = (
+        key: Tuple[Any, ...] = (
+            unwrapped(frozen),
             spec.mode,
             spec.want_outputs,
             size,
             example.structure,
             forms,
-            unwrapped(frozen),
             id(spec.module),
             id(spec.loss),
             id(spec.options),
         )
         if key not in self._inference:
-            self._inference[key] = (self._compiled(spec, size, example), (held, spec))
+            unit = self._compiled(spec, size, example)
+            key = (unwrapped(fingerprint(whole)[0]), *key[1:])
+            self._inference[key] = (unit, (held, spec))
             if len(self._inference) > _KEPT:
                 self._destroy(self._inference.popitem(last=False)[1][0])
         self._inference.move_to_end(key)

@@ -90,6 +90,7 @@ class IpuStep(nn.Module):
         called: what the loss calls that is no module and has attributes.
         traced: what was seen when it was traced.
         wants_outputs: whether the module's outputs are among the results.
+        precision: in which it computes.
         original: the user's module where ``net`` is a copy of it, else nothing.
     """
 
@@ -105,7 +106,7 @@ class IpuStep(nn.Module):
         self._loss = loss
         self._mode = spec.mode
         self.wants_outputs = spec.want_outputs
-        self._precision = spec.recipe.precision
+        self.precision = spec.recipe.precision
         self._recompute = spec.recipe.recompute
         self._form = form
         self._partition = spec.partition
@@ -130,7 +131,7 @@ class IpuStep(nn.Module):
         """One micro-batch."""
         leaves, share, valid = self._taken_apart(tensors)
         batch = tree.unflatten(leaves, self._form.structure)
-        batch = with_inputs_in(self._precision, batch)
+        batch = with_inputs_in(self.precision, batch)
         own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         versions, places = self._versions(), storages(own)
         attributes = Attributes([*self.net.modules(), *self.called])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
-from ipufit.engines.embedded.fingerprint import fingerprint
+from ipufit.engines.embedded.fingerprint import FrozenValues, fingerprint
 from ipufit.engines.embedded.precision import check_precision, warn_of_vanishing_eps
 from ipufit.engines.embedded.step import StepModule, public_name
 from ipufit.engines.ipu.copies import Host, Trained, plain, unwrapped
@@ -99,6 +99,7 @@ class TrainingProgram:
         self._closed = False
         self._lost: Optional[Tuple[int, float]] = None
         self._frozen: object = None
+        self._frozen_values = FrozenValues(self._whole)
         self._held: object = None
 
     @property
@@ -145,13 +146,15 @@ class TrainingProgram:
 
     def _prepared_main(self) -> Trained:
         self._refuse_frozen()
-        frozen, held = fingerprint(self._whole)
-        if self._frozen is not None and unwrapped(frozen) != self._frozen:
+        if self._frozen is not None and unwrapped(fingerprint(self._whole)[0]) != self._frozen:
             self._drop()
-        self._frozen, self._held = unwrapped(frozen), held
         if self._size in self._programs.sizes:
             self._programs.take_over_changes()
-        return self._programs.built(self._size)
+        program = self._programs.built(self._size)
+        frozen, self._held = fingerprint(self._whole)
+        self._frozen = unwrapped(frozen)
+        self._frozen_values.note()
+        return program
 
     def _refuse_frozen(self) -> None:
         for name, parameter in self._host.trained.items():
@@ -165,6 +168,7 @@ class TrainingProgram:
     def run(self, batch: CombinedBatch) -> Anchors:
         """One execution: every update in turn, its micro-batches in stream order."""
         self._host.refuse_changes()
+        self._frozen_values.look()
         self._programs.follow_the_optimizer()
         updates = self._by_update(batch)
         schedule, start = self._spec.recipe.schedule, self.updates

@@ -7,8 +7,10 @@ import warnings
 from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from ipufit.engines.embedded.draws import draws_refused, record_alone
+from ipufit.engines.embedded.fingerprint import writes_noted
 from ipufit.engines.embedded.results import Reported
 from ipufit.engines.embedded.step import attributes_kept
 from ipufit.engines.ipu.device import OWNER
@@ -70,7 +72,13 @@ class Unit:
         batch = [example] * self.size.micro_batches
         extra = self._padding([1.0] * len(batch), [example.size] * len(batch))
         arguments = [*self._combined(batch), *extra]
-        with told(self._sdk, "compiling"), attributes_kept(self.step.whole()):
+        whole, step = self.step.whole(), self.step
+
+        def record() -> fx.GraphModule:
+            return record_alone(whole, example, step.trains, step.reports, step.precision)
+
+        watched = draws_refused(whole, record)
+        with attributes_kept(whole), writes_noted(whole), watched, told(self._sdk, "compiling"):
             OWNER.compile(self.executor, arguments)
         _warn_of_attributes(self.traced.attributes)
 

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import random
-import sys
 import warnings
-from typing import TYPE_CHECKING, Any, Callable, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Callable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, fx
 
 from ipufit.engines.embedded.capture import capture
+from ipufit.engines.embedded.generators import Generators
 from ipufit.engines.embedded.liveness import peak_bytes
 from ipufit.engines.embedded.merging.merged import Merged
 from ipufit.engines.embedded.merging.proof import prove
 from ipufit.engines.embedded.merging.samples import FIXED, Along, RefusalError, State
 from ipufit.engines.embedded.merging.steps import Forward, MergedStep, Replayed, forward_leaves
-from ipufit.engines.embedded.merging.written import Written
 from ipufit.engines.embedded.precision import autocast_state, computes_in_half, with_inputs_in
 from ipufit.engines.embedded.rebinding import public_name
 from ipufit.engines.embedded.reduction import Reduction
 from ipufit.engines.embedded.replicas import same
 from ipufit.engines.embedded.results import OutputShape
 from ipufit.engines.embedded.step import MicroStep, StepModule, attributes_kept
+from ipufit.engines.embedded.written import Written
 from ipufit.losses import Loss
 from ipufit.program import MicroBatch, ProgramSpec
 
@@ -150,17 +149,12 @@ def _python_numbers() -> Iterator[None]:
     Raises:
         RefusalError: forward or loss draw some.
     """
-    numpy: Any = sys.modules.get("numpy")
-    before = random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)
+    generators = Generators()
     try:
         yield
     finally:
-        drawn = random.getstate() != before[0]
-        random.setstate(before[0])
-        if numpy is not None:
-            now = numpy.random.get_state(legacy=False)
-            drawn = drawn or str(now) != str(before[1])
-            numpy.random.set_state(before[1])
+        drawn = generators.drawn()
+        generators.restore()
     if drawn:
         raise RefusalError("forward or loss draw random numbers of Python or NumPy")
 

@@ -18,7 +18,7 @@ from ipufit.engines.embedded.aliases import Memories
 from ipufit.engines.embedded.capture import draws
 from ipufit.engines.embedded.merging.rules import IN_PLACE, RULES, SIZED, Call
 from ipufit.engines.embedded.merging.samples import FIXED, UNREAD, Along, RefusalError, State
-from ipufit.engines.embedded.merging.written import operator_name, same_constants
+from ipufit.engines.embedded.written import operator_name, same_constants
 
 __all__ = ["prove"]
 

@@ -20,7 +20,7 @@ from ipufit.engines.embedded.merging.samples import (
     State,
     regrouped,
 )
-from ipufit.engines.embedded.merging.written import operator_name
+from ipufit.engines.embedded.written import operator_name
 
 __all__ = ["IN_PLACE", "RULES", "SIZED", "Call"]
 

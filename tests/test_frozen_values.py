@@ -1,0 +1,353 @@
+"""Python values that a recording has as constants: a change is recorded anew, or said."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ipufit
+from ipufit.callbacks import Callback
+from tests.engines import EAGER, EAGER_OR_NOT, embedded_only, runs_eagerly
+
+X = torch.linspace(-1, 1, 32).reshape(16, 2).double()
+Y = torch.linspace(0, 1, 16).reshape(16, 1).double()
+
+RATE = 1.0
+SETTINGS = {"rate": [1.0]}
+TABLE = np.ones(3)
+OPTIONS = types.SimpleNamespace(model=types.SimpleNamespace(rate=1.0))
+UNRELATED = 1.0
+CALLS = []
+
+
+class Config:
+    rate = 1.0
+
+
+def squares(prediction, target):
+    return ((prediction - target) ** 2).mean()
+
+
+def indirect():
+    return RATE
+
+
+class Net(nn.Linear):
+    """Multiplies with a rate from somewhere."""
+
+    rate = 1.0
+
+    def __init__(self, how=lambda: 1.0):
+        super().__init__(2, 1)
+        self.how = how
+        self.double()
+
+    def factor(self):
+        return self.rate
+
+    def forward(self, x):
+        return super().forward(x) * self.how() * self.factor()
+
+
+# ---- where a value can be ------------------------------------------------------------------------
+
+
+def of_global():
+    def change(value):
+        global RATE
+        RATE = value
+
+    return Net(), lambda p, t: squares(p, t) * RATE, change
+
+
+def of_helper():
+    return Net(), lambda p, t: squares(p, t) * indirect(), of_global()[2]
+
+
+def of_closure():
+    rate = 1.0
+
+    def loss(prediction, target):
+        return rate * squares(prediction, target)
+
+    def change(value):
+        nonlocal rate
+        rate = value
+
+    return Net(), loss, change
+
+
+def of_class_of_the_module():
+    return Net(), squares, lambda value: setattr(Net, "rate", value)
+
+
+def of_config_class():
+    return Net(), lambda p, t: squares(p, t) * Config.rate, lambda v: setattr(Config, "rate", v)
+
+
+def of_config_object():
+    def change(value):
+        OPTIONS.model.rate = value
+
+    return Net(), lambda p, t: squares(p, t) * OPTIONS.model.rate, change
+
+
+def of_container():
+    def change(value):
+        SETTINGS["rate"][0] = value
+
+    return Net(), lambda p, t: squares(p, t) * SETTINGS["rate"][0], change
+
+
+def of_array():
+    def change(value):
+        TABLE[1] = value
+
+    return Net(), lambda p, t: squares(p, t) * float(TABLE[1]), change
+
+
+def of_default():
+    options = types.SimpleNamespace(rate=1.0)
+
+    def loss(prediction, target, options=options):
+        return options.rate * squares(prediction, target)
+
+    return Net(), loss, lambda value: setattr(options, "rate", value)
+
+
+def of_loss_module():
+    class Weighted(nn.Module):
+        def forward(self, prediction, target):
+            return RATE * squares(prediction, target)
+
+    return Net(), Weighted(), of_global()[2]
+
+
+def of_several_losses():
+    _, loss, change = of_closure()
+
+    class Two(Net):
+        def forward(self, x):
+            return super().forward(x), super().forward(x)
+
+    return Two(), [loss, None], change
+
+
+def of_function_in_an_attribute():
+    return Net(indirect), squares, of_global()[2]
+
+
+def of_hook():
+    net = Net()
+    net.register_forward_hook(lambda module, inputs, output: output * RATE)
+    return net, squares, of_global()[2]
+
+
+PLACES = [
+    of_global,
+    of_helper,
+    of_closure,
+    of_class_of_the_module,
+    of_config_class,
+    of_config_object,
+    of_container,
+    of_array,
+    of_default,
+    of_loss_module,
+    of_several_losses,
+    of_function_in_an_attribute,
+    of_hook,
+]
+
+
+@pytest.fixture(autouse=True)
+def _rates_put_back():
+    yield
+    for place in PLACES:
+        place()[2](1.0)
+
+
+class Annealed(Callback):
+    """Halves the value at the end of every epoch."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.change(0.5 ** (epoch + 1))
+
+
+def trained(place, run_eagerly=False, engine="auto"):
+    torch.manual_seed(0)
+    module, loss, change = place()
+    change(1.0)
+    model = ipufit.Model(module, engine=engine)
+    model.compile(lambda p: torch.optim.SGD(p, lr=0.1), loss, run_eagerly=run_eagerly)
+    y = (Y, Y) if isinstance(loss, list) else Y
+    options = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    history = model.fit(X, y, epochs=4, callbacks=Annealed(change), **options).history
+    change(0.25)
+    options.pop("shuffle")
+    return [*history["loss"], model.evaluate(X, y, **options)["loss"]], module
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__[3:])
+def test_an_annealed_value_counts_from_the_next_epoch(place):
+    """Wherever code reads it from; the numbers are those of a run without a recording."""
+    losses, module = trained(place)
+    expected, other = trained(place, **EAGER)
+    assert losses == pytest.approx(expected, rel=1e-12)
+    for mine, plain in zip(module.parameters(), other.parameters()):
+        torch.testing.assert_close(mine, plain, rtol=0, atol=1e-12)
+    assert max(losses) > 2 * min(losses)
+
+
+class EveryBatch(Callback):
+    """Changes the value after every execution."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+        self.count = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.count += 1
+        self.change(1.0 / (1 + self.count))
+
+
+def fit_and_listen(module, loss, change, epochs=1, **options):
+    """The warnings of a fit whose callback changes a value after every execution."""
+    model = ipufit.Model(module)
+    model.compile(lambda p: torch.optim.SGD(p, lr=0.1), loss, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(X, Y, batch_size=2, epochs=epochs, callbacks=EveryBatch(change), verbose=0)
+    return [str(warning.message) for warning in caught]
+
+
+REST = (
+    " within an epoch, but is a constant of the program: forward and loss go on with the value "
+    "that it had as the epoch began, and see another one from the next epoch on. To change it "
+    "within an epoch, make it a buffer of the module, or of a module that is the loss, and change "
+    "it in place; or use compile(..., run_eagerly=True)."
+)
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        (of_global, "RATE changed from 1.0 to 0.5"),
+        (of_closure, "rate changed from 1.0 to 0.5"),
+        (of_class_of_the_module, "Net.rate changed from 1.0 to 0.5"),
+        (of_config_object, "OPTIONS.model.rate changed from 1.0 to 0.5"),
+        (of_container, "SETTINGS changed"),
+    ],
+)
+def test_a_change_within_an_epoch_is_said_once(place, text):
+    """With the name and both values, as soon as the second execution begins."""
+    module, loss, change = place()
+    assert fit_and_listen(module, loss, change, epochs=3) == [text + REST]
+
+
+def test_an_attribute_that_changes_within_an_epoch_is_said():
+    """Of the user's module or of torch's; of what no code reads, nothing is said."""
+    module = nn.Sequential(Net(), nn.Dropout(0.5))
+
+    def change(value):
+        module[0].rate = module[1].p = module[0].note = value / 2
+
+    module[0].rate = 1.0
+    module[1].p = 0.75
+    assert sorted(fit_and_listen(module, squares, change, epochs=2)) == [
+        "Dropout.p changed from 0.75 to 0.25" + REST,
+        "Net.rate changed from 1.0 to 0.25" + REST,
+    ]
+
+
+@runs_eagerly
+def test_a_run_without_a_recording_sees_every_change():
+    """So nothing has to be said."""
+    module, loss, change = of_closure()
+    assert fit_and_listen(module, loss, change, run_eagerly=True) == []
+
+
+def test_the_advice_works():
+    """A buffer that is changed in place counts from the next update, without a word."""
+
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("rate", torch.ones((), dtype=torch.float64))
+
+        def forward(self, prediction, target):
+            return self.rate * squares(prediction, target)
+
+    losses = []
+    for eager in ({}, EAGER):
+        torch.manual_seed(0)
+        loss = Weighted()
+        model = ipufit.Model(Net(), engine=eager.get("engine", "auto"))
+        model.compile("sgd", loss, run_eagerly=bool(eager))
+        callback = EveryBatch(loss.rate.fill_)
+        losses.append(
+            model.fit(X, Y, batch_size=2, shuffle=False, callbacks=callback, verbose=0).history
+        )
+    assert losses[0]["loss"] == pytest.approx(losses[1]["loss"], rel=1e-12)
+
+
+def test_what_no_code_reads_is_recorded_once():
+    """A global of the same file, such as a best score, is no reason to record anew."""
+    model = ipufit.Model(Net(), engine="embedded")
+    model.compile("sgd", squares)
+
+    def change(value):
+        global UNRELATED
+        UNRELATED = value
+
+    model.fit(X, Y, epochs=3, callbacks=[Annealed(change), EveryBatch(change)], verbose=0)
+    assert model._session.engine.captures == 1
+
+
+class Counts(Net):
+    calls = 0
+
+    def forward(self, x):
+        Counts.calls += 1
+        CALLS.append(len(x))
+        return super().forward(x)
+
+
+@embedded_only("PopTorch runs the code again for every program that it compiles")
+def test_what_code_writes_itself_is_recorded_once():
+    """Each recording would be a reason for the next."""
+    Counts.calls = 0
+    CALLS.clear()
+    model = ipufit.Model(Counts())
+    model.compile("sgd", squares)
+    for _ in range(2):
+        model.fit(X, Y, batch_size=4, epochs=3, verbose=0)
+        assert Counts.calls == len(CALLS) == model._session.engine.captures == 1
+
+
+@pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
+def test_a_setting_of_another_file_counts(run_eagerly):
+    """``import settings; settings.RATE`` is a global of that module."""
+    settings = types.ModuleType("settings_of_a_test")
+    settings.__file__ = __file__
+    settings.RATE = 1.0
+    sys.modules[settings.__name__] = settings
+    try:
+        model = ipufit.Model(Net())
+        model.compile("sgd", lambda p, t: squares(p, t) * settings.RATE, run_eagerly=run_eagerly)
+        whole = model.evaluate(X, Y, verbose=0)["loss"]
+        settings.RATE = 0.25
+        assert model.evaluate(X, Y, verbose=0)["loss"] == pytest.approx(whole / 4, rel=1e-12)
+    finally:
+        del sys.modules[settings.__name__]

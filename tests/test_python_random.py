@@ -1,0 +1,291 @@
+"""Random numbers of Python and NumPy in forward or loss, which a recording has as constants."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import ipufit
+from ipufit.errors import CaptureError
+from tests.engines import EAGER_OR_NOT, runs_eagerly
+
+X = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(32) % 3
+RNG = np.random.default_rng(5)
+
+
+class Layers(nn.Module):
+    """Leaves layers out with numbers from a function."""
+
+    def __init__(self, draw, rate=0.5):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 3)
+        self.draw = draw
+        self.rate = rate
+
+    def forward(self, x):
+        for layer in self.layers:
+            number = self.draw()
+            if self.training and number < self.rate:
+                continue
+            x = x + layer(x).relu()
+        return self.head(x)
+
+
+class Held(Layers):
+    """Has a generator of its own."""
+
+    def __init__(self, generator):
+        super().__init__(self.number)
+        self.generator = generator
+
+    def number(self):
+        return self.generator.random()
+
+
+def of_python():
+    return random.random()
+
+
+def of_numpy():
+    return np.random.uniform(0, 1)
+
+
+def of_global_generator():
+    return RNG.random()
+
+
+def mixed(prediction, target):
+    share = np.random.beta(0.4, 0.4)
+    other = prediction.roll(1, 0)
+    return share * nn.functional.cross_entropy(prediction, target) + (
+        1 - share
+    ) * nn.functional.cross_entropy(other, target)
+
+
+def layers(draw):
+    return lambda: (Layers(draw), "cross_entropy")
+
+
+CASES = {
+    "random": (layers(of_python), "random", "random.random()", "torch.rand"),
+    "numpy": (layers(of_numpy), "numpy.random", "np.random.uniform(0, 1)", "torch.rand"),
+    "global": (layers(of_global_generator), "RNG", "RNG.random()", "torch.rand"),
+    "held by numpy": (
+        lambda: (Held(np.random.default_rng(3)), "cross_entropy"),
+        "Held.generator",
+        "self.generator.random()",
+        "torch.rand",
+    ),
+    "held by python": (
+        lambda: (Held(random.Random(3)), "cross_entropy"),
+        "Held.generator",
+        "self.generator.random()",
+        "torch.rand",
+    ),
+    "loss": (
+        lambda: (nn.Linear(8, 3), mixed),
+        "numpy.random",
+        "np.random.beta(0.4, 0.4)",
+        "torch.distributions.Beta(a, b).sample()",
+    ),
+}
+
+
+def compiled(make, **options):
+    torch.manual_seed(0)
+    random.seed(1)
+    np.random.seed(1)
+    module, loss = make()
+    model = ipufit.Model(module)
+    model.compile(torch.optim.SGD(module.parameters(), lr=0.1), loss, **options)
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fit_refuses_numbers_that_would_never_change(case):
+    """With the line and what to write, before any work, and again in the next call."""
+    make, source, line, call = CASES[case]
+    model = compiled(make)
+    before = copy.deepcopy(model.module.state_dict())
+    for _ in range(2):
+        with pytest.raises(CaptureError) as caught:
+            model.fit(X, Y, batch_size=4, verbose=0)
+        text = str(caught.value)
+        assert text.startswith(
+            f"a random number is drawn from {source}, but Python runs once, to be recorded: every "
+            f"micro-batch would get the same number, at {__file__}:{caught.value.line} in "
+        )
+        assert line in text
+        eagerly = (
+            " To run this module as it is, without capture, use compile(..., run_eagerly=True)."
+        )
+        assert text.endswith(
+            f"Draw with {call}, whose numbers are part of the program."
+            + (eagerly if case == "loss" else "")
+        )
+    for name, value in model.module.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_each_line_that_draws_is_named():
+    """A branch in the line gets its own advice."""
+
+    class Two(nn.Linear):
+        def forward(self, x):
+            if random.random() < 0.5:
+                x = x * random.gauss(0, 1)
+            return super().forward(x) * np.random.rand()
+
+    model = compiled(lambda: (Two(8, 3), "cross_entropy"))
+    with pytest.raises(CaptureError) as caught:
+        model.fit(X, Y, verbose=0)
+    assert "and choose with torch.where instead of a branch" in str(caught.value)
+    assert f"So does {__file__}:" in str(caught.value)
+
+
+class Noisy(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + random.random()
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict"])
+def test_evaluate_and_predict_refuse_them_too(call):
+    """Every sample would get the same noise."""
+    model = compiled(lambda: (Noisy(8, 3), "cross_entropy"))
+    with pytest.raises(CaptureError, match="a random number is drawn from random"):
+        model.evaluate(X, Y, verbose=0) if call == "evaluate" else model.predict(X, verbose=0)
+
+
+@runs_eagerly
+@pytest.mark.parametrize("make", [CASES["loss"][0], lambda: (Noisy(8, 3), "cross_entropy")])
+def test_a_run_without_a_recording_draws_anew(make):
+    """As the text advises; then every micro-batch has a number of its own."""
+    model = compiled(make, run_eagerly=True)
+    losses = [model.evaluate(X, Y, verbose=0)["loss"] for _ in range(3)]
+    model.fit(X, Y, batch_size=4, verbose=0)
+    assert len(set(losses)) == 3 or make is not CASES["loss"][0]
+    outputs = {model.predict(X, verbose=0)[0, 0].item() for _ in range(3)}
+    assert len(outputs) == (1 if make is CASES["loss"][0] else 3)
+
+
+HARMLESS = (
+    "but Python runs once, to be recorded. The program is the same with other numbers, so it "
+    "changes nothing now; where it is to count, draw with torch.rand or the like."
+)
+
+
+def said(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("draw", [of_python, of_numpy])
+def test_numbers_that_decide_nothing_are_warned_of(draw):
+    """Layers that are never left out, or only in training, draw for nothing."""
+    model = compiled(lambda: (Layers(draw, rate=0.0), "cross_entropy"))
+    source = "random" if draw is of_python else "numpy.random"
+    line = draw.__code__.co_firstlineno + 1
+    text = f"a random number is drawn from {source} at {__file__}:{line} in {draw.__name__}, "
+    assert said(lambda: model.fit(X, Y, batch_size=4, epochs=2, verbose=0)) == [text + HARMLESS]
+    model = compiled(lambda: (Layers(draw, rate=0.5), "cross_entropy"))
+    assert said(lambda: model.evaluate(X, Y, verbose=0)) == [text + HARMLESS]
+
+
+def test_a_rate_that_is_small_is_refused_as_well():
+    """Whether the layers were left out when it was recorded is luck."""
+    for seed in range(5):
+        model = compiled(lambda: (Layers(of_python, rate=0.02), "cross_entropy"))
+        random.seed(seed)
+        with pytest.raises(CaptureError, match="a random number is drawn from random"):
+            model.fit(X, Y, batch_size=4, verbose=0)
+
+
+class Augmented(Dataset):
+    """Draws as it reads."""
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, index):
+        return X[index] + random.random() + np.random.rand() * RNG.random(), Y[index]
+
+
+@pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
+def test_data_may_draw(run_eagerly):
+    """A dataset runs for every sample, also while something is recorded."""
+    model = compiled(lambda: (nn.Linear(8, 3), "cross_entropy"), run_eagerly=run_eagerly)
+    loader = DataLoader(Augmented(), batch_size=4)
+    model.fit(loader, epochs=2, prefetch=2, validation_data=loader, verbose=0)
+    model.evaluate(loader, prefetch=2, verbose=0)
+
+
+class Waiting(nn.Linear):
+    """Gives another thread a turn."""
+
+    def forward(self, x):
+        for _ in range(50):
+            threading.Event().wait(0.001)
+        return super().forward(x)
+
+
+def test_another_thread_may_draw():
+    """What the program depends on is what counts."""
+    ended = threading.Event()
+
+    def draw():
+        while not ended.wait(0.0005):
+            random.random()
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        model = compiled(lambda: (Waiting(8, 3), "cross_entropy"))
+        for text in said(lambda: model.fit(X, Y, verbose=0)):
+            assert text.endswith(HARMLESS)
+    finally:
+        ended.set()
+        thread.join()
+
+
+class Advised(Layers):
+    """As the text of the error advises."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            leave_out = torch.rand(()) < self.rate
+            x = torch.where(leave_out, x, x + layer(x).relu())
+        return self.head(x)
+
+
+def test_the_advice_works():
+    """All layers are trained, and all are left out now and then."""
+    model = compiled(lambda: (Advised(None), "cross_entropy"))
+    before = copy.deepcopy(model.module.state_dict())
+    model.fit(X, Y, batch_size=4, epochs=4, verbose=0)
+    assert all((before[n] != v).any() for n, v in model.module.state_dict().items())
+
+
+def test_generators_go_on_where_a_recording_left_them():
+    """Looking closer draws nothing more."""
+    ends = []
+    for rate in (0.0, None):
+        model = compiled(lambda rate=rate: (Layers(of_python, rate or 0.0), "cross_entropy"))
+        if rate is None:
+            for _ in range(4):
+                random.random()
+        else:
+            said(lambda model=model: model.fit(X, Y, verbose=0))
+        ends.append(random.random())
+    assert ends[0] == ends[1]
