@@ -136,7 +136,17 @@ class NotCompiledError(IpufitError, RuntimeError):
 
 
 class DataError(IpufitError, ValueError):
-    """A batch that cannot be fed to the program. It is raised before the batch is used."""
+    """A batch that cannot be fed to the program. It is raised before the batch is used.
+
+    Attributes:
+        what: the first part of the message, what is wrong; empty where it is not in parts.
+        cure: what to do about it.
+    """
+
+    def __init__(self, message: str, *, what: str = "", cure: str = "") -> None:
+        self.what = what
+        self.cure = cure
+        super().__init__(message)
 
 
 class CaptureError(IpufitError, RuntimeError):

@@ -1,24 +1,103 @@
-"""What is tried out with the first micro-batch, so that every fault shows before any work."""
+"""What is tried out with the first micro-batch, and why module or loss can't take one."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import inspect
-from typing import Any, Optional
+from typing import Any, Iterator, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
 
 from ipufit import tree
 from ipufit.data.source import Source
-from ipufit.errors import DataError, MetricError, PlanError
-from ipufit.losses import Loss
+from ipufit.errors import DataError, DeviceError, IpufitError, LossError, MetricError, PlanError
+from ipufit.losses import LabelRange, Loss, check_labels
 from ipufit.meter import metric_target
 from ipufit.metrics import MetricSet
+from ipufit.outputs import pick
 from ipufit.plan import Plan
-from ipufit.program import MicroBatch, Prepared, Program
+from ipufit.program import MicroBatch, Mode, Prepared, Program
 from ipufit.randomness import isolated
+from ipufit.recipe import Precision
 
-__all__ = ["check_call", "prepare_tail", "probe"]
+__all__ = ["FailureExplainer", "check_call", "prepare_tail", "probe"]
+
+
+@dataclasses.dataclass
+class FailureExplainer:
+    """Names the layer, the line or the label because of which a micro-batch can't be computed.
+
+    Attributes:
+        module: the user's.
+        loss: normal form.
+        mode: in which module and loss run.
+        precision: in which the module computes.
+        role: of the data, such as "training data".
+        labels: class indices that the loss takes, as far as they are known.
+    """
+
+    module: nn.Module
+    loss: Loss
+    mode: Mode
+    precision: Precision
+    role: str
+    labels: Tuple[LabelRange, ...] = ()
+
+    @contextlib.contextmanager
+    def explained(self, batches: Sequence[MicroBatch], first: Optional[int] = 0) -> Iterator[None]:
+        """Raise what the block raises as an error of ours, if more is known than it says itself.
+
+        Args:
+            batches: that the block computes, or prepares for.
+            first: number of the first of them in its epoch; None where nobody knows.
+
+        Raises:
+            DataError: a layer or an operator can't take one of them, or a label is no class.
+            LossError: the loss can't take it.
+            CaptureError: it meets a layer that the module does not register.
+        """
+        try:
+            yield
+        except Exception as error:
+            fault = self.explain(error, batches, first)
+            if fault is None:
+                raise
+            raise fault from error
+
+    def explain(
+        self, error: Exception, batches: Sequence[MicroBatch], first: Optional[int] = 0
+    ) -> Optional[IpufitError]:
+        """The error that says why, to be raised from the other one; None if that says it."""
+        if isinstance(error, IpufitError) and not isinstance(error, DeviceError):
+            return None
+        # Imported here: few runs fail.
+        from ipufit.diagnose.failed_call import Step, explain
+
+        try:
+            self.check_labels(batches, first)
+        except DataError as fault:
+            return fault
+        with_loss = self.mode is not Mode.PREDICT or self.loss.in_module is True
+        step = Step(self.module, self.loss if with_loss else None, with_loss, self.precision)
+        return explain(error, step, batches, lambda index: self._where(first, index))
+
+    def check_labels(self, batches: Sequence[MicroBatch], first: Optional[int] = 0) -> None:
+        """Compare the labels of micro-batches with the classes of the prediction.
+
+        Raises:
+            DataError: one is no class.
+        """
+        for index, batch in enumerate(batches if self.labels else ()):
+            target = batch.unpack()[2]
+            for labels in self.labels:
+                own = target if labels.key is None else pick(target, labels.key, "", LossError)
+                where = self._where(first, index)
+                check_labels(labels.name, own, labels.classes, labels.ignore_index, where)
+
+    def _where(self, first: Optional[int], index: int) -> str:
+        return f"{self.role}: " if first is None else f"{self.role}, batch {first + index}: "
 
 
 def check_call(module: nn.Module, first: MicroBatch, loss: Loss, source: Source) -> None:
@@ -75,7 +154,7 @@ def probe(metrics: MetricSet, outputs: Any, first: MicroBatch, loss: Loss) -> No
 
 
 def prepare_tail(
-    program: Program, plan: Plan, first: MicroBatch, source: Source
+    program: Program, plan: Plan, first: MicroBatch, source: Source, explainer: FailureExplainer
 ) -> Optional[Prepared]:
     """Build for a smaller last micro-batch too, so that a module that can't take it fails now.
 
@@ -90,16 +169,20 @@ def prepare_tail(
         size = source.smallest or first.size
     if size >= first.size:
         return None
+    last = first.cut(size)
     try:
-        return program.prepare(first.cut(size))
+        return program.prepare(last)
     except PlanError:
         raise
     except Exception as error:
+        fault = explainer.explain(error, [last], None)
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
+        if isinstance(fault, DataError) and fault.what:
+            reason = fault.what[len(f"{source.role}: ") :]
         raise DataError(
             f"the module must take every micro-batch of the {source.role}, but fails with the last "
             f"one of an epoch, which is smaller, {_n(size)} instead of {first.size}: "
-            f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}. Choose "
-            "another batch_size, or drop_last=True in the loader."
+            f"{reason}. Choose another batch_size, or drop_last=True in the loader."
         ) from error
 
 

@@ -15,12 +15,13 @@ from ipufit.callbacks import CallbackList
 from ipufit.clock import NO_CLOCK, NoClock
 from ipufit.data.feed import Feed, Stage
 from ipufit.errors import DataError, NonFiniteLossError
+from ipufit.first_batch import FailureExplainer
 from ipufit.history import History
 from ipufit.injection import strike
 from ipufit.interrupts import SameProcess, deferred
 from ipufit.meter import Meter
 from ipufit.plan import Plan
-from ipufit.program import CombinedBatch, MicroBatch, Place, Program
+from ipufit.program import Anchors, CombinedBatch, MicroBatch, Place, Program
 from ipufit.together import Together
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Job:
         meter: its loss and metrics.
         first: the first micro-batch.
         together: brings in what other processes compute.
+        explainer: says why module or loss can't take a micro-batch.
         outputs: the module's, as tensors without data.
     """
 
@@ -51,15 +53,44 @@ class Job:
     meter: Meter
     first: MicroBatch
     together: Together
+    explainer: FailureExplainer
     outputs: Any = None
+    _batches: int = dataclasses.field(default=0, init=False)
 
     @contextlib.contextmanager
     def executions(
         self, epoch: int, stage: Optional[Stage] = None
     ) -> Iterator[Iterator[CombinedBatch]]:
         """Those of an epoch, as long as the block lasts."""
+        self._batches = self.meter.updates * self.plan.micro_batches_per_update
         with contextlib.closing(self.feed.executions(epoch, self.plan, stage)) as batches:
             yield self.together.executions(batches)
+
+    def prepare(self) -> None:
+        """Take over what callbacks have changed in the module or the optimizer."""
+        with deferred(), self.explainer.explained([self.first]):
+            self.program.prepare(self.first)
+
+    def run(self, batch: CombinedBatch) -> Anchors:
+        """One execution, and what it gave in all processes; outputs are those of this one."""
+        with self._computing(batch):
+            return self.together.run(self.program, batch)
+
+    def predict(self, batch: CombinedBatch) -> Any:
+        """The outputs of one execution for its samples, those of all processes."""
+        with self._computing(batch):
+            anchors = self.program.run(batch)
+        for micro_batch, outputs in zip(batch.micro_batches, anchors.outputs):
+            check_rows(outputs, micro_batch.size)
+        return _joined(self.together.outputs(batch, anchors.outputs, self.outputs))
+
+    @contextlib.contextmanager
+    def _computing(self, batch: CombinedBatch) -> Iterator[None]:
+        """Uninterrupted, and with the layer or the line that can't take what the block computes."""
+        first = None if self.together.processes.are_several else self._batches
+        with deferred(), self.explainer.explained(batch.micro_batches, first):
+            yield
+        self._batches += len(batch.micro_batches)
 
 
 @dataclasses.dataclass
@@ -118,8 +149,7 @@ class Fit:
                         self.callbacks.call("on_epoch_begin", epoch, {})
                     self.job.meter.reset()
                 # Callbacks may have changed the module or the optimizer.
-                with deferred():
-                    self.job.program.prepare(self.job.first)
+                self.job.prepare()
                 if self.recorder is not None:
                     self.recorder.begin_epoch(epoch)
                 logs = self._epoch(epoch)
@@ -216,8 +246,7 @@ class Fit:
         try:
             self._process.check()
             strike(program, updates)
-            with deferred():
-                anchors = self.job.together.run(program, batch)
+            anchors = self.job.run(batch)
         except NonFiniteLossError as error:
             error.place(epoch, self.job.meter.samples)
             if not self.callbacks.ask("on_non_finite", error):
@@ -240,8 +269,7 @@ def evaluate(job: Job, callbacks: CallbackList, epoch: int = 0) -> Dict[str, flo
     with job.executions(epoch) as batches:
         for batch in batches:
             callbacks.call("on_test_batch_begin", meter.updates, {})
-            with deferred():
-                anchors = job.together.run(job.program, batch)
+            anchors = job.run(batch)
             meter.add(batch, anchors)
             callbacks.call("on_test_batch_end", meter.updates - 1, meter.running())
     values = meter.whole_values(job.together.processes)
@@ -269,20 +297,12 @@ def predictions(job: Job, callbacks: CallbackList) -> Generator[Any, None, None]
     with job.executions(0) as batches:
         for batch in batches:
             callbacks.call("on_predict_batch_begin", passes, {})
-            piece = [_predicted(job, batch)]
+            piece = [job.predict(batch)]
             passes += batch.updates(job.plan)
             callbacks.call("on_predict_batch_end", passes - 1, {"outputs": piece[0]})
             # Not kept here while the next one is computed.
             yield piece.pop()
     callbacks.call("on_predict_end", {})
-
-
-def _predicted(job: Job, batch: CombinedBatch) -> Any:
-    with deferred():
-        anchors = job.program.run(batch)
-    for micro_batch, outputs in zip(batch.micro_batches, anchors.outputs):
-        check_rows(outputs, micro_batch.size)
-    return _joined(job.together.outputs(batch, anchors.outputs, job.outputs))
 
 
 def _joined(outputs: Sequence[Any]) -> Any:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ipufit import tree
 from ipufit.logged import LogRule
-from ipufit.losses import Loss
+from ipufit.losses import LabelRange, Loss
 from ipufit.parallel.partition import Partition
 from ipufit.plan import Plan
 from ipufit.processes import ALONE, Processes
@@ -292,10 +292,12 @@ class Prepared:
     Attributes:
         outputs: the module's outputs, as tensors without data (device "meta").
         rules: names that the module and the loss log, and how the values are reduced.
+        labels: class indices that the loss takes as target.
     """
 
     outputs: Any
     rules: Mapping[str, LogRule] = dataclasses.field(default_factory=dict)
+    labels: Tuple[LabelRange, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

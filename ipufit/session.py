@@ -27,7 +27,7 @@ from ipufit.data.feed import Feed
 from ipufit.data.source import Source
 from ipufit.dividing import Divider, redivided, settled
 from ipufit.errors import CaptureError, ConfigurationError, MetricError, PlanError
-from ipufit.first_batch import check_call, prepare_tail, probe
+from ipufit.first_batch import FailureExplainer, check_call, prepare_tail, probe
 from ipufit.fixed_work import FixedWork
 from ipufit.interrupts import deferred
 from ipufit.logged import joined_rules
@@ -276,7 +276,8 @@ class Session:
             with feed.watched():
                 first = feed.peek(epoch, plan)
                 about = (source, plan, mode, seed, domain, wants_outputs, profile_folder)
-                return self._prepared_in_a_dtype(feed, first, *about)
+                with self.explainer(mode, source.role).explained([first]):
+                    return self._prepared_in_a_dtype(feed, first, *about)
         except BaseException:
             feed.close()
             raise
@@ -355,6 +356,7 @@ class Session:
         wants_outputs: bool,
         profile_folder: Optional[str],
     ) -> Job:
+        explainer = self.explainer(mode, source.role)
         self.count_stages(first, mode is Mode.TRAIN)
         plan = settled(plan, self.partitions.of(mode is Mode.TRAIN))
         plan = dataclasses.replace(plan, micro_batch_size=feed.micro_batch_size or first.size)
@@ -369,12 +371,14 @@ class Session:
             # An interrupt in the middle of a recording could leave torch recording for good.
             with deferred():
                 prepared = program.prepare(first)
+            explainer.labels = prepared.labels
+            explainer.check_labels([first])
             if metrics:
                 probe(metrics, prepared.outputs, first, self.loss)
             if mode is Mode.PREDICT:
                 loop.check_rows(prepared.outputs, first.size)
             with deferred():
-                tail = prepare_tail(program, plan, first, source)
+                tail = prepare_tail(program, plan, first, source, explainer)
             rules = joined_rules(prepared.rules, tail.rules if tail is not None else {})
             for name, rule in rules.items():
                 check_log_name(name, metrics.names, rule.exact)
@@ -385,7 +389,16 @@ class Session:
         meter = Meter(metrics, plan, self.loss, rules, settings)
         weighted = source.role if mode is Mode.TRAIN and is_weighted(first) else None
         together = Together(self.processes, plan, source.is_portioned, weighted)
-        return Job(program, feed, plan, meter, first, together, prepared.outputs)
+        return Job(program, feed, plan, meter, first, together, explainer, prepared.outputs)
+
+    def explainer(self, mode: Mode, role: str) -> FailureExplainer:
+        """Says why module or loss can't take a micro-batch.
+
+        Args:
+            mode: of the program that fails.
+            role: of the data.
+        """
+        return FailureExplainer(self.module, self.loss, mode, self.recipe.precision, role)
 
     def estimator(
         self,

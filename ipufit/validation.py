@@ -82,17 +82,18 @@ class Validation:
                 job = self._session.start(source, plan, Mode.EVALUATE, self._seed, "check")
                 self._names, self._directions = job.meter.names, job.meter.directions
                 self._session.finish(job.program)
-        except IpufitError:
-            raise
         except Exception as error:
-            if _form(example) == _form(trained_on):
+            what = error.what if isinstance(error, DataError) else ""
+            if _form(example) == _form(trained_on) or (isinstance(error, IpufitError) and not what):
                 raise
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
+            if what:
+                reason = what.partition(": ")[2]
             raise DataError(
                 f"the module must take the {source.role} like the training data, but it failed "
                 f"with {reason}. It got {_shapes(example)}, in training {_shapes(trained_on)}. "
                 "Bring both into one form in the dataset or collate_fn."
-            ) from error
+            ) from (error.__cause__ if what else error)
 
     def run(self, epoch: int, callbacks: CallbackList) -> Dict[str, float]:
         """Loss and metrics over all samples."""

@@ -82,6 +82,11 @@ BAD_BATCHES = {
         (X, {"names": ["a"] * 8}),
         f"target['names'][0] must be a tensor, got str. {CONVERT}",
     ),
+    "packed": (
+        (nn.utils.rnn.pack_padded_sequence(torch.randn(8, 5, 4), torch.full((8,), 5), True), Y),
+        "a batch must hold padded tensors, got a PackedSequence. Pad in collate_fn with "
+        "torch.nn.utils.rnn.pad_sequence, and give the lengths beside it.",
+    ),
     "object": (({"x": object()}, Y), f"input ['x'] must be a tensor, got object. {CONVERT}"),
 }
 
@@ -174,22 +179,22 @@ def other(features=4, size=4, dtype=torch.float32):
 CHANGES = {
     "shape": (
         other(features=5),
-        "input [0] has shape (4, 5), but the program was recorded for (4, 4); only the number of "
+        "input [0] has shape (4, 5), but the first batch has (4, 4); only the number of "
         f"samples may be smaller. {PAD}",
     ),
     "rank": (
         (torch.zeros(4, 4, 1), torch.zeros(4, 3)),
-        "input [0] has shape (4, 4, 1), but the program was recorded for (4, 4); only the number "
+        "input [0] has shape (4, 4, 1), but the first batch has (4, 4); only the number "
         f"of samples may be smaller. {PAD}",
     ),
     "target": (
         (torch.zeros(4, 4), torch.zeros(4, 2)),
-        "target has shape (4, 2), but the program was recorded for (4, 3); only the number of "
+        "target has shape (4, 2), but the first batch has (4, 3); only the number of "
         f"samples may be smaller. {PAD}",
     ),
     "dtype": (
         other(dtype=torch.float64),
-        "input [0] has dtype torch.float64, but the program was recorded for torch.float32. "
+        "input [0] has dtype torch.float64, but the first batch has torch.float32. "
         "Convert to one dtype in the dataset or collate_fn.",
     ),
     "larger": (
@@ -279,7 +284,7 @@ def test_a_change_of_shape_names_the_line_where_batches_are_made(make, where):
     with pytest.raises(DataError) as caught:
         fit(model, make())
     assert str(caught.value) == (
-        "training data, batch 1: input [0] has shape (4, 5), but the program was recorded for "
+        "training data, batch 1: input [0] has shape (4, 5), but the first batch has "
         f"(4, 4); only the number of samples may be smaller. {PAD}{place(where)}"
     )
 
@@ -330,8 +335,13 @@ def test_a_target_outside_the_classes_ends_training_before_its_update():
     bad = [*items[:5], (items[5][0], torch.tensor([0, 1, 2, 3]))]
     model, twin = compiled(loss="cross_entropy"), compiled(loss="cross_entropy")
     twin.module.load_state_dict(model.module.state_dict())
-    with pytest.raises(IndexError, match="Target 3 is out of bounds"):
+    with pytest.raises(DataError) as caught:
         fit(model, bad, device_iterations=6)
+    assert str(caught.value) == (
+        "training data, batch 5: loss 'cross_entropy' needs labels from 0 to 2 for a prediction of "
+        "3 classes, got 3 in sample 3. Let the module return 4 classes, or number them from 0."
+    )
+    assert isinstance(caught.value.__cause__, IndexError)
     fit(twin, items[:5])
     assert_same_bits(state(model), state(twin))
     assert_clean(model)

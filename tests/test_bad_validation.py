@@ -69,7 +69,8 @@ def test_validation_data_that_the_module_cannot_take_is_found_before_training(ma
     data = make()
     text = (
         "the module must take the validation data like the training data, but it failed with "
-        "RuntimeError: a and b must have same reduction dim"
+        "layer 'body', Linear(in_features=4, out_features=6, bias=True), needs 4 features in the "
+        "last dimension, got shape (4, 5), dtype float32"
     )
     with refused(model, DataError, text, part=True) as caught:
         fit(model, validation_data=data, callbacks=[told])

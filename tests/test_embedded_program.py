@@ -12,6 +12,7 @@ import ipufit
 from ipufit.engines.embedded.capture import capture
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.engines.embedded.transfer import pack, unpack
+from ipufit.errors import DataError
 from ipufit.losses import resolve_loss
 from ipufit.plan import Plan
 from ipufit.program import CombinedBatch, MicroBatch, Mode, ProgramSpec
@@ -128,7 +129,7 @@ def test_a_users_error_in_forward_is_not_drowned_in_torchs_log(caplog):
             return super().forward(x) @ torch.ones(3, 3, dtype=torch.float64)
 
     model, _ = with_engine(Wrong().double())
-    with pytest.raises(RuntimeError, match="same reduction dim"):
+    with pytest.raises(DataError, match="matmul in Wrong needs shapes that go together"):
         model.fit(loader(), verbose=0)
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 

@@ -679,6 +679,7 @@ def test_modules_that_cannot_be_recorded_are_refused_at_once(make, text):
 def test_a_last_batch_that_the_module_cannot_take_is_found_before_training():
     """BatchNorm can't train on one sample: better told now than at the end of the first epoch."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.BatchNorm1d(5)).double()
+    shown = repr(net[2])
     before = copy.deepcopy(net.state_dict())
     model = ipufit.Model(net)
     model.compile("sgd", "cross_entropy")
@@ -686,9 +687,9 @@ def test_a_last_batch_that_the_module_cannot_take_is_found_before_training():
         model.fit(loader(9), verbose=0)
     assert str(caught.value) == (
         "the module must take every micro-batch of the training data, but fails with the last one "
-        "of an epoch, which is smaller, 1 sample instead of 4: ValueError: Expected more than 1 "
-        "value per channel when training, got input size torch.Size([1, 5]). Choose another "
-        "batch_size, or drop_last=True in the loader."
+        f"of an epoch, which is smaller, 1 sample instead of 4: layer '2', {shown}, needs more "
+        "than one value per feature while it trains, got shape (1, 5), dtype float64. Choose "
+        "another batch_size, or drop_last=True in the loader."
     )
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     model.fit(DataLoader(TensorDataset(*data(9)), batch_size=4, drop_last=True), verbose=0)

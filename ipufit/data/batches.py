@@ -7,6 +7,7 @@ from typing import Any, Callable, Iterable, Iterator, List, Mapping, Optional, S
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from ipufit import tree
 from ipufit.data.casting import Casting, Casts
@@ -144,6 +145,11 @@ class Unpacker:
         if last is not None and self._is_like_the_last(leaves, structure):
             return MicroBatch(tuple(leaves), structure, last.size)
         where = f"{self._source.role}, batch {index}: "
+        if _holds_packed(structure):
+            raise DataError(
+                f"{where}a batch must hold padded tensors, got a PackedSequence. Pad in collate_fn "
+                "with torch.nn.utils.rnn.pad_sequence, and give the lengths beside it."
+            )
         pairs, _ = tree.flatten_with_paths(call, where)
         named = [(_in_words(path), _tensor(_in_words(path), leaf)) for path, leaf in pairs]
         batch = MicroBatch(tuple(tensor for _, tensor in named), structure, _size(named, where))
@@ -235,14 +241,14 @@ class Unpacker:
         for name, first, now, cast in zip(names, reference.leaves, batch.leaves, casts):
             if (first.shape[1:], first.dim()) != (now.shape[1:], now.dim()):
                 raise DataError(
-                    f"{name} has shape {tuple(now.shape)}, but the program was recorded for "
+                    f"{name} has shape {tuple(now.shape)}, but the first batch has "
                     f"{tuple(first.shape)}; only the number of samples may be smaller. Pad or crop "
                     "to one shape in the dataset or collate_fn." + self._source.origin()
                 )
             is_cast = cast is not None and first.is_floating_point() == now.is_floating_point()
             if first.dtype != now.dtype and not is_cast:
                 raise DataError(
-                    f"{name} has dtype {now.dtype}, but the program was recorded for "
+                    f"{name} has dtype {now.dtype}, but the first batch has "
                     f"{first.dtype}. Convert to one dtype in the dataset or collate_fn."
                     + self._source.origin()
                 )
@@ -252,6 +258,13 @@ class Unpacker:
                 f"({self.micro_batch_size} samples), not larger, got {batch.size}. Use a fixed "
                 "batch_size." + self._source.origin()
             )
+
+
+def _holds_packed(structure: tree.Structure) -> bool:
+    """Tell whether a part of a batch is a packed sequence, whose rows are no samples."""
+    if structure.kind is PackedSequence:
+        return True
+    return any(_holds_packed(child) for child in structure.children)
 
 
 def _in_words(path: str) -> str:

@@ -222,6 +222,11 @@ class Feed:
         return 0 if self._ledger is None else self._ledger.latest
 
     @property
+    def role(self) -> str:
+        """What its batches are for, such as "training data"."""
+        return self._source.role
+
+    @property
     def micro_batch_size(self) -> Optional[int]:
         """The loader's, or that of the first batch seen."""
         return self.unpacker.micro_batch_size

@@ -171,7 +171,7 @@ class Programs:
         with self._alone():
             program.prepare(first)
             if source is not None:
-                prepare_tail(program, plan, first, source)
+                prepare_tail(program, plan, first, source, session.explainer(mode, source.role))
         return program
 
     def _begin_epoch(self, program: Program, trainer: Any) -> None:

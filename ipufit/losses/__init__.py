@@ -7,13 +7,15 @@ from ipufit.losses.argument_order import (
     is_running_metric,
 )
 from ipufit.losses.checks import (
+    check_labels,
     check_loss_value,
+    describe,
     describe_tensor,
     fit_indices,
     fit_values,
     shape_advice,
 )
-from ipufit.losses.elements import LossTerm
+from ipufit.losses.elements import LabelRange, LossTerm
 from ipufit.losses.loss import Loss
 from ipufit.losses.own import find_loss
 from ipufit.losses.resolve import resolve_loss
@@ -21,10 +23,13 @@ from ipufit.losses.resolve import resolve_loss
 __all__ = [
     "PREDICTION_FIRST",
     "ArgumentOrder",
+    "LabelRange",
     "Loss",
     "LossTerm",
     "argument_order",
+    "check_labels",
     "check_loss_value",
+    "describe",
     "describe_tensor",
     "find_loss",
     "fit_indices",

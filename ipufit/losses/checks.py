@@ -11,11 +11,12 @@ from typing import Any, Mapping, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ipufit.errors import LossError
+from ipufit.errors import DataError, LossError
 
 __all__ = [
     "check_class_indices",
     "check_class_indices_or_probabilities",
+    "check_labels",
     "check_loss_value",
     "check_same_shape",
     "check_same_shape_floating",
@@ -207,6 +208,39 @@ def check_class_indices_or_probabilities(name: str, prediction: Tensor, target: 
     """Refuse a target that is neither class indices nor a probability for each class."""
     if not (target.shape == prediction.shape and target.is_floating_point()):
         check_class_indices(name, prediction, target)
+
+
+def check_labels(name: str, target: Tensor, classes: int, ignore_index: int, where: str) -> None:
+    """Look at the values of class indices, which torch does while it computes, if at all.
+
+    Args:
+        name: of the loss.
+        target: class indices, any shape; with values.
+        classes: how many there are in the prediction.
+        ignore_index: index that is left out, whether it is a class or not.
+        where: begin of the message.
+
+    Raises:
+        DataError: one is negative or as large as the number of classes.
+    """
+    target = target.long()
+    outside = (target != ignore_index) & ((target < 0) | (target >= classes))
+    if not outside.any():
+        return
+    sample = int(outside.nonzero()[0, 0]) if target.dim() else 0
+    label = int(target[outside].flatten()[0])
+    counted = target[target != ignore_index]
+    if label < 0:
+        cure = f"What is to be left out has the label {ignore_index}; classes count from 0."
+    elif int(counted.min()) == 1 and int(counted.max()) == classes:
+        cure = "They seem to count from 1: subtract 1."
+    else:
+        cure = f"Let the module return {int(counted.max()) + 1} classes, or number them from 0."
+    what = (
+        f"{where}loss {name!r} needs labels from 0 to {classes - 1} for a prediction of {classes} "
+        f"classes, got {label} in sample {sample}"
+    )
+    raise DataError(f"{what}. {cure}", what=what, cure=cure)
 
 
 def _picking(name: str, role: str, value: Any) -> str:

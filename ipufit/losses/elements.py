@@ -11,7 +11,24 @@ from torch import Tensor
 from ipufit.errors import LossError
 from ipufit.sample_weights import spread
 
-__all__ = ["Elements", "LossTerm", "constant", "nothing_counts"]
+__all__ = ["Elements", "LabelRange", "LossTerm", "constant", "nothing_counts"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelRange:
+    """Class indices that a loss takes.
+
+    Attributes:
+        name: of the loss.
+        key: of the target among those of several losses; None of one loss.
+        classes: how many there are in the prediction.
+        ignore_index: index that is left out.
+    """
+
+    name: str
+    key: Optional[Union[str, int]]
+    classes: int
+    ignore_index: int
 
 
 @dataclasses.dataclass(frozen=True)

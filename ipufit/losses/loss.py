@@ -13,7 +13,7 @@ from ipufit import tree
 from ipufit.errors import LossError
 from ipufit.losses.argument_order import PREDICTION_FIRST, ArgumentOrder
 from ipufit.losses.checks import check_loss_value, describe, refuse_broadcast
-from ipufit.losses.elements import Elements, LossTerm, constant, nothing_counts
+from ipufit.losses.elements import Elements, LabelRange, LossTerm, constant, nothing_counts
 from ipufit.losses.named import Named
 from ipufit.losses.own import OwnLoss, find_loss, own_loss_advice
 from ipufit.losses.rules import TargetKind, TorchRule, torch_rule, unreduced
@@ -105,6 +105,22 @@ class Loss:
             rule = torch_rule(call)
             if rule is not None and rule.layout == "values":
                 refuse_broadcast(self.name, prediction, target)
+
+    def label_ranges(self, prediction: Any, target: Any) -> Tuple[LabelRange, ...]:
+        """The class indices that one of torch's losses takes as target; () of another loss.
+
+        Args:
+            prediction, target: as for the loss; only their shapes and dtypes matter.
+        """
+        if self.in_module or not isinstance(prediction, Tensor) or not isinstance(target, Tensor):
+            return ()
+        call = self._callable()
+        rule = torch_rule(call.function if isinstance(call, Named) else call)
+        is_index = not (target.is_floating_point() or target.is_complex())
+        if rule is None or rule.layout != "classes" or not is_index or not prediction.dim():
+            return ()
+        classes = prediction.shape[min(1, prediction.dim() - 1)]
+        return (LabelRange(self.name, None, classes, rule.ignore_index),)
 
     def _callable(self) -> Callable[..., Any]:
         call = self.module if self.module is not None else self.function

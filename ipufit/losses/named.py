@@ -18,7 +18,7 @@ from ipufit.losses.checks import (
     check_tensors,
 )
 
-__all__ = ["Named", "by_name"]
+__all__ = ["Named", "by_name", "check_torch_loss"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +71,22 @@ _LOSSES: Dict[str, Named] = {
         Named("soft_margin", functional.soft_margin_loss, check_same_shape),
     )
 }
+
+
+def check_torch_loss(function: str, prediction: Tensor, target: Tensor) -> None:
+    """Make sure that a function of ``torch.nn.functional`` means something for such arguments.
+
+    Args:
+        function: its name; nothing is checked of one that no named loss stands for.
+        prediction, target: as it got them.
+
+    Raises:
+        LossError: it does not.
+    """
+    for named in _LOSSES.values():
+        if getattr(named.function, "func", named.function).__name__ == function:
+            Named(function, named.function, named.check).accept(prediction, target)
+
 
 _ALIASES = {
     "binary_cross_entropy": "bce",

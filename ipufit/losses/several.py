@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ipufit import tree
 from ipufit.errors import LossError
-from ipufit.losses.elements import LossTerm
+from ipufit.losses.elements import LabelRange, LossTerm
 from ipufit.losses.loss import Loss
 from ipufit.losses.rules import TargetKind
 from ipufit.outputs import Key, children, label, listed, pick
@@ -100,6 +100,21 @@ class SeveralLosses(Loss):
             value = share if value is None else value + share
         assert value is not None, "there is at least one part"
         return LossTerm(value, self._count(sample_weight), means)
+
+    def label_ranges(self, prediction: Any, target: Any) -> Tuple[LabelRange, ...]:
+        """The class indices that the losses take, with the key of their target.
+
+        Args:
+            prediction, target: as for the losses; only their shapes and dtypes matter.
+        """
+        ranges: List[LabelRange] = []
+        for part in self.parts:
+            own = part.loss.label_ranges(
+                pick(prediction, part.key, _OUTPUTS, LossError),
+                pick(target, part.key, _TARGET, LossError),
+            )
+            ranges += [dataclasses.replace(each, key=part.key) for each in own]
+        return tuple(ranges)
 
     def _check_forms(self, prediction: Any, target: Any, sample_weight: Any) -> None:
         if isinstance(target, Tensor):

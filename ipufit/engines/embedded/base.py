@@ -75,7 +75,7 @@ class BaseProgram:
         """Record the program for micro-batches like this one."""
         recorded = self._recorded(example)
         outputs = recorded.outputs.rebuild(recorded.outputs.tensors)
-        return Prepared(outputs, recorded.reported().rules)
+        return Prepared(outputs, recorded.reported().rules, recorded.micro.labels or ())
 
     @contextlib.contextmanager
     def _computing(self, recorded: Sequence[Recorded]) -> Iterator[None]:

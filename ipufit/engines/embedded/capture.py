@@ -36,6 +36,7 @@ __all__ = [
     "capture",
     "capture_error",
     "draws",
+    "frame_of",
     "has_mask_index",
     "numpy_error",
     "recordable",
@@ -106,7 +107,8 @@ def user_frame(frame: Optional[types.FrameType]) -> Optional[Frame]:
     return _first_user_frame(_stack(frame))
 
 
-def _frame_of(error: BaseException) -> Optional[Frame]:
+def frame_of(error: BaseException) -> Optional[Frame]:
+    """The user's line that an exception came out of, or else that of a torch module."""
     stack = traceback.extract_tb(error.__traceback__)
     return _first_user_frame([(s.filename, s.lineno or 0, s.name) for s in reversed(stack)])
 
@@ -486,29 +488,29 @@ def capture(
     except CaptureError:
         raise
     except DataDependentOutputException as error:
-        raise value_error(_frame_of(error)) from error
+        raise value_error(frame_of(error)) from error
     except DynamicOutputShapeException as error:
-        raise shape_error(_frame_of(error)) from error
+        raise shape_error(frame_of(error)) from error
     except (RuntimeError, TypeError, ValueError) as error:
         text = str(error)
         if _is_packing(error):
-            raise _packing_error(_frame_of(error)) from error
+            raise _packing_error(frame_of(error)) from error
         if text.startswith("Detected that you are using FX to symbolically trace a dynamo"):
-            raise _compiled_error(_frame_of(error)) from error
+            raise _compiled_error(frame_of(error)) from error
         if text.startswith(".numpy() is not supported for tensor subclasses"):
-            raise numpy_error(_frame_of(error)) from error
+            raise numpy_error(frame_of(error)) from error
         if type(error).__name__ == "GuardOnDataDependentSymNode":
-            raise value_error(_frame_of(error)) from error
+            raise value_error(frame_of(error)) from error
         if "incompatible with .grad()" in text or "not compatible with .grad()" in text:
             raise capture_error(
                 "torch.utils.checkpoint with use_reentrant=True can't be recorded",
                 "Pass use_reentrant=False.",
-                _frame_of(error),
+                frame_of(error),
             ) from error
         if text.startswith(".tolist() is not supported") or "value out of a tracing tensor" in text:
-            raise value_error(_frame_of(error)) from error
+            raise value_error(frame_of(error)) from error
         if text.endswith("FakeTensor.__format__"):
-            raise text_error(_frame_of(error)) from error
+            raise text_error(frame_of(error)) from error
         raise
     _simplify(graph)
     return graph

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ipufit import tree
-from ipufit.errors import ConfigurationError, DataError
+from ipufit.errors import ConfigurationError
 from ipufit.randomness import isolated
 from ipufit.recipe import Precision
 
@@ -150,26 +150,6 @@ def computes_in_half(tensors: Iterable[object]) -> bool:
     return any(isinstance(t, Tensor) and t.dtype in half for t in tensors)
 
 
-@contextlib.contextmanager
-def _refuse_mixed_double() -> Iterator[None]:
-    """Say what to do where float64 data meets a narrower module.
-
-    Raises:
-        DataError: with torch's text.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error).partition("\n")[0].rstrip(".")
-        if "dtype" not in text and "scalar type" not in text:
-            raise
-        raise DataError(
-            f"data and module must fit together, but float64 meets a narrower type: {text}. NumPy "
-            "makes float64 where nothing is said: convert the data with array.astype('float32') or "
-            "tensor.float(), or the module with module.double()."
-        ) from error
-
-
 def mixes_double(tensors: Sequence[Tensor]) -> bool:
     """Whether float64 stands beside a narrower floating-point type."""
     kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
@@ -181,10 +161,8 @@ def try_out(run: Callable[..., Any], arguments: Sequence[Tensor]) -> None:
 
     Raises:
         ConfigurationError: naming the operator that is missing.
-        DataError: float64 data and a narrower module.
     """
-    explained = _refuse_mixed_double if mixes_double(arguments) else contextlib.nullcontext
-    with isolated(arguments[-1].device), refuse_missing_half(), explained():
+    with isolated(arguments[-1].device), refuse_missing_half():
         run(*(argument.clone() for argument in arguments))
 
 

@@ -29,7 +29,7 @@ from ipufit.engines.embedded.results import OutputShape, Reported
 from ipufit.engines.embedded.storage import Block, storage_id
 from ipufit.errors import CaptureError, LossError
 from ipufit.logged import collecting
-from ipufit.losses import Loss, LossTerm, find_loss
+from ipufit.losses import LabelRange, Loss, LossTerm, find_loss
 from ipufit.outputs import handed_back, refuse_hidden_tensors
 from ipufit.parallel.following import followed
 from ipufit.parallel.partition import Partition
@@ -92,6 +92,10 @@ class StepModule(nn.Module):
                 raise error
             self._forgive(error)
         return handed_back(self.net, outputs), term if with_loss else None
+
+    def label_ranges(self, outputs: Any, target: Any) -> Tuple[LabelRange, ...]:
+        """The class indices that the loss takes as target."""
+        return () if self._loss is None else self._loss.label_ranges(outputs, target)
 
 
 @contextlib.contextmanager
@@ -176,6 +180,7 @@ class MicroStep:
         reached: names of the parameters that a gradient reached.
         blocks: what their gradients are packed into.
         reported: what the numbers are that came with the loss of the last call.
+        labels: class indices that the loss takes; None before the first call with a loss.
     """
 
     def __init__(
@@ -206,6 +211,7 @@ class MicroStep:
         self._scaled = scaled
         self.hints: Dict[str, None] = {}
         self.reported = Reported()
+        self.labels: Optional[Tuple[LabelRange, ...]] = None
         self.blocks: Sequence[Block] = ()
         self.outputs: OutputShape = OutputShape(None)
         self.reached: Tuple[str, ...] = ()
@@ -233,6 +239,8 @@ class MicroStep:
                     arguments = (batch, state, self._with_loss)
                     outputs, term = call_with(self._step, state, arguments)
             if term is not None:
+                if self.labels is None:
+                    self.labels = self._step.label_ranges(outputs, batch[2])
                 self.reported, numbers = Reported.of(term, entries)
                 result.append(numbers)
             if self._trains:

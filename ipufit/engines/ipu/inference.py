@@ -71,7 +71,8 @@ class InferenceProgram:
         self._versions = self._host.all_versions()
         traced = unit.traced
         outputs = traced.outputs.rebuild(traced.outputs.tensors)
-        return Prepared(outputs if self._spec.want_outputs else None, traced.reported.rules)
+        outputs = outputs if self._spec.want_outputs else None
+        return Prepared(outputs, traced.reported.rules, traced.labels)
 
     @alone
     def run(self, batch: CombinedBatch) -> Anchors:

@@ -19,7 +19,7 @@ from ipufit.engines.ipu.placing import begin_loss, block_of, ipu_of
 from ipufit.engines.ipu.standing_in import in_place_of
 from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.logged import Entries, collecting
-from ipufit.losses import Loss, LossTerm
+from ipufit.losses import LabelRange, Loss, LossTerm
 from ipufit.losses.valid import loss_of_valid
 from ipufit.outputs import handed_back, refuse_hidden_tensors
 from ipufit.parallel.following import followed
@@ -62,6 +62,7 @@ class Traced:
         counters: how often one micro-batch runs through each BatchNorm that counts.
         changed: names of the floating-point buffers that forward changes.
         attributes: what forward sets on itself, as "Class.attribute".
+        labels: class indices that the loss takes as target.
     """
 
     outputs: OutputShape = dataclasses.field(default_factory=lambda: OutputShape(None))
@@ -70,6 +71,7 @@ class Traced:
     counters: Dict[str, int] = dataclasses.field(default_factory=dict)
     changed: Tuple[str, ...] = ()
     attributes: Tuple[str, ...] = ()
+    labels: Tuple[LabelRange, ...] = ()
 
 
 class IpuStep(nn.Module):
@@ -146,6 +148,8 @@ class IpuStep(nn.Module):
         self._note_changes(versions)
         result: List[Tensor] = []
         if term is not None:
+            assert self._loss is not None, "there is no term without a loss"
+            self.traced.labels = self._loss.label_ranges(outputs, batch[2])
             self.traced.reported, numbers = Reported.of(term, entries)
             result.append(numbers.reshape(-1))
             if self.trains:

@@ -348,6 +348,6 @@ def _prepared(unit: Unit, samples: int) -> Prepared:
     """What is known of the results for a micro-batch with so many samples that count."""
     traced = unit.traced
     if not unit.step.wants_outputs:
-        return Prepared(None, traced.reported.rules)
+        return Prepared(None, traced.reported.rules, traced.labels)
     tensors = cut_rows(traced.outputs.tensors, unit.size.micro_batch, samples)
-    return Prepared(traced.outputs.rebuild(tensors), traced.reported.rules)
+    return Prepared(traced.outputs.rebuild(tensors), traced.reported.rules, traced.labels)
