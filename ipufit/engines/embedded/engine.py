@@ -66,8 +66,8 @@ from ipufit.recipe import Recipe
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.divided.weights import DividedWeights
+    from ipufit.engines.embedded.lowering.autotune import JitAutotuner
     from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates, Libraries
-    from ipufit.engines.embedded.lowering.racing import Race
     from ipufit.engines.embedded.merging import Decision, Merged
     from ipufit.engines.embedded.merging.steps import MergedStep
     from ipufit.engines.embedded.state_parts import StateParts
@@ -147,7 +147,7 @@ class EmbeddedEngine:
         lowered: how full micro-batches of the last training program run; None before one came.
         libraries: compiled updates that are loaded.
         compiled: those of the last training program; None where none were asked for.
-        race: between these and what is recorded; None where nobody is to find out.
+        autotuner: chooses between these and what is recorded; None where that is settled.
         recomputed: of the last training recording, the number of operators that run twice, and how
             many bytes its values take at most without and with that; None without recomputation.
         merging: whether the last training program makes larger batches of micro-batches; None where
@@ -178,7 +178,7 @@ class EmbeddedEngine:
         self.lowered: Optional[Lowered] = None
         self.libraries: Libraries = {}
         self.compiled: Optional[CompiledUpdates] = None
-        self.race: Optional[Race] = None
+        self.autotuner: Optional[JitAutotuner] = None
         self.merging: Optional[Decision] = None
         self._recorded: OrderedDict[Tuple[Any, ...], Recorded] = OrderedDict()
         self._steps: Dict[Tuple[int, int], StepModule] = {}
@@ -413,7 +413,7 @@ class EmbeddedEngine:
         if self.replays:
             return CUDAGRAPH
         is_compiled = self.compiled is not None and self.compiled.is_ready
-        if is_compiled or (self.race is not None and self.race.wins):
+        if is_compiled or (self.autotuner is not None and self.autotuner.wins):
             return INDUCTOR
         return None if self.lowered is None else self.lowered.way
 
@@ -436,7 +436,7 @@ class EmbeddedEngine:
             said.append(_sharded(recipe))
         said += [self.overlap.said()] if self.overlap is not None else []
         said += self.compiled.said() if self.compiled is not None else []
-        said += self.race.said() if self.race is not None else []
+        said += self.autotuner.said() if self.autotuner is not None else []
         if self.recomputed is None or not recipe.recompute:
             return said
         repeated, before, after = self.recomputed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from ipufit.engines.embedded.averages import Averages
 from ipufit.engines.embedded.base import BaseProgram, on_host
 from ipufit.engines.embedded.clipping import Finish
+from ipufit.engines.embedded.collected import Collected
 from ipufit.engines.embedded.execution import Execution
 from ipufit.engines.embedded.fingerprint import FrozenValues
 from ipufit.engines.embedded.following import follow_the_module
@@ -48,8 +50,9 @@ if TYPE_CHECKING:
     from ipufit.diagnose.comparison import Comparison
     from ipufit.diagnose.tolerance import Tolerance
     from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
+    from ipufit.engines.embedded.lowering.autotune import JitAutotuner
     from ipufit.engines.embedded.lowering.cudagraph import CapturedExecutions
-    from ipufit.engines.embedded.lowering.racing import Race
+    from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates
     from ipufit.engines.embedded.merging import Merged
     from ipufit.engines.embedded.replay import Replay
 
@@ -100,8 +103,8 @@ class TrainingProgram(BaseProgram):
             from ipufit.engines.embedded.replay import Replay
 
             self._replay = Replay(spec, self._step, self._live, self._seed)
-        self._maker.compiled = engine.compiled = engine.race = None
-        self._race: Optional[Race] = None
+        self._maker.compiled = engine.compiled = engine.autotuner = None
+        self._autotuner: Optional[JitAutotuner] = None
         self._make_compiled()
         self._reached: Tuple[str, ...] = ()
         self._closed = False
@@ -115,19 +118,19 @@ class TrainingProgram(BaseProgram):
         is_auto = is_auto and not several and not self._spec.recipe.detect_nan
         if jit != INDUCTOR and not is_auto:
             return
+        from ipufit.engines.embedded.lowering.autotune import JitAutotuner
         from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates
-        from ipufit.engines.embedded.lowering.racing import Race
 
         compiled = CompiledUpdates(self._spec, self._live, engine.libraries, self._maker)
         if is_auto:
-            self._race = engine.race = Race(compiled)
+            self._autotuner = engine.autotuner = JitAutotuner(compiled)
         else:
             self._maker.compiled = engine.compiled = compiled
 
     def expect(self, updates: int) -> None:
         """So many updates are to come; what pays in a long run is done for no short one."""
-        if self._race is not None:
-            self._race.expect(updates)
+        if self._autotuner is not None:
+            self._autotuner.expect(updates)
 
     def _make_live(self, tabled: bool) -> LiveState:
         spec, engine, recipe = self._spec, self._engine, self._spec.recipe
@@ -234,8 +237,8 @@ class TrainingProgram(BaseProgram):
         if is_full or self._engine.lowered is None:
             self._engine.lowered = self._recorded(example).lowered
         if is_full:
-            if self._race is not None:
-                self._race.enter(self._recorded(example), example)
+            if self._autotuner is not None:
+                self._autotuner.enter(self._recorded(example), example)
             elif self._maker.compiled is not None:
                 self._maker.compiled.start(self._recorded(example), example)
         if is_full or self._maker.overlap is None:
@@ -298,17 +301,39 @@ class TrainingProgram(BaseProgram):
             steps = batch.accumulation_steps(self._spec.plan)
             rows = schedule.rows(len(updates), steps)
         try:
-            if self._race is None:
+            if self._autotuner is None:
                 return self._run(updates, rows, batch, shares)
-            self._maker.compiled = self._race.before()
+            self._maker.compiled = self._choose(self._autotuner, updates, rows)
             anchors = self._run(updates, rows, batch, shares)
-            self._race.after(len(updates))
+            self._autotuner.after(len(updates))
             return anchors
         except BaseException:
             if schedule is not None:
                 schedule.restore(before)
                 schedule.rows(self.updates - start, steps)
             raise
+
+    def _choose(
+        self, autotuner: JitAutotuner, updates: Sequence[Update], rows: Rows
+    ) -> Optional[CompiledUpdates]:
+        """Ask what makes the full updates of an execution; the first of them is there to try."""
+        full = next((each for each in zip(updates, rows) if autotuner.compiled.fits(each[0])), None)
+        if full is None or not autotuner.is_undecided:
+            return autotuner.choose(None)
+        (update, row), before = full, self._live.snapshot()
+
+        def trial(compiled: Optional[CompiledUpdates]) -> float:
+            self._maker.compiled = compiled
+            self._live.updater.refresh([row])
+            try:
+                with self._computing([recorded for _, recorded in update]):
+                    start = time.perf_counter()
+                    self._maker.make(update, 0, set(), Collected(), None)
+                    return time.perf_counter() - start
+            finally:
+                self._live.restore(before)
+
+        return autotuner.choose(trial)
 
     def _by_update(
         self, work: Update, batch: CombinedBatch
@@ -502,7 +527,8 @@ class TrainingProgram(BaseProgram):
         if self._closed:
             return
         self._closed = True
-        compiled = self._maker.compiled if self._race is None else self._race.compiled
+        tuned = self._autotuner
+        compiled = self._maker.compiled if tuned is None else tuned.compiled
         if compiled is not None:
             compiled.close()
         if self._reached:

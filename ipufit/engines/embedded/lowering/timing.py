@@ -5,25 +5,40 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from typing import Callable, Dict, List, Mapping, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
 
 import torch
 
 __all__ = ["fastest", "known", "prefer", "seconds_of"]
 
 # A way is taken instead of torch's own only if it needs less than this share of its time.
-_WORTH = 0.9
+_WORTH = 0.93
 
 # Rounds, and seconds after which two of them are enough.
 _ROUNDS = 7
 _ENOUGH = 0.05
 
-Ways = Mapping[str, Callable[[], object]]
+Ways = Mapping[str, Callable[[], Any]]
 
 _known: Dict[str, str] = {}
 
 
-def fastest(key: Tuple[object, ...], make: Callable[[], Ways]) -> str:
+def _once(call: Callable[[], object]) -> float:
+    """Seconds of one call, of as many as take a millisecond."""
+    count, start = 0, time.perf_counter()
+    while True:
+        call()
+        count += 1
+        seconds = time.perf_counter() - start
+        if seconds > 1e-3:
+            return seconds / count
+
+
+def fastest(
+    key: Tuple[object, ...],
+    make: Callable[[], Ways],
+    measure: Callable[[Callable[[], Any]], float] = _once,
+) -> str:
     """The name of the fastest way; the first one unless another is clearly faster.
 
     What was found once holds for the rest of the process, so that equal programs stay equal.
@@ -31,12 +46,13 @@ def fastest(key: Tuple[object, ...], make: Callable[[], Ways]) -> str:
     Args:
         key: what the time depends on, besides the number of threads.
         make: makes the ways, each of which computes the same.
+        measure: the seconds that a way takes.
     """
     text = repr((*key, torch.get_num_threads()))
     digest = hashlib.sha256(text.encode()).hexdigest()
     if digest not in _known:
         with torch.no_grad():
-            _known[digest] = _fastest(make())
+            _known[digest] = _fastest(make(), measure)
     return _known[digest]
 
 
@@ -50,14 +66,16 @@ def prefer(found: Mapping[str, str]) -> None:
     _known.update(found)
 
 
-def _fastest(ways: Ways) -> str:
+def _fastest(ways: Ways, measure: Callable[[Callable[[], Any]], float]) -> str:
     names = list(ways)
-    seconds = dict(zip(names, seconds_of([ways[name] for name in names])))
+    seconds = dict(zip(names, seconds_of([ways[name] for name in names], measure)))
     best = min(names, key=lambda name: seconds[name])
     return best if seconds[best] < _WORTH * seconds[names[0]] else names[0]
 
 
-def seconds_of(calls: Sequence[Callable[[], object]]) -> List[float]:
+def seconds_of(
+    calls: Sequence[Callable[[], Any]], measure: Callable[[Callable[[], Any]], float] = _once
+) -> List[float]:
     """The shortest time of a call of each, in seconds, taken in turn."""
     best = [math.inf] * len(calls)
     start = time.perf_counter()
@@ -65,18 +83,7 @@ def seconds_of(calls: Sequence[Callable[[], object]]) -> List[float]:
         call()
     for done in range(_ROUNDS):
         for i, call in enumerate(calls):
-            best[i] = min(best[i], _once(call))
+            best[i] = min(best[i], measure(call))
         if done and time.perf_counter() - start > _ENOUGH:
             break
     return best
-
-
-def _once(call: Callable[[], object]) -> float:
-    """Seconds of one call, of as many as take a millisecond."""
-    count, start = 0, time.perf_counter()
-    while True:
-        call()
-        count += 1
-        seconds = time.perf_counter() - start
-        if seconds > 1e-3:
-            return seconds / count

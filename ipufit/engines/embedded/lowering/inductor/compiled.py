@@ -131,6 +131,25 @@ class CompiledUpdates:
         self._running = Compilation(request, self._store)
 
     @property
+    def key(self) -> Optional[str]:
+        """The digest of all that the library depends on; None where nothing can be compiled."""
+        return None if self._request is None else key_of(self._request.parts())
+
+    def operators_of(self, recorded: Recorded) -> int:
+        """Count the operators of an update that runs as recorded.
+
+        Args:
+            recorded: of a full micro-batch.
+        """
+        graphs = [self._live.updater.recorded()]
+        graphs += [recorded.graph] * self._spec.plan.micro_batches_per_update
+        return sum(len(graph.graph.nodes) for graph in graphs if graph is not None)
+
+    def may_be_there(self) -> bool:
+        """Whether any library is loaded or kept, so that it pays to look for this one."""
+        return bool(self._libraries) or Store.has_entries()
+
+    @property
     def is_ready(self) -> bool:
         """Whether updates can be made here."""
         return self._run is not None

@@ -22,7 +22,7 @@ from ipufit.errors import ConfigurationError
 __all__ = ["LIBRARY", "Store", "key_of"]
 
 LIBRARY = "program.so"
-_DESCRIPTION = "entry.json"
+_DESCRIPTION, _SCRATCH = "entry.json", "scratch"
 # Bytes, and seconds after which what was left half made is nobody's any more.
 _LARGEST = 256 * 2**20
 _LARGEST_SCRATCH = 2**30
@@ -50,6 +50,15 @@ class Store:
 
     def __init__(self, root: Optional[Path] = None) -> None:
         self._root = _private(_default() if root is None else root)
+
+    @staticmethod
+    def has_entries() -> bool:
+        """Whether anything is kept in the user's directory, which is not made by asking."""
+        try:
+            with os.scandir(_default()) as entries:
+                return any(not entry.name.startswith(("making-", _SCRATCH)) for entry in entries)
+        except OSError:
+            return False
 
     def find(self, parts: Parts) -> Optional[Path]:
         """The library of a program, or None."""
@@ -86,7 +95,7 @@ class Store:
 
     def scratch(self) -> Path:
         """A directory for what compilers keep between two runs, such as translated headers."""
-        place = self._root / "scratch"
+        place = self._root / _SCRATCH
         if sum(_size(path) for path in place.rglob("*")) > _LARGEST_SCRATCH:
             shutil.rmtree(place, ignore_errors=True)
         place.mkdir(mode=0o700, exist_ok=True)

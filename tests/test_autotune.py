@@ -1,0 +1,287 @@
+"""jit="auto" looks for compiled updates at once, measures them, and compiles where that pays."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+
+import ipufit
+from ipufit.engines.embedded import training
+from ipufit.engines.embedded.engine import EmbeddedEngine
+from ipufit.engines.embedded.lowering import timing
+from ipufit.engines.embedded.lowering.autotune import JitAutotuner
+from ipufit.engines.embedded.lowering.inductor.compilation import CompilerError
+from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates
+from ipufit.engines.embedded.lowering.inductor.form import update_of
+from ipufit.engines.embedded.lowering.inductor.store import Store
+from ipufit.errors import ConfigurationError, NonFiniteLossError
+from tests.fitting import assert_close, assert_equal
+from tests.nets import MLP, data
+
+KEYS = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured(monkeypatch):
+    monkeypatch.setattr(timing, "_known", {})
+
+
+class Library:
+    """Stands for compiled updates: what is asked of it, and whether it is there."""
+
+    def __init__(self, kept=False, after=0, fails=None, refuses=None, operators=100):
+        self.started = []
+        self.is_ready = False
+        self.key = f"library {next(KEYS)}"
+        self._kept, self._after, self._fails, self._refuses = kept, after, fails, refuses
+        self._operators = operators
+
+    def may_be_there(self):
+        return self._kept
+
+    def operators_of(self, recorded):
+        return self._operators
+
+    def start(self, recorded, example, compiles=True):
+        if self._refuses:
+            raise ConfigurationError(self._refuses)
+        self.started.append(compiles)
+        self.is_ready = self._kept
+
+    def poll(self):
+        if self.started and self.started[-1] and not self.is_ready:
+            if self._fails:
+                raise CompilerError(self._fails)
+            self._after -= 1
+            self.is_ready = self._after < 0
+        return self.is_ready
+
+
+def run(library, seconds, to_come, executions=20, updates=10, tried=None):
+    """Which executions were compiled; a recorded update takes seconds[0], a compiled one [1]."""
+    now = [0.0]
+    tried = [] if tried is None else tried
+    tuner = JitAutotuner(library, clock=lambda: now[0])
+    tuner.expect(to_come)
+    tuner.enter(object(), object())
+    made = []
+
+    def trial(compiled):
+        tried.append(compiled is library)
+        return seconds[compiled is library]
+
+    for _ in range(executions):
+        made.append(tuner.choose(trial) is library)
+        now[0] += updates * seconds[made[-1]]
+        tuner.after(updates)
+    return tuner, made
+
+
+def test_nothing_is_looked_for_where_nothing_was_ever_kept():
+    """Nobody who has never compiled anything pays for it."""
+    library = Library()
+    tuner, made = run(library, (0.001, 0.0005), to_come=1000)
+    assert library.started == []
+    assert not any(made)
+    assert tuner.said() == []
+    assert not tuner.wins
+
+
+def test_what_was_kept_is_used_from_the_first_update_on():
+    """So that the bits of a run depend neither on when it was found nor on device_iterations."""
+    library = Library(kept=True)
+    tuner, made = run(library, (0.001, 0.0005), to_come=1000)
+    assert library.started == [False]
+    assert all(made)
+    assert tuner.wins
+    assert tuner.said() == ["Compiled updates take 0.50 of the time, and are kept."]
+
+
+def test_what_was_measured_once_holds_for_the_process():
+    library, tried = Library(kept=True), []
+    run(library, (0.1, 0.05), to_come=1000, tried=tried)
+    measured = len(tried)
+    tuner, made = run(library, (0.1, 0.2), to_come=1000, tried=tried)
+    assert len(tried) == measured
+    assert all(made)
+    assert tuner.said() == ["Compiled updates are kept, as was measured before."]
+
+
+@pytest.mark.parametrize(
+    ("updates", "operators", "seconds", "compiles"),
+    [
+        # 100 operators of 5 us each: 0.5 ms an update, and 40 s have to be saved.
+        (79_000, 100, 0.01, False),
+        (81_000, 100, 0.01, True),
+        # No more than seven tenths of an update.
+        (79_000, 1000, 0.000_714, False),
+        (81_000, 1000, 0.000_714, True),
+        (10_000, 1000, 1.0, True),
+        (1_000_000, 0, 1.0, False),
+    ],
+)
+def test_it_is_compiled_where_the_time_to_come_pays_for_it(updates, operators, seconds, compiles):
+    library = Library(operators=operators)
+    run(library, (seconds, seconds), to_come=updates, executions=2)
+    assert library.started == ([True] if compiles else [])
+
+
+def test_a_long_run_compiles_while_it_trains():
+    library = Library(after=4)
+    tuner, made = run(library, (0.1, 0.05), to_come=100_000)
+    assert library.started == [True]
+    assert made == [False] * 5 + [True] * 15
+    assert tuner.wins
+
+
+def test_what_is_no_faster_is_not_used():
+    tuner, made = run(Library(kept=True), (0.1, 0.095), to_come=100_000)
+    assert not any(made)
+    assert not tuner.wins
+    assert tuner.said() == ["Compiled updates take 0.95 of the time, and are not used."]
+
+
+def test_a_choice_is_within_a_twelfth_of_the_best():
+    """What is left out can't be faster than the bound by which it is chosen."""
+    assert 1 / timing._WORTH <= 1.08
+
+
+def test_a_compiler_that_fails_stops_nothing():
+    tuner, made = run(Library(fails="no space left\nin line 3"), (0.1, 0.05), to_come=100_000)
+    assert not any(made)
+    assert tuner.said() == ["Updates run as recorded, uncompiled: no space left"]
+    tuner, made = run(Library(refuses="a directory of others"), (0.1, 0.05), to_come=100_000)
+    assert not any(made)
+    assert tuner.said() == ["Updates run as recorded, uncompiled: a directory of others"]
+
+
+def test_executions_without_a_full_update_are_not_measured():
+    library = Library(kept=True)
+    tuner = JitAutotuner(library)
+    tuner.enter(object(), object())
+    assert tuner.choose(None) is None
+    assert tuner.is_undecided
+
+
+def test_a_loss_that_is_not_finite_is_for_training_to_tell():
+    def trial(compiled):
+        raise NonFiniteLossError("the loss is nan", 1, float("nan"))
+
+    tuner = JitAutotuner(Library(kept=True))
+    tuner.enter(object(), object())
+    assert tuner.choose(trial) is None
+    assert not tuner.wins
+
+
+def test_another_program_is_another_choice():
+    tuner, _ = run(Library(kept=True), (0.1, 0.05), to_come=100_000)
+    tuner.enter(object(), object())
+    assert not tuner.wins
+    assert tuner.said() == []
+
+
+def test_asking_whether_anything_is_kept_makes_no_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("IPUFIT_CACHE_DIR", str(tmp_path / "own"))
+    assert not Store.has_entries()
+    assert not (tmp_path / "own").exists()
+    Store().scratch()
+    assert not Store.has_entries()
+    (tmp_path / "own" / "compiled" / "0123").mkdir()
+    assert Store.has_entries()
+
+
+@pytest.fixture
+def described(monkeypatch):
+    """Compiling is done at once, by running the description as it is; updates made so."""
+    made = []
+
+    def begin(self, request):
+        update = update_of(request.form)
+
+        def one(*tensors):
+            made.append(1)
+            return update(*tensors)
+
+        self._run, self.origin = one, "described"
+
+    monkeypatch.setattr(CompiledUpdates, "_begin", begin)
+    monkeypatch.setattr(CompiledUpdates, "may_be_there", lambda self: True)
+    monkeypatch.setattr(training, "missing", lambda: None)
+    return made
+
+
+def trained(net, **work):
+    """A copy of the net, its engine and its history; the optimizer has state, and a schedule."""
+    engine = EmbeddedEngine()
+    model = ipufit.Model(copy.deepcopy(net), engine=lambda: engine)
+    jit = work.pop("jit", "auto")
+    model.compile("adam", "cross_entropy", jit=jit, use_ema=True, lr_scheduler=halved)
+    settings = {"batch_size": 2, "device_iterations": 2, "epochs": 4, "seed": 1, "verbose": 0}
+    history = model.fit(*data(42), **{**settings, **work})
+    return model, engine, history
+
+
+def halved(update):
+    return 0.5 ** (update // 20)
+
+
+def let_win(monkeypatch, way):
+    """Measure, and choose this one."""
+
+    def fastest(ways, measure):
+        for _ in range(3):
+            for each in ways.values():
+                measure(each)
+        return way
+
+    monkeypatch.setattr(timing, "_fastest", fastest)
+
+
+@pytest.mark.parametrize("way", ["graph", "inductor"])
+def test_a_model_that_is_tuned_has_the_same_numbers(described, monkeypatch, way):
+    """Whichever wins; what has won is said, and is in History."""
+    let_win(monkeypatch, way)
+    net = MLP().double()
+    model, engine, history = trained(net)
+    other, _, expected = trained(net, jit="graph")
+    assert_close(model.module, other.module, 1e-10)
+    torch.testing.assert_close(
+        torch.tensor(history.history["loss"]), torch.tensor(expected.history["loss"])
+    )
+    assert described
+    wins = way == "inductor"
+    assert history.params["jit"] == way
+    (said,) = engine.explain(model._session.recipe, {})
+    assert said.endswith("and are kept." if wins else "and are not used.")
+    assert (len(described) > 40) is wins
+
+
+@pytest.mark.parametrize("way", ["graph", "inductor"])
+def test_updates_that_were_tried_leave_no_trace(described, monkeypatch, way):
+    """Weights, state of the optimizer, averages and schedule go on as if nothing had been tried."""
+    let_win(monkeypatch, way)
+    net = MLP().double()
+    first, _, history = trained(net)
+    tried = len(described)
+    again, _, other = trained(net, device_iterations=5)
+    assert history.history["loss"] == other.history["loss"]
+    assert_equal(first.module, again.module)
+    assert tried == len(described) - tried + 3
+    if way == "graph":
+        plain, _, expected = trained(net, jit="graph")
+        assert history.history["loss"] == expected.history["loss"]
+        assert_equal(first.module, plain.module)
+
+
+def test_a_run_that_goes_on_keeps_the_choice(described, monkeypatch, tmp_path):
+    """Its bits would be others."""
+    let_win(monkeypatch, "inductor")
+    net = MLP().double()
+    whole, _, _ = trained(net)
+    trained(net, epochs=2, checkpoint=tmp_path)
+    monkeypatch.setattr(timing, "_known", {})
+    let_win(monkeypatch, "graph")
+    resumed, engine, _ = trained(net, checkpoint=tmp_path, resume="auto")
+    assert engine.way == "inductor"
+    assert_equal(whole.module, resumed.module)
