@@ -68,7 +68,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     execute = _found(command, options, rest)
     if options.command != "run":
         raise SystemExit(_examine(options, execute))
-    offer_poptorch(options.poptorch, tell=_silent if options.quiet else _tell)
+    tell = _silent if options.quiet else _tell
+    offer_poptorch(options.poptorch, tell, options.claim_ipus)
     execute()
 
 

@@ -22,7 +22,7 @@ _STANDIN = "ipufit.poptorch"
 _AS_POPTORCH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "as_poptorch")
 
 
-def offer_poptorch(choice: str, tell: Callable[[str], None]) -> None:
+def offer_poptorch(choice: str, tell: Callable[[str], None], claim_ipus: bool = False) -> None:
     """From here on ``import poptorch`` works, also in processes that this one starts.
 
     Nothing is imported yet: PopTorch reads its environment variables when it is imported, and the
@@ -31,7 +31,10 @@ def offer_poptorch(choice: str, tell: Callable[[str], None]) -> None:
     Args:
         choice: one of ``CHOICES``. ``"auto"``: the SDK's where it can be imported.
         tell: is given one line when the script imports poptorch, which says what it got.
+        claim_ipus: whether the stand-in says that there are IPUs.
     """
+    if claim_ipus:
+        os.environ["IPUFIT_CLAIM_IPUS"] = "1"
     if choice == "standin" or (choice == "auto" and _installed() is None):
         _offer_standin()
     sys.meta_path.insert(0, _Chooser(choice, tell))
@@ -109,7 +112,8 @@ class _Chooser(importlib.abc.MetaPathFinder):
                 ) from fault
             return self._standin(f"the one in {place} can't be imported ({_one_line(reason)})")
         version = getattr(module, "__version__", "of unknown version")
-        self._tell(f"poptorch is PopTorch {version} from {place}")
+        unused = ", and --claim-ipus has no effect" if _claims_ipus() else ""
+        self._tell(f"poptorch is PopTorch {version} from {place}{unused}")
         return module
 
     def _standin(self, reason: str) -> types.ModuleType:
@@ -118,7 +122,8 @@ class _Chooser(importlib.abc.MetaPathFinder):
         importlib.import_module(_STANDIN + "._alias").install()
         if not any(isinstance(finder, _Metadata) for finder in sys.meta_path):
             _offer_standin()
-        self._tell(f"poptorch is ipufit's stand-in in plain torch: {reason}")
+        claimed = "; it claims IPUs, as --claim-ipus asks" if _claims_ipus() else ""
+        self._tell(f"poptorch is ipufit's stand-in in plain torch: {reason}{claimed}")
         return module
 
 
@@ -154,6 +159,10 @@ def _forget() -> None:
     """Take back an import that failed halfway."""
     for name in [name for name in sys.modules if name.partition(".")[0] == _NAME]:
         del sys.modules[name]
+
+
+def _claims_ipus() -> bool:
+    return os.environ.get("IPUFIT_CLAIM_IPUS") == "1"
 
 
 def _one_line(text: str) -> str:

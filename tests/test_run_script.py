@@ -31,6 +31,7 @@ def clean(monkeypatch):
     monkeypatch.setattr(sys, "argv", sys.argv[:])
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("IPUFIT_CLAIM_IPUS", "0")
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     yield
     for name in set(sys.modules) - set(before):
@@ -380,3 +381,88 @@ def test_the_command_line_is_checked(capsys):
 def test_the_command_is_installed_under_its_name():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert re.search(r'^\[project.scripts\]\nipufit = "ipufit.cli:main"$', text, re.M)
+
+
+ASKS = """
+import sys, subprocess, poptorch
+print(poptorch.ipuHardwareIsAvailable(16), poptorch.ipuHardwareVersion())
+ask = "import poptorch; print(poptorch.ipuHardwareVersion())"
+subprocess.run([sys.executable, "-c", ask], cwd="/", check=True)
+"""
+
+
+def test_ipus_are_claimed_for_scripts_that_ask_and_what_they_start(tmp_path):
+    """Many published programs end at once where there is no IPU."""
+    status, out, err = command("--claim-ipus", write(tmp_path, ASKS))
+    assert (status, out.split()) == (0, ["True", "2", "2"])
+    assert err.splitlines() == [
+        "ipufit run: poptorch is ipufit's stand-in in plain torch: no SDK is installed for this "
+        "Python; it claims IPUs, as --claim-ipus asks"
+    ]
+
+
+def test_an_sdk_is_not_made_to_claim_anything(sdk, clean):
+    sys.path.insert(0, str(sdk))
+    told = []
+    offer_poptorch("auto", tell=told.append, claim_ipus=True)
+    __import__("poptorch")
+    place = sdk / "poptorch"
+    assert told == [f"poptorch is PopTorch 3.4.0 from {place}, and --claim-ipus has no effect"]
+
+
+SETTINGS = """
+import popart, popdist, popdist.poptorch, poptorch
+from popart import SyntheticDataMode
+
+options = popdist.poptorch.Options(ipus_per_replica=4)
+assert isinstance(options, poptorch.Options)
+options.replicationFactor(2).enableSyntheticData(int(popart.SyntheticDataMode.RandomNormal))
+schedule = popart.AccumulateOuterFragmentSchedule.OverlapMemoryOptimized
+options._Popart.set("accumulateOuterFragmentSettings.schedule", int(schedule))
+options._Popart.set("subgraphCopyingStrategy", int(popart.SubgraphCopyingStrategy.JustInTime))
+print(options.replication_factor, SyntheticDataMode.Zeros.value, int(schedule))
+popdist.init()
+print(popdist.isPopdistEnvSet(), popdist.getInstanceIndex(), popdist.getNumInstances())
+print(popdist.getNumLocalReplicas(), popdist.getNumTotalReplicas(), popdist.getNumIpusPerReplica())
+popdist.synchronize()
+print(popdist.execute_on_instances({0}, max, 3, 4), popdist.execute_on_instances({1}, max, 3, 4))
+for module, name in ((popart, "Builder"), (popdist, "tensorflow")):
+    try:
+        getattr(module, name)
+    except AttributeError as reason:
+        print(reason)
+"""
+
+
+def test_a_script_for_one_process_finds_popart_s_enums_and_popdist_s_functions(tmp_path):
+    status, out, err = command(write(tmp_path, SETTINGS))
+    assert status == 0, err
+    assert out.splitlines()[:4] == ["2 1 3", "False 0 1", "1 1 1", "4 None"]
+    popart, popdist = out.splitlines()[4:]
+    assert popart.startswith(
+        "popart.Builder comes with Graphcore's Poplar SDK, and this is ipufit's stand-in, which "
+        "has enums alone: AccumulateOuterFragmentSchedule, "
+    )
+    assert popart.endswith("Enable the SDK in this shell, or leave out what uses it.")
+    assert popdist.startswith(
+        "popdist.tensorflow comes with Graphcore's Poplar SDK, and this is ipufit's stand-in for "
+        "one process, which has execute_on_instances, getInstanceIndex, "
+    )
+
+
+def test_several_processes_of_poprun_are_not_taken_for_one(tmp_path):
+    script = write(tmp_path, "import popdist\npopdist.init()\n")
+    status, _, err = command(script, env={**os.environ, "POPDIST_NUM_TOTAL_REPLICAS": "4"})
+    assert status == 1
+    assert err.splitlines()[-1] == (
+        "RuntimeError: this process must be the only one, but POPDIST_NUM_TOTAL_REPLICAS is set, "
+        "as PopRun does for the processes that it starts. PopDist for several comes with "
+        "Graphcore's Poplar SDK: enable it in this shell, or start the script without poprun."
+    )
+
+
+def test_the_sdk_s_own_modules_come_first(tmp_path):
+    write(tmp_path, "name = 'of the SDK'", "popart.py")
+    script = write(tmp_path, "import popart; print(popart.name)", "elsewhere/script.py")
+    status, out, err = command(script, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert (status, out) == (0, "of the SDK\n"), err

@@ -14,8 +14,9 @@ _RUN = """\
 Run an existing PopTorch script, or a module as `python -m` does, with Python's own exit status,
 traceback, sys.argv and sys.path. Where it says `import poptorch`, it gets the PopTorch of the
 Poplar SDK if that is installed and can be imported, and ipufit's stand-in in plain torch otherwise;
-a line on stderr says which. Exit status: the script's own; 2 the command line or the script can't
-be read.
+a line on stderr says which. Where there is no SDK, `import popart` and `import popdist` find the
+enums and the functions that scripts for one process use.
+Exit status: the script's own; 2 the command line or the script can't be read.
 """
 _RUN_EXAMPLES = """\
 examples:
@@ -92,12 +93,17 @@ def _add_run(commands: Any) -> None:
         description=_RUN,
         epilog=_RUN_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s [-h] [--poptorch {auto,sdk,standin}] [--quiet] "
+        usage="%(prog)s [-h] [--poptorch {auto,sdk,standin}] [--quiet] [--claim-ipus] "
         "{script,-m module} [arguments ...]",
         allow_abbrev=False,
     )
     _take_script(run, "run")
     run.add_argument("--quiet", action="store_true", help="don't say which PopTorch was imported")
+    run.add_argument(
+        "--claim-ipus",
+        action="store_true",
+        help="let the stand-in tell scripts that ask that there are IPUs; nothing else changes",
+    )
 
 
 def _add_check(commands: Any) -> None:

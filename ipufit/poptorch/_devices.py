@@ -15,20 +15,30 @@ __all__ = ["ipuHardwareIsAvailable", "ipuHardwareVersion", "reserved", "uses_ipu
 _MOST = 64
 
 
+# Set by `ipufit run --claim-ipus`, for processes that the script starts, too.
+CLAIM = "IPUFIT_CLAIM_IPUS"
+
+
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
-    """Whether the system has a device of so many IPUs: never, on this engine."""
-    return False
+    """Whether the system has a device of so many IPUs: it has none.
+
+    Where ``ipufit run --claim-ipus`` runs the program, it is told that there are up to 64.
+    """
+    return _flag(CLAIM) and num_ipus <= _MOST
 
 
 def ipuHardwareVersion() -> int:
-    """The kind of IPU that the system has.
+    """The kind of IPU that the system has; 2 where ``ipufit run --claim-ipus`` says so.
 
     Raises:
-        AssertionError: it has none, which is always so on this engine.
+        AssertionError: it has none.
     """
+    if _flag(CLAIM):
+        return 2
     raise AssertionError(
         "No IPU hardware available on this system: ipufit.poptorch computes with torch. Ask "
-        "poptorch.ipuHardwareIsAvailable() first."
+        "poptorch.ipuHardwareIsAvailable() first, or run the program with `ipufit run "
+        "--claim-ipus`, which says that there are some."
     )
 
 

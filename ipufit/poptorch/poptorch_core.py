@@ -138,8 +138,11 @@ def isCompilingWithDispatcher() -> bool:
 
 
 def ipuHardwareVersion(numIpus: int = 1) -> int:
-    """The kind of IPU that the system has; 0 for none, as always on this engine."""
-    return 0
+    """The kind of IPU that the system has; 0 for none, unless ``--claim-ipus`` says otherwise."""
+    # Devices raise this module's errors.
+    from ipufit.poptorch import _devices
+
+    return _devices.ipuHardwareVersion() if _devices.ipuHardwareIsAvailable(numIpus) else 0
 
 
 def setLogLevel(level: int = 2) -> None:

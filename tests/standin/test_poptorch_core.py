@@ -62,10 +62,20 @@ def test_there_is_no_hardware():
         AssertionError,
         match=exactly(
             "No IPU hardware available on this system: ipufit.poptorch computes with torch. Ask "
-            "poptorch.ipuHardwareIsAvailable() first."
+            "poptorch.ipuHardwareIsAvailable() first, or run the program with `ipufit run "
+            "--claim-ipus`, which says that there are some."
         ),
     ):
         poptorch.ipuHardwareVersion()
+
+
+def test_there_is_hardware_where_it_is_claimed(monkeypatch):
+    monkeypatch.setenv("IPUFIT_CLAIM_IPUS", "1")
+    assert poptorch.ipuHardwareIsAvailable() is True
+    assert poptorch.ipuHardwareIsAvailable(64) is True
+    assert poptorch.ipuHardwareIsAvailable(65) is False
+    assert poptorch.ipuHardwareVersion() == core.ipuHardwareVersion(4) == 2
+    assert core.ipuHardwareVersion(65) == 0
 
 
 def test_a_recording_is_seen_while_it_lasts():

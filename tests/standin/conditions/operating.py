@@ -336,6 +336,6 @@ ROWS = [
         lambda: poptorch.ipuHardwareVersion(),
         AssertionError,
         "No IPU hardware available on this system:",
-        "poptorch.ipuHardwareIsAvailable() first.",
+        "--claim-ipus`, which says that there are some.",
     ),
 ]

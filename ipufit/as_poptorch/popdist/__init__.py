@@ -1,0 +1,102 @@
+"""What a script imports as ``popdist`` where the Poplar SDK is not: one process, all by itself.
+
+The names are those of PopDist's Python API reference. PopRun, which starts several processes,
+comes with the SDK alone.
+"""
+
+import os
+from typing import Any, Callable, Iterable
+
+__all__ = [
+    "execute_on_instances",
+    "getInstanceIndex",
+    "getNumInstances",
+    "getNumIpusPerReplica",
+    "getNumLocalReplicas",
+    "getNumTotalReplicas",
+    "init",
+    "isPopdistEnvSet",
+    "synchronize",
+]
+
+
+def _check_alone() -> None:
+    started = sorted(name for name in os.environ if name.startswith("POPDIST_"))
+    if started:
+        raise RuntimeError(
+            f"this process must be the only one, but {started[0]} is set, as PopRun does for the "
+            "processes that it starts. PopDist for several comes with Graphcore's Poplar SDK: "
+            "enable it in this shell, or start the script without poprun."
+        )
+
+
+def isPopdistEnvSet() -> bool:
+    """Tell whether PopRun has started this process: it has not.
+
+    Raises:
+        RuntimeError: the environment says that it has.
+    """
+    _check_alone()
+    return False
+
+
+def init() -> None:
+    """Begin, with nobody to talk to.
+
+    Raises:
+        RuntimeError: the environment says that PopRun has started this process.
+    """
+    _check_alone()
+
+
+def synchronize() -> None:
+    """Wait for the other processes, which there are none of."""
+
+
+def getInstanceIndex() -> int:
+    """Return the number of this process."""
+    return 0
+
+
+def getNumInstances() -> int:
+    """Return the number of processes."""
+    return 1
+
+
+def getNumLocalReplicas() -> int:
+    """Return the replicas of this process, before any option asks for more."""
+    return 1
+
+
+def getNumTotalReplicas() -> int:
+    """Return the replicas of all processes, before any option asks for more."""
+    return 1
+
+
+def getNumIpusPerReplica() -> int:
+    """Return the IPUs of a replica, before any option asks for more."""
+    return 1
+
+
+def execute_on_instances(
+    instances: Iterable[int], function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call a function in the processes of these numbers.
+
+    Returns:
+        What it returns; None where this process is not among them.
+    """
+    return function(*args, **kwargs) if 0 in {*instances} else None
+
+
+def __getattr__(name: str) -> object:
+    """Say where everything else is.
+
+    Raises:
+        AttributeError: always.
+    """
+    raise AttributeError(
+        f"popdist.{name} comes with Graphcore's Poplar SDK, and this is ipufit's stand-in for one "
+        f"process, which has {', '.join(__all__)}. Enable the SDK in this shell, or leave out what "
+        "uses it."
+    )
