@@ -70,7 +70,7 @@ class FailureExplainer:
         self, error: Exception, batches: Sequence[MicroBatch], first: Optional[int] = 0
     ) -> Optional[IpufitError]:
         """The error that says why, to be raised from the other one; None if that says it."""
-        if isinstance(error, IpufitError) and not isinstance(error, DeviceError):
+        if isinstance(error, IpufitError) and type(error) is not DeviceError:
             return None
         # Imported here: few runs fail.
         from ipufit.diagnose.failed_call import Step, explain
@@ -92,9 +92,11 @@ class FailureExplainer:
         for index, batch in enumerate(batches if self.labels else ()):
             target = batch.unpack()[2]
             for labels in self.labels:
-                own = target if labels.key is None else pick(target, labels.key, "", LossError)
+                indices = target
+                if labels.key is not None:
+                    indices = pick(target, labels.key, "the target", LossError)
                 where = self._where(first, index)
-                check_labels(labels.name, own, labels.classes, labels.ignore_index, where)
+                check_labels(labels.name, indices, labels.classes, labels.ignore_index, where)
 
     def _where(self, first: Optional[int], index: int) -> str:
         return f"{self.role}: " if first is None else f"{self.role}, batch {first + index}: "

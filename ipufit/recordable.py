@@ -63,7 +63,7 @@ def unregistered(module: nn.Module) -> Dict[int, Unregistered]:
         For parameters of layers, and for tensors that require gradients, none of which is a
         parameter of the module, the attribute that holds them.
     """
-    own = {id(p) for p in module.parameters()}
+    registered = {id(p) for p in module.parameters()}
     result: Dict[int, Unregistered] = {}
     for prefix, part in module.named_modules():
         for attribute, value in vars(part).items():
@@ -73,7 +73,7 @@ def unregistered(module: nn.Module) -> Dict[int, Unregistered]:
                 continue
             name = f"{prefix}.{attribute}" if prefix else attribute
             for tensor, content in _tensors_in(value):
-                if id(tensor) in own or id(tensor) in result:
+                if id(tensor) in registered or id(tensor) in result:
                     continue
                 kind, instead = _registering(value, content)
                 result[id(tensor)] = Unregistered(name, type(part).__name__, kind, content, instead)

@@ -9,8 +9,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from ipufit.errors import CaptureError, DataError, LossError
+from ipufit.errors import CaptureError, DataError, LossError, RecoverableDeviceError
 from ipufit.first_batch import FailureExplainer
+from ipufit.losses import resolve_loss
+from ipufit.program import MicroBatch, Mode
+from ipufit.recipe import Precision
 from tests.engines import EAGER_OR_NOT, embedded_only
 from tests.faulty import Net, Told, Watched, batches, compiled, fit, refused
 
@@ -624,6 +627,28 @@ def test_nobody_looks_for_a_reason_where_nothing_fails(monkeypatch):
     """It would cost a run of the module."""
     monkeypatch.setattr(FailureExplainer, "explain", None)
     assert fit(compiled(), validation_data=batches(2)).epoch == [0]
+
+
+def test_no_reason_is_looked_for_where_a_device_or_the_memory_failed():
+    """To run the module once more would fail in the same way, or take long."""
+    explainer = FailureExplainer(
+        Net(), resolve_loss("mse"), Mode.TRAIN, Precision(), "training data"
+    )
+    wide = [MicroBatch.of((torch.zeros(8, 5),), {}, Y, 8)]
+    assert isinstance(explainer.explain(RuntimeError("unknown"), wide), DataError)
+    reset = RecoverableDeviceError("the link is down", "LINK_RESET")
+    for error in (reset, MemoryError(), RuntimeError("CUDA out of memory")):
+        assert explainer.explain(error, wide) is None
+
+
+@embedded_only("Poplar alone compiles an IPU's programs")
+@pytest.mark.parametrize("jit", ["auto", "graph"])
+def test_a_reason_is_told_however_the_program_runs(jit):
+    """With other kernels the recorded operators are others."""
+    model = compiled(words(5), jit=jit)
+    with pytest.raises(DataError) as caught:
+        fit(model, [(IDS, Y)])
+    assert "layer '0', Embedding(5, 6), needs indices from 0 to 4, got 5." in str(caught.value)
 
 
 def test_a_validation_batch_says_what_its_layer_needs():

@@ -168,11 +168,11 @@ def explain(
 
 def _origin(error: BaseException) -> Optional[Exception]:
     """The exception that PopTorch may have passed on as one of its own; None of one of ours."""
-    if isinstance(error, DeviceError) and error.__cause__ is not None:
+    if type(error) is DeviceError and error.__cause__ is not None:
         error = error.__cause__
     is_ours = isinstance(error, IpufitError)
-    memory = "memory" in str(error).lower()
-    return error if isinstance(error, Exception) and not is_ours and not memory else None
+    is_memory = isinstance(error, MemoryError) or "memory" in str(error).lower()
+    return error if isinstance(error, Exception) and not is_ours and not is_memory else None
 
 
 def _is_users_own(error: Exception) -> bool:

@@ -109,11 +109,11 @@ class SeveralLosses(Loss):
         """
         ranges: List[LabelRange] = []
         for part in self.parts:
-            own = part.loss.label_ranges(
+            of_part = part.loss.label_ranges(
                 pick(prediction, part.key, _OUTPUTS, LossError),
                 pick(target, part.key, _TARGET, LossError),
             )
-            ranges += [dataclasses.replace(each, key=part.key) for each in own]
+            ranges += [dataclasses.replace(each, key=part.key) for each in of_part]
         return tuple(ranges)
 
     def _check_forms(self, prediction: Any, target: Any, sample_weight: Any) -> None:
