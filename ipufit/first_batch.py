@@ -12,7 +12,16 @@ from torch import nn
 
 from ipufit import tree
 from ipufit.data.source import Source
-from ipufit.errors import DataError, DeviceError, IpufitError, LossError, MetricError, PlanError
+from ipufit.data.weights import ClassWeights
+from ipufit.errors import (
+    ConfigurationError,
+    DataError,
+    DeviceError,
+    IpufitError,
+    LossError,
+    MetricError,
+    PlanError,
+)
 from ipufit.losses import LabelRange, Loss, check_labels
 from ipufit.meter import metric_target
 from ipufit.metrics import MetricSet
@@ -22,7 +31,7 @@ from ipufit.program import MicroBatch, Mode, Prepared, Program
 from ipufit.randomness import isolated
 from ipufit.recipe import Precision
 
-__all__ = ["FailureExplainer", "check_call", "prepare_tail", "probe"]
+__all__ = ["FailureExplainer", "check_call", "check_class_weights", "prepare_tail", "probe"]
 
 
 @dataclasses.dataclass
@@ -128,6 +137,45 @@ def check_call(module: nn.Module, first: MicroBatch, loss: Loss, source: Source)
             f"{source.role}: {type(module).__name__}.forward{signature} can't take a batch of "
             f"{', '.join(given)}: {error}. {cure}"
         ) from error
+
+
+def check_class_weights(
+    weights: ClassWeights, module: nn.Module, first: MicroBatch, loss: Loss
+) -> None:
+    """Make sure that the weights are for classes that the module's outputs have.
+
+    Raises:
+        ConfigurationError: they name others.
+    """
+    # Imported here: few fits weigh classes.
+    from ipufit.layers import outputs_of
+
+    outputs = outputs_of(module, first)
+    if not isinstance(outputs, torch.Tensor) or outputs.dim() == 0:
+        return
+    width = outputs.shape[1] if outputs.dim() > 1 else 1
+    if width == 1 and loss.name not in _BINARY:
+        # A number for each sample may stand for any class.
+        return
+    classes = max(2, width)
+    others = sorted(index for index in weights.by_class if index >= classes)
+    if others:
+        shape = ", ".join(["batch", *map(str, outputs.shape[1:])])
+        raise ConfigurationError(
+            f"class_weight must name classes that the outputs have, 0 to {classes - 1} for outputs "
+            f"of shape ({shape}), got {', '.join(map(str, others))}. Leave out what is no class, "
+            "or give the module an output for each class."
+        )
+
+
+_BINARY = (
+    "bce",
+    "bce_with_logits",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "BCELoss",
+    "BCEWithLogitsLoss",
+)
 
 
 def probe(metrics: MetricSet, outputs: Any, first: MicroBatch, loss: Loss) -> None:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit import tree
 from ipufit.calling import call_with
+from ipufit.keeping import generators_kept
 from ipufit.modes import evaluating
 from ipufit.program import MicroBatch
 from ipufit.randomness import isolated
@@ -127,6 +128,23 @@ def output_shapes(
     return found, used, None
 
 
+def outputs_of(module: nn.Module, batch: MicroBatch) -> Any:
+    """What the module returns in eval mode, as tensors without values; None where that fails.
+
+    No value is computed, no buffer changes and no random number is drawn.
+
+    Args:
+        module: is called once.
+        batch: a micro-batch; of its tensors only shape and dtype matter.
+    """
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    with generators_kept(), isolated(device), evaluating(module), _attributes_kept(module):
+        try:
+            return _call_without_values(module, batch, device, set())
+        except Exception:
+            return None
+
+
 class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes which parameters an operator takes, whichever layer's forward that is in."""
 
@@ -146,7 +164,7 @@ class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _call_without_values(
     module: nn.Module, batch: MicroBatch, device: torch.device, used: Set[str]
-) -> None:
+) -> Any:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     state: Dict[str, Tensor] = {
         name: mode.from_tensor(tensor)
@@ -157,7 +175,7 @@ def _call_without_values(
     with mode, uses, torch.enable_grad():
         leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in batch.leaves]
         args, kwargs, _, _ = dataclasses.replace(batch, leaves=tuple(leaves)).unpack()
-        call_with(module, state, args, kwargs)
+        return call_with(module, state, args, kwargs)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,13 @@ from ipufit.data.feed import Feed
 from ipufit.data.source import Source
 from ipufit.dividing import Divider, redivided, settled
 from ipufit.errors import CaptureError, ConfigurationError, MetricError, PlanError
-from ipufit.first_batch import FailureExplainer, check_call, prepare_tail, probe
+from ipufit.first_batch import (
+    FailureExplainer,
+    check_call,
+    check_class_weights,
+    prepare_tail,
+    probe,
+)
 from ipufit.fixed_work import FixedWork
 from ipufit.interrupts import deferred
 from ipufit.logged import joined_rules
@@ -334,6 +340,8 @@ class Session:
     ) -> Job:
         training = mode is Mode.TRAIN
         check_call(self.module, first, self.loss, source)
+        if training and source.class_weights is not None:
+            check_class_weights(source.class_weights, self.module, first, self.loss)
         self.partitions = self._divider.divided(self, first, training)
         how = (mode, seed, domain, wants_outputs, profile_folder)
         try:

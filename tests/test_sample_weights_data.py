@@ -13,6 +13,7 @@ from tests.faulty import Batches, Stream
 
 X = torch.arange(10.0)[:, None]
 CLASSES = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2, 3])
+THREE = CLASSES % 3
 W = torch.linspace(0.5, 5, 10, dtype=torch.float64)
 
 
@@ -119,6 +120,54 @@ def test_class_weights_are_those_of_keras(target):
         assert torch.equal(torch.cat(weights(engine)), expected)
         # They are for training alone, as in Keras.
         assert set(weights(engine, 1)) == {None}
+
+
+@pytest.mark.parametrize(
+    ("module", "loss", "target", "weights_by_class", "text"),
+    [
+        (nn.Linear(2, 3), "cross_entropy", THREE, {7: 100.0, 1: 2.0}, "0 to 2|batch, 3|7"),
+        (nn.Linear(2, 3), "cross_entropy", THREE, {3: 1.0, 4: 1.0}, "0 to 2|batch, 3|3, 4"),
+        (nn.Linear(2, 3), "mse", torch.eye(3)[THREE], {3: 1.0}, "0 to 2|batch, 3|3"),
+        (
+            nn.Linear(2, 1),
+            "bce_with_logits",
+            (THREE[:, None] > 1) * 1.0,
+            {2: 5.0},
+            "0 to 1|batch, 1|2",
+        ),
+    ],
+    ids=["seven", "two keys", "one-hot", "binary"],
+)
+def test_class_weights_of_classes_without_an_output_are_refused(
+    module, loss, target, weights_by_class, text
+):
+    """They would weigh nothing, without a word; before any work, and what is right is taken."""
+    model = ipufit.Model(module)
+    model.compile("sgd", loss)
+    classes, shape, came = text.split("|")
+    calls = [
+        lambda: model.fit(torch.ones(10, 2), target, class_weight=weights_by_class, verbose=0),
+        lambda: model.train_on_batch(torch.ones(10, 2), target, class_weight=weights_by_class),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigurationError) as caught:
+            call()
+        assert str(caught.value) == (
+            f"class_weight must name classes that the outputs have, {classes} for outputs of shape "
+            f"({shape}), got {came}. Leave out what is no class, or give the module an output for "
+            "each class."
+        )
+    model.fit(torch.ones(10, 2), target, class_weight={0: 2.0, 1: 3.0}, verbose=0)
+
+
+def test_class_weights_go_with_any_whole_number_where_outputs_are_no_classes():
+    """A single output of a regression may have whole numbers as its target."""
+    model = ipufit.Model(nn.Linear(2, 1))
+    model.compile("sgd", "mse")
+    x, y = torch.ones(4, 2), torch.tensor([[7.0], [1.0], [0.0], [7.0]])
+    expected = (torch.tensor([[3.0], [1.0], [1.0], [3.0]]) * (model.module(x) - y) ** 2).mean()
+    history = model.fit(x, y, class_weight={7: 3.0}, verbose=0).history
+    assert history["loss"] == [pytest.approx(expected.item(), rel=1e-5)]
 
 
 @pytest.mark.parametrize(
