@@ -285,3 +285,19 @@ def test_a_run_that_goes_on_keeps_the_choice(described, monkeypatch, tmp_path):
     resumed, engine, _ = trained(net, checkpoint=tmp_path, resume="auto")
     assert engine.way == "inductor"
     assert_equal(whole.module, resumed.module)
+
+
+def test_a_run_without_a_full_micro_batch_trains():
+    """Fewer samples than a micro-batch has: there is nothing that a library could make."""
+    net = MLP().double()
+    other = copy.deepcopy(net)
+    x, y = data(5)
+    model = ipufit.Model(net, engine="embedded")
+    model.compile(torch.optim.SGD(net.parameters(), lr=0.1), "cross_entropy")
+    model.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(other(x), y).backward()
+        optimizer.step()
+    assert_close(net, other)

@@ -100,7 +100,8 @@ class JitAutotuner:
     def after(self, updates: int) -> None:
         """Count an execution of so many updates as done, and compile if that pays now."""
         self._updates_to_come -= updates
-        if self._choice is None and not self._is_compiling:
+        # Without a full micro-batch there is nothing that a library could make.
+        if self._recorded is not None and self._choice is None and not self._is_compiling:
             self._seconds = min(self._seconds, (self._clock() - self._start) / updates)
             if self._pays():
                 self._is_compiling = True
