@@ -71,30 +71,36 @@ def _call(hooks: OrderedDict[int, _Hook]) -> None:
 
 
 class _OverwriteContextManager:
-    """Makes one of each registered substitution as a recording begins, and undoes it at its end.
+    """Lets every registered substitution replace something while a model is recorded.
 
-    A substitution is a class whose objects have a method ``restore``.
+    A substitution is a class whose objects have the methods ``replace`` and ``restore``.
     """
 
     _subsitution_manager_types: ClassVar[List[Type[Any]]] = []
 
     def __init__(self) -> None:
-        self.substitution_managers: List[Any] = []
+        self.substitution_managers: List[Any] = [kind() for kind in self._subsitution_manager_types]
+        self._restoring = contextlib.ExitStack()
 
     def __enter__(self) -> _OverwriteContextManager:
-        self.substitution_managers = [kind() for kind in self._subsitution_manager_types]
+        with contextlib.ExitStack() as restoring:
+            for manager in self.substitution_managers:
+                manager.replace()
+                restoring.callback(manager.restore)
+            # All have replaced something; if one fails, those before it restore it here.
+            self._restoring = restoring.pop_all()
         return self
 
     def __exit__(self, exc_type: Any, value: Any, traceback: Any) -> None:
-        for manager in reversed(self.substitution_managers):
-            manager.restore()
+        self._restoring.close()
 
     @classmethod
     def registerSubsitutionManager(cls, type: Type[Any]) -> None:
         """Have one of this class made for every recording.
 
         Args:
-            type: called without arguments; its objects have a method ``restore``.
+            type: called without arguments; its objects have the methods ``replace``, called as a
+                recording begins, and ``restore``, called as it ends.
         """
         if type not in cls._subsitution_manager_types:
             cls._subsitution_manager_types.append(type)

@@ -1,5 +1,8 @@
 import pytest
+import torch
+from torch import nn
 
+from ipufit import poptorch
 from ipufit.poptorch import _hooks as hooks
 
 
@@ -62,3 +65,52 @@ def test_what_can_not_be_called_is_refused(register, which):
     assert str(caught.value) == (
         f"{which}-compile hook must be callable, got 2. Pass a function without arguments."
     )
+
+
+class Doubled:
+    """PopTorch Geometric replaces operators whose shapes depend on values in this way."""
+
+    def replace(self):
+        self.original = nn.functional.relu
+        nn.functional.relu = lambda x: 2 * x
+
+    def restore(self):
+        nn.functional.relu = self.original
+
+
+class Failing(Doubled):
+    def replace(self):
+        raise ZeroDivisionError
+
+
+@pytest.fixture
+def substitutions(monkeypatch):
+    """What is registered here is taken back."""
+    registered = []
+    monkeypatch.setattr(hooks._OverwriteContextManager, "_subsitution_manager_types", registered)
+    return registered
+
+
+def test_a_substitution_is_there_while_a_model_is_recorded_and_only_then(substitutions):
+    class Net(nn.Module):
+        def forward(self, x):
+            return nn.functional.relu(x)
+
+    relu = nn.functional.relu
+    for _ in range(2):
+        hooks._OverwriteContextManager.registerSubsitutionManager(Doubled)
+    assert substitutions == [Doubled]
+    x = torch.tensor([-1.0, 3.0])
+    model = poptorch.inferenceModel(Net())
+    for _ in range(2):
+        assert model(x).tolist() == [-2, 6]
+    assert nn.functional.relu is relu
+    assert Net()(x).tolist() == [0, 3]
+
+
+def test_a_substitution_that_fails_leaves_nothing_replaced(substitutions):
+    relu = nn.functional.relu
+    substitutions += [Doubled, Failing]
+    with pytest.raises(ZeroDivisionError):
+        poptorch.inferenceModel(nn.ReLU())(torch.ones(1))
+    assert nn.functional.relu is relu

@@ -169,7 +169,7 @@ def test_a_substitution_is_registered_through_the_loader_of_the_executor_s_modul
         "spec = importlib.util.find_spec('poptorch._poplar_executor')",
         "module = spec.loader.load_module()",
         "class Substitution:",
-        "    def __init__(self): print('recording')",
+        "    def replace(self): print('recording')",
         "    def restore(self): print('recorded')",
         "module._OverwriteContextManager.registerSubsitutionManager(Substitution)",
         "print(module.PoplarExecutor is executor is poptorch.PoplarExecutor)",
