@@ -1,5 +1,6 @@
 """What a user sees while it runs, and what is left afterwards."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -69,6 +70,129 @@ def test_one_line_an_epoch(capsys):
     assert re.fullmatch(pattern.format(1), lines[1])
     assert re.fullmatch(pattern.format(2), lines[2])
     assert len(lines) == 3
+
+
+class Terminal:
+    """What a terminal of so many columns shows over time, for all that tqdm sends one.
+
+    Attributes:
+        states: of the line that is written, one by one.
+        lines: those that are finished.
+    """
+
+    def __init__(self, columns):
+        self.columns = columns
+        self.states, self.lines = [], []
+        self._line, self._column = [], 0
+
+    def feed(self, text):
+        for one in text:
+            if one in "\r\n":
+                shown = "".join(self._line).rstrip()
+                if shown and self.states[-1:] != [shown]:
+                    self.states.append(shown)
+                self._column = 0
+                if one == "\n":
+                    self.lines.append(shown)
+                    self._line = []
+            else:
+                assert one.isprintable(), repr(one)
+                assert self._column < self.columns, "the line is longer than the terminal is wide"
+                self._line[self._column : self._column + 1] = [one]
+                self._column += 1
+
+
+IN_TERMINAL = """
+import sys, time, torch, ipufit
+from ipufit.callbacks import LambdaCallback
+
+slow = LambdaCallback(
+    on_train_batch_end=lambda batch, logs: time.sleep(0.03),
+    on_test_batch_end=lambda batch, logs: time.sleep(0.01),
+    on_predict_batch_end=lambda batch, logs: time.sleep(0.01),
+)
+torch.manual_seed(0)
+data = [(torch.randn(2, 3), torch.tensor([0, 1]))] * 24
+model = ipufit.Model(torch.nn.Linear(3, 2))
+model.compile("sgd", "cross_entropy", ["accuracy"])
+held_out = data if "validation" in sys.argv else None
+stream = (pair for pair in data) if "stream" in sys.argv else data
+epochs = 1 if "stream" in sys.argv else 2
+model.fit(stream, epochs=epochs, validation_data=held_out, callbacks=[slow], verbose=1)
+model.evaluate(data, callbacks=[slow], verbose=1)
+model.predict(data, callbacks=[slow], verbose=1)
+"""
+
+
+def watched(columns, *how):
+    """Run the script in a terminal of this width, and see what it shows."""
+    import fcntl
+    import pty
+    import struct
+    import termios
+
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    process = subprocess.Popen([sys.executable, "-c", IN_TERMINAL, *how], stdout=its, stderr=its)
+    os.close(its)
+    text = b""
+    # Linux says that the other end is closed by an error.
+    with contextlib.suppress(OSError):
+        while True:
+            piece = os.read(ours, 4096)
+            if not piece:
+                break
+            text += piece
+    os.close(ours)
+    assert process.wait() == 0, text.decode()
+    terminal = Terminal(columns)
+    terminal.feed(text.decode())
+    return terminal
+
+
+TRAINED = r"loss=\d\.\d+(e-\d+)?"
+VALUE = r"\d+(\.\d+)?(e-\d+)?"
+# The last line of an epoch: at 60 columns one of four values has no room.
+WHOLE = {
+    60: rf"epoch 2/2: .*{TRAINED}, accuracy={VALUE}, val_loss={VALUE}",
+    80: rf"epoch 2/2: .*{TRAINED}, accuracy={VALUE}, val_loss={VALUE}, val_accuracy={VALUE}",
+    120: rf"epoch 2/2: .*24/24 \[.*{TRAINED}, .*val_accuracy={VALUE}(, samples/s={VALUE})?\]",
+}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
+@pytest.mark.parametrize("columns", WHOLE)
+def test_a_terminal_shows_the_loss_all_the_time_and_whole_lines(columns):
+    """The loss was seen only when an epoch was over, and the last line was cut off."""
+    terminal = watched(columns, "validation")
+    for epoch in ("epoch 1/2", "epoch 2/2"):
+        first, *later = [state for state in terminal.states if state.startswith(epoch)]
+        assert "0/24" in first
+        assert len(later) > 2
+        for state in later:
+            assert re.search(rf"\b{TRAINED}", state), state
+            # The bar comes last of what needs no room.
+            assert ("val_loss" in state) or columns < 80 or "|" in state
+    recorded, _, last, evaluated, predicted = terminal.lines
+    assert recorded.startswith("recorded the program in ")
+    assert re.fullmatch(WHOLE[columns], last), last
+    assert re.match(rf"evaluate: .*\b{TRAINED}", evaluated)
+    assert re.match(r"predict: .*24/24 \[", predicted)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
+def test_a_terminal_shows_the_loss_where_nobody_knows_the_end():
+    """A stream has no total, no bar and no time that is left."""
+    terminal = watched(60, "stream")
+    first, *later = [state for state in terminal.states if state.startswith("epoch")]
+    assert "0 updates [" in first
+    assert later
+    for state in later:
+        assert re.search(TRAINED, state), state
+    assert "24" in later[-1]
+    # A line that is cut off ends within a word.
+    for state in terminal.states[1:]:
+        assert re.search(rf"(\]|={VALUE})$", state), state
 
 
 PIPED = """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Iterator, Optional, Tuple
 
 from ipufit.callbacks.callback import Callback, Logs
 from ipufit.callbacks.checks import say
@@ -11,12 +11,31 @@ from ipufit.callbacks.records import means
 
 __all__ = ["ProgbarLogger"]
 
+# How a line is laid out, from the widest to the narrowest, in tqdm's words. A bar of fewer cells
+# than these says nothing.
+_CELLS = 5
+_COUNT = "{n_fmt}/{total_fmt}"
+_LAYOUTS = (
+    "{l_bar}{bar}| " + _COUNT + " [{elapsed}<{remaining}, {rate_fmt}{postfix}]",
+    "{l_bar}{bar}| " + _COUNT + " [{elapsed}<{remaining}{postfix}]",
+    "{desc}: " + _COUNT + " [{elapsed}<{remaining}{postfix}]",
+    "{desc}: " + _COUNT + " [{remaining}{postfix}]",
+    "{desc}: " + _COUNT + "{postfix}",
+)
+_WITHOUT_TOTAL = (
+    "{desc}: {n_fmt}{unit} [{elapsed}, {rate_fmt}{postfix}]",
+    "{desc}: {n_fmt}{unit} [{elapsed}{postfix}]",
+    "{desc}: {n_fmt}{unit}{postfix}",
+)
+
 
 class ProgbarLogger(Callback):
     """A bar that counts updates, whatever ``device_iterations`` is, or one line an epoch.
 
-    Shows loss, metrics, samples per second and the time left. Time spent on recording the program
-    is reported apart; neither it nor validation counts into the rate.
+    Shows loss, metrics, samples per second and the time left. Where a terminal is too narrow, it
+    leaves out updates per second, samples per second, the bar itself, times, the count and then the
+    last metrics, in this order. Time spent on recording the program is reported apart; neither it
+    nor validation counts into the rate.
 
     Args:
         verbose: 1 for a bar, 2 for one line an epoch, an evaluation or a prediction.
@@ -28,7 +47,7 @@ class ProgbarLogger(Callback):
         self._bar: Any = None
         self._done = 0
         self._samples = 0.0
-        self._start = 0.0
+        self._start = self._next_draw = 0.0
         self._elapsed = 0.0
         self._training = False
         self._captured = 0.0
@@ -46,20 +65,42 @@ class ProgbarLogger(Callback):
             # Imported here: nobody needs it who sees no bar.
             from tqdm.auto import tqdm
 
-            self._bar = tqdm(total=total, desc=description, unit=" " + self._unit, leave=True)
+            unit = " " + self._unit
+            # With any delay at all tqdm does not draw before there is a layout.
+            options = {"unit": unit, "dynamic_ncols": True, "delay": 1e-9}
+            self._bar = tqdm(total=total, desc=description, **options)
+            if not self._bar.disable:
+                self._lay_out({})
+                self._bar.refresh()
 
     def _advance(self, batch: int, logs: Optional[Logs]) -> None:
-        count, self._done = batch + 1 - self._done, batch + 1
+        self._done = batch + 1
         self._samples = logs["samples"] if logs else 0.0
         captured = float(self.model.capture_seconds) - self._captured
-        self._elapsed = time.perf_counter() - self._start - captured
+        now = time.perf_counter()
+        self._elapsed = now - self._start - captured
         # TQDM_DISABLE switches every bar of a process off.
         if self._bar is None or self._bar.disable:
             return
-        # Metrics are worked out only when the bar is about to be drawn.
-        if time.perf_counter() - self._bar.last_print_t >= self._bar.mininterval:
-            self._bar.set_postfix(self._shown(logs), refresh=False)
-        self._bar.update(count)
+        self._bar.n = self._done
+        # Metrics are worked out only when the bar is drawn, which tqdm leaves to this: after the
+        # first execution, and then in intervals, in which a whole epoch may pass.
+        if now >= self._next_draw:
+            self._lay_out(logs)
+            self._bar.refresh()
+            self._next_draw = now + self._bar.mininterval
+
+    def _lay_out(self, logs: Optional[Logs]) -> None:
+        """Choose what of the values, and beside them, has room in the line."""
+        state = self._bar.format_dict
+        for layout, values in _choices(self._shown(logs), state["total"]):
+            self._bar.bar_format, self._bar.postfix = layout, values
+            state.update(bar_format=layout.replace("{bar}", " " * _CELLS), postfix=values)
+            # The count grows, and the time that is left shrinks.
+            ends = [{**state, "ncols": None, "n": n} for n in (self._done, state["total"])]
+            widths = [len(self._bar.format_meter(**end)) for end in ends if end["n"] is not None]
+            if state["ncols"] is None or max(widths) <= state["ncols"]:
+                return
 
     def _shown(self, logs: Optional[Logs]) -> Dict[str, str]:
         shown = {name: f"{value:.4g}" for name, value in means(logs).items()}
@@ -69,8 +110,8 @@ class ProgbarLogger(Callback):
 
     def _close(self, logs: Optional[Logs] = None) -> None:
         if self._bar is not None:
-            if logs is not None:
-                self._bar.set_postfix(self._shown(logs), refresh=False)
+            if logs is not None and not self._bar.disable:
+                self._lay_out(logs)
             self._bar.close()
             self._bar = None
 
@@ -134,3 +175,19 @@ class ProgbarLogger(Callback):
     def close(self) -> None:
         """Leave no bar open after an evaluation or a prediction that did not end."""
         self._close()
+
+
+def _choices(shown: Dict[str, str], total: Optional[int]) -> Iterator[Tuple[str, str]]:
+    """Layouts and the values in them, from the most to the least."""
+    layouts = _WITHOUT_TOTAL if total is None else _LAYOUTS
+    values = [f"{name}={value}" for name, value in shown.items()]
+    yield layouts[0], ", ".join(values)
+    yield layouts[1], ", ".join(values)
+    values = [value for value in values if not value.startswith("samples/s=")]
+    for layout in layouts[1:]:
+        yield layout, ", ".join(values)
+    while values:
+        # tqdm puts a comma before the postfix.
+        yield "{desc}: " + ", ".join(values).replace("{", "{{").replace("}", "}}"), ""
+        values.pop()
+    yield "{desc}", ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import io
 import statistics
 import time
 from typing import Any, Callable, Dict, Generator, Iterator, List
@@ -114,10 +114,23 @@ def _telling(work: Workload) -> Callable[[], float]:
     silent, told = _timed(work, jit="graph"), _timed(work, ["accuracy"], "graph", verbose=1)
 
     def spoken() -> List[float]:
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
-            return told()
+        with contextlib.redirect_stderr(io.StringIO()) as bars:
+            seconds = told()
+        _check_bars(bars.getvalue())
+        return seconds
 
     return lambda: _more(spoken, silent)
+
+
+def _check_bars(text: str) -> None:
+    """Refuse to time a bar that shows nothing.
+
+    Raises:
+        SystemExit: no bar has a loss and an accuracy before its epoch is over.
+    """
+    states = [state for line in text.split("\n") for state in line.split("\r")[:-1]]
+    if not any("loss=" in state and "accuracy=" in state for state in states):
+        raise SystemExit(f"the bar shows neither loss nor accuracy within an epoch: {text!r}")
 
 
 # Of a workload, what measures a share once, each time it is called.

@@ -155,20 +155,25 @@ def _run(case: str, folder: Path, begun: int, errors: int) -> None:
             os.write(begun, b"x")
             CASES[case](model, folder)
         except KeyboardInterrupt:
-            kept = "persistent" in case
-            # The thread that waits for slow samples notices later that it waits in vain.
-            slow = "slow" in case
-            left = [] if kept else [str(each) for each in multiprocessing.active_children()]
-            threads = [each.name for each in threading.enumerate() if "ipufit" in each.name]
-            left += [] if slow else threads
-            print(*left, flush=True)
-            code = 2 if left else _INTERRUPTED
-            for each in multiprocessing.active_children():
-                each.terminate()
+            pass  # with its traceback go the generators of users
+        code = _look_round(case)
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def _look_round(case: str) -> int:
+    """The exit code of a process that was interrupted; its children and threads are printed."""
+    children = multiprocessing.active_children()
+    left = [] if "persistent" in case else [str(each) for each in children]
+    # The thread that waits for slow samples notices later that it waits in vain.
+    if "slow" not in case:
+        left += [each.name for each in threading.enumerate() if "ipufit" in each.name]
+    print(*left, flush=True)
+    for each in children:
+        each.terminate()
+    return 2 if left else _INTERRUPTED
 
 
 def _wait(process: int) -> Any:
