@@ -344,6 +344,23 @@ class Tied(nn.Module):
         return (hidden @ self.embedding.weight.t()).transpose(1, 2)
 
 
+class Reading(nn.Module):
+    """Recurrent layers, whose backward pass reads the weights again; one of them is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 12)
+        self.frozen = nn.LSTM(12, 10, batch_first=True)
+        self.frozen.requires_grad_(False)
+        self.layer = nn.GRU(10, 8, num_layers=2, dropout=0.2, bidirectional=True)
+        self.head = nn.Linear(16, 11)
+
+    def forward(self, tokens):
+        hidden = self.frozen(self.embedding(tokens))[0]
+        hidden = self.layer(hidden.transpose(0, 1))[0].transpose(0, 1)
+        return self.head(hidden).transpose(1, 2)
+
+
 def picture_net():
     layers = [nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2)]
     more = [nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(32, 5)]
@@ -370,12 +387,13 @@ NETS = {
     "tokens": (Tied, tokens, {"loss": nn.CrossEntropyLoss(), "metrics": ["accuracy"]}),
     "tokens that count": (Tied, tokens, {"normalize": "tokens"}),
     "recomputed": (Tied, tokens, {"recompute": ["layers.layers.0", "layers.layers.1"]}),
+    "recurrent": (Reading, tokens, {}),
     "pictures": (picture_net, pictures, {"metrics": ["accuracy"]}),
     "kernels": (picture_net, pictures, {"jit": "kernels", "gradient_reduction": "sum"}),
 }
 
 
-BRIEFLY = ("tokens that count",)
+BRIEFLY = ("tokens that count", "recurrent")
 
 
 def nets():
