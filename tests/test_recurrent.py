@@ -1,6 +1,7 @@
 """Recurrent layers: one operator each in what is recorded, with the numbers of torch's own code."""
 
 import copy
+import pathlib
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import ipufit
+from ipufit import poptorch
 from ipufit.engines.embedded.recurrent import BACKWARD, FORWARD
 from tests.engines import embedded_only, runs_eagerly
 from tests.fitting import Plan, assert_close, assert_equal, compiled, fit
@@ -272,6 +274,39 @@ def test_states_are_given_learned_and_handed_on(kind):
     loss = functional.cross_entropy
     train(expected, sgd(expected.parameters()), loss, x, y, epochs=2, mb=4)
     assert_close(model.module, expected, TOLERANCE)
+
+
+@pytest.mark.both_engines
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_a_compiled_file_holds_whole_layers(kind, tmp_path):
+    """The stand-in's programs, which go on from a file with the same numbers."""
+    path = str(tmp_path / "reader.poptorch")
+    x, y = sequences(8, dtype=torch.float32)
+    results = []
+    for loads in (False, True):
+        net = WithLoss(made(kind, dtype=torch.float32))
+        options = poptorch.Options().showCompilationProgressBar(False)
+        trainer = poptorch.trainingModel(net, options, poptorch.optim.SGD(net.parameters(), lr=0.1))
+        if loads:
+            trainer.loadExecutable(path)
+        else:
+            trainer.compileAndExport(path, x, y, export_model=False)
+            assert b"ipufit.recurrent.default" in pathlib.Path(path).read_bytes()
+        results.append([trainer(x, y)[1] for _ in range(3)])
+    assert results[0] == results[1]
+    assert results[0][0] > results[0][2]
+
+
+class WithLoss(nn.Module):
+    """A net with its loss, as PopTorch has it."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net, self.loss = net, nn.CrossEntropyLoss()
+
+    def forward(self, x, y):
+        output = self.net(x)
+        return output, self.loss(output, y)
 
 
 @recorded_here

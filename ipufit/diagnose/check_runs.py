@@ -14,7 +14,11 @@ from ipufit.diagnose.check_tracing import Operation, Recorder
 from ipufit.diagnose.check_watching import Reads
 from ipufit.engines.embedded.capture import Frame, capture, recordable
 from ipufit.engines.embedded.foreign import for_this_engine
-from ipufit.engines.embedded.recurrent import SecondGradientError, whole_recurrent_layers
+from ipufit.engines.embedded.recurrent import (
+    SecondGradientError,
+    time_steps,
+    whole_recurrent_layers,
+)
 from ipufit.engines.embedded.step import MicroStep, StepModule
 from ipufit.engines.embedded.storage import Block
 from ipufit.errors import CaptureError
@@ -139,7 +143,8 @@ class Subject:
                     with whole_recurrent_layers():
                         results.extend(call(*state, *leaves))
                 except SecondGradientError:
-                    results.extend(call(*state, *leaves))
+                    with time_steps():
+                        results.extend(call(*state, *leaves))
 
         run = self._done(titles, training, execute, note or _nobody)
         run.results = (*(result.detach() for result in results), *state)

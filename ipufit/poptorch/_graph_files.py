@@ -16,7 +16,7 @@ from ipufit.poptorch._errors import error
 
 __all__ = ["CALL_CPU", "graph_from_json", "graph_to_json", "reads_graphs", "writes_graphs"]
 
-_NAMESPACES = ("aten", "prims", "ipufit_poptorch")
+_NAMESPACES = ("aten", "prims", "ipufit", "ipufit_poptorch")
 # These open files, take memory as it is, or call Python: nothing that a file may ask for.
 _REFUSED = {
     "_index_put_impl",

@@ -46,5 +46,5 @@ def record(function: Callable[..., Any], *tensors: Tensor, training: bool = Fals
         return [returned] if isinstance(returned, Tensor) else list(returned)
 
     with traced(trace):
-        graph = capture(listed, tensors)
+        graph = capture(listed, tensors, whole_layers=False)
     return Recorded(graph, trace)

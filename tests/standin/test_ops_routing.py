@@ -337,3 +337,33 @@ def test_a_squared_error_of_two_types_is_of_the_wider(of_input, of_target):
     loss, gradient = record(step, x, target)(x, target)
     assert (loss.dtype, loss.item()) == (torch.float32, 2.5)
     assert (gradient.dtype, gradient.tolist()) == (of_input, [1.0, -2.0])
+
+
+STEPS, STATE = torch.linspace(-1, 1, 36).reshape(6, 2, 3), torch.full((1, 2, 2), 0.5)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_a_recurrent_layer_is_one_operator(kind):
+    """However many time steps there are; with the numbers of torch's own code."""
+    torch.manual_seed(0)
+    layer = kind(3, 2)
+    start = (STATE, STATE) if kind is torch.nn.LSTM else STATE
+    counts = []
+    for steps in (STEPS[:2], STEPS):
+        recorded = record(lambda x: layer(x, start)[0], steps)
+        counts.append(len(recorded.operators))
+        assert recorded.operators.count("ipufit.recurrent.default") == 1
+        assert torch.equal(recorded(steps)[0], layer(steps, start)[0])
+    assert counts[0] == counts[1]
+
+
+def test_a_recurrent_layer_of_half_numbers_is_computed_step_by_step():
+    """As every operator of half numbers is: in single precision, rounded once."""
+    torch.manual_seed(0)
+    layer, single = torch.nn.GRU(3, 2).half(), torch.nn.GRU(3, 2)
+    single.load_state_dict(layer.state_dict())
+    recorded = record(lambda x: layer(x, STATE.half())[0], STEPS.half())
+    assert "ipufit.recurrent.default" not in recorded.operators
+    wide = single(STEPS.half().float(), STATE)[0]
+    # Six steps, each rounded to eleven bits.
+    assert torch.allclose(recorded(STEPS.half())[0].float(), wide, atol=2e-3)

@@ -26,7 +26,11 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit.engines.embedded.masks import fixed_repeats, unread_masks
-from ipufit.engines.embedded.recurrent import SecondGradientError, whole_recurrent_layers
+from ipufit.engines.embedded.recurrent import (
+    SecondGradientError,
+    time_steps,
+    whole_recurrent_layers,
+)
 from ipufit.errors import CaptureError
 from ipufit.randomness import LOCK
 
@@ -484,7 +488,8 @@ def capture(
             inputs = [argument.detach() for argument in args]
             graph = make_fx(guarded, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
     except SecondGradientError:
-        return capture(function, args, guard, whole_layers=False)
+        with time_steps():
+            return capture(function, args, guard, whole_layers)
     except CaptureError:
         raise
     except DataDependentOutputException as error:

@@ -37,10 +37,12 @@ from ipufit.randomness import LOCK
 __all__ = [
     "BACKWARD",
     "FORWARD",
+    "KINDS",
     "SecondGradientError",
-    "layer_shapes",
+    "call_whole",
     "run_backward",
     "run_forward",
+    "time_steps",
     "whole_recurrent_layers",
 ]
 
@@ -57,15 +59,33 @@ _ARGUMENTS = (
     "bidirectional",
     "batch_first",
 )
+KINDS = tuple(_GATES)
 _ORIGINALS: Dict[str, Callable[..., Tuple[Tensor, ...]]] = {
-    kind: getattr(torch, kind) for kind in _GATES
+    kind: getattr(torch, kind) for kind in KINDS
 }
 # Torch's layers look their functions up in the second one.
 _OWNERS: Sequence[Any] = (torch, torch._VF)
 # A schema has no type for lists of these.
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _KEYS = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView)
-_TAPE = "ipufit_tape"
+_MARK = "ipufit_reserve"
+
+
+class _Steps:
+    """Whether layers are recorded time step by time step, under the lock of recordings."""
+
+    wanted = False
+
+
+@contextlib.contextmanager
+def time_steps() -> Iterator[None]:
+    """Within it recurrent layers are recorded as the operators of their time steps."""
+    with LOCK:
+        before, _Steps.wanted = _Steps.wanted, True
+        try:
+            yield
+        finally:
+            _Steps.wanted = before
 
 
 class SecondGradientError(Exception):
@@ -100,7 +120,7 @@ class _Layer(NamedTuple):
         return 2 if self.bidirectional else 1
 
 
-def layer_shapes(
+def _layer_shapes(
     tensors: Sequence[Tensor], states: int, kind: str, has_biases: bool, bidirectional: bool
 ) -> Iterator[Tuple[int, ...]]:
     """The shapes that the parameters have, in torch's order.
@@ -179,18 +199,45 @@ def run_forward(tensors: Sequence[Tensor], *settings: Any) -> List[Tensor]:
         leaves[place].requires_grad_()
     with _autograd(bool(wanted)):
         results = _call(layer, leaves)
-    reserve = torch.empty(1, dtype=torch.uint8).expand(_reserve_bytes(tensors, layer, wanted))
-    if wanted:
-        vars(reserve)[_TAPE] = results, [leaves[place] for place in wanted]
+        reserve = _reserve(0)
+        if wanted:
+            size = _reserve_size(tensors, layer, wanted)
+            reserve = _Reserve.apply(  # type: ignore[no-untyped-call]
+                leaves[wanted[0]], size, (results, leaves)
+            )
     return [*(result.detach() for result in results), reserve]
 
 
-def _reserve_bytes(tensors: Sequence[Tensor], layer: _Layer, wanted: Sequence[int]) -> int:
-    """About what torch keeps for the gradients: the gates of every time step, twice."""
+class _Reserve(torch.autograd.Function):
+    """Hangs what backward needs on a tensor, where it is safe from torch 2.0.
+
+    That makes a new Python object of what an operator returns, without the old one's attributes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, size: int, tape: Any) -> Tensor:
+        """A tensor whose ``grad_fn`` has the tape."""
+        ctx.tape = tape
+        return _reserve(size)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Nobody computes with the tensor."""
+        raise AssertionError
+
+
+def _reserve(size: int) -> Tensor:
+    """A tensor of so many elements that takes the memory of one."""
+    return torch.zeros(1).expand(size)
+
+
+def _reserve_size(tensors: Sequence[Tensor], layer: _Layer, wanted: Sequence[int]) -> int:
+    """How many float32 are about what torch keeps: the gates of every time step, twice."""
     if not wanted:
         return 0
     rows = sum(tensor.shape[0] for tensor in tensors[1 + layer.states :] if tensor.dim() == 2)
-    return tensors[0].shape[0] * tensors[0].shape[1] * rows * tensors[0].element_size()
+    time, batch, _ = tensors[0].shape
+    return time * batch * rows * tensors[0].element_size() // 4
 
 
 def _empty_forward(tensors: Sequence[Tensor], *settings: Any) -> List[Tensor]:
@@ -204,8 +251,8 @@ def _empty_forward(tensors: Sequence[Tensor], *settings: Any) -> List[Tensor]:
         tensors[0].new_empty(shape, dtype=_DTYPES[dtype])
         for shape, dtype in zip(shapes, layer.dtypes)
     ]
-    size = _reserve_bytes(tensors, layer, wanted)
-    return [*results, tensors[0].new_empty((size,), dtype=torch.uint8)]
+    size = _reserve_size(tensors, layer, wanted)
+    return [*results, tensors[0].new_empty((size,), dtype=torch.float32)]
 
 
 def run_backward(
@@ -224,7 +271,9 @@ def run_backward(
         wanted: places among them.
         directions: 2 of a bidirectional layer; for whoever counts the work.
     """
-    results, leaves = vars(reserve)[_TAPE]
+    tape: Any = reserve.grad_fn
+    results, leaves = tape.tape
+    leaves = [leaves[place] for place in wanted]
     pairs = [(one, other) for one, other in zip(results, gradients) if other is not None]
     computed = torch.autograd.grad(
         [result for result, _ in pairs],
@@ -262,12 +311,13 @@ class _Gradient(torch.autograd.Function):
         ctx.wanted = wanted
         ctx.directions = _Layer(*settings).directions
         ctx.set_materialize_grads(False)
-        # A recording runs nothing, but marks the reserve all the same.
-        ctx.reserve = results[-1]
-        vars(ctx.reserve).setdefault(_TAPE, None)
-        ctx.mark_non_differentiable(ctx.reserve)
+        ctx.reserve = results.pop()
+        vars(ctx.reserve)[_MARK] = True
         ctx.save_for_backward(*tensors, ctx.reserve)
-        return tuple(results)
+        # What is no result for autograd must not have a history of its own.
+        no_result = ctx.reserve.detach()
+        ctx.mark_non_differentiable(no_result)
+        return (*results, no_result)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
@@ -276,7 +326,7 @@ class _Gradient(torch.autograd.Function):
             raise SecondGradientError
         # torch.utils.checkpoint has made another one; other hooks may have made a mere copy.
         *tensors, reserve = ctx.saved_tensors
-        reserve = reserve if _TAPE in vars(reserve) else ctx.reserve
+        reserve = reserve if _MARK in vars(reserve) else ctx.reserve
         computed = _below_autograd(
             BACKWARD, reserve, list(gradients[:-1]), tensors, ctx.wanted, ctx.directions
         )
@@ -325,7 +375,7 @@ def whole_recurrent_layers() -> Iterator[None]:
     """Within it torch's functions for recurrent layers are one operator each, in this thread."""
     with LOCK:
         uses_onednn, thread = torch._C._get_mkldnn_enabled(), threading.get_ident()
-        before = [(owner, kind, getattr(owner, kind)) for owner in _OWNERS for kind in _GATES]
+        before = [(owner, kind, getattr(owner, kind)) for owner in _OWNERS for kind in KINDS]
         for owner, kind, _ in before:
             setattr(owner, kind, functools.partial(_instead, kind, uses_onednn, thread))
         try:
@@ -338,16 +388,22 @@ def whole_recurrent_layers() -> Iterator[None]:
 def _instead(
     kind: str, uses_onednn: bool, thread: int, /, *args: Any, **kwargs: Any
 ) -> Tuple[Tensor, ...]:
-    """What a function of torch's is meanwhile.
+    """What a function of torch's is meanwhile; threads that record nothing get torch's own."""
+    if thread != threading.get_ident():
+        return _ORIGINALS[kind](*args, **kwargs)
+    return call_whole(kind, uses_onednn, *args, **kwargs)
+
+
+def call_whole(kind: str, uses_onednn: bool, /, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    """Call a function of torch's for a recurrent layer, as one operator where that can be.
 
     Args:
-        kind: its name.
+        kind: the function's name.
         uses_onednn: whether the layer may use oneDNN when it runs.
-        thread: which is recording; other threads get torch's own function.
         args, kwargs: of the call.
     """
     values = {**dict(zip(_ARGUMENTS, args)), **kwargs}
-    if thread != threading.get_ident() or not _can_be_whole(kind, values):
+    if not _can_be_whole(kind, values):
         return _ORIGINALS[kind](*args, **kwargs)
     first = values["input"].transpose(0, 1) if values["batch_first"] else values["input"]
     states = values["hx"] if kind == "lstm" else (values["hx"],)
@@ -375,7 +431,7 @@ def _can_be_whole(kind: str, values: Mapping[str, Any]) -> bool:
     """Whether these arguments fit; torch's own function says what is wrong with others."""
     params, hx = values.get("params"), values.get("hx")
     # Packed sequences come with other arguments.
-    if values.keys() != set(_ARGUMENTS) or not isinstance(params, (list, tuple)):
+    if _Steps.wanted or values.keys() != set(_ARGUMENTS) or not isinstance(params, (list, tuple)):
         return False
     states: List[Any] = list(hx) if isinstance(hx, (list, tuple)) else [hx]
     tensors: List[Any] = [values["input"], *states, *params]
@@ -395,7 +451,9 @@ def _can_be_whole(kind: str, values: Mapping[str, Any]) -> bool:
     fitting = (directions * values["num_layers"], batch)
     if any(tuple(state.shape[:2]) != fitting for state in states):
         return False
-    shapes = layer_shapes(tensors, len(states), kind, values["has_biases"], values["bidirectional"])
+    shapes = _layer_shapes(
+        tensors, len(states), kind, values["has_biases"], values["bidirectional"]
+    )
     return list(shapes) == [tuple(each.shape) for each in params]
 
 

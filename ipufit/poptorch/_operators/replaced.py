@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ipufit.engines.embedded import recurrent
 from ipufit.poptorch._operators.ctc_loss import ctc_loss
 from ipufit.poptorch._operators.products import in_place, index_reduce, scatter_reduce
+from ipufit.poptorch._schemas import tensors_in
 from ipufit.poptorch._tracing import tracing
 
 __all__ = ["REPLACED"]
@@ -126,8 +128,21 @@ def _typed_by_out(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return typed
 
 
+def _whole(kind: str) -> Callable[..., Any]:
+    """A recurrent layer as one operator; half numbers are computed wider, step by step."""
+    original = getattr(torch, kind)
+
+    def layer(*args: Any, **kwargs: Any) -> Any:
+        if any(tensor.dtype == torch.float16 for tensor in tensors_in([args, kwargs])):
+            return original(*args, **kwargs)
+        return recurrent.call_whole(kind, True, *args, **kwargs)
+
+    return layer
+
+
 # What takes the place of a function of torch, with the same arguments.
-REPLACED: Dict[Any, Callable[..., Tensor]] = {
+REPLACED: Dict[Any, Callable[..., Any]] = {
+    **{getattr(torch, kind): _whole(kind) for kind in recurrent.KINDS},
     torch.bincount: bincount,
     Tensor.bincount: bincount,
     F.one_hot: one_hot,
