@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import ipufit
 from ipufit import poptorch
 from ipufit.engines.embedded.recurrent import BACKWARD, FORWARD
+from ipufit.errors import DataError
 from tests.engines import embedded_only, runs_eagerly
 from tests.fitting import Plan, assert_close, assert_equal, compiled, fit
 from tests.reference import train
@@ -467,13 +468,13 @@ class Direct(nn.Module):
 
 
 @recorded_here
-def test_shapes_that_do_not_fit_are_errors_of_torchs_own():
-    """While the program is recorded, before anything has run."""
+def test_shapes_that_do_not_fit_are_named_before_anything_runs():
+    """By what torch's own function says of them, as of any other function."""
     x, y = torch.zeros(4, STEPS, FEATURES), torch.zeros(4, STEPS, HIDDEN)
     model = ipufit.Model(Direct(1, 2, HIDDEN))
     model.compile("sgd", "mse")
     model.fit(x, y, batch_size=2, verbose=0)
     model = ipufit.Model(Direct(1, 2, HIDDEN + 1))
     model.compile("sgd", "mse")
-    with pytest.raises(RuntimeError):
+    with pytest.raises(DataError, match="gru in Direct needs shapes that go together"):
         model.fit(x, y, batch_size=2, verbose=0)
