@@ -157,13 +157,16 @@ def explain(
     fault = None
     if len(batches) == 1:
         fault = _fault(_read(origin, step), step, where(0))
-    for index, batch in enumerate(batches if fault is None else ()):
+    if fault is not None or isinstance(error, DeviceError):
+        # What a device refuses may run here, or fail for another reason.
+        return fault
+    for index, batch in enumerate(batches):
         repeated, operator = _repeat(step, batch)
         if isinstance(repeated, IpufitError):
             return repeated
         if repeated is not None:
             return _fault(_read(repeated, step, operator), step, where(index))
-    return fault
+    return None
 
 
 def _origin(error: BaseException) -> Optional[Exception]:
