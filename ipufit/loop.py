@@ -29,29 +29,38 @@ if TYPE_CHECKING:
     from ipufit.report.recorder import Recorder
     from ipufit.schedules import Schedule
 
-__all__ = ["Fit", "Job", "check_rows", "evaluate", "predict", "predictions"]
+__all__ = ["Fit", "Job", "Measurement", "check_rows", "evaluate", "predict", "predictions"]
 
 
 @dataclasses.dataclass
-class Job:
-    """A program with everything that feeds and measures it.
+class Measurement:
+    """A program with everything that measures it.
 
     Attributes:
         program: prepared.
-        feed: its loader.
         plan: with the micro-batch size that the loader really has.
         meter: its loss and metrics.
         first: the first micro-batch.
+    """
+
+    program: Program
+    plan: Plan
+    meter: Meter
+    first: MicroBatch
+
+
+@dataclasses.dataclass
+class Job(Measurement):
+    """A program with everything that feeds and measures it.
+
+    Attributes:
+        feed: the loader.
         together: brings in what other processes compute.
         explainer: says why module or loss can't take a micro-batch.
         outputs: the module's, as tensors without data.
     """
 
-    program: Program
     feed: Feed
-    plan: Plan
-    meter: Meter
-    first: MicroBatch
     together: Together
     explainer: FailureExplainer
     outputs: Any = None

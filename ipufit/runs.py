@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ipufit.model import Model
     from ipufit.report.recorder import Recorder
 
-__all__ = ["fit", "infer", "stream"]
+__all__ = ["describe_run", "fit", "infer", "stream"]
 
 _END = object()
 
@@ -130,7 +130,7 @@ def _train(
             about = {name: value for name, value in told.params.items() if name != "resumes"}
             model.history.params = {
                 **about,
-                **_described(session, job.plan, given),
+                **describe_run(session, job.plan, given.seed, given.source.dropped),
                 "prefetch": given.prefetch,
                 **given.notes,
             }
@@ -165,19 +165,26 @@ def _train(
     return model.history
 
 
-def _described(session: Session, plan: Plan, given: FitArguments) -> Dict[str, Any]:
-    """How a run was made, for History."""
+def describe_run(session: Session, plan: Plan, seed: int, dropped: int = 0) -> Dict[str, Any]:
+    """How a run is made, for History.
+
+    Args:
+        session: of the model.
+        plan: of the training.
+        seed: of all random numbers.
+        dropped: samples of every epoch that the loader leaves out.
+    """
     return {
         **session.recipe.describe(),
         "jit": _way(session),
         "engine": session.engine.name,
-        "seed": given.seed,
+        "seed": seed,
         "micro_batch_size": plan.micro_batch_size,
         "gradient_accumulation": plan.gradient_accumulation,
         "replicas": plan.replicas,
         "device_iterations": plan.device_iterations,
         "ipus": plan.ipus,
-        "dropped_samples": given.source.dropped,
+        "dropped_samples": dropped,
     }
 
 

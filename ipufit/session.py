@@ -397,7 +397,7 @@ class Session:
         meter = Meter(metrics, plan, self.loss, rules, settings)
         weighted = source.role if mode is Mode.TRAIN and is_weighted(first) else None
         together = Together(self.processes, plan, source.is_portioned, weighted)
-        return Job(program, feed, plan, meter, first, together, explainer, prepared.outputs)
+        return Job(program, plan, meter, first, feed, together, explainer, prepared.outputs)
 
     def explainer(self, mode: Mode, role: str) -> FailureExplainer:
         """Says why module or loss can't take a micro-batch.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, Iterator, List
+from typing import Any, Callable, Iterator, List
+
+from ipufit.clock import NO_CLOCK, NoClock
 
 __all__ = ["Execution", "Executions"]
 
@@ -18,14 +20,18 @@ class Executions:
     Args:
         loader: an iterable of batches.
         count: how many.
+        find_clock: what is told that data is read.
 
     Attributes:
         loader, count: as given.
     """
 
-    def __init__(self, loader: Any, count: int) -> None:
+    def __init__(
+        self, loader: Any, count: int, find_clock: Callable[[], NoClock] = lambda: NO_CLOCK
+    ) -> None:
         self.loader = loader
         self.count = count
+        self._find_clock = find_clock
 
     @property
     def sampler(self) -> Any:
@@ -38,7 +44,10 @@ class Executions:
     def __iter__(self) -> Iterator[Execution]:
         batches = iter(self.loader)
         while True:
-            found = Execution(itertools.islice(batches, self.count))
-            if not found:
+            clock = self._find_clock()
+            clock.turn("data")
+            execution = Execution(itertools.islice(batches, self.count))
+            clock.turn("callbacks")
+            if not execution:
                 return
-            yield found
+            yield execution

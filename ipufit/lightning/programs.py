@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
+from ipufit.clock import NO_CLOCK, NoClock
 from ipufit.data.batches import Unpacker
 from ipufit.data.source import Source
 from ipufit.errors import PlanError
@@ -19,6 +20,7 @@ from ipufit.integrations.lightning.replacing import replaced
 from ipufit.interrupts import deferred
 from ipufit.lightning.loaders import Execution, Executions
 from ipufit.lightning.packages import part
+from ipufit.lightning.reporting import TrainingReport
 from ipufit.logged import Running
 from ipufit.parallel.own_blocks import UncountedError
 from ipufit.parallel.partition import Partition
@@ -92,6 +94,16 @@ class Programs:
         self._unpackers: Dict[Mode, Unpacker] = {}
         self._first: Optional[MicroBatch] = None
         self._epoch = 0
+        self._report: Optional[TrainingReport] = None
+
+    def write_report(self, report: TrainingReport) -> None:
+        """Let a report be written of the training to come."""
+        self._report = report
+
+    @property
+    def clock(self) -> NoClock:
+        """Counts the seconds of a report, if there is one."""
+        return NO_CLOCK if self._report is None else self._report.clock
 
     @property
     def _session(self) -> Session:
@@ -107,8 +119,14 @@ class Programs:
         done = []
         for begin in range(0, len(micro_batches), work.micro_batches):
             combined = CombinedBatch(micro_batches[begin : begin + work.micro_batches])
+            report = self._report if mode is Mode.TRAIN else None
+            if report is not None:
+                report.clock.turn("compute")
             with self._alone():
-                done.append(Done.of(program.run(combined), combined))
+                anchors = program.run(combined)
+            if report is not None:
+                report.add(combined, anchors)
+            done.append(Done.of(anchors, combined))
         return done
 
     def _micro_batches(self, batch: Execution, mode: Mode) -> List[MicroBatch]:
@@ -169,22 +187,28 @@ class Programs:
             session._training, self._first = program, first
             self._epoch = trainer.current_epoch
         with self._alone():
-            program.prepare(first)
+            prepared = program.prepare(first)
             if source is not None:
                 prepare_tail(program, plan, first, source, session.explainer(mode, source.role))
+            if trains and self._report is not None:
+                self._report.begin(program, plan, first, prepared.rules)
+                self._report.begin_epoch(self._epoch)
         return program
 
     def _begin_epoch(self, program: Program, trainer: Any) -> None:
         assert self._first is not None
         program.publish()
-        schedule = self._session.recipe.schedule
+        schedule, metrics = self._session.recipe.schedule, trainer.callback_metrics
         if schedule is not None:
-            metrics = trainer.callback_metrics
             schedule.end_epoch({name: value.item() for name, value in metrics.items()})
         self._epoch = trainer.current_epoch
         # Hooks may have changed the module or the optimizer.
         with self._alone():
+            if self._report is not None:
+                self._report.end_epoch(metrics)
             program.prepare(self._first)
+            if self._report is not None:
+                self._report.begin_epoch(self._epoch)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -198,6 +222,29 @@ class Programs:
         """Bring torch's optimizer up to date."""
         if Mode.TRAIN in self._programs:
             self._programs[Mode.TRAIN].publish()
+
+    def begin_validation(self) -> None:
+        """What follows is no part of an execution of training."""
+        if self._report is not None:
+            self._report.end_executions()
+
+    def end_training(self, metrics: Mapping[str, Any]) -> None:
+        """Let go of the training program.
+
+        Args:
+            metrics: ``callback_metrics`` of the Trainer.
+        """
+        if self._report is not None:
+            with self._alone():
+                self._report.end_epoch(metrics)
+        self.finish(Mode.TRAIN)
+
+    def end_report(self, error: Optional[BaseException]) -> None:
+        """Make the page of the report, if there is one; safe twice."""
+        report, self._report = self._report, None
+        if report is not None:
+            with self._alone():
+                report.end(error)
 
     def finish(self, *modes: Mode) -> None:
         """Let go of the programs of these modes; safe twice."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import sys
 from typing import Any, Callable, Dict, List, Optional, Union
 
 from torch import Tensor
@@ -16,9 +18,10 @@ from ipufit.integrations.lightning.steps import acting_as
 from ipufit.lightning.loaders import Execution, Executions
 from ipufit.lightning.packages import part
 from ipufit.lightning.programs import Done, Programs, Work
+from ipufit.lightning.reporting import TrainingReport
 from ipufit.processes import current
 from ipufit.program import Engine, Mode
-from ipufit.report.settings import resolve_report
+from ipufit.report.settings import Report, refuse_report, resolve_report
 from ipufit.sdk_objects import sdk_kind
 from ipufit.whole_options import INFERENCE, TRAINING, role_of
 
@@ -53,8 +56,9 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
     Args:
         accelerator: as for other strategies.
         device_iterations: weight updates per execution.
-        autoreport: whether PopVision's profile of training is written, which needs IPUs.
-        autoreport_dir: its folder; None is "autoreport" in the present one.
+        autoreport: whether a report of training is written: on IPUs PopVision's profile, else that
+            of ``fit(report=)``. What the folder has of an earlier run is written over.
+        autoreport_dir: its folder, which asks for it too; None is "autoreport" in the present one.
         checkpoint_io: as for other strategies.
         precision_plugin: as for other strategies.
         training_opts: ``poptorch.Options``, as ``compile(training_options=)`` takes them; a copy is
@@ -85,8 +89,10 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         super().__init__(
             accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
         )
-        report = resolve_report(None, autoreport, autoreport_dir)
-        self._profile_folder = None if report is None else os.path.abspath(report.folder)
+        # A folder alone asks for a report too, as on Lightning's pages.
+        report = resolve_report(None, autoreport or autoreport_dir is not None, autoreport_dir)
+        self._report_folder = None if report is None else os.path.abspath(report.folder)
+        self._in_validation = contextlib.ExitStack()
         if type(device_iterations) is not int or device_iterations < 1:
             raise ConfigurationError(
                 f"device_iterations must be a number of at least 1, got {device_iterations!r}."
@@ -116,7 +122,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         super().connect(model)
         self._ours = LightningModel(model, self._engine, by_trainer=True)
         self._ours.module.keep_notes()
-        self._programs = Programs(self._ours, self._profile_folder)
+        self._programs = Programs(self._ours, self._report_folder)
 
     def setup(self, trainer: Any) -> None:
         """Compile for this run.
@@ -143,13 +149,16 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
             model = self._model_of_ours
             model._options = {"precision": _PRECISIONS[trainer.precision], **self._options}
             model._make_session(None)
-        engine = self._model_of_ours._compiled("fit").engine
-        if self._profile_folder is not None and not getattr(engine, "takes_options", False):
-            raise ConfigurationError(
-                "autoreport has PopVision's profile written, which needs an IPU, but this runs on "
-                f"the {engine.name} engine. Leave it out, or use ipufit.Model.from_lightning and "
-                "fit(report=...), whose report needs none."
-            )
+        session = self._model_of_ours._compiled("fit")
+        writes_profile = getattr(session.engine, "takes_options", False)
+        if self._report_folder is None or writes_profile or trainer.state.fn != "fit":
+            return
+        report = Report(self._report_folder, overwrite=True)
+        refuse_report(report, resumes=False)
+        updates = None
+        with contextlib.suppress(ConfigurationError):
+            updates = self._updates()
+        self._running.write_report(TrainingReport(session, report, trainer.max_epochs, updates))
 
     def setup_precision_plugin(self) -> None:
         """Nothing: the program computes in what compile was told."""
@@ -228,7 +237,10 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         """Batches for whole executions."""
         trains = self._trainer.state.stage == "train"
         mode = Mode.TRAIN if trains else Mode.EVALUATE
-        return Executions(dataloader, self._work(mode).micro_batches)
+        count = self._work(mode).micro_batches
+        if not trains:
+            return Executions(dataloader, count)
+        return Executions(dataloader, count, lambda: self._running.clock)
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         """Nothing: the engine does."""
@@ -290,8 +302,14 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
                 self._log(done, role)
         return outputs
 
+    def on_validation_start(self) -> None:
+        """Time goes to validation."""
+        self._running.begin_validation()
+        self._in_validation.enter_context(self._running.clock.during("validation"))
+
     def on_validation_end(self) -> None:
         """The device is for training again."""
+        self._in_validation.close()
         self._running.finish(Mode.EVALUATE)
 
     def on_test_end(self) -> None:
@@ -304,10 +322,12 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
 
     def on_train_end(self) -> None:
         """The module owns its weights again."""
-        self._running.finish(Mode.TRAIN)
+        self._running.end_training(self._trainer.callback_metrics)
 
     def teardown(self) -> None:
         """Let go of everything; also after an error."""
+        self._in_validation.close()
+        self._running.end_report(sys.exc_info()[1])
         self._running.finish(*Mode)
         if self._trainer is not None:
             self._trainer.accumulate_grad_batches = self._accumulation

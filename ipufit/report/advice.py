@@ -88,12 +88,17 @@ def _of_time(facts: Facts) -> Iterator[_Said]:
 
 
 def _data_cure(params: Mapping[str, Any]) -> str:
-    if not params.get("prefetch"):
+    if not params.get("prefetch") and not params.get("trainer"):
         return (
             "Prepare executions ahead with fit(prefetch=1), or let workers read: "
             "DataLoader(num_workers=2, persistent_workers=True)."
         )
     return "Give the DataLoader more workers, or make reading a sample cheaper."
+
+
+def _caller(params: Mapping[str, Any]) -> str:
+    """Name what takes the arguments of an execution, beside a Trainer or without."""
+    return "IPUStrategy" if params.get("trainer") else "fit"
 
 
 def _of_work(facts: Facts, rows: Rows) -> Iterator[_Said]:
@@ -110,8 +115,8 @@ def _of_work(facts: Facts, rows: Rows) -> Iterator[_Said]:
         yield (
             f"{share(between / (between + working))} of the time of an execution is spent around "
             "the program, because an execution is a single small update.",
-            "Make several updates per execution: fit(device_iterations=16). The numbers stay the "
-            "same.",
+            f"Make several updates per execution: {_caller(params)}(device_iterations=16). The "
+            "numbers stay the same.",
         )
     if params.get("dropped_samples"):
         yield (

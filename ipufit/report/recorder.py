@@ -41,7 +41,7 @@ from ipufit.session import Session
 
 if TYPE_CHECKING:
     from ipufit.history import History
-    from ipufit.loop import Job
+    from ipufit.loop import Measurement
     from ipufit.meter import Meter
 
 __all__ = ["Recorder", "recorded"]
@@ -133,7 +133,7 @@ class Recorder:
         # What the clock would have shown if an earlier part of the run had ended just now.
         self._from = time.perf_counter() - self._earlier
         self._device = next((p.device for p in session.module.parameters()), torch.device("cpu"))
-        self._job: Optional[Job] = None
+        self._job: Optional[Measurement] = None
         self._history: Optional[History] = None
         self._written, self._joined = len(self._rows.flat), self._rows.joined
         self._flushed = self._wrote = self._writing = 0.0
@@ -178,7 +178,7 @@ class Recorder:
         self._due = begins + _SHORTEST if self._added >= _FIRST else -math.inf
         self._pending = 0
 
-    def begin(self, job: Job, history: History, updates: Optional[int]) -> None:
+    def begin(self, job: Measurement, history: History, updates: Optional[int]) -> None:
         """Everything is prepared, and training begins.
 
         Args:
@@ -201,7 +201,7 @@ class Recorder:
             self._write()
         self._profiler.start()
 
-    def _look(self, job: Job) -> None:
+    def _look(self, job: Measurement) -> None:
         """What the module is made of, and where it would lie."""
         session = self._session
         self._facts.update(

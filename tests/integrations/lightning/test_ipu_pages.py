@@ -142,6 +142,14 @@ def test_precision_16():
     assert {p.dtype for p in module.parameters()} == {torch.float16}
 
 
+def test_a_folder_for_reports(tmp_path):
+    """Intermediate: the folder alone asks for a report."""
+    pytest.importorskip("plotly")
+    strategy = IPUStrategy(autoreport_dir=f"{tmp_path}/report_dir/")
+    run(Net(), accelerator="ipu", devices=8, strategy=strategy)
+    assert (tmp_path / "report_dir" / "report.html").exists()
+
+
 @ENGINES
 def test_device_iterations(engine):
     """Advanced: 32 updates of eight replicas in an execution, of 160 batches an epoch."""

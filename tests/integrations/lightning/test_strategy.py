@@ -1,6 +1,7 @@
 """A Trainer with accelerator "ipu" and IPUStrategy ends where the same Trainer on the CPU does."""
 
 import functools
+import json
 import subprocess
 import sys
 import warnings
@@ -9,9 +10,12 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+import ipufit
 from ipufit import poptorch
+from ipufit.clock import PHASES
 from ipufit.errors import ConfigurationError
 from ipufit.poptorch._precision import float64_kept
+from ipufit.report.advice import advised
 from tests.integrations.lightning.nets import Boring, Language, Pictures, Tokens
 from tests.integrations.lightning.twins import (
     QUIET,
@@ -287,11 +291,6 @@ def test_another_strategy_is_refused():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (
-            {"autoreport_dir": "a"},
-            "autoreport_dir='a' is the folder of a report, but autoreport is not given. Pass "
-            "autoreport=True too, or report='runs/1'.",
-        ),
         ({"device_iterations": 0}, "device_iterations must be a number of at least 1, got 0."),
         (
             {"training_opts": 4},
@@ -338,15 +337,93 @@ def test_autoreport_has_the_profile_of_training_written(tmp_path, monkeypatch):
     assert set(folders) == {("train", str(tmp_path))}
 
 
-def test_autoreport_without_ipus_is_refused():
-    """Before training; ipufit's own report needs none."""
-    with pytest.raises(ConfigurationError) as caught:
-        by_ipufit(Classifier(), "fit", BATCHES, max_epochs=1, strategy=IPUStrategy(autoreport=True))
-    assert str(caught.value) == (
-        "autoreport has PopVision's profile written, which needs an IPU, but this runs on the "
-        "embedded engine. Leave it out, or use ipufit.Model.from_lightning and fit(report=...), "
-        "whose report needs none."
-    )
+def facts_of(folder):
+    return json.loads((folder / "run.json").read_text())
+
+
+@pytest.mark.parametrize("asked", [{}, {"autoreport": True}], ids=["folder", "folder and switch"])
+def test_autoreport_on_the_embedded_engine_is_the_report_of_fit(tmp_path, asked):
+    """Its numbers are those of the Trainer, its layers and program those of Model."""
+    pytest.importorskip("plotly")
+    where = {"autoreport_dir": str(tmp_path / "here"), **asked}
+    strategy = IPUStrategy(None, 2, **where)
+    one, two = twins(Classifier())
+    trainer, _ = by_ipufit(one, "fit", BATCHES, BATCHES, max_epochs=2, strategy=strategy)
+    assert (tmp_path / "here" / "report.html").stat().st_size > 10_000
+    found = facts_of(tmp_path / "here")
+    model = ipufit.Model.from_lightning(two)
+    how = {"epochs": 2, "device_iterations": 2, "seed": found["params"]["seed"], "verbose": 0}
+    model.fit(BATCHES, validation_data=BATCHES, report=tmp_path / "there", **how)
+    expected = facts_of(tmp_path / "there")
+    for name in ("status", "title", "layers", "totals", "first_update", "total_updates"):
+        assert found[name] == expected[name]
+    assert found["plan"]["begins"] == expected["plan"]["begins"]
+    assert found["operators"]["rows"]
+    for epoch, other in zip(found["epochs"], expected["epochs"]):
+        for name in ("epoch", "first_update", "executions", "updates", "samples"):
+            assert epoch[name] == other[name]
+        assert epoch["phases"]["compute"] > 0
+        assert epoch["phases"]["data"] > 0
+        assert epoch["phases"]["validation"] > 0
+    values = found["history"]["history"]
+    for name in ("loss", "val_loss"):
+        mine, theirs = (
+            [value for _, value in each["history"]["history"][name]] for each in (found, expected)
+        )
+        assert mine == pytest.approx(theirs, rel=1e-10)
+    for name, value in trainer.callback_metrics.items():
+        assert values[name][-1] == [1, pytest.approx(value.item(), rel=1e-12)]
+
+
+def test_a_second_report_takes_the_place_of_the_first(tmp_path):
+    """A script of Lightning's runs as often as one likes; PopVision writes over its profile too."""
+    pytest.importorskip("plotly")
+    make = functools.partial(IPUStrategy, autoreport_dir=str(tmp_path))
+    for epochs in (2, 1):
+        by_ipufit(Classifier(), "fit", BATCHES, max_epochs=epochs, strategy=make())
+        assert len(facts_of(tmp_path)["epochs"]) == epochs
+    by_ipufit(Classifier(), "validate", BATCHES, strategy=make())
+    assert len(facts_of(tmp_path)["epochs"]) == 1
+
+
+def test_a_report_of_a_training_that_fails_says_so(tmp_path):
+    """With what was trained before."""
+    pytest.importorskip("plotly")
+
+    class Failing(Classifier):
+        def on_train_epoch_end(self):
+            if self.current_epoch == 1:
+                raise OSError("no space")
+
+    strategy = IPUStrategy(autoreport=True, autoreport_dir=str(tmp_path))
+    with pytest.raises(OSError, match="no space"):
+        by_ipufit(Failing(), "fit", BATCHES, max_epochs=3, strategy=strategy)
+    found = facts_of(tmp_path)
+    assert (found["status"], found["error"]) == ("failed", "OSError: no space")
+    assert len(found["epochs"]) == 1
+    assert (tmp_path / "report.html").exists()
+
+
+def test_without_a_report_no_folder_is_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    by_ipufit(Classifier(), "fit", BATCHES, max_epochs=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_advice_of_a_report_has_the_names_of_a_trainer():
+    """It has no fit(prefetch=) and no fit(device_iterations=)."""
+    phases = {**dict.fromkeys(PHASES, 0.0), "data": 8.0, "compute": 1.0, "callbacks": 1.0}
+    facts = {
+        "params": {"device_iterations": 1, "trainer": True},
+        "phases": {**phases, "other": 5.0},
+        "seconds": 15.0,
+        "history": {"epoch": [], "history": {}, "updates": {}},
+    }
+    rows = {name: [10.0] for name in ("executions", "skipped", "updates", "loss")}
+    cures = [each["cure"] for each in advised(facts, rows)]
+    assert "Give the DataLoader more workers, or make reading a sample cheaper." in cures
+    cure = "Make several updates per execution: IPUStrategy(device_iterations=16). The numbers "
+    assert cure + "stay the same." in cures
 
 
 def test_a_number_of_updates_that_is_not_known_is_refused():

@@ -1,0 +1,120 @@
+"""A report of a Trainer's training, as ``fit(report=)`` writes it."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Mapping, Optional
+
+from ipufit.clock import NoClock
+from ipufit.history import History
+from ipufit.logged import LogRule
+from ipufit.loop import Measurement
+from ipufit.meter import Meter
+from ipufit.metrics import MetricSet
+from ipufit.plan import Plan
+from ipufit.program import Anchors, CombinedBatch, MicroBatch, Program
+from ipufit.report.recorder import recorded
+from ipufit.report.settings import Report
+from ipufit.runs import describe_run
+from ipufit.session import Session
+from ipufit.summary import stripped
+
+__all__ = ["TrainingReport"]
+
+
+class TrainingReport:
+    """Tells the recorder of a report what a Trainer's training does.
+
+    Args:
+        session: of the run.
+        report: where to.
+        epochs: that the Trainer is to make, -1 for any number.
+        updates: that it is to make, or None where nobody knows.
+
+    Raises:
+        ConfigurationError: the folder can't be written.
+    """
+
+    def __init__(
+        self, session: Session, report: Report, epochs: Optional[int], updates: Optional[int]
+    ) -> None:
+        self._session = session
+        self._epochs, self._updates = epochs, updates
+        self._history = History()
+        self._context = recorded(session, report, None)
+        self._recorder = self._context.__enter__()
+        self._meter: Optional[Meter] = None
+        self._epoch: Optional[int] = None
+
+    @property
+    def clock(self) -> NoClock:
+        """Counts seconds by phase."""
+        return self._recorder.clock
+
+    def begin(
+        self, program: Program, plan: Plan, first: MicroBatch, rules: Mapping[str, LogRule]
+    ) -> None:
+        """The program is prepared.
+
+        Args:
+            program: of the training.
+            plan: of its executions.
+            first: a micro-batch.
+            rules: how it logs values, by name.
+        """
+        session = self._session
+        session.last_plan, session.sample = plan, stripped(first)
+        meter = self._meter = Meter(MetricSet(), plan, session.loss, rules, session.recipe.settings)
+        self._history.params = {
+            "epochs": self._epochs,
+            "updates": plan.updates_per_epoch,
+            "samples": plan.samples,
+            "directions": meter.directions,
+            **describe_run(session, plan, session.seed()),
+            "trainer": True,
+        }
+        self._recorder.begin(Measurement(program, plan, meter, first), self._history, self._updates)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """An epoch begins."""
+        assert self._meter is not None
+        self._meter.reset()
+        self._epoch = epoch
+        self._recorder.begin_epoch(epoch)
+
+    def add(self, batch: CombinedBatch, anchors: Anchors) -> None:
+        """An execution has ended."""
+        assert self._meter is not None
+        self.clock.turn("metrics")
+        self._meter.add(batch, anchors)
+        self.clock.turn("callbacks")
+        self._recorder.executed()
+
+    def end_executions(self) -> None:
+        """A validation begins."""
+        if self._meter is not None:
+            self._recorder.end_executions()
+
+    def end_epoch(self, metrics: Mapping[str, Any]) -> None:
+        """An epoch has ended.
+
+        Args:
+            metrics: ``callback_metrics`` of the Trainer.
+        """
+        if self._epoch is None:
+            return
+        assert self._meter is not None
+        self._recorder.end_executions()
+        values: Dict[str, float] = {name: value.item() for name, value in metrics.items()}
+        self._history.append(self._epoch, {**values, "loss": self._meter.values()["loss"]})
+        self._epoch = None
+        self._recorder.end_epoch()
+
+    def end(self, error: Optional[BaseException]) -> None:
+        """The run is over: make the page.
+
+        Args:
+            error: that ended it; None where it came to its end.
+        """
+        kind = None if error is None else type(error)
+        trace = None if error is None else error.__traceback__
+        self._context.__exit__(kind, error, trace)
