@@ -12,7 +12,7 @@ from torch import Tensor
 from ipufit.clock import NO_CLOCK, NoClock
 from ipufit.data.batches import Unpacker
 from ipufit.data.source import Source
-from ipufit.errors import PlanError
+from ipufit.errors import CaptureError, PlanError
 from ipufit.first_batch import prepare_tail
 from ipufit.integrations.lightning.kinds import lightning_parts
 from ipufit.integrations.lightning.model import LightningModel
@@ -146,6 +146,8 @@ class Programs:
         except UncountedError as error:
             self.finish(mode)
             session.follow_blocks(error, trains)
+        except CaptureError as error:
+            raise _in_words_of_trainer(error) from error
         return self._prepared(mode, first, work, source, trainer)
 
     def _prepared(
@@ -224,7 +226,7 @@ class Programs:
             self._programs[Mode.TRAIN].publish()
 
     def begin_validation(self) -> None:
-        """What follows is no part of an execution of training."""
+        """End the last execution of training that the report has."""
         if self._report is not None:
             self._report.end_executions()
 
@@ -275,8 +277,29 @@ def _check_ipus(replicas: int, stages: int) -> None:
     )
 
 
+def _in_words_of_trainer(error: CaptureError) -> CaptureError:
+    """Replace the advice that holds for :class:`ipufit.Model` alone by what a Trainer can do."""
+    text = f"{error.brief} To run this module as it is, without capture, use accelerator='cpu'."
+    if error.kind == "anomaly":
+        text = (
+            f"{error.what}. Leave detect_anomaly=True out of the Trainer, or use "
+            "ipufit.Model.from_lightning with compile(detect_nan=True), which names operator, line "
+            "and samples."
+        )
+    return CaptureError(
+        text,
+        error.file,
+        error.line,
+        error.cause,
+        function=error.function,
+        kind=error.kind,
+        what=error.what,
+        cure=error.cure,
+    )
+
+
 def _is_pipeline(partition: Partition, work: Work, trains: bool) -> bool:
-    """Whether the stages of an execution work at the same time; what a user should know is logged.
+    """Tell if the stages of an execution work at the same time; log what a user should know.
 
     Raises:
         PlanError: there is too little work for as many stages.

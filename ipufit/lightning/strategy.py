@@ -313,11 +313,11 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         self._running.finish(Mode.EVALUATE)
 
     def on_test_end(self) -> None:
-        """The same."""
+        """Let go of the program of the test."""
         self._running.finish(Mode.EVALUATE)
 
     def on_predict_end(self) -> None:
-        """The same."""
+        """Let go of the program of the prediction."""
         self._running.finish(Mode.PREDICT)
 
     def on_train_end(self) -> None:
@@ -327,8 +327,9 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
     def teardown(self) -> None:
         """Let go of everything; also after an error."""
         self._in_validation.close()
-        self._running.end_report(sys.exc_info()[1])
-        self._running.finish(*Mode)
+        if self._programs is not None:  # else the module was refused
+            self._programs.end_report(sys.exc_info()[1])
+            self._programs.finish(*Mode)
         if self._trainer is not None:
             self._trainer.accumulate_grad_batches = self._accumulation
         super().teardown()

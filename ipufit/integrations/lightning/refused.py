@@ -15,6 +15,11 @@ _GRADIENTS = "The program computes the gradients and applies them itself. "
 _CALLBACK = "Use a callback of ipufit's, whose on_train_batch_end is called after every execution."
 _IN_STEP = "Do it in {step}, in tensors, where it becomes part of the program."
 _CLIP = "Pass clipnorm, global_clipnorm or clipvalue to compile."
+# Of a Trainer's, in the place of what from_lightning has.
+_FOR_TRAINER = {
+    _CLIP: "Pass gradient_clip_val to the Trainer.",
+    _CALLBACK: "Use on_train_batch_end, which is called after every execution.",
+}
 _HOOK = "Put tensor.register_hook or parameter.register_hook in its place, which is recorded."
 _OPTIMIZER = "Write it as an optimizer of your own, or as a schedule."
 _COLLATE = "Do it in the dataset or in collate_fn, or on the device in on_after_batch_transfer."
@@ -98,6 +103,9 @@ def refuse_module(module: Any, by_trainer: bool = False) -> None:
     for name, instead in _MODULE.items():
         if by_trainer and (name == "configure_callbacks" or name.endswith(_BY_TRAINER)):
             continue
+        if by_trainer:
+            for words, others in _FOR_TRAINER.items():
+                instead = instead.replace(words, others)
         with faults.collected():
             if overrides(module, name):
                 raise ConfigurationError(f"{kind}.{name} can't be called. {instead}")

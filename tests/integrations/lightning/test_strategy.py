@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 import ipufit
 from ipufit import poptorch
 from ipufit.clock import PHASES
-from ipufit.errors import ConfigurationError
+from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.poptorch._precision import float64_kept
 from ipufit.report.advice import advised
 from tests.integrations.lightning.nets import Boring, Language, Pictures, Tokens
@@ -450,6 +450,55 @@ def test_without_lightning_the_error_says_what_to_install():
         "ConfigurationError ipufit.lightning needs Lightning 2.1 or newer, which is not installed. "
         "Run pip install ipufit[lightning]."
     )
+
+
+class Branching(Classifier):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss if float(loss) < 1e9 else loss * 0
+
+
+def test_a_step_that_can_not_be_recorded_gets_the_advice_of_a_trainer():
+    """A Trainer has no run_eagerly; its CPU runs any step."""
+    with pytest.raises(CaptureError) as caught:
+        by_ipufit(Branching(), "fit", BATCHES, max_epochs=1)
+    text = str(caught.value)
+    assert text.endswith("To run this module as it is, without capture, use accelerator='cpu'.")
+    assert "run_eagerly" not in text
+    assert caught.value.line is not None
+    by_lightning(Branching(), "fit", BATCHES, max_epochs=1, accelerator="cpu")
+
+
+def test_anomaly_detection_gets_the_advice_of_a_trainer():
+    with pytest.raises(CaptureError) as caught:
+        by_ipufit(Classifier(), "fit", BATCHES, max_epochs=1, detect_anomaly=True)
+    assert str(caught.value) == (
+        "torch.autograd.set_detect_anomaly(True) looks for nan in the values of gradients, but the "
+        "program is recorded once, before there are values. Leave detect_anomaly=True out of the "
+        "Trainer, or use ipufit.Model.from_lightning with compile(detect_nan=True), which names "
+        "operator, line and samples."
+    )
+    model = ipufit.Model.from_lightning(Classifier())
+    model.compile(detect_nan=True)
+    model.fit(BATCHES, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("hook", "cure"),
+    [
+        ("configure_gradient_clipping", "Pass gradient_clip_val to the Trainer."),
+        (
+            "on_before_zero_grad",
+            "Use on_train_batch_end, which is called after every execution.",
+        ),
+    ],
+)
+def test_hooks_that_are_not_called_name_what_a_trainer_has(hook, cure):
+    """from_lightning has other words for it."""
+    kind = type("Hooked", (Classifier,), {hook: lambda self, *args, **options: None})
+    with pytest.raises(ConfigurationError) as caught:
+        by_ipufit(kind(), "fit", BATCHES, max_epochs=1)
+    assert str(caught.value).endswith(cure)
 
 
 def test_several_processes_are_refused(monkeypatch):
