@@ -51,7 +51,14 @@ def fit(model: Model, session: Session, asked: FitRequest) -> History:
     session.casting.start_call()
     with processes.told():
         given = processes.agreed(lambda: FitArguments.check(session, asked))
-        return _fit_again(model, session, join_fit(session, given))
+        with contextlib.ExitStack() as stack:
+            if given.checkpoint is not None:
+                # Imported here, as below: many runs keep no checkpoints.
+                from ipufit.checkpoints.lock import locked
+
+                folder = given.checkpoint.folder if processes.is_first else None
+                processes.agreed(lambda: folder and stack.enter_context(locked(folder)))
+            return _fit_again(model, session, join_fit(session, given))
 
 
 def _fit_again(model: Model, session: Session, given: FitArguments) -> History:
@@ -62,7 +69,6 @@ def _fit_again(model: Model, session: Session, given: FitArguments) -> History:
         except RecoverableDeviceError as error:
             if error.action != _HERE:
                 raise
-            # Imported here, as below: many runs keep no checkpoints.
             from ipufit.checkpoints.keeper import find
 
             given = given.again(find(given.checkpoint, "auto"))

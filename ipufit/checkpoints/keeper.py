@@ -142,8 +142,6 @@ class Keeper:
             assert self._store is not None
             fit.job.feed.tells_place = True
             self._find_direction(fit)
-            if self._processes.is_first:
-                self._store.prepare()
             encode(tree_of(fit, self._callbacks))
         restarts = self._arguments.max_restarts > 0
         self._begun = RunConfiguration.of(self._session, self._arguments, fit.job.first)
