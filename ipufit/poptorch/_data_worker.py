@@ -13,17 +13,46 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Callable, Iterator, List, NamedTuple, NoReturn, Optional, Tuple
+from typing import Any, Callable, Iterable, Iterator, List, NamedTuple, NoReturn, Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from ipufit.poptorch._batch_layout import Layout
 from ipufit.poptorch._filed_dataset import FiledDataset
-from ipufit.poptorch._rebatching import rebatched
 from ipufit.poptorch._ring_buffer import RingBufferWriter
 
 __all__ = ["Command", "DataWorker", "Event", "Settings", "serve"]
+
+
+def rebatched(batches: Iterable[List[Tensor]], rows: int) -> Iterator[Tuple[int, List[Tensor]]]:
+    """Cut batches where a batch of ``rows`` rows is full.
+
+    Yields:
+        the row of the new batch at which a piece belongs, and the piece. Every row comes once, in
+        order; a piece that ends at ``rows`` completes its batch.
+    """
+    filled = 0
+    for tensors in batches:
+        begin, end = 0, _rows_of(tensors)
+        while begin < end:
+            size = min(end - begin, rows - filled)
+            yield filled, [tensor.narrow(0, begin, size) for tensor in tensors]
+            begin += size
+            filled = (filled + size) % rows
+
+
+def _rows_of(tensors: List[Tensor]) -> int:
+    rows = [tensor.shape[0] if tensor.dim() else None for tensor in tensors]
+    first = rows[0] if rows else None
+    if first is None or any(other != first for other in rows):
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        raise AssertionError(
+            "rebatched_size joins batches along dimension 0, which must be of one size in all "
+            f"tensors of a batch; their shapes are {shapes}. Give every tensor a batch dimension, "
+            "or leave rebatched_size out."
+        )
+    return first
 
 
 class Command(enum.Enum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from ipufit.engines.embedded.capture import capture
 from ipufit.engines.embedded.clipping import clipped
+from ipufit.engines.embedded.rules import Rule
+from ipufit.engines.embedded.storage import Block, FlatStorage
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._loss_scale import FINAL as FINAL_SCALE
@@ -17,13 +20,81 @@ from ipufit.poptorch._loss_scale import NAME as UPDATE_FACTOR
 from ipufit.poptorch._loss_scale import AutomaticLossScale
 from ipufit.poptorch._optimizer_base import DeviceState
 from ipufit.poptorch._optimizer_changes import check_replacement
-from ipufit.poptorch._optimizer_parts import Member, Part, differ, lay_out
 from ipufit.poptorch._optimizer_rules import PREFIXES, counts_steps, group_of, initial, rule_of
 from ipufit.poptorch._optimizer_scalars import LOSS_SCALING, Factors, exported, imported
 from ipufit.poptorch._optimizer_settings import Settings, Value
 from ipufit.recipe import Clip
 
 __all__ = ["DeviceOptimizer"]
+
+
+@dataclasses.dataclass
+class Member:
+    """One weight.
+
+    Attributes:
+        name: the parameter's.
+        group: index of its group.
+        weight: the device's tensor.
+        updates: how many there were.
+        numbers: its hyper-parameters.
+        state: its state tensors by torch's names.
+    """
+
+    name: str
+    group: int
+    weight: Tensor
+    updates: float
+    numbers: Dict[str, float]
+    state: Dict[str, Tensor]
+
+
+@dataclasses.dataclass
+class Part:
+    """Weights that lie side by side and are updated with the same numbers."""
+
+    members: List[Member]
+    block: Block
+    rule: Rule
+    state: Dict[str, Tensor]
+
+
+def lay_out(members: Sequence[Member], rules: Sequence[Rule]) -> Tuple[FlatStorage, List[Part]]:
+    """Put side by side what is updated with the same numbers; the memory of all of it moves.
+
+    Args:
+        members: the weights.
+        rules: that of each group.
+    """
+    alike: Dict[Tuple[object, ...], List[Member]] = {}
+    for member in members:
+        weight, numbers = member.weight, tuple(member.numbers.values())
+        # NaN, which may have been written, is not equal to itself.
+        same = tuple("nan" if math.isnan(number) else number for number in numbers)
+        key = (member.group, member.updates, weight.dtype, weight.device, same)
+        alike.setdefault(key, []).append(member)
+    blocks = [
+        Block.of([(m.name, m.weight) for m in own], own[0].group, own[0].updates)
+        for own in alike.values()
+    ]
+    storage = FlatStorage(blocks)
+    parts: List[Part] = []
+    for own, block in zip(alike.values(), storage.blocks):
+        rule = rules[block.group]
+        state = {
+            name: block.gather({member.name: member.state[name] for member in own})
+            for name in rule.tensors
+        }
+        for member, slot in zip(own, block.slots):
+            member.state = {name: slot.view(whole) for name, whole in state.items()}
+        parts.append(Part(own, block, rule, state))
+    return storage, parts
+
+
+def differ(members: Sequence[Member]) -> bool:
+    """Whether they can't be updated with the same numbers any more."""
+    first = members[0]
+    return any(m.updates != first.updates or m.numbers != first.numbers for m in members)
 
 
 class DeviceOptimizer:

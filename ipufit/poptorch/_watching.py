@@ -3,21 +3,57 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Iterator, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ipufit.engines.embedded.storage import storage_id
 from ipufit.poptorch._errors import error
-from ipufit.poptorch._kept_values import KeptValues
 from ipufit.poptorch._operators.routing import call
 from ipufit.poptorch._schemas import tensors_in, written
 from ipufit.poptorch._tracing import Trace
 
 __all__ = ["watched"]
+
+
+class _Kept:
+    """One tensor that backward needs, in a box of its own."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class KeptValues:
+    """Keeps what autograd saves while forward is recorded, also where its tensor is then changed.
+
+    A device's program has no changes in place: each makes a new value, and what was computed from
+    the old one stays differentiable. torch refuses such a backward instead.
+    """
+
+    def __init__(self) -> None:
+        self._of: Dict[int, List[_Kept]] = {}
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Look on while autograd saves tensors."""
+        with saved_tensors_hooks(self._pack, lambda kept: kept.tensor):
+            yield
+
+    def _pack(self, tensor: Tensor) -> _Kept:
+        kept = _Kept(tensor)
+        self._of.setdefault(storage_id(tensor), []).append(kept)
+        return kept
+
+    def before_change(self, tensor: Tensor) -> None:
+        """Copy what was saved of this memory, which is about to be written to."""
+        for kept in self._of.pop(storage_id(tensor), ()):
+            kept.tensor = kept.tensor.clone()
+
 
 _HOST = torch.device("cpu")
 _IPU = torch.device("ipu", 0)

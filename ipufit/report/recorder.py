@@ -33,7 +33,6 @@ from ipufit.report.files import (
 )
 from ipufit.report.heard import Heard
 from ipufit.report.making import make
-from ipufit.report.memory import in_use
 from ipufit.report.profiling import Profiler
 from ipufit.report.rows import Rows, columns_of
 from ipufit.report.settings import Report
@@ -45,6 +44,21 @@ if TYPE_CHECKING:
     from ipufit.meter import Meter
 
 __all__ = ["Recorder", "recorded"]
+
+
+_STATUS = "/proc/self/statm"
+
+
+def in_use(device: torch.device) -> float:
+    """Bytes that tensors have on a GPU, or that this process has in memory; nan where unknown."""
+    if device.type == "cuda":
+        return float(torch.cuda.memory_allocated(device))
+    try:
+        with open(_STATUS, encoding="ascii") as file:
+            return float(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+    except (OSError, ValueError, IndexError, AttributeError):
+        return math.nan
+
 
 # After the first so many executions, those that together take less than these seconds have one row.
 _FIRST, _SHORTEST = 1000, 0.005

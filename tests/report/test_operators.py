@@ -15,7 +15,7 @@ from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.engines.embedded.lowering.choosing import lower
 from ipufit.engines.embedded.noted import Call
 from ipufit.engines.embedded.origins import Origin
-from ipufit.engines.embedded.profiling import machine, timers
+from ipufit.engines.embedded.profiling import profiling, timers
 from ipufit.engines.embedded.profiling.memory import thinned
 from ipufit.engines.embedded.profiling.places import places_of
 from ipufit.engines.embedded.profiling.profiling import Profiling
@@ -102,6 +102,8 @@ WAYS = {
 }
 
 
+# What "drawing" draws is of no use, and it is warned of it.
+@pytest.mark.filterwarnings("ignore:a random number is drawn from random at:UserWarning")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_fit_with_a_report_has_the_bits_of_one_without(tmp_path, way):
     """Weights, buffers, optimizer, history, generators, and the number of recordings."""
@@ -300,12 +302,12 @@ def test_nobody_is_timed_who_is_not_asked_for(tmp_path, monkeypatch):
 
 def test_the_peak_is_measured_once():
     """For each dtype, in a process; a machine reaches no more in a program, but for caches."""
-    machine.peak_of.cache_clear()
-    found = machine.peak_of(torch.float32, torch.device("cpu"))
+    profiling.peak_of.cache_clear()
+    found = profiling.peak_of(torch.float32, torch.device("cpu"))
     assert found["dtype"] == "float32"
     assert 1e8 < found["flops"] < 1e15
     assert 1e7 < found["bytes"] < 1e13
-    assert machine.peak_of(torch.float32, torch.device("cpu")) is found
+    assert profiling.peak_of(torch.float32, torch.device("cpu")) is found
 
 
 def test_what_a_machine_can_not_compute_has_no_peak(monkeypatch):
@@ -315,7 +317,7 @@ def test_what_a_machine_can_not_compute_has_no_peak(monkeypatch):
         raise RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'")
 
     monkeypatch.setattr(torch, "mm", fails)
-    found = machine.peak_of.__wrapped__(torch.float16, torch.device("cpu"))
+    found = profiling.peak_of.__wrapped__(torch.float16, torch.device("cpu"))
     assert (found["dtype"], found["flops"]) == ("float16", None)
     assert found["bytes"] > 0
 

@@ -13,7 +13,7 @@ import pytest
 
 from ipufit.clock import PHASES
 from ipufit.errors import ConfigurationError
-from ipufit.report.page import page_of, plotting, state_of
+from ipufit.report.page import document, page_of, state_of
 from ipufit.report.page.charts import thinned
 from ipufit.report.page.html import Cell, Column, data, element, table
 from ipufit.report.rows import COLUMNS
@@ -250,9 +250,9 @@ def test_plotly_is_compiled_in_one_go(end):
     begin = b"(function(a, b) { b() } (typeof self !== 'undefined' ? "
     text = begin + b"self : this, () => {\nreturn 1;\n}));" + end
     wanted = begin + b"self : this, (() => {\nreturn 1;\n})));\n"
-    assert plotting._called_at_once(text) == wanted
+    assert document._called_at_once(text) == wanted
     for other in (b"!function(){}();", wanted, text + b"f();", 2 * text):
-        assert plotting._called_at_once(other) == other
+        assert document._called_at_once(other) == other
 
 
 def test_a_curve_of_many_points_says_how_it_is_drawn(run):
@@ -492,11 +492,11 @@ def test_thinned_curves_keep_their_extremes():
 
 def test_without_plotly_the_page_says_what_to_install(run, monkeypatch):
     """As fit does before it begins."""
-    monkeypatch.setattr(plotting.importlib.util, "find_spec", lambda name: None)
-    plotting.library.cache_clear()
+    monkeypatch.setattr(document.importlib.util, "find_spec", lambda name: None)
+    document.library.cache_clear()
     with pytest.raises(ConfigurationError) as caught:
         page_of([run])
-    plotting.library.cache_clear()
+    document.library.cache_clear()
     assert str(caught.value) == (
         "the page of a report draws its curves with plotly, which is not installed. Run: "
         "pip install ipufit[report]"

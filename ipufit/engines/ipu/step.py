@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,7 @@ from ipufit.engines.embedded.precision import with_inputs_in
 from ipufit.engines.embedded.rebinding import refuse_rebinding, storages
 from ipufit.engines.embedded.results import OutputShape, Reported
 from ipufit.engines.embedded.step import StepModule, carries_loss
-from ipufit.engines.ipu.attributes import Attributes
 from ipufit.engines.ipu.placing import begin_loss, block_of, ipu_of
-from ipufit.engines.ipu.standing_in import in_place_of
 from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.logged import Entries, collecting
 from ipufit.losses import LabelRange, Loss, LossTerm
@@ -28,6 +27,76 @@ from ipufit.parallel.tracing import traced_by
 from ipufit.program import MicroBatch, Mode, ProgramSpec
 
 __all__ = ["Form", "IpuStep", "Traced", "counts_batches"]
+
+
+class Attributes:
+    """What objects hold: values, lengths of containers, versions of tensors.
+
+    Args:
+        parts: modules and what a loss calls; those of torch's own are left aside.
+    """
+
+    def __init__(self, parts: Sequence[object]) -> None:
+        self._before: List[Tuple[object, Dict[str, Any], Dict[str, int]]] = [
+            (part, dict(vars(part)), _counts(part))
+            for part in parts
+            if type(part).__module__.partition(".")[0] != "torch"
+        ]
+
+    def changed(self) -> Tuple[str, ...]:
+        """What is another value or of another length now, as "Class.attribute", sorted.
+
+        Raises:
+            ConfigurationError: a tensor that is neither parameter nor buffer has changed.
+        """
+        found = set()
+        for part, values, counts in self._before:
+            kind, now = type(part).__name__, vars(part)
+            for name, value in now.items():
+                if isinstance(value, Tensor) and counts.get(name) not in (None, value._version):
+                    raise ConfigurationError(
+                        f"forward must not change {kind}.{name} on an IPU, where a tensor that is "
+                        "no buffer is a constant. Register it as a buffer of float32, or use "
+                        "engine='embedded'."
+                    )
+            names = {name for name in now if values.get(name, self) is not now[name]}
+            names.update(name for name, n in _counts(part).items() if counts.get(name, n) != n)
+            found |= {f"{kind}.{name}" for name in names}
+        return tuple(sorted(found))
+
+
+def _counts(part: object) -> Dict[str, int]:
+    found = {}
+    for name, value in vars(part).items():
+        if isinstance(value, Tensor):
+            found[name] = value._version
+        elif type(value) in (list, dict, set) and not name.startswith("_"):
+            found[name] = len(value)
+    return found
+
+
+@contextlib.contextmanager
+def in_place_of(original: Optional[nn.Module], copied: nn.Module) -> Iterator[None]:
+    """In the block the user's module has the parameters and buffers of its copy.
+
+    A loss that is a function may read them through the user's module, as a penalty of weights does.
+
+    Args:
+        original: the user's module; None where there is no copy.
+        copied: the copy of it.
+    """
+    changed: List[Tuple[Dict[str, Any], Dict[str, Any]]] = []
+    if original is not None:
+        for mine, other in zip(original.modules(), copied.modules()):
+            for kind in ("_parameters", "_buffers"):
+                there = vars(mine)[kind]
+                changed.append((there, dict(there)))
+                there.update(vars(other)[kind])
+    try:
+        yield
+    finally:
+        for there, before in changed:
+            there.update(before)
 
 
 @dataclasses.dataclass(frozen=True)
