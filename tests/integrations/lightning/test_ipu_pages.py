@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ipufit import poptorch
 from tests.integrations.lightning.twins import pl
+from tests.test_precision import needs_half_autocast
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -134,6 +135,7 @@ def test_other_accelerators_are_those_of_lightning():
     assert isinstance(by_name.strategy, IPUStrategy)
 
 
+@needs_half_autocast
 def test_precision_16():
     """Intermediate: mixed, and with weights in half precision too."""
     assert run(Net(), accelerator="ipu", devices=8, precision=16).global_step == 40
