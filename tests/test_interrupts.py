@@ -324,3 +324,21 @@ def test_a_worker_that_ends_by_ctrl_c_is_no_error_of_the_data(interrupt):
     model.compile("sgd", "cross_entropy")
     with pytest.raises(KeyboardInterrupt if interrupt else DataError):
         model.fit(DataLoader(Samples(), 4), callbacks=Breaks(), verbose=0)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_persistent_workers_that_are_slow_end_with_the_interrupt(prefetch):
+    """torch would wait five seconds for each, whenever the loader is let go of."""
+    model = ipufit.Model(nn.Linear(8, 3))
+    model.compile("sgd", "cross_entropy")
+    loader = DataLoader(Samples(HANG), 4, num_workers=2, persistent_workers=True)
+    strike = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    strike.start()
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(loader, prefetch=prefetch, verbose=0)
+    strike.join()
+    assert multiprocessing.active_children() == []
+    # Others are started when it is read next.
+    loader.dataset.seconds = 0.0
+    assert model.fit(loader, prefetch=prefetch, verbose=0).epoch == [0]
+    end_workers(loader._iterator)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import sys
 import weakref
 from typing import Any, Callable, ContextManager, Iterable, Iterator, List, Optional, Tuple
 
@@ -41,6 +42,7 @@ from ipufit.data.sharding import AsWorkerOfAll, as_worker, refuse_unshared
 from ipufit.data.weights import ClassWeights
 from ipufit.data.workers import end_workers, kill_workers, starting_workers
 from ipufit.errors import DataError
+from ipufit.interrupts import is_interrupted
 from ipufit.keeping import generators_of
 from ipufit.program import Place
 from ipufit.randomness import DataStream
@@ -346,8 +348,14 @@ class Source:
         finally:
             # Let go of, not closed: one that the user holds as well may be gone on with.
             self._being_read = None
-            finished, iterator = (iterator if is_new else None), None
-            end_workers(finished)
+            finished, iterator = iterator, None
+            if is_new:
+                end_workers(finished)
+            elif is_interrupted(sys.exc_info()[1]) and reads_as_torch(loader):
+                # Persistent ones may read something slow, which torch would wait for later.
+                loader._iterator = None
+                end_workers(finished)
+            del finished
 
     def give_up(self) -> None:
         """End the workers that another thread waits for, which then fails to read."""
