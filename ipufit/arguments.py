@@ -69,9 +69,12 @@ class InferenceArguments:
             source = open_data(given, mode, session.loss.in_module)
         with faults.collected():
             steps = None if steps is None else at_least("steps", steps, 1, " or None")
-        if source is not None:
-            with faults.collected():
-                plan = inference_plan(session, source, steps, "steps", ipus, device_iterations)
+        with faults.collected():
+            work = (ipus, device_iterations)
+            if source is not None:
+                plan = inference_plan(session, source, steps, "steps", *work)
+            else:
+                inference_plan(session, Source([], given.role), None, "steps", *work)
         with faults.collected():
             callbacks = checked(callbacks)
         with faults.collected():

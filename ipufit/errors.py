@@ -5,6 +5,7 @@
     IpufitError
     ├── ConfigurationError (ValueError)   an argument that cannot work
     │   ├── PlanError                     the batch algebra does not fit; carries every fault
+    │   ├── UnknownArgumentError (TypeError)  an argument that the method does not have
     │   ├── UnknownNameError              a misspelt optimizer, loss or metric; carries the nearest
     │   ├── LossError                     the loss can't be differentiated or reduced
     │   ├── MetricError                   a metric can't take the outputs and targets
@@ -46,6 +47,7 @@ __all__ = [
     "PlanError",
     "ProcessError",
     "RecoverableDeviceError",
+    "UnknownArgumentError",
     "UnknownNameError",
     "UnrecoverableDeviceError",
 ]
@@ -83,6 +85,10 @@ class PlanError(ConfigurationError):
 
 class PartitionError(ConfigurationError):
     """A module can't be divided over IPUs in the way that was asked for."""
+
+
+class UnknownArgumentError(ConfigurationError, TypeError):
+    """A method has no argument of that name, or not so many by position."""
 
 
 class UnknownNameError(ConfigurationError):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
-from typing import Any, Dict, Iterator, List, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Sequence, Tuple, Union
 
-from ipufit.errors import ConfigurationError, PlanError
+from ipufit.errors import ConfigurationError, DataError, PlanError
 
 __all__ = ["Faults", "at_least", "folder_of", "one_of"]
 
@@ -16,11 +16,11 @@ class Faults:
     """Collects what is wrong with the arguments of one call."""
 
     def __init__(self) -> None:
-        self._found: List[ConfigurationError] = []
+        self._found: List[Union[ConfigurationError, DataError]] = []
 
     @contextlib.contextmanager
     def collected(self, inference: Sequence[str] = ()) -> Iterator[None]:
-        """Keep a ConfigurationError of the block for :meth:`raise_all`, which must follow.
+        """Keep an error of the user's arguments or data for :meth:`raise_all`, which must follow.
 
         Args:
             inference: arguments of a plan that the user gave with "inference_" before their names.
@@ -29,7 +29,7 @@ class Faults:
             yield
         except PlanError as error:
             self._found.append(_renamed(error, inference))
-        except ConfigurationError as error:
+        except (ConfigurationError, DataError) as error:
             self._found.append(error)
 
     def raise_all(self) -> None:
@@ -37,6 +37,7 @@ class Faults:
 
         Raises:
             PlanError: if all are; with every fault and the suggestions joined.
+            DataError: if all are.
             ConfigurationError: otherwise.
         """
         if len(self._found) == 1:
@@ -51,6 +52,8 @@ class Faults:
                 texts[str(error)] = None
         if self._found and all(isinstance(error, PlanError) for error in self._found):
             raise PlanError(list(texts), suggestion)
+        if self._found and all(isinstance(error, DataError) for error in self._found):
+            raise DataError("\n".join(texts))
         if self._found:
             raise ConfigurationError("\n".join(texts))
 

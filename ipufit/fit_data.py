@@ -193,10 +193,11 @@ class FitData:
             self.held_out = None
 
     def plan(self, dev_run: int) -> Optional[Plan]:
-        """The batch algebra of training."""
-        asked, source = self._asked, self.source
-        if source is None:
-            return None
+        """The batch algebra of training; None where it has faults.
+
+        Without data, whose faults are told too, what the arguments say by themselves is checked.
+        """
+        asked, source = self._asked, self.source or Source([], "training data")
         given = asked.ipus, asked.device_iterations, asked.gradient_accumulation
         with self._faults.collected():
             work = training_work(self._session, source, given)
@@ -212,9 +213,8 @@ class FitData:
 
     def inference_plan(self, dev_run: int) -> Optional[Plan]:
         """The batch algebra of validation; its arguments are looked at without validation too."""
-        asked, source = self._asked, self.held_out or self.source
-        if source is None:
-            return None
+        asked = self._asked
+        source = self.held_out or self.source or Source([], "training data")
         own = {"ipus": asked.inference_ipus, "device_iterations": asked.inference_device_iterations}
         own = {name: value for name, value in own.items() if value is not None}
         fixed = self._session.fixed.names(False)

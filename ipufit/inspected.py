@@ -11,6 +11,7 @@ from ipufit.data.forms import Given, open_data
 from ipufit.engines.choice import engine_maker
 from ipufit.errors import ConfigurationError, NotCompiledError
 from ipufit.fit_data import limited_plan
+from ipufit.names import with_hints
 from ipufit.parallel.request import PartitionRequest
 from ipufit.program import Mode
 from ipufit.sampled import able_to_run, sample_for
@@ -88,6 +89,7 @@ def summarized(
     return summarize(module, sample, line_length, depth, more, marks)
 
 
+@with_hints
 class Inspected:
     """The methods of :class:`ipufit.Model` that look without training.
 

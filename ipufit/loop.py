@@ -23,6 +23,7 @@ from ipufit.meter import Meter
 from ipufit.plan import Plan
 from ipufit.program import Anchors, CombinedBatch, MicroBatch, Place, Program
 from ipufit.together import Together
+from ipufit.verbosity import stacklevel_of_user
 
 if TYPE_CHECKING:
     from ipufit.checkpoints.keeper import Keeper
@@ -244,7 +245,7 @@ class Fit:
                 "gradients were not finite at the loss scale: nothing was learned. Choose a "
                 "smaller loss_scale, or 'dynamic'.",
                 UserWarning,
-                stacklevel=9,
+                stacklevel=stacklevel_of_user(),
             )
 
     def _execution(self, batch: CombinedBatch, updates: int, epoch: int) -> None:

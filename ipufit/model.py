@@ -32,6 +32,7 @@ from ipufit.faults import one_of
 from ipufit.fit_data import FitRequest
 from ipufit.history import History
 from ipufit.inspected import Inspected
+from ipufit.names import with_hints
 from ipufit.parallel.request import PartitionRequest
 from ipufit.program import Engine, Mode
 from ipufit.recipe import LossScale
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["Model"]
 
 
+@with_hints
 class Model(Inspected):
     """Trains, evaluates and applies a torch module as one traced program.
 
@@ -70,7 +72,7 @@ class Model(Inspected):
             ``output_mode`` chooses; filled for callbacks with ``wants_outputs``.
 
     Raises:
-        ConfigurationError: the module or the engine is none.
+        ConfigurationError: the module or the engine is none, or the device is not there.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class Model(Inspected):
                 "ipufit.Model(MyNet())."
             )
         refuse_unrecordable(module)
-        self.module: nn.Module = module if device is None else module.to(device)
+        self.module: nn.Module = module if device is None else _moved(module, device)
         self.history: History = History()
         self.stop_training = False
         self.outputs: List[Any] = []
@@ -402,9 +404,9 @@ class Model(Inspected):
         self,
         x: Any,
         y: Any = None,
-        *,
         batch_size: Optional[int] = None,
         epochs: int = 1,
+        *,
         ipus: Optional[int] = None,
         device_iterations: Optional[int] = None,
         gradient_accumulation: Optional[int] = None,
@@ -568,8 +570,8 @@ class Model(Inspected):
         self,
         x: Any,
         y: Any = None,
-        *,
         batch_size: Optional[int] = None,
+        *,
         sample_weight: Any = None,
         steps: Optional[int] = None,
         prefetch: Optional[int] = None,
@@ -618,8 +620,8 @@ class Model(Inspected):
     def predict(
         self,
         x: Any,
-        *,
         batch_size: Optional[int] = None,
+        *,
         steps: Optional[int] = None,
         prefetch: Optional[int] = None,
         ipus: Optional[int] = None,
@@ -663,8 +665,8 @@ class Model(Inspected):
     def predict_iter(
         self,
         x: Any,
-        *,
         batch_size: Optional[int] = None,
+        *,
         steps: Optional[int] = None,
         prefetch: Optional[int] = None,
         ipus: Optional[int] = None,
@@ -938,3 +940,21 @@ class Model(Inspected):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _moved(module: nn.Module, device: Union[str, torch.device]) -> nn.Module:
+    """The module on a device.
+
+    Raises:
+        ConfigurationError: this torch has no such device.
+    """
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
+        text = str(error).partition("\n")[0].rstrip(".")
+        raise ConfigurationError(
+            f"device must be one that torch can use here, got {str(device)!r}, of which torch "
+            f"{torch.__version__} says: {text}. Leave it out to run where the module is, or pass "
+            "device='cpu'."
+        ) from error
+    return module.to(device)

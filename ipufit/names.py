@@ -1,12 +1,18 @@
-"""Names of logged values: those that mean something already, and those given twice."""
+"""Names: of logged values, which must be free, and of arguments, which may be other libraries'."""
 
 from __future__ import annotations
 
-from typing import Container
+import dataclasses
+import difflib
+import functools
+import inspect
+from typing import Any, Callable, Container, Dict, Mapping, Sequence, Type, TypeVar
 
-from ipufit.errors import ConfigurationError
+from ipufit.errors import ConfigurationError, UnknownArgumentError
 
-__all__ = ["RESERVED", "check_log_name", "in_validation"]
+__all__ = ["MEANT", "RESERVED", "Meant", "check_log_name", "in_validation", "with_hints"]
+
+T = TypeVar("T")
 
 RESERVED = (
     "epoch",
@@ -62,3 +68,153 @@ def in_validation(name: str, exact: bool, trained: Container[str]) -> str:
         trained: names of the values of training.
     """
     return name if exact and name not in trained else f"val_{name}"
+
+
+# ---- arguments ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Meant:
+    """An argument that stands here for one of another library.
+
+    Attributes:
+        method: of Model; "Model" for its constructor.
+        argument: of the method.
+        remark: how its meaning differs, or an example.
+    """
+
+    method: str
+    argument: str
+    remark: str
+
+
+_OPTIMIZER = Meant(
+    "compile",
+    "optimizer",
+    "the optimizer has it, as in lambda params: torch.optim.AdamW(params, lr=0.01)",
+)
+_EPOCHS = Meant(
+    "fit", "epochs", "the index of the epoch to stop before, a count where initial_epoch is 0"
+)
+_UPDATES = Meant("fit", "steps_per_epoch", "weight updates of an epoch, of which epochs is 1")
+_MICRO_BATCH = Meant("fit", "batch_size", "the samples that one replica sees at once")
+_ACCUMULATION = Meant("fit", "gradient_accumulation", "micro-batches that are summed for an update")
+_IPUS = Meant(
+    "fit", "ipus", "the total number of IPUs; of GPUs, each is driven by a process of its own"
+)
+_CLIPPING = Meant("compile", "global_clipnorm", "the bound on the norm of all gradients together")
+_MIXED = Meant("compile", "precision", "'mixed_float16' or 'mixed_bfloat16'")
+_INPUTS = Meant("fit", "x", "a loader or a dataset too")
+_TARGETS = Meant("fit", "y", "of arrays and tensors; a loader yields (inputs, target)")
+_HELD_OUT = Meant("fit", "validation_data", "(x, y), a loader or a dataset")
+_HELD_OUT_SIZE = Meant("fit", "validation_batch_size", "the samples that one replica sees at once")
+_WORKERS = Meant("fit", "x", "a DataLoader(dataset, batch_size=..., num_workers=...)")
+_CALLBACKS = Meant("fit", "callbacks", "a list, such as [ipufit.callbacks.EarlyStopping()]")
+_SCHEDULE = Meant("compile", "lr_scheduler", "a scheduler of torch's, or a function of the update")
+_RESUME = Meant("fit", "resume", "the path of a checkpoint, or 'auto'")
+
+# By the name that Keras, Lightning or transformers have.
+MEANT: Mapping[str, Meant] = {
+    **dict.fromkeys(("learning_rate", "lr", "weight_decay", "momentum"), _OPTIMIZER),
+    **dict.fromkeys(
+        ("epoch", "nb_epoch", "nb_epochs", "num_epochs", "n_epochs", "max_epochs"), _EPOCHS
+    ),
+    "num_train_epochs": _EPOCHS,
+    "max_steps": _UPDATES,
+    **dict.fromkeys(("per_device_train_batch_size", "train_batch_size"), _MICRO_BATCH),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), _ACCUMULATION),
+    **dict.fromkeys(("devices", "num_devices", "gpus", "replicas", "num_replicas"), _IPUS),
+    **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "clip_norm"), _CLIPPING),
+    **dict.fromkeys(("fp16", "bf16", "mixed_precision", "dtype"), _MIXED),
+    **dict.fromkeys(("train_dataset", "train_dataloaders", "train_loader", "dataset"), _INPUTS),
+    **dict.fromkeys(("labels", "targets", "target"), _TARGETS),
+    **dict.fromkeys(("val_data", "eval_dataset", "eval_data"), _HELD_OUT),
+    **dict.fromkeys(("val_dataloaders", "val_loader", "validation_set"), _HELD_OUT),
+    **dict.fromkeys(("per_device_eval_batch_size", "eval_batch_size"), _HELD_OUT_SIZE),
+    **dict.fromkeys(("workers", "num_workers", "collate_fn"), _WORKERS),
+    **dict.fromkeys(("use_multiprocessing", "max_queue_size"), _WORKERS),
+    **dict.fromkeys(("callback", "early_stopping", "logger"), _CALLBACKS),
+    **dict.fromkeys(("lr_schedule", "scheduler"), _SCHEDULE),
+    **dict.fromkeys(("ckpt_path", "resume_from_checkpoint"), _RESUME),
+    "accelerator": Meant("Model", "engine", "'embedded' or 'ipu'; device='cuda' for a GPU"),
+    "auto_scale_loss": Meant("compile", "loss_scale", "'dynamic'"),
+    "check_val_every_n_epoch": Meant("fit", "validation_freq", "a number of epochs"),
+    "jit_compile": Meant("compile", "jit", "how the recorded program runs, such as 'inductor'"),
+    "random_state": Meant("fit", "seed", "an integer"),
+    "steps_per_execution": Meant(
+        "fit",
+        "device_iterations",
+        "weight updates per call of the program, forward passes in evaluate and predict",
+    ),
+    "val_split": Meant("fit", "validation_split", "the fraction of the samples to hold out"),
+}
+
+
+def with_hints(kind: Type[T]) -> Type[T]:
+    """Let the public methods of a class say what was meant by an argument that they do not have."""
+    for name, method in list(vars(kind).items()):
+        if inspect.isfunction(method) and (name == "__init__" or not name.startswith("_")):
+            setattr(kind, name, _hinting(method))
+    return kind
+
+
+def _hinting(method: Callable[..., Any]) -> Callable[..., Any]:
+    parameters = list(inspect.signature(method).parameters.values())
+    if any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters):
+        return method
+    names = {p.name for p in parameters}
+    most = len([p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD])
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) >= most or not names.issuperset(kwargs):
+            name = "Model" if method.__name__ == "__init__" else method.__name__
+            raise _unknown(type(self), name, args, kwargs)
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+def _parameters(kind: type, method: str) -> Dict[str, inspect.Parameter]:
+    """The parameters of a method of Model, or of its constructor, without ``self``."""
+    function = kind if method == "Model" else getattr(kind, method)
+    parameters = dict(inspect.signature(function).parameters)
+    parameters.pop("self", None)
+    return parameters
+
+
+def _unknown(
+    kind: type, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> UnknownArgumentError:
+    """The error for all arguments that a method does not have."""
+    parameters = _parameters(kind, method)
+    by_position = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    texts = []
+    if len(args) > len(by_position):
+        texts.append(
+            f"{method} takes ({', '.join(by_position)}) by position, got {len(args)} values. Give "
+            "all others by name."
+        )
+    texts += [
+        f"{method} has no argument {name!r}. {_advice(kind, method, name)}"
+        for name in kwargs
+        if name not in parameters
+    ]
+    return UnknownArgumentError("\n".join(texts))
+
+
+def _advice(kind: type, method: str, name: str) -> str:
+    """The sentence that says what to write instead."""
+    parameters = _parameters(kind, method)
+    meant = MEANT.get(name)
+    if meant is not None:
+        is_here = meant.argument in parameters
+        place = f"{meant.argument}=..."
+        return f"Write {place if is_here else f'{meant.method}(..., {place})'}: {meant.remark}."
+    near = difflib.get_close_matches(name.lower(), list(parameters), n=1, cutoff=0.75)
+    if near:
+        return f"Write {near[0]}=..."
+    for owner in ("compile", "fit", "evaluate", "Model"):
+        if name in _parameters(kind, owner):
+            return f"Write {owner}(..., {name}=...)."
+    return f"Leave it out, or write one that there is: {', '.join(parameters)}."

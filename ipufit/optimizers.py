@@ -60,6 +60,8 @@ def resolve_optimizer(
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         return _checked(optimizer, named_parameters)
+    if isinstance(optimizer, tuple) and _is_name_with_options(optimizer):
+        raise _with_options(*optimizer)
     if isinstance(optimizer, (list, tuple, Mapping)):
         raise _several(optimizer, "optimizer must be one optimizer")
     build: Callable[[List[nn.Parameter]], Any]
@@ -167,6 +169,26 @@ def _checked(
     if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
         raise _no_trainable(f"nothing that {kind} holds requires gradients")
     return optimizer
+
+
+def _is_name_with_options(pair: Tuple[Any, ...]) -> bool:
+    return (
+        len(pair) == 2
+        and isinstance(pair[0], (str, type))
+        and isinstance(pair[1], Mapping)
+        and all(isinstance(name, str) for name in pair[1])
+    )
+
+
+def _with_options(optimizer: Any, options: Mapping[str, Any]) -> OptimizerError:
+    """The error for a name or class beside its options, with the factory that says the same."""
+    kind = class_by_name(optimizer) if isinstance(optimizer, str) else optimizer
+    module = "ipufit.optim" if kind is LAMB else "torch.optim"
+    call = ", ".join(["params", *(f"{name}={value!r}" for name, value in options.items())])
+    return OptimizerError(
+        f"optimizer must be {_ACCEPTED}, got a tuple of {optimizer!r} and its options. Pass a "
+        f"factory: lambda params: {module}.{kind.__name__}({call})."
+    )
 
 
 def _several(optimizers: Any, expected: str) -> OptimizerError:

@@ -25,7 +25,7 @@ from ipufit.session import Session
 from ipufit.summary import stripped
 from ipufit.together import refuse_other_order
 from ipufit.validation import Validation
-from ipufit.verbosity import say_dev_run
+from ipufit.verbosity import say_dev_run, stacklevel_of_user
 
 if TYPE_CHECKING:
     from ipufit.model import Model
@@ -77,7 +77,7 @@ def _fit_again(model: Model, session: Session, given: FitArguments) -> History:
                 f"restart {restart} of {given.max_restarts}, from update {given.found.done}: "
                 f"{error}",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=stacklevel_of_user(),
             )
     return _fit(model, session, given)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import warnings
 from typing import (
     TYPE_CHECKING,
@@ -50,6 +51,7 @@ from ipufit.program import Engine, MicroBatch, Mode, Program, ProgramSpec
 from ipufit.randomness import draw_seed
 from ipufit.recipe import Recipe
 from ipufit.together import Together
+from ipufit.verbosity import stacklevel_of_user
 from ipufit.whole_options.roles import INFERENCE, TRAINING, role_of
 
 if TYPE_CHECKING:
@@ -218,7 +220,8 @@ class Session:
         is_pipeline = partition is not None and partition.pipelines(training, device_iterations)
         # How many stages the module's own blocks make shows with the first micro-batch.
         is_own = partition is not None and partition.is_own
-        plan = Plan.make(
+        make = functools.partial(
+            Plan.make,
             stages=partition.ipus if partition is not None else 1,
             depth=partition.depth if partition is not None else 0,
             pipelined=is_pipeline and not is_own,
@@ -234,6 +237,10 @@ class Session:
             processes=processes.num_processes,
             process=processes.process_id,
         )
+        try:
+            plan = make()
+        except PlanError as error:
+            raise _told_of_compile(error) from error
         if is_pipeline and is_own:
             plan = dataclasses.replace(plan, pipelined=True)
         if passes and fixed_updates is not None and source.samples and not source.smallest:
@@ -589,8 +596,15 @@ class Session:
                 "compile made the optimizer, so fit leaves it as it is. Call compile again to "
                 "train it.",
                 UserWarning,
-                stacklevel=5,
+                stacklevel=stacklevel_of_user(),
             )
+
+
+def _told_of_compile(error: PlanError) -> PlanError:
+    """An error of the plan in the words of who called fit: rounding is an argument of compile."""
+    name = "auto_round_ipus"
+    faults = [fault.replace(f"{name}=True", f"compile(..., {name}=True)") for fault in error.faults]
+    return PlanError(faults, {k: v for k, v in error.suggestion.items() if k != name})
 
 
 def refuse_several(session: Session, what: str, instead: str) -> None:

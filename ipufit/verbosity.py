@@ -1,13 +1,26 @@
-"""How much is printed."""
+"""How much is printed, and which line of the user's a warning shows."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from pathlib import Path
 from typing import Any, Mapping, Union
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["resolve_verbose", "say_dev_run"]
+__all__ = ["resolve_verbose", "say_dev_run", "stacklevel_of_user"]
+
+# Blocks of ours are entered through contextlib.
+_OURS = (str(Path(__file__).resolve().parent), contextlib.__file__)
+
+
+def stacklevel_of_user() -> int:
+    """The ``stacklevel`` with which a warning of the caller's shows the user's line."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def resolve_verbose(verbose: Union[int, str]) -> int:

@@ -27,7 +27,7 @@ METRICS = (
     "sparse_categorical_accuracy, top_5_accuracy."
 )
 IPUS = "`ipus`, the total number of IPUs, must be a power of two"
-TRY_4 = "Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle."
+TRY_4 = "Try 2 or 4, or compile(..., auto_round_ipus=True) to reserve 4 and leave 1 idle."
 WHOLE = "must be a positive whole number"
 CALLBACKS = "callbacks must be a list of ipufit.callbacks.Callback objects, got "
 VERBOSE = "verbose must be 0 (silent), 1 (bar), 2 (one line an epoch) or 'auto', got "

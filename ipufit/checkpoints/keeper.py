@@ -19,6 +19,7 @@ from ipufit.checkpoints.store import Store
 from ipufit.checkpoints.training import Found, RunConfiguration, parts_of, restore, tree_of
 from ipufit.direction import direction_of
 from ipufit.errors import CheckpointError, ConfigurationError
+from ipufit.verbosity import stacklevel_of_user
 
 if TYPE_CHECKING:
     from ipufit.arguments import FitArguments
@@ -60,7 +61,7 @@ def find(checkpoint: Optional[Checkpoint], resume: Optional[str]) -> Optional[Fo
     assert store is not None
     newest, faults = store.newest()
     for fault in faults:
-        warnings.warn(fault, UserWarning, stacklevel=8)
+        warnings.warn(fault, UserWarning, stacklevel=stacklevel_of_user())
     if newest is None:
         if faults:
             raise CheckpointError(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import warnings
-from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 import torch
@@ -15,14 +12,13 @@ from ipufit import tree
 from ipufit.losses import Loss
 from ipufit.program import MicroBatch
 from ipufit.recipe import Precision
+from ipufit.verbosity import stacklevel_of_user
 
 __all__ = ["Casting", "Casts"]
 
 # For each tensor of a batch the dtype to bring it to; None to leave it as it is.
 Casts = Tuple[Optional[torch.dtype], ...]
 
-# Blocks of ours are entered through contextlib.
-_OURS = (str(Path(__file__).resolve().parents[1]), contextlib.__file__)
 _LABELS = ("labels", "label", "targets", "target", "y")
 
 
@@ -55,8 +51,8 @@ class Casting:
         if self._loss.in_module == "whole":
             return [(None,) * len(batch.leaves)]
         start = self._chosen.get(_dtypes(batch), 0)
-        found = dict.fromkeys(self._casts(batch, level) for level in range(3))
-        return list(found)[start:]
+        distinct = dict.fromkeys(self._casts(batch, level) for level in range(3))
+        return list(distinct)[start:]
 
     def choose(self, batch: MicroBatch, casts: Casts) -> None:
         """Begin with these casts from now on, which such a batch runs with."""
@@ -85,7 +81,7 @@ class Casting:
             f"{role} is converted batch by batch to what module and loss compute in: {text}; "
             "convert it beforehand to save that work.",
             UserWarning,
-            stacklevel=_frames_of_package(),
+            stacklevel=stacklevel_of_user(),
         )
 
     def start_call(self) -> None:
@@ -164,11 +160,3 @@ def _unscaled(name: str, leaf: Tensor) -> str:
 
 def _short(dtype: Any) -> str:
     return str(dtype).replace("torch.", "")
-
-
-def _frames_of_package() -> int:
-    """How many frames up the user's code is, for ``stacklevel`` of who calls this."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame, level = frame.f_back, level + 1
-    return level

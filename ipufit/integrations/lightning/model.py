@@ -135,7 +135,14 @@ class LightningModel(Model):
         self._is_waiting = facts is None
 
     def fit(
-        self, x: Any = None, y: Any = None, *, datamodule: Any = None, **options: Any
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: Optional[int] = None,
+        epochs: int = 1,
+        *,
+        datamodule: Any = None,
+        **options: Any,
     ) -> History:
         """Train with ``training_step``, and validate with ``validation_step``.
 
@@ -143,15 +150,18 @@ class LightningModel(Model):
             x: as for :meth:`ipufit.Model.fit`, or a LightningDataModule; None takes
                 ``train_dataloader`` and ``val_dataloader`` of the LightningModule.
             y: as for :meth:`ipufit.Model.fit`; a batch is then ``(x, y)``.
+            batch_size: as for :meth:`ipufit.Model.fit`.
+            epochs: as for :meth:`ipufit.Model.fit`.
             datamodule: a LightningDataModule instead of x.
             options: as for :meth:`ipufit.Model.fit`.
 
         Raises:
             ConfigurationError: as for :meth:`ipufit.Model.fit`; or no data, or several loaders.
         """
+        options.update(batch_size=batch_size, epochs=epochs)
         self._refuse_checkpoint_hooks(options)
         loaders = loaders_for(self.lightning, x, datamodule, "fit")
-        known = {"max_epochs": options.get("epochs", 1)}
+        known = {"max_epochs": epochs}
         with self._stage("fit", loaders, "validation", known) as hooks:
             data = loaders.main()
             if "validation_data" not in options and "validation_split" not in options:
@@ -165,7 +175,13 @@ class LightningModel(Model):
             return super().fit(data, y, **options)
 
     def evaluate(
-        self, x: Any = None, y: Any = None, *, datamodule: Any = None, **options: Any
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: Optional[int] = None,
+        *,
+        datamodule: Any = None,
+        **options: Any,
     ) -> Union[float, List[float], Dict[str, float]]:
         """What ``validation_step`` logs, and its loss if it returns one.
 
@@ -173,9 +189,11 @@ class LightningModel(Model):
             x: as for :meth:`ipufit.Model.evaluate`, or a LightningDataModule; None takes
                 ``val_dataloader`` of the LightningModule.
             y: as for ``fit``.
+            batch_size: as for ``fit``.
             datamodule: a LightningDataModule instead of x.
             options: as for :meth:`ipufit.Model.evaluate`.
         """
+        options["batch_size"] = batch_size
         return self._evaluated("validate", "validation", x, y, datamodule, options)
 
     def test(
@@ -193,30 +211,41 @@ class LightningModel(Model):
             options["callbacks"] = self._with_hooks(hooks, options.get("callbacks", ()))
             return super().evaluate(loaders.main(), y, **options)
 
-    def predict(self, x: Any = None, *, datamodule: Any = None, **options: Any) -> Any:
+    def predict(
+        self,
+        x: Any = None,
+        batch_size: Optional[int] = None,
+        *,
+        datamodule: Any = None,
+        **options: Any,
+    ) -> Any:
         """What ``predict_step`` returns, joined over all batches.
 
         Args:
             x: as for :meth:`ipufit.Model.predict`, or a LightningDataModule; None takes
                 ``predict_dataloader`` of the LightningModule.
+            batch_size: as for ``fit``.
             datamodule: a LightningDataModule instead of x.
             options: as for :meth:`ipufit.Model.predict`.
         """
         loaders = loaders_for(self.lightning, x, datamodule, "predict")
         with self._stage("predict", loaders, "predict", {}) as hooks:
             options["callbacks"] = self._with_hooks(hooks, options.get("callbacks", ()))
-            return super().predict(loaders.main(), **options)
+            return super().predict(loaders.main(), batch_size, **options)
 
-    def predict_iter(self, x: Any = None, **options: Any) -> Iterator[Any]:
+    def predict_iter(
+        self, x: Any = None, batch_size: Optional[int] = None, **options: Any
+    ) -> Iterator[Any]:
         """What ``predict`` returns, piece by piece, without the hooks of the module.
 
         Args:
             x: as for :meth:`ipufit.Model.predict_iter`.
+            batch_size: as for ``fit``.
             options: as for :meth:`ipufit.Model.predict_iter`.
         """
         self._ready()
         with acting_as(self.module, "predict"):
-            pieces = super().predict_iter(x, **options)
+            pieces = super().predict_iter(x, batch_size, **options)
         return self._in_role(pieces)
 
     def _in_role(self, pieces: Iterator[Any]) -> Iterator[Any]:

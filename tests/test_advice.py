@@ -1,0 +1,492 @@
+"""What an error advises is done here, and the call then succeeds."""
+
+import inspect
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ipufit
+from ipufit.callbacks import Callback, EarlyStopping
+from ipufit.errors import ConfigurationError, DataError, PlanError, UnknownArgumentError
+from ipufit.names import MEANT
+from tests.faulty import momentum
+
+X = torch.arange(48.0).reshape(12, 4).sin()
+Y = torch.arange(36.0).reshape(12, 3).cos()
+PAIRS = TensorDataset(X, Y)
+QUIET = {"seed": 0, "verbose": 0}
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Linear(4, 3)
+
+
+def compiled(optimizer="sgd", loss="mse", *args, module=None, **options):
+    model = ipufit.Model(linear() if module is None else module)
+    model.compile(optimizer, loss, *args, **options)
+    return model
+
+
+def fit(*data, model=None, **options):
+    """A fit of a small model."""
+    return (model or compiled()).fit(*(data or (X, Y)), **{**QUIET, **options})
+
+
+class OwnLoss(nn.Module):
+    """Returns outputs and loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = linear()
+
+    def forward(self, x):
+        outputs = self.head(x)
+        return outputs, outputs.square().mean()
+
+
+class Again:
+    """Batches that can be read again."""
+
+    def __iter__(self):
+        return iter([(X, Y)])
+
+
+class Mean(nn.Module):
+    """A loss that needs an argument."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, prediction, target):
+        return self.scale * (prediction - target).square().mean()
+
+
+# The call that fails, what the error advises, and calls that do so.
+ADVICE = {
+    "ipus": (
+        lambda: fit(ipus=3),
+        "Try 2 or 4, or compile(..., auto_round_ipus=True) to reserve 4",
+        lambda: fit(ipus=2),
+        lambda: fit(ipus=4),
+        lambda: fit(ipus=3, model=compiled(auto_round_ipus=True)),
+    ),
+    "inference_ipus": (
+        lambda: fit(inference_ipus=3, validation_data=(X, Y)),
+        "`inference_ipus`, the total number of IPUs, must be a power of two, got 3. Try 2 or 4, or "
+        "compile(..., auto_round_ipus=True)",
+        lambda: fit(inference_ipus=2, validation_data=(X, Y)),
+        lambda: fit(inference_ipus=3, validation_data=(X, Y), model=compiled(auto_round_ipus=True)),
+    ),
+    "device_iterations": (
+        lambda: fit(device_iterations=0),
+        "Try 1.",
+        lambda: fit(device_iterations=1),
+    ),
+    "gradient_accumulation": (
+        lambda: fit(gradient_accumulation=1.5),
+        "write 1 or 2.",
+        lambda: fit(gradient_accumulation=1),
+        lambda: fit(gradient_accumulation=2),
+    ),
+    "epochs": (
+        lambda: fit(epochs=3, initial_epoch=3),
+        "Try 4.",
+        lambda: fit(epochs=4, initial_epoch=3),
+    ),
+    "epochs of none": (
+        lambda: fit(epochs=0),
+        "must be an integer of at least 1",
+        lambda: fit(epochs=1),
+    ),
+    "split": (
+        lambda: fit(validation_split=2),
+        "Try 0.2.",
+        lambda: fit(validation_split=0.2),
+    ),
+    "split of too few": (
+        lambda: fit(X[:1], Y[:1], validation_split=0.5),
+        "Choose another fraction, or pass validation_data.",
+        lambda: fit(X[:1], Y[:1], validation_data=(X, Y)),
+    ),
+    "split and data": (
+        lambda: fit(validation_split=0.2, validation_data=(X, Y)),
+        "Pass one of them.",
+        lambda: fit(validation_split=0.2),
+        lambda: fit(validation_data=(X, Y)),
+    ),
+    "no validation": (
+        lambda: fit(validation_freq=2, validation_steps=1),
+        "Pass validation_data, or leave them out.",
+        lambda: fit(validation_freq=2, epochs=2, validation_steps=1, validation_data=(X, Y)),
+        fit,
+    ),
+    "validation tuple": (
+        lambda: fit(validation_data=((X, Y),) * 4),
+        "Pass batches as a list or a DataLoader.",
+        lambda: fit(validation_data=[(X, Y)] * 4),
+        lambda: fit(validation_data=DataLoader(PAIRS)),
+    ),
+    "limits": (
+        lambda: fit(steps_per_epoch=1, limit_train_batches=1),
+        "Pass one of them.",
+        lambda: fit(steps_per_epoch=1),
+        lambda: fit(limit_train_batches=1),
+    ),
+    "small fraction": (
+        lambda: fit(limit_train_batches=0.01),
+        "Use a larger fraction, or a number of batches.",
+        lambda: fit(limit_train_batches=1.0),
+        lambda: fit(limit_train_batches=1),
+    ),
+    "overfit": (
+        lambda: fit(overfit_batches=1, shuffle=True),
+        "Leave one out.",
+        lambda: fit(overfit_batches=1),
+        lambda: fit(shuffle=True),
+    ),
+    "callback class": (
+        lambda: fit(callbacks=[Callback]),
+        "Pass an object of it: Callback(...).",
+        lambda: fit(callbacks=[Callback()]),
+    ),
+    "no callbacks": (
+        lambda: fit(callbacks=3),
+        "Pass a list of objects: callbacks=[...]; [] for none.",
+        lambda: fit(callbacks=[Callback()]),
+        lambda: fit(callbacks=[]),
+    ),
+    "size of a loader": (
+        lambda: fit(DataLoader(PAIRS, 2), batch_size=4),
+        "Set it there.",
+        lambda: fit(DataLoader(PAIRS, 4)),
+    ),
+    "order of a loader": (
+        lambda: fit(DataLoader(PAIRS, 2), shuffle=True),
+        "Set it there.",
+        lambda: fit(DataLoader(PAIRS, 2, shuffle=True)),
+    ),
+    "target of a dataset": (
+        lambda: fit(TensorDataset(X), Y),
+        "Let it yield (inputs, target)",
+        lambda: fit(TensorDataset(X, Y)),
+    ),
+    "no target": (
+        lambda: fit(X),
+        "Pass y= beside x, or use compile(loss=None) if the module computes its own loss.",
+        lambda: fit(X, y=Y),
+        lambda: fit(X, model=compiled(loss=None, module=OwnLoss())),
+    ),
+    "two weights": (
+        lambda: fit(
+            X,
+            torch.arange(12) % 3,
+            sample_weight=torch.ones(12),
+            class_weight={0: 2.0},
+            model=compiled(loss="cross_entropy"),
+        ),
+        "Pass one of them; for both, multiply them into sample_weight.",
+        lambda: fit(
+            X,
+            torch.arange(12) % 3,
+            sample_weight=torch.ones(12),
+            model=compiled(loss="cross_entropy"),
+        ),
+        lambda: fit(
+            X, torch.arange(12) % 3, class_weight={0: 2.0}, model=compiled(loss="cross_entropy")
+        ),
+    ),
+    "tuple": (
+        lambda: fit((X, Y)),
+        "Pass inputs and target apart, fit(x, y)",
+        lambda: fit(X, Y),
+    ),
+    "list of numbers": (
+        lambda: fit([1.0, 2.0, 3.0, 4.0]),
+        "Make one tensor of it: torch.tensor(x).",
+        lambda: fit(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), Y[:1]),
+    ),
+    "objects": (
+        lambda: fit(X, np.array(["a", "b", "c"] * 4), model=compiled(loss="cross_entropy")),
+        "Turn it into numbers first, such as class indices.",
+        lambda: fit(X, np.array([0, 1, 2] * 4), model=compiled(loss="cross_entropy")),
+    ),
+    "iterator": (
+        lambda: fit(iter([(X, Y)]), epochs=2),
+        "Pass an object whose __iter__ starts anew, such as a DataLoader or a list of batches.",
+        lambda: fit(Again(), epochs=2),
+        lambda: fit(DataLoader(PAIRS), epochs=2),
+        lambda: fit([(X, Y)], epochs=2),
+    ),
+    "position": (
+        lambda: compiled().fit(X, Y, 4, 2, 0),
+        "fit takes (x, y, batch_size, epochs) by position, got 5 values. Give all others by name.",
+        lambda: compiled().fit(X, Y, 4, 2, verbose=0),
+    ),
+    "not compiled": (
+        lambda: ipufit.Model(linear()).fit(X, Y),
+        "Call model.compile(optimizer='adam', loss='cross_entropy') first.",
+        lambda: fit(
+            X, torch.arange(12) % 3, model=compiled(optimizer="adam", loss="cross_entropy")
+        ),
+    ),
+    "no optimizer": (
+        lambda: fit(model=compiled(None)),
+        "Call compile with one, such as optimizer='adam'.",
+        lambda: fit(model=compiled(optimizer="adam")),
+    ),
+    "optimizer and options": (
+        lambda: compiled(("adam", {"lr": 0.01, "eps": 1e-4})),
+        "Pass a factory: lambda params: torch.optim.Adam(params, lr=0.01, eps=0.0001).",
+        lambda: compiled(lambda params: torch.optim.Adam(params, lr=0.01, eps=0.0001)),
+    ),
+    "optimizer class and options": (
+        lambda: compiled((ipufit.optim.LAMB, {"lr": 0.01})),
+        "Pass a factory: lambda params: ipufit.optim.LAMB(params, lr=0.01).",
+        lambda: compiled(lambda params: ipufit.optim.LAMB(params, lr=0.01)),
+    ),
+    "no optimizer at all": (
+        lambda: compiled(3),
+        "Pass for example optimizer='adam'.",
+        lambda: compiled(optimizer="adam"),
+    ),
+    "optimizer": (
+        lambda: compiled("adm"),
+        "Did you mean 'adam'?",
+        lambda: compiled("adam"),
+    ),
+    "loss": (
+        lambda: compiled(loss="msee"),
+        "Did you mean 'mse'?",
+        lambda: compiled(loss="mse"),
+    ),
+    "no loss": (
+        lambda: compiled(loss=3),
+        "Pass for example loss='mse'.",
+        lambda: compiled(loss="mse"),
+    ),
+    "loss class": (
+        lambda: compiled(loss=Mean),
+        "Pass an instance: loss=Mean(...).",
+        lambda: fit(model=compiled(loss=Mean(2.0))),
+    ),
+    "loss weights": (
+        lambda: compiled(loss_weights=[2.0]),
+        "Leave it out, or multiply in a callable loss.",
+        compiled,
+        lambda: fit(model=compiled(loss=lambda p, t: 2.0 * (p - t).square().mean())),
+    ),
+    "metric": (
+        lambda: compiled("sgd", "mse", "acuracy"),
+        "Did you mean 'accuracy'?",
+        lambda: compiled("sgd", "mse", "accuracy"),
+    ),
+    "switch": (
+        lambda: compiled(run_eagerly=1),
+        "run_eagerly must be True or False",
+        lambda: compiled(run_eagerly=False),
+    ),
+    "reduction": (
+        lambda: compiled(gradient_reduction="avg"),
+        "gradient_reduction must be 'mean' or 'sum'",
+        lambda: compiled(gradient_reduction="mean"),
+        lambda: compiled(gradient_reduction="sum"),
+    ),
+    "shards": (
+        lambda: compiled(shard_weights=True, shard_optimizer=False),
+        "Leave shard_optimizer out.",
+        lambda: compiled(shard_weights=True),
+    ),
+    "module class": (
+        lambda: ipufit.Model(OwnLoss),
+        "Pass an instance, such as ipufit.Model(MyNet()).",
+        lambda: ipufit.Model(OwnLoss()),
+    ),
+    "engine": (
+        lambda: ipufit.Model(linear(), engine="gpu"),
+        "Pass for example engine='embedded'.",
+        lambda: ipufit.Model(linear(), engine="embedded"),
+    ),
+    "device": (
+        lambda: ipufit.Model(linear(), device="gpu"),
+        "Leave it out to run where the module is, or pass device='cpu'.",
+        lambda: ipufit.Model(linear()),
+        lambda: ipufit.Model(linear(), device="cpu"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_what_an_error_advises_works(name):
+    """Advice that does not work is worse than none."""
+    wrong, advice, *right = ADVICE[name]
+    with pytest.raises((ConfigurationError, DataError, ipufit.errors.NotCompiledError)) as caught:
+        wrong()
+    assert advice in str(caught.value)
+    for call in right:
+        call()
+
+
+# ---- names of arguments -------------------------------------------------------------------------
+
+# For each argument that is named for another library's, one value that it takes.
+VALUES = {
+    "batch_size": 4,
+    "callbacks": [EarlyStopping(monitor="loss")],
+    "device_iterations": 2,
+    "engine": "embedded",
+    "epochs": 2,
+    "global_clipnorm": 1.0,
+    "gradient_accumulation": 2,
+    "ipus": 1,
+    "jit": "graph",
+    "loss_scale": "dynamic",
+    "lr_scheduler": lambda update: 0.01,
+    "optimizer": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "precision": "mixed_bfloat16",
+    "resume": "auto",
+    "seed": 1,
+    "steps_per_epoch": 2,
+    "validation_batch_size": 4,
+    "validation_data": (X, Y),
+    "validation_freq": 1,
+    "validation_split": 0.25,
+    "x": DataLoader(PAIRS, batch_size=4, num_workers=0),
+    "y": Y,
+}
+NEEDED = {
+    "resume": lambda path: {"checkpoint": str(path / "run")},
+    "validation_batch_size": lambda path: {"validation_data": (X, Y)},
+    "validation_freq": lambda path: {"validation_data": (X, Y)},
+    "steps_per_epoch": lambda path: {"epochs": 1},
+}
+
+
+@pytest.mark.parametrize("name", MEANT)
+def test_what_is_meant_by_another_librarys_argument_works(name, tmp_path):
+    """The argument that the error names is there, and does not refuse the example."""
+    with pytest.raises(TypeError) as caught:
+        compiled().fit(X, Y, **{name: 1})
+    text = re.fullmatch(
+        rf"fit has no argument '{name}'\. Write (?:(\w+)\(\.\.\., )?(\w+)=\.\.\.\)?: .+\.",
+        str(caught.value),
+    )
+    assert text, str(caught.value)
+    method, argument = text.group(1) or "fit", text.group(2)
+    value = {argument: VALUES[argument]}
+    if method == "Model":
+        ipufit.Model(linear(), **value)
+    elif method == "compile":
+        compiled(**{"optimizer": "adam", **value})
+    else:
+        data = {} if argument == "x" else {"x": X, "y": Y}
+        beside = NEEDED[argument](tmp_path) if argument in NEEDED else {}
+        compiled().fit(**{**QUIET, **data, **beside, **value})
+
+
+def test_names_of_other_libraries_are_no_names_of_ours():
+    """A name that is both would never be asked for its hint."""
+    for method in (ipufit.Model.compile, ipufit.Model.fit):
+        assert not set(inspect.signature(method).parameters) & set(MEANT)
+
+
+def test_every_argument_that_is_not_there_is_told_at_once():
+    """With those of other methods, and those that are misspelt."""
+    with pytest.raises(UnknownArgumentError) as caught:
+        compiled().fit(X, Y, max_epochs=2, metrics=["mae"], batchsize=4, device="cpu", frobnicate=1)
+    lines = str(caught.value).split("\n")
+    assert lines[:4] == [
+        "fit has no argument 'max_epochs'. Write epochs=...: the index of the epoch to stop "
+        "before, a count where initial_epoch is 0.",
+        "fit has no argument 'metrics'. Write compile(..., metrics=...).",
+        "fit has no argument 'batchsize'. Write batch_size=...",
+        "fit has no argument 'device'. Write Model(..., device=...).",
+    ]
+    assert lines[4].startswith(
+        "fit has no argument 'frobnicate'. Leave it out, or write one that there is: x, y, batch"
+    )
+    assert len(lines) == 5
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda model: model.evaluate(X, Y, steps_per_execution=2),
+            "evaluate has no argument 'steps_per_execution'. Write device_iterations=...: weight "
+            "updates per call of the program, forward passes in evaluate and predict.",
+        ),
+        (
+            lambda model: model.compile("adam", "mse", callbacks=[]),
+            "compile has no argument 'callbacks'. Write fit(..., callbacks=...).",
+        ),
+        (
+            lambda model: model.predict(X, verbos=0),
+            "predict has no argument 'verbos'. Write verbose=...",
+        ),
+        (
+            lambda model: model.summary(line_lenght=80),
+            "summary has no argument 'line_lenght'. Write line_length=...",
+        ),
+        (
+            lambda model: ipufit.Model(model.module, accelerator="gpu"),
+            "Model has no argument 'accelerator'. Write engine=...: 'embedded' or 'ipu'; "
+            "device='cuda' for a GPU.",
+        ),
+        (
+            lambda model: model.predict(X, 4, 2),
+            "predict takes (x, batch_size) by position, got 3 values. Give all others by name.",
+        ),
+    ],
+    ids=["evaluate", "compile", "predict", "summary", "Model", "position"],
+)
+def test_all_methods_tell_what_was_meant(call, text):
+    """By one mechanism; the signature that a reader sees stays."""
+    with pytest.raises(UnknownArgumentError) as caught:
+        call(compiled())
+    assert str(caught.value) == text
+    assert "batch_size" in inspect.signature(ipufit.Model.fit).parameters
+
+
+def test_batch_size_and_epochs_may_be_given_by_position():
+    """In the order of Keras."""
+    by_name = compiled().fit(X, Y, batch_size=4, epochs=2, **QUIET)
+    model = compiled()
+    assert model.fit(X, Y, 4, 2, **QUIET).history == by_name.history
+    by_position = model.evaluate(X, Y, 4, verbose=0)
+    assert by_position == model.evaluate(X, Y, batch_size=4, verbose=0)
+    assert torch.equal(model.predict(X, 4, verbose=0), model.predict(X, verbose=0))
+
+
+def test_all_faults_of_a_call_are_told_whatever_is_wrong_with_the_data():
+    """Five bad arguments are one error of five lines."""
+    with pytest.raises(ConfigurationError) as caught:
+        fit(epochs=0, batch_size=0, ipus=3, device_iterations=0, verbose=9)
+    text = str(caught.value)
+    assert len(text.split("\n")) == 5
+    for name in ("epochs", "batch_size", "`ipus`", "`device_iterations`", "verbose"):
+        assert f"{name} must be" in text or f"{name}, the total" in text
+    with pytest.raises(ConfigurationError) as caught:
+        fit(X, Y[:5], epochs=0, ipus=3, validation_data=(X[:3], Y))
+    assert len(str(caught.value).split("\n")) == 4
+    with pytest.raises(DataError) as caught:
+        fit(X, Y[:5], validation_data=(X[:3], Y))
+    assert len(str(caught.value).split("\n")) == 2
+    for method in ("evaluate", "predict"):
+        data = (X, Y)[: 2 if method == "evaluate" else 1]
+        with pytest.raises(ConfigurationError) as caught:
+            getattr(compiled(), method)(*data, batch_size=0, ipus=3, steps=0, seed=1.5, verbose=9)
+        assert len(str(caught.value).split("\n")) == 5
+
+
+def test_the_suggestion_of_fit_is_one_of_its_arguments():
+    """``fit(**error.suggestion)`` is how a program follows the advice."""
+    model = compiled(momentum)
+    with pytest.raises(PlanError) as caught:
+        fit(ipus=3, device_iterations=0, model=model)
+    assert fit(model=model, **caught.value.suggestion).epoch == [0]
