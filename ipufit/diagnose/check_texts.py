@@ -12,7 +12,7 @@ from ipufit.diagnose.check_comparing import Difference
 from ipufit.diagnose.check_state import Change
 from ipufit.diagnose.finding import Finding
 from ipufit.engines.embedded.capture import Frame
-from ipufit.engines.embedded.draws import cure_of, drawn_text
+from ipufit.engines.embedded.draws import advise_call, describe_draw
 from ipufit.errors import CaptureError
 
 __all__ = [
@@ -118,7 +118,7 @@ def changed_at(change: Change, frame: Optional[Frame]) -> Finding:
 def drawn_at(source: str, frame: Optional[Frame]) -> Finding:
     """Random numbers that are no part of the program."""
     place = frame or _NOWHERE
-    return Finding("random", "error", *place, drawn_text(source), cure_of(frame))
+    return Finding("random", "error", *place, describe_draw(source), advise_call(frame))
 
 
 def generator_at(frame: Optional[Frame]) -> Finding:

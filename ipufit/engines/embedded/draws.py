@@ -22,10 +22,10 @@ from ipufit.program import MicroBatch
 from ipufit.randomness import LOCK
 from ipufit.recipe import Precision
 
-__all__ = ["cure_of", "drawn_text", "draws_refused", "record_alone"]
+__all__ = ["advise_call", "describe_draw", "record_alone", "refuse_draws"]
 
 
-def cure_of(frame: Optional[Frame]) -> str:
+def advise_call(frame: Optional[Frame]) -> str:
     """Which call of torch's to use instead of the one in a line, as a sentence."""
     source = linecache.getline(frame[0], frame[1]) if frame is not None else ""
     call = next(call for words, call in _CALLS if re.search(words, source))
@@ -43,7 +43,7 @@ _CALLS = (
 _BRANCH = re.compile(r"\b(if|elif|while)\b")
 
 
-def drawn_text(name: str) -> str:
+def describe_draw(name: str) -> str:
     """What is wrong with a number that Python draws."""
     return (
         f"a random number is drawn from {name}, but Python runs once, to be recorded: every "
@@ -57,7 +57,7 @@ _LOW, _HIGH = 906, 92377
 
 
 @contextlib.contextmanager
-def draws_refused(step: nn.Module, record: Callable[[], fx.GraphModule]) -> Iterator[None]:
+def refuse_draws(step: nn.Module, record: Callable[[], fx.GraphModule]) -> Iterator[None]:
     """Refuse random numbers of Python or NumPy that a recording in the block depends on.
 
     Nothing more is done where no generator has moved; else the recording is made again, to find the
@@ -75,7 +75,7 @@ def draws_refused(step: nn.Module, record: Callable[[], fx.GraphModule]) -> Iter
     """
     # The data pipeline may draw as well, but not while this is held.
     with LOCK:
-        generators = Generators(_held(step))
+        generators = Generators(_reachable_generators(step))
         yield
         if not generators.drawn():
             return
@@ -106,8 +106,8 @@ def _judge(generators: Generators, record: Callable[[], fx.GraphModule]) -> None
     also = "".join(f" So does {_place(other)}." for _, other in places[1:4] if other is not None)
     # Where gradients reach other parameters each time, a recording fails, and so would every run.
     runs = text is not None and None not in others
-    cure = f"{cure_of(frame)}{also}"
-    raise capture_error(drawn_text(name), cure, frame, kind="random", runs_eagerly=runs)
+    cure = f"{advise_call(frame)}{also}"
+    raise capture_error(describe_draw(name), cure, frame, kind="random", runs_eagerly=runs)
 
 
 def _recorded(record: Callable[[], fx.GraphModule]) -> Optional[Written]:
@@ -134,14 +134,14 @@ def _place(frame: Frame) -> str:
     return f"{frame[0]}:{frame[1]} in {frame[2]}"
 
 
-def _held(step: nn.Module) -> List[Tuple[str, Any]]:
+def _reachable_generators(step: nn.Module) -> List[Tuple[str, Any]]:
     """Generators of the user's that code can reach, each once."""
-    found = list(CodeReader(step).generators)
+    objects = list(CodeReader(step).generators)
     for part in (*step.modules(), *getattr(step, "called", ())):
         for name, value in vars(part).items():
             if generator_state(value) is not None:
-                found.append((f"{type(part).__name__}.{name}", value))
-    once = {id(value): (title, value) for title, value in reversed(found)}
+                objects.append((f"{type(part).__name__}.{name}", value))
+    once = {id(value): (title, value) for title, value in reversed(objects)}
     return [each for each in once.values() if not isinstance(each[1], torch.Generator)]
 
 

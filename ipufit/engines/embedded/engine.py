@@ -28,8 +28,8 @@ from torch import Tensor, fx, nn
 from ipufit.clock import NO_CLOCK, NoClock
 from ipufit.engines.embedded.capture import capture, uses_random_numbers
 from ipufit.engines.embedded.detection import refuse_detection
-from ipufit.engines.embedded.draws import draws_refused
-from ipufit.engines.embedded.fingerprint import fingerprint, writes_noted
+from ipufit.engines.embedded.draws import refuse_draws
+from ipufit.engines.embedded.fingerprint import fingerprint, note_writes
 from ipufit.engines.embedded.foreign import for_this_engine
 from ipufit.engines.embedded.hints import said_of
 from ipufit.engines.embedded.inference import InferenceProgram
@@ -372,7 +372,7 @@ class EmbeddedEngine:
             return micro, True, Lowered(micro, OFF, ""), None
         with self.timed(), attributes_kept(step) as changed:
             record = functools.partial(capture, micro, arguments)
-            with for_this_engine(), writes_noted(step), draws_refused(step, record):
+            with for_this_engine(), note_writes(step), refuse_draws(step, record):
                 graph = record()
             if recompute:
                 self._recompute(graph)

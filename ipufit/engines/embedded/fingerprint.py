@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ipufit.engines.embedded.read_values import PLAIN, CodeReader, is_array
 from ipufit.losses import Loss
 
-__all__ = ["FrozenValues", "called_objects", "fingerprint", "loss_functions", "writes_noted"]
+__all__ = ["FrozenValues", "called_objects", "fingerprint", "loss_functions", "note_writes"]
 
 _MEMBERS = frozenset({"_parameters", "_buffers", "_modules"})
 _DEPTH = 6
@@ -56,7 +56,7 @@ _WRITTEN: weakref.WeakKeyDictionary[nn.Module, Set[str]] = weakref.WeakKeyDictio
 
 
 @contextlib.contextmanager
-def writes_noted(step: nn.Module) -> Iterator[None]:
+def note_writes(step: nn.Module) -> Iterator[None]:
     """Note what a recording in the block writes to globals and classes, such as a count of calls.
 
     From then on it is part of no fingerprint: each recording would call for another one.

@@ -57,18 +57,18 @@ class Generators:
     """Generators of Python's and NumPy's random numbers, and their states at one time.
 
     Args:
-        held: objects of the user's that draw, each behind a title for people.
+        objects: those of the user's that draw, each behind a title for people.
 
     Attributes:
         probes: by name, what is another value after any draw: "random", "numpy.random" and titles.
     """
 
-    def __init__(self, held: Sequence[Tuple[str, Any]] = ()) -> None:
+    def __init__(self, objects: Sequence[Tuple[str, Any]] = ()) -> None:
         self._objects: Dict[str, Any] = {"random": random._inst}
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             self._objects["numpy.random"] = numpy.random.mtrand._rand
-        self._objects.update(held)
+        self._objects.update(objects)
         self.probes: Dict[str, Callable[[], Any]] = {
             name: functools.partial(_looked_at, each) for name, each in self._objects.items()
         }

@@ -9,8 +9,8 @@ from typing import Any, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, fx
 
-from ipufit.engines.embedded.draws import draws_refused, record_alone
-from ipufit.engines.embedded.fingerprint import writes_noted
+from ipufit.engines.embedded.draws import record_alone, refuse_draws
+from ipufit.engines.embedded.fingerprint import note_writes
 from ipufit.engines.embedded.results import Reported
 from ipufit.engines.embedded.step import attributes_kept
 from ipufit.engines.ipu.device import OWNER
@@ -77,8 +77,8 @@ class Unit:
         def record() -> fx.GraphModule:
             return record_alone(whole, example, step.trains, step.reports, step.precision)
 
-        watched = draws_refused(whole, record)
-        with attributes_kept(whole), writes_noted(whole), watched, told(self._sdk, "compiling"):
+        watched = refuse_draws(whole, record)
+        with attributes_kept(whole), note_writes(whole), watched, told(self._sdk, "compiling"):
             OWNER.compile(self.executor, arguments)
         _warn_of_attributes(self.traced.attributes)
 
