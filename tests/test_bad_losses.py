@@ -153,7 +153,9 @@ def test_a_module_with_ctc_loss_of_its_own_trains_eagerly():
 
 @pytest.mark.parametrize("run_eagerly", EAGER_OR_NOT)
 @pytest.mark.parametrize(
-    "loss", [nn.MSELoss(), nn.L1Loss(), nn.functional.huber_loss, nn.PoissonNLLLoss()], ids=repr
+    "loss",
+    [nn.MSELoss(), nn.L1Loss(), nn.functional.huber_loss, nn.PoissonNLLLoss()],
+    ids=["MSELoss", "L1Loss", "huber_loss", "PoissonNLLLoss"],
 )
 def test_a_target_that_torch_would_broadcast_is_refused(loss, run_eagerly):
     """Torch warns at most, and trains towards the mean of all targets."""

@@ -210,7 +210,11 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("loss", [*SAME_SHAPE, *MODULES.values(), functional.mse_loss], ids=repr)
+@pytest.mark.parametrize(
+    "loss",
+    [*SAME_SHAPE, *MODULES.values(), functional.mse_loss],
+    ids=[*SAME_SHAPE, *map(repr, MODULES.values()), "mse_loss"],
+)
 @pytest.mark.parametrize(
     ("prediction", "target"),
     [((8, 1), (8,)), ((8,), (8, 1)), ((1, 1), (1,)), ((8, 3, 1), (8, 3)), ((8, 3), (8, 3, 1))],
