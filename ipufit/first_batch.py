@@ -1,4 +1,4 @@
-"""What is tried out with the first micro-batch, and why module or loss can't take one."""
+"""Trials with the first micro-batch, and reasons why module or loss can't take it."""
 
 from __future__ import annotations
 

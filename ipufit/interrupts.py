@@ -77,7 +77,7 @@ def deferred() -> Iterator[None]:
 
 
 def is_interrupted(error: Optional[BaseException]) -> bool:
-    """Whether an exception is, or came up while handling, one that ends the program: Ctrl-C, say.
+    """Say whether an exception ends the program, as Ctrl-C does, or came up while one was handled.
 
     A generator that is closed sees GeneratorExit, with what its reader was left by as context.
     """
@@ -164,7 +164,7 @@ class _HeldSignals:
 
 
 def _is_starting(frame: Optional[FrameType], again: bool) -> bool:
-    """Whether a process is being started here, or an iterator of torch's that starts some."""
+    """Say whether a process is being started here, or an iterator of torch's that starts some."""
     while frame is not None:
         if frame.f_code is _START:
             return True

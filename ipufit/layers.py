@@ -129,7 +129,7 @@ def output_shapes(
 
 
 def outputs_of(module: nn.Module, batch: MicroBatch) -> Any:
-    """What the module returns in eval mode, as tensors without values; None where that fails.
+    """Return the module's outputs in eval mode, as tensors without values; None where it fails.
 
     No value is computed, no buffer changes and no random number is drawn.
 

@@ -39,7 +39,7 @@ class Unregistered:
 
     @property
     def text(self) -> str:
-        """What is wrong, as part of a sentence."""
+        """Say why torch does not find the parameters, as part of a sentence."""
         return (
             f"{self.name!r} of {self.owner} holds {self.content} in a plain {self.kind}, where "
             "torch finds no parameters"
@@ -47,7 +47,7 @@ class Unregistered:
 
     @property
     def cure(self) -> str:
-        """What to do about it, as a sentence."""
+        """Say how ``__init__`` should assign the attribute instead, as a sentence."""
         attribute = self.name.rpartition(".")[2]
         value = "value" if self.kind == "Tensor" else f"self.{attribute}"
         return f"Write self.{attribute} = {self.instead}({value}) in __init__."

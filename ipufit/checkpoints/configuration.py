@@ -173,7 +173,7 @@ def _hyperparameter_names(groups: Sequence[Mapping[str, Any]]) -> FrozenSet[str]
 
 
 def is_changeable(change: Change, groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether ``resume_changes`` can allow it.
+    """Say whether ``resume_changes`` can allow a change.
 
     Args:
         change: what differs.
@@ -263,7 +263,7 @@ def _module(module: nn.Module) -> Configuration:
 
 
 def _attributes(value: Any, plain: bool, depth: int = 0) -> Configuration:
-    """Those that are public, or, of an object of ours, all."""
+    """Return an object's public attributes, described; of an object of ipufit's, the others too."""
     is_own = type(value).__module__.partition(".")[0] == _OWN
     result = {}
     for name, each in getattr(value, "__dict__", {}).items():
@@ -275,7 +275,7 @@ def _attributes(value: Any, plain: bool, depth: int = 0) -> Configuration:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a setting, and no work of the object."""
+    """Say whether an attribute's value is a setting, and not a thing that the object works with."""
     if isinstance(value, (tuple, list)):
         return len(value) <= _ROWS and all(map(_is_plain, value))
     if isinstance(value, dict):
@@ -373,7 +373,7 @@ def _order(source: Source) -> Any:
 
 
 def _data(source: Source) -> Configuration:
-    """What the data is, as far as that can be told without code of the user's."""
+    """Describe the data, as far as that needs no code of the user's."""
     loader: Any = source.loader
     rows = held_rows(loader)
     # Tensors and arrays are rows alike.
@@ -416,7 +416,7 @@ def _tensor_digest(leaves: Iterable[Any]) -> str:
 def changes_between(
     begin: Mapping[str, Any], last: Mapping[str, Any], now: Mapping[str, Any], same_torch: bool
 ) -> List[Change]:
-    """What differs from the configuration in a checkpoint.
+    """Return how a run's configuration differs from the one in a checkpoint.
 
     Args:
         begin: as the run began.
@@ -518,7 +518,7 @@ def _leaves(was: Any, now: Any, path: Tuple[str, ...] = ()) -> Iterator[Leaf]:
 
 
 def _is_of_another_python(was: Any, now: Any) -> bool:
-    """Whether they are digests of code that can't be compared."""
+    """Say whether two values are digests of code by different Pythons, which can't be compared."""
     texts = [text.partition(":") for text in (was, now) if isinstance(text, str)]
     are_digests = len(texts) == 2 and all(_DIGEST.fullmatch(text) for text in (was, now))
     return are_digests and texts[0][0] != texts[1][0]

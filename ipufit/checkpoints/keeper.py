@@ -171,7 +171,7 @@ class Keeper:
             self._write(fit, document["epoch"], self.found.in_epoch, name)
 
     def _compare(self) -> List[Change]:
-        """What differs from the run that goes on; the first process says it to all."""
+        """Return the configuration's changes since the checkpoint, found by the first process."""
         found = self.found
         assert found is not None
         if self._arguments.restarts:

@@ -92,7 +92,10 @@ def _open(path: str, folder: str) -> int:
 
 
 def _lock(handle: int) -> bool:
-    """Whether no other process has it. Where the file system has no locks, nobody knows."""
+    """Lock a file, and say whether that worked: False where another process has the lock.
+
+    Where the file system has no locks, nobody knows, and the answer is True.
+    """
     if fcntl is None:
         return True
     try:

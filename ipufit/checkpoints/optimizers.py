@@ -44,7 +44,7 @@ def _check_value(name: object, value: Any) -> None:
 def optimizer_differences(
     optimizer: Optional[torch.optim.Optimizer], state: Mapping[str, Any], left_out: Sequence[str]
 ) -> List[str]:
-    """What does not fit, a line each.
+    """Return how the optimizer differs from a checkpoint's, a line for each difference.
 
     Args:
         optimizer: of now.

@@ -180,7 +180,7 @@ class Found:
 
     @property
     def is_within_data(self) -> bool:
-        """Whether a pass over the data has begun, and is not over."""
+        """Say whether a pass over the data has begun, and is not over."""
         place = self.tree["place"]
         return self.in_epoch or (place is not None and bool(place["batches"]))
 
@@ -343,13 +343,16 @@ class RunConfiguration:
         return RunConfiguration(configuration_of(session, arguments, first))
 
     def document(self, session: Session) -> Dict[str, Any]:
-        """What a checkpoint holds of it, with what callbacks have changed since the beginning."""
+        """Return the part of a checkpoint that says how its run is configured, as plain JSON.
+
+        It has the configuration at the beginning, and what callbacks have changed since then.
+        """
         now = mutable_configuration(session)
         last = {name: value for name, value in now.items() if value != self.begin.get(name)}
         return {"configuration": {"begin": self.begin, "last": last}, "changes": self.changes}
 
     def changes_since(self, found: Found) -> List[Change]:
-        """What differs from the run that wrote a checkpoint."""
+        """Return how this run's configuration differs from the one that wrote a checkpoint."""
         stored = found.document.get("configuration")
         if stored is None:
             warnings.warn(

@@ -133,7 +133,7 @@ class Casting:
         return dtypes.pop() if len(dtypes) == 1 else None
 
     def _own_labels(self, args: Sequence[Any], kwargs: Any) -> Set[int]:
-        """What is a target for a module that computes its own loss, by the ids of its tensors."""
+        """Return the ids of tensors that are targets of a module that computes its own loss."""
         if not self._loss.in_module:
             return set()
         labels = [kwargs[name] for name in _LABELS if name in kwargs]
@@ -146,14 +146,14 @@ def _dtypes(batch: MicroBatch) -> Tuple[torch.dtype, ...]:
 
 
 def _is_short(leaf: Tensor) -> bool:
-    """Whether it holds integers that all fit into int64 and are not of it."""
+    """Say whether a tensor holds integers of a dtype that is narrower than int64."""
     if leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool:
         return False
     return torch.iinfo(leaf.dtype).bits < 64
 
 
 def _unscaled(name: str, leaf: Tensor) -> str:
-    """What a reader of pictures has to know."""
+    """Return a remark that pictures of uint8 are not scaled; for other tensors an empty text."""
     is_picture = leaf.dtype == torch.uint8 and name.startswith("input")
     return " (the same values, not divided by 255)" if is_picture else ""
 

@@ -223,7 +223,7 @@ class Feed:
 
     @property
     def role(self) -> str:
-        """What its batches are for, such as "training data"."""
+        """Name the purpose of the batches, such as "training data"."""
         return self._source.role
 
     @property

@@ -130,7 +130,7 @@ def comes_in_samples(given: Given) -> bool:
 
 
 def are_inputs(module: nn.Module, x: Any) -> bool:
-    """Whether a bare tuple or list of arrays is what forward is called with, one part for each.
+    """Say whether forward takes the parts of a bare tuple or list of arrays as its arguments.
 
     A list is one of batches wherever forward can take a single one of them.
     """

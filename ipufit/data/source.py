@@ -175,7 +175,7 @@ class Source:
 
     @property
     def is_shuffled(self) -> bool:
-        """Whether ipufit gives every epoch an order of its own."""
+        """Say whether ipufit gives every epoch an order of its own."""
         return self._shuffled is not None
 
     @property

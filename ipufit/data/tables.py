@@ -31,7 +31,7 @@ def as_tensors(value: Any) -> Any:
 
 
 def is_frame(value: Any) -> bool:
-    """Whether it is a DataFrame or Series of pandas, which is not imported for that."""
+    """Say whether a value is a DataFrame or Series of pandas, which is not imported for that."""
     kind = type(value)
     return kind.__module__.partition(".")[0] == "pandas" and hasattr(kind, "to_numpy")
 

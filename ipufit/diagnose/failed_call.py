@@ -56,7 +56,7 @@ _RAISES = {dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE") if name in d
 
 
 class _Mismatch(NamedTuple):
-    """What a layer needs, what to do about it, and what came where that is not the whole input."""
+    """A layer's need, its cure, and what came where that is not the whole input."""
 
     needs: str
     cure: str

@@ -230,7 +230,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
             self._options[role], self._works[role] = options, work
 
     def _work(self, mode: Mode) -> Work:
-        """What an execution does in a mode."""
+        """Return the work of an execution in a mode."""
         return self._works[role_of(mode)]
 
     def process_dataloader(self, dataloader: Any) -> Executions:

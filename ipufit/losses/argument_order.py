@@ -126,7 +126,7 @@ def argument_order(
 
 
 def is_running_metric(value: object) -> bool:
-    """Whether it is an object like ``keras.metrics.Metric``, which joins all that it has seen."""
+    """Say whether a value is an object like ``keras.metrics.Metric``, which accumulates batches."""
     return all(callable(getattr(value, name, None)) for name in ("update_state", "result"))
 
 
@@ -150,7 +150,7 @@ def _parameters(call: Callable[..., Any]) -> Iterator[List[inspect.Parameter]]:
 
 
 def _role(name: str) -> Optional[_Role]:
-    """What a parameter's name says that it is; None where it says nothing, or both."""
+    """Return the role that a parameter's name implies; None where it implies none, or both."""
     words = {word.lower() for word in _WORD.findall(name)}
     for row in _WORDS:
         roles = [role for role in _ROLES if any(map(row[role].fullmatch, words))]

@@ -136,7 +136,7 @@ class Loss:
         return None if call is None else torch_rule(call)
 
     def target_kinds(self, target: Any) -> List[Optional[TargetKind]]:
-        """What each tensor of a target must hold; None where only the user's code knows."""
+        """Return the kind of each target tensor's values; None where only the user's code knows."""
         rule = self._rule
         kind = None if rule is None else rule.target_kind
         return [kind] * len(tree.flatten(target)[0])

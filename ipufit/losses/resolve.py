@@ -153,7 +153,7 @@ def _one(loss: object) -> Loss:
 
 
 def _is_keras_loss(loss: object) -> bool:
-    """Whether it is an object like ``keras.losses.Loss``, which reduces what its ``call`` gives."""
+    """Say whether a loss is an object like ``keras.losses.Loss``, which reduces its ``call``."""
     return hasattr(loss, "reduction") and callable(getattr(loss, "call", None))
 
 

@@ -65,7 +65,7 @@ class SeveralLosses(Loss):
         return tuple(str(part.key) for part in self.parts)
 
     def target_kinds(self, target: Any) -> List[Optional[TargetKind]]:
-        """What each tensor of a target must hold; None without a loss, or one of the user's."""
+        """Return the kind of each target tensor's values; None where no rule of a loss says it."""
         kinds: Dict[int, Optional[TargetKind]] = {}
         for part in self.parts:
             if part.key in children(target):

@@ -152,7 +152,11 @@ def _recurrent(args: Sequence[Any], result: Any) -> int:
 
 
 def _recurrent_backward(args: Sequence[Any], result: Any) -> int:
-    """As much again for wanted weights, and for what goes on to the layer and the step before."""
+    """Count the operations of a recurrent layer's gradients.
+
+    The forward operations come again for each weight that wants a gradient, and for gradients that
+    go on to the layer and the step before.
+    """
     _, _, tensors, wanted, directions = args
     time, batch, _ = tensors[0].shape
     weights = [(place, t.numel()) for place, t in enumerate(tensors) if t.dim() == 2]

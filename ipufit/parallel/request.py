@@ -44,7 +44,7 @@ class PartitionRequest:
 
     @property
     def sets_ipus(self) -> bool:
-        """Whether the user divides the module or sets how many IPUs a replica has."""
+        """Say whether the user divides the module or sets how many IPUs a replica has."""
         divides = self.stages is not None or self.layers_per_ipu is not None
         return divides or (self.ipus_per_replica is not None and not self.is_annotated)
 

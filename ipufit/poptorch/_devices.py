@@ -20,7 +20,7 @@ CLAIM = "IPUFIT_CLAIM_IPUS"
 
 
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
-    """Whether the system has a device of so many IPUs: it has none.
+    """Say whether the system has a device of so many IPUs: it has none.
 
     Where ``ipufit run --claim-ipus`` runs the program, it is told that there are up to 64.
     """

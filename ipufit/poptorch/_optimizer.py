@@ -92,7 +92,7 @@ def lay_out(members: Sequence[Member], rules: Sequence[Rule]) -> Tuple[FlatStora
 
 
 def differ(members: Sequence[Member]) -> bool:
-    """Whether they can't be updated with the same numbers any more."""
+    """Say whether parameters can't be updated with the same numbers any more."""
     first = members[0]
     return any(m.updates != first.updates or m.numbers != first.numbers for m in members)
 

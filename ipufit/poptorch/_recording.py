@@ -109,7 +109,7 @@ def _tracked(graph: fx.GraphModule, method: Tracked) -> List[fx.Node]:
 
 
 def _seed(scale: fx.Node) -> Tuple[fx.Node, ...]:
-    """What is computed of the scale alone: the gradient of the loss itself is not looked at."""
+    """Return the scale and what reads it first, the gradient of the loss: none of it is tracked."""
     converted = [user for user in scale.users if user.target is torch.ops.aten._to_copy.default]
     return (scale, *converted, *(user for node in [scale, *converted] for user in node.users))
 

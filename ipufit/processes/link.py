@@ -34,7 +34,7 @@ _SLOW = "If it is only slow, raise the limit with ipufit.distributed(timeout=...
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What has happened, and what to do."""
+    """A failure of the link between processes, and its cure."""
 
     what: str
     cure: str = "S" + _AGAIN

@@ -201,13 +201,13 @@ class Schedule(abc.ABC):
 
     @property
     def configuration(self) -> Dict[str, Any]:
-        """What the settings of all updates follow from, but for those at the beginning."""
+        """Return what determines the settings of all updates, but for those at the beginning."""
         interval = "update" if self._per_update else "epoch"
         return {"name": self.name, "interval": interval, "frequency": self.frequency}
 
     @property
     def follows_values(self) -> bool:
-        """Whether the settings depend on values of the run, not on updates and epochs alone."""
+        """Say whether the settings depend on values of the run, not on updates and epochs alone."""
         return False
 
     def advance_to(self, updates: int, epochs: int) -> None:

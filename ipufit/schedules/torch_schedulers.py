@@ -32,7 +32,7 @@ Scheduler = (LRScheduler, ReduceLROnPlateau)
 
 
 def _is_configuration(name: str) -> bool:
-    """Whether an attribute of a scheduler is set when it is made, and does not change."""
+    """Say whether an attribute of a scheduler is set in ``__init__``, and does not change."""
     return name in _PRIVATE or not (name.startswith("_") or name in _COUNTERS)
 
 
@@ -81,7 +81,7 @@ class TorchSchedule(Schedule):
 
     @property
     def follows_values(self) -> bool:
-        """Whether one of them waits for a value to stop getting better."""
+        """Say whether one of the schedulers waits for a value to stop getting better."""
         return any(isinstance(each, ReduceLROnPlateau) for each in parts(self._scheduler))
 
     def _advance(self) -> None:

@@ -41,7 +41,7 @@ _TAKEN: Dict[str, Iterable[str]] = {
 
 
 def is_setting(name: str) -> bool:
-    """Whether it is the name of a parameter with a prefix."""
+    """Say whether a name is that of a parameter with a prefix."""
     prefix, delimiter, rest = name.partition("__")
     return bool(delimiter and rest) and prefix in GROUPS
 

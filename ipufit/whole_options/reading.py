@@ -94,7 +94,7 @@ class WholeOptions:
 
     @property
     def replicas(self) -> Optional[Tuple[int, str]]:
-        """What ``replicationFactor`` was given, and what says so; None for PopTorch's default."""
+        """Return the value of ``replicationFactor`` and its title; None for PopTorch's default."""
         count = int(self.given.replication_factor)
         return None if count == 1 else (count, f"{self.role}.replicationFactor")
 

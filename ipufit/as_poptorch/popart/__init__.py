@@ -1,4 +1,4 @@
-"""What a script imports as ``popart`` where the Poplar SDK is not: its enums, with their numbers.
+"""A stand-in for ``popart`` where there is no Poplar SDK: its enums, with their numbers.
 
 PopTorch's options take these numbers. They are those of ``willow/include/popart`` of PopART 3.4.
 """

@@ -1,4 +1,4 @@
-"""What a script imports as ``popdist`` where the Poplar SDK is not: one process, all by itself.
+"""A stand-in for ``popdist`` where there is no Poplar SDK: one process, all by itself.
 
 The names are those of PopDist's Python API reference. PopRun, which starts several processes,
 comes with the SDK alone.

@@ -44,7 +44,7 @@ _BRANCH = re.compile(r"\b(if|elif|while)\b")
 
 
 def describe_draw(name: str) -> str:
-    """What is wrong with a number that Python draws."""
+    """Say why Python must not draw a random number in the step."""
     return (
         f"a random number is drawn from {name}, but Python runs once, to be recorded: every "
         "micro-batch would get the same number"
@@ -111,7 +111,7 @@ def _judge(generators: Generators, record: Callable[[], fx.GraphModule]) -> None
 
 
 def _recorded(record: Callable[[], fx.GraphModule]) -> Optional[Written]:
-    """What is recorded; None where that fails, which it does with some numbers alone."""
+    """Record a step; return None where that fails, which it does with some numbers alone."""
     try:
         return Written.of(record())
     except Exception:
@@ -148,7 +148,7 @@ def _reachable_generators(step: nn.Module) -> List[Tuple[str, Any]]:
 def record_alone(
     step: StepModule, example: MicroBatch, trains: bool, with_loss: bool, precision: Precision
 ) -> fx.GraphModule:
-    """What the embedded engine records of a step that another engine compiles.
+    """Record a step as the embedded engine does, for an engine that compiles it in another way.
 
     Args:
         step: the user's module and loss.

@@ -74,7 +74,7 @@ def note_writes(step: nn.Module) -> Iterator[None]:
 
 
 def _values_read(step: nn.Module, held: List[object]) -> Dict[Tuple[str, int], Any]:
-    """What code reads and does not write, frozen, by title and place."""
+    """Return the values that code reads and does not write, frozen, by title and place."""
     return {
         (title, place): _freeze(value, _DEPTH, held)
         for place, (title, value) in enumerate(_read_only(step, CodeReader(step)))

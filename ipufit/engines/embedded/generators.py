@@ -14,7 +14,7 @@ __all__ = ["Generators", "generator_state", "hashable", "same_state", "set_gener
 
 
 def generator_state(value: Any) -> Any:
-    """Of a generator of Python's, NumPy's or torch's; None of anything else."""
+    """Return the state of Python's, NumPy's or torch's generator; None for anything else."""
     if isinstance(value, random.Random):
         return None if isinstance(value, random.SystemRandom) else value.getstate()
     if isinstance(value, torch.Generator):
@@ -49,7 +49,7 @@ def hashable(state: Any) -> Any:
 
 
 def same_state(one: Any, other: Any) -> bool:
-    """Whether the next number is the same."""
+    """Say whether two states of a generator give the same next number."""
     return bool(hashable(one) == hashable(other))
 
 
@@ -75,7 +75,7 @@ class Generators:
         self._states = {name: generator_state(each) for name, each in self._objects.items()}
 
     def again(self) -> Generators:
-        """Of these generators, with their states now."""
+        """Return a new object for these generators, with the states that they have now."""
         return Generators(list(self._objects.items()))
 
     def drawn(self) -> List[str]:

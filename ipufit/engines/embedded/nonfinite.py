@@ -140,7 +140,7 @@ class Rows:
 
 
 def _alike(name: str) -> bool:
-    """Whether all results of an operator are parts of one."""
+    """Say whether all results of an operator are parts of one tensor."""
     return name in ("split", "split_with_sizes", "chunk", "unbind")
 
 
@@ -160,7 +160,7 @@ def _order(name: str, args: Sequence[Any], dims: int) -> Sequence[int]:
 
 
 def _dims(args: Sequence[Any], dims: int) -> Sequence[int]:
-    """Those that an operator takes together; all where it says none."""
+    """Return the dimensions that an operator reduces; all where its arguments name none."""
     given = args[1] if len(args) > 1 else None
     if isinstance(given, int):
         given = [given]

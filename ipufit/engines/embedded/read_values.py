@@ -113,7 +113,7 @@ class CodeReader:
                 self._note(name, default, names, _DEPTH)
 
     def _note_member(self, kind: Any, name: str, names: Set[str]) -> None:
-        """What ``self.name`` reads from the class."""
+        """Note the value that ``self.name`` reads from a class of the user's."""
         for base in kind.__mro__:
             if name in vars(base) and _is_of_users(base):
                 self._note(f"{kind.__name__}.{name}", vars(base)[name], names, _DEPTH, kind=kind)
@@ -139,7 +139,7 @@ class CodeReader:
             self._note_object(title, value, names, depth)
 
     def _note_object(self, title: str, value: Any, names: Set[str], depth: int) -> None:
-        """Of a class, a module or an object of any kind, what the code has names for."""
+        """Note attributes of a class, a module or another object that the code has names for."""
         if isinstance(value, (type, types.ModuleType)) and not _is_of_users(value):
             return
         if isinstance(value, type):
@@ -169,7 +169,7 @@ def _is_code(value: Any) -> bool:
 
 
 def _is_of_users(value: Any) -> bool:
-    """Whether a class or a module is neither torch's, ipufit's nor Python's own."""
+    """Say whether a class or a module is neither torch's, ipufit's nor Python's own."""
     if isinstance(value, types.ModuleType):
         return value.__name__ == "__main__" or is_users(getattr(value, "__file__", None) or "<>")
     module = sys.modules.get(value.__module__)
@@ -177,6 +177,6 @@ def _is_of_users(value: Any) -> bool:
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is an array of NumPy's."""
+    """Say whether a value is an array of NumPy's."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)

@@ -72,7 +72,7 @@ _MARK = "ipufit_reserve"
 
 
 class _Steps:
-    """Whether layers are recorded time step by time step, under the lock of recordings."""
+    """A switch: record layers time step by time step. The lock of recordings guards it."""
 
     wanted = False
 
@@ -388,7 +388,7 @@ def whole_recurrent_layers() -> Iterator[None]:
 def _instead(
     kind: str, uses_onednn: bool, thread: int, /, *args: Any, **kwargs: Any
 ) -> Tuple[Tensor, ...]:
-    """What a function of torch's is meanwhile; threads that record nothing get torch's own."""
+    """Stand in for a function of torch's; threads that record nothing get torch's own."""
     if thread != threading.get_ident():
         return _ORIGINALS[kind](*args, **kwargs)
     return call_whole(kind, uses_onednn, *args, **kwargs)
@@ -428,7 +428,10 @@ def call_whole(kind: str, uses_onednn: bool, /, *args: Any, **kwargs: Any) -> Tu
 
 
 def _can_be_whole(kind: str, values: Mapping[str, Any]) -> bool:
-    """Whether these arguments fit; torch's own function says what is wrong with others."""
+    """Say whether the arguments of a recurrent function fit the one operator for a whole layer.
+
+    For other arguments torch's own function is called, which says what is wrong with them.
+    """
     params, hx = values.get("params"), values.get("hx")
     # Packed sequences come with other arguments.
     if _Steps.wanted or values.keys() != set(_ARGUMENTS) or not isinstance(params, (list, tuple)):

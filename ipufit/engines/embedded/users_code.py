@@ -30,13 +30,13 @@ _TOOLS = tuple(f"{place}numpy{os.sep}" for place in _INSTALLED)
 
 @functools.lru_cache(maxsize=None)
 def is_installed(file: str) -> bool:
-    """Whether the file is that of an installed package."""
+    """Say whether a file belongs to an installed package."""
     return any(place in file for place in _INSTALLED)
 
 
 @functools.lru_cache(maxsize=None)
 def is_users(file: str) -> bool:
-    """Whether the file is neither torch's nor ipufit's nor Python's own."""
+    """Say whether a file is neither torch's nor ipufit's nor Python's own."""
     if file.startswith("<"):
         return False
     path = os.path.abspath(file)
@@ -46,7 +46,7 @@ def is_users(file: str) -> bool:
 
 
 def users_module(value: Any) -> bool:
-    """Whether a class or function is defined in a file of the user's that is not installed."""
+    """Say whether a class or function is defined in a file of the user's, not an installed one."""
     module = sys.modules.get(getattr(value, "__module__", None) or "")
     file = getattr(module, "__file__", None)
     if module is not None and file is None:

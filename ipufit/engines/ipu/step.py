@@ -30,7 +30,7 @@ __all__ = ["Form", "IpuStep", "Traced", "counts_batches"]
 
 
 class Attributes:
-    """What objects hold: values, lengths of containers, versions of tensors.
+    """The attributes of objects: values, lengths of containers, versions of tensors.
 
     Args:
         parts: modules and what a loss calls; those of torch's own are left aside.
@@ -44,7 +44,7 @@ class Attributes:
         ]
 
     def changed(self) -> Tuple[str, ...]:
-        """What is another value or of another length now, as "Class.attribute", sorted.
+        """Return attributes with another value or length now, as "Class.attribute", sorted.
 
         Raises:
             ConfigurationError: a tensor that is neither parameter nor buffer has changed.

@@ -35,7 +35,7 @@ _BEGIN, _END = b"self : this, () => {\n", b"\n}));"
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """What draws.
+    """A JavaScript library that draws, as the page holds it.
 
     Attributes:
         packed: gzip, in base64.
@@ -69,7 +69,7 @@ def library() -> Library:
 
 
 def _called_at_once(text: bytes) -> bytes:
-    """The same script, whose outer function stands in parentheses.
+    """Return a script with its outer function in parentheses.
 
     Browsers take that as a sign that it is called at once, and compile it in one go. Without it
     they read the whole script to find its end, and again when it is called, which is a quarter of

@@ -60,12 +60,12 @@ class JitAutotuner:
 
     @property
     def wins(self) -> bool:
-        """Whether compiled updates have turned out to be faster."""
+        """Say whether compiled updates have turned out to be faster."""
         return self._choice == INDUCTOR
 
     @property
     def is_undecided(self) -> bool:
-        """Whether the two have not been measured yet."""
+        """Say whether the two ways of running have not been measured yet."""
         return self._choice is None
 
     def expect(self, updates: int) -> None:
@@ -116,7 +116,7 @@ class JitAutotuner:
             self._failure, self._choice = str(error), GRAPH
 
     def _pays(self) -> bool:
-        """Whether the training to come is estimated to be shorter by more than compiling takes."""
+        """Say whether the training to come is estimated to save more time than compiling takes."""
         assert self._recorded is not None
         of_calls = _CALL * self.compiled.operators_of(self._recorded)
         saved = self._updates_to_come * min(of_calls, _LARGEST_SHARE * self._seconds)
@@ -146,7 +146,7 @@ class JitAutotuner:
         return choice
 
     def said(self) -> List[str]:
-        """What came of it, in a sentence, if anything did."""
+        """Tell the result of the measurement in a sentence, if there is a result."""
         if self._failure:
             return [f"Updates run as recorded, uncompiled: {self._failure}"]
         if self._choice is None:

@@ -146,7 +146,7 @@ class CompiledUpdates:
         return sum(len(graph.graph.nodes) for graph in graphs if graph is not None)
 
     def may_be_there(self) -> bool:
-        """Whether any library is loaded or kept, so that it pays to look for this one."""
+        """Say whether any library is loaded or stored, so that it pays to look for this one."""
         return bool(self._libraries) or Store.has_entries()
 
     @property

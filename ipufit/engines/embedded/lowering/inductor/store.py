@@ -53,7 +53,7 @@ class Store:
 
     @staticmethod
     def has_entries() -> bool:
-        """Whether anything is kept in the user's directory, which is not made by asking."""
+        """Say whether the user's directory has any entry; the question does not create it."""
         try:
             with os.scandir(_default()) as entries:
                 return any(not entry.name.startswith(("making-", _SCRATCH)) for entry in entries)
