@@ -407,13 +407,16 @@ def test_dampening_without_momentum_is_nothing_as_in_torch():
         torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
 
 
-def test_float64_is_refused_as_no_device_has_it():
+def test_float64_is_converted_or_refused_as_no_device_has_it():
     ipufit.poptorch._precision._kept = False
     with pytest.raises(ConfigurationError, match="an IPU computes in float16 and float32, but"):
         compiled("ipu-standin", MLP().double())
     model = compiled("ipu-standin", MLP())
-    with pytest.raises(ipufit.errors.DataError, match="float32 at most, but the data is float64"):
+    with pytest.warns(UserWarning, match="from float64 to float32"):
         fitted(model, Plan(4))
+    weights = torch.ones(8, dtype=torch.float64)
+    with pytest.raises(ipufit.errors.DataError, match="float32 at most, but the data is float64"):
+        model.fit(X[:8].float(), Y[:8], batch_size=4, sample_weight=weights, verbose=0)
     many = torch.full((8,), 2**40)
     with pytest.raises(ipufit.errors.DataError, match="integers of 32 bits, but the data holds"):
         fitted(model, Plan(4), x=X[:8].float(), y=many)

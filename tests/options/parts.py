@@ -487,6 +487,13 @@ def checked(updates=2, epoch=()):
     return fails.check(updates, epoch)
 
 
+def advanced(updates=4, epochs=1):
+    found = half()
+    found.advance_to(updates, epochs)
+    return found.state_dict(), [row[0]["lr"] for row in found.rows(2)]
+
+
+of("schedules.Schedule.advance_to", advanced, updates=(4, 2), epochs=(1, 2))
 of("schedules.Schedule.rows", made, updates=(4, 2), accumulation_steps=((), (2, 2, 2, 2)))
 of("schedules.Schedule.check", checked, updates=(2, 9), epoch=With((), (1,), updates=9))
 of("schedules.Schedule.end_epoch", ended, logs=({"loss": 1.0}, {"other": 1.0}))
@@ -522,6 +529,7 @@ of_error(
     what=("", "d"),
     cure=("", "e"),
 )
+of_error(errors.DataError, message=("a", "b"), what=("", "c"), cure=("", "d"))
 of_error(
     errors.NonFiniteLossError,
     message=("a", "b"),
