@@ -136,7 +136,7 @@ class FitArguments:
     seed: int = 0
 
     @staticmethod
-    def check(session: Session, asked: FitRequest) -> FitArguments:
+    def check(session: Session, request: FitRequest) -> FitArguments:
         """Raise all faults at once, or return the arguments."""
         if torch.is_inference_mode_enabled():
             raise ConfigurationError(
@@ -146,43 +146,43 @@ class FitArguments:
         faults = Faults()
         first, last = 0, 1
         with faults.collected():
-            first, last = _epochs(asked.initial_epoch, asked.epochs)
-        data = FitData(session, asked, faults)
+            first, last = _epochs(request.initial_epoch, request.epochs)
+        data = FitData(session, request, faults)
         data.open()
         dev_run = data.limit()
         plan = data.plan(dev_run)
-        callbacks, seed, level = _common(session, faults, asked)
+        callbacks, seed, level = _common(session, faults, request)
         inference = data.inference_plan(dev_run)
         with faults.collected():
-            refuse_unused(asked)
+            refuse_unused(request)
         due: List[int] = []
         with faults.collected():
-            due = validation_epochs(asked.validation_freq, first, last)
+            due = validation_epochs(request.validation_freq, first, last)
         prefetch = held_prefetch = 0
         with faults.collected():
-            passes = asked.steps_per_epoch is not None
-            prefetch = resolve_prefetch(asked.prefetch, data.source, session, passes)
-            held_prefetch = resolve_prefetch(asked.prefetch, data.held_out, session)
+            passes = request.steps_per_epoch is not None
+            prefetch = resolve_prefetch(request.prefetch, data.source, session, passes)
+            held_prefetch = resolve_prefetch(request.prefetch, data.held_out, session)
         checkpoint = resume = None
         max_restarts = 0
         with faults.collected():
-            checkpoint = resolve_checkpoint(asked.checkpoint)
+            checkpoint = resolve_checkpoint(request.checkpoint)
         with faults.collected():
-            resume = resolve_resume(asked.resume, checkpoint)
+            resume = resolve_resume(request.resume, checkpoint)
         resume_changes: FrozenSet[str] = frozenset()
-        if asked.resume_changes is not None:
+        if request.resume_changes is not None:
             # Imported here: few runs change anything.
             from ipufit.checkpoints.configuration import resolve_resume_changes
 
             with faults.collected():
                 resume_changes = resolve_resume_changes(
-                    asked.resume_changes, asked.resume, session.groups
+                    request.resume_changes, request.resume, session.groups
                 )
         with faults.collected():
-            max_restarts = _restarts(session, asked.max_restarts, asked.checkpoint)
+            max_restarts = _restarts(session, request.max_restarts, request.checkpoint)
         report = None
         with faults.collected():
-            report = resolve_report(asked.report, asked.autoreport, asked.autoreport_dir)
+            report = resolve_report(request.report, request.autoreport, request.autoreport_dir)
             if report is not None and not dev_run:
                 refuse_report(report, resume is not None)
         faults.raise_all()
@@ -263,36 +263,37 @@ def _restarts(session: Session, max_restarts: Any, checkpoint: Any) -> int:
     return count
 
 
-def _seed_of(found: Found, seed: Optional[int]) -> int:
-    if seed is not None and seed != found.seed:
+def _seed_of(checkpoint: Found, seed: Optional[int]) -> int:
+    if seed is not None and seed != checkpoint.seed:
         raise ConfigurationError(
-            f"seed must be that of the run that goes on, {found.seed}, got {seed}. Leave it out: "
-            "the checkpoint has it."
+            f"seed must be that of the run that goes on, {checkpoint.seed}, got {seed}. Leave it "
+            "out: the checkpoint has it."
         )
-    return found.seed
+    return checkpoint.seed
 
 
-def _first_of(found: Found, first: int, last: int) -> int:
+def _first_of(checkpoint: Found, first: int, last: int) -> int:
     """The epoch to begin with."""
-    if first != found.run["first_epoch"]:
+    if first != checkpoint.run["first_epoch"]:
         raise ConfigurationError(
-            f"initial_epoch must be that of the run that goes on, {found.run['first_epoch']}, got "
-            f"{first}. The checkpoint has the epoch to go on with."
+            "initial_epoch must be that of the run that goes on, "
+            f"{checkpoint.run['first_epoch']}, got {first}. The checkpoint has the epoch "
+            "to go on with."
         )
-    return last if found.is_over else min(found.epoch, last)
+    return last if checkpoint.is_over else min(checkpoint.epoch, last)
 
 
 def _common(
-    session: Session, faults: Faults, asked: FitRequest
+    session: Session, faults: Faults, request: FitRequest
 ) -> Tuple[List[Callback], Optional[int], int]:
     callbacks: List[Callback] = []
     seed, level = None, 0
     with faults.collected():
-        callbacks = checked(asked.callbacks)
+        callbacks = checked(request.callbacks)
     with faults.collected():
-        seed = session.fixed.seed_or(None if asked.seed is None else checked_seed(asked.seed))
+        seed = session.fixed.seed_or(None if request.seed is None else checked_seed(request.seed))
     with faults.collected():
-        level = resolve_verbose(asked.verbose)
+        level = resolve_verbose(request.verbose)
     return callbacks, seed, level
 
 

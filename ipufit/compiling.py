@@ -88,7 +88,7 @@ class CompileRequest:
 
 
 def compiled(
-    module: nn.Module, make_engine: Callable[[], Engine], asked: CompileRequest
+    module: nn.Module, make_engine: Callable[[], Engine], request: CompileRequest
 ) -> Session:
     """Check all arguments, and only then make anything.
 
@@ -100,79 +100,79 @@ def compiled(
     config = pair = limit = None
     mode = "all"
     with faults.collected():
-        asked, limit = _as_planned(module, asked)
+        request, limit = _as_planned(module, request)
     faults.raise_all()
-    if asked.config is not None:
+    if request.config is not None:
         from ipufit.configured import configured, output_mode_of
 
-        config, asked = configured(module, asked, faults)
+        config, request = configured(module, request, faults)
         mode = mode if config is None else output_mode_of(config)
     else:
-        asked = dataclasses.replace(asked, partition=_as_annotated(module, asked.partition))
-    if asked.training_options is not None or asked.inference_options is not None:
+        request = dataclasses.replace(request, partition=_as_annotated(module, request.partition))
+    if request.training_options is not None or request.inference_options is not None:
         from ipufit.whole_options.pair import OptionPair
 
-        pair = OptionPair.read(asked, faults)
-        asked = pair.merged(asked, faults)
-    reduction, offload = asked.gradient_reduction, asked.offload_optimizer_state
+        pair = OptionPair.read(request, faults)
+        request = pair.merged(request, faults)
+    reduction, offload = request.gradient_reduction, request.offload_optimizer_state
     if offload is None:
         offload = config is not None and config.optimizer_state_offchip
-    shard = asked.shard_optimizer
+    shard = request.shard_optimizer
     if shard is None:
         # Replicas of one process have one state anyway.
         shard = config is not None and config.replicated_tensor_sharding and current().are_several
-        shard = shard or asked.shard_weights is True
+        shard = shard or request.shard_weights is True
     # optimum-graphcore rounds whatever its configuration says.
-    rounds = config is not None if asked.auto_round_ipus is None else asked.auto_round_ipus
-    asked = dataclasses.replace(
-        asked,
-        output_mode=mode if asked.output_mode is None else asked.output_mode,
+    rounds = config is not None if request.auto_round_ipus is None else request.auto_round_ipus
+    request = dataclasses.replace(
+        request,
+        output_mode=mode if request.output_mode is None else request.output_mode,
         gradient_reduction="mean" if reduction is None else reduction,
         auto_round_ipus=rounds,
         offload_optimizer_state=offload,
         shard_optimizer=shard,
     )
-    cuts = asked.serialized_layers, asked.inference_serialized_layers
+    cuts = request.serialized_layers, request.inference_serialized_layers
     if config is None and all(cut is None for cut in cuts):
-        return _checked(module, make_engine, asked, config, pair, faults, limit)
+        return _checked(module, make_engine, request, config, pair, faults, limit)
     from ipufit.parallel.serializing import serialized_while_checked
 
     with serialized_while_checked(module, *cuts, faults, by_config=config is not None):
-        return _checked(module, make_engine, asked, config, pair, faults, limit)
+        return _checked(module, make_engine, request, config, pair, faults, limit)
 
 
-def _as_planned(module: nn.Module, asked: CompileRequest) -> Tuple[CompileRequest, Optional[int]]:
+def _as_planned(module: nn.Module, request: CompileRequest) -> Tuple[CompileRequest, Optional[int]]:
     """The arguments with stages and strategy of a plan, and the memory that it was made for.
 
     Raises:
         PartitionError: the plan is one of another module or strategy, or does not fit.
     """
-    first, second = asked.partition, asked.inference_partition
+    first, second = request.partition, request.inference_partition
     if first.stages is None and second.stages is None:
-        return asked, None
+        return request, None
     from ipufit.parallel.as_planned import as_planned
     from ipufit.parallel.partition_plan import PartitionPlan
 
     limit = first.stages.planned.memory if isinstance(first.stages, PartitionPlan) else None
     first, second = as_planned(module, first), as_planned(module, second)
-    return dataclasses.replace(asked, partition=first, inference_partition=second), limit
+    return dataclasses.replace(request, partition=first, inference_partition=second), limit
 
 
-def _as_annotated(module: nn.Module, asked: PartitionRequest) -> PartitionRequest:
+def _as_annotated(module: nn.Module, request: PartitionRequest) -> PartitionRequest:
     """The request with the IPUs that the module's annotations name, where it names no others."""
     ipus = annotated_ipus(module) or 1
-    if ipus == 1 or asked.sets_ipus:
-        return asked
-    return dataclasses.replace(asked, ipus_per_replica=ipus, is_annotated=True)
+    if ipus == 1 or request.sets_ipus:
+        return request
+    return dataclasses.replace(request, ipus_per_replica=ipus, is_annotated=True)
 
 
-def _partitions(module: nn.Module, asked: CompileRequest) -> Partitions:
+def _partitions(module: nn.Module, request: CompileRequest) -> Partitions:
     """How the module lies on IPUs.
 
     Raises:
         PartitionError: the arguments can't work, or not together; with every fault.
     """
-    first, second = asked.partition, asked.inference_partition
+    first, second = request.partition, request.inference_partition
     if first.is_absent and second.is_absent and not has_parts(module):
         return NOT_DIVIDED
     from ipufit.parallel.resolving import resolve_partitions
@@ -183,24 +183,24 @@ def _partitions(module: nn.Module, asked: CompileRequest) -> Partitions:
 def _checked(
     module: nn.Module,
     make_engine: Callable[[], Engine],
-    asked: CompileRequest,
+    request: CompileRequest,
     config: Optional[IPUConfig],
     pair: Optional[OptionPair],
     faults: Faults,
     planned_memory: Optional[int],
 ) -> Session:
-    resolved, metrics, optimizer = _what(module, asked, faults)
-    settings = _how(module, asked, faults)
+    resolved, metrics, optimizer = _what(module, request, faults)
+    settings = _how(module, request, faults)
     partitions = NOT_DIVIDED
     with faults.collected():
-        partitions = _partitions(module, asked)
+        partitions = _partitions(module, request)
     faults.raise_all()
     assert resolved is not None
     schedule = None
-    if asked.lr_scheduler is not None:
+    if request.lr_scheduler is not None:
         from ipufit.schedules import resolve_schedule
 
-        schedule = resolve_schedule(asked.lr_scheduler, optimizer, asked.lr_scheduler_interval)
+        schedule = resolve_schedule(request.lr_scheduler, optimizer, request.lr_scheduler_interval)
     engine = make_engine()
     if not callable(getattr(engine, "build", None)):
         raise ConfigurationError(
@@ -208,12 +208,12 @@ def _checked(
             "example engine='embedded'."
         )
     recipe = Recipe(schedule=schedule, **settings)
-    options = {TRAINING: asked.training_options, INFERENCE: asked.inference_options}
+    options = {TRAINING: request.training_options, INFERENCE: request.inference_options}
     printed: List[str] = []
     fixed = FixedWork()
     if pair is not None:
-        recipe, printed, said = pair.applied(engine, recipe, partitions)
-        fixed = FixedWork.of_options(pair.training, pair.inference, said)
+        recipe, printed, sentences = pair.applied(engine, recipe, partitions)
+        fixed = FixedWork.of_options(pair.training, pair.inference, sentences)
     if config is not None:
         from ipufit.ipu_config.report import in_short
         from ipufit.parallel.serializing import described
@@ -233,7 +233,7 @@ def _checked(
         metrics,
         engine,
         recipe,
-        asked.auto_round_ipus is True,
+        request.auto_round_ipus is True,
         options,
         partitions,
         fixed,
@@ -254,70 +254,72 @@ def _configured(
 
 
 def _what(
-    module: nn.Module, asked: CompileRequest, faults: Faults
+    module: nn.Module, request: CompileRequest, faults: Faults
 ) -> Tuple[Optional[Loss], MetricSet, Optional[torch.optim.Optimizer]]:
     """Loss, metrics and optimizer in normal form."""
     named: List[Tuple[str, nn.Parameter]] = list(module.named_parameters())
     loss, optimizer, metrics = None, None, MetricSet()
     with faults.collected():
         loss = resolve_loss(
-            asked.loss, asked.loss_weights, asked.normalize, asked.sample_weight_reduction
+            request.loss, request.loss_weights, request.normalize, request.sample_weight_reduction
         )
         if loss.module is not None:
             named += [(f"loss.{name}", p) for name, p in loss.module.named_parameters()]
     with faults.collected():
-        if asked.optimizer is not None:
+        if request.optimizer is not None:
             if not any(parameter.requires_grad for _, parameter in named):
                 refuse_unregistered(module)
-            optimizer = resolve_optimizer(asked.optimizer, named)
+            optimizer = resolve_optimizer(request.optimizer, named)
     with faults.collected():
         # What metrics of several outputs go by is not known without their losses.
-        if loss is not None or not isinstance(asked.loss, (list, tuple, dict)):
+        if loss is not None or not isinstance(request.loss, (list, tuple, dict)):
             outputs = loss.outputs if loss is not None else None
-            metrics = resolve_metrics(asked.metrics, asked.weighted_metrics, outputs)
+            metrics = resolve_metrics(request.metrics, request.weighted_metrics, outputs)
     return loss, metrics, optimizer
 
 
-def _how(module: nn.Module, asked: CompileRequest, faults: Faults) -> Dict[str, Any]:
+def _how(module: nn.Module, request: CompileRequest, faults: Faults) -> Dict[str, Any]:
     """The recipe, but for the schedule, which needs an optimizer that is known to be good."""
-    settings: Dict[str, Any] = {"gradient_reduction": asked.gradient_reduction}
+    settings: Dict[str, Any] = {"gradient_reduction": request.gradient_reduction}
     with faults.collected():
-        one_of("gradient_reduction", asked.gradient_reduction, ("mean", "sum"))
-        if asked.gradient_reduction == "sum":
-            refuse_sums_of_shares(asked.normalize, asked.sample_weight_reduction)
+        one_of("gradient_reduction", request.gradient_reduction, ("mean", "sum"))
+        if request.gradient_reduction == "sum":
+            refuse_sums_of_shares(request.normalize, request.sample_weight_reduction)
     with faults.collected():
-        settings["clip"] = resolve_clip(asked.clipnorm, asked.global_clipnorm, asked.clipvalue)
+        settings["clip"] = resolve_clip(
+            request.clipnorm, request.global_clipnorm, request.clipvalue
+        )
     with faults.collected():
         settings["averaging"] = resolve_averaging(
-            asked.use_ema, asked.ema_momentum, asked.ema_overwrite_frequency
+            request.use_ema, request.ema_momentum, request.ema_overwrite_frequency
         )
     with faults.collected():
-        settings["precision"] = resolve_precision(asked.precision)
-        settings["loss_scale"] = resolve_loss_scale(asked.loss_scale, settings["precision"])
+        settings["precision"] = resolve_precision(request.precision)
+        settings["loss_scale"] = resolve_loss_scale(request.loss_scale, settings["precision"])
     with faults.collected():
         settings["accumulation_dtype"] = resolve_dtype(
-            "accumulation_dtype", asked.accumulation_dtype
+            "accumulation_dtype", request.accumulation_dtype
         )
     with faults.collected():
-        settings["output_mode"] = resolve_output_mode(asked.output_mode, asked.output_every)
-        if asked.output_mode == "sum":
-            refuse_metrics_of_sums(asked.metrics or asked.weighted_metrics)
+        settings["output_mode"] = resolve_output_mode(request.output_mode, request.output_every)
+        if request.output_mode == "sum":
+            refuse_metrics_of_sums(request.metrics or request.weighted_metrics)
     with faults.collected():
-        settings["jit"] = resolve_jit(asked.jit, asked.run_eagerly)
-        settings["recompute"] = resolve_recompute(module, asked.recompute, settings["jit"])
+        settings["jit"] = resolve_jit(request.jit, request.run_eagerly)
+        settings["recompute"] = resolve_recompute(module, request.recompute, settings["jit"])
     for name, choices in _CHOICES.items():
         with faults.collected():
-            one_of(name, getattr(asked, name), choices)
-    settings["offload_optimizer_state"] = asked.offload_optimizer_state
-    settings["shard_optimizer"] = asked.shard_optimizer
-    settings["shard_weights"] = asked.shard_weights
+            one_of(name, getattr(request, name), choices)
+    settings["offload_optimizer_state"] = request.offload_optimizer_state
+    settings["shard_optimizer"] = request.shard_optimizer
+    settings["shard_weights"] = request.shard_weights
     with faults.collected():
-        if asked.shard_weights is True and asked.shard_optimizer is False:
+        if request.shard_weights is True and request.shard_optimizer is False:
             raise ConfigurationError(
                 "shard_weights=True divides the optimizer's state too, but got "
                 "shard_optimizer=False. Leave shard_optimizer out."
             )
-    settings["detect_nan"] = asked.detect_nan
+    settings["detect_nan"] = request.detect_nan
     return settings
 
 

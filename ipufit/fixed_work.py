@@ -57,9 +57,9 @@ class FixedWork:
             ),
         }
         seed = None if config.seed is None else (config.seed, "IPUConfig.seed")
-        said = f"Work, seed and options are those of {config!r}."
+        sentence = f"Work, seed and options are those of {config!r}."
         inference = _work(config, "inference_")
-        return FixedWork(training, inference, {}, seed, None, "another config", (said,))
+        return FixedWork(training, inference, {}, seed, None, "another config", (sentence,))
 
     @staticmethod
     def of_options(
@@ -93,38 +93,39 @@ class FixedWork:
         return {*fixed, *(["ipus"] if is_training in self.replicas else [])}
 
     def resolve(
-        self, is_training: bool, partition: Optional[Partition], **asked: Any
+        self, is_training: bool, partition: Optional[Partition], **arguments: Any
     ) -> Dict[str, Any]:
         """The arguments with values of the configuration where they are None.
 
         Args:
             is_training: which of both counts.
             partition: of the module over the IPUs of a replica.
-            asked: "ipus", "device_iterations" and "gradient_accumulation", as the user has them.
+            arguments: "ipus", "device_iterations" and "gradient_accumulation", as the user
+                has them.
 
         Raises:
             PlanError: an argument disagrees with the configuration; with all that do.
         """
         fixed = dict(self.training if is_training else self.inference)
         if is_training in self.replicas:
-            count, said = self.replicas[is_training]
+            count, source = self.replicas[is_training]
             ipus = 1 if partition is None else partition.ipus
-            said += f" x {ipus} IPUs of a replica" if ipus > 1 else ""
-            fixed["ipus"] = (count * ipus, said)
-        found: Dict[str, Any] = {}
+            source += f" x {ipus} IPUs of a replica" if ipus > 1 else ""
+            fixed["ipus"] = (count * ipus, source)
+        resolved: Dict[str, Any] = {}
         faults = []
-        for name, value in asked.items():
-            there, said = fixed.get(name, (_DEFAULTS[name], ""))
-            found[name] = there if value is None else value
-            if said and value is not None and value != there:
+        for name, value in arguments.items():
+            there, source = fixed.get(name, (_DEFAULTS[name], ""))
+            resolved[name] = there if value is None else value
+            if source and value is not None and value != there:
                 faults.append(
-                    f"`{name}` must agree with {said}, which says {there}, got {value!r}. Leave "
+                    f"`{name}` must agree with {source}, which says {there}, got {value!r}. Leave "
                     f"it out, or compile with {self.other}."
                 )
-                found[name] = there
+                resolved[name] = there
         if faults:
-            raise PlanError(faults, {name: found[name] for name in fixed if name in found})
-        return found
+            raise PlanError(faults, {name: resolved[name] for name in fixed if name in resolved})
+        return resolved
 
     def seed_or(self, seed: Optional[int], is_training: bool = True) -> Optional[int]:
         """The seed that was asked for, else the one that ``compile`` has fixed.
@@ -135,10 +136,10 @@ class FixedWork:
         fixed = self.seed if is_training else self.inference_seed
         if fixed is None:
             return seed
-        value, said = fixed
+        value, source = fixed
         if seed not in (None, value):
             raise ConfigurationError(
-                f"seed must agree with {said}, which is {value}, got {seed}. Leave it out, or "
+                f"seed must agree with {source}, which is {value}, got {seed}. Leave it out, or "
                 f"compile with {self.other}."
             )
         return value

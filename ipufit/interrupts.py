@@ -103,11 +103,11 @@ def starting_processes(silent: bool = False) -> Iterator[None]:
         if (silent or not _is_main()) and hasattr(signal, "pthread_sigmask"):
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
-        held = _HeldSignals()
-        stack.callback(held.release)
-        stack.callback(_IN_FORK.reset, _IN_FORK.set(lambda: held.leave_to(mask)))
+        signals = _HeldSignals()
+        stack.callback(signals.release)
+        stack.callback(_IN_FORK.reset, _IN_FORK.set(lambda: signals.leave_to(mask)))
         if _is_main():
-            held.hold()
+            signals.hold()
         yield
 
 

@@ -187,20 +187,20 @@ class Session:
         self._training.swap_averages()
         self._swaps += 1
 
-    def resolve_work(self, source: Source, training: bool, **asked: Any) -> Dict[str, Any]:
+    def resolve_work(self, source: Source, training: bool, **arguments: Any) -> Dict[str, Any]:
         """Fill in what ``compile`` has fixed of ipus, device_iterations and gradient_accumulation.
 
         Args:
             source: of which the module's own blocks are counted where IPUs are to be shared out.
             training: False for evaluate and predict.
-            asked: the arguments, as the user has them.
+            arguments: as the user has them.
 
         Raises:
             PlanError: an argument disagrees with what is fixed.
         """
-        if asked["ipus"] is not None or "ipus" in self.fixed.names(training):
+        if arguments["ipus"] is not None or "ipus" in self.fixed.names(training):
             self.partitions = self._divider.looked(self, source, training)
-        return self.fixed.resolve(training, self.partitions.of(training), **asked)
+        return self.fixed.resolve(training, self.partitions.of(training), **arguments)
 
     def plan(
         self,
@@ -313,7 +313,7 @@ class Session:
         assert failure is not None
         raise failure
 
-    def start_together(self, *given: Any, **options: Any) -> Job:
+    def start_together(self, *args: Any, **options: Any) -> Job:
         """The same in all processes, if it works in all.
 
         Raises:
@@ -322,7 +322,7 @@ class Session:
         started: List[Job] = []
 
         def start() -> Job:
-            started.append(self.start(*given, **options))
+            started.append(self.start(*args, **options))
             return started[0]
 
         try:

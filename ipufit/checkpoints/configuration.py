@@ -160,10 +160,10 @@ def resolve_resume_changes(
             "resume_changes says what may differ from the checkpoint that fit goes on from, but "
             "resume is not given. Pass resume='auto' too, or leave it out."
         )
-    known = CHANGEABLE | _hyperparameter_names(groups)
+    changeable = CHANGEABLE | _hyperparameter_names(groups)
     for name in sorted(names):
-        if name not in known:
-            raise UnknownNameError("name in resume_changes", name, known)
+        if name not in changeable:
+            raise UnknownNameError("name in resume_changes", name, changeable)
     return frozenset(names)
 
 
@@ -189,17 +189,17 @@ def configuration_name(name: str) -> str:
     return name if name in CHANGEABLE else "hyperparameters"
 
 
-def configuration_of(session: Session, given: FitArguments, first: MicroBatch) -> Configuration:
+def configuration_of(session: Session, arguments: FitArguments, first: MicroBatch) -> Configuration:
     """Everything that determines the numbers of a run, as plain JSON.
 
     Args:
         session: what ``compile`` fixed.
-        given: the arguments of ``fit``.
+        arguments: those of ``fit``.
         first: the first micro-batch.
     """
     schedule, recipe = session.recipe.schedule, session.recipe.describe()
-    held_out = None if given.held_out is None else given.held_out[0]
-    class_weights = given.source.class_weights
+    held_out = None if arguments.held_out is None else arguments.held_out[0]
+    class_weights = arguments.source.class_weights
     # First the arguments of ``compile`` that were given, then those that are always there.
     return {
         **{name: value for name, value in recipe.items() if name not in _SAME_NUMBERS},
@@ -210,8 +210,8 @@ def configuration_of(session: Session, given: FitArguments, first: MicroBatch) -
         "lr_scheduler": None if schedule is None else _described(schedule.configuration),
         "class_weight": None if class_weights is None else _described(class_weights.by_class),
         "sample_weight": class_weights is None and is_weighted(first),
-        "shuffle": _order(given.source),
-        "data": {**_data(given.source), "steps_per_epoch": given.plan.fixed_updates},
+        "shuffle": _order(arguments.source),
+        "data": {**_data(arguments.source), "steps_per_epoch": arguments.plan.fixed_updates},
         "validation_data": None if held_out is None else _data(held_out),
         **mutable_configuration(session),
     }
@@ -377,17 +377,17 @@ def _data(source: Source) -> Configuration:
     loader: Any = source.loader
     rows = held_rows(loader)
     # Tensors and arrays are rows alike.
-    known: Configuration = {"class": type(loader).__name__}
+    description: Configuration = {"class": type(loader).__name__}
     if reads_as_torch(loader):
-        known["dataset"] = type(loader.dataset).__name__
+        description["dataset"] = type(loader.dataset).__name__
     if rows is not None:
-        known.update(_rows(rows))
+        description.update(_rows(rows))
     elif isinstance(loader, (list, tuple)):
         step = max(1, len(loader) // _BATCHES)
-        known["content"] = _tensor_digest(tree.flatten(list(loader[::step]))[0])
+        description["content"] = _tensor_digest(tree.flatten(list(loader[::step]))[0])
     if isinstance(loader, DataLoader):
-        known["collate_fn"] = _described(loader.collate_fn)
-    return known
+        description["collate_fn"] = _described(loader.collate_fn)
+    return description
 
 
 def _rows(rows: Rows) -> Configuration:

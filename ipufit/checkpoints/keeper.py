@@ -158,8 +158,8 @@ class Keeper:
         self._begun.adopt(self.found, changes)
         if self._begun.changes or allowed:
             unchanged = sorted(allowed - {change.name for change in changes})
-            noted = {"changed": self._begun.changes, "unchanged": unchanged}
-            fit.history.params["resume_changes"] = noted
+            resume_changes = {"changed": self._begun.changes, "unchanged": unchanged}
+            fit.history.params["resume_changes"] = resume_changes
         self.run.update(self.found.run)
         best = self.found.best
         self._best = _Best(best["name"], best["value"])
@@ -172,12 +172,12 @@ class Keeper:
 
     def _compare(self) -> List[Change]:
         """Return the configuration's changes since the checkpoint, found by the first process."""
-        found = self.found
-        assert found is not None
+        checkpoint = self.found
+        assert checkpoint is not None
         if self._arguments.restarts:
             return []  # This very call has begun it.
         changes = self._processes.first(
-            lambda: [dataclasses.asdict(each) for each in self._begun.changes_since(found)]
+            lambda: [dataclasses.asdict(each) for each in self._begun.changes_since(checkpoint)]
         )
         return [Change(**change) for change in changes]
 
@@ -186,11 +186,11 @@ class Keeper:
         assert settings is not None
         if settings.monitor is None:
             return
-        known = fit.callbacks.params["metrics"]
-        if settings.monitor not in known:
-            raise missing(settings, settings.monitor, known)
-        found = direction_of(settings.monitor, fit.callbacks.params["directions"], guess=False)
-        self._direction = found if settings.mode == "auto" else settings.mode
+        metrics = fit.callbacks.params["metrics"]
+        if settings.monitor not in metrics:
+            raise missing(settings, settings.monitor, metrics)
+        direction = direction_of(settings.monitor, fit.callbacks.params["directions"], guess=False)
+        self._direction = direction if settings.mode == "auto" else settings.mode
         if self._direction is None:
             raise ConfigurationError(
                 f"Checkpoint must know whether {settings.monitor!r} is better when it is small or "
@@ -269,11 +269,11 @@ class Keeper:
         assert self._settings is not None
         # Whoever ends first may end the others: not before it is written.
         self._processes.gather(None)
-        said = (
+        message = (
             f"{self._signals.agreed_on.name}: fit ends after update {self._done(fit)}, in epoch "
             f"{epoch}, which is written down in {self._settings.folder!r}. Call it again with "
             "resume='auto' to go on."
         )
         if self._processes.is_first:
-            print(f"ipufit: {said}", file=sys.stderr)
-        self._signals.end(said)
+            print(f"ipufit: {message}", file=sys.stderr)
+        self._signals.end(message)

@@ -114,8 +114,8 @@ def _divides(fit: Fit) -> bool:
 
 def _apart(processes: Processes, tree: Mapping[str, Any]) -> List[Dict[str, Any]]:
     """What the processes after the first have for themselves."""
-    own = {name: tree[name] for name in ("random", "place", "choices")}
-    return processes.gather({**own, "metrics": tree["meter"]["metrics"]}, "checkpoint")[1:]
+    parts = {name: tree[name] for name in ("random", "place", "choices")}
+    return processes.gather({**parts, "metrics": tree["meter"]["metrics"]}, "checkpoint")[1:]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,15 +240,15 @@ class Found:
             metrics: know how to join what several have seen.
             processes: those of now.
         """
-        own = {**self.tree["meter"]}
-        seen = [own["metrics"], *(each["metrics"] for each in self.tree.get("apart", []))]
-        if len(seen) == processes.num_processes:
-            own["metrics"] = seen[processes.process_id]
+        meter = {**self.tree["meter"]}
+        states = [meter["metrics"], *(each["metrics"] for each in self.tree.get("apart", []))]
+        if len(states) == processes.num_processes:
+            meter["metrics"] = states[processes.process_id]
         elif processes.is_first:
-            own["metrics"] = metrics.joined(seen)
+            meter["metrics"] = metrics.joined(states)
         else:
-            own["metrics"] = metrics.fresh().state_dict()
-        return own
+            meter["metrics"] = metrics.fresh().state_dict()
+        return meter
 
     def choices(self, processes: Processes) -> Any:
         """What was measured to be the fastest."""
@@ -270,13 +270,13 @@ class Found:
         return done
 
 
-def _checked(found: Found) -> Found:
+def _checked(checkpoint: Found) -> Found:
     """The same, if everything that is asked of it has the right form.
 
     Raises:
         ValueError, TypeError, KeyError: something has not.
     """
-    document, tree = found.document, found.tree
+    document, tree = checkpoint.document, checkpoint.tree
     whole = ("epoch", "seed", "updates", "update_size", "micro_batch_size", "replicas")
     for name in whole:
         # Before the first epoch there is none.
@@ -286,9 +286,12 @@ def _checked(found: Found) -> Found:
     for name in ("in_epoch", "stopped"):
         if type(document[name]) is not bool:
             raise ValueError(f"{name} is {document[name]!r}")
-    if type(found.run["first_update"]) is not int or type(found.run["first_epoch"]) is not int:
+    if (
+        type(checkpoint.run["first_update"]) is not int
+        or type(checkpoint.run["first_epoch"]) is not int
+    ):
         raise ValueError("the run has no beginning")
-    best = found.best
+    best = checkpoint.best
     if not isinstance(best["name"], (str, type(None))) or type(best["value"]) not in (
         float,
         type(None),
@@ -304,7 +307,7 @@ def _checked(found: Found) -> Found:
     if not all(type(each) is str for pair in choices.items() for each in pair):
         raise ValueError("its choices are no names")
     check_optimizer(tree["optimizer"])
-    return found
+    return checkpoint
 
 
 def _check_configuration(document: Mapping[str, Any]) -> None:
@@ -351,35 +354,35 @@ class RunConfiguration:
         last = {name: value for name, value in now.items() if value != self.begin.get(name)}
         return {"configuration": {"begin": self.begin, "last": last}, "changes": self.changes}
 
-    def changes_since(self, found: Found) -> List[Change]:
+    def changes_since(self, checkpoint: Found) -> List[Change]:
         """Return how this run's configuration differs from the one that wrote a checkpoint."""
-        stored = found.document.get("configuration")
+        stored = checkpoint.document.get("configuration")
         if stored is None:
             warnings.warn(
-                f"the checkpoint {found.name!r} is of an older ipufit and does not say how its run "
-                "was configured: that loss, optimizer settings, data and module are the same is "
-                "not checked, and the optimizer settings are those of the checkpoint.",
+                f"the checkpoint {checkpoint.name!r} is of an older ipufit and does not say how "
+                "its run was configured: that loss, optimizer settings, data and module are the "
+                "same is not checked, and the optimizer settings are those of the checkpoint.",
                 UserWarning,
                 stacklevel=2,
             )
             return []
-        same_torch = found.document["torch"] == torch.__version__
+        same_torch = checkpoint.document["torch"] == torch.__version__
         return changes_between(stored["begin"], stored["last"], self.begin, same_torch)
 
-    def adopt(self, found: Found, changes: Sequence[Change]) -> None:
+    def adopt(self, checkpoint: Found, changes: Sequence[Change]) -> None:
         """Go on with the configuration of a checkpoint, but for what has changed on purpose."""
-        stored = found.document.get("configuration")
+        stored = checkpoint.document.get("configuration")
         names = {configuration_name(change.name) for change in changes}
         if stored is not None:
             carried = {n: value for n, value in stored["begin"].items() if n not in names}
             self.begin = {**self.begin, **carried}
-        noted = [{"update": found.done, "change": line} for line in lines_of(changes)]
-        self.changes = [*found.document.get("changes", []), *noted]
+        entries = [{"update": checkpoint.done, "change": line} for line in lines_of(changes)]
+        self.changes = [*checkpoint.document.get("changes", []), *entries]
 
 
 def _check_fits(
-    found: Found,
-    own: TrainState,
+    checkpoint: Found,
+    state: TrainState,
     fit: Fit,
     session: Session,
     callbacks: Sequence[Callback],
@@ -391,11 +394,11 @@ def _check_fits(
     Raises:
         CheckpointError: with all that differs.
     """
-    job, document, where = fit.job, found.document, "the checkpoint"
-    weights, others = split(session.module, own)
-    faults = differences(weights, found.weights, where, widens=False)
+    job, document, where = fit.job, checkpoint.document, "the checkpoint"
+    weights, others = split(session.module, state)
+    faults = differences(weights, checkpoint.weights, where, widens=False)
     if "loss" not in allowed:
-        faults += differences(others, found.tree["others"], where, widens=False)
+        faults += differences(others, checkpoint.tree["others"], where, widens=False)
     pairs: List[Tuple[str, Any, Any]] = [
         ("optimizer", document["optimizer"], type(session.optimizer).__name__),
         ("samples of an update", document["update_size"], job.plan.update_size),
@@ -408,36 +411,36 @@ def _check_fits(
         for what, before, now in pairs
         if before != now
     ]
-    names = [name for name, _ in found.tree["callbacks"]]
+    names = [name for name, _ in checkpoint.tree["callbacks"]]
     called = Change("callbacks", "", "", names, [type(each).__name__ for each in callbacks])
     changes = [*([called] if called.was != called.now else []), *changes]
     if document["optimizer"] != type(session.optimizer).__name__:
         changes = [each for each in changes if configuration_name(each.name) != "hyperparameters"]
     refused = [change for change in changes if change.name not in allowed]
     faults += lines_of(refused)
-    if found.is_within_data:
+    if checkpoint.is_within_data:
         early = sorted({change.name for change in changes} & _BETWEEN_PASSES & allowed)
         faults += [
             f"{name}: it can change where an epoch has ended, not within one" for name in early
         ]
     if not faults:
         notes = settings.NOTES if "lr_scheduler" in allowed else ()
-        faults = optimizer_differences(session.optimizer, found.tree["optimizer"], notes)
+        faults = optimizer_differences(session.optimizer, checkpoint.tree["optimizer"], notes)
     if faults:
         more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
         lines = "\n".join(f"  {line}" for line in [*faults[:_SHOWN], *more])
-        known = {change.name for change in refused if is_changeable(change, session.groups)}
-        meant = f"resume_changes={{{', '.join(map(repr, sorted(known)))}}}"
-        advice = f" To go on with other settings from here, pass {meant}." if known else ""
+        changeable = {change.name for change in refused if is_changeable(change, session.groups)}
+        meant = f"resume_changes={{{', '.join(map(repr, sorted(changeable)))}}}"
+        advice = f" To go on with other settings from here, pass {meant}." if changeable else ""
         raise CheckpointError(
-            f"the checkpoint {found.name!r} must be of the run that goes on, but they differ:\n"
-            f"{lines}\nPass the same model, data and arguments, or another folder to begin anew."
-            f"{advice}"
+            f"the checkpoint {checkpoint.name!r} must be of the run that goes on, but they "
+            f"differ:\n{lines}\nPass the same model, data and arguments, or another folder to "
+            f"begin anew.{advice}"
         )
 
 
 def restore(
-    found: Found,
+    checkpoint: Found,
     fit: Fit,
     session: Session,
     callbacks: Sequence[Callback],
@@ -447,7 +450,7 @@ def restore(
     """Bring everything to where it stood, but for what has changed on purpose.
 
     Args:
-        found: the checkpoint.
+        checkpoint: that the run goes on from.
         fit: that goes on.
         session: of the model.
         callbacks: the user's.
@@ -458,31 +461,31 @@ def restore(
         CheckpointError: the checkpoint is of something else, and nothing has changed; or, made by
             somebody else than ipufit, it has parts that nobody can take over.
     """
-    tree, job = found.tree, fit.job
-    found.check_divided(session.processes, _divides(fit))
+    tree, job = checkpoint.tree, fit.job
+    checkpoint.check_divided(session.processes, _divides(fit))
     state = job.program.read_state()
-    _check_fits(found, state, fit, session, callbacks, changes, allowed)
+    _check_fits(checkpoint, state, fit, session, callbacks, changes, allowed)
     changed = frozenset(change.name for change in changes)
     try:
-        _restore_program(found, state, fit, session, changed)
+        _restore_program(checkpoint, state, fit, session, changed)
         fit.history.load_state_dict(tree["history"])
         _restore_callbacks(callbacks, tree["callbacks"])
         processes = session.processes
-        own = found.apart(processes)
-        meter = found.meter(job.meter.metrics, processes)
-        if found.in_epoch:
+        process_state = checkpoint.apart(processes)
+        meter = checkpoint.meter(job.meter.metrics, processes)
+        if checkpoint.in_epoch:
             job.meter.load_state_dict(meter)
         elif "metrics" not in changed:
             job.meter.metrics.load_lasting(meter["metrics"])
-        if own["place"] is not None:
-            fit.place = _place(own["place"])
-            job.feed.seek(fit.place, job.meter.updates, found.done)
-        chance.restore(own["random"])
+        if process_state["place"] is not None:
+            fit.place = _place(process_state["place"])
+            job.feed.seek(fit.place, job.meter.updates, checkpoint.done)
+        chance.restore(process_state["random"])
     except (CheckpointError, ConfigurationError):
         raise
     except Exception as error:
         raise CheckpointError(
-            f"the checkpoint {found.name!r} has parts that can't be taken over "
+            f"the checkpoint {checkpoint.name!r} has parts that can't be taken over "
             f"({type(error).__name__}: {error}). Go on from another one."
         ) from error
 
@@ -507,29 +510,29 @@ def _place(state: Mapping[str, Any]) -> Place:
 
 
 def _restore_program(
-    found: Found, own: TrainState, fit: Fit, session: Session, changed: FrozenSet[str]
+    checkpoint: Found, state: TrainState, fit: Fit, session: Session, changed: FrozenSet[str]
 ) -> None:
-    tree = found.tree
-    known = joined(session.module, found.weights, tree["others"])
+    tree = checkpoint.tree
+    tensors = joined(session.module, checkpoint.weights, tree["others"])
     replicas = tree["replicas"]
     if "loss" in changed:
         # A loss that is a module keeps its settings, such as weights of classes, in buffers.
-        fresh = split(session.module, own)[1]
-        known.update(fresh)
+        fresh = split(session.module, state)[1]
+        tensors.update(fresh)
         replicas = [{**each, **fresh} for each in replicas]
-    optimizer, schedule = _settings_after(found, session, changed)
+    optimizer, schedule = _settings_after(checkpoint, session, changed)
     scale = None if "loss_scale" in changed else tree["loss_scale"]
-    extra = {name: value for name, value in found.weights.items() if "_extra_state" in name}
+    extra = {name: value for name, value in checkpoint.weights.items() if "_extra_state" in name}
     if extra:
         session.module.load_state_dict(extra, strict=False)
-    first = {name: known[name] for name in own.buffers[0]}
+    first = {name: tensors[name] for name in state.buffers[0]}
     fit.job.program.write_state(
         TrainState(
-            {name: known[name] for name in own.weights},
+            {name: tensors[name] for name in state.weights},
             [first, *replicas],
             optimizer,
-            found.seed,
-            found.document["updates"],
+            checkpoint.seed,
+            checkpoint.document["updates"],
             {} if "use_ema" in changed else tree["averages"],
             None if scale is None else (scale[0], scale[1]),
             schedule,
@@ -538,10 +541,10 @@ def _restore_program(
 
 
 def _settings_after(
-    found: Found, session: Session, changed: FrozenSet[str]
+    checkpoint: Found, session: Session, changed: FrozenSet[str]
 ) -> Tuple[Dict[str, Any], Any]:
     """The optimizer's state and that of the schedule, with the settings that are others now."""
-    optimizer, state = found.tree["optimizer"], found.tree["schedule"]
+    optimizer, state = checkpoint.tree["optimizer"], checkpoint.tree["schedule"]
     schedule, live = session.recipe.schedule, session.groups
     names = {name for group in live for name in group} - {"params"}
     hyperparameters = names & changed
@@ -558,11 +561,11 @@ def _settings_after(
         else:
             new = [{n: group[n] for n in taken_over if n in group} for group in live]
             pairs = zip(state["settings"], map(settings.numbers_of, new))
-            state = {**state, "settings": [{**stored, **own} for stored, own in pairs]}
+            state = {**state, "settings": [{**stored, **current} for stored, current in pairs]}
     else:
         taken_over = names
-        ended = found.epoch - found.run["first_epoch"]
-        before = state or {"updates": found.document["updates"], "epochs": ended}
+        ended = checkpoint.epoch - checkpoint.run["first_epoch"]
+        before = state or {"updates": checkpoint.document["updates"], "epochs": ended}
         schedule.advance_to(before["updates"], before["epochs"])
         state = None
     groups = [

@@ -74,20 +74,20 @@ def lay_out(members: Sequence[Member], rules: Sequence[Rule]) -> Tuple[FlatStora
         key = (member.group, member.updates, weight.dtype, weight.device, same)
         alike.setdefault(key, []).append(member)
     blocks = [
-        Block.of([(m.name, m.weight) for m in own], own[0].group, own[0].updates)
-        for own in alike.values()
+        Block.of([(m.name, m.weight) for m in bucket], bucket[0].group, bucket[0].updates)
+        for bucket in alike.values()
     ]
     storage = FlatStorage(blocks)
     parts: List[Part] = []
-    for own, block in zip(alike.values(), storage.blocks):
+    for bucket, block in zip(alike.values(), storage.blocks):
         rule = rules[block.group]
         state = {
-            name: block.gather({member.name: member.state[name] for member in own})
+            name: block.gather({member.name: member.state[name] for member in bucket})
             for name in rule.tensors
         }
-        for member, slot in zip(own, block.slots):
+        for member, slot in zip(bucket, block.slots):
             member.state = {name: slot.view(whole) for name, whole in state.items()}
-        parts.append(Part(own, block, rule, state))
+        parts.append(Part(bucket, block, rule, state))
     return storage, parts
 
 
@@ -148,8 +148,8 @@ class DeviceOptimizer:
     @property
     def loss_scaling(self) -> float:
         """By what the loss of the coming update is to be multiplied."""
-        own = self._written.get(LOSS_SCALING, self._settings.loss_scaling.value)
-        return own * (1.0 if self._automatic is None else self._automatic.factor)
+        scaling = self._written.get(LOSS_SCALING, self._settings.loss_scaling.value)
+        return scaling * (1.0 if self._automatic is None else self._automatic.factor)
 
     def accumulator(self, weight: torch.dtype) -> torch.dtype:
         """In which type gradients of a weight of this type are to be added up."""
@@ -254,9 +254,9 @@ class DeviceOptimizer:
             blocks = [part.block for part in self._parts]
             gradients = clipped(gradients, blocks, Clip(global_norm=largest))
         for part, row, flat, gradient in zip(self._parts, rows, flats, gradients):
-            own = {name: next(state) for name in part.state}
+            part_state = {name: next(state) for name in part.state}
             segments = [slice(slot.start, slot.stop) for slot in part.block.slots]
-            part.rule.update(flat, gradient, own, row[:-1].unbind(), segments)
+            part.rule.update(flat, gradient, part_state, row[:-1].unbind(), segments)
         return list(flats)
 
     def state(self) -> DeviceState:
@@ -274,7 +274,7 @@ class DeviceOptimizer:
 
     def numbers(self) -> Dict[str, float]:
         """The numbers that the device has of the settings: what is not a constant."""
-        return {name: self._written.get(name, own) for name, own in self._exported().items()}
+        return {name: self._written.get(name, value) for name, value in self._exported().items()}
 
     def anchors(self) -> Dict[str, float]:
         """The numbers that can be anchored, as the coming update takes them."""
@@ -340,12 +340,12 @@ class DeviceOptimizer:
                 _warn_of_missing("state", name)
 
     def _load_numbers(self, numbers: Mapping[str, Tensor]) -> None:
-        for name, own in self._exported().items():
+        for name, current in self._exported().items():
             if name not in numbers:
                 _warn_of_missing("parameter", name)
                 continue
             number = float(numbers[name])
-            if number == float(_single(own)):
+            if number == float(_single(current)):
                 self._written.pop(name, None)
             else:
                 self._written[name] = number

@@ -98,14 +98,14 @@ def _tracked(graph: fx.GraphModule, method: Tracked) -> List[fx.Node]:
     scale = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
     seed = _seed(scale)
     below: Set[fx.Node] = set()
-    found = []
+    tracked = []
     for node in graph.graph.nodes:
         if not below.intersection(node.all_input_nodes) and node not in seed:
             continue
         below.add(node)
         if node not in seed and _is_half(node) and node.users and _computes(node, method):
-            found.append(node)
-    return found
+            tracked.append(node)
+    return tracked
 
 
 def _seed(scale: fx.Node) -> Tuple[fx.Node, ...]:
@@ -188,14 +188,14 @@ class _Step:
             with watched(self._trace, _constants(self._model), self._wide), scopes:
                 in_place = {f"model.{name}": tensor for name, tensor in state.items()}
                 result = call_with(self._forward, in_place, (args, kwargs))
-            found = flattenTensorStructure(result) if result is not None else []
+            outputs = flattenTensorStructure(result) if result is not None else []
             changed = [t for name, t in state.items() if t._version != before[name]]
             gradients: List[Tensor] = []
             final = None
             if training:
-                final = self._trace.final_loss([*found, *changed])
+                final = self._trace.final_loss([*outputs, *changed])
                 gradients = self._gradients(final, state, scale)
-        computed = self._note(result, found, final)
+        computed = self._note(result, outputs, final)
         return [*computed, *([] if final is None else [final.detach()]), *gradients]
 
     def _gradients(self, loss: Tensor, state: Mapping[str, Tensor], scale: Tensor) -> List[Tensor]:
@@ -203,17 +203,19 @@ class _Step:
         if not loss.requires_grad or not weights:
             return []
         seed = torch.ones_like(loss) * scale.to(loss.dtype)
-        found = torch.autograd.grad([loss], weights, grad_outputs=[seed], allow_unused=True)
-        self.reached = tuple(n for n, g in zip(self._trained, found) if g is not None)
-        return [gradient for gradient in found if gradient is not None]
+        gradients = torch.autograd.grad([loss], weights, grad_outputs=[seed], allow_unused=True)
+        self.reached = tuple(n for n, g in zip(self._trained, gradients) if g is not None)
+        return [gradient for gradient in gradients if gradient is not None]
 
-    def _note(self, result: Any, found: Sequence[Tensor], final: Optional[Tensor]) -> List[Tensor]:
-        computed = [isinstance(tensor, FakeTensor) for tensor in found]
+    def _note(
+        self, result: Any, outputs: Sequence[Tensor], final: Optional[Tensor]
+    ) -> List[Tensor]:
+        computed = [isinstance(tensor, FakeTensor) for tensor in outputs]
         # Whatever is done to a tensor here, in the middle of the recording, makes it a fake one.
-        constants = [None if own else t for own, t in zip(computed, found)]
+        constants = [None if is_computed else t for is_computed, t in zip(computed, outputs)]
         tensors: List[Tensor] = []
-        for own, tensor in zip(computed, found):
-            if not own:
+        for is_computed, tensor in zip(computed, outputs):
+            if not is_computed:
                 continue
             inner = self._trace.is_inner_reduced(tensor, final)
             tensors.append((tensor.reshape(1) if inner else tensor).detach())
@@ -235,15 +237,15 @@ def _constants(model: nn.Module) -> List[Tensor]:
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
     """Afterwards no attribute is a tensor of the recording, without a value, and none is gone."""
     namespaces = [vars(module) for module in model.modules()]
-    namespaces += [own[members] for own in list(namespaces) for members in _MEMBERS]
+    namespaces += [module_vars[members] for module_vars in list(namespaces) for members in _MEMBERS]
     before = [dict(namespace) for namespace in namespaces]
     try:
         yield
     finally:
-        for namespace, known in zip(namespaces, before):
+        for namespace, attributes in zip(namespaces, before):
             for name in [n for n, value in namespace.items() if isinstance(value, FakeTensor)]:
                 del namespace[name]
-            for name, value in known.items():
+            for name, value in attributes.items():
                 namespace.setdefault(name, value)
 
 
@@ -318,11 +320,11 @@ def _own_constants(graph: fx.GraphModule) -> None:
         for name in {str(node.target) for node in part.graph.nodes if node.op == "get_attr"}:
             value = getattr(part, name, None)
             if isinstance(value, Tensor):
-                own = copies.setdefault(id(value), (value.detach().clone(), value))[0]
+                copy = copies.setdefault(id(value), (value.detach().clone(), value))[0]
                 # Whether it stands there as a buffer or as a plain attribute.
                 delattr(part, name)
-                setattr(part, name, own)
-                copies[id(own)] = (own, own)
+                setattr(part, name, copy)
+                copies[id(copy)] = (copy, copy)
 
 
 def _overlaps(graph: fx.GraphModule, state: int, inputs: int, outputs: int) -> overlap.Overlaps:

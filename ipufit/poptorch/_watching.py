@@ -41,18 +41,18 @@ class KeptValues:
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Look on while autograd saves tensors."""
-        with saved_tensors_hooks(self._pack, lambda kept: kept.tensor):
+        with saved_tensors_hooks(self._pack, lambda saved: saved.tensor):
             yield
 
     def _pack(self, tensor: Tensor) -> _Kept:
-        kept = _Kept(tensor)
-        self._of.setdefault(storage_id(tensor), []).append(kept)
-        return kept
+        saved = _Kept(tensor)
+        self._of.setdefault(storage_id(tensor), []).append(saved)
+        return saved
 
     def before_change(self, tensor: Tensor) -> None:
         """Copy what was saved of this memory, which is about to be written to."""
-        for kept in self._of.pop(storage_id(tensor), ()):
-            kept.tensor = kept.tensor.clone()
+        for saved in self._of.pop(storage_id(tensor), ()):
+            saved.tensor = saved.tensor.clone()
 
 
 _HOST = torch.device("cpu")
@@ -100,12 +100,12 @@ class _Calls(TorchFunctionMode):
         kwargs: Any = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        given = (*args, *kwargs.values())
-        moves = any(_is_device(value) for value in given)
+        arguments = (*args, *kwargs.values())
+        moves = any(_is_device(value) for value in arguments)
         if moves:
             self._refuse_gradients(args)
         if func in _LIKE_ANOTHER:
-            others = (t for t in given[1:] if isinstance(t, FakeTensor))
+            others = (t for t in arguments[1:] if isinstance(t, FakeTensor))
             moves = moves or any(not self._is_host(other) for other in others)
         if not self._wide or moves:
             args = tuple(_on_device(value, self._wide) for value in args)
@@ -130,9 +130,9 @@ class _Calls(TorchFunctionMode):
             result = _narrowed(result)
         return result
 
-    def _refuse_gradients(self, given: Tuple[Any, ...]) -> None:
+    def _refuse_gradients(self, args: Tuple[Any, ...]) -> None:
         """A tensor of the host's has no gradient on the device."""
-        for value in given[:1]:
+        for value in args[:1]:
             if isinstance(value, Tensor) and value.requires_grad and self._is_host(value):
                 raise error(
                     "An input tensor to an IPU model can not have requires_grad set to True. Move "
@@ -216,9 +216,9 @@ def _seen_on_device(trace: Trace, calls: _Calls) -> Iterator[None]:
     original: Any = FakeTensor.device
 
     def device(tensor: FakeTensor) -> torch.device:
-        own: torch.device = original.fget(tensor)
+        actual: torch.device = original.fget(tensor)
         if calls.inside or calls.below or trace.is_on_host(tensor):
-            return own
+            return actual
         return _IPU
 
     FakeTensor.device = property(device, original.fset)  # type: ignore
@@ -238,6 +238,6 @@ def watched(trace: Trace, constants: Sequence[Tensor], wide: bool = False) -> It
         wide: let float64 be, for comparisons; a device has none.
     """
     calls, values = _Calls(trace, wide), KeptValues()
-    kept = values.kept() if trace.training else contextlib.nullcontext()
-    with _Operators(trace, calls, constants, values), calls, _seen_on_device(trace, calls), kept:
+    saving = values.kept() if trace.training else contextlib.nullcontext()
+    with _Operators(trace, calls, constants, values), calls, _seen_on_device(trace, calls), saving:
         yield

@@ -54,21 +54,21 @@ class Faults:
     timeout: float
     is_hosted: bool
 
-    def ask(self, board: Board, said: str) -> Fault:
+    def ask(self, board: Board, reason: str) -> Fault:
         """Find it with the others' help.
 
         Args:
-            said: by torch, or nothing.
+            reason: by torch, or nothing.
         Raises:
             BoardLostError: the store is gone.
         """
-        return self._judged(board, self._answers(board), said)
+        return self._judged(board, self._answers(board), reason)
 
     def without_asking(self, board: Board) -> Fault:
         """Find it where the store is gone."""
-        told = self._told(board)
-        if told is not None:
-            return told
+        fault = self._told(board)
+        if fault is not None:
+            return fault
         if board.lost is None or board.is_silent:
             return Fault(
                 f"process 0 of {self.num_processes} did not come to the same point within "
@@ -83,33 +83,33 @@ class Faults:
     def _answers(self, board: Board) -> Seen:
         until = time.monotonic() + GRACE
         while True:
-            seen = board.look()
+            view = board.look()
             # Where a connection is closed, an error may still be on its way to the board.
-            is_known = board.ended or (not seen.is_closed and all(seen.noticed))
+            is_known = board.ended or (not view.is_closed and all(view.noticed))
             if is_known or time.monotonic() >= until:
-                return seen
+                return view
             time.sleep(POLL / 5)
 
-    def _judged(self, board: Board, seen: Seen, said: str) -> Fault:
-        told = self._told(board)
-        if told is not None and board.ended:
-            return told
+    def _judged(self, board: Board, view: Seen, reason: str) -> Fault:
+        fault = self._told(board)
+        if fault is not None and board.ended:
+            return fault
         # Not those that have found the fault already, and ended by it.
-        left = [has and not knew for has, knew in zip(seen.left, seen.noticed)]
+        left = [has and not knew for has, knew in zip(view.left, view.noticed)]
         if any(left):
             who = self._who(left)
             return Fault(f"{who} ended the program already", _LOOK)
-        if seen.is_closed and not all(seen.alive):
-            who = self._who([not each for each in seen.alive])
+        if view.is_closed and not all(view.alive):
+            who = self._who([not each for each in view.alive])
             return Fault(f"{who} gone (killed, or the machine failed)")
-        if not seen.is_closed and not all(seen.noticed):
-            who = named([number for number, came in enumerate(seen.noticed) if not came])
+        if not view.is_closed and not all(view.noticed):
+            who = named([number for number, came in enumerate(view.noticed) if not came])
             return Fault(
                 f"{who} of {self.num_processes} did not come to the same point within "
                 f"{self.timeout:g} s (waits, works on something else, or hangs)",
                 _SLOW,
             )
-        return told or Fault(f"torch.distributed failed: {brief(said) or 'it does not say why'}")
+        return fault or Fault(f"torch.distributed failed: {brief(reason) or 'it does not say why'}")
 
     def _told(self, board: Board) -> Optional[Fault]:
         """An error that a process ended with, or what others found before."""
@@ -276,7 +276,7 @@ class Link:
         assert place is not None
         limit = datetime.timedelta(seconds=seconds)
         is_host = self._me == 0 and not place.is_hosted
-        found = []
+        stores = []
         for number in range(2):
             try:
                 store = TCPStore(
@@ -300,8 +300,8 @@ class Link:
                     f"{brief(error)}. Check that it runs, and that MASTER_ADDR and MASTER_PORT, "
                     "or the address of ipufit.distributed, name its machine in all processes."
                 ) from error
-            found.append(PrefixStore(f"ipufit/{place.attempt}", store))
-        return found[0], PrefixStore("board", found[1])
+            stores.append(PrefixStore(f"ipufit/{place.attempt}", store))
+        return stores[0], PrefixStore("board", stores[1])
 
     def _arrive(self, board: Board) -> None:
         """Wait for the others, before torch does, which would not say who is missing."""
@@ -345,7 +345,9 @@ class Link:
         self.tell(error)
         raise error
 
-    def fail(self, is_closed: bool, said: str = "", cause: Optional[Exception] = None) -> NoReturn:
+    def fail(
+        self, is_closed: bool, reason: str = "", cause: Optional[Exception] = None
+    ) -> NoReturn:
         """Find out who has failed, let the others know, and leave them.
 
         Args:
@@ -356,7 +358,7 @@ class Link:
         fault = None
         try:
             board.notice(is_closed)
-            fault = self._faults.ask(board, said)
+            fault = self._faults.ask(board, reason)
             board.tell_conclusion(fault.what)
             if self._me == 0:
                 # It may host the board, which the others still have to read.

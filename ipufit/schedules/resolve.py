@@ -85,20 +85,22 @@ class CallableSchedule(Schedule):
             {name: self._value(name, f, position) for name, f in part.functions.items()}
             for part in self._parts
         ]
-        of_group = {g: found for part, found in zip(self._parts, values) for g in part.groups}
+        of_group = {
+            g: new_values for part, new_values in zip(self._parts, values) for g in part.groups
+        }
         for group, where, name in self._targets:
             settings.write(self._optimizer.param_groups[group], where, of_group[group][name])
 
     def _value(self, name: str, function: Callable[[int], Any], position: int) -> float:
         value = function(position)
-        found = settings.number(value)
-        if found is None:
+        number = settings.number(value)
+        if number is None:
             unit = "update" if self._per_update else "epoch"
             raise ConfigurationError(
                 f"the schedule of {name} must return one number, got {type(value).__name__} for "
                 f"{unit} {position}, counted from 0. Return for example 0.1 * 0.99 ** {unit}."
             )
-        return found
+        return number
 
     def _present(self) -> List[Any]:
         groups = settings.read(self._optimizer)
@@ -224,38 +226,38 @@ def resolve_schedule(
     return schedule
 
 
-def _schedule(given: Any, optimizer: torch.optim.Optimizer, per_update: bool) -> Schedule:
+def _schedule(scheduler: Any, optimizer: torch.optim.Optimizer, per_update: bool) -> Schedule:
     monitor, frequency = None, 1
-    if isinstance(given, AtEpochEnd):
-        frequency, monitor = given.frequency, given.monitor
-        given, per_update = given.scheduler, False
-    elif isinstance(given, EveryBatches):
-        given, frequency, per_update = given.scheduler, given.frequency, True
+    if isinstance(scheduler, AtEpochEnd):
+        frequency, monitor = scheduler.frequency, scheduler.monitor
+        scheduler, per_update = scheduler.scheduler, False
+    elif isinstance(scheduler, EveryBatches):
+        scheduler, frequency, per_update = scheduler.scheduler, scheduler.frequency, True
     if type(frequency) is not int or frequency < 1:
         raise ConfigurationError(
             f"the frequency of a scheduler must be a number of at least 1, got {frequency!r}."
         )
-    schedule = _stepped(given, optimizer, per_update, monitor)
+    schedule = _stepped(scheduler, optimizer, per_update, monitor)
     schedule.frequency = frequency
     return schedule
 
 
 def _stepped(
-    given: Any, optimizer: torch.optim.Optimizer, per_update: bool, monitor: Optional[str]
+    scheduler: Any, optimizer: torch.optim.Optimizer, per_update: bool, monitor: Optional[str]
 ) -> Schedule:
-    if callable(given) and not isinstance(given, (type, Scheduler)):
-        given = _called(given, optimizer)
-    if isinstance(given, ReduceLROnPlateau):
+    if callable(scheduler) and not isinstance(scheduler, (type, Scheduler)):
+        scheduler = _called(scheduler, optimizer)
+    if isinstance(scheduler, ReduceLROnPlateau):
         per_update = False
     elif monitor is not None:
         raise ConfigurationError(
             f"only ReduceLROnPlateau watches a value, got monitor={monitor!r} for "
-            f"{type(given).__name__}. Leave monitor out."
+            f"{type(scheduler).__name__}. Leave monitor out."
         )
-    if isinstance(given, Scheduler):
-        _check_scheduler(given, optimizer)
-        return TorchSchedule(optimizer, given, per_update, monitor)
-    return CallableSchedule(optimizer, _parts(given, len(optimizer.param_groups)), per_update)
+    if isinstance(scheduler, Scheduler):
+        _check_scheduler(scheduler, optimizer)
+        return TorchSchedule(optimizer, scheduler, per_update, monitor)
+    return CallableSchedule(optimizer, _parts(scheduler, len(optimizer.param_groups)), per_update)
 
 
 def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -274,29 +276,38 @@ def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def _parts(given: Any, groups: int) -> List[Part]:
-    if isinstance(given, Mapping):
-        _check_functions(given)
-        return [Part(range(groups), dict(given))]
-    if isinstance(given, list) and given and all(isinstance(one, Mapping) for one in given):
-        if len(given) != groups:
+def _parts(scheduler: Any, groups: int) -> List[Part]:
+    if isinstance(scheduler, Mapping):
+        _check_functions(scheduler)
+        return [Part(range(groups), dict(scheduler))]
+    if (
+        isinstance(scheduler, list)
+        and scheduler
+        and all(isinstance(one, Mapping) for one in scheduler)
+    ):
+        if len(scheduler) != groups:
             raise ConfigurationError(
                 f"lr_scheduler must be one dict, or a list with one for each of the {groups} "
-                f"parameter groups, got {len(given)}. Write {{}} for a group without a schedule."
+                f"parameter groups, got {len(scheduler)}. Write {{}} for a group without a "
+                "schedule."
             )
-        for one in given:
-            _check_functions(one, empty=any(given))
-        return [Part([index], dict(one)) for index, one in enumerate(given)]
-    if isinstance(given, type):
+        for one in scheduler:
+            _check_functions(one, empty=any(scheduler))
+        return [Part([index], dict(one)) for index, one in enumerate(scheduler)]
+    if isinstance(scheduler, type):
         raise ConfigurationError(
             f"lr_scheduler must be an object, a factory, a callable or a dict, got the class "
-            f"{given.__name__}. Pass for example functools.partial({given.__name__}, ...), which "
-            "is called with the optimizer."
+            f"{scheduler.__name__}. Pass for example functools.partial({scheduler.__name__}, "
+            "...), which is called with the optimizer."
         )
-    came = f"{type(given).__name__} of {len(given)}" if isinstance(given, (list, tuple)) else ""
+    came = (
+        f"{type(scheduler).__name__} of {len(scheduler)}"
+        if isinstance(scheduler, (list, tuple))
+        else ""
+    )
     raise ConfigurationError(
         "lr_scheduler must be an object of torch.optim.lr_scheduler, a factory, a callable or a "
-        f"dict of callables, got {came or repr(given)}. Pass for example {_SPELLINGS}; torch's "
+        f"dict of callables, got {came or repr(scheduler)}. Pass for example {_SPELLINGS}; torch's "
         "SequentialLR and ChainedScheduler make one of several."
     )
 
@@ -321,47 +332,47 @@ def _check_functions(functions: Mapping[Any, Any], empty: bool = False) -> None:
             )
 
 
-def _called(given: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Any:
+def _called(function: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Any:
     """The scheduler that a factory makes, or a dict with the callable for the learning rate."""
-    _check_signature(given)
-    says = _is_factory(given)
+    _check_signature(function)
+    says = _is_factory(function)
     if says is None:
-        return _probed(given, optimizer)
+        return _probed(function, optimizer)
     if not says:
-        return {"lr": given}
+        return {"lr": function}
     try:
-        made = given(optimizer)
+        scheduler = function(optimizer)
     except Exception as error:
         raise ConfigurationError(
             "lr_scheduler is a factory, which must make a torch scheduler from the optimizer, but "
             f"it failed with {_text(error)}. Correct it: {_SPELLINGS.partition(' or ')[0]}."
         ) from error
-    if not isinstance(made, Scheduler):
+    if not isinstance(scheduler, Scheduler):
         raise ConfigurationError(
             "lr_scheduler is a factory, which must make a torch scheduler from the optimizer, got "
-            f"{type(made).__name__}. Write for example {_SPELLINGS.partition(' or ')[0]}."
+            f"{type(scheduler).__name__}. Write for example {_SPELLINGS.partition(' or ')[0]}."
         )
-    return made
+    return scheduler
 
 
-def _probed(given: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Any:
+def _probed(function: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Any:
     # With 0 first: a factory fails at once on a number, and a schedule may do anything with an
     # optimizer.
     tried: List[str] = []
     cause: Optional[Exception] = None
     try:
-        value = given(0)
+        value = function(0)
         if settings.number(value) is not None:
-            return {"lr": given}
+            return {"lr": function}
         tried.append(f"0 gives {type(value).__name__}")
     except Exception as error:
         tried.append(f"0 fails with {_text(error)}")
         cause = error
     try:
-        made = given(optimizer)
-        if isinstance(made, Scheduler):
-            return made
-        tried.append(f"the optimizer gives {type(made).__name__}")
+        scheduler = function(optimizer)
+        if isinstance(scheduler, Scheduler):
+            return scheduler
+        tried.append(f"the optimizer gives {type(scheduler).__name__}")
     except Exception as error:
         tried.append(f"the optimizer fails with {_text(error)}")
         cause = cause or error
@@ -371,9 +382,9 @@ def _probed(given: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Any:
     ) from cause
 
 
-def _check_signature(given: Callable[..., Any]) -> None:
+def _check_signature(function: Callable[..., Any]) -> None:
     try:
-        inspect.signature(given).bind(0)
+        inspect.signature(function).bind(0)
     except TypeError as error:
         raise ConfigurationError(
             "lr_scheduler must be callable with one argument, the optimizer or the update, got "
@@ -383,12 +394,12 @@ def _check_signature(given: Callable[..., Any]) -> None:
         pass  # a builtin without a signature
 
 
-def _is_factory(given: Callable[..., Any]) -> Optional[bool]:
+def _is_factory(function: Callable[..., Any]) -> Optional[bool]:
     """What the callable says of itself; None where it says nothing."""
-    if isinstance(given, functools.partial) and isinstance(given.func, type):
-        return issubclass(given.func, Scheduler)
+    if isinstance(function, functools.partial) and isinstance(function.func, type):
+        return issubclass(function.func, Scheduler)
     try:
-        signature = inspect.signature(given)
+        signature = inspect.signature(function)
     except ValueError:
         return None
     takes = [_annotated(p.annotation) for p in list(signature.parameters.values())[:1]]

@@ -74,30 +74,30 @@ def group_of(estimator: object, group: str) -> Dict[str, Any]:
             without a prefix here; all of them.
     """
     start = f"{group}__"
-    own = {
+    options = {
         name[len(start) :]: value
         for name, value in settings_of(estimator).items()
         if name.startswith(start)
     }
     if group in _TAKEN:
-        _check_options(group, own, Model.compile if group == "compile" else Model.fit)
-    return own
+        _check_options(group, options, Model.compile if group == "compile" else Model.fit)
+    return options
 
 
-def _check_options(group: str, own: Mapping[str, Any], call: Callable[..., Any]) -> None:
-    known: List[str] = [name for name in inspect.signature(call).parameters if name != "self"]
-    free = [name for name in known if name not in _TAKEN[group]]
+def _check_options(group: str, options: Mapping[str, Any], call: Callable[..., Any]) -> None:
+    names: List[str] = [name for name in inspect.signature(call).parameters if name != "self"]
+    free = [name for name in names if name not in _TAKEN[group]]
     faults = Faults()
-    for name in own:
+    for name in options:
         with faults.collected():
-            _check_option(group, name, known, free)
+            _check_option(group, name, names, free)
     faults.raise_all()
 
 
-def _check_option(group: str, name: str, known: List[str], free: List[str]) -> None:
+def _check_option(group: str, name: str, names: List[str], free: List[str]) -> None:
     if name in free:
         return
-    if name not in known:
+    if name not in names:
         raise UnknownNameError(f"option of Model.{group}", name, free)
     raise _taken(group, name)
 
@@ -199,18 +199,18 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         Raises:
             NotFittedError: before ``fit``.
         """
-        made: Optional[Model] = vars(self).get("_model")
-        if made is None:
+        model: Optional[Model] = vars(self).get("_model")
+        if model is None:
             if "module_" not in vars(self):
                 raise NotFittedError(
                     f"this {type(self).__name__} has no model_ yet. Call fit first."
                 )
-            made = self._model = self._compiled(self.module_)
-            assert made.optimizer is not None
-            made.optimizer.load_state_dict(self._optimizer_state)
+            model = self._model = self._compiled(self.module_)
+            assert model.optimizer is not None
+            model.optimizer.load_state_dict(self._optimizer_state)
             # By which random numbers are drawn.
-            made._compiled("model_").updates = self._updates
-        return made
+            model._compiled("model_").updates = self._updates
+        return model
 
     def _check(self, x: Any, y: Any, reset: bool, **options: Any) -> Any:
         """Arrays in the dtype of the computation.
@@ -332,16 +332,16 @@ class Estimator(BaseEstimator):  # type: ignore[misc]
         """The module's outputs, shape (samples, n_outputs)."""
         check_is_fitted(self, "module_")
         x = validate_data(self, x, reset=False, dtype=self._dtype or "numeric", allow_nd=True)
-        found = self.model_.predict(x, batch_size=self.batch_size, verbose=0)
+        outputs = self.model_.predict(x, batch_size=self.batch_size, verbose=0)
         shape = (len(x), self._n_outputs)
-        if not isinstance(found, Tensor) or tuple(found.shape) != shape:
-            came = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        if not isinstance(outputs, Tensor) or tuple(outputs.shape) != shape:
+            came = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
             raise ConfigurationError(
                 f"the module must return one tensor of shape (samples, n_outputs), here {shape}, "
                 f"got {came}. Give it that many outputs: a parameter called n_outputs says how "
                 "many."
             )
-        return found.cpu().numpy()
+        return outputs.cpu().numpy()
 
     # ---- copies ----------------------------------------------------------------------------------
 

@@ -36,19 +36,19 @@ def fingerprint(module: nn.Module) -> Tuple[Tuple[Any, ...], Tuple[object, ...]]
         A hashable value that changes when one of them does, and the objects that must be kept alive
         so that no other one takes over their identity.
     """
-    held: List[object] = []
+    referents: List[object] = []
     parts: List[Tuple[Any, ...]] = []
     for name, part in module.named_modules():
-        own = {key: value for key, value in vars(part).items() if key not in _MEMBERS}
-        parts.append((name, type(part), _freeze(own, _DEPTH, held)))
+        attributes = {key: value for key, value in vars(part).items() if key not in _MEMBERS}
+        parts.append((name, type(part), _freeze(attributes, _DEPTH, referents)))
     for called in getattr(module, "called", ()):
-        held.append(called)
-        parts.append((id(called), _own_values(called, held)))
+        referents.append(called)
+        parts.append((id(called), _own_values(called, referents)))
     for name, parameter in module.named_parameters():
         hooks = (parameter._backward_hooks or {}).values()
-        parts.append((name, type(parameter), tuple(_freeze(hook, 0, held) for hook in hooks)))
-    parts.append(("code", tuple(_values_read(module, held).items())))
-    return tuple(parts), tuple(held)
+        parts.append((name, type(parameter), tuple(_freeze(hook, 0, referents) for hook in hooks)))
+    parts.append(("code", tuple(_values_read(module, referents).items())))
+    return tuple(parts), tuple(referents)
 
 
 # Titles of what code writes itself when it is recorded, by the user's module.
@@ -64,19 +64,19 @@ def note_writes(step: nn.Module) -> Iterator[None]:
     Args:
         step: a step module.
     """
-    held: List[object] = []
-    before = _values_read(step, held)
+    referents: List[object] = []
+    before = _values_read(step, referents)
     yield
-    after = _values_read(step, held)
+    after = _values_read(step, referents)
     written = {key[0] for key, value in before.items() if after.get(key) != value}
     if written:
         _WRITTEN.setdefault(step.get_submodule("net"), set()).update(written)
 
 
-def _values_read(step: nn.Module, held: List[object]) -> Dict[Tuple[str, int], Any]:
+def _values_read(step: nn.Module, referents: List[object]) -> Dict[Tuple[str, int], Any]:
     """Return the values that code reads and does not write, frozen, by title and place."""
     return {
-        (title, place): _freeze(value, _DEPTH, held)
+        (title, place): _freeze(value, _DEPTH, referents)
         for place, (title, value) in enumerate(_read_only(step, CodeReader(step)))
     }
 
@@ -114,21 +114,23 @@ def _is_code(value: Any) -> bool:
     return isinstance(value, type) or inspect.isroutine(value)
 
 
-def _freeze(value: Any, depth: int, held: List[object]) -> Any:
+def _freeze(value: Any, depth: int, referents: List[object]) -> Any:
     if isinstance(value, PLAIN):
         # 1, 1.0 and True are equal, and not the same to a program.
         return (type(value), value)
     if depth and isinstance(value, dict):
-        return tuple((_freeze(k, 0, held), _freeze(v, depth - 1, held)) for k, v in value.items())
+        return tuple(
+            (_freeze(k, 0, referents), _freeze(v, depth - 1, referents)) for k, v in value.items()
+        )
     if depth and isinstance(value, (list, tuple)):
-        return (type(value), tuple(_freeze(item, depth - 1, held) for item in value))
+        return (type(value), tuple(_freeze(item, depth - 1, referents) for item in value))
     if depth and isinstance(value, (set, frozenset)):
-        return (type(value), frozenset(_freeze(item, 0, held) for item in value))
+        return (type(value), frozenset(_freeze(item, 0, referents) for item in value))
     is_config = hasattr(value, "__dict__") and not isinstance(value, Tensor) and not callable(value)
     if depth and is_config:
-        held.append(value)
-        return (id(value), _freeze(vars(value), depth - 1, held))
-    held.append(value)
+        referents.append(value)
+        return (id(value), _freeze(vars(value), depth - 1, referents))
+    referents.append(value)
     if is_array(value) and value.nbytes <= _LARGEST_ARRAY:
         return (id(value), value.shape, zlib.crc32(value.tobytes()))
     if isinstance(value, Tensor):
@@ -136,19 +138,19 @@ def _freeze(value: Any, depth: int, held: List[object]) -> Any:
     return (id(value), _plain_attributes(value))
 
 
-def _own_values(called: object, held: List[object]) -> Tuple[Any, ...]:
+def _own_values(called: object, referents: List[object]) -> Tuple[Any, ...]:
     """Numbers, strings and tensors; other objects may be whole experiments, and change always."""
     kinds = (*PLAIN, Tensor, list, tuple, dict)
-    own = {key: value for key, value in vars(called).items() if isinstance(value, kinds)}
-    return tuple((key, _freeze(value, 1, held)) for key, value in own.items())
+    attributes = {key: value for key, value in vars(called).items() if isinstance(value, kinds)}
+    return tuple((key, _freeze(value, 1, referents)) for key, value in attributes.items())
 
 
 def _plain_attributes(value: Any) -> Tuple[Any, ...]:
     """Of an object that is called, its numbers and strings: what it holds besides may be large."""
     if isinstance(value, nn.Module) or _is_code(value):
         return ()
-    own = getattr(value, "__dict__", {})
-    return tuple((key, type(v), v) for key, v in own.items() if isinstance(v, PLAIN))
+    attributes = getattr(value, "__dict__", {})
+    return tuple((key, type(v), v) for key, v in attributes.items() if isinstance(v, PLAIN))
 
 
 class FrozenValues:
@@ -196,17 +198,17 @@ class FrozenValues:
 
     def _now(self) -> Dict[Tuple[str, int], Tuple[Any, Any]]:
         reader = CodeReader(self._step)
-        found = [(title, value, 0) for title, value in _read_only(self._step, reader)]
+        values = [(title, value, 0) for title, value in _read_only(self._step, reader)]
         for part in (*self._step.modules(), *getattr(self._step, "called", ())):
             is_torchs = type(part).__module__.partition(".")[0] == "torch"
             for name, value in vars(part).items() if part is not self._step else ():
                 is_read = name in reader.names or (is_torchs and not name.startswith("_"))
                 if is_read and isinstance(value, (*PLAIN, list, tuple, dict)):
-                    found.append((f"{type(part).__name__}.{name}", value, id(part)))
+                    values.append((f"{type(part).__name__}.{name}", value, id(part)))
         self._held = []
         return {
             (title, owner): (_freeze(value, _DEPTH, self._held), _copied(value))
-            for title, value, owner in found
+            for title, value, owner in values
         }
 
 

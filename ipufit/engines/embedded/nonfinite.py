@@ -95,8 +95,8 @@ class Rows:
         return tuple(torch.unique(rows).tolist())
 
     def _span_after(self, name: str, args: Sequence[Any], output: Tensor) -> Optional[int]:
-        given = [a for arg in args for a in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-        tensors = [t for t in given if isinstance(t, Tensor)]
+        operands = [a for arg in args for a in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        tensors = [t for t in operands if isinstance(t, Tensor)]
         if name in _PRODUCTS and len(tensors) > _PRODUCTS[name]:
             tensors = [tensors[_PRODUCTS[name]]]
         if not output.numel() or name.startswith(_MIXING):
@@ -107,9 +107,9 @@ class Rows:
                 continue
             if name in _SAME_ORDER and source.numel() == output.numel():
                 return span
-            found = self._moved(name, args, source, span, output)
-            if found is not None:
-                return found
+            moved_span = self._moved(name, args, source, span, output)
+            if moved_span is not None:
+                return moved_span
         return None
 
     def _moved(
@@ -161,12 +161,12 @@ def _order(name: str, args: Sequence[Any], dims: int) -> Sequence[int]:
 
 def _dims(args: Sequence[Any], dims: int) -> Sequence[int]:
     """Return the dimensions that an operator reduces; all where its arguments name none."""
-    given = args[1] if len(args) > 1 else None
-    if isinstance(given, int):
-        given = [given]
-    if not isinstance(given, (list, tuple)) or not given:
+    reduced = args[1] if len(args) > 1 else None
+    if isinstance(reduced, int):
+        reduced = [reduced]
+    if not isinstance(reduced, (list, tuple)) or not reduced:
         return range(dims)
-    return [int(d) % dims for d in given]
+    return [int(d) % dims for d in reduced]
 
 
 # They read nothing of the tensor that they write to, which may never have been written before.
@@ -238,8 +238,8 @@ class NonFiniteSearch(TorchDispatchMode):
         samples = self._rows.marked(tensor, ~tensor.isfinite())
         if (cause == "weights" and kind == "inf") or (cause == "data" and _is_mask(tensor)):
             cause = "constant"
-        found = _Found(kind == "nan", _view(tensor), cause=cause, samples=samples, name=name)
-        self._found.setdefault(_memory(tensor), []).append(found)
+        nonfinite = _Found(kind == "nan", _view(tensor), cause=cause, samples=samples, name=name)
+        self._found.setdefault(_memory(tensor), []).append(nonfinite)
 
     def __torch_dispatch__(
         self,
@@ -251,11 +251,11 @@ class NonFiniteSearch(TorchDispatchMode):
         origin = self._now()
         name = func._schema.name.partition("::")[2]
         read = args[1:] if name in _OVERWRITING else args
-        given = [t for t in tree.flatten((read, kwargs or {}))[0] if _is_number(t)]
-        looks = [_kind_of(t) for t in given]
-        sources = [self._source(t, kind) for t, kind in zip(given, looks) if kind is not None]
+        inputs = [t for t in tree.flatten((read, kwargs or {}))[0] if _is_number(t)]
+        looks = [_kind_of(t) for t in inputs]
+        sources = [self._source(t, kind) for t, kind in zip(inputs, looks) if kind is not None]
         # An operator that works in place leaves nothing of these.
-        operands = [_operand(t) for t in given] if func._schema.is_mutable else []
+        operands = [_operand(t) for t in inputs] if func._schema.is_mutable else []
         result = func(*args, **(kwargs or {}))
         outputs = [t for t in tree.flatten(result)[0] if isinstance(t, Tensor)]
         old = {_memory(t) for t in tree.flatten((args, kwargs or {}))[0] if isinstance(t, Tensor)}
@@ -268,36 +268,38 @@ class NonFiniteSearch(TorchDispatchMode):
             kind = _kind_of(output)
             if kind is None or "empty" in name:
                 continue
-            known = sorted((s for s in sources if s is not None), key=lambda s: not s.nan)
+            nonfinite_sources = sorted(
+                (s for s in sources if s is not None), key=lambda s: not s.nan
+            )
             if kind == "nan":
-                made = not any(s.nan for s in known) and "nan" not in looks
+                is_origin = not any(s.nan for s in nonfinite_sources) and "nan" not in looks
             else:
-                made = not known and not any(looks)
+                is_origin = not nonfinite_sources and not any(looks)
             cause = "backward" if origin.is_backward else "forward"
-            if made and kind == "inf" and _is_written(args, kwargs, given):
+            if is_origin and kind == "inf" and _is_written(args, kwargs, inputs):
                 cause = "constant"
             self._found.setdefault(_memory(output), []).append(
                 _Found(
                     kind == "nan",
                     _view(output),
-                    known,
+                    nonfinite_sources,
                     cause,
                     str(func),
                     origin,
-                    (operands or [_operand(t) for t in given]) if made else (),
-                    self._rows.marked(output, _bad(output, kind)) if made else (),
+                    (operands or [_operand(t) for t in inputs]) if is_origin else (),
+                    self._rows.marked(output, _bad(output, kind)) if is_origin else (),
                 )
             )
         return result
 
     def _source(self, tensor: Tensor, kind: str) -> Optional[_Found]:
         """What such a value of a tensor comes from; of parts of the memory, the same part first."""
-        known = [
+        candidates = [
             each for each in self._found.get(_memory(tensor), ()) if each.nan or kind == "inf"
         ] or self._found.get(_memory(tensor), [])
         view = _view(tensor)
-        same = [each for each in known if each.view == view]
-        return next(reversed(same or known), None)
+        same = [each for each in candidates if each.view == view]
+        return next(reversed(same or candidates), None)
 
     def cause_of(self, result: Tensor) -> Optional[NonFiniteValue]:
         """Where a result's value that is not finite came from; None if the search has not seen it.
@@ -306,13 +308,13 @@ class NonFiniteSearch(TorchDispatchMode):
             result: one with such a value.
         """
         kind = _kind_of(result)
-        found = None if kind is None else self._source(result, kind)
-        if found is None:
+        nonfinite = None if kind is None else self._source(result, kind)
+        if nonfinite is None:
             return None
-        first = _first(found)
+        first = _first(nonfinite)
         if first.cause == "constant":
             # Written on purpose: what met it afterwards should not have.
-            first = _after_constant(found)
+            first = _after_constant(nonfinite)
         return NonFiniteValue(
             first.cause,
             "nan" if first.nan else "inf",
@@ -328,32 +330,32 @@ class NonFiniteSearch(TorchDispatchMode):
         )
 
 
-def _first(found: _Found) -> _Found:
+def _first(nonfinite: _Found) -> _Found:
     """Follow a value back to what made it."""
     while True:
-        nans = [source for source in found.sources if source.nan]
-        if found.nan and nans:
-            found = nans[0]
+        nans = [source for source in nonfinite.sources if source.nan]
+        if nonfinite.nan and nans:
+            nonfinite = nans[0]
             continue
-        if not found.sources:
-            return found
+        if not nonfinite.sources:
+            return nonfinite
         # Infinite operands: one that an operator computed is where it began.
-        firsts = [_first(source) for source in found.sources]
+        firsts = [_first(source) for source in nonfinite.sources]
         begun = [first for first in firsts if first.cause != "constant"]
         if begun:
             return begun[0]
-        return found if found.nan else firsts[0]
+        return nonfinite if nonfinite.nan else firsts[0]
 
 
-def _after_constant(found: _Found) -> _Found:
+def _after_constant(nonfinite: _Found) -> _Found:
     """Of the operators between what Python wrote and the result, the first that chose from it."""
-    path = [found]
+    path = [nonfinite]
     while path[-1].sources and path[-1].cause != "constant":
         path.append(path[-1].sources[0])
     for source, result in zip(path[::-1], path[-2::-1]):
         if math.prod(result.view[0]) < math.prod(source.view[0]):
             return result
-    return path[-2] if len(path) > 1 else found
+    return path[-2] if len(path) > 1 else nonfinite
 
 
 def _is_number(value: Any) -> bool:
@@ -378,11 +380,11 @@ def _is_mask(tensor: Tensor) -> bool:
     return bool((tensor.isfinite() | (tensor == -torch.inf)).all())
 
 
-def _is_written(args: Any, kwargs: Any, given: Sequence[Tensor]) -> bool:
+def _is_written(args: Any, kwargs: Any, inputs: Sequence[Tensor]) -> bool:
     """Whether Python gave the infinity, or the operator makes a tensor of nothing."""
     leaves = tree.flatten((args, kwargs or {}))[0]
     numbers = [leaf for leaf in leaves if isinstance(leaf, float)]
-    return not given or any(number in (torch.inf, -torch.inf) for number in numbers)
+    return not inputs or any(number in (torch.inf, -torch.inf) for number in numbers)
 
 
 def _memory(tensor: Tensor) -> int:

@@ -175,8 +175,8 @@ class TrainingProgram(BaseProgram):
         views = self._live.storage.named_views()
         parameters = self._parameters
         names = [*self._trained, *self._frozen]
-        own = [views[n] if n in views else parameters[n].detach() for n in names]
-        return [*own, *buffers.values()]
+        tensors = [views[n] if n in views else parameters[n].detach() for n in names]
+        return [*tensors, *buffers.values()]
 
     def _record(self, example: MicroBatch) -> Recorded:
         state = self._live.states[0] if self._live.states else self._collect_state(self._buffers)
@@ -207,8 +207,8 @@ class TrainingProgram(BaseProgram):
         self._reached = reached
         rule = self._spec.recipe.averaging
         if rule is not None:
-            storage, known = self._live.storage, self._engine.averages
-            self._live.averages = Averages(rule, storage.blocks, storage.flats, known)
+            storage, averages = self._live.storage, self._engine.averages
+            self._live.averages = Averages(rule, storage.blocks, storage.flats, averages)
         self._note_published()
         self._live.states = [self._collect_state(buffers) for buffers in self._live.replicas]
 
@@ -371,11 +371,14 @@ class TrainingProgram(BaseProgram):
         """Operator by operator."""
         if not self._is_here([batch for update in updates for batch, _ in update]):
             with self._engine.clock.during("to_device"):
-                updates = [[(b.to(self._device), own) for b, own in update] for update in updates]
+                updates = [
+                    [(b.to(self._device), recording) for b, recording in update]
+                    for update in updates
+                ]
         self._live.updater.refresh(rows)
         with self._computing([recorded for update in updates for _, recorded in update]):
-            given = (self._engine, self._spec, self._live, self._maker, updates, rows, shares)
-            return Execution(*given, self._replay).run()
+            args = (self._engine, self._spec, self._live, self._maker, updates, rows, shares)
+            return Execution(*args, self._replay).run()
 
     def compare(self, batch: MicroBatch, reference: str, tolerance: Tolerance) -> Comparison:
         """Hold the recorded micro-batch against a reference; nothing is trained.
@@ -394,8 +397,8 @@ class TrainingProgram(BaseProgram):
             self._seed(recorded, self.updates)
 
         with self._computing([recorded]):
-            given = (self._step, self._live, recorded, batch, seed, tolerance)
-            return Comparing(*given).run(reference)
+            args = (self._step, self._live, recorded, batch, seed, tolerance)
+            return Comparing(*args).run(reference)
 
     def profile(self, batch: MicroBatch) -> Dict[str, Any]:
         """Time the operators of a micro-batch, on copies; nothing is trained.
@@ -413,8 +416,8 @@ class TrainingProgram(BaseProgram):
 
         # Forward runs once more to be recorded, and may draw from any of them.
         with LOCK, generators_kept(), torch.no_grad():
-            given = (self._spec, self._step, self._live, recorded, batch, self._maker, seed)
-            return Profiling(*given, captured=self._captured is not None).run()
+            args = (self._spec, self._step, self._live, recorded, batch, self._maker, seed)
+            return Profiling(*args, captured=self._captured is not None).run()
 
     def _follow_the_optimizer(self) -> None:
         """Take over what a callback has made of the optimizer's state."""
@@ -435,9 +438,9 @@ class TrainingProgram(BaseProgram):
                 self.swap_averages()
         weights = on_host(self._parameters)
         gathered = self._spec.processes.gather(
-            [on_host(own) for own in self._live.replicas], "buffers"
+            [on_host(replica) for replica in self._live.replicas], "buffers"
         )
-        buffers = [own for several in gathered for own in several]
+        buffers = [replica for several in gathered for replica in several]
         optimizer = self._optimizer_state()
         averages = self._live.averages.by_name() if self._live.averages is not None else {}
         schedule = self._spec.recipe.schedule
@@ -467,9 +470,11 @@ class TrainingProgram(BaseProgram):
                 first = {names[name]: value for name, value in state.buffers[0].items()}
                 put_back(self._buffers, first)
             begin = self._spec.plan.process * self._spec.plan.replicas
-            for replica, own in enumerate(self._live.replicas, begin):
-                known = replica if replica < len(state.buffers) else 0
-                put_back(own, {name: state.buffers[known][public_name(name)] for name in own})
+            for replica, buffers in enumerate(self._live.replicas, begin):
+                source = replica if replica < len(state.buffers) else 0
+                put_back(
+                    buffers, {name: state.buffers[source][public_name(name)] for name in buffers}
+                )
         self._optimizer.load_state_dict(state.optimizer)
         self._let_go()
         names = {public_name(name): name for name in self._parameters}

@@ -49,7 +49,7 @@ class Attributes:
         Raises:
             ConfigurationError: a tensor that is neither parameter nor buffer has changed.
         """
-        found = set()
+        attributes = set()
         for part, values, counts in self._before:
             kind, now = type(part).__name__, vars(part)
             for name, value in now.items():
@@ -61,18 +61,18 @@ class Attributes:
                     )
             names = {name for name in now if values.get(name, self) is not now[name]}
             names.update(name for name, n in _counts(part).items() if counts.get(name, n) != n)
-            found |= {f"{kind}.{name}" for name in names}
-        return tuple(sorted(found))
+            attributes |= {f"{kind}.{name}" for name in names}
+        return tuple(sorted(attributes))
 
 
 def _counts(part: object) -> Dict[str, int]:
-    found = {}
+    counts = {}
     for name, value in vars(part).items():
         if isinstance(value, Tensor):
-            found[name] = value._version
+            counts[name] = value._version
         elif type(value) in (list, dict, set) and not name.startswith("_"):
-            found[name] = len(value)
-    return found
+            counts[name] = len(value)
+    return counts
 
 
 @contextlib.contextmanager
@@ -203,15 +203,15 @@ class IpuStep(nn.Module):
         leaves, share, valid = self._taken_apart(tensors)
         batch = tree.unflatten(leaves, self._form.structure)
         batch = with_inputs_in(self.precision, batch)
-        own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        versions, places = self._versions(), storages(own)
+        tensors_by_name = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        versions, places = self._versions(), storages(tensors_by_name)
         attributes = Attributes([*self.net.modules(), *self.called])
-        kept = self._recompute if self.trains else ()
-        checkpointed = outputs_checkpointed(self._sdk, self.net, kept)
+        recompute = self._recompute if self.trains else ()
+        checkpointed = outputs_checkpointed(self._sdk, self.net, recompute)
         borrowed = in_place_of(self.original[0] if self.original else None, self.net)
         with collecting() as entries, traced_by(self._sdk), checkpointed, borrowed:
             outputs, term = self._call(batch, valid)
-        refuse_rebinding(self, own, places)
+        refuse_rebinding(self, tensors_by_name, places)
         # Noted here, since a PopTorch may put them back when it has traced.
         self.traced.attributes = attributes.changed()
         self._note_changes(versions)
@@ -226,12 +226,12 @@ class IpuStep(nn.Module):
         if self.wants_outputs:
             outputs = handed_back(self.net, outputs)
             refuse_hidden_tensors(outputs)
-            found = OutputShape(outputs)
-            self.traced.shapes = tuple(tensor.shape for tensor in found.tensors)
+            output_shape = OutputShape(outputs)
+            self.traced.shapes = tuple(tensor.shape for tensor in output_shape.tensors)
             # Without an operator in between: an overlapped output must be marked last of all.
-            result += [t.detach() if t.requires_grad else t for t in found.tensors]
-            found.forget()
-            self.traced.outputs = found
+            result += [t.detach() if t.requires_grad else t for t in output_shape.tensors]
+            output_shape.forget()
+            self.traced.outputs = output_shape
         return tuple(result)
 
     def _taken_apart(
@@ -250,9 +250,9 @@ class IpuStep(nn.Module):
         self, batch: Sequence[Any], valid: Optional[Tensor]
     ) -> Tuple[Any, Optional[LossTerm]]:
         args, kwargs, target, sample_weight = batch
-        with followed(self._partition, self.net, self._begin) as own:
+        with followed(self._partition, self.net, self._begin) as blocks:
             result = self._called(*args, **kwargs)
-            begin_loss(self._sdk, self._partition, own)
+            begin_loss(self._sdk, self._partition, blocks)
             return self._with_loss(result, target, sample_weight, valid)
 
     def _with_loss(
