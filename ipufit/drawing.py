@@ -89,8 +89,8 @@ class _Output:
     def __call__(self) -> None:
         shell = _notebook()
         self._was_shown = True
-        data: Dict[str, Any] = {"text/plain": repr(self._figure)}
-        metadata: Dict[str, Any] = {}
+        data: Dict[str, object] = {"text/plain": repr(self._figure)}
+        metadata: Dict[str, object] = {}
         # Formats that %matplotlib or the user has chosen.
         for kind, formatter in shell.display_formatter.formatters.items():
             value = formatter(self._figure) if kind.startswith("image/") else None

@@ -52,7 +52,7 @@ class _Metadata(importlib.abc.MetaPathFinder):
     def find_spec(self, *args: object) -> None:
         """Find no module."""
 
-    def find_distributions(self, context: Any = None) -> Iterator[Any]:
+    def find_distributions(self, context: object = None) -> Iterator[object]:
         """Yield the stand-in's metadata if it is looked for by name, or everything is listed."""
         # Imported here: whoever calls this has imported it.
         from importlib.metadata import DistributionFinder, MetadataPathFinder

@@ -115,7 +115,7 @@ class _HeldSignals:
     """Handlers in the place of those that Python would call, which may raise anywhere."""
 
     def __init__(self) -> None:
-        self._handlers: Dict[int, Callable[..., Any]] = {}
+        self._handlers: Dict[int, Callable[..., object]] = {}
         self._pending: List[int] = []
 
     def hold(self) -> None:

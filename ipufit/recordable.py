@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, Iterator, Tuple
+from typing import Dict, Iterator, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +92,7 @@ def refuse_unregistered(module: nn.Module) -> None:
         )
 
 
-def _tensors_in(value: Any) -> Iterator[Tuple[Tensor, str]]:
+def _tensors_in(value: object) -> Iterator[Tuple[Tensor, str]]:
     """Tensors of a plain container that could be trained, and what of it they are."""
     if isinstance(value, (dict, list, tuple, set, frozenset)):
         for each in value.values() if isinstance(value, dict) else value:
@@ -104,7 +104,7 @@ def _tensors_in(value: Any) -> Iterator[Tuple[Tensor, str]]:
         yield value, "parameters"
 
 
-def _registering(value: Any, content: str) -> Tuple[str, str]:
+def _registering(value: object, content: str) -> Tuple[str, str]:
     """A word for a container, and what torch has in its place."""
     for kinds, for_layers, for_parameters in _CONTAINERS:
         if isinstance(value, kinds):

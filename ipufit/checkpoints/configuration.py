@@ -104,7 +104,7 @@ _KINDS = {
 del _KINDS["MultiheadAttention"]
 
 Configuration = Dict[str, Any]
-Leaf = Tuple[Tuple[str, ...], Any, Any]
+Leaf = Tuple[Tuple[str, ...], object, object]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,8 +122,8 @@ class Change:
     name: str
     part: str
     of: str
-    was: Any
-    now: Any
+    was: object
+    now: object
 
     @property
     def place(self) -> Tuple[str, str, str]:
@@ -274,7 +274,7 @@ def _attributes(value: Any, plain: bool, depth: int = 0) -> Configuration:
     return result
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     """Say whether an attribute's value is a setting, and not a thing that the object works with."""
     if isinstance(value, (tuple, list)):
         return len(value) <= _ROWS and all(map(_is_plain, value))
@@ -284,7 +284,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, kinds) or (inspect.isroutine(value) and not inspect.ismethod(value))
 
 
-def _described(value: Any, depth: int = 0) -> Any:
+def _described(value: object, depth: int = 0) -> Any:
     """A value as plain JSON, the same in every process that makes it in the same way."""
     if value is None or isinstance(value, bool):
         return value
@@ -400,7 +400,7 @@ def _rows(rows: Rows) -> Configuration:
     return {"columns": forms, "content": _tensor_digest(leaves)}
 
 
-def _tensor_digest(leaves: Iterable[Any]) -> str:
+def _tensor_digest(leaves: Iterable[object]) -> str:
     """A digest of tensors and arrays, of long ones their beginnings; of other things nothing."""
     digest = hashlib.sha256()
     for leaf in leaves:
@@ -491,7 +491,7 @@ def _changed_modules(was: Any, now: Any) -> Iterator[Change]:
             yield Change(_module_change(part, classes), part, repr(place), *values)
 
 
-def _module_change(part: str, classes: Iterable[Any]) -> str:
+def _module_change(part: str, classes: Iterable[object]) -> str:
     """The name under which a change of a submodule is allowed."""
     kinds = {_KINDS.get(each, "module") for each in classes if each != "Identity"}
     if "drop" in part or kinds == {"dropout"}:
@@ -499,7 +499,7 @@ def _module_change(part: str, classes: Iterable[Any]) -> str:
     return "activation" if "activation" in part or kinds == {"activation"} else "module"
 
 
-def _leaves(was: Any, now: Any, path: Tuple[str, ...] = ()) -> Iterator[Leaf]:
+def _leaves(was: object, now: object, path: Tuple[str, ...] = ()) -> Iterator[Leaf]:
     """Where two trees of JSON differ, as deep as both have the same form."""
     if was == now or _is_of_another_python(was, now):
         return
@@ -524,6 +524,6 @@ def _is_of_another_python(was: Any, now: Any) -> bool:
     return are_digests and texts[0][0] != texts[1][0]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     text = _MISSING if value == _MISSING else repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

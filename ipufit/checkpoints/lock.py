@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 import warnings
-from typing import Any, Dict, Iterator, Optional, Set
+from typing import Dict, Iterator, Optional, Set
 
 from ipufit.checkpoints.store import Store
 from ipufit.errors import CheckpointError
@@ -112,12 +112,12 @@ def _is_at(handle: int, path: str) -> bool:
         return False
 
 
-def _owner() -> Dict[str, Any]:
+def _owner() -> Dict[str, object]:
     started = time.strftime("%Y-%m-%d %H:%M:%S")
     return {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
 
 
-def _read(handle: int) -> Optional[Dict[str, Any]]:
+def _read(handle: int) -> Optional[Dict[str, object]]:
     """Who has written the file; None if nobody has, or something else."""
     try:
         content = json.loads(os.read(handle, _MOST_BYTES))
@@ -127,7 +127,7 @@ def _read(handle: int) -> Optional[Dict[str, Any]]:
     return content if is_ours else None
 
 
-def _name(owner: Optional[Dict[str, Any]]) -> str:
+def _name(owner: Optional[Dict[str, object]]) -> str:
     if owner is None:
         return "another process"
     return (
@@ -136,7 +136,7 @@ def _name(owner: Optional[Dict[str, Any]]) -> str:
     )
 
 
-def _taken(folder: str, owner: Optional[Dict[str, Any]]) -> CheckpointError:
+def _taken(folder: str, owner: Optional[Dict[str, object]]) -> CheckpointError:
     return CheckpointError(
         f"checkpoints of one run at a time are written to a folder, but {_name(owner)} is writing "
         f"to {folder!r}. Wait until that run has ended, or choose another folder."

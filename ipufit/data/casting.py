@@ -158,5 +158,5 @@ def _unscaled(name: str, leaf: Tensor) -> str:
     return " (the same values, not divided by 255)" if is_picture else ""
 
 
-def _short(dtype: Any) -> str:
+def _short(dtype: torch.dtype) -> str:
     return str(dtype).replace("torch.", "")

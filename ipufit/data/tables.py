@@ -30,7 +30,7 @@ def as_tensors(value: Any) -> Any:
     return value
 
 
-def is_frame(value: Any) -> bool:
+def is_frame(value: object) -> bool:
     """Say whether a value is a DataFrame or Series of pandas, which is not imported for that."""
     kind = type(value)
     return kind.__module__.partition(".")[0] == "pandas" and hasattr(kind, "to_numpy")

@@ -105,8 +105,8 @@ class _Failure:
     error: Exception
     module: Optional[nn.Module]
     name: Optional[str]
-    args: Tuple[Any, ...]
-    kwargs: Dict[str, Any]
+    args: Tuple[object, ...]
+    kwargs: Dict[str, object]
     functional: Optional[Tuple[str, Dict[str, Any]]]
     frame: Optional[Frame]
     operator: _Operator = _Operator()
@@ -194,8 +194,8 @@ def _read(error: Exception, step: Step, operator: _Operator = _Operator()) -> _F
     """Look through a traceback for the innermost module that was called."""
     names: Dict[int, str] = {}
     module: Optional[nn.Module] = None
-    args: Tuple[Any, ...] = ()
-    kwargs: Dict[str, Any] = {}
+    args: Tuple[object, ...] = ()
+    kwargs: Dict[str, object] = {}
     functional = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         code, local = frame.f_code, frame.f_locals
@@ -255,8 +255,8 @@ class _LastOperator(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Any,
-        types: Any,
-        args: Tuple[Any, ...] = (),
+        types: object,
+        args: Tuple[object, ...] = (),
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
         leaves = tree.flatten((args, kwargs or {}))[0]
@@ -408,7 +408,7 @@ def _call_mismatch(layer: nn.Module, failure: _Failure) -> Optional[_Mismatch]:
     return None
 
 
-def _tensor_mismatch(value: Any) -> Optional[_Mismatch]:
+def _tensor_mismatch(value: object) -> Optional[_Mismatch]:
     """Refuse several values where a layer takes one tensor."""
     if value is None or isinstance(value, (Tensor, bool, int, float)):
         return None

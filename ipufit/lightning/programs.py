@@ -230,7 +230,7 @@ class Programs:
         if self._report is not None:
             self._report.end_executions()
 
-    def end_training(self, metrics: Mapping[str, Any]) -> None:
+    def end_training(self, metrics: Mapping[str, object]) -> None:
         """Let go of the training program.
 
         Args:

@@ -84,7 +84,7 @@ PREDICTION_FIRST = ArgumentOrder()
 
 
 def argument_order(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     subject: str,
     error: Type[ConfigurationError] = ConfigurationError,
 ) -> ArgumentOrder:
@@ -130,7 +130,7 @@ def is_running_metric(value: object) -> bool:
     return all(callable(getattr(value, name, None)) for name in ("update_state", "result"))
 
 
-def _parameters(call: Callable[..., Any]) -> Iterator[List[inspect.Parameter]]:
+def _parameters(call: Callable[..., object]) -> Iterator[List[inspect.Parameter]]:
     """The two parameters for prediction and target, of a wrapper and of what it wraps.
 
     Nothing of a callable that has not two of them, or whose signature can't be read.

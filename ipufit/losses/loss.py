@@ -97,7 +97,9 @@ class Loss:
             return self._join(elements, weight)
         return self._scalar(result, weight)
 
-    def _refuse_broadcast(self, call: Callable[..., Any], prediction: Any, target: Any) -> None:
+    def _refuse_broadcast(
+        self, call: Callable[..., object], prediction: object, target: object
+    ) -> None:
         """Hold one of torch's losses over single values, of which it only warns, to one shape."""
         if not (isinstance(prediction, Tensor) and isinstance(target, Tensor)):
             return
@@ -106,7 +108,7 @@ class Loss:
             if rule is not None and rule.layout == "values":
                 refuse_broadcast(self.name, prediction, target)
 
-    def label_ranges(self, prediction: Any, target: Any) -> Tuple[LabelRange, ...]:
+    def label_ranges(self, prediction: object, target: object) -> Tuple[LabelRange, ...]:
         """The class indices that one of torch's losses takes as target; () of another loss.
 
         Args:
@@ -135,7 +137,7 @@ class Loss:
             call = call.function
         return None if call is None else torch_rule(call)
 
-    def target_kinds(self, target: Any) -> List[Optional[TargetKind]]:
+    def target_kinds(self, target: object) -> List[Optional[TargetKind]]:
         """Return the kind of each target tensor's values; None where only the user's code knows."""
         rule = self._rule
         kind = None if rule is None else rule.target_kind

@@ -177,7 +177,7 @@ def _takes(call: Callable[..., Any]) -> bool:
     )
 
 
-def _check_parameters(name: str, call: Callable[..., Any]) -> None:
+def _check_parameters(name: str, call: Callable[..., object]) -> None:
     """Refuse a loss that can't be called with a prediction and a target.
 
     Raises:

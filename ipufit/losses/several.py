@@ -64,7 +64,7 @@ class SeveralLosses(Loss):
             return self.positions
         return tuple(str(part.key) for part in self.parts)
 
-    def target_kinds(self, target: Any) -> List[Optional[TargetKind]]:
+    def target_kinds(self, target: object) -> List[Optional[TargetKind]]:
         """Return the kind of each target tensor's values; None where no rule of a loss says it."""
         kinds: Dict[int, Optional[TargetKind]] = {}
         for part in self.parts:
@@ -101,7 +101,7 @@ class SeveralLosses(Loss):
         assert value is not None, "there is at least one part"
         return LossTerm(value, self._count(sample_weight), means)
 
-    def label_ranges(self, prediction: Any, target: Any) -> Tuple[LabelRange, ...]:
+    def label_ranges(self, prediction: object, target: object) -> Tuple[LabelRange, ...]:
         """The class indices that the losses take, with the key of their target.
 
         Args:

@@ -91,7 +91,7 @@ class _OverwriteContextManager:
             self._restoring = restoring.pop_all()
         return self
 
-    def __exit__(self, exc_type: Any, value: Any, traceback: Any) -> None:
+    def __exit__(self, exc_type: object, value: object, traceback: object) -> None:
         self._restoring.close()
 
     @classmethod

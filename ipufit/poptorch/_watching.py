@@ -62,7 +62,7 @@ _IPU = torch.device("ipu", 0)
 _LIKE_ANOTHER = (Tensor.to, Tensor.type_as)
 
 
-def _is_device(value: Any) -> bool:
+def _is_device(value: object) -> bool:
     """Whether this names the device that the model runs on."""
     if isinstance(value, torch.device):
         return value.type == "ipu"
@@ -95,7 +95,7 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Callable[..., Any],
-        types: Any,
+        types: object,
         args: Tuple[Any, ...] = (),
         kwargs: Any = None,
     ) -> Any:
@@ -130,7 +130,7 @@ class _Calls(TorchFunctionMode):
             result = _narrowed(result)
         return result
 
-    def _refuse_gradients(self, args: Tuple[Any, ...]) -> None:
+    def _refuse_gradients(self, args: Tuple[object, ...]) -> None:
         """A tensor of the host's has no gradient on the device."""
         for value in args[:1]:
             if isinstance(value, Tensor) and value.requires_grad and self._is_host(value):
@@ -162,7 +162,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._constants = {id(tensor) for tensor in constants}
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Any = None
+        self, func: object, types: object, args: Tuple[object, ...] = (), kwargs: object = None
     ) -> Any:
         before, self._calls.below = self._calls.below, True
         try:

@@ -34,7 +34,7 @@ class Lane:
         self.end = 0
 
     def add(
-        self, name: str, begin: int, length: int, args: Optional[Mapping[str, Any]] = None
+        self, name: str, begin: int, length: int, args: Optional[Mapping[str, object]] = None
     ) -> int:
         """One event, in nanoseconds; nothing is drawn of one that takes no time.
 
@@ -48,7 +48,7 @@ class Lane:
         return begin
 
     def within(
-        self, name: str, begin: int, length: int, args: Optional[Mapping[str, Any]] = None
+        self, name: str, begin: int, length: int, args: Optional[Mapping[str, object]] = None
     ) -> None:
         """One that lies within the last one."""
         more = f',"args":{_text(args)}' if args else ""
@@ -77,7 +77,7 @@ class Events:
         self._name("process_name", process, 0, name=name)
         self._name("process_sort_index", process, 0, sort_index=process)
 
-    def _name(self, kind: str, process: int, thread: int, **args: Any) -> None:
+    def _name(self, kind: str, process: int, thread: int, **args: object) -> None:
         event = {"name": kind, "ph": "M", "pid": process, "tid": thread, "ts": 0, "args": args}
         self.put(_text(event))
 
@@ -87,7 +87,7 @@ class Events:
             times = f'"ts":{_microseconds(at)},"args":{{"value":{value:.7g}}}'
             self.put(f'{{"name":{_text(name)},"ph":"C","pid":{process},{times}}}')
 
-    def text(self, about: Mapping[str, Any]) -> str:
+    def text(self, about: Mapping[str, object]) -> str:
         """All of them, with what is to be known about them."""
         head = f'{{"displayTimeUnit":"ms","otherData":{_text(about)},"traceEvents":[\n'
         return head + ",\n".join(self._texts) + "\n]}\n"
@@ -99,7 +99,7 @@ def _microseconds(nanoseconds: int) -> str:
     return f"{whole}.{rest:03d}".rstrip("0") if rest else str(whole)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 

@@ -28,7 +28,7 @@ class Part:
     """
 
     groups: Sequence[int]
-    functions: Mapping[str, Callable[[int], Any]]
+    functions: Mapping[str, Callable[[int], object]]
 
 
 class CallableSchedule(Schedule):
@@ -48,7 +48,7 @@ class CallableSchedule(Schedule):
     ) -> None:
         super().__init__(optimizer, per_update)
         self._parts = parts
-        self._expected: List[Dict[settings.Target, Any]] = []
+        self._expected: List[Dict[settings.Target, object]] = []
         groups, kind = settings.read(optimizer), type(optimizer).__name__
         self._targets = [
             (group, settings.target(name, groups[group], kind, group), name)
@@ -91,7 +91,7 @@ class CallableSchedule(Schedule):
         for group, where, name in self._targets:
             settings.write(self._optimizer.param_groups[group], where, of_group[group][name])
 
-    def _value(self, name: str, function: Callable[[int], Any], position: int) -> float:
+    def _value(self, name: str, function: Callable[[int], object], position: int) -> float:
         value = function(position)
         number = settings.number(value)
         if number is None:
@@ -102,7 +102,7 @@ class CallableSchedule(Schedule):
             )
         return number
 
-    def _present(self) -> List[Any]:
+    def _present(self) -> List[object]:
         groups = settings.read(self._optimizer)
         return [
             groups[group][name] if place is None else groups[group][name][place]
@@ -176,7 +176,7 @@ class EveryBatches:
 
 
 def resolve_schedule(
-    lr_scheduler: Any, optimizer: Optional[torch.optim.Optimizer], interval: str = "update"
+    lr_scheduler: object, optimizer: Optional[torch.optim.Optimizer], interval: str = "update"
 ) -> Optional[Schedule]:
     """Bring a schedule into normal form.
 
@@ -243,7 +243,7 @@ def _schedule(scheduler: Any, optimizer: torch.optim.Optimizer, per_update: bool
 
 
 def _stepped(
-    scheduler: Any, optimizer: torch.optim.Optimizer, per_update: bool, monitor: Optional[str]
+    scheduler: object, optimizer: torch.optim.Optimizer, per_update: bool, monitor: Optional[str]
 ) -> Schedule:
     if callable(scheduler) and not isinstance(scheduler, (type, Scheduler)):
         scheduler = _called(scheduler, optimizer)
@@ -260,7 +260,7 @@ def _stepped(
     return CallableSchedule(optimizer, _parts(scheduler, len(optimizer.param_groups)), per_update)
 
 
-def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+def _check_scheduler(scheduler: object, optimizer: torch.optim.Optimizer) -> None:
     for part in parts(scheduler):
         kind = type(part).__name__
         if part.optimizer is not optimizer:
@@ -276,7 +276,7 @@ def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def _parts(scheduler: Any, groups: int) -> List[Part]:
+def _parts(scheduler: object, groups: int) -> List[Part]:
     if isinstance(scheduler, Mapping):
         _check_functions(scheduler)
         return [Part(range(groups), dict(scheduler))]
@@ -332,7 +332,7 @@ def _check_functions(functions: Mapping[Any, Any], empty: bool = False) -> None:
             )
 
 
-def _called(function: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Any:
+def _called(function: Callable[..., object], optimizer: torch.optim.Optimizer) -> object:
     """The scheduler that a factory makes, or a dict with the callable for the learning rate."""
     _check_signature(function)
     says = _is_factory(function)
@@ -355,7 +355,7 @@ def _called(function: Callable[..., Any], optimizer: torch.optim.Optimizer) -> A
     return scheduler
 
 
-def _probed(function: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Any:
+def _probed(function: Callable[..., object], optimizer: torch.optim.Optimizer) -> object:
     # With 0 first: a factory fails at once on a number, and a schedule may do anything with an
     # optimizer.
     tried: List[str] = []
@@ -382,7 +382,7 @@ def _probed(function: Callable[..., Any], optimizer: torch.optim.Optimizer) -> A
     ) from cause
 
 
-def _check_signature(function: Callable[..., Any]) -> None:
+def _check_signature(function: Callable[..., object]) -> None:
     try:
         inspect.signature(function).bind(0)
     except TypeError as error:
@@ -394,7 +394,7 @@ def _check_signature(function: Callable[..., Any]) -> None:
         pass  # a builtin without a signature
 
 
-def _is_factory(function: Callable[..., Any]) -> Optional[bool]:
+def _is_factory(function: Callable[..., object]) -> Optional[bool]:
     """What the callable says of itself; None where it says nothing."""
     if isinstance(function, functools.partial) and isinstance(function.func, type):
         return issubclass(function.func, Scheduler)

@@ -84,7 +84,7 @@ def group_of(estimator: object, group: str) -> Dict[str, Any]:
     return options
 
 
-def _check_options(group: str, options: Mapping[str, Any], call: Callable[..., Any]) -> None:
+def _check_options(group: str, options: Mapping[str, object], call: Callable[..., object]) -> None:
     names: List[str] = [name for name in inspect.signature(call).parameters if name != "self"]
     free = [name for name in names if name not in _TAKEN[group]]
     faults = Faults()

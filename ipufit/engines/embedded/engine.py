@@ -267,7 +267,7 @@ class EmbeddedEngine:
         scaled = recipe.loss_scale is not None and layout is not None
         recompute = recipe.recompute if layout is not None else ()
         frozen, held = fingerprint(step)
-        key: Tuple[Any, ...] = (
+        key: Tuple[object, ...] = (
             frozen,
             spec.mode,
             spec.want_outputs,

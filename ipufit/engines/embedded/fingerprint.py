@@ -23,7 +23,7 @@ _DEPTH = 6
 _LARGEST_ARRAY = 2**20
 
 
-def fingerprint(module: nn.Module) -> Tuple[Tuple[Any, ...], Tuple[object, ...]]:
+def fingerprint(module: nn.Module) -> Tuple[Tuple[object, ...], Tuple[object, ...]]:
     """The attributes of a module and all below it, such as a dropout's rate or train mode.
 
     Hooks on parameters count too, the objects that the loss of a step module calls, and what the
@@ -37,7 +37,7 @@ def fingerprint(module: nn.Module) -> Tuple[Tuple[Any, ...], Tuple[object, ...]]
         so that no other one takes over their identity.
     """
     referents: List[object] = []
-    parts: List[Tuple[Any, ...]] = []
+    parts: List[Tuple[object, ...]] = []
     for name, part in module.named_modules():
         attributes = {key: value for key, value in vars(part).items() if key not in _MEMBERS}
         parts.append((name, type(part), _freeze(attributes, _DEPTH, referents)))
@@ -73,7 +73,7 @@ def note_writes(step: nn.Module) -> Iterator[None]:
         _WRITTEN.setdefault(step.get_submodule("net"), set()).update(written)
 
 
-def _values_read(step: nn.Module, referents: List[object]) -> Dict[Tuple[str, int], Any]:
+def _values_read(step: nn.Module, referents: List[object]) -> Dict[Tuple[str, int], object]:
     """Return the values that code reads and does not write, frozen, by title and place."""
     return {
         (title, place): _freeze(value, _DEPTH, referents)
@@ -81,7 +81,7 @@ def _values_read(step: nn.Module, referents: List[object]) -> Dict[Tuple[str, in
     }
 
 
-def _read_only(step: nn.Module, reader: CodeReader) -> List[Tuple[str, Any]]:
+def _read_only(step: nn.Module, reader: CodeReader) -> List[Tuple[str, object]]:
     written = _WRITTEN.get(step.get_submodule("net"), ())
     return [(title, value) for title, value in reader.values if title not in written]
 
@@ -101,7 +101,7 @@ def called_objects(loss: Optional[Loss]) -> Tuple[object, ...]:
     return tuple(owner for function in loss_functions(loss) for owner in _owners(function))
 
 
-def _owners(call: Any) -> Iterator[object]:
+def _owners(call: object) -> Iterator[object]:
     if isinstance(call, functools.partial):
         yield from _owners(call.func)
     elif inspect.ismethod(call):
@@ -110,11 +110,11 @@ def _owners(call: Any) -> Iterator[object]:
         yield call
 
 
-def _is_code(value: Any) -> bool:
+def _is_code(value: object) -> bool:
     return isinstance(value, type) or inspect.isroutine(value)
 
 
-def _freeze(value: Any, depth: int, referents: List[object]) -> Any:
+def _freeze(value: Any, depth: int, referents: List[object]) -> object:
     if isinstance(value, PLAIN):
         # 1, 1.0 and True are equal, and not the same to a program.
         return (type(value), value)
@@ -138,14 +138,14 @@ def _freeze(value: Any, depth: int, referents: List[object]) -> Any:
     return (id(value), _plain_attributes(value))
 
 
-def _own_values(called: object, referents: List[object]) -> Tuple[Any, ...]:
+def _own_values(called: object, referents: List[object]) -> Tuple[object, ...]:
     """Numbers, strings and tensors; other objects may be whole experiments, and change always."""
     kinds = (*PLAIN, Tensor, list, tuple, dict)
     attributes = {key: value for key, value in vars(called).items() if isinstance(value, kinds)}
     return tuple((key, _freeze(value, 1, referents)) for key, value in attributes.items())
 
 
-def _plain_attributes(value: Any) -> Tuple[Any, ...]:
+def _plain_attributes(value: object) -> Tuple[object, ...]:
     """Of an object that is called, its numbers and strings: what it holds besides may be large."""
     if isinstance(value, nn.Module) or _is_code(value):
         return ()
@@ -169,7 +169,7 @@ class FrozenValues:
 
     def __init__(self, step: nn.Module) -> None:
         self._step = step
-        self._values: Dict[Tuple[str, int], Tuple[Any, Any]] = {}
+        self._values: Dict[Tuple[str, int], Tuple[object, object]] = {}
         self._executions = 0
         self._reported: List[str] = []
         self._held: List[object] = []
@@ -196,7 +196,7 @@ class FrozenValues:
                 self._reported.append(title)
                 warnings.warn(_text(title, before, now[key][1]), UserWarning, stacklevel=2)
 
-    def _now(self) -> Dict[Tuple[str, int], Tuple[Any, Any]]:
+    def _now(self) -> Dict[Tuple[str, int], Tuple[object, object]]:
         reader = CodeReader(self._step)
         values = [(title, value, 0) for title, value in _read_only(self._step, reader)]
         for part in (*self._step.modules(), *getattr(self._step, "called", ())):
@@ -212,12 +212,12 @@ class FrozenValues:
         }
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> object:
     """The value, of a container what it holds now."""
     return value.copy() if isinstance(value, (list, dict, set)) else value
 
 
-def _text(title: str, before: Any, after: Any) -> str:
+def _text(title: str, before: object, after: object) -> str:
     both = isinstance(before, PLAIN) and isinstance(after, PLAIN)
     change = f"changed from {before!r} to {after!r}" if both else "changed"
     return (

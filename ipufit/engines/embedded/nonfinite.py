@@ -244,7 +244,7 @@ class NonFiniteSearch(TorchDispatchMode):
     def __torch_dispatch__(
         self,
         func: Any,
-        types: Any,
+        types: object,
         args: Tuple[Any, ...] = (),
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
@@ -380,7 +380,7 @@ def _is_mask(tensor: Tensor) -> bool:
     return bool((tensor.isfinite() | (tensor == -torch.inf)).all())
 
 
-def _is_written(args: Any, kwargs: Any, inputs: Sequence[Tensor]) -> bool:
+def _is_written(args: object, kwargs: object, inputs: Sequence[Tensor]) -> bool:
     """Whether Python gave the infinity, or the operator makes a tensor of nothing."""
     leaves = tree.flatten((args, kwargs or {}))[0]
     numbers = [leaf for leaf in leaves if isinstance(leaf, float)]

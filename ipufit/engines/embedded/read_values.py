@@ -40,8 +40,8 @@ class CodeReader:
     """
 
     def __init__(self, step: nn.Module) -> None:
-        self.values: List[Tuple[str, Any]] = []
-        self.generators: List[Tuple[str, Any]] = []
+        self.values: List[Tuple[str, object]] = []
+        self.generators: List[Tuple[str, object]] = []
         self.names: Set[str] = set()
         self._seen: Set[Tuple[int, Optional[type]]] = set()
         for kind in {type(part): None for part in step.modules()}:
@@ -60,7 +60,7 @@ class CodeReader:
         for function in getattr(step, "functions", ()):
             self._read(function)
 
-    def _read(self, value: Any, kind: Optional[type] = None) -> None:
+    def _read(self, value: object, kind: Optional[type] = None) -> None:
         """Follow a function, or what stands for one.
 
         Args:
@@ -122,7 +122,7 @@ class CodeReader:
     def _note(
         self,
         title: str,
-        value: Any,
+        value: object,
         names: Set[str],
         depth: int,
         is_inside: bool = False,
@@ -138,7 +138,7 @@ class CodeReader:
         elif depth and not isinstance(value, nn.Module):
             self._note_object(title, value, names, depth)
 
-    def _note_object(self, title: str, value: Any, names: Set[str], depth: int) -> None:
+    def _note_object(self, title: str, value: object, names: Set[str], depth: int) -> None:
         """Note attributes of a class, a module or another object that the code has names for."""
         if isinstance(value, (type, types.ModuleType)) and not _is_of_users(value):
             return
@@ -164,11 +164,11 @@ def _names(code: types.CodeType) -> Set[str]:
     return names
 
 
-def _is_code(value: Any) -> bool:
+def _is_code(value: object) -> bool:
     return isinstance(value, (types.FunctionType, types.MethodType, functools.partial))
 
 
-def _is_of_users(value: Any) -> bool:
+def _is_of_users(value: object) -> bool:
     """Say whether a class or a module is neither torch's, ipufit's nor Python's own."""
     if isinstance(value, types.ModuleType):
         return value.__name__ == "__main__" or is_users(getattr(value, "__file__", None) or "<>")
@@ -176,7 +176,7 @@ def _is_of_users(value: Any) -> bool:
     return module is not None and _is_of_users(module)
 
 
-def is_array(value: Any) -> bool:
+def is_array(value: object) -> bool:
     """Say whether a value is an array of NumPy's."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)

@@ -460,7 +460,7 @@ def _can_be_whole(kind: str, values: Mapping[str, Any]) -> bool:
     return list(shapes) == [tuple(each.shape) for each in params]
 
 
-def _is_on_cpu(value: Any) -> bool:
+def _is_on_cpu(value: object) -> bool:
     return isinstance(value, Tensor) and value.device.type == "cpu"
 
 

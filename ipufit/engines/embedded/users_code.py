@@ -45,7 +45,7 @@ def is_users(file: str) -> bool:
     return is_installed(path) or not path.startswith(_STANDARD)
 
 
-def users_module(value: Any) -> bool:
+def users_module(value: object) -> bool:
     """Say whether a class or function is defined in a file of the user's, not an installed one."""
     module = sys.modules.get(getattr(value, "__module__", None) or "")
     file = getattr(module, "__file__", None)
@@ -81,9 +81,9 @@ class Lines:
         found: by name, the lines in the order of their first change.
     """
 
-    def __init__(self, probes: Mapping[str, Callable[[], Any]]) -> None:
+    def __init__(self, probes: Mapping[str, Callable[[], object]]) -> None:
         self._probes = dict(probes)
-        self._last: Dict[str, Any] = {}
+        self._last: Dict[str, object] = {}
         self._at: List[Tuple[types.FrameType, Frame]] = []
         self.found: Dict[str, Dict[Frame, None]] = {name: {} for name in probes}
         self._before: Any = None
@@ -99,14 +99,14 @@ class Lines:
         sys.settrace(self._before)
         self._look()
 
-    def _called(self, frame: types.FrameType, event: str, argument: Any) -> Any:
+    def _called(self, frame: types.FrameType, event: str, argument: object) -> Any:
         if not is_users(frame.f_code.co_filename):
             return None
         self._look()
         self._at.append((frame, self._line(frame)))
         return self._moved
 
-    def _moved(self, frame: types.FrameType, event: str, argument: Any) -> Any:
+    def _moved(self, frame: types.FrameType, event: str, argument: object) -> Any:
         self._look()
         while self._at and self._at[-1][0] is not frame:
             self._at.pop()

@@ -112,7 +112,7 @@ class IpuEngine:
         whole = StepModule(spec.module, spec.loss)
         frozen, held = fingerprint(whole)
         forms = tuple((leaf.dtype, leaf.shape[1:]) for leaf in example.leaves)
-        key: Tuple[Any, ...] = (
+        key: Tuple[object, ...] = (
             unwrapped(frozen),
             spec.mode,
             spec.want_outputs,

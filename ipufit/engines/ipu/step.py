@@ -37,7 +37,7 @@ class Attributes:
     """
 
     def __init__(self, parts: Sequence[object]) -> None:
-        self._before: List[Tuple[object, Dict[str, Any], Dict[str, int]]] = [
+        self._before: List[Tuple[object, Dict[str, object], Dict[str, int]]] = [
             (part, dict(vars(part)), _counts(part))
             for part in parts
             if type(part).__module__.partition(".")[0] != "torch"
@@ -85,7 +85,7 @@ def in_place_of(original: Optional[nn.Module], copied: nn.Module) -> Iterator[No
         original: the user's module; None where there is no copy.
         copied: the copy of it.
     """
-    changed: List[Tuple[Dict[str, Any], Dict[str, Any]]] = []
+    changed: List[Tuple[Dict[str, object], Dict[str, object]]] = []
     if original is not None:
         for mine, other in zip(original.modules(), copied.modules()):
             for kind in ("_parameters", "_buffers"):
