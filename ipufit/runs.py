@@ -28,6 +28,7 @@ from ipufit.validation import Validation
 from ipufit.verbosity import say_dev_run, stacklevel_of_user
 
 if TYPE_CHECKING:
+    from ipufit.checkpoints.keeper import Keeper
     from ipufit.model import Model
     from ipufit.report.recorder import Recorder
 
@@ -121,12 +122,8 @@ def _train(
         )
         with session.running(job):
             run = {"first_update": job.program.updates, "first_epoch": given.first_epoch}
-            keeper = None
-            if given.checkpoint is not None or given.found is not None:
-                from ipufit.checkpoints.keeper import Keeper
-
-                keeper = Keeper(model, session, given, run)
-                run = keeper.run
+            keeper = _keeper(model, session, given, run)
+            run = run if keeper is None else keeper.run
             session.processes.agreed(lambda: _check(session, job, given, validation))
             # Those that prefetch may be further on; all have looked at the first update.
             refuse_other_order(session.processes.gather(job.feed.order, "order of samples"))
@@ -169,6 +166,29 @@ def _train(
                 model.history.params["capture_seconds"] = model.capture_seconds
                 model.history.params["jit"] = _way(session)
     return model.history
+
+
+def _keeper(
+    model: Model, session: Session, given: FitArguments, run: Dict[str, Any]
+) -> Optional[Keeper]:
+    if given.checkpoint is None and given.found is None:
+        return None
+    from ipufit.checkpoints import configuration, keeper
+
+    changes, restarts = given.resume_changes, given.restarts
+    return keeper.Keeper(
+        model,
+        session,
+        given.checkpoint,
+        keeper.Resumption(given.found, changes, restarts, given.max_restarts),
+        configuration.RunData(
+            given.source,
+            None if given.held_out is None else given.held_out[0],
+            given.plan.fixed_updates,
+        ),
+        given.callbacks,
+        run,
+    )
 
 
 def describe_run(session: Session, plan: Plan, seed: int, dropped: int = 0) -> Dict[str, Any]:

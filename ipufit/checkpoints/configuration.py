@@ -25,6 +25,7 @@ from typing import (
     Iterator,
     List,
     Mapping,
+    Optional,
     Sequence,
     Tuple,
 )
@@ -43,17 +44,21 @@ from ipufit.errors import ConfigurationError, UnknownNameError
 from ipufit.schedules import settings
 
 if TYPE_CHECKING:
-    from ipufit.arguments import FitArguments
     from ipufit.data.source import Source
+    from ipufit.losses import Loss
+    from ipufit.metrics import MetricSet
     from ipufit.program import MicroBatch
-    from ipufit.session import Session
+    from ipufit.recipe import Recipe
+    from ipufit.schedules import Schedule
 
 __all__ = [
     "CHANGEABLE",
-    "Change",
+    "ConfigurationChange",
+    "RunData",
     "changes_between",
+    "compiled_configuration",
     "configuration_name",
-    "configuration_of",
+    "data_configuration",
     "is_changeable",
     "lines_of",
     "mutable_configuration",
@@ -108,7 +113,7 @@ Leaf = Tuple[Tuple[str, ...], object, object]
 
 
 @dataclasses.dataclass(frozen=True)
-class Change:
+class ConfigurationChange:
     """One value of a configuration that is not what it was.
 
     Attributes:
@@ -172,7 +177,7 @@ def _hyperparameter_names(groups: Sequence[Mapping[str, Any]]) -> FrozenSet[str]
     return names - _NO_NUMBERS - _WITH_STATE - {*settings.NOTES}
 
 
-def is_changeable(change: Change, groups: Sequence[Mapping[str, Any]]) -> bool:
+def is_changeable(change: ConfigurationChange, groups: Sequence[Mapping[str, Any]]) -> bool:
     """Say whether ``resume_changes`` can allow a change.
 
     Args:
@@ -189,48 +194,71 @@ def configuration_name(name: str) -> str:
     return name if name in CHANGEABLE else "hyperparameters"
 
 
-def configuration_of(session: Session, arguments: FitArguments, first: MicroBatch) -> Configuration:
-    """Everything that determines the numbers of a run, as plain JSON.
+@dataclasses.dataclass(frozen=True)
+class RunData:
+    """The data of a run.
 
-    Args:
-        session: what ``compile`` fixed.
-        arguments: those of ``fit``.
-        first: the first micro-batch.
+    Attributes:
+        training: the training data.
+        validation: the validation data, or None.
+        updates: of every epoch, where ``steps_per_epoch`` fixes them; None if the data does.
     """
-    schedule, recipe = session.recipe.schedule, session.recipe.describe()
-    held_out = None if arguments.held_out is None else arguments.held_out[0]
-    class_weights = arguments.source.class_weights
+
+    training: Source
+    validation: Optional[Source]
+    updates: Optional[int]
+
+
+def compiled_configuration(recipe: Recipe, loss: Loss, metrics: MetricSet) -> Configuration:
+    """Return the part of the configuration that ``compile`` fixed, as plain JSON."""
+    schedule = recipe.schedule
     # First the arguments of ``compile`` that were given, then those that are always there.
     return {
-        **{name: value for name, value in recipe.items() if name not in _SAME_NUMBERS},
-        **_loss(session),
-        "metrics": {
-            name: _described(each) for name, each in session.metrics.fresh().by_name().items()
-        },
+        **{name: value for name, value in recipe.describe().items() if name not in _SAME_NUMBERS},
+        **_loss(loss),
+        "metrics": {name: _described(each) for name, each in metrics.fresh().by_name().items()},
         "lr_scheduler": None if schedule is None else _described(schedule.configuration),
-        "class_weight": None if class_weights is None else _described(class_weights.by_class),
-        "sample_weight": class_weights is None and is_weighted(first),
-        "shuffle": _order(arguments.source),
-        "data": {**_data(arguments.source), "steps_per_epoch": arguments.plan.fixed_updates},
-        "validation_data": None if held_out is None else _data(held_out),
-        **mutable_configuration(session),
     }
 
 
-def mutable_configuration(session: Session) -> Configuration:
-    """The part of the configuration that callbacks may change while a run goes on."""
-    module = session.module
+def data_configuration(data: RunData, first: MicroBatch) -> Configuration:
+    """Return the part of the configuration that describes the data, as plain JSON.
+
+    Args:
+        data: of the run.
+        first: the first micro-batch.
+    """
+    class_weights = data.training.class_weights
     return {
-        "hyperparameters": _hyperparameters(session),
+        "class_weight": None if class_weights is None else _described(class_weights.by_class),
+        "sample_weight": class_weights is None and is_weighted(first),
+        "shuffle": _order(data.training),
+        "data": {**_data(data.training), "steps_per_epoch": data.updates},
+        "validation_data": None if data.validation is None else _data(data.validation),
+    }
+
+
+def mutable_configuration(
+    module: nn.Module, optimizer: torch.optim.Optimizer, schedule: Optional[Schedule]
+) -> Configuration:
+    """Return the part of the configuration that callbacks may change while a run goes on.
+
+    Args:
+        module: the user's.
+        optimizer: with its present settings.
+        schedule: computes some of these, which are left out; None for none.
+    """
+    return {
+        "hyperparameters": _hyperparameters(optimizer, schedule),
         "modules": {name: _module(each) for name, each in module.named_modules()},
         "requires_grad": {name: p.requires_grad for name, p in module.named_parameters()},
     }
 
 
-def _hyperparameters(session: Session) -> List[Dict[str, Any]]:
-    """The settings of each parameter group, without those that a schedule computes."""
-    schedule, optimizer = session.recipe.schedule, session.optimizer
-    assert optimizer is not None
+def _hyperparameters(
+    optimizer: torch.optim.Optimizer, schedule: Optional[Schedule]
+) -> List[Dict[str, Any]]:
+    """Return the settings of each parameter group, without those that a schedule computes."""
     result = []
     for group in settings.read(optimizer):
         if schedule is not None:
@@ -241,15 +269,15 @@ def _hyperparameters(session: Session) -> List[Dict[str, Any]]:
     return result
 
 
-def _loss(session: Session) -> Configuration:
-    loss = _described(session.loss)
-    parts = loss.get("parts", [])
-    reductions = {name: loss.pop(name) for name in ("normalize", "sample_weight_reduction")}
+def _loss(loss: Loss) -> Configuration:
+    described = _described(loss)
+    parts = described.get("parts", [])
+    reductions = {name: described.pop(name) for name in ("normalize", "sample_weight_reduction")}
     for part in parts:
         for name in reductions:
             part["loss"].pop(name, None)
     weights = [part.pop("weight") for part in parts]
-    return {"loss": loss, "loss_weights": weights or None, **reductions}
+    return {"loss": described, "loss_weights": weights or None, **reductions}
 
 
 def _module(module: nn.Module) -> Configuration:
@@ -415,7 +443,7 @@ def _tensor_digest(leaves: Iterable[object]) -> str:
 
 def changes_between(
     begin: Mapping[str, Any], last: Mapping[str, Any], now: Mapping[str, Any], same_torch: bool
-) -> List[Change]:
+) -> List[ConfigurationChange]:
     """Return how a run's configuration differs from the one in a checkpoint.
 
     Args:
@@ -426,7 +454,7 @@ def changes_between(
         same_torch: whether the torch is that of the checkpoint; another one may have other
             settings.
     """
-    changes: List[Change] = []
+    changes: List[ConfigurationChange] = []
     for name in dict.fromkeys((*now, *begin)):
         differing = [*_changes_of(name, begin.get(name), now.get(name))]
         if name in last:
@@ -438,7 +466,7 @@ def changes_between(
     return changes
 
 
-def lines_of(changes: Iterable[Change]) -> List[str]:
+def lines_of(changes: Iterable[ConfigurationChange]) -> List[str]:
     """A line for each change; one for all modules that have changed in the same way."""
     alike: Dict[Tuple[str, ...], List[str]] = {}
     for change in changes:
@@ -452,32 +480,32 @@ def lines_of(changes: Iterable[Change]) -> List[str]:
     return lines
 
 
-def _changes_of(name: str, was: Any, now: Any) -> Iterator[Change]:
+def _changes_of(name: str, was: Any, now: Any) -> Iterator[ConfigurationChange]:
     if name == "hyperparameters":
         yield from _changed_hyperparameters(was, now)
     elif name == "modules":
         yield from _changed_modules(was, now)
     elif name == "requires_grad":
         for path, before, after in _leaves(was, now):
-            yield Change(name, "", repr(".".join(path)), before, after)
+            yield ConfigurationChange(name, "", repr(".".join(path)), before, after)
     elif name == "metrics" and isinstance(was, Mapping) and [*was] != [*now]:
-        yield Change(name, "", "", [*was], [*now])
+        yield ConfigurationChange(name, "", "", [*was], [*now])
     else:
         for path, before, after in _leaves(was, now):
-            yield Change(name, ".".join(path), "", before, after)
+            yield ConfigurationChange(name, ".".join(path), "", before, after)
 
 
-def _changed_hyperparameters(was: Any, now: Any) -> Iterator[Change]:
+def _changed_hyperparameters(was: Any, now: Any) -> Iterator[ConfigurationChange]:
     if not isinstance(was, list) or len(was) != len(now):
         return  # said of the parameters in the groups
     for number, (before, after) in enumerate(zip(was, now)):
         for path, old, new in _leaves(before, after):
             group = f"parameter group {number}" if len(now) > 1 else ""
             name, *part = path or ("optimizer",)
-            yield Change(name, ".".join(part), group, old, new)
+            yield ConfigurationChange(name, ".".join(part), group, old, new)
 
 
-def _changed_modules(was: Any, now: Any) -> Iterator[Change]:
+def _changed_modules(was: Any, now: Any) -> Iterator[ConfigurationChange]:
     was = was if isinstance(was, Mapping) else {}
     for place in dict.fromkeys((*now, *was)):
         before, after = was.get(place, _MISSING), now.get(place, _MISSING)
@@ -488,7 +516,7 @@ def _changed_modules(was: Any, now: Any) -> Iterator[Change]:
             part = ".".join(path)
             classes = [each.get("class") for each in (before, after) if isinstance(each, Mapping)]
             values = [each["class"] if isinstance(each, Mapping) else each for each in (old, new)]
-            yield Change(_module_change(part, classes), part, repr(place), *values)
+            yield ConfigurationChange(_module_change(part, classes), part, repr(place), *values)
 
 
 def _module_change(part: str, classes: Iterable[object]) -> str:

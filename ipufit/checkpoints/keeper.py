@@ -7,10 +7,11 @@ import dataclasses
 import os
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any, Iterator, List, Mapping, Optional
+from typing import TYPE_CHECKING, Any, FrozenSet, Iterator, List, Mapping, Optional, Sequence
 
+from ipufit.callbacks import Callback
 from ipufit.callbacks.callback_list import missing
-from ipufit.checkpoints.configuration import Change
+from ipufit.checkpoints.configuration import ConfigurationChange, RunData
 from ipufit.checkpoints.encoding import encode
 from ipufit.checkpoints.names import name_of
 from ipufit.checkpoints.settings import Checkpoint
@@ -22,12 +23,11 @@ from ipufit.errors import CheckpointError, ConfigurationError
 from ipufit.verbosity import stacklevel_of_user
 
 if TYPE_CHECKING:
-    from ipufit.arguments import FitArguments
     from ipufit.loop import Fit
     from ipufit.model import Model
     from ipufit.session import Session
 
-__all__ = ["Keeper", "find"]
+__all__ = ["Keeper", "Resumption", "find"]
 
 
 def find(checkpoint: Optional[Checkpoint], resume: Optional[str]) -> Optional[Found]:
@@ -87,13 +87,33 @@ class _Best:
     value: Optional[float] = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Resumption:
+    """How a run goes on from a checkpoint.
+
+    Attributes:
+        found: the checkpoint; None to begin.
+        allowed: names of what may differ from the run that goes on.
+        restarts: how often the device has failed so far.
+        max_restarts: how often it may fail.
+    """
+
+    found: Optional[Found]
+    allowed: FrozenSet[str]
+    restarts: int
+    max_restarts: int
+
+
 class Keeper:
     """Writes the checkpoints of one ``fit``.
 
     Args:
         model: that is trained.
         session: of the model.
-        arguments: of ``fit``: where and when to write, and what to go on from.
+        settings: where and when to write; None to write nothing.
+        resumption: what to go on from.
+        data: of the run.
+        callbacks: the user's.
         run: what belongs to the run as a whole; it comes back from a checkpoint.
 
     Attributes:
@@ -105,19 +125,22 @@ class Keeper:
         self,
         model: Model,
         session: Session,
-        arguments: FitArguments,
+        settings: Optional[Checkpoint],
+        resumption: Resumption,
+        data: RunData,
+        callbacks: Sequence[Callback],
         run: Mapping[str, Any],
     ) -> None:
-        settings = arguments.checkpoint
-        self._arguments = arguments
+        self._resumption = resumption
+        self._data = data
         self._begun = RunConfiguration()
         self._processes = session.processes
         self._model = model
         self._session = session
         self._settings = settings
         self._store = None if settings is None else Store(settings.folder)
-        self.found = arguments.found
-        self._callbacks = list(arguments.callbacks)
+        self.found = resumption.found
+        self._callbacks = list(callbacks)
         self.run = dict(run)
         self._best = _Best()
         self._signals = Signals()
@@ -144,8 +167,8 @@ class Keeper:
             fit.job.feed.tells_place = True
             self._find_direction(fit)
             encode(tree_of(fit, self._callbacks))
-        restarts = self._arguments.max_restarts > 0
-        self._begun = RunConfiguration.of(self._session, self._arguments, fit.job.first)
+        restarts = self._resumption.max_restarts > 0
+        self._begun = RunConfiguration.of(self._session, self._data, fit.job.first)
         if self.found is None:
             if restarts:
                 self._write(fit, self.run["first_epoch"] - 1, in_epoch=False)
@@ -153,7 +176,7 @@ class Keeper:
         if self.found.in_epoch:
             fit.callbacks.call("on_epoch_begin", self.found.epoch, {})
         changes = self._compare()
-        allowed = self._arguments.resume_changes
+        allowed = self._resumption.allowed
         restore(self.found, fit, self._session, self._callbacks, changes, allowed)
         self._begun.adopt(self.found, changes)
         if self._begun.changes or allowed:
@@ -170,16 +193,16 @@ class Keeper:
             name = f"{self.found.name}-changed"
             self._write(fit, document["epoch"], self.found.in_epoch, name)
 
-    def _compare(self) -> List[Change]:
+    def _compare(self) -> List[ConfigurationChange]:
         """Return the configuration's changes since the checkpoint, found by the first process."""
         checkpoint = self.found
         assert checkpoint is not None
-        if self._arguments.restarts:
+        if self._resumption.restarts:
             return []  # This very call has begun it.
         changes = self._processes.first(
             lambda: [dataclasses.asdict(each) for each in self._begun.changes_since(checkpoint)]
         )
-        return [Change(**change) for change in changes]
+        return [ConfigurationChange(**change) for change in changes]
 
     def _find_direction(self, fit: Fit) -> None:
         settings = self._settings

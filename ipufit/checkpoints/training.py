@@ -14,11 +14,13 @@ import ipufit
 from ipufit.callbacks import Callback
 from ipufit.checkpoints import chance
 from ipufit.checkpoints.configuration import (
-    Change,
     Configuration,
+    ConfigurationChange,
+    RunData,
     changes_between,
+    compiled_configuration,
     configuration_name,
-    configuration_of,
+    data_configuration,
     is_changeable,
     lines_of,
     mutable_configuration,
@@ -36,7 +38,6 @@ from ipufit.schedules import settings
 from ipufit.weights import differences
 
 if TYPE_CHECKING:
-    from ipufit.arguments import FitArguments
     from ipufit.loop import Fit
     from ipufit.session import Session
 
@@ -341,20 +342,31 @@ class RunConfiguration:
     changes: List[Dict[str, Any]] = dataclasses.field(default_factory=list)
 
     @staticmethod
-    def of(session: Session, arguments: FitArguments, first: MicroBatch) -> RunConfiguration:
-        """The configuration of a run that begins with these arguments of ``fit``."""
-        return RunConfiguration(configuration_of(session, arguments, first))
+    def of(session: Session, data: RunData, first: MicroBatch) -> RunConfiguration:
+        """Return the configuration of a run that begins.
+
+        Args:
+            session: what ``compile`` fixed.
+            data: what ``fit`` reads.
+            first: the first micro-batch.
+        """
+        begin = {
+            **compiled_configuration(session.recipe, session.loss, session.metrics),
+            **data_configuration(data, first),
+            **_mutable(session),
+        }
+        return RunConfiguration(begin)
 
     def document(self, session: Session) -> Dict[str, Any]:
         """Return the part of a checkpoint that says how its run is configured, as plain JSON.
 
         It has the configuration at the beginning, and what callbacks have changed since then.
         """
-        now = mutable_configuration(session)
+        now = _mutable(session)
         last = {name: value for name, value in now.items() if value != self.begin.get(name)}
         return {"configuration": {"begin": self.begin, "last": last}, "changes": self.changes}
 
-    def changes_since(self, checkpoint: Found) -> List[Change]:
+    def changes_since(self, checkpoint: Found) -> List[ConfigurationChange]:
         """Return how this run's configuration differs from the one that wrote a checkpoint."""
         stored = checkpoint.document.get("configuration")
         if stored is None:
@@ -369,7 +381,7 @@ class RunConfiguration:
         same_torch = checkpoint.document["torch"] == torch.__version__
         return changes_between(stored["begin"], stored["last"], self.begin, same_torch)
 
-    def adopt(self, checkpoint: Found, changes: Sequence[Change]) -> None:
+    def adopt(self, checkpoint: Found, changes: Sequence[ConfigurationChange]) -> None:
         """Go on with the configuration of a checkpoint, but for what has changed on purpose."""
         stored = checkpoint.document.get("configuration")
         names = {configuration_name(change.name) for change in changes}
@@ -380,13 +392,19 @@ class RunConfiguration:
         self.changes = [*checkpoint.document.get("changes", []), *entries]
 
 
+def _mutable(session: Session) -> Configuration:
+    optimizer = session.optimizer
+    assert optimizer is not None
+    return mutable_configuration(session.module, optimizer, session.recipe.schedule)
+
+
 def _check_fits(
     checkpoint: Found,
     state: TrainState,
     fit: Fit,
     session: Session,
     callbacks: Sequence[Callback],
-    changes: Sequence[Change],
+    changes: Sequence[ConfigurationChange],
     allowed: FrozenSet[str],
 ) -> None:
     """Refuse a checkpoint of something else than has this state now.
@@ -412,7 +430,9 @@ def _check_fits(
         if before != now
     ]
     names = [name for name, _ in checkpoint.tree["callbacks"]]
-    called = Change("callbacks", "", "", names, [type(each).__name__ for each in callbacks])
+    called = ConfigurationChange(
+        "callbacks", "", "", names, [type(each).__name__ for each in callbacks]
+    )
     changes = [*([called] if called.was != called.now else []), *changes]
     if document["optimizer"] != type(session.optimizer).__name__:
         changes = [each for each in changes if configuration_name(each.name) != "hyperparameters"]
@@ -444,7 +464,7 @@ def restore(
     fit: Fit,
     session: Session,
     callbacks: Sequence[Callback],
-    changes: Sequence[Change] = (),
+    changes: Sequence[ConfigurationChange] = (),
     allowed: FrozenSet[str] = frozenset(),
 ) -> None:
     """Bring everything to where it stood, but for what has changed on purpose.

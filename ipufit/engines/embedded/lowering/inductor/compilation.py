@@ -12,10 +12,9 @@ import weakref
 from pathlib import Path
 from typing import Iterator, Optional
 
-import ipufit
+from ipufit.engines.embedded.lowering.inductor import worker
 from ipufit.engines.embedded.lowering.inductor.request import Request
 from ipufit.engines.embedded.lowering.inductor.store import LIBRARY, Store
-from ipufit.engines.embedded.lowering.inductor.worker import ERROR, REQUEST
 
 __all__ = ["Compilation", "CompilerError"]
 
@@ -43,7 +42,7 @@ class Compilation:
         self._opened = contextlib.ExitStack()
         self._place = self._opened.enter_context(store.workplace())
         try:
-            (self._place / REQUEST).write_text(request.to_json())
+            (self._place / worker.REQUEST).write_text(request.to_json())
             self._process = self._opened.enter_context(_started(self._place, store.scratch()))
         except BaseException:
             self._opened.close()
@@ -79,8 +78,8 @@ def _close(opened: contextlib.ExitStack, owner: int) -> None:
 @contextlib.contextmanager
 def _started(place: Path, scratch: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The process; killed on the way out, with all that it has started."""
-    package = ipufit.__name__ + ".engines.embedded.lowering.inductor.worker"
-    root = str(Path(str(ipufit.__file__)).resolve().parents[1])
+    # The folder that holds the package of all of these modules.
+    root = str(Path(__file__).resolve().parents[__name__.count(".")])
     # The same modules as here; not those of the directory that it works in.
     paths = [root, *(os.path.abspath(path) for path in sys.path)]
     environment = {
@@ -90,7 +89,7 @@ def _started(place: Path, scratch: Path) -> Iterator[subprocess.Popen[bytes]]:
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TMPDIR": str(scratch),
     }
-    command = [sys.executable, "-c", _RUN.format(package), str(place), LIBRARY]
+    command = [sys.executable, "-c", _RUN.format(worker.__name__), str(place), LIBRARY]
     with open(place / _LOG, "wb") as log:
         process = subprocess.Popen(
             command,
@@ -113,7 +112,7 @@ def _started(place: Path, scratch: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 def _said(place: Path) -> Optional[str]:
     """The cause that the process has left, or the end of what it printed."""
-    for name in (ERROR, _LOG):
+    for name in (worker.ERROR, _LOG):
         with contextlib.suppress(OSError):
             text = (place / name).read_text(errors="replace").strip()
             if text:
