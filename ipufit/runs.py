@@ -390,7 +390,7 @@ def _callbacks(
         "verbose": given.level,
         "updates": _updates_per_epoch(job.plan, given.source),
         "samples": job.plan.samples,
-        "resumes": getattr(given, "found", None) is not None,
+        "resumes": isinstance(given, FitArguments) and given.found is not None,
         "metrics": metrics,
         "directions": directions,
         "adds": sorted({name for callback in given.callbacks for name in callback.adds or ()}),

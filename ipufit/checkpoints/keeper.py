@@ -92,13 +92,13 @@ class Resumption:
     """How a run goes on from a checkpoint.
 
     Attributes:
-        found: the checkpoint; None to begin.
+        checkpoint: that was read; None to begin.
         allowed: names of what may differ from the run that goes on.
         restarts: how often the device has failed so far.
         max_restarts: how often it may fail.
     """
 
-    found: Optional[Found]
+    checkpoint: Optional[Found]
     allowed: FrozenSet[str]
     restarts: int
     max_restarts: int
@@ -139,7 +139,7 @@ class Keeper:
         self._session = session
         self._settings = settings
         self._store = None if settings is None else Store(settings.folder)
-        self.found = resumption.found
+        self.found = resumption.checkpoint
         self._callbacks = list(callbacks)
         self.run = dict(run)
         self._best = _Best()

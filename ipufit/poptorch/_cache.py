@@ -12,10 +12,9 @@ from typing import Any, Dict, Iterator, Mapping, Optional
 import torch
 
 from ipufit.poptorch._codec import Encoder
-from ipufit.poptorch._errors import error
+from ipufit.poptorch._errors import Error, error
 from ipufit.poptorch._files import FORMAT_VERSION, read_file, write_file
 from ipufit.poptorch._graph_files import writes_graphs
-from ipufit.poptorch.poptorch_core import Error
 
 __all__ = ["ExecutableCache"]
 

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
-from ipufit.poptorch.poptorch_core import Error
+__all__ = ["Error", "error"]
 
-__all__ = ["error"]
+
+class Error(Exception):
+    """Anything that compiling or running a model refuses.
+
+    Attributes:
+        type: which part of the system it comes from; ``"poptorch_py_error"`` for the front end.
+        message: the text alone.
+        location: where it happened, outermost last; empty for the front end.
+    """
+
+    # PopTorch has the class there, and files name it so.
+    __module__ = "ipufit.poptorch.poptorch_core"
+    # Whether it is about what nothing but an IPU can do, for :mod:`ipufit.diagnose`.
+    _is_only_on_ipus = False
+
+    def __init__(self, message: str = "", type: str = "poptorch_py_error", location: str = ""):
+        where = f"\nRaised in:\n{location}" if location else ""
+        super().__init__(f"'{type}': {message}{where}")
+        self.type = type
+        self.message = message
+        self.location = location
 
 
 def error(text: str) -> Error:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ipufit.poptorch._errors import error
+from ipufit.poptorch._errors import Error, error
 from ipufit.poptorch._tracing import tracing
 from ipufit.poptorch._wrapped import isWrapped, rewrapModelIfNecessary, unwrapModelIfNecessary
-from ipufit.poptorch.poptorch_core import Error
 
 __all__ = [
     "createPoptorchError",

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.poptorch._codec import Encoder, InvalidContent, class_path, known_class
-from ipufit.poptorch._errors import error
+from ipufit.poptorch._errors import Error, error
 from ipufit.poptorch._wrapped import isWrapped
-from ipufit.poptorch.poptorch_core import Error
 
 __all__ = ["UnknownClass", "WeightsOnly", "module_from_values", "module_to_values"]
 

@@ -7,11 +7,10 @@ from typing import Any, List, Mapping, Set
 import torch
 
 from ipufit.poptorch import optim
-from ipufit.poptorch._errors import error
+from ipufit.poptorch._errors import Error, error
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._optimizer_reading import class_of, kind_of
 from ipufit.poptorch._optimizer_settings import Kind, Settings, Values
-from ipufit.poptorch.poptorch_core import Error
 
 __all__ = ["AttributeTracker", "check_replacement", "select_mean_strategy"]
 

@@ -8,6 +8,7 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tup
 import torch
 from torch import Tensor, fx
 
+from ipufit.engines.embedded.aliases import schema_of
 from ipufit.poptorch._parsers import reconstructTensorStructure
 from ipufit.poptorch._tracing import Trace
 
@@ -131,7 +132,7 @@ def find_writes(graph: fx.GraphModule) -> Writes:
         if node.op == "placeholder":
             place[node] = len(place)
             continue
-        schema = getattr(node.target, "_schema", None)
+        schema = schema_of(node)
         if schema is None:
             # A member of several results: of a split, say.
             source = node.args[0] if node.args else None

@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 
 from ipufit.calling import call_with
+from ipufit.engines.embedded.aliases import schema_of
 from ipufit.engines.embedded.capture import capture, uses_random_numbers
 from ipufit.errors import CaptureError
 from ipufit.poptorch._changes import changed_buffers, held_tensors
@@ -121,10 +122,10 @@ def _is_half(node: fx.Node) -> bool:
 
 def _computes(node: fx.Node, method: Tracked) -> bool:
     source = node
-    while getattr(source.target, "_schema", None) is None and source.all_input_nodes:
+    while schema_of(source) is None and source.all_input_nodes:
         # One of several results.
         source = source.all_input_nodes[0]
-    schema = getattr(source.target, "_schema", None)
+    schema = schema_of(source)
     if schema is None or node.op != "call_function":
         return False
     if method == Tracked.Products:

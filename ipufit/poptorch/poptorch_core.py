@@ -5,29 +5,11 @@ from __future__ import annotations
 import enum
 from typing import Any, Callable, Dict, NoReturn, Tuple, Type
 
-from ipufit.poptorch import _logging
+from ipufit.poptorch import _devices, _logging, _tracing
+from ipufit.poptorch._errors import Error
+from ipufit.poptorch._options import compiler as _compiler
 
 __all__ = ["Error", "RecoverableError", "UnrecoverableError", "importPoptorchMetadataFromFile"]
-
-
-class Error(Exception):
-    """Anything that compiling or running a model refuses.
-
-    Attributes:
-        type: which part of the system it comes from; ``"poptorch_py_error"`` for the front end.
-        message: the text alone.
-        location: where it happened, outermost last; empty for the front end.
-    """
-
-    # Whether it is about what nothing but an IPU can do, for :mod:`ipufit.diagnose`.
-    _is_only_on_ipus = False
-
-    def __init__(self, message: str = "", type: str = "poptorch_py_error", location: str = ""):
-        where = f"\nRaised in:\n{location}" if location else ""
-        super().__init__(f"'{type}': {message}{where}")
-        self.type = type
-        self.message = message
-        self.location = location
 
 
 class RecoverableError(Error):
@@ -124,24 +106,16 @@ def _validateOptions(options: Dict[str, Any]) -> None:
     Raises:
         Error: an unknown option, or a value of a type that none has.
     """
-    # Options raise this module's errors.
-    from ipufit.poptorch._options.compiler import validate
-
-    validate(options)
+    _compiler.validate(options)
 
 
 def isCompilingWithDispatcher() -> bool:
     """Whether a model is being recorded."""
-    from ipufit.poptorch._tracing import tracing
-
-    return tracing() is not None
+    return _tracing.tracing() is not None
 
 
 def ipuHardwareVersion(numIpus: int = 1) -> int:
     """The kind of IPU that the system has; 0 for none, unless ``--claim-ipus`` says otherwise."""
-    # Devices raise this module's errors.
-    from ipufit.poptorch import _devices
-
     return _devices.ipuHardwareVersion() if _devices.ipuHardwareIsAvailable(numIpus) else 0
 
 

@@ -8,7 +8,7 @@ from typing import Any, Dict, Iterator, List, Set, Tuple
 import torch
 from torch import fx
 
-__all__ = ["NORMS", "Memories", "nodes_in"]
+__all__ = ["NORMS", "Memories", "nodes_in", "schema_of"]
 
 # They write running statistics (arguments 3 and 4) while training (argument 5), which their schemas
 # don't say.
@@ -67,6 +67,11 @@ class Memories:
             self._parent[first] = second
 
 
+def schema_of(node: fx.Node) -> Any:
+    """Return the schema of the operator that a node calls, or None if it calls no operator."""
+    return getattr(node.target, "_schema", None)
+
+
 def nodes_in(value: Any) -> Iterator[fx.Node]:
     """The nodes in an argument, those in lists included."""
     if isinstance(value, fx.Node):
@@ -92,7 +97,7 @@ def _aliased(node: fx.Node) -> Iterator[Tuple[fx.Node, bool]]:
         # A view all the same, though its schema is silent.
         yield node.all_input_nodes[0], False
         return
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node)
     for place, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.alias_info is None:
             continue
@@ -103,5 +108,5 @@ def _aliased(node: fx.Node) -> Iterator[Tuple[fx.Node, bool]]:
 
 def _returns(node: fx.Node, other: fx.Node) -> bool:
     """Whether an operator that writes to an argument returns it."""
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node)
     return schema is not None and any(result.alias_info is not None for result in schema.returns)

@@ -13,7 +13,7 @@ from typing import Any, Dict, List, Set, Tuple
 
 from torch import fx
 
-from ipufit.engines.embedded.aliases import NORMS, Memories
+from ipufit.engines.embedded.aliases import NORMS, Memories, schema_of
 from ipufit.engines.embedded.capture import draws
 from ipufit.engines.embedded.marks import is_backward, mark_again, mark_backward, segment_of
 
@@ -145,7 +145,7 @@ def _repeatable(node: fx.Node) -> bool:
     """Whether an operator gives the same values when it runs again."""
     if node.target is operator.getitem:
         return True
-    if getattr(node.target, "_schema", None) is None:
+    if schema_of(node) is None:
         return False
     if node.target in NORMS:
         # One that normalises with running statistics reads them: that is told by their memory.
