@@ -168,7 +168,7 @@ class Keeper:
             self._find_direction(fit)
             encode(tree_of(fit, self._callbacks))
         restarts = self._resumption.max_restarts > 0
-        self._begun = RunConfiguration.of(self._session, self._data, fit.job.first)
+        self._begun = RunConfiguration.of(self._session, self._data, fit.job)
         if self.found is None:
             if restarts:
                 self._write(fit, self.run["first_epoch"] - 1, in_epoch=False)

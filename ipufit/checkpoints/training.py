@@ -33,12 +33,12 @@ from ipufit.checkpoints.weights_apart import joined, split
 from ipufit.errors import CheckpointError, ConfigurationError
 from ipufit.metrics import MetricSet
 from ipufit.processes import Processes
-from ipufit.program import MicroBatch, Place, TrainState
+from ipufit.program import Place, TrainState
 from ipufit.schedules import settings
 from ipufit.weights import differences
 
 if TYPE_CHECKING:
-    from ipufit.loop import Fit
+    from ipufit.loop import Fit, Job
     from ipufit.session import Session
 
 __all__ = ["Found", "RunConfiguration", "parts_of", "restore", "tree_of"]
@@ -342,17 +342,18 @@ class RunConfiguration:
     changes: List[Dict[str, Any]] = dataclasses.field(default_factory=list)
 
     @staticmethod
-    def of(session: Session, data: RunData, first: MicroBatch) -> RunConfiguration:
+    def of(session: Session, data: RunData, job: Job) -> RunConfiguration:
         """Return the configuration of a run that begins.
 
         Args:
             session: what ``compile`` fixed.
             data: what ``fit`` reads.
-            first: the first micro-batch.
+            job: the training, with its first micro-batch, and its metrics: of those of a
+                LightningModule the session would begin an epoch.
         """
         begin = {
-            **compiled_configuration(session.recipe, session.loss, session.metrics),
-            **data_configuration(data, first),
+            **compiled_configuration(session.recipe, session.loss, job.meter.metrics),
+            **data_configuration(data, job.first),
             **_mutable(session),
         }
         return RunConfiguration(begin)
