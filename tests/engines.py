@@ -10,6 +10,7 @@ embedded_only = pytest.mark.embedded_only
 
 runs_eagerly = embedded_only("an IPU runs compiled programs only, so run_eagerly is refused")
 takes_back = embedded_only("an IPU can't go back to the update before the bad one")
+weighs_classes = embedded_only("PopTorch has no weight of classes in its cross-entropy")
 keeps_averages = embedded_only("PopTorch keeps no averages of weights, so use_ema is refused")
 scales_itself = embedded_only("PopTorch does not tell its factor, so a LossScale is refused")
 skips_updates = embedded_only("PopTorch makes every update, also one that is not finite")

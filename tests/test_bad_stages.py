@@ -246,7 +246,7 @@ def test_ipus_must_be_a_multiple_of_the_stages():
     text, _ = fault(compiled(stages={"a": 1, "head": 2}), ipus=8, gradient_accumulation=5)
     assert text == (
         "`ipus`, the total number of IPUs, must be a power of two that stages=3 divides (there is "
-        "none), got 8. Try 6 or 9 with auto_round_ipus=True."
+        "none), got 8. Try 6 or 9 with compile(..., auto_round_ipus=True)."
     )
 
 

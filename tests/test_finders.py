@@ -18,6 +18,9 @@ from ipufit import finders
 from ipufit.errors import ConfigurationError, DataError
 from tests.engines import CONFIGURATION_MARKS, EAGER_OR_NOT, but, own_step
 
+# Drawing draws numbers that nothing depends on, and it is warned of them.
+pytestmark = pytest.mark.filterwarnings("ignore:a random number is drawn from:UserWarning")
+
 
 def generators():
     """States of all global generators of the host."""

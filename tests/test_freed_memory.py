@@ -213,7 +213,8 @@ def sizes_of_large_tensors():
     for each in gc.get_objects():
         if type(each) in (torch.Tensor, nn.Parameter) and each.layout is torch.strided:
             storage = each.untyped_storage()
-            found[storage._cdata] = storage.nbytes()
+            # Several may look at one piece of memory.
+            found[storage.data_ptr()] = storage.nbytes()
     return sorted(size for size in found.values() if size >= 100_000)
 
 

@@ -339,7 +339,8 @@ def test_short_calls_are_the_same_operators():
     one = {"clone", "ones_like", "relu", "t"}
     for operator, function in SHORT.items():
         name = str(operator).replace("aten.", "")
-        if name == "reshape.default":
+        # Recurrent layers are compared with torch's in test_recurrent.py.
+        if name == "reshape.default" or name.startswith("ipufit."):
             continue
         given = arguments.get(name) or ((square,) if name.split(".")[0] in one else (square, row))
         with torch.no_grad(), Seen() as seen:

@@ -54,6 +54,13 @@ def weights(table, *shape):
     return table.flatten().repeat(-(-count // table.numel()))[:count].reshape(shape)
 
 
+def gru_over(steps, table):
+    """The outputs of a GRU over steps of shape (time, samples, 2)."""
+    weight = weights(table, 6, 2)
+    state = steps.new_zeros(1, steps.shape[1], 2)
+    return torch.gru(steps, state, [weight, weight], False, 1, 0.0, False, False, False)[0]
+
+
 # What each rule accepts: functions of the parameter and of a micro-batch.
 ACCEPTED = {
     "_elementwise": [
@@ -157,6 +164,7 @@ ACCEPTED = {
         lambda p, x: functional.batch_norm(x, p[0].detach(), p[1].detach().abs(), p[2], p[3]),
         lambda p, x: functional.instance_norm(pictures(x), weight=p[0, :2], bias=p[1, :2]),
     ],
+    "_recurrent": [lambda p, x: gru_over(x.reshape(-1, 2, 2).transpose(0, 1), p)],
     "_attention": [
         lambda p, x: functional.scaled_dot_product_attention(
             *[pictures(x, 2, 4, 4) * p[row] for row in range(3)]
@@ -225,6 +233,7 @@ REFUSED = {
     "_layer_norm": [],
     "_group_norm": [],
     "_batch_norm": [lambda p, x: functional.batch_norm(x * p[0], None, None, training=True)],
+    "_recurrent": [lambda p, x: gru_over(x[:, None, :2] * p[0, :2], p)],
     "_attention": [
         lambda p, x: functional.scaled_dot_product_attention(
             *[(x * p[row])[None, None] for row in range(3)]

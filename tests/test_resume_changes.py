@@ -12,7 +12,7 @@ import ipufit
 from ipufit.callbacks import Callback, EarlyStopping, LearningRateScheduler
 from ipufit.errors import CheckpointError
 from ipufit.testing import inject
-from tests.engines import clips_apart, keeps_averages, runs_eagerly
+from tests.engines import clips_apart, keeps_averages, runs_eagerly, weighs_classes
 from tests.nets import data
 from tests.told import refused
 
@@ -336,6 +336,7 @@ def test_callbacks_go_on_by_their_class(tmp_path):
     assert stops.state_dict() == expected.state_dict()
 
 
+@weighs_classes
 def test_a_loss_that_is_a_module_has_the_settings_of_now(tmp_path):
     """Its buffers in the checkpoint are those of the other loss."""
 

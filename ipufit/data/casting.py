@@ -104,7 +104,8 @@ class Casting:
         casts: List[Optional[torch.dtype]] = []
         for leaf in tree.flatten((args, kwargs))[0]:
             is_short = level and self._loss.in_module and _is_short(leaf)
-            if leaf.is_floating_point() or (
+            # A number beside tensors takes part in their dtype, as in torch.
+            if (leaf.is_floating_point() and leaf.dim()) or (
                 level > 1 and not leaf.is_complex() and id(leaf) not in own_labels
             ):
                 casts.append(floating)

@@ -11,6 +11,7 @@ from torch import nn
 
 import ipufit
 from ipufit.cli import main
+from ipufit.errors import DataError
 from ipufit.report.files import PAGE, TRACE
 from tests.report.runs_made import AFTER, EACH, written
 
@@ -129,11 +130,11 @@ def test_a_run_that_failed_before_it_began_has_few_numbers(tmp_path, capsys):
     folder = tmp_path / "run"
     model = ipufit.Model(nn.Linear(3, 2))
     model.compile("sgd", "mse")
-    with pytest.raises(RuntimeError):
+    with pytest.raises(DataError):
         model.fit(torch.ones(4, 5), torch.ones(4, 2), report=folder, verbose=0)
     (found,) = json.loads(run(capsys, folder, "--json")[1])["runs"]
     assert (found["status"], found["samples_per_second"], found["final"]) == ("failed", None, {})
-    assert found["error"].startswith("RuntimeError: ")
+    assert found["error"].startswith("DataError: training data, batch 0: ")
     assert run(capsys, folder)[0] == 0
 
 

@@ -51,7 +51,7 @@ class Has:
         memory = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
         objects = gc.get_objects()
         storages = {
-            storage._cdata: storage.nbytes()
+            storage.data_ptr(): storage.nbytes()
             for storage in (o.untyped_storage() for o in objects if type(o) in _TENSORS)
         }
         files = len(os.listdir("/proc/self/fd"))
