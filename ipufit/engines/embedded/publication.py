@@ -47,6 +47,10 @@ class Publication:
         self._live = live
         self._held, self._updates = _signature(self._optimizer, self._live), updates
 
+    def release(self) -> None:
+        """Let go of what the program worked on: somebody may hold on to the program."""
+        self._live = ()
+
     def is_ahead(self, updates: int) -> bool:
         """Whether somebody has made another state of it, after so many updates, when it was new."""
         return self.is_changed and self._updates == updates

@@ -549,6 +549,7 @@ class TrainingProgram(BaseProgram):
         self._live.updater.release()
         self._live.storage.release()
         self._live.states = []
+        self._published.release()
         if self._device.type == "cpu":
             give_back_freed_memory()
         if self._captured is not None:
