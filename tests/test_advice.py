@@ -367,6 +367,7 @@ NEEDED = {
 }
 
 
+@pytest.mark.embedded_only("some of the arguments are refused for an IPU, in a text of their own")
 @pytest.mark.parametrize("name", MEANT)
 def test_what_is_meant_by_another_librarys_argument_works(name, tmp_path):
     """The argument that the error names is there, and does not refuse the example."""

@@ -57,7 +57,9 @@ _LOW, _HIGH = 906, 92377
 
 
 @contextlib.contextmanager
-def refuse_draws(step: nn.Module, record: Callable[[], fx.GraphModule]) -> Iterator[None]:
+def refuse_draws(
+    step: nn.Module, record: Callable[[], fx.GraphModule], runs_eagerly: bool = True
+) -> Iterator[None]:
     """Refuse random numbers of Python or NumPy that a recording in the block depends on.
 
     Nothing more is done where no generator has moved; else the recording is made again, to find the
@@ -66,6 +68,7 @@ def refuse_draws(step: nn.Module, record: Callable[[], fx.GraphModule]) -> Itera
     Args:
         step: a step module; generators that its code reads or its modules hold count too.
         record: makes a recording of the same.
+        runs_eagerly: whether the engine can run the module itself.
 
     Raises:
         CaptureError: with the line, and the call of torch's to use.
@@ -81,12 +84,14 @@ def refuse_draws(step: nn.Module, record: Callable[[], fx.GraphModule]) -> Itera
             return
         now = generators.again()
         try:
-            _judge(generators, record)
+            _judge(generators, record, runs_eagerly)
         finally:
             now.restore()
 
 
-def _judge(generators: Generators, record: Callable[[], fx.GraphModule]) -> None:
+def _judge(
+    generators: Generators, record: Callable[[], fx.GraphModule], runs_eagerly: bool
+) -> None:
     generators.restore()
     lines = Lines(generators.probes)
     with lines:
@@ -105,7 +110,7 @@ def _judge(generators: Generators, record: Callable[[], fx.GraphModule]) -> None
     name, frame = places[0]
     also = "".join(f" So does {_place(other)}." for _, other in places[1:4] if other is not None)
     # Where gradients reach other parameters each time, a recording fails, and so would every run.
-    runs = text is not None and None not in others
+    runs = runs_eagerly and text is not None and None not in others
     cure = f"{advise_call(frame)}{also}"
     raise capture_error(describe_draw(name), cure, frame, kind="random", runs_eagerly=runs)
 

@@ -77,7 +77,7 @@ class Unit:
         def record() -> fx.GraphModule:
             return record_alone(whole, example, step.trains, step.reports, step.precision)
 
-        watched = refuse_draws(whole, record)
+        watched = refuse_draws(whole, record, runs_eagerly=False)
         with attributes_kept(whole), note_writes(whole), watched, told(self._sdk, "compiling"):
             OWNER.compile(self.executor, arguments)
         _warn_of_attributes(self.traced.attributes)
