@@ -9,6 +9,7 @@ import torch
 import ipufit
 from ipufit.engines.embedded import training
 from ipufit.engines.embedded.engine import EmbeddedEngine
+from ipufit.engines.embedded.live import LiveState
 from ipufit.engines.embedded.lowering import timing
 from ipufit.engines.embedded.lowering.autotune import JitAutotuner
 from ipufit.engines.embedded.lowering.inductor.compilation import CompilerError
@@ -272,6 +273,19 @@ def test_updates_that_were_tried_leave_no_trace(described, monkeypatch, way):
         plain, _, expected = trained(net, jit="graph")
         assert history.history["loss"] == expected.history["loss"]
         assert_equal(first.module, plain.module)
+
+
+def test_a_state_is_copied_for_trials_alone(described, monkeypatch):
+    """What was measured in this process needs no copy of the state in a later fit."""
+    copies = []
+    snapshot = LiveState.snapshot
+    monkeypatch.setattr(LiveState, "snapshot", lambda live: copies.append(1) or snapshot(live))
+    let_win(monkeypatch, "inductor")
+    net = MLP().double()
+    trained(net)
+    assert copies == [1]
+    trained(net)
+    assert copies == [1]
 
 
 def test_a_run_that_goes_on_keeps_the_choice(described, monkeypatch, tmp_path):

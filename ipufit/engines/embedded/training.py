@@ -17,7 +17,7 @@ from ipufit.engines.embedded.execution import Execution
 from ipufit.engines.embedded.fingerprint import FrozenValues
 from ipufit.engines.embedded.following import follow_the_module
 from ipufit.engines.embedded.freed_memory import give_back_freed_memory
-from ipufit.engines.embedded.live import LiveState
+from ipufit.engines.embedded.live import LiveState, Snapshot
 from ipufit.engines.embedded.lowering.asked import graph_maker
 from ipufit.engines.embedded.lowering.inductor.requirements import missing
 from ipufit.engines.embedded.overlap import Overlap, buckets_of
@@ -317,12 +317,18 @@ class TrainingProgram(BaseProgram):
         self, autotuner: JitAutotuner, updates: Sequence[Update], rows: Rows
     ) -> Optional[CompiledUpdates]:
         """Ask what makes the full updates of an execution; the first of them is there to try."""
-        full = next((each for each in zip(updates, rows) if autotuner.compiled.fits(each[0])), None)
-        if full is None or not autotuner.is_undecided:
+        if not autotuner.is_undecided:
             return autotuner.choose(None)
-        (update, row), before = full, self._live.snapshot()
+        full = next((each for each in zip(updates, rows) if autotuner.compiled.fits(each[0])), None)
+        if full is None:
+            return autotuner.choose(None)
+        update, row = full
+        before: Optional[Snapshot] = None
 
         def trial(compiled: Optional[CompiledUpdates]) -> float:
+            nonlocal before
+            # Not before it is needed: what was measured once in a process is not tried again.
+            before = before or self._live.snapshot()
             self._maker.compiled = compiled
             self._live.updater.refresh([row])
             try:
