@@ -2,35 +2,41 @@
 
 from typing import TYPE_CHECKING
 
-from ipufit import callbacks, engines, errors, optim, optimizer_state, parallel, schedules
-from ipufit.checkpoints.settings import Checkpoint
+from ipufit import callbacks, engines, errors, optim, partition
+from ipufit._version import __version__
+from ipufit.callbacks.history import History
+from ipufit.checkpoint.settings import Checkpoint
+from ipufit.core.logged_values import log
+from ipufit.core.plan import Plan
+from ipufit.core.train_config import LossScale
 from ipufit.data.sharding import Sharded
-from ipufit.history import History
-from ipufit.loading import load
-from ipufit.logged import log
-from ipufit.model import Model
-from ipufit.on_use import on_use
-from ipufit.plan import Plan
 from ipufit.processes import distributed
-from ipufit.recipe import LossScale
 from ipufit.report import Report
-from ipufit.seeding import seed_everything
+from ipufit.training.load import load
+from ipufit.training.model import Model
+from ipufit.utils.lazy_exports import on_use
+from ipufit.utils.seeding import seed_everything
 
 if TYPE_CHECKING:
-    from ipufit.finders import BatchSize
-    from ipufit.ipu_config import IPUConfig
-    from ipufit.lr_finder import LearningRates
-    from ipufit.parallel.partition_plan import PartitionPlan
-    from ipufit.preflight.report import PreflightReport
+    from ipufit.analysis.tuner.lr_finder import LearningRates
+    from ipufit.analysis.tuner.trials import BatchSize
+    from ipufit.engines.ipu.ipu_config import IPUConfig
+    from ipufit.engines.ipu.preflight.report import PreflightReport
+    from ipufit.planner.partition_plan import PartitionPlan
 else:
     __getattr__, __dir__ = on_use(
         __name__,
         {
-            "BatchSize": "ipufit.finders",
-            "IPUConfig": "ipufit.ipu_config",
-            "LearningRates": "ipufit.lr_finder",
-            "PartitionPlan": "ipufit.parallel.partition_plan",
-            "PreflightReport": "ipufit.preflight.report",
+            "BatchSize": "ipufit.analysis.tuner.trials",
+            "IPUConfig": "ipufit.engines.ipu.ipu_config",
+            "LearningRates": "ipufit.analysis.tuner.lr_finder",
+            "PartitionPlan": "ipufit.planner.partition_plan",
+            "PreflightReport": "ipufit.engines.ipu.preflight.report",
+        },
+        moved={
+            "optimizer_state": "ipufit.optim.state",
+            "parallel": "ipufit.partition",
+            "schedules": "ipufit.optim.schedules",
         },
     )
 
@@ -47,6 +53,7 @@ __all__ = [
     "PreflightReport",
     "Report",
     "Sharded",
+    "__version__",
     "callbacks",
     "distributed",
     "engines",
@@ -54,10 +61,6 @@ __all__ = [
     "load",
     "log",
     "optim",
-    "optimizer_state",
-    "parallel",
-    "schedules",
+    "partition",
     "seed_everything",
 ]
-
-__version__ = "0.1.0"

@@ -7,17 +7,10 @@ from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
 
-from ipufit.injection import Fault, inject
-from ipufit.program import (
-    Anchors,
-    CombinedBatch,
-    MicroBatch,
-    Mode,
-    Prepared,
-    ProgramSpec,
-    TrainState,
-)
-from ipufit.recipe import outputs_wanted
+from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
+from ipufit.core.train_config import outputs_wanted
+from ipufit.engines.program import Anchors, Prepared, ProgramSpec, TrainState
+from ipufit.utils.fault_injection import Fault, inject
 
 __all__ = ["Fault", "RecordingEngine", "RecordingProgram", "inject"]
 

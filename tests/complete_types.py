@@ -17,11 +17,11 @@ from pathlib import Path
 PUBLIC = (
     "ipufit",
     "ipufit.callbacks",
-    "ipufit.diagnose",
+    "ipufit.analysis.check",
     "ipufit.errors",
     "ipufit.optim",
-    "ipufit.parallel",
-    "ipufit.schedules",
+    "ipufit.partition",
+    "ipufit.optim.schedules",
     "ipufit.sklearn",
     "ipufit.testing",
 )

@@ -11,14 +11,14 @@ import types
 from pathlib import Path
 
 import ipufit.poptorch
-from ipufit import parallel
+from ipufit import partition
 from ipufit.engines import ipu
 from ipufit.poptorch import optim
 
 SURFACE = json.loads(
     (Path(__file__).parent / "standin" / "surface.json").read_text(encoding="utf-8")
 )
-_ENGINE = (str(Path(ipu.__file__).parent), str(Path(parallel.__file__).parent))
+_ENGINE = (str(Path(ipu.__file__).parent), str(Path(partition.__file__).parent))
 
 
 @dataclasses.dataclass(frozen=True)

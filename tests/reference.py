@@ -9,7 +9,7 @@ import copy
 import torch
 from torch.func import functional_call
 
-from ipufit.randomness import micro_batch_key, update_key
+from ipufit.utils.random_streams import micro_batch_key, update_key
 
 
 def cut(n, micro_batch):

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from ipufit.randomness import isolated
+from ipufit.utils.random_streams import isolated
 
 CPU = torch.device("cpu")
 

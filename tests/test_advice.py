@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ipufit
 from ipufit.callbacks import Callback, EarlyStopping
 from ipufit.errors import ConfigurationError, DataError, PlanError, UnknownArgumentError
-from ipufit.names import MEANT
+from ipufit.utils.names import MEANT
 from tests.faulty import momentum
 
 X = torch.arange(48.0).reshape(12, 4).sin()

@@ -7,15 +7,14 @@ import pytest
 import torch
 
 import ipufit
-from ipufit.engines.embedded import training
+from ipufit.engines.embedded import timing, training
+from ipufit.engines.embedded.autotune import JitAutotuner
 from ipufit.engines.embedded.engine import EmbeddedEngine
-from ipufit.engines.embedded.live import LiveState
-from ipufit.engines.embedded.lowering import timing
-from ipufit.engines.embedded.lowering.autotune import JitAutotuner
-from ipufit.engines.embedded.lowering.inductor.compilation import CompilerError
-from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates
-from ipufit.engines.embedded.lowering.inductor.form import update_of
-from ipufit.engines.embedded.lowering.inductor.store import Store
+from ipufit.engines.embedded.inductor.compilation import CompilerError
+from ipufit.engines.embedded.inductor.compiled import CompiledUpdates
+from ipufit.engines.embedded.inductor.store import Store
+from ipufit.engines.embedded.inductor.update_spec import update_of
+from ipufit.engines.embedded.training_state import LiveState
 from ipufit.errors import ConfigurationError, NonFiniteLossError
 from tests.fitting import assert_close, assert_equal
 from tests.nets import MLP, data

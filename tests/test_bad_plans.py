@@ -162,7 +162,7 @@ def test_an_automatic_division_that_can_not_work_is_refused_by_compile(options, 
 
 def test_stages_that_do_not_fit_are_refused_before_any_update(monkeypatch):
     """By the estimate, which names the way out; the weights stay."""
-    monkeypatch.setattr("ipufit.parallel.planning.IPU_MEMORY", 500)
+    monkeypatch.setattr("ipufit.planner.planning.IPU_MEMORY", 500)
     model = compiled(stages="auto", ipus_per_replica=2)
     before = copy.deepcopy(model.module.state_dict())
     text = refused(

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
 from ipufit.callbacks import Callback, CSVLogger, EarlyStopping, JSONLinesLogger, ModelCheckpoint
-from ipufit.checkpoints import Files, Store, decode, encode
+from ipufit.checkpoint import Files, Store, decode, encode
 from ipufit.errors import (
     CheckpointError,
     ConfigurationError,

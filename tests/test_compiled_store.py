@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ipufit.engines.embedded.lowering.inductor import store as store_module
-from ipufit.engines.embedded.lowering.inductor.store import LIBRARY, Store, key_of
+from ipufit.engines.embedded.inductor import store as store_module
+from ipufit.engines.embedded.inductor.store import LIBRARY, Store, key_of
 from ipufit.errors import ConfigurationError
 
 pytestmark = [

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import ipufit
-from ipufit.program import Mode
+from ipufit.core.batch import Mode
 from ipufit.testing import RecordingEngine
 from tests.nets import MLP, data
 

@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
 from ipufit.callbacks import Callback
+from ipufit.engines.embedded.cuda_graphs.policy import check_cudagraph
+from ipufit.engines.embedded.cuda_graphs.static_inputs import Static, keeps_its_form
 from ipufit.engines.embedded.engine import EmbeddedEngine
-from ipufit.engines.embedded.fused import fused_for
-from ipufit.engines.embedded.lowering.asked import check_cudagraph
-from ipufit.engines.embedded.lowering.static import Static, keeps_its_form
-from ipufit.engines.embedded.rules import AdamRule
+from ipufit.engines.embedded.fused_optimizers import fused_for
 from ipufit.errors import NonFiniteLossError
+from ipufit.optim.rules import AdamRule
 from tests import fitting
 from tests.fitting import Plan, assert_close, assert_equal, state_of
 from tests.nets import CNN, MLP, Noise, Running, Transformer, data
@@ -566,7 +566,7 @@ def test_within_an_execution_the_host_waits_for_nothing():
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_failed_capture_leaves_the_stream_alone():
-    from ipufit.engines.embedded.lowering.cuda_graphs import CudaGraphs
+    from ipufit.engines.embedded.cuda_graphs.capture import CudaGraphs
 
     device = torch.device("cuda", torch.cuda.current_device())
     outside = torch.cuda.current_stream()

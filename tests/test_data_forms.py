@@ -18,8 +18,8 @@ from torch.utils.data import (
 
 import ipufit
 from ipufit.data.arrays import EpochOrder
-from ipufit.randomness import stream_key
 from ipufit.testing import RecordingEngine
+from ipufit.utils.random_streams import stream_key
 from tests.faulty import Batches, Samples, Stream, assert_same_bits, batches
 from tests.nets import MLP, data
 

@@ -9,13 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
-from ipufit.engines.embedded.capture import capture
+from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
+from ipufit.core.plan import Plan
 from ipufit.engines.embedded.engine import EmbeddedEngine
-from ipufit.engines.embedded.transfer import pack, unpack
+from ipufit.engines.embedded.host_transfer import pack, unpack
+from ipufit.engines.program import ProgramSpec
 from ipufit.errors import DataError
 from ipufit.losses import resolve_loss
-from ipufit.plan import Plan
-from ipufit.program import CombinedBatch, MicroBatch, Mode, ProgramSpec
+from ipufit.tracing.capture import capture
 from tests.nets import CNN, MLP, data
 
 

@@ -9,7 +9,7 @@ from options import FLIPS, callbacks, config, model, observed, parts
 
 import ipufit
 from ipufit.callbacks import Callback
-from ipufit.program import Engine, Program
+from ipufit.engines.program import Engine, Program
 from tests.engines import embedded_only
 
 __all__ = ["callbacks", "config", "model", "parts"]

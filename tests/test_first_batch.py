@@ -9,11 +9,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from ipufit.core.batch import MicroBatch, Mode
+from ipufit.core.train_config import Precision
 from ipufit.errors import CaptureError, DataError, LossError, RecoverableDeviceError
-from ipufit.first_batch import FailureExplainer
 from ipufit.losses import resolve_loss
-from ipufit.program import MicroBatch, Mode
-from ipufit.recipe import Precision
+from ipufit.training.sanity_check import FailureExplainer
 from tests.engines import EAGER_OR_NOT, embedded_only
 from tests.faulty import Net, Told, Watched, batches, compiled, fit, refused
 

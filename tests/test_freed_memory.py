@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import ipufit
-from ipufit.engines.embedded import freed_memory
-from ipufit.engines.embedded.lowering import choosing, products
+from ipufit.engines.embedded.passes import onednn_matmul, select_kernels
+from ipufit.utils import malloc_policy
 
-needs_glibc = pytest.mark.skipif(freed_memory._glibc() is None, reason="another C library")
+needs_glibc = pytest.mark.skipif(malloc_policy._glibc() is None, reason="another C library")
 tells = pytest.mark.skipif(
-    not hasattr(freed_memory._glibc(), "mallinfo2"), reason="a library that does not tell"
+    not hasattr(malloc_policy._glibc(), "mallinfo2"), reason="a library that does not tell"
 )
 
 # What the C library tells of itself, to a script as to this process.
@@ -112,18 +112,20 @@ def test_what_the_environment_says_of_memory_holds():
     assert run(SCRIPT, MALLOC_MMAP_THRESHOLD_=str(2**25), MALLOC_TRIM_THRESHOLD_="131072") == 16
 
 
-@pytest.mark.skipif(products._linear() is None, reason="this torch has no other products")
+@pytest.mark.skipif(onednn_matmul._linear() is None, reason="this torch has no other products")
 def test_trying_other_kernels_leaves_no_memory_behind(monkeypatch):
     """What two programs took to run once is handed back before training begins."""
     order = []
-    monkeypatch.setattr(choosing, "give_back_freed_memory", lambda: order.append("given back"))
-    disagreement = choosing._disagreement
+    monkeypatch.setattr(
+        select_kernels, "give_back_freed_memory", lambda: order.append("given back")
+    )
+    disagreement = select_kernels._disagreement
 
     def compare(*arguments):
         order.append("tried")
         return disagreement(*arguments)
 
-    monkeypatch.setattr(choosing, "_disagreement", compare)
+    monkeypatch.setattr(select_kernels, "_disagreement", compare)
     net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 5))
     model = ipufit.Model(net, engine="embedded")
     model.compile("sgd", "cross_entropy", jit="kernels")
@@ -145,8 +147,8 @@ def test_what_is_given_back_is_all_that_is_free(monkeypatch):
         def malloc_trim(self, kept):
             asked.append(kept)
 
-    monkeypatch.setattr(freed_memory, "_glibc", Library)
-    freed_memory.give_back_freed_memory()
+    monkeypatch.setattr(malloc_policy, "_glibc", Library)
+    malloc_policy.give_back_freed_memory()
     assert asked == [0]
 
 
@@ -166,14 +168,14 @@ def test_other_kernels_are_tried_outside_of_the_heap(monkeypatch):
         yield
         inside.append(False)
 
-    disagreement = choosing._disagreement
+    disagreement = select_kernels._disagreement
 
     def asked(*args):
         assert inside == [True]
         return disagreement(*args)
 
-    monkeypatch.setattr(choosing, "freed_at_once", noted)
-    monkeypatch.setattr(choosing, "_disagreement", asked)
+    monkeypatch.setattr(select_kernels, "freed_at_once", noted)
+    monkeypatch.setattr(select_kernels, "_disagreement", asked)
     net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 49, 3))
     model = ipufit.Model(net, engine="embedded")
     model.compile("sgd", "cross_entropy", jit="kernels")
@@ -182,23 +184,23 @@ def test_other_kernels_are_tried_outside_of_the_heap(monkeypatch):
 
 
 def test_another_library_is_left_alone(monkeypatch):
-    monkeypatch.setattr(freed_memory, "_glibc", lambda: None)
-    freed_memory.keep_freed_memory.cache_clear()
-    assert not freed_memory.keep_freed_memory()
-    with freed_memory.freed_at_once():
+    monkeypatch.setattr(malloc_policy, "_glibc", lambda: None)
+    malloc_policy.keep_freed_memory.cache_clear()
+    assert not malloc_policy.keep_freed_memory()
+    with malloc_policy.freed_at_once():
         pass
-    freed_memory.give_back_freed_memory()
-    freed_memory.keep_freed_memory.cache_clear()
+    malloc_policy.give_back_freed_memory()
+    malloc_policy.keep_freed_memory.cache_clear()
 
 
 def test_a_system_without_a_library_to_load(monkeypatch):
     def fails(name):
         raise TypeError("no such library")
 
-    monkeypatch.setattr(freed_memory.ctypes, "CDLL", fails)
-    freed_memory._glibc.cache_clear()
-    assert freed_memory._glibc() is None
-    freed_memory._glibc.cache_clear()
+    monkeypatch.setattr(malloc_policy.ctypes, "CDLL", fails)
+    malloc_policy._glibc.cache_clear()
+    assert malloc_policy._glibc() is None
+    malloc_policy._glibc.cache_clear()
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import ipufit
-from ipufit.engines.embedded import fused
-from ipufit.engines.embedded.fused import fused_for
-from ipufit.engines.embedded.rules import rule_for
+from ipufit.engines.embedded import fused_optimizers
+from ipufit.engines.embedded.fused_optimizers import fused_for
+from ipufit.optim.rules import rule_for
 from tests.fitting import Plan, compiled, fit, state_of
 from tests.nets import MLP, data
 
@@ -28,7 +28,7 @@ OPTIMIZERS = {
 
 def without_kernels(monkeypatch):
     """As on a torch that has none."""
-    monkeypatch.setattr(fused, "_works", lambda kernel, device, dtype: False)
+    monkeypatch.setattr(fused_optimizers, "_works", lambda kernel, device, dtype: False)
 
 
 def run(make, eagerly=False, **options):

@@ -14,15 +14,15 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from ipufit import tree
+from ipufit.core.batch import Mode
+from ipufit.core.plan import Plan
 from ipufit.data.arrays import ArrayLoader, EpochOrder
-from ipufit.data.feed import Feed
-from ipufit.data.held import held_rows
+from ipufit.data.in_memory import held_rows
+from ipufit.data.pipeline import Feed
 from ipufit.data.prefetch import prefetched
 from ipufit.data.rows import Rows
 from ipufit.data.source import Source
-from ipufit.plan import Plan
-from ipufit.program import Mode
+from ipufit.utils import tree
 
 pytestmark = pytest.mark.both_engines
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.both_engines
 # Packages of which some names are imported when they are asked for.
 PACKAGES = (
     "ipufit",
-    *("ipufit.callbacks", "ipufit.checkpoints", "ipufit.parallel", "ipufit.schedules"),
+    *("ipufit.callbacks", "ipufit.checkpoint", "ipufit.partition", "ipufit.optim.schedules"),
 )
 CODE = f"""
 import json, sys
@@ -41,21 +41,42 @@ ON_USE = (
 NOT_FOR_A_PLAIN_FIT = (
     *("safetensors", "torchmetrics", "tqdm.auto"),
     *("ipufit.callbacks.early_stopping", "ipufit.callbacks.progbar_logger"),
-    *("ipufit.checkpoints.store", "ipufit.checkpoints.training", "ipufit.configured"),
-    *("ipufit.diagnose", "ipufit.finders", "ipufit.ipu_config", "ipufit.layers"),
-    *("ipufit.losses.several", "ipufit.parallel.partition_plan", "ipufit.parallel.planning"),
-    *("ipufit.parallel.resolving", "ipufit.parallel.serializing", "ipufit.parallel.walking"),
-    *("ipufit.planned", "ipufit.preflight", "ipufit.processes.link", "ipufit.report.recorder"),
-    *("ipufit.schedules.resolve", "ipufit.searches", "ipufit.weights"),
-    "ipufit.whole_options.pair",
+    *(
+        "ipufit.checkpoint.store",
+        "ipufit.checkpoint.training_state",
+        "ipufit.training.ipu_config_adapter",
+    ),
+    *(
+        "ipufit.analysis.check",
+        "ipufit.analysis.tuner.trials",
+        "ipufit.engines.ipu.ipu_config",
+        "ipufit.tracing.layers",
+    ),
+    *("ipufit.losses.multi_output", "ipufit.planner.partition_plan", "ipufit.planner.planning"),
+    *("ipufit.partition.resolve", "ipufit.partition.serialize", "ipufit.partition.stage_trace"),
+    *(
+        "ipufit.analysis.partition_report",
+        "ipufit.engines.ipu.preflight",
+        "ipufit.processes.connection",
+        "ipufit.report.recorder",
+    ),
+    *(
+        "ipufit.optim.schedules.resolve",
+        "ipufit.analysis.tuner.searches",
+        "ipufit.core.weights_file",
+    ),
+    "ipufit.engines.ipu.poptorch_options.pair",
 )
 # Of the engine: what only some fits need.
-NOT_FOR_A_PLAIN_UPDATE = tuple(
-    f"ipufit.engines.embedded.{name}"
-    for name in (
-        *("comparing", "divided", "lowering.cudagraph", "merging", "nonfinite", "parted"),
-        *("profiling", "replay", "sharded_training", "state_parts"),
-    )
+NOT_FOR_A_PLAIN_UPDATE = (
+    "ipufit.tracing.find_nonfinite",
+    *(
+        f"ipufit.engines.embedded.{name}"
+        for name in (
+            *("batching", "compare_with_reference", "cuda_graphs.training", "fsdp", "profiling"),
+            *("replay_update", "zero"),
+        )
+    ),
 )
 
 
@@ -80,7 +101,12 @@ def fitted(told):
 
 def test_import_adds_our_own_modules(added):
     """So that the next tests look at something."""
-    assert {"ipufit", "ipufit.model", "ipufit.loop", "ipufit.history"} <= set(added)
+    assert {
+        "ipufit",
+        "ipufit.training.model",
+        "ipufit.training.loop",
+        "ipufit.callbacks.history",
+    } <= set(added)
 
 
 @pytest.mark.parametrize("part", sorted({*ON_USE, *NOT_FOR_A_PLAIN_FIT}))
@@ -90,7 +116,7 @@ def test_what_some_programs_need_is_imported_on_use(part, added):
 
 def test_a_fit_adds_the_engine(fitted):
     """So that the next test looks at something."""
-    assert {"ipufit.engines.embedded.training", "ipufit.engines.embedded.step"} <= set(fitted)
+    assert {"ipufit.engines.embedded.training", "ipufit.tracing.grad_step"} <= set(fitted)
 
 
 @pytest.mark.parametrize("part", [*NOT_FOR_A_PLAIN_FIT, *NOT_FOR_A_PLAIN_UPDATE])
@@ -124,11 +150,11 @@ def test_an_unknown_name_is_the_usual_error(package):
 
 
 def test_what_is_imported_on_use_is_the_class_of_its_module():
-    from ipufit.ipu_config.config import IPUConfig
-    from ipufit.parallel.serializing import serialize
+    from ipufit.engines.ipu.ipu_config.config import IPUConfig
+    from ipufit.partition.serialize import serialize
 
     assert ipufit.IPUConfig is IPUConfig
-    assert ipufit.parallel.serialize is serialize
+    assert ipufit.partition.serialize is serialize
     assert isinstance(ipufit.IPUConfig(), IPUConfig)
     assert pickle.loads(pickle.dumps(ipufit.IPUConfig)) is IPUConfig
     assert pickle.loads(pickle.dumps(ipufit.callbacks.Timer)) is ipufit.callbacks.Timer
@@ -136,3 +162,18 @@ def test_what_is_imported_on_use_is_the_class_of_its_module():
 
 def _loaded(part, modules):
     return [name for name in modules if f"{name}.".startswith(f"{part}.")]
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("optimizer_state", "ipufit.optim.state"),
+        ("parallel", "ipufit.partition"),
+        ("schedules", "ipufit.optim.schedules"),
+    ],
+)
+def test_a_name_that_has_moved_says_where_it_is(name, place):
+    with pytest.raises(AttributeError) as caught:
+        getattr(ipufit, name)
+    assert str(caught.value) == f"ipufit.{name} is {place} now. Write that instead."
+    assert importlib.import_module(place).__all__

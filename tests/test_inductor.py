@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import ipufit
-from ipufit.engines.embedded.lowering.inductor import compiled as compiled_module
-from ipufit.engines.embedded.lowering.inductor import describing, requirements
-from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates
-from ipufit.engines.embedded.lowering.inductor.form import update_of
-from ipufit.engines.embedded.lowering.inductor.request import Request
+from ipufit.engines.embedded.inductor import build_spec, requirements
+from ipufit.engines.embedded.inductor import compiled as compiled_module
+from ipufit.engines.embedded.inductor.compiled import CompiledUpdates
+from ipufit.engines.embedded.inductor.request import Request
+from ipufit.engines.embedded.inductor.update_spec import update_of
 from ipufit.errors import NonFiniteLossError
 from tests.fitting import PLANS, Plan, assert_close, assert_equal, compiled, fit
 from tests.nets import CNN, MLP, Running, Transformer, data
@@ -375,9 +375,9 @@ def test_a_choice_that_is_measured_decides_about_no_program_that_is_kept(describ
 
     monkeypatch.setattr(CompiledUpdates, "_begin", begin)
     x, y = data(8)
-    for products in (describing.onednn_products, _other_products):
+    for products in (build_spec.onednn_products, _other_products):
         torch.manual_seed(0)
-        monkeypatch.setattr(describing, "onednn_products", products)
+        monkeypatch.setattr(build_spec, "onednn_products", products)
         model, _ = embedded(MLP().double(), "sgd")
         fit(model, x, y)
     assert codes[0] != codes[1]

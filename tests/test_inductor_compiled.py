@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 
-from ipufit.engines.embedded.lowering.inductor import describing, requirements
+from ipufit.engines.embedded.inductor import build_spec, requirements
 from ipufit.errors import ConfigurationError, NonFiniteLossError
 from tests.fitting import Plan, assert_close, assert_equal, fit
 from tests.nets import MLP, data
@@ -109,7 +109,7 @@ def test_onednns_matrix_product_is_compiled_for_any_matrix(threads, cached, monk
     """Of weights that change, and of matrices in another memory order."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(describing, "onednn_products", _all_by_onednn)
+    monkeypatch.setattr(build_spec, "onednn_products", _all_by_onednn)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

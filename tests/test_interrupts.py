@@ -19,7 +19,7 @@ from ipufit.data import workers
 from ipufit.data.prefetch import prefetched
 from ipufit.data.workers import end_workers
 from ipufit.errors import DataError
-from ipufit.interrupts import deferred, is_interrupted, starting_processes
+from ipufit.utils.interrupts import deferred, is_interrupted, starting_processes
 
 pytestmark = [
     pytest.mark.both_engines,

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ipufit import IPUConfig
+from ipufit.engines.ipu.ipu_config import Partition
+from ipufit.engines.ipu.ipu_config.parameters import PARAMETERS
 from ipufit.errors import ConfigurationError
-from ipufit.ipu_config import Partition
-from ipufit.ipu_config.parameters import PARAMETERS
 
 # What IPUConfig() of optimum-graphcore 0.7 holds, once twins have followed.
 DEFAULTS = {

@@ -11,9 +11,9 @@ import ipufit
 import ipufit.poptorch as poptorch
 from ipufit import IPUConfig
 from ipufit.engines.ipu.engine import IpuEngine
+from ipufit.engines.ipu.ipu_config.parameters import PARAMETERS
+from ipufit.engines.ipu.ipu_config.report import APPROXIMATED, EXACT, NONE, lists
 from ipufit.errors import ConfigurationError, PlanError
-from ipufit.ipu_config.parameters import PARAMETERS
-from ipufit.ipu_config.report import APPROXIMATED, EXACT, NONE, lists
 from ipufit.testing import RecordingEngine
 
 X = torch.arange(96.0).reshape(24, 4).sin()

@@ -8,8 +8,8 @@ import types
 import pytest
 
 from ipufit import IPUConfig
+from ipufit.engines.ipu.ipu_config import files
 from ipufit.errors import ConfigurationError
-from ipufit.ipu_config import files
 
 # Shapes of what was published from 2021 to 2023, with values of our own.
 OF_2021 = {

@@ -6,7 +6,7 @@ from torch import nn
 
 import ipufit
 from ipufit import IPUConfig
-from ipufit.parallel import Serialization, serialize
+from ipufit.partition import Serialization, serialize
 from tests.told import refused
 
 pytestmark = pytest.mark.both_engines

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
 from ipufit.engines.ipu.engine import IpuEngine
-from ipufit.parallel.partition import STRATEGIES
+from ipufit.partition.partition import STRATEGIES
 from ipufit.poptorch._precision import float64_kept
 from tests.ipu_calls import SURFACE, Recorder, signature_of
 from tests.nets import MLP, data

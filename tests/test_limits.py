@@ -9,15 +9,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
 from ipufit.callbacks import Callback
+from ipufit.core.batch import Mode
+from ipufit.core.plan import Plan
 from ipufit.data.arrays import EpochOrder
-from ipufit.data.feed import Feed
 from ipufit.data.limits import batch_count
+from ipufit.data.pipeline import Feed
 from ipufit.data.source import Source
 from ipufit.errors import ConfigurationError, DataError
-from ipufit.plan import Plan
-from ipufit.program import Mode
-from ipufit.randomness import stream_key
 from ipufit.testing import RecordingEngine
+from ipufit.utils.random_streams import stream_key
 from tests.faulty import Batches, Stream, assert_same_bits, batches, compiled, fit, state
 
 TEN = torch.arange(10.0)[:, None]

@@ -11,11 +11,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
+from ipufit.core.logged_values import LogRule, Running, collecting
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.errors import ConfigurationError
-from ipufit.logged import LogRule, Running, collecting
-from ipufit.meter import Meter
 from ipufit.metrics import MetricSet
+from ipufit.training.epoch_metrics import Meter
 from tests.fitting import PLANS, WAYS, Plan, assert_equal, compiled, fit
 from tests.nets import data
 from tests.reference import cut

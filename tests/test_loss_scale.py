@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
-from ipufit.engines.embedded.scaling import Scaler, ScaleState
+from ipufit.engines.embedded.loss_scale import Scaler, ScaleState
 from ipufit.errors import ConfigurationError, NonFiniteLossError
 from tests.engines import embedded_only, scales_itself, skips_updates
 from tests.faulty import assert_clean

@@ -10,11 +10,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
-from ipufit.engines.embedded.capture import capture
+from ipufit.engines.embedded import timing
 from ipufit.engines.embedded.engine import EmbeddedEngine
-from ipufit.engines.embedded.lowering import channels_last, gathering, products, timing
-from ipufit.engines.embedded.lowering.calls import SHORT
-from ipufit.engines.embedded.lowering.gathering import gather_in_place
+from ipufit.engines.embedded.passes import channels_last, fuse_concat, onednn_matmul
+from ipufit.engines.embedded.passes.direct_calls import SHORT
+from ipufit.engines.embedded.passes.fuse_concat import gather_in_place
+from ipufit.tracing.capture import capture
 from tests.nets import MLP, data
 from tests.told import refused
 
@@ -95,13 +96,13 @@ def fitted(net, **options):
 @pytest.fixture
 def all_kernels(monkeypatch):
     """Whatever the sizes, and whatever is fastest here."""
-    monkeypatch.setattr(products, "_SMALLEST", 0)
+    monkeypatch.setattr(onednn_matmul, "_SMALLEST", 0)
     monkeypatch.setattr(channels_last, "_SMALLEST", 0)
-    monkeypatch.setattr(products, "fastest", lambda key, make: list(make())[-1])
+    monkeypatch.setattr(onednn_matmul, "fastest", lambda key, make: list(make())[-1])
 
 
 needs_onednn = pytest.mark.skipif(
-    products._linear() is None, reason="this torch has no linear layers of oneDNN's"
+    onednn_matmul._linear() is None, reason="this torch has no linear layers of oneDNN's"
 )
 
 
@@ -157,7 +158,7 @@ class Joined(nn.Module):
 @pytest.mark.parametrize("kind", [Joined, Wide])
 def test_products_write_where_gradients_are_gathered_the_same_bits(kind, monkeypatch):
     written = []
-    module = ipufit.engines.embedded.lowering.choosing
+    module = ipufit.engines.embedded.passes.select_kernels
 
     def gathered(graph):
         written.append(gather_in_place(graph))
@@ -167,7 +168,7 @@ def test_products_write_where_gradients_are_gathered_the_same_bits(kind, monkeyp
     net = kind()
     results = []
     for smallest in (0, 10**9):
-        monkeypatch.setattr(gathering, "_SMALLEST", smallest)
+        monkeypatch.setattr(fuse_concat, "_SMALLEST", smallest)
         monkeypatch.setattr(module, "gather_in_place", gathered)
         model, _, history = fitted(net, jit="graph")
         results.append((model.module.state_dict(), history.history["loss"], max(written)))
@@ -197,7 +198,7 @@ def test_what_else_is_gathered_stays():
 
 def fastest_is(monkeypatch, choice):
     """Let measurement find this way the fastest wherever there are several."""
-    module = ipufit.engines.embedded.lowering.choosing
+    module = ipufit.engines.embedded.passes.select_kernels
     monkeypatch.setattr(module, "fastest", lambda key, make: list(make())[choice])
 
 
@@ -219,7 +220,7 @@ def test_auto_takes_what_is_measured_to_be_faster(choice, way, monkeypatch):
 @needs_onednn
 @pytest.mark.usefixtures("all_kernels")
 def test_kernels_that_compute_something_else_are_not_used(monkeypatch):
-    module = ipufit.engines.embedded.lowering.choosing
+    module = ipufit.engines.embedded.passes.select_kernels
     right = module.pictures_last
 
     def wrong(graph):
@@ -368,11 +369,11 @@ def test_a_way_that_is_hardly_faster_is_not_taken(monkeypatch):
     assert timing.fastest(("another key",), lambda: dict.fromkeys("ab", int)) == "a"
 
 
-@pytest.mark.skipif(products._linear() is None, reason="this torch has no other products")
+@pytest.mark.skipif(onednn_matmul._linear() is None, reason="this torch has no other products")
 def test_a_transposed_product_is_tried_only_where_it_may_pay():
     """What oneDNN has computed once stays in its cache."""
     layouts = itertools.product((False, True), repeat=2)
-    columns = {layout: products._ways(4, 5, 6, layout, False) for layout in layouts}
+    columns = {layout: onednn_matmul._ways(4, 5, 6, layout, False) for layout in layouts}
     assert [("turned" in ways) for ways in columns.values()] == [False, False, True, True]
     for ways in columns.values():
         for call in ways.values():

@@ -8,8 +8,8 @@ import pytest
 
 import ipufit
 from ipufit import LearningRates
+from ipufit.analysis.tuner.lr_finder import exponential_range
 from ipufit.errors import ConfigurationError
-from ipufit.lr_finder import exponential_range
 
 
 def curve(smoothed, rates=None, diverged=False):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from ipufit.core.batch import MicroBatch
+from ipufit.core.train_config import resolve_precision
 from ipufit.losses import resolve_loss
-from ipufit.parallel.measuring import measure
-from ipufit.program import MicroBatch
-from ipufit.recipe import resolve_precision
+from ipufit.planner.measure import measure
 from tests.fitting import assert_equal
 
 pytestmark = pytest.mark.both_engines

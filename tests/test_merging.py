@@ -11,11 +11,12 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 import ipufit
+from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
+from ipufit.core.train_config import OutputMode, Recipe
+from ipufit.engines.embedded.batching import decision
 from ipufit.engines.embedded.engine import EmbeddedEngine
-from ipufit.engines.embedded.merging import decision
+from ipufit.engines.program import ProgramSpec
 from ipufit.losses import resolve_loss
-from ipufit.program import CombinedBatch, MicroBatch, Mode, ProgramSpec
-from ipufit.recipe import OutputMode, Recipe
 from tests.fitting import PLANS, Plan, assert_close, assert_equal, compiled, fit, skipping_refusals
 from tests.nets import CNN, MLP, Noise, Running, Transformer, data
 from tests.reference import train
@@ -349,7 +350,7 @@ def execution(mode, merged, at_once):
         module=net,
         loss=resolve_loss(both_outputs),
         optimizer=sgd(net.parameters()),
-        plan=ipufit.plan.Plan.make(
+        plan=ipufit.core.plan.Plan.make(
             micro_batch_size=2, ipus=2, device_iterations=3, gradient_accumulation=2
         ),
         mode=Mode.TRAIN,

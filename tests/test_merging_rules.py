@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ipufit.engines.embedded.capture import capture
-from ipufit.engines.embedded.merging import rules
-from ipufit.engines.embedded.merging.proof import prove
-from ipufit.engines.embedded.merging.samples import Along, RefusalError
+from ipufit.engines.embedded.batching import rules
+from ipufit.engines.embedded.batching.batch_dim import Along, RefusalError
+from ipufit.engines.embedded.batching.proof import prove
+from ipufit.tracing.capture import capture
 
 pytestmark = pytest.mark.both_engines
 

@@ -22,7 +22,7 @@ import ipufit
 from ipufit.callbacks import LambdaCallback
 from ipufit.errors import ConfigurationError, MetricError, UnknownNameError
 from ipufit.metrics import MetricSet, resolve_metrics
-from ipufit.names import RESERVED, check_log_name
+from ipufit.utils.names import RESERVED, check_log_name
 
 KNOWN = (
     "acc, accuracy, binary_accuracy, binary_accuracy_with_logits, categorical_accuracy, mae, "

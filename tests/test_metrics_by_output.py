@@ -14,10 +14,10 @@ import torchmetrics
 from torch import nn
 from torch.nn import functional
 
-from ipufit import tree
 from ipufit.errors import ConfigurationError, MetricError
 from ipufit.losses import resolve_loss
 from ipufit.metrics import resolve_metrics
+from ipufit.utils import tree
 
 SAMPLES, CLASSES = 23, 5
 UNEVEN = (7, 1, 7, 5, 3)

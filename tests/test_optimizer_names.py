@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ipufit.errors import OptimizerError, UnknownNameError
-from ipufit.optim import LAMB
-from ipufit.optimizers import resolve_optimizer
+from ipufit.optim.lamb import LAMB
+from ipufit.optim.resolve import resolve_optimizer
 
 ACCEPTED = (
     "optimizer must be a name, a class of torch.optim, an optimizer built from the module's "

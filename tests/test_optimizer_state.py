@@ -9,7 +9,7 @@ from torch import nn
 
 import ipufit
 from ipufit import poptorch
-from ipufit.optimizer_state import from_poptorch, to_poptorch
+from ipufit.optim.state import from_poptorch, to_poptorch
 from ipufit.poptorch._precision import float64_kept
 from tests.nets import MLP, data
 from tests.told import refused

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
+from ipufit.core.train_config import OutputMode, outputs_wanted
 from ipufit.errors import ConfigurationError
-from ipufit.recipe import OutputMode, outputs_wanted
 from ipufit.testing import RecordingEngine
 from tests.fitting import WAYS, Plan, assert_equal, compiled, fit
 from tests.nets import MLP, data

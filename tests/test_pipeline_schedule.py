@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipufit.parallel.schedule import SCHEDULES, in_flight, least_accumulation, simulate
+from ipufit.planner.pipeline_schedule import SCHEDULES, in_flight, least_accumulation, simulate
 
 pytestmark = pytest.mark.both_engines
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import ipufit.plan
+import ipufit.core.plan
+from ipufit.core.plan import Place, Plan, Tail
 from ipufit.errors import PlanError
-from ipufit.plan import Place, Plan, Tail
 
 IPUS = "`ipus`, the total number of IPUs, must be "
 
@@ -463,6 +463,6 @@ def test_explain_is_short_and_grammatical(plan: Plan) -> None:
 
 def test_the_examples_in_the_docstrings_run() -> None:
     """They are the first thing a reader copies."""
-    results = doctest.testmod(ipufit.plan)
+    results = doctest.testmod(ipufit.core.plan)
     assert results.attempted > 0
     assert results.failed == 0

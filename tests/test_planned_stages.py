@@ -189,7 +189,7 @@ def test_auto_divides_anew_for_micro_batches_of_another_shape(engine, monkeypatc
     assert model.plan().stages == large
     model.predict(X, batch_size=1, verbose=0)
     assert model.plan().stages == large
-    monkeypatch.setattr("ipufit.parallel.planning.IPU_MEMORY", max(model.plan().memory))
+    monkeypatch.setattr("ipufit.planner.planning.IPU_MEMORY", max(model.plan().memory))
     fit(model, 24, X.repeat(3, 1), Y.repeat(3))
     with pytest.raises(PartitionError, match="stages='auto' must find stages that fit"):
         fit(model, 48, X.repeat(6, 1), Y.repeat(6))

@@ -12,13 +12,13 @@ from torch.nn.utils.parametrize import register_parametrization
 
 import ipufit
 from ipufit import poptorch
+from ipufit.core.batch import MicroBatch
 from ipufit.errors import PartitionError
-from ipufit.parallel.costs import IPU_MEMORY, memory_of
-from ipufit.parallel.measuring import measure
-from ipufit.parallel.optimizer_state import state_bytes
-from ipufit.parallel.partition import Partition
-from ipufit.parallel.searching import best_cuts, cuts_of
-from ipufit.program import MicroBatch
+from ipufit.partition.partition import Partition
+from ipufit.planner.costs import IPU_MEMORY, memory_of
+from ipufit.planner.measure import measure
+from ipufit.planner.optimizer_memory import state_bytes
+from ipufit.planner.search import best_cuts, cuts_of
 from tests.test_measuring import kept
 
 pytestmark = pytest.mark.both_engines
@@ -193,9 +193,9 @@ def test_auto_counts_activations_as_the_plan_does(monkeypatch):
         max(model.plan((X, Y), recompute=recompute).memory) for recompute in (False, None)
     )
     assert found < kept_all
-    monkeypatch.setattr("ipufit.parallel.planning.IPU_MEMORY", found)
+    monkeypatch.setattr("ipufit.planner.planning.IPU_MEMORY", found)
     model.fit(X, Y, batch_size=5, gradient_accumulation=3, verbose=0)
-    monkeypatch.setattr("ipufit.parallel.planning.IPU_MEMORY", 500)
+    monkeypatch.setattr("ipufit.planner.planning.IPU_MEMORY", 500)
     for strategy, text in (
         ("pipelined", "2.2 KiB, with activations recomputed"),
         ("sharded", "2.0 KiB, with activations kept"),

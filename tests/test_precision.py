@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
-from ipufit.engines.embedded.precision import autocast_state, check_precision, refuse_missing_half
+from ipufit.core.precision import autocast_state, check_precision, refuse_missing_half
+from ipufit.core.train_config import resolve_precision
 from ipufit.errors import ConfigurationError, IpufitError
-from ipufit.recipe import resolve_precision
 from tests.engines import embedded_only
 from tests.fitting import WAYS, Plan, assert_close, assert_equal, compiled, fit
 from tests.nets import CNN, MLP, data

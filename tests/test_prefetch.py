@@ -24,13 +24,13 @@ from torch.utils.data import (
 
 import ipufit
 from ipufit.callbacks import Callback
+from ipufit.core.batch import CombinedBatch
 from ipufit.data.prefetch import prefetched
 from ipufit.data.source import Source
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.errors import DataError
-from ipufit.program import CombinedBatch
-from ipufit.randomness import LOCK, DataStream
 from ipufit.testing import RecordingEngine
+from ipufit.utils.random_streams import LOCK, DataStream
 from tests.engines import ragged
 from tests.faulty import (
     Batches,

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ipufit
-from ipufit.randomness import DataStream, isolated, stream_key
+from ipufit.utils.random_streams import DataStream, isolated, stream_key
 from tests.engines import counts_in_a_buffer, ragged, replicas_meet, runs_eagerly
 from tests.nets import CNN, Noise, Running, data
 

@@ -10,14 +10,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ipufit
-from ipufit.engines.embedded.capture import capture
 from ipufit.engines.embedded.engine import EmbeddedEngine
-from ipufit.engines.embedded.liveness import peak_bytes
-from ipufit.engines.embedded.marks import backward_marked, layers_marked
-from ipufit.engines.embedded.recompute import recompute_layers
 from ipufit.engines.ipu.engine import IpuEngine
 from ipufit.errors import ConfigurationError, UnknownNameError
 from ipufit.poptorch._precision import float64_kept
+from ipufit.tracing.capture import capture
+from ipufit.tracing.liveness import peak_bytes
+from ipufit.tracing.node_meta import backward_marked, layers_marked
+from ipufit.tracing.recompute import recompute_layers
 from tests.fitting import assert_equal
 from tests.nets import CNN, MLP, Running, Transformer, data
 from tests.told import refused

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ipufit
 from ipufit import poptorch
-from ipufit.engines.embedded.recurrent import BACKWARD, FORWARD
 from ipufit.errors import DataError
+from ipufit.tracing.recurrent import BACKWARD, FORWARD
 from tests.engines import embedded_only, runs_eagerly
 from tests.fitting import Plan, assert_close, assert_equal, compiled, fit
 from tests.reference import train

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import ipufit
-from ipufit.cli import main
-from ipufit.finding_poptorch import offer_poptorch
+from ipufit.cli.main import main
+from ipufit.cli.poptorch_hook import offer_poptorch
 
 pytestmark = pytest.mark.both_engines
 
@@ -380,7 +380,7 @@ def test_the_command_line_is_checked(capsys):
 
 def test_the_command_is_installed_under_its_name():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert re.search(r'^\[project.scripts\]\nipufit = "ipufit.cli:main"$', text, re.M)
+    assert re.search(r'^\[project.scripts\]\nipufit = "ipufit.cli.main:main"$', text, re.M)
 
 
 ASKS = """

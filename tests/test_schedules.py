@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import lr_scheduler as lrs
 
 from ipufit.errors import ConfigurationError
-from ipufit.schedules import AtEpochEnd, resolve_schedule
-from ipufit.schedules.resolve import EveryBatches
+from ipufit.optim.schedules import AtEpochEnd, resolve_schedule
+from ipufit.optim.schedules.resolve import EveryBatches
 
 UPDATES = 23
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
 from ipufit.errors import ConfigurationError, NonFiniteLossError, OptimizerError
-from ipufit.schedules import AtEpochEnd
+from ipufit.optim.schedules import AtEpochEnd
 from tests.engines import EAGER_OR_NOT, embedded_only
 from tests.nets import CNN, MLP, data
 

@@ -10,8 +10,8 @@ from torch import nn
 import ipufit
 from ipufit.engines.ipu.engine import IpuEngine
 from ipufit.errors import ConfigurationError
-from ipufit.parallel import Serialization, serialize, to_dense
-from ipufit.parallel.serialized import (
+from ipufit.partition import Serialization, serialize, to_dense
+from ipufit.partition.serialized_layers import (
     SerializedEmbedding,
     SerializedLinear,
     SerializedLookup,

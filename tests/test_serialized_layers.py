@@ -10,9 +10,13 @@ from torch.nn.utils import prune
 import ipufit
 from ipufit.engines.ipu.engine import IpuEngine
 from ipufit.errors import ConfigurationError, OptimizerError, UnknownNameError
-from ipufit.parallel import Serialization, serialize, to_dense
-from ipufit.parallel.serialized import SerializedEmbedding, SerializedLinear, SplitProjection
-from ipufit.parallel.serializing import ipus_of
+from ipufit.partition import Serialization, serialize, to_dense
+from ipufit.partition.serialize import ipus_of
+from ipufit.partition.serialized_layers import (
+    SerializedEmbedding,
+    SerializedLinear,
+    SplitProjection,
+)
 from ipufit.poptorch._precision import float64_kept
 from tests.fitting import assert_close
 from tests.ipu_calls import Recorder
@@ -512,7 +516,7 @@ def test_a_weight_that_is_cut_is_not_set_as_one():
             call,
             f"the weight of a layer that is cut must be set in its parts, 'weight_0' to "
             f"'weight_{last}', got one for all of {layer!r}. Call "
-            "ipufit.parallel.to_dense(module), set it, and serialise and compile anew.",
+            "ipufit.partition.to_dense(module), set it, and serialise and compile anew.",
         )
     net.head.weight_0 = nn.Parameter(torch.zeros(6, 8).double())
     assert not net.head.weight[:6].any()

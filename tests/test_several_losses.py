@@ -14,12 +14,12 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
-from ipufit.engines.embedded.capture import capture
-from ipufit.engines.embedded.step import MicroStep, StepModule
+from ipufit.core.batch import MicroBatch
+from ipufit.core.train_config import Precision
 from ipufit.errors import ConfigurationError, LossError
 from ipufit.losses import resolve_loss
-from ipufit.program import MicroBatch
-from ipufit.recipe import Precision
+from ipufit.tracing.capture import capture
+from ipufit.tracing.grad_step import MicroStep, StepModule
 
 CLOSE = {"rtol": 1e-14, "atol": 1e-15}
 _GENERATOR = torch.Generator().manual_seed(4)

@@ -6,8 +6,8 @@ from torch import nn
 
 import ipufit
 from ipufit.errors import PartitionError, UnknownNameError
-from ipufit.parallel.naming import first_gap
-from ipufit.parallel.repeated import repeated_layers
+from ipufit.partition.repeated_layers import repeated_layers
+from ipufit.partition.stage_names import first_gap
 
 
 def linear():

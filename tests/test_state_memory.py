@@ -10,7 +10,7 @@ from torch import nn
 
 import ipufit
 from ipufit import poptorch
-from ipufit.engines.embedded.state_memory import HostMemory, StateMemory
+from ipufit.engines.embedded.optimizer_state_location import HostMemory, StateMemory
 from ipufit.engines.ipu.engine import IpuEngine
 from tests.fitting import Plan, assert_equal, compiled, fit
 from tests.nets import MLP, data

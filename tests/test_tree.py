@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ipufit.tree import Structure, flatten, flatten_with_paths, map_leaves, unflatten
+from ipufit.utils.tree import Structure, flatten, flatten_with_paths, map_leaves, unflatten
 
 Point = namedtuple("Point", ["x", "y"])
 

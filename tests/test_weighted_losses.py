@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ipufit.engines.embedded.capture import capture
 from ipufit.errors import ConfigurationError, LossError
 from ipufit.losses import resolve_loss
+from ipufit.tracing.capture import capture
 
 # Sums of some dozen numbers in another order, in float64.
 CLOSE = {"rtol": 1e-14, "atol": 1e-15}

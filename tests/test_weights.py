@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import ipufit
+from ipufit.core.weights_file import Snapshot, load_weights, save_weights
 from ipufit.errors import ConfigurationError
-from ipufit.weights import Snapshot, load_weights, save_weights
 from tests.faulty import Net, Told, assert_same_bits, batches, compiled, fit, flat
 
 

@@ -9,11 +9,11 @@ from torch import nn
 
 import ipufit
 from ipufit import poptorch
+from ipufit.core.option_roles import INFERENCE, TRAINING
+from ipufit.engines.ipu.poptorch_options.reading import WholeOptions
+from ipufit.engines.ipu.poptorch_options.report import lists
 from ipufit.errors import ConfigurationError, PlanError
-from ipufit.parallel.partition import NOT_DIVIDED
-from ipufit.whole_options import INFERENCE, TRAINING
-from ipufit.whole_options.reading import WholeOptions
-from ipufit.whole_options.report import lists
+from ipufit.partition.partition import NOT_DIVIDED
 from tests.engines import scales_itself
 from tests.told import refused
 

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 from ipufit.callbacks.callback import Callback
 from ipufit.callbacks.callback_list import CallbackList
-from ipufit.history import History
-from ipufit.on_use import on_use
+from ipufit.callbacks.history import History
+from ipufit.utils.lazy_exports import on_use
 
 if TYPE_CHECKING:
     from ipufit.callbacks.asynchronous import Asynchronous

@@ -13,7 +13,7 @@ from ipufit.callbacks.model_checkpoint import ModelCheckpoint
 from ipufit.errors import ConfigurationError, NonFiniteLossError
 
 if TYPE_CHECKING:
-    from ipufit.model import Model
+    from ipufit.training.model import Model
 
 __all__ = ["Asynchronous"]
 

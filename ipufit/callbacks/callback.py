@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Dict, Mapping, Optional, Tuple
 
 if TYPE_CHECKING:
     from ipufit.errors import NonFiniteLossError
-    from ipufit.model import Model
+    from ipufit.training.model import Model
 
 __all__ = ["Callback", "Logs"]
 

@@ -8,7 +8,7 @@ from ipufit.callbacks.callback import Callback
 from ipufit.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from ipufit.model import Model
+    from ipufit.training.model import Model
 
 __all__ = ["CallbackList", "checked"]
 

@@ -7,7 +7,7 @@ from typing import Any, Optional, Tuple
 from ipufit.callbacks.callback import Logs
 from ipufit.callbacks.checks import finite, one_of, say, stored, whole
 from ipufit.callbacks.monitor import Monitor
-from ipufit.weights import Snapshot
+from ipufit.core.weights_file import Snapshot
 
 __all__ = ["EarlyStopping"]
 

@@ -12,8 +12,8 @@ from ipufit.callbacks.callback import Logs
 from ipufit.callbacks.checks import finite, one_of, say, stored, whole
 from ipufit.callbacks.monitor import Monitor
 from ipufit.callbacks.update_count import UpdateCount
+from ipufit.core.weights_file import checked_path
 from ipufit.errors import ConfigurationError
-from ipufit.weights import checked_path
 
 __all__ = ["ModelCheckpoint"]
 

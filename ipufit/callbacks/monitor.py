@@ -8,7 +8,7 @@ from typing import Any, Optional, Tuple
 from ipufit.callbacks.callback import Callback, Logs
 from ipufit.callbacks.callback_list import missing
 from ipufit.callbacks.checks import finite, one_of
-from ipufit.direction import direction_of
+from ipufit.callbacks.monitor_mode import direction_of
 from ipufit.errors import ConfigurationError
 
 __all__ = ["Monitor"]

@@ -10,7 +10,7 @@ from typing import Any, Dict, Iterable, List, TextIO
 
 import torch
 
-from ipufit import __version__
+from ipufit._version import __version__
 from ipufit.conformance.implementations import Implementation
 from ipufit.conformance.running import Row
 

@@ -7,9 +7,9 @@ from typing import Any, Iterator, List, Optional
 import torch
 from torch import Tensor
 
-from ipufit import tree
 from ipufit.data.rows import Rows
 from ipufit.errors import DataError
+from ipufit.utils import tree
 
 __all__ = ["ArrayLoader", "EpochOrder", "is_array"]
 

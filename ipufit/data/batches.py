@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from ipufit import tree
+from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
+from ipufit.core.plan import Plan
 from ipufit.data.casting import Casting, Casts
-from ipufit.data.portions import Ledger, layout_of
+from ipufit.data.rank_shards import Ledger, layout_of
 from ipufit.data.rows import Horizon, Picked
 from ipufit.data.source import Source
 from ipufit.data.tables import frame_as_tensor, is_frame
 from ipufit.data.weights import checked_weight
 from ipufit.errors import DataError
-from ipufit.losses.own import OwnLoss
-from ipufit.plan import Plan
-from ipufit.program import CombinedBatch, MicroBatch, Mode
+from ipufit.losses.module_loss import OwnLoss
+from ipufit.utils import tree
 
 __all__ = ["Unpacker", "executions", "is_weighted", "portioned_executions"]
 

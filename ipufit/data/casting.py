@@ -8,11 +8,11 @@ from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 import torch
 from torch import Tensor, nn
 
-from ipufit import tree
+from ipufit.core.batch import MicroBatch
+from ipufit.core.train_config import Precision
 from ipufit.losses import Loss
-from ipufit.program import MicroBatch
-from ipufit.recipe import Precision
-from ipufit.verbosity import stacklevel_of_user
+from ipufit.utils import tree
+from ipufit.utils.verbosity import stacklevel_of_user
 
 __all__ = ["Casting", "Casts"]
 

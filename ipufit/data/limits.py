@@ -8,11 +8,11 @@ from typing import Any, Collection, Iterable, Iterator, List, Optional
 
 from torch import Tensor
 
-from ipufit import tree
 from ipufit.data.loaders import unshuffled
 from ipufit.data.source import Source
 from ipufit.errors import ConfigurationError
-from ipufit.faults import at_least
+from ipufit.utils import tree
+from ipufit.utils.error_collector import at_least
 
 __all__ = ["FirstBatches", "batch_count", "dev_run_length", "first_batches", "validation_epochs"]
 

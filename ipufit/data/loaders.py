@@ -17,8 +17,8 @@ from torch.utils.data import (
     default_collate,
 )
 
-from ipufit import tree
 from ipufit.data.arrays import ArrayLoader
+from ipufit.utils import tree
 
 __all__ = [
     "batch_total",

@@ -11,8 +11,8 @@ from typing import Any, Callable, Generator, Optional, Tuple, TypeVar
 
 import torch
 
-from ipufit.interrupts import SameProcess, deferred, is_interrupted
-from ipufit.randomness import LOCK
+from ipufit.utils.interrupts import SameProcess, deferred, is_interrupted
+from ipufit.utils.random_streams import LOCK
 
 __all__ = ["prefetched", "reads_ahead"]
 

@@ -9,8 +9,8 @@ from typing import Any, Callable, Iterator, List, Optional, Sequence, Union
 import torch
 from torch import Tensor
 
-from ipufit import tree
 from ipufit.data.prefetch import reads_ahead
+from ipufit.utils import tree
 
 __all__ = ["Horizon", "Picked", "Rows", "batch_count", "is_in_memory"]
 

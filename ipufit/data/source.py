@@ -18,9 +18,9 @@ from torch.utils.data import (
     default_collate,
 )
 
-from ipufit import tree
+from ipufit.core.batch import Place
 from ipufit.data.arrays import ArrayLoader
-from ipufit.data.held import held_rows
+from ipufit.data.in_memory import held_rows
 from ipufit.data.loaders import (
     batch_total,
     is_plain,
@@ -34,18 +34,18 @@ from ipufit.data.loaders import (
     sample_makers,
     stream_length,
 )
-from ipufit.data.own_loader import OwnLoader
-from ipufit.data.portions import Portion
-from ipufit.data.reading import ends_in_a_sample, unreadable
+from ipufit.data.rank_shards import Portion
+from ipufit.data.read_errors import ends_in_a_sample, unreadable
 from ipufit.data.rows import Horizon, Rows, batch_count, is_in_memory
+from ipufit.data.sharded_loader import OwnLoader
 from ipufit.data.sharding import AsWorkerOfAll, as_worker, refuse_unshared
 from ipufit.data.weights import ClassWeights
 from ipufit.data.workers import end_workers, kill_workers, starting_workers
 from ipufit.errors import DataError
-from ipufit.interrupts import is_interrupted
-from ipufit.keeping import generators_of
-from ipufit.program import Place
-from ipufit.randomness import DataStream
+from ipufit.utils import tree
+from ipufit.utils.interrupts import is_interrupted
+from ipufit.utils.preserve import generators_of
+from ipufit.utils.random_streams import DataStream
 
 __all__ = ["Source"]
 

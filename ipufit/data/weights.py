@@ -10,10 +10,10 @@ from typing import Any, Dict, Mapping, Optional, Sequence
 import torch
 from torch import Tensor
 
-from ipufit import tree
+from ipufit.core.batch import MicroBatch
 from ipufit.data.tables import frame_as_tensor, is_frame
 from ipufit.errors import ConfigurationError, DataError
-from ipufit.program import MicroBatch
+from ipufit.utils import tree
 
 __all__ = [
     "ClassWeights",

@@ -11,8 +11,8 @@ from typing import Any, Iterator, List, Optional
 from torch.utils.data import DataLoader, dataloader
 
 from ipufit.data.loaders import reads_as_torch
-from ipufit.data.reading import frames_of
-from ipufit.interrupts import deferred, starting_processes
+from ipufit.data.read_errors import frames_of
+from ipufit.utils.interrupts import deferred, starting_processes
 
 __all__ = ["end_workers", "kill_workers", "starting_workers"]
 

@@ -6,8 +6,8 @@ import dataclasses
 import os
 from typing import Callable, Dict, List, Union
 
+from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
-from ipufit.program import Engine
 
 __all__ = ["EngineStatus", "engine_maker", "list_engines"]
 

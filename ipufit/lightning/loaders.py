@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any, Callable, Iterator, List
 
-from ipufit.clock import NO_CLOCK, NoClock
+from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
 __all__ = ["Execution", "Executions"]
 

@@ -9,25 +9,26 @@ from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from ipufit.clock import NO_CLOCK, NoClock
+from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
+from ipufit.core.logged_values import Running
+from ipufit.core.plan import Plan
+from ipufit.core.plan_checks import round_up
 from ipufit.data.batches import Unpacker
 from ipufit.data.source import Source
+from ipufit.engines.program import Anchors, Program
 from ipufit.errors import CaptureError, PlanError
-from ipufit.first_batch import prepare_tail
-from ipufit.integrations.lightning.kinds import lightning_parts
-from ipufit.integrations.lightning.model import LightningModel
-from ipufit.integrations.lightning.replacing import replaced
-from ipufit.interrupts import deferred
 from ipufit.lightning.loaders import Execution, Executions
+from ipufit.lightning.module.detect import lightning_parts
+from ipufit.lightning.module.model import LightningModel
+from ipufit.lightning.module.patch import replaced
 from ipufit.lightning.packages import part
 from ipufit.lightning.reporting import TrainingReport
-from ipufit.logged import Running
-from ipufit.parallel.own_blocks import UncountedError
-from ipufit.parallel.partition import Partition
-from ipufit.plan import Plan
-from ipufit.plan_checks import round_up
-from ipufit.program import Anchors, CombinedBatch, MicroBatch, Mode, Program
-from ipufit.session import Session
+from ipufit.partition.own_blocks import UncountedError
+from ipufit.partition.partition import Partition
+from ipufit.training.sanity_check import prepare_tail
+from ipufit.training.session import Session
+from ipufit.utils.interrupts import deferred
+from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
 __all__ = ["Done", "Programs", "Work"]
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import Any, Dict, Mapping, Optional
 
-from ipufit.clock import NoClock
-from ipufit.history import History
-from ipufit.logged import LogRule
-from ipufit.loop import Measurement
-from ipufit.meter import Meter
+from ipufit.callbacks.history import History
+from ipufit.core.batch import CombinedBatch, MicroBatch
+from ipufit.core.logged_values import LogRule
+from ipufit.core.plan import Plan
+from ipufit.engines.program import Anchors, Program
 from ipufit.metrics import MetricSet
-from ipufit.plan import Plan
-from ipufit.program import Anchors, CombinedBatch, MicroBatch, Program
 from ipufit.report.recorder import recorded
 from ipufit.report.settings import Report
-from ipufit.runs import describe_run
-from ipufit.session import Session
-from ipufit.summary import stripped
+from ipufit.training.epoch_metrics import Meter
+from ipufit.training.fit import describe_run
+from ipufit.training.loop import Measurement
+from ipufit.training.session import Session
+from ipufit.training.summary import stripped
+from ipufit.utils.phase_timer import NoClock
 
 __all__ = ["TrainingReport"]
 

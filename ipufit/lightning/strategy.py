@@ -10,20 +10,21 @@ from typing import Any, Callable, Dict, List, Optional, Union
 
 from torch import Tensor
 
-from ipufit import loop
+from ipufit.core.batch import Mode
+from ipufit.core.option_roles import INFERENCE, TRAINING, role_of
+from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
-from ipufit.integrations.lightning.model import LightningModel
-from ipufit.integrations.lightning.optimizers import configured
-from ipufit.integrations.lightning.steps import acting_as
 from ipufit.lightning.loaders import Execution, Executions
+from ipufit.lightning.module.model import LightningModel
+from ipufit.lightning.module.optimizers import configured
+from ipufit.lightning.module.steps import acting_as
 from ipufit.lightning.packages import part
 from ipufit.lightning.programs import Done, Programs, Work
 from ipufit.lightning.reporting import TrainingReport
 from ipufit.processes import current
-from ipufit.program import Engine, Mode
 from ipufit.report.settings import Report, refuse_report, resolve_report
-from ipufit.sdk_objects import sdk_kind
-from ipufit.whole_options import INFERENCE, TRAINING, role_of
+from ipufit.training import loop
+from ipufit.utils.poptorch_types import sdk_kind
 
 __all__ = ["IPUStrategy"]
 

@@ -1,6 +1,6 @@
 """Losses: from what the user may pass to one normal form, and the checks that a trace can make."""
 
-from ipufit.losses.argument_order import (
+from ipufit.core.argument_order import (
     PREDICTION_FIRST,
     ArgumentOrder,
     argument_order,
@@ -15,10 +15,10 @@ from ipufit.losses.checks import (
     fit_values,
     shape_advice,
 )
-from ipufit.losses.elements import LabelRange, LossTerm
 from ipufit.losses.loss import Loss
-from ipufit.losses.own import find_loss
+from ipufit.losses.module_loss import find_loss
 from ipufit.losses.resolve import resolve_loss
+from ipufit.losses.unreduced import LabelRange, LossTerm
 
 __all__ = [
     "PREDICTION_FIRST",

@@ -9,15 +9,15 @@ from typing import Any, Callable, List, Literal, Mapping, Optional, Tuple, Union
 
 from torch import Tensor, nn
 
-from ipufit import tree
+from ipufit.core.argument_order import PREDICTION_FIRST, ArgumentOrder
+from ipufit.core.sample_weights import as_weights, total
 from ipufit.errors import LossError
-from ipufit.losses.argument_order import PREDICTION_FIRST, ArgumentOrder
 from ipufit.losses.checks import check_loss_value, describe, refuse_broadcast
-from ipufit.losses.elements import Elements, LabelRange, LossTerm, constant, nothing_counts
+from ipufit.losses.module_loss import OwnLoss, find_loss, own_loss_advice
 from ipufit.losses.named import Named
-from ipufit.losses.own import OwnLoss, find_loss, own_loss_advice
 from ipufit.losses.rules import TargetKind, TorchRule, torch_rule, unreduced
-from ipufit.sample_weights import as_weights, total
+from ipufit.losses.unreduced import Elements, LabelRange, LossTerm, constant, nothing_counts
+from ipufit.utils import tree
 
 __all__ = ["Loss", "Normalize", "SampleWeightReduction"]
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, Literal, Mapping, S
 
 from torch import nn
 
+from ipufit.core.argument_order import argument_order, is_running_metric
+from ipufit.core.outputs import Key, label
 from ipufit.errors import ConfigurationError, LossError
-from ipufit.losses.argument_order import argument_order, is_running_metric
 from ipufit.losses.loss import Loss
+from ipufit.losses.module_loss import WholeBatch
 from ipufit.losses.named import by_name
-from ipufit.losses.own import WholeBatch
-from ipufit.names import check_log_name
-from ipufit.outputs import Key, label
+from ipufit.utils.names import check_log_name
 
 if TYPE_CHECKING:
-    from ipufit.losses.several import Part
+    from ipufit.losses.multi_output import Part
 
 __all__ = ["resolve_loss"]
 
@@ -222,7 +222,7 @@ def _check_parameters(name: str, call: Callable[..., object]) -> None:
 
 def _several(loss: Any, loss_weights: object, options: Mapping[str, Any]) -> Loss:
     # Imported here: most models have one loss.
-    from ipufit.losses.several import Part, SeveralLosses, joined_module
+    from ipufit.losses.multi_output import Part, SeveralLosses, joined_module
 
     by_key = isinstance(loss, Mapping)
     items: List[Tuple[Any, object]] = list(loss.items() if by_key else enumerate(loss))

@@ -9,13 +9,13 @@ from typing import Any, Dict, Iterator, List, Sequence, Tuple
 from torch import Tensor
 
 from ipufit.errors import ConfigurationError, MetricError
-from ipufit.keeping import generators_kept
 from ipufit.metrics.kinds import Metric, shapes
-from ipufit.metrics.waiting import Seen, Waiting, joined
-from ipufit.names import check_log_name
+from ipufit.metrics.pending_batches import Seen, Waiting, joined
 from ipufit.processes import Processes
-from ipufit.randomness import LOCK
-from ipufit.tree import flatten, map_leaves
+from ipufit.utils.names import check_log_name
+from ipufit.utils.preserve import generators_kept
+from ipufit.utils.random_streams import LOCK
+from ipufit.utils.tree import flatten, map_leaves
 
 __all__ = ["MetricSet"]
 

@@ -8,11 +8,11 @@ from typing import Any, Callable, Optional, Tuple
 import torch
 from torch import Tensor
 
+from ipufit.core.sample_weights import as_weights, spread
 from ipufit.errors import MetricError
 from ipufit.losses import describe_tensor
 from ipufit.metrics.values import Values
-from ipufit.sample_weights import as_weights, spread
-from ipufit.tree import flatten_with_paths
+from ipufit.utils.tree import flatten_with_paths
 
 __all__ = ["Part", "shapes", "sum_of_elements", "sum_of_samples", "sum_of_weighted_samples", "sums"]
 

@@ -16,7 +16,7 @@ class Error(Exception):
 
     # PopTorch has the class there, and files name it so.
     __module__ = "ipufit.poptorch.poptorch_core"
-    # Whether it is about what nothing but an IPU can do, for :mod:`ipufit.diagnose`.
+    # Whether it is about what nothing but an IPU can do, for :mod:`ipufit.analysis.check`.
     _is_only_on_ipus = False
 
     def __init__(self, message: str = "", type: str = "poptorch_py_error", location: str = ""):

@@ -24,7 +24,7 @@ from ipufit.poptorch._group import Group
 from ipufit.poptorch._half import half_computed, makes_half
 from ipufit.poptorch._recorded import Recorded
 from ipufit.poptorch.enums import OutputMode
-from ipufit.randomness import isolated, micro_batch_key, seed_generators
+from ipufit.utils.random_streams import isolated, micro_batch_key, seed_generators
 
 __all__ = ["Execution", "Shape"]
 

@@ -9,10 +9,9 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ipufit.engines.embedded.capture import capture
+from ipufit.core.train_config import Clip
 from ipufit.engines.embedded.clipping import clipped
-from ipufit.engines.embedded.rules import Rule
-from ipufit.engines.embedded.storage import Block, FlatStorage
+from ipufit.optim.rules import Rule
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._loss_scale import FINAL as FINAL_SCALE
@@ -23,7 +22,8 @@ from ipufit.poptorch._optimizer_changes import check_replacement
 from ipufit.poptorch._optimizer_rules import PREFIXES, counts_steps, group_of, initial, rule_of
 from ipufit.poptorch._optimizer_scalars import LOSS_SCALING, Factors, exported, imported
 from ipufit.poptorch._optimizer_settings import Settings, Value
-from ipufit.recipe import Clip
+from ipufit.tracing.capture import capture
+from ipufit.tracing.flat_storage import Block, FlatStorage
 
 __all__ = ["DeviceOptimizer"]
 

@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Type
 import torch
 from torch import Tensor
 
-from ipufit.engines.embedded.rules import (
+from ipufit.optim.rules import (
     AdamRule,
     AdamWRule,
     Group,

@@ -8,9 +8,9 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tup
 import torch
 from torch import Tensor, fx
 
-from ipufit.engines.embedded.aliases import schema_of
 from ipufit.poptorch._parsers import reconstructTensorStructure
 from ipufit.poptorch._tracing import Trace
+from ipufit.tracing.aliases import schema_of
 
 __all__ = ["Outputs", "Recorded", "Returned", "Writes", "find_writes"]
 

@@ -20,9 +20,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 
-from ipufit.calling import call_with
-from ipufit.engines.embedded.aliases import schema_of
-from ipufit.engines.embedded.capture import capture, uses_random_numbers
 from ipufit.errors import CaptureError
 from ipufit.poptorch._changes import changed_buffers, held_tensors
 from ipufit.poptorch._errors import error
@@ -33,6 +30,9 @@ from ipufit.poptorch._parsers import flattenTensorStructure
 from ipufit.poptorch._recorded import Outputs, Recorded, find_writes
 from ipufit.poptorch._tracing import Trace, traced
 from ipufit.poptorch._watching import watched
+from ipufit.tracing.aliases import schema_of
+from ipufit.tracing.capture import capture, uses_random_numbers
+from ipufit.utils.functional import call_with
 
 __all__ = ["record"]
 

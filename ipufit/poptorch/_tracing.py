@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ipufit.engines.embedded.storage import storage_id
 from ipufit.poptorch._activations import Activations
 from ipufit.poptorch._blocks import Blocks
 from ipufit.poptorch._errors import error
+from ipufit.tracing.flat_storage import storage_id
 
 __all__ = ["Trace", "traced", "tracing", "untraced"]
 

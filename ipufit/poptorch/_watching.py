@@ -12,11 +12,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ipufit.engines.embedded.storage import storage_id
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._operators.routing import call
 from ipufit.poptorch._schemas import tensors_in, written
 from ipufit.poptorch._tracing import Trace
+from ipufit.tracing.flat_storage import storage_id
 
 __all__ = ["watched"]
 

@@ -19,7 +19,7 @@ from typing import Any, Callable, ClassVar, Dict, Iterable, List, Optional, Tupl
 import torch
 from torch import Tensor
 
-from ipufit.optim import lamb_update
+from ipufit.optim.lamb import lamb_update
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._optimizer_base import Optimizer, VariableAttributes, given
 

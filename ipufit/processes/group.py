@@ -23,11 +23,11 @@ from torch import Tensor, distributed
 
 from ipufit.errors import ProcessError
 from ipufit.processes.messages import FRAME, as_bytes, buckets, length, pack, unpack
-from ipufit.processes.place import Place
-from ipufit.processes.works import Works
+from ipufit.processes.pending_work import Works
+from ipufit.processes.rendezvous import Place
 
 if TYPE_CHECKING:
-    from ipufit.processes.link import Link
+    from ipufit.processes.connection import Link
 
 __all__ = ["ALONE", "TIMEOUT", "Processes", "common", "give_back", "summable"]
 
@@ -70,7 +70,7 @@ class Processes:
         if not self.are_several:
             return
         # Imported here: one process connects to nobody.
-        from ipufit.processes.link import Link
+        from ipufit.processes.connection import Link
 
         link = Link(self.process_id, self.num_processes, self.place, self.timeout)
         object.__setattr__(self, "_link", link)

@@ -19,7 +19,7 @@ import zlib
 from typing import Callable, Mapping, Optional, Tuple
 
 from ipufit.errors import ConfigurationError
-from ipufit.processes.place import Place
+from ipufit.processes.rendezvous import Place
 
 __all__ = ["Found", "find", "find_place", "parse_address"]
 

@@ -8,7 +8,7 @@ from typing import Any, Dict, Iterator, List, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ipufit.checkpoints.encoding import decode, encode
+from ipufit.utils.codec import decode, encode
 
 __all__ = ["FRAME", "as_bytes", "buckets", "length", "pack", "unpack"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
-from ipufit.curves import best_place
-from ipufit.direction import direction_of
-from ipufit.parallel.costs import by_ipu
-from ipufit.parallel.texts import share, size
+from ipufit.callbacks.history_plot import best_place
+from ipufit.callbacks.monitor_mode import direction_of
+from ipufit.planner.costs import by_ipu
+from ipufit.planner.texts import share, size
 
 __all__ = ["advised"]
 

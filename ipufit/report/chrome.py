@@ -6,10 +6,10 @@ import json
 import math
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Set
 
-from ipufit.clock import PHASES
 from ipufit.report.files import plain
 from ipufit.report.rows import Rows, columns_of
 from ipufit.report.run import Run
+from ipufit.utils.phase_timer import PHASES
 
 __all__ = ["MOST_COUNTS", "MOST_PHASES", "MOST_TASKS", "trace_of"]
 

@@ -10,15 +10,15 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 from torch import nn
 
-import ipufit
+from ipufit._version import __version__
+from ipufit.analysis.partition_report import planned
+from ipufit.core.batch import MicroBatch
+from ipufit.core.plan import Plan
 from ipufit.errors import IpufitError
-from ipufit.layers import layers_of, note_calls, output_shapes
-from ipufit.parallel.partition_plan import PartitionPlan
-from ipufit.parallel.request import PartitionRequest
-from ipufit.plan import Plan
-from ipufit.planned import planned
-from ipufit.program import MicroBatch
-from ipufit.session import Session
+from ipufit.partition.request import PartitionRequest
+from ipufit.planner.partition_plan import PartitionPlan
+from ipufit.tracing.layers import layers_of, note_calls, output_shapes
+from ipufit.training.session import Session
 
 __all__ = ["environment", "layers", "partition", "totals"]
 
@@ -30,7 +30,7 @@ def environment(session: Session) -> Dict[str, str]:
     if device.type == "cuda":
         name = f"{device} ({torch.cuda.get_device_name(device)})"
     found = {
-        "ipufit": ipufit.__version__,
+        "ipufit": __version__,
         "torch": torch.__version__,
         "Python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",

@@ -9,9 +9,9 @@ from typing import Any, Iterator, List, TypeVar
 import torch
 from torch.profiler import ProfilerAction
 
-from ipufit.clock import PHASES, Clock, Span
 from ipufit.errors import ConfigurationError
 from ipufit.report.files import TORCH_TRACE
+from ipufit.utils.phase_timer import PHASES, Clock, Span
 
 __all__ = ["NamingClock", "Profiler", "refuse_profiler"]
 

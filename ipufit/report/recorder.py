@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, Optional, Tuple
 
 import torch
 
-from ipufit.clock import NO_CLOCK, PHASES
 from ipufit.errors import ConfigurationError, IpufitError
-from ipufit.keeping import generators_kept
-from ipufit.randomness import LOCK
 from ipufit.report import facts
 from ipufit.report.advice import advised
+from ipufit.report.build import make
+from ipufit.report.captured_warnings import Heard
 from ipufit.report.files import (
     EXECUTIONS,
     FACTS,
@@ -31,17 +30,18 @@ from ipufit.report.files import (
     write_rows,
     write_text,
 )
-from ipufit.report.heard import Heard
-from ipufit.report.making import make
 from ipufit.report.profiling import Profiler
 from ipufit.report.rows import Rows, columns_of
 from ipufit.report.settings import Report
-from ipufit.session import Session
+from ipufit.training.session import Session
+from ipufit.utils.phase_timer import NO_CLOCK, PHASES
+from ipufit.utils.preserve import generators_kept
+from ipufit.utils.random_streams import LOCK
 
 if TYPE_CHECKING:
-    from ipufit.history import History
-    from ipufit.loop import Measurement
-    from ipufit.meter import Meter
+    from ipufit.callbacks.history import History
+    from ipufit.training.epoch_metrics import Meter
+    from ipufit.training.loop import Measurement
 
 __all__ = ["Recorder", "recorded"]
 

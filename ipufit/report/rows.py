@@ -7,7 +7,7 @@ import operator
 from array import array
 from typing import Dict, List, Sequence
 
-from ipufit.clock import PHASES
+from ipufit.utils.phase_timer import PHASES
 
 __all__ = ["COLUMNS", "MOST_ROWS", "Rows", "columns_of"]
 

@@ -7,9 +7,9 @@ import os
 from typing import Any, Optional, Union
 
 from ipufit.errors import ConfigurationError
-from ipufit.faults import folder_of, one_of
 from ipufit.report.files import EXECUTIONS, FACTS, POPVISION
 from ipufit.report.profiling import refuse_profiler
+from ipufit.utils.error_collector import folder_of, one_of
 
 __all__ = ["Report", "refuse_report", "resolve_report"]
 

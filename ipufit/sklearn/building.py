@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ipufit.errors import ConfigurationError, OptimizerError
-from ipufit.optimizers import class_by_name
-from ipufit.randomness import isolated, seed_generators
+from ipufit.optim.resolve import class_by_name
+from ipufit.utils.random_streams import isolated, seed_generators
 
 __all__ = ["build_module", "build_optimizer"]
 

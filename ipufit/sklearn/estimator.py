@@ -15,13 +15,13 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted
 from torch import Tensor, nn
 
+from ipufit.callbacks.history import History
 from ipufit.errors import ConfigurationError, IpufitError, UnknownNameError
-from ipufit.faults import Faults
-from ipufit.history import History
 from ipufit.losses.resolve import resolve_loss
-from ipufit.model import Model
 from ipufit.sklearn.building import build_module, build_optimizer
 from ipufit.sklearn.versions import validate_data
+from ipufit.training.model import Model
+from ipufit.utils.error_collector import Faults
 
 __all__ = ["Estimator"]
 

@@ -35,10 +35,10 @@ def work():
     from torch import nn
 
     import ipufit
-    from ipufit.engines.embedded import overlap, update
+    from ipufit.engines.embedded import overlapped_reduction, update_runner
 
     torch.set_num_threads(1)
-    inner, alone = update.UpdateMaker._gradients, []
+    inner, alone = update_runner.UpdateMaker._gradients, []
 
     def timed(*given):
         start = time.perf_counter()
@@ -47,13 +47,13 @@ def work():
         return found
 
     # Not to be decided: all updates take turns.
-    overlap._ROUNDS = 10**6
+    overlapped_reduction._ROUNDS = 10**6
     layers = [[nn.Linear(WIDTH, WIDTH), nn.ReLU()] for _ in range(LAYERS)]
     model = ipufit.Model(nn.Sequential(*[layer for both in layers for layer in both]))
     model.compile("sgd", "mse")
     processes = ipufit.distributed()
     if not processes.are_several:
-        update.UpdateMaker._gradients = timed
+        update_runner.UpdateMaker._gradients = timed
     x = torch.randn(24 * BATCH * processes.num_processes, WIDTH)
     model.fit(x, x, batch_size=BATCH, verbose=0)
     measured = model._session.engine.overlap

@@ -18,9 +18,9 @@ from unittest import mock
 
 import torch
 
-from ipufit.clock import NO_CLOCK, Clock
-from ipufit.loop import Fit
 from ipufit.report import Report, recorder
+from ipufit.training.loop import Fit
+from ipufit.utils.phase_timer import NO_CLOCK, Clock
 from tests.bench.fitted import compiled
 from tests.bench.workloads import WORKLOADS, Workload
 

@@ -45,7 +45,7 @@ def _timed(
 @contextlib.contextmanager
 def _reading(read: Callable[..., Any]) -> Iterator[None]:
     """``read``, given what reads executions and its arguments, takes its place."""
-    from ipufit.data.feed import Feed
+    from ipufit.data.pipeline import Feed
 
     original = Feed.executions
     with mock.patch.object(Feed, "executions", lambda *given: read(original, *given)):

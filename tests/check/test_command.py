@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ipufit
-from ipufit.cli import main
+from ipufit.cli.main import main
 
 HEAD = """
 import sys

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ipufit.checkpoints import Store
+from ipufit.checkpoint import Store
 from tests.checkpoints.written import written
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ipufit.checkpoints import Files, Store, name_of
+from ipufit.checkpoint import Files, Store, name_of
 from ipufit.errors import CheckpointError
 from tests.checkpoints.written import assert_whole, written
 

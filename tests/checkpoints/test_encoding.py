@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from ipufit.checkpoints import decode, encode
+from ipufit.checkpoint import decode, encode
 from ipufit.errors import CheckpointError
 from tests.checkpoints.written import refused, same
 

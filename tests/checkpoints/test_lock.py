@@ -15,7 +15,7 @@ from torch import nn
 
 import ipufit
 from ipufit.callbacks import Callback
-from ipufit.checkpoints.lock import LOCK, locked
+from ipufit.checkpoint.lock import LOCK, locked
 from ipufit.errors import CheckpointError
 
 X, Y = torch.randn(8, 3), torch.randint(0, 2, (8,))

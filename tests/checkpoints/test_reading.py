@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from ipufit.checkpoints import Store, manifest, name_of
+from ipufit.checkpoint import Store, manifest, name_of
 from ipufit.errors import CheckpointError
 from tests.checkpoints.written import (
     ONE,

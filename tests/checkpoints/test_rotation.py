@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 
-from ipufit.checkpoints import Store, name_of, names
+from ipufit.checkpoint import Store, name_of, names
 from ipufit.errors import CheckpointError
 from tests.checkpoints.written import ONE, TWO, assert_whole, place, put, written
 

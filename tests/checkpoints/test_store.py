@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from ipufit.checkpoints import Store, encode, name_of
+from ipufit.checkpoint import Store, encode, name_of
 from ipufit.errors import CheckpointError
 from tests.checkpoints.written import (
     ONE,
@@ -167,7 +167,7 @@ def test_a_document_that_could_not_be_read_back_is_refused(store, document, reas
     refused(
         lambda: store.write(name_of(3), document, {}),
         CANT.format(store.folder) + f"its document is refused: {reason}. Make it with "
-        "ipufit.checkpoints.encode.",
+        "ipufit.checkpoint.encode.",
     )
     assert sorted(os.listdir(store.folder)) == [ONE, TWO]
 

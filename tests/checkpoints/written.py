@@ -7,7 +7,7 @@ import struct
 import pytest
 import torch
 
-from ipufit.checkpoints import Store, decode, encode, name_of
+from ipufit.checkpoint import Store, decode, encode, name_of
 from ipufit.errors import CheckpointError
 
 ONE = "update-000000001"

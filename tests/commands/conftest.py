@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import ipufit
-from ipufit.cli import main
+from ipufit.cli.main import main
 
 HEAD = """
 import sys

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from ipufit.cli import main
+from ipufit.cli.main import main
 from ipufit.engines.embedded.engine import EmbeddedEngine
-from ipufit.engines.embedded.lowering.inductor import requirements
+from ipufit.engines.embedded.inductor import requirements
 
 NET = "nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 3))"
 FIT = "made(net{}).fit(x, y, batch_size=4, epochs=1000000, ipus=2, device_iterations=2, seed=5)\n"

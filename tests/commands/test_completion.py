@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from ipufit.cli import main
-from ipufit.commands.completion import SHELLS
+from ipufit.cli.completion import SHELLS
+from ipufit.cli.main import main
 
 
 def printed(shell, capsys):

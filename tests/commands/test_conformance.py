@@ -2,7 +2,7 @@
 
 import pytest
 
-from ipufit.cli import main
+from ipufit.cli.main import main
 from ipufit.conformance.command_line import ENGINES
 from ipufit.conformance.implementations import IMPLEMENTATIONS
 

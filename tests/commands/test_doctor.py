@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ipufit
-from ipufit.cli import main
+from ipufit.cli.main import main
 
 REQUIRES = [
     "torch>=2.0.1",

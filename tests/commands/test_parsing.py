@@ -2,7 +2,7 @@
 
 import pytest
 
-from ipufit.cli import main
+from ipufit.cli.main import main
 
 KNOWN = "Known names: bench, check, conformance, doctor, plan, report, run, watch."
 BEHIND = "Arguments of the script stand behind it."

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ipufit
-from ipufit.cli import main
+from ipufit.cli.main import main
 
 NET = "nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))"
 FIT = f"made({NET}).fit(x, y, batch_size=4, epochs=1000000, ipus=2, device_iterations=3)\n"

@@ -66,7 +66,7 @@ class Mutant:
 MUTANTS: List[Mutant] = []
 
 EXECUTION = "ipufit.poptorch._execution:"
-RULES = "ipufit.engines.embedded.rules:"
+RULES = "ipufit.optim.rules:"
 DEVICE = "ipufit.poptorch._device:Device."
 EXECUTOR = "ipufit.poptorch._executor:PoplarExecutor."
 
@@ -633,7 +633,7 @@ def _own_shuffle(original):
 
 @mutant(
     "the engine adds up gradients for their mean",
-    "ipufit.engines.embedded.reduction:GradientSum.reduced",
+    "ipufit.engines.embedded.gradient_reduction:GradientSum.reduced",
     "reduction/*Mean*",
     engine="embedded",
 )

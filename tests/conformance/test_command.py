@@ -51,7 +51,7 @@ def test_what_fails_is_told_and_changes_the_status(capsys, tmp_path):
     """A later case is still run, and a number that is none is still JSON."""
     path = tmp_path / "table.json"
     nan = changed(
-        "ipufit.engines.embedded.rules:SGDRule.coefficients",
+        "ipufit.optim.rules:SGDRule.coefficients",
         lambda original: lambda self, group, step: [math.nan] * 4,
     )
     names = ["--only", QUICK, "--only", "inference/di=1 R=1 All"]

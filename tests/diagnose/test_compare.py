@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import ipufit
-from ipufit.diagnose.comparison import Comparison, Difference
-from ipufit.diagnose.tolerance import DEFAULTS, Tolerance, distance
 from ipufit.engines.embedded import engine as engine_module
 from ipufit.errors import ConfigurationError, NotCompiledError
+from ipufit.tracing.comparison import Comparison, Difference
+from ipufit.tracing.tolerance import DEFAULTS, Tolerance, distance
 from tests import nets
 from tests.told import refused
 

@@ -8,13 +8,12 @@ from torch import nn
 
 import ipufit
 from ipufit.callbacks import TerminateOnNaN
-from ipufit.diagnose.nan import NonFiniteValue, Operand
-from ipufit.engines.embedded import detection
 from ipufit.engines.embedded import engine as engine_module
+from ipufit.engines.embedded import nan_detection
 from ipufit.engines.embedded.engine import EmbeddedEngine
-from ipufit.engines.embedded.live import LiveState
-from ipufit.engines.embedded.origins import Whereabouts
-from ipufit.errors import ConfigurationError, NonFiniteLossError
+from ipufit.engines.embedded.training_state import LiveState
+from ipufit.errors import ConfigurationError, NonFiniteLossError, NonFiniteValue, Operand
+from ipufit.tracing.source_map import Whereabouts
 from tests import nets
 from tests.tape import Tapes
 
@@ -512,7 +511,7 @@ def test_several_processes_are_refused(monkeypatch):
     class Several:
         are_several, process_id, num_processes = True, 1, 4
 
-    monkeypatch.setattr(detection, "current", Several)
+    monkeypatch.setattr(nan_detection, "current", Several)
     with pytest.raises(ConfigurationError) as caught:
         built(nets.MLP)
     assert str(caught.value) == (

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
 from ipufit.callbacks import EarlyStopping, LambdaCallback, ReduceLROnPlateau
-from ipufit.checkpoints.store import Store
+from ipufit.checkpoint.store import Store
 from tests.nets import CNN, data
 
 __all__ = ["Drill", "Found"]

@@ -15,7 +15,7 @@ def main() -> None:
     """Run until libFuzzer says so; it ends with what it has found."""
     import atheris
 
-    instrumented: Any = atheris.instrument_imports(include=["ipufit.checkpoints", "json"])
+    instrumented: Any = atheris.instrument_imports(include=["ipufit.checkpoint", "json"])
     with instrumented:
         from tests.fuzz.checkpoint import Reader, seeds
 

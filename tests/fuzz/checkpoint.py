@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import ipufit
-from ipufit.checkpoints.store import Store
-from ipufit.checkpoints.training import Found
+from ipufit.checkpoint.store import Store
+from ipufit.checkpoint.training_state import Found
 from ipufit.errors import CheckpointError
 
 __all__ = ["FILES", "Reader"]

@@ -18,17 +18,17 @@ from ipufit import (
     Sharded,
     distributed,
     errors,
-    optimizer_state,
     poptorch,
-    schedules,
     testing,
 )
-from ipufit.diagnose.nan import NonFiniteValue
-from ipufit.optim import LAMB
-from ipufit.parallel.costs import StageCost
-from ipufit.parallel.partition_plan import Planned
-from ipufit.preflight import FACTS, Finding
-from ipufit.program import Mode, ProgramSpec
+from ipufit.core.batch import Mode
+from ipufit.engines.ipu.preflight import FACTS, Finding
+from ipufit.engines.program import ProgramSpec
+from ipufit.errors import NonFiniteValue
+from ipufit.optim import schedules, state
+from ipufit.optim.lamb import LAMB
+from ipufit.planner.costs import StageCost
+from ipufit.planner.partition_plan import Planned
 
 from . import FLIPS, Made, With, X, Y, files, folder, linear, of, told
 
@@ -602,7 +602,7 @@ of(
 
 def cut(module=None, layers=None, inference_layers=None):
     module = module or nn.Sequential(linear())
-    found = ipufit.parallel.serialize(module, layers or {"0": 1}, inference_layers)
+    found = ipufit.partition.serialize(module, layers or {"0": 1}, inference_layers)
     return str(found), [(name, tuple(p.shape)) for name, p in found.named_parameters()]
 
 
@@ -615,13 +615,13 @@ of(
 )
 of(
     "parallel.to_dense",
-    lambda module: str(ipufit.parallel.to_dense(module)),
+    lambda module: str(ipufit.partition.to_dense(module)),
     module=(Made(lambda: nn.Sequential(linear())), Made(lambda: nn.Sequential(nn.Linear(2, 2)))),
 )
 of(
     "parallel.Serialization",
     lambda **options: cut(
-        nn.Sequential(nn.Linear(6, 3)), {"0": ipufit.parallel.Serialization(**options)}
+        nn.Sequential(nn.Linear(6, 3)), {"0": ipufit.partition.Serialization(**options)}
     ),
     factor=(1, 3),
     splits_per_ipu=([3], [0, 3]),
@@ -647,20 +647,20 @@ def to_device(optimizer=1, target=False, module=True):
     net, own = stepped(optimizer)
     kind = poptorch.optim.SGD if target else poptorch.optim.Adam
     theirs = kind(net.parameters(), lr=0.1)
-    optimizer_state.to_poptorch(own, theirs, net if module else linear())
+    state.to_poptorch(own, theirs, net if module else linear())
     return theirs.state_dict()["ipu_state"]
 
 
 def from_device(source=2, optimizer=False, module=True, updates=0):
     net, own = stepped(source)
     theirs = poptorch.optim.Adam(net.parameters(), lr=0.1)
-    optimizer_state.to_poptorch(own, theirs, net)
+    state.to_poptorch(own, theirs, net)
     if updates:
         # RMSprop has no count on a device.
         own = torch.optim.RMSprop(net.parameters())
         theirs = poptorch.optim.RMSprop(net.parameters(), lr=0.1)
     back = (torch.optim.SGD if optimizer else type(own))(net.parameters(), lr=0.1)
-    optimizer_state.from_poptorch(theirs, back, net if module else linear(), max(0, updates))
+    state.from_poptorch(theirs, back, net if module else linear(), max(0, updates))
     return back.state_dict()["state"]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import ipufit
 from ipufit import poptorch
-from ipufit.whole_options import report
+from ipufit.engines.ipu.poptorch_options import report
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = DOCS / "coming-from-poptorch.md"

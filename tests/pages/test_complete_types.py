@@ -35,4 +35,8 @@ def test_unknown_and_guessed_types_are_found():
 def test_public_names_are_where_they_are_defined():
     """With the classes that a public one is made of."""
     names = set(public_names())
-    assert {"ipufit.model.Model", "ipufit.inspected.Inspected", "ipufit.logged.log"} <= names
+    assert {
+        "ipufit.training.model.Model",
+        "ipufit.training.inspection.Inspected",
+        "ipufit.core.logged_values.log",
+    } <= names

@@ -8,8 +8,8 @@ from torch import nn
 
 import ipufit.optim
 from ipufit import poptorch
-from ipufit.preflight.judging import preflight
-from ipufit.recipe import Averaging, Clip, LossScale, Precision, Recipe
+from ipufit.core.train_config import Averaging, Clip, LossScale, Precision, Recipe
+from ipufit.engines.ipu.preflight.evaluate import preflight
 from tests.preflight.looked_at import LOSS, Calls, batch_of, report_of, tensors
 
 

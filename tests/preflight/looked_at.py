@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from ipufit.core.batch import MicroBatch
+from ipufit.core.train_config import Precision, Recipe
+from ipufit.engines.ipu.preflight.evaluate import of_calls, preflight
+from ipufit.engines.ipu.preflight.recording import record
+from ipufit.engines.ipu.preflight.table import FACTS, Table
 from ipufit.losses import Loss
-from ipufit.preflight.judging import of_calls, preflight
-from ipufit.preflight.recording import record
-from ipufit.preflight.table import FACTS, Table
-from ipufit.program import MicroBatch
-from ipufit.recipe import Precision, Recipe
 
 # Of any output.
 LOSS = Loss("mean", function=lambda prediction, target: target.mean())

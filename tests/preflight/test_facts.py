@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 import ipufit
+from ipufit.core.train_config import Recipe
 from ipufit.engines.ipu.optimizers import check_optimizer
+from ipufit.engines.ipu.preflight.evaluate import preflight
+from ipufit.engines.ipu.preflight.facts import LIMITED, SUPPORTED, UNKNOWN, UNSUPPORTED
+from ipufit.engines.ipu.preflight.operators import CONSTANT
+from ipufit.engines.ipu.preflight.table import FACTS, Table
 from ipufit.errors import OptimizerError
-from ipufit.preflight.facts import LIMITED, SUPPORTED, UNKNOWN, UNSUPPORTED
-from ipufit.preflight.judging import preflight
-from ipufit.preflight.operators import CONSTANT
-from ipufit.preflight.table import FACTS, Table
-from ipufit.recipe import Recipe
 from tests.preflight.limits import LIMITS, X, keys
 from tests.preflight.looked_at import LOSS, batch_of, calls_of, said_of
 from tests.preflight.supported import SUPPORTED as CALLS

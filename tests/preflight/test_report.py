@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import ipufit
+from ipufit.engines.ipu.preflight import COMMIT
 from ipufit.errors import ConfigurationError, DataError, NotCompiledError
-from ipufit.preflight import COMMIT
 from tests.preflight.looked_at import report_of
 
 X, Y = torch.zeros(2, 5, 4), torch.zeros(2, dtype=torch.int64)

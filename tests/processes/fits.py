@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, T
 
 import ipufit
 from ipufit.callbacks import Callback, CSVLogger, LambdaCallback
-from ipufit.engines.embedded import overlap
+from ipufit.engines.embedded import overlapped_reduction
 
 REPLICAS = 4
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
@@ -219,13 +219,13 @@ def main():
     asked = [each for each in sys.argv[2:] if each != "buckets"]
     begun = []
     if "buckets" in sys.argv[2:]:
-        overlap.BUCKET, inner = 256, overlap.BucketSums.sum
+        overlapped_reduction.BUCKET, inner = 256, overlapped_reduction.BucketSums.sum
 
         def noted(sums, *given):
             begun.append(given[0])
             return inner(sums, *given)
 
-        overlap.BucketSums.sum = noted
+        overlapped_reduction.BucketSums.sum = noted
     torch.set_default_dtype(torch.float64)
     results = {}
     for part in (lengths, forms, models, measures, callbacks):

@@ -16,7 +16,7 @@ from torch import nn
 
 import ipufit
 from ipufit.callbacks import Callback, LambdaCallback
-from ipufit.engines.embedded import overlap
+from ipufit.engines.embedded import overlapped_reduction
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.errors import ConfigurationError, NonFiniteLossError, ProcessError
 from ipufit.processes import current
@@ -480,7 +480,7 @@ def halve(model):
 
 def most():
     """No more than two pieces are whole at a time."""
-    from ipufit.engines.embedded.divided.weights import Piece
+    from ipufit.engines.embedded.fsdp.weights import Piece
 
     whole, before = [0, 0], (Piece.make_room, Piece.free)
 
@@ -507,7 +507,7 @@ def most():
 def main():
     torch.set_default_dtype(torch.float64)
     if "buckets" in sys.argv[2:]:
-        overlap.BUCKET = 64
+        overlapped_reduction.BUCKET = 64
     for part in (most, nets, optimizers, others, skips, writes, resumes, callbacks, gathers):
         if part.__name__ in sys.argv[2:]:
             part()

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import ipufit
-from ipufit.engines.embedded.capture import capture
-from ipufit.engines.embedded.divided.graph import FILL, FREE, SUM, with_meetings
-from ipufit.engines.embedded.divided.weights import pieces_of
-from ipufit.engines.embedded.lowering.early import gradients_early
-from ipufit.engines.embedded.marks import backward_marked
+from ipufit.engines.embedded.fsdp.graph import FILL, FREE, SUM, with_meetings
+from ipufit.engines.embedded.fsdp.weights import pieces_of
+from ipufit.engines.embedded.passes.hoist_gradients import gradients_early
 from ipufit.errors import CaptureError, ConfigurationError
+from ipufit.tracing.capture import capture
+from ipufit.tracing.node_meta import backward_marked
 from tests.processes.test_sharded import REFUSED, SAID, locations_on_ipus, run
 
 WITHIN = """\

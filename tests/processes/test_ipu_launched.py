@@ -8,16 +8,17 @@ import torch
 from torch import nn
 
 from ipufit import poptorch
+from ipufit.core.batch import MicroBatch, Mode
+from ipufit.core.plan import Plan
+from ipufit.engines.ipu.config_options import engine_options
 from ipufit.engines.ipu.engine import IpuEngine
-from ipufit.engines.ipu.from_config import engine_options
+from ipufit.engines.ipu.ipu_config import IPUConfig
 from ipufit.engines.ipu.options import make_options
 from ipufit.engines.ipu.size import Size
+from ipufit.engines.program import ProgramSpec
 from ipufit.errors import ConfigurationError, PlanError
-from ipufit.ipu_config import IPUConfig
 from ipufit.losses import resolve_loss
-from ipufit.plan import Plan
 from ipufit.processes import ALONE, Processes
-from ipufit.program import MicroBatch, Mode, ProgramSpec
 from tests.ipu_calls import Recorder, signature_of
 
 SECOND = Processes(1, 2, "torchrun")

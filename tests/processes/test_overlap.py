@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from ipufit.engines.embedded import overlap
-from ipufit.engines.embedded.overlap import Overlap, buckets_of
+from ipufit.engines.embedded import overlapped_reduction
+from ipufit.engines.embedded.overlapped_reduction import Overlap, buckets_of
 
 
 class Others:
@@ -61,7 +61,7 @@ def test_before_both_ways_are_measured_it_says_so():
 
 
 def test_buckets_are_of_one_size_in_the_order_of_the_parameters(monkeypatch):
-    monkeypatch.setattr(overlap, "BUCKET", 100)
+    monkeypatch.setattr(overlapped_reduction, "BUCKET", 100)
     named = list(nn.Sequential(*[nn.Linear(3, 3) for _ in range(6)]).named_parameters())
     found = buckets_of(named)
     assert [len(each) for each in found] == [5, 5, 2]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ipufit.engines.embedded.lowering.inductor.requirements import missing
+from ipufit.engines.embedded.inductor.requirements import missing
 from tests.processes.launching import ROOT, run_processes
 
 SCRIPT = (ROOT / "tests" / "processes" / "refused.py").read_text()

@@ -8,8 +8,8 @@ import pytest
 
 import ipufit
 from ipufit.errors import ConfigurationError, ProcessError
-from ipufit.processes import ALONE, current, distributed, setting
-from ipufit.processes.place import Place
+from ipufit.processes import ALONE, current, distributed, identity
+from ipufit.processes.rendezvous import Place
 from tests.processes.launching import _OURS
 
 TORCHRUN = {
@@ -44,8 +44,8 @@ HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT
 @pytest.fixture
 def environment(monkeypatch):
     """Sets variables, and nothing else is said about processes, by anybody."""
-    monkeypatch.setattr(setting, "_told", setting._Told())
-    monkeypatch.setattr(setting, "_known", {})
+    monkeypatch.setattr(identity, "_told", identity._Told())
+    monkeypatch.setattr(identity, "_known", {})
     for name in os.environ:
         if name.startswith(_OURS):
             monkeypatch.delenv(name)

@@ -8,9 +8,9 @@ from torch import nn
 
 import ipufit
 from ipufit import poptorch
-from ipufit.engines.embedded.state_parts import cuts_of
-from ipufit.engines.embedded.storage import Block
+from ipufit.engines.embedded.zero.state import cuts_of
 from ipufit.errors import ConfigurationError
+from ipufit.tracing.flat_storage import Block
 from tests.processes.launching import ROOT, run_processes
 
 SCRIPT = "import sys\nsys.path.insert(0, '.')\n"

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import ipufit
-from ipufit.clock import PHASES
 from ipufit.report.rows import COLUMNS
 from ipufit.report.run import Run
+from ipufit.utils.phase_timer import PHASES
 
 HOSTILE = "<script>alert('1')</script>\"><img src=x onerror=alert(2)>"
 

@@ -5,10 +5,10 @@ import math
 import random
 from array import array
 
-from ipufit.clock import PHASES
 from ipufit.report.files import EXECUTIONS, FACTS, FORMAT
 from ipufit.report.rows import COLUMNS, columns_of
 from ipufit.report.run import Run
+from ipufit.utils.phase_timer import PHASES
 
 # Seconds by phase of an execution; binary fractions, so that sums are exact.
 EACH = {"data": 0.25, "compute": 0.5, "metrics": 0.125}

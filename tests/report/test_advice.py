@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import ipufit
-from ipufit.clock import PHASES
 from ipufit.report.advice import advised
 from ipufit.report.run import Run
+from ipufit.utils.phase_timer import PHASES
 
 ROWS = {"executions": [50.0, 50.0], "updates": [50.0, 50.0], "skipped": [0.0, 0.0]}
 STAGE = {"memory": 10}

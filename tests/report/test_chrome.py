@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import ipufit
+from ipufit.report.build import make
 from ipufit.report.chrome import MOST_COUNTS, MOST_TASKS, trace_of
 from ipufit.report.files import TRACE
-from ipufit.report.making import make
 from ipufit.report.run import Run
 from tests.report.runs_made import AFTER, EACH, busy_rows, made, written
 

@@ -4,15 +4,15 @@ import contextlib
 
 import pytest
 
-from ipufit import clock
-from ipufit.clock import NO_CLOCK, PHASES, Clock
+from ipufit.utils import phase_timer
+from ipufit.utils.phase_timer import NO_CLOCK, PHASES, Clock
 
 
 @pytest.fixture
 def now(monkeypatch):
     """Time goes on by what is added to it."""
     now = [100.0]
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(phase_timer.time, "perf_counter", lambda: now[0])
     return now
 
 

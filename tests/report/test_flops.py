@@ -5,11 +5,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ipufit.engines.embedded.capture import capture, recordable
-from ipufit.engines.embedded.marks import backward_marked, is_backward
+from ipufit.engines.embedded.profiling.profiling_interpreter import WatchedRun
 from ipufit.engines.embedded.profiling.timers import HostTimer
-from ipufit.engines.embedded.profiling.watched import WatchedRun
-from ipufit.parallel.flops import bytes_of, flops_of
+from ipufit.partition.flops import bytes_of, flops_of
+from ipufit.tracing.capture import capture, recordable
+from ipufit.tracing.node_meta import backward_marked, is_backward
 
 aten = torch.ops.aten
 

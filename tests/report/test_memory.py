@@ -8,11 +8,11 @@ import torch
 
 import ipufit
 from ipufit.callbacks import Callback
-from ipufit.engines.embedded.capture import capture
 from ipufit.engines.embedded.engine import EmbeddedEngine
-from ipufit.engines.embedded.liveness import alive_bytes, peak_bytes
-from ipufit.engines.embedded.profiling.held import Held, bytes_in
+from ipufit.engines.embedded.profiling.live_bytes import Held, bytes_in
 from ipufit.report import recorder
+from ipufit.tracing.capture import capture
+from ipufit.tracing.liveness import alive_bytes, peak_bytes
 from tests.bench.workloads import LEARNING_RATE, WORKLOADS
 
 PLANS = {

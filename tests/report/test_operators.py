@@ -9,19 +9,19 @@ import torch
 from torch import nn
 
 import ipufit
-from ipufit.engines.embedded.capture import capture
-from ipufit.engines.embedded.divided.programs import DividedTrainingProgram
 from ipufit.engines.embedded.engine import EmbeddedEngine
-from ipufit.engines.embedded.lowering.choosing import lower
-from ipufit.engines.embedded.noted import Call
-from ipufit.engines.embedded.origins import Origin
-from ipufit.engines.embedded.profiling import profiling, timers
+from ipufit.engines.embedded.fsdp.programs import DividedTrainingProgram
+from ipufit.engines.embedded.passes.select_kernels import lower
+from ipufit.engines.embedded.profiling import profile, timers
 from ipufit.engines.embedded.profiling.memory import thinned
-from ipufit.engines.embedded.profiling.places import places_of
-from ipufit.engines.embedded.profiling.profiling import Profiling
-from ipufit.engines.embedded.profiling.watched import WatchedRun
+from ipufit.engines.embedded.profiling.node_sources import places_of
+from ipufit.engines.embedded.profiling.profile import Profiling
+from ipufit.engines.embedded.profiling.profiling_interpreter import WatchedRun
 from ipufit.engines.embedded.training import TrainingProgram
 from ipufit.report import recorder
+from ipufit.tracing.capture import capture
+from ipufit.tracing.source_map import Origin
+from ipufit.tracing.source_trace import Call
 from tests.nets import CNN, MLP, Running, data
 from tests.tape import Tapes
 
@@ -302,12 +302,12 @@ def test_nobody_is_timed_who_is_not_asked_for(tmp_path, monkeypatch):
 
 def test_the_peak_is_measured_once():
     """For each dtype, in a process; a machine reaches no more in a program, but for caches."""
-    profiling.peak_of.cache_clear()
-    found = profiling.peak_of(torch.float32, torch.device("cpu"))
+    profile.peak_of.cache_clear()
+    found = profile.peak_of(torch.float32, torch.device("cpu"))
     assert found["dtype"] == "float32"
     assert 1e8 < found["flops"] < 1e15
     assert 1e7 < found["bytes"] < 1e13
-    assert profiling.peak_of(torch.float32, torch.device("cpu")) is found
+    assert profile.peak_of(torch.float32, torch.device("cpu")) is found
 
 
 def test_what_a_machine_can_not_compute_has_no_peak(monkeypatch):
@@ -317,7 +317,7 @@ def test_what_a_machine_can_not_compute_has_no_peak(monkeypatch):
         raise RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'")
 
     monkeypatch.setattr(torch, "mm", fails)
-    found = profiling.peak_of.__wrapped__(torch.float16, torch.device("cpu"))
+    found = profile.peak_of.__wrapped__(torch.float16, torch.device("cpu"))
     assert (found["dtype"], found["flops"]) == ("float16", None)
     assert found["bytes"] > 0
 

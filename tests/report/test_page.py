@@ -11,13 +11,13 @@ import re
 
 import pytest
 
-from ipufit.clock import PHASES
 from ipufit.errors import ConfigurationError
 from ipufit.report.page import document, page_of, state_of
 from ipufit.report.page.charts import thinned
 from ipufit.report.page.html import Cell, Column, data, element, table
 from ipufit.report.rows import COLUMNS
 from ipufit.report.run import Run
+from ipufit.utils.phase_timer import PHASES
 from tests.report.made import HOSTILE, long, trained, with_operators
 
 pytest.importorskip("plotly")

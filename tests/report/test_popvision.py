@@ -28,7 +28,7 @@ def compiled(monkeypatch):
         found.append(make(*args))
         return found[-1]
 
-    monkeypatch.setattr("ipufit.engines.ipu.ownership.make_options", noting)
+    monkeypatch.setattr("ipufit.engines.ipu.program_cache.make_options", noting)
     monkeypatch.setattr("ipufit.engines.ipu.engine.make_options", noting)
     return found
 

@@ -11,10 +11,10 @@ from torch import nn
 import ipufit
 import ipufit.testing
 from ipufit.callbacks import Callback, LambdaCallback
-from ipufit.clock import PHASES
 from ipufit.errors import ConfigurationError, NonFiniteLossError
 from ipufit.report import recorder
 from ipufit.report.run import Run
+from ipufit.utils.phase_timer import PHASES
 
 X = torch.arange(84, dtype=torch.float64).reshape(21, 4) / 84
 Y = (torch.arange(21) * 7) % 3

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ipufit
-from ipufit.cli import main
+from ipufit.cli.main import main
 from ipufit.errors import DataError
 from ipufit.report.files import PAGE, TRACE
 from tests.report.runs_made import AFTER, EACH, written

@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from ipufit.clock import PHASES
 from ipufit.report.rows import COLUMNS, Rows, columns_of
+from ipufit.utils.phase_timer import PHASES
 
 SUMS = ("executions", "updates", "samples", "skipped", *PHASES)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ipufit.clock import PHASES
 from ipufit.report.rows import COLUMNS, Rows, columns_of
+from ipufit.utils.phase_timer import PHASES
 
 WIDTH = len(COLUMNS) - len(PHASES)
 

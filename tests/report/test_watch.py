@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from ipufit.cli import main
+from ipufit.cli.main import main
 from ipufit.errors import ConfigurationError
 from ipufit.report.files import EXECUTIONS, FACTS, append_rows, write_rows, write_text
-from ipufit.report.watching import ADDRESS, PORT, Server, Watched
+from ipufit.report.live_server import ADDRESS, PORT, Server, Watched
 from tests.report.runs_made import facts_of, flat_rows, written
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,6 @@ import safetensors.torch
 import torch
 from torch import fx, nn
 
-from ipufit.engines.embedded.capture import capture
 from ipufit.poptorch import _files as files
 from ipufit.poptorch._arguments import Arguments
 from ipufit.poptorch._binding import ArgumentParser
@@ -26,6 +25,7 @@ from ipufit.poptorch._module_files import (
 )
 from ipufit.poptorch.enums import OutputMode
 from ipufit.poptorch.poptorch_core import Error
+from ipufit.tracing.capture import capture
 
 Pair = collections.namedtuple("Pair", ["left", "right"])
 

@@ -11,11 +11,12 @@ from torch import Tensor
 import ipufit
 from ipufit.conformance.scenario import Net, Observed, Scenario
 from ipufit.conformance.settings import Optimizer
+from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
+from ipufit.core.plan import Plan
+from ipufit.core.train_config import OutputMode, Recipe
 from ipufit.engines.embedded.engine import EmbeddedEngine
+from ipufit.engines.program import ProgramSpec
 from ipufit.losses import resolve_loss
-from ipufit.plan import Plan
-from ipufit.program import CombinedBatch, MicroBatch, Mode, ProgramSpec
-from ipufit.recipe import OutputMode, Recipe
 
 __all__ = ["Embedded"]
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Dict, Iterator, List, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ipufit.engines.embedded.freed_memory import keep_freed_memory
-from ipufit.engines.embedded.precision import check_precision
-from ipufit.engines.embedded.step import public_name
-from ipufit.program import MicroBatch, Prepared, ProgramSpec
-from ipufit.randomness import (
+from ipufit.core.batch import MicroBatch
+from ipufit.core.precision import check_precision
+from ipufit.engines.program import Prepared, ProgramSpec
+from ipufit.tracing.grad_step import public_name
+from ipufit.utils.malloc_policy import keep_freed_memory
+from ipufit.utils.random_streams import (
     check_keyed_devices,
     isolated,
     micro_batch_key,

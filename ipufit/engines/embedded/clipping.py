@@ -8,8 +8,8 @@ from typing import List, Optional, Sequence
 import torch
 from torch import Tensor
 
-from ipufit.engines.embedded.storage import Block
-from ipufit.recipe import Clip
+from ipufit.core.train_config import Clip
+from ipufit.tracing.flat_storage import Block
 
 __all__ = ["Finish", "clipped"]
 

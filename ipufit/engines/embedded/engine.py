@@ -25,52 +25,53 @@ from typing import (
 import torch
 from torch import Tensor, fx, nn
 
-from ipufit.clock import NO_CLOCK, NoClock
-from ipufit.engines.embedded.capture import capture, uses_random_numbers
-from ipufit.engines.embedded.detection import refuse_detection
-from ipufit.engines.embedded.draws import refuse_draws
-from ipufit.engines.embedded.fingerprint import fingerprint, note_writes
-from ipufit.engines.embedded.foreign import for_this_engine
-from ipufit.engines.embedded.hints import said_of
-from ipufit.engines.embedded.inference import InferenceProgram
-from ipufit.engines.embedded.liveness import peak_bytes
-from ipufit.engines.embedded.lowering import timing
-from ipufit.engines.embedded.lowering.asked import check_cudagraph
-from ipufit.engines.embedded.lowering.choosing import Lowered, lower
-from ipufit.engines.embedded.lowering.cuda_graphs import GraphMaker
-from ipufit.engines.embedded.lowering.inductor.requirements import refuse_missing
-from ipufit.engines.embedded.overlap import Overlap
-from ipufit.engines.embedded.precision import (
+from ipufit.core.batch import MicroBatch, Mode
+from ipufit.core.jit_modes import CUDAGRAPH, GRAPH, INDUCTOR, OFF
+from ipufit.core.precision import (
     autocast_state,
     computes_in_half,
     mixes_double,
     try_out,
     without_autocast,
 )
-from ipufit.engines.embedded.recompute import recompute_layers
+from ipufit.core.train_config import Recipe
+from ipufit.engines.embedded import timing
+from ipufit.engines.embedded.cuda_graphs.capture import GraphMaker
+from ipufit.engines.embedded.cuda_graphs.policy import check_cudagraph
+from ipufit.engines.embedded.flat_optimizer import Graphs
+from ipufit.engines.embedded.host_transfer import Transfer
+from ipufit.engines.embedded.inductor.requirements import refuse_missing
+from ipufit.engines.embedded.inference import InferenceProgram
+from ipufit.engines.embedded.loss_scale import ScaleState
+from ipufit.engines.embedded.nan_detection import refuse_detection
+from ipufit.engines.embedded.optimizer_state_location import HostMemory, StateMemory
+from ipufit.engines.embedded.overlapped_reduction import Overlap
+from ipufit.engines.embedded.passes.select_kernels import Lowered, lower
 from ipufit.engines.embedded.replicas import ReplicaMemory
-from ipufit.engines.embedded.results import OutputShape, Reported
-from ipufit.engines.embedded.scaling import ScaleState
-from ipufit.engines.embedded.state_memory import HostMemory, StateMemory
-from ipufit.engines.embedded.step import MicroStep, StepModule, attributes_kept
-from ipufit.engines.embedded.storage import Block
 from ipufit.engines.embedded.training import TrainingProgram
-from ipufit.engines.embedded.transfer import Transfer
-from ipufit.engines.embedded.updater import Graphs
+from ipufit.engines.program import Program, ProgramSpec
 from ipufit.losses import Loss
-from ipufit.lowerings import CUDAGRAPH, GRAPH, INDUCTOR, OFF
 from ipufit.processes import current
-from ipufit.program import MicroBatch, Mode, Program, ProgramSpec
-from ipufit.randomness import check_keyed_devices
-from ipufit.recipe import Recipe
+from ipufit.tracing.capture import capture, uses_random_numbers
+from ipufit.tracing.compiler_hints import said_of
+from ipufit.tracing.fingerprint import fingerprint, note_writes
+from ipufit.tracing.flat_storage import Block
+from ipufit.tracing.grad_step import MicroStep, StepModule, attributes_kept
+from ipufit.tracing.ipu_only import for_this_engine
+from ipufit.tracing.liveness import peak_bytes
+from ipufit.tracing.recompute import recompute_layers
+from ipufit.tracing.results import OutputShape, Reported
+from ipufit.tracing.untraced_random import refuse_draws
+from ipufit.utils.phase_timer import NO_CLOCK, NoClock
+from ipufit.utils.random_streams import check_keyed_devices
 
 if TYPE_CHECKING:
-    from ipufit.engines.embedded.divided.weights import DividedWeights
-    from ipufit.engines.embedded.lowering.autotune import JitAutotuner
-    from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates, Libraries
-    from ipufit.engines.embedded.merging import Decision, Merged
-    from ipufit.engines.embedded.merging.steps import MergedStep
-    from ipufit.engines.embedded.state_parts import StateParts
+    from ipufit.engines.embedded.autotune import JitAutotuner
+    from ipufit.engines.embedded.batching import Decision, Merged
+    from ipufit.engines.embedded.batching.steps import MergedStep
+    from ipufit.engines.embedded.fsdp.weights import DividedWeights
+    from ipufit.engines.embedded.inductor.compiled import CompiledUpdates, Libraries
+    from ipufit.engines.embedded.zero.state import StateParts
 
 __all__ = ["EmbeddedEngine", "Recorded"]
 
@@ -197,7 +198,7 @@ class EmbeddedEngine:
             refuse_detection(recipe)
         if recipe.shard_optimizer and optimizer is not None and current().are_several:
             # Imported here, as below: what few models need.
-            from ipufit.engines.embedded.parted import refuse_whole
+            from ipufit.engines.embedded.zero.optimizer import refuse_whole
 
             refuse_whole(optimizer, recipe)
         if recipe.jit == CUDAGRAPH and self.tape is None:
@@ -222,13 +223,13 @@ class EmbeddedEngine:
         """A program for the spec. Recording happens when the first micro-batch of a shape comes."""
         is_training = spec.mode is Mode.TRAIN
         if spec.divides_weights:
-            from ipufit.engines.embedded.divided import programs
+            from ipufit.engines.embedded.fsdp import programs
 
             if is_training:
                 return programs.DividedTrainingProgram(self, spec)
             return programs.DividedInferenceProgram(self, spec)
         if is_training and spec.recipe.shard_optimizer and spec.processes.are_several:
-            from ipufit.engines.embedded.sharded_training import ShardedTrainingProgram
+            from ipufit.engines.embedded.zero.training import ShardedTrainingProgram
 
             return ShardedTrainingProgram(self, spec)
         return (TrainingProgram if is_training else InferenceProgram)(self, spec)
@@ -342,7 +343,7 @@ class EmbeddedEngine:
 
         key = (total, spec.recipe.accumulation_dtype)
         if key not in recorded.merging:
-            from ipufit.engines.embedded.merging import decide
+            from ipufit.engines.embedded.batching import decide
 
             with self.timed():
                 recorded.merging[key] = decide(spec, step, example, recorded, names, state, make)
@@ -388,7 +389,7 @@ class EmbeddedEngine:
             )
         blocks = len(micro.blocks) if isinstance(micro, MicroStep) else 0
         if divided is not None:
-            from ipufit.engines.embedded.divided.running import DividedRun
+            from ipufit.engines.embedded.fsdp.running import DividedRun
 
             kept = Lowered(DividedRun(graph, divided, blocks), GRAPH, "")
             run = without_autocast(kept.run, arguments)
@@ -464,7 +465,7 @@ def _sharded(recipe: Recipe) -> str:
     if not processes.are_several:
         name = "shard_weights" if recipe.shard_weights else "shard_optimizer"
         return _NOT_SHARDED.format(name)
-    from ipufit.engines.embedded.parted import needs_whole_gradient
+    from ipufit.engines.embedded.zero.optimizer import needs_whole_gradient
 
     why = needs_whole_gradient(recipe)
     what, gets = "The optimizer's state lies", "its part of the gradients' sum"

@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING, Dict, Optional, Sequence, Set
 
 from torch import Tensor
 
-from ipufit.engines.embedded.collected import Collected
-from ipufit.engines.embedded.detection import explained
-from ipufit.engines.embedded.live import LiveState, Snapshot
-from ipufit.engines.embedded.update import Update, UpdateMaker
-from ipufit.engines.embedded.updater import Rows
+from ipufit.core.batch import Share, own_numbers
+from ipufit.core.train_config import outputs_wanted
+from ipufit.engines.embedded.execution_outputs import Collected
+from ipufit.engines.embedded.flat_optimizer import Rows
+from ipufit.engines.embedded.nan_detection import explained
+from ipufit.engines.embedded.training_state import LiveState, Snapshot
+from ipufit.engines.embedded.update_runner import Update, UpdateMaker
+from ipufit.engines.program import Anchors, ProgramSpec
 from ipufit.errors import NonFiniteLossError
-from ipufit.program import Anchors, ProgramSpec, Share, own_numbers
-from ipufit.recipe import outputs_wanted
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import EmbeddedEngine
-    from ipufit.engines.embedded.replay import Replay
+    from ipufit.engines.embedded.replay_update import Replay
 
 __all__ = ["Execution", "settings_of"]
 

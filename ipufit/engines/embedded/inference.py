@@ -6,18 +6,11 @@ from typing import TYPE_CHECKING, Sequence
 
 import torch
 
+from ipufit.core.batch import CombinedBatch, MicroBatch, Mode, own_numbers
 from ipufit.engines.embedded.base import BaseProgram, on_host
-from ipufit.engines.embedded.collected import Collected
-from ipufit.engines.embedded.step import public_name
-from ipufit.program import (
-    Anchors,
-    CombinedBatch,
-    MicroBatch,
-    Mode,
-    ProgramSpec,
-    TrainState,
-    own_numbers,
-)
+from ipufit.engines.embedded.execution_outputs import Collected
+from ipufit.engines.program import Anchors, ProgramSpec, TrainState
+from ipufit.tracing.grad_step import public_name
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded

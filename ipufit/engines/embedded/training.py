@@ -9,52 +9,44 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ipufit.engines.embedded.averages import Averages
+from ipufit.core.batch import CombinedBatch, MicroBatch, Share, dealt
+from ipufit.core.jit_modes import AUTO, INDUCTOR, KERNELS
+from ipufit.core.precision import warn_of_vanishing_eps
 from ipufit.engines.embedded.base import BaseProgram, on_host
 from ipufit.engines.embedded.clipping import Finish
-from ipufit.engines.embedded.collected import Collected
+from ipufit.engines.embedded.cuda_graphs.policy import graph_maker
+from ipufit.engines.embedded.ema import Averages
 from ipufit.engines.embedded.execution import Execution
-from ipufit.engines.embedded.fingerprint import FrozenValues
-from ipufit.engines.embedded.following import follow_the_module
-from ipufit.engines.embedded.freed_memory import give_back_freed_memory
-from ipufit.engines.embedded.live import LiveState, Snapshot
-from ipufit.engines.embedded.lowering.asked import graph_maker
-from ipufit.engines.embedded.lowering.inductor.requirements import missing
-from ipufit.engines.embedded.overlap import Overlap, buckets_of
-from ipufit.engines.embedded.precision import warn_of_vanishing_eps
-from ipufit.engines.embedded.publication import Publication
+from ipufit.engines.embedded.execution_outputs import Collected
+from ipufit.engines.embedded.external_changes import follow_the_module
+from ipufit.engines.embedded.flat_optimizer import Rows, Updater, updater_for
+from ipufit.engines.embedded.inductor.requirements import missing
+from ipufit.engines.embedded.loss_scale import Scaler, ScaleState
+from ipufit.engines.embedded.optimizer_state_location import state_memory
+from ipufit.engines.embedded.optimizer_state_version import Publication
+from ipufit.engines.embedded.overlapped_reduction import Overlap, buckets_of
 from ipufit.engines.embedded.replicas import put_back
-from ipufit.engines.embedded.scaling import Scaler, ScaleState
-from ipufit.engines.embedded.sharing import refuse_shared_memory
-from ipufit.engines.embedded.state_memory import state_memory
-from ipufit.engines.embedded.step import public_name
-from ipufit.engines.embedded.storage import Block, FlatStorage
-from ipufit.engines.embedded.update import Update, UpdateMaker
-from ipufit.engines.embedded.updater import Rows, Updater, updater_for
+from ipufit.engines.embedded.training_state import LiveState, Snapshot
+from ipufit.engines.embedded.update_runner import Update, UpdateMaker
+from ipufit.engines.program import Anchors, Prepared, ProgramSpec, TrainState
 from ipufit.errors import CaptureError, ConfigurationError
-from ipufit.keeping import copied_state, generators_kept
-from ipufit.lowerings import AUTO, INDUCTOR, KERNELS
-from ipufit.program import (
-    Anchors,
-    CombinedBatch,
-    MicroBatch,
-    Prepared,
-    ProgramSpec,
-    Share,
-    TrainState,
-    dealt,
-)
-from ipufit.randomness import LOCK
+from ipufit.tracing.fingerprint import FrozenValues
+from ipufit.tracing.flat_storage import Block, FlatStorage
+from ipufit.tracing.grad_step import public_name
+from ipufit.tracing.shared_memory import refuse_shared_memory
+from ipufit.utils.malloc_policy import give_back_freed_memory
+from ipufit.utils.preserve import copied_state, generators_kept
+from ipufit.utils.random_streams import LOCK
 
 if TYPE_CHECKING:
-    from ipufit.diagnose.comparison import Comparison
-    from ipufit.diagnose.tolerance import Tolerance
+    from ipufit.engines.embedded.autotune import JitAutotuner
+    from ipufit.engines.embedded.batching import Merged
+    from ipufit.engines.embedded.cuda_graphs.training import CapturedExecutions
     from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
-    from ipufit.engines.embedded.lowering.autotune import JitAutotuner
-    from ipufit.engines.embedded.lowering.cudagraph import CapturedExecutions
-    from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates
-    from ipufit.engines.embedded.merging import Merged
-    from ipufit.engines.embedded.replay import Replay
+    from ipufit.engines.embedded.inductor.compiled import CompiledUpdates
+    from ipufit.engines.embedded.replay_update import Replay
+    from ipufit.tracing.comparison import Comparison
+    from ipufit.tracing.tolerance import Tolerance
 
 __all__ = ["TrainingProgram"]
 
@@ -86,7 +78,7 @@ class TrainingProgram(BaseProgram):
         self._captured: Optional[CapturedExecutions] = None
         if makes_graphs is not None:
             # Imported here, as below: what few runs need.
-            from ipufit.engines.embedded.lowering.cudagraph import CapturedExecutions
+            from ipufit.engines.embedded.cuda_graphs.training import CapturedExecutions
 
             self._captured = CapturedExecutions(
                 engine, spec, self._live, self._device, makes_graphs, self._key
@@ -100,7 +92,7 @@ class TrainingProgram(BaseProgram):
         )
         self._replay: Optional[Replay] = None
         if spec.recipe.detect_nan:
-            from ipufit.engines.embedded.replay import Replay
+            from ipufit.engines.embedded.replay_update import Replay
 
             self._replay = Replay(spec, self._step, self._live, self._seed)
         self._maker.compiled = engine.compiled = engine.autotuner = None
@@ -118,8 +110,8 @@ class TrainingProgram(BaseProgram):
         is_auto = is_auto and not several and not self._spec.recipe.detect_nan
         if jit != INDUCTOR and not is_auto:
             return
-        from ipufit.engines.embedded.lowering.autotune import JitAutotuner
-        from ipufit.engines.embedded.lowering.inductor.compiled import CompiledUpdates
+        from ipufit.engines.embedded.autotune import JitAutotuner
+        from ipufit.engines.embedded.inductor.compiled import CompiledUpdates
 
         compiled = CompiledUpdates(self._spec, self._live, engine.libraries, self._maker)
         if is_auto:
@@ -394,7 +386,7 @@ class TrainingProgram(BaseProgram):
             reference: "eager" or "float64".
             tolerance: what is no difference.
         """
-        from ipufit.engines.embedded.comparing import Comparing
+        from ipufit.engines.embedded.compare_with_reference import Comparing
 
         batch = batch.to(self._device)
         recorded = self._recorded(batch)
@@ -412,7 +404,7 @@ class TrainingProgram(BaseProgram):
         Args:
             batch: one micro-batch.
         """
-        from ipufit.engines.embedded.profiling.profiling import Profiling
+        from ipufit.engines.embedded.profiling.profile import Profiling
 
         batch = batch.to(self._device)
         recorded = self._recorded(batch)

@@ -6,7 +6,7 @@ import functools
 import weakref
 from typing import Any, Callable, List, Optional, TypeVar, cast
 
-from ipufit.randomness import LOCK
+from ipufit.utils.random_streams import LOCK
 
 __all__ = ["OWNER", "Owner", "alone"]
 

@@ -10,27 +10,28 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 import torch
 from torch import nn
 
-from ipufit.clock import NO_CLOCK, NoClock
-from ipufit.engines.embedded.fingerprint import fingerprint
-from ipufit.engines.embedded.step import StepModule
-from ipufit.engines.ipu.copies import unwrapped
+from ipufit.core.batch import MicroBatch, Mode
+from ipufit.core.option_roles import role_of
+from ipufit.core.train_config import Recipe
+from ipufit.engines.ipu.config_options import engine_options
 from ipufit.engines.ipu.device import OWNER, alone
+from ipufit.engines.ipu.executable import Unit
 from ipufit.engines.ipu.failures import told
-from ipufit.engines.ipu.from_config import engine_options
 from ipufit.engines.ipu.inference import InferenceProgram
+from ipufit.engines.ipu.ipu_config import IPUConfig
 from ipufit.engines.ipu.limits import check_autocast, check_ipus, check_request
+from ipufit.engines.ipu.module_copy import unwrapped
 from ipufit.engines.ipu.options import check_options, make_options
 from ipufit.engines.ipu.sdk import ignored_options, keeps_float64
 from ipufit.engines.ipu.size import Size
 from ipufit.engines.ipu.step import Form, IpuStep
 from ipufit.engines.ipu.training import TrainingProgram
-from ipufit.engines.ipu.unit import Unit
-from ipufit.ipu_config import IPUConfig
+from ipufit.engines.program import Program, ProgramSpec
 from ipufit.losses import Loss
-from ipufit.parallel.partition import Partitions
-from ipufit.program import MicroBatch, Mode, Program, ProgramSpec
-from ipufit.recipe import Recipe
-from ipufit.whole_options import role_of
+from ipufit.partition.partition import Partitions
+from ipufit.tracing.fingerprint import fingerprint
+from ipufit.tracing.grad_step import StepModule
+from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
 __all__ = ["IpuEngine"]
 

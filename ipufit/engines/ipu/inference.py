@@ -6,25 +6,18 @@ from typing import TYPE_CHECKING, Dict, List, Optional, Sequence
 
 import torch
 
-from ipufit.engines.embedded.step import public_name
-from ipufit.engines.ipu.copies import Host, plain
+from ipufit.core.batch import CombinedBatch, MicroBatch, by_process
 from ipufit.engines.ipu.device import OWNER, alone
+from ipufit.engines.ipu.distributed_options import fixes_replicas
+from ipufit.engines.ipu.executable import Result, Unit
 from ipufit.engines.ipu.failures import told
-from ipufit.engines.ipu.launched import fixes_replicas
+from ipufit.engines.ipu.module_copy import Host, plain
 from ipufit.engines.ipu.options import seed_of
-from ipufit.engines.ipu.reading import anchors_of
+from ipufit.engines.ipu.padding import padded
+from ipufit.engines.ipu.results import anchors_of
 from ipufit.engines.ipu.size import Size
-from ipufit.engines.ipu.tails import padded
-from ipufit.engines.ipu.unit import Result, Unit
-from ipufit.program import (
-    Anchors,
-    CombinedBatch,
-    MicroBatch,
-    Prepared,
-    ProgramSpec,
-    TrainState,
-    by_process,
-)
+from ipufit.engines.program import Anchors, Prepared, ProgramSpec, TrainState
+from ipufit.tracing.grad_step import public_name
 
 if TYPE_CHECKING:
     from ipufit.engines.ipu.engine import IpuEngine

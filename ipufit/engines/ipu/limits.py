@@ -7,19 +7,19 @@ from typing import Iterator, Mapping, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from ipufit.engines.embedded.precision import autocast_state
-from ipufit.engines.embedded.rules import rule_for
-from ipufit.engines.embedded.sharing import refuse_shared_memory
-from ipufit.engines.embedded.updater import refuse_step_hooks
+from ipufit.core.jit_modes import AUTO
+from ipufit.core.plan import Plan
+from ipufit.core.precision import autocast_state
+from ipufit.core.train_config import Recipe
+from ipufit.engines.embedded.flat_optimizer import refuse_step_hooks
 from ipufit.engines.ipu.optimizers import check_optimizer
+from ipufit.engines.ipu.preflight.facts import Fact
+from ipufit.engines.ipu.preflight.settings import SETTINGS
 from ipufit.errors import ConfigurationError, PlanError
-from ipufit.faults import Faults
 from ipufit.losses import Loss
-from ipufit.lowerings import AUTO
-from ipufit.plan import Plan
-from ipufit.preflight.facts import Fact
-from ipufit.preflight.settings import SETTINGS
-from ipufit.recipe import Recipe
+from ipufit.optim.rules import rule_for
+from ipufit.tracing.shared_memory import refuse_shared_memory
+from ipufit.utils.error_collector import Faults
 
 __all__ = ["check_autocast", "check_ipus", "check_request", "check_trained", "refused"]
 

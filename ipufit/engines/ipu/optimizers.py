@@ -8,12 +8,12 @@ from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Type
 import torch
 from torch import Tensor, nn
 
+from ipufit.core.train_config import Recipe
+from ipufit.engines.ipu.preflight.optimizers import ParameterGroup, refused_settings
+from ipufit.engines.ipu.preflight.settings import CLIPPED, SETTINGS
 from ipufit.errors import OptimizerError
-from ipufit.optim import LAMB
-from ipufit.optimizer_state import device_state, torch_state
-from ipufit.preflight.optimizers import ParameterGroup, refused_settings
-from ipufit.preflight.settings import CLIPPED, SETTINGS
-from ipufit.recipe import Recipe
+from ipufit.optim.lamb import LAMB
+from ipufit.optim.state import device_state, torch_state
 
 __all__ = ["DeviceOptimizer", "check_optimizer"]
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ipufit.engines.ipu.launched import new_options, set_replicas
-from ipufit.engines.ipu.placing import place
+from ipufit.core.batch import Mode
+from ipufit.core.option_roles import role_of
+from ipufit.engines.ipu.blocks import place
+from ipufit.engines.ipu.distributed_options import new_options, set_replicas
 from ipufit.engines.ipu.profiling import set_profile
 from ipufit.engines.ipu.size import Size
+from ipufit.engines.program import ProgramSpec
 from ipufit.errors import ConfigurationError
-from ipufit.program import Mode, ProgramSpec
-from ipufit.randomness import update_key
-from ipufit.whole_options import role_of
+from ipufit.utils.random_streams import update_key
 
 __all__ = ["check_options", "make_options", "seed_of"]
 

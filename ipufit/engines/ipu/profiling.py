@@ -8,10 +8,10 @@ import os
 import warnings
 from typing import Any, Dict, List, Optional
 
+from ipufit.core.option_roles import TRAINING
 from ipufit.engines.ipu.sdk import is_standin
 from ipufit.engines.ipu.size import Size
-from ipufit.program import ProgramSpec
-from ipufit.whole_options import TRAINING
+from ipufit.engines.program import ProgramSpec
 
 __all__ = ["place_of_profile", "set_profile"]
 

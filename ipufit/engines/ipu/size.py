@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ipufit.plan import Plan
+from ipufit.core.plan import Plan
 
 __all__ = ["Size"]
 

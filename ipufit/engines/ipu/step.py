@@ -9,22 +9,23 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from ipufit import tree
-from ipufit.engines.embedded.fingerprint import called_objects
-from ipufit.engines.embedded.precision import with_inputs_in
-from ipufit.engines.embedded.rebinding import refuse_rebinding, storages
-from ipufit.engines.embedded.results import OutputShape, Reported
-from ipufit.engines.embedded.step import StepModule, carries_loss
-from ipufit.engines.ipu.placing import begin_loss, block_of, ipu_of
+from ipufit.core.batch import MicroBatch, Mode
+from ipufit.core.logged_values import Entries, collecting
+from ipufit.core.outputs import handed_back, refuse_hidden_tensors
+from ipufit.core.precision import with_inputs_in
+from ipufit.engines.ipu.blocks import begin_loss, block_of, ipu_of
+from ipufit.engines.program import ProgramSpec
 from ipufit.errors import CaptureError, ConfigurationError
-from ipufit.logged import Entries, collecting
 from ipufit.losses import LabelRange, Loss, LossTerm
-from ipufit.losses.valid import loss_of_valid
-from ipufit.outputs import handed_back, refuse_hidden_tensors
-from ipufit.parallel.following import followed
-from ipufit.parallel.recomputation import outputs_checkpointed
-from ipufit.parallel.tracing import traced_by
-from ipufit.program import MicroBatch, Mode, ProgramSpec
+from ipufit.losses.masked import loss_of_valid
+from ipufit.partition.recomputation import outputs_checkpointed
+from ipufit.partition.stage_context import followed
+from ipufit.tracing.fingerprint import called_objects
+from ipufit.tracing.grad_step import StepModule, carries_loss
+from ipufit.tracing.rebinding import refuse_rebinding, storages
+from ipufit.tracing.results import OutputShape, Reported
+from ipufit.utils import tree
+from ipufit.utils.poptorch_tracing import traced_by
 
 __all__ = ["Form", "IpuStep", "Traced", "counts_batches"]
 

@@ -8,33 +8,25 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
-from ipufit.engines.embedded.fingerprint import FrozenValues, fingerprint
-from ipufit.engines.embedded.precision import check_precision, warn_of_vanishing_eps
-from ipufit.engines.embedded.step import StepModule, public_name
-from ipufit.engines.ipu.copies import Host, Trained, plain, unwrapped
+from ipufit.core.batch import CombinedBatch, MicroBatch, Share, dealt
+from ipufit.core.precision import check_precision, warn_of_vanishing_eps
 from ipufit.engines.ipu.device import alone
+from ipufit.engines.ipu.executable import Result, Unit, cut_rows
 from ipufit.engines.ipu.failures import told
 from ipufit.engines.ipu.limits import check_trained
+from ipufit.engines.ipu.module_copy import Host, Trained, plain, unwrapped
 from ipufit.engines.ipu.options import seed_of
-from ipufit.engines.ipu.ownership import Programs
+from ipufit.engines.ipu.padding import filled, padded, padding_needed
 from ipufit.engines.ipu.profiling import place_of_profile
-from ipufit.engines.ipu.reading import anchors_of
-from ipufit.engines.ipu.shapes import Shapes
+from ipufit.engines.ipu.program_cache import Programs
+from ipufit.engines.ipu.program_selector import Shapes
+from ipufit.engines.ipu.results import anchors_of
 from ipufit.engines.ipu.size import Size
-from ipufit.engines.ipu.tails import filled, padded, padding_needed
-from ipufit.engines.ipu.unit import Result, Unit, cut_rows
+from ipufit.engines.program import Anchors, Prepared, ProgramSpec, TrainState
 from ipufit.errors import ConfigurationError, LossError, NonFiniteLossError
-from ipufit.keeping import copied_state
-from ipufit.program import (
-    Anchors,
-    CombinedBatch,
-    MicroBatch,
-    Prepared,
-    ProgramSpec,
-    Share,
-    TrainState,
-    dealt,
-)
+from ipufit.tracing.fingerprint import FrozenValues, fingerprint
+from ipufit.tracing.grad_step import StepModule, public_name
+from ipufit.utils.preserve import copied_state
 
 if TYPE_CHECKING:
     from ipufit.engines.ipu.engine import IpuEngine

@@ -7,9 +7,9 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ipufit.engines.embedded.foreign import is_for_this_engine
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._tracing import tracing
+from ipufit.tracing.ipu_only import is_for_this_engine
 
 __all__ = ["attributes_lists", "custom_op"]
 

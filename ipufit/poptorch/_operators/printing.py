@@ -10,11 +10,11 @@ from typing import Any, Tuple
 import torch
 from torch import Tensor
 
-from ipufit.engines.embedded.foreign import is_for_this_engine
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._operators.library import define
 from ipufit.poptorch._operators.text import FLOAT_FORMATS, Style, text_of
 from ipufit.poptorch._tracing import Trace, tracing
+from ipufit.tracing.ipu_only import is_for_this_engine
 
 __all__ = ["ipu_print_tensor"]
 

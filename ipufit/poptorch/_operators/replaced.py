@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ipufit.engines.embedded import recurrent
 from ipufit.poptorch._operators.ctc_loss import ctc_loss
 from ipufit.poptorch._operators.products import in_place, index_reduce, scatter_reduce
 from ipufit.poptorch._schemas import tensors_in
 from ipufit.poptorch._tracing import tracing
+from ipufit.tracing import recurrent
 
 __all__ = ["REPLACED"]
 

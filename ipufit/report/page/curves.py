@@ -9,7 +9,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 from ipufit.report.page import texts
 from ipufit.report.page.charts import DRAWN, Chart, Series, figure, rounded, thinned
 from ipufit.report.page.html import Cell, Column, Html, element, joined, table
-from ipufit.report.page.measured import ends, total
+from ipufit.report.page.measurements import ends, total
 from ipufit.report.page.sections import Section, lacking, note
 from ipufit.report.run import Run
 

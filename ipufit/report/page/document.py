@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from ipufit.errors import ConfigurationError
 from ipufit.report.page.charts import DRAWN
-from ipufit.report.page.comparing import compared
+from ipufit.report.page.comparison import compared
 from ipufit.report.page.curves import curves
 from ipufit.report.page.html import Html, data, element, joined
 from ipufit.report.page.memory import memory
@@ -22,7 +22,7 @@ from ipufit.report.page.pipeline import pipeline
 from ipufit.report.page.policy import digest, policy
 from ipufit.report.page.sections import Section
 from ipufit.report.page.summary import status, summary
-from ipufit.report.page.warned import warned
+from ipufit.report.page.warnings import warned
 from ipufit.report.run import Run
 
 __all__ = ["page_of", "state_of"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any, List, Mapping, Optional
 
-from ipufit.parallel.costs import by_ipu
+from ipufit.planner.costs import by_ipu
 from ipufit.report.page import texts
 from ipufit.report.page.charts import POINTS, Chart, Series, figure, rounded
 from ipufit.report.page.html import Cell, Column, Html, Row, element, joined, table
-from ipufit.report.page.measured import binned
+from ipufit.report.page.measurements import binned
 from ipufit.report.page.pipeline import stage_title
 from ipufit.report.page.sections import Section, lacking, note
 from ipufit.report.run import Run

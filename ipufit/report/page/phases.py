@@ -6,13 +6,19 @@ import dataclasses
 import math
 from typing import Any, Dict, List, Optional, Sequence
 
-from ipufit.clock import PHASES
 from ipufit.report.page import texts
 from ipufit.report.page.charts import Chart, Series, figure, rounded
 from ipufit.report.page.html import Cell, Column, Html, Part, Row, joined, table
-from ipufit.report.page.measured import LOOKS, PHASE_NAMES, binned, samples_per_second, used_phases
+from ipufit.report.page.measurements import (
+    LOOKS,
+    PHASE_NAMES,
+    binned,
+    samples_per_second,
+    used_phases,
+)
 from ipufit.report.page.sections import Section, lacking, note
 from ipufit.report.run import Run
+from ipufit.utils.phase_timer import PHASES
 
 __all__ = ["phases"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, List, Mapping, Sequence
 
-from ipufit.parallel.schedule import simulate
+from ipufit.planner.pipeline_schedule import simulate
 from ipufit.report.page import texts
 from ipufit.report.page.charts import Chart, Series, figure, rounded
 from ipufit.report.page.html import Cell, Column, Html, element, joined, table

@@ -6,11 +6,11 @@ import datetime
 import math
 from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
-from ipufit.curves import best_place
-from ipufit.direction import direction_of
+from ipufit.callbacks.history_plot import best_place
+from ipufit.callbacks.monitor_mode import direction_of
 from ipufit.report.page import texts
 from ipufit.report.page.html import Cell, Column, Html, Row, element, joined, table
-from ipufit.report.page.measured import samples_per_second, total
+from ipufit.report.page.measurements import samples_per_second, total
 from ipufit.report.page.sections import Section, note
 from ipufit.report.run import Run
 

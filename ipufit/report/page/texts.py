@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Optional, Tuple
 
-from ipufit.parallel import texts
+from ipufit.planner import texts
 
 __all__ = ["count", "number", "rate", "real", "scale", "seconds", "share", "size", "speed", "work"]
 

@@ -12,10 +12,10 @@ from torch.optim import lr_scheduler
 
 import ipufit
 from ipufit import poptorch
-from ipufit.clock import PHASES
 from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.poptorch._precision import float64_kept
 from ipufit.report.advice import advised
+from ipufit.utils.phase_timer import PHASES
 from tests.integrations.lightning.nets import Boring, Language, Pictures, Tokens
 from tests.integrations.lightning.twins import (
     QUIET,

@@ -7,11 +7,12 @@ from typing import Any, Dict, List, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ipufit.engines.embedded.live import LiveState
-from ipufit.engines.embedded.profiling.held import bytes_in
-from ipufit.engines.embedded.storage import flat_of
-from ipufit.program import MicroBatch, ProgramSpec
-from ipufit.recipe import outputs_wanted
+from ipufit.core.batch import MicroBatch
+from ipufit.core.train_config import outputs_wanted
+from ipufit.engines.embedded.profiling.live_bytes import bytes_in
+from ipufit.engines.embedded.training_state import LiveState
+from ipufit.engines.program import ProgramSpec
+from ipufit.tracing.flat_storage import flat_of
 
 __all__ = ["Point", "fixed_bytes", "thinned"]
 

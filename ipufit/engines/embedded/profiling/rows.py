@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Callable, Dict, List, Mapping, Tuple
 
-from ipufit.engines.embedded.origins import LOSS, Origin
-from ipufit.engines.embedded.profiling.watched import Looked
+from ipufit.engines.embedded.profiling.profiling_interpreter import Looked
+from ipufit.tracing.source_map import LOSS, Origin
 
 __all__ = ["GRADIENTS", "Place", "rows_of"]
 

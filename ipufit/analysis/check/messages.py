@@ -1,0 +1,173 @@
+"""What findings say: from errors, differences and changes to sentences."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from typing import Iterable, Optional, Sequence, Tuple
+
+import torch
+
+from ipufit.analysis.check.finding import Finding
+from ipufit.analysis.check.python_state import Change
+from ipufit.analysis.check.trace_comparison import Difference
+from ipufit.errors import CaptureError
+from ipufit.tracing.capture import Frame
+from ipufit.tracing.untraced_random import advise_call, describe_draw
+
+__all__ = [
+    "changed_at",
+    "differs_at",
+    "drawn_at",
+    "error_at",
+    "generator_at",
+    "outside_at",
+    "said_at",
+    "seeded_at",
+    "titles_of",
+]
+
+_NOWHERE: Tuple[Optional[str], Optional[int], Optional[str]] = (None, None, None)
+_STATE = (
+    "Make it state of the program: register a buffer and change it in place. A value that "
+    "changes between two fits alone may stay an attribute."
+)
+
+
+def error_at(error: CaptureError) -> Finding:
+    """What a recording refuses."""
+    what = error.what or error.brief.rstrip(".")
+    cure = error.cure or "See the text of the error that fit raises."
+    place = (error.file, error.line, error.function)
+    return Finding(error.kind, "error", *place, what, cure)
+
+
+def differs_at(found: Difference, causes: Iterable[str]) -> Finding:
+    """An operator that is not the same in the next call.
+
+    Args:
+        found: the difference.
+        causes: titles of what forward changes.
+    """
+    file, line, function = found.frame or _NOWHERE
+    source = linecache.getline(file, line) if file and line else ""
+    named = [title for title in causes if title in found.titles or _is_in(title, source)]
+    cause = f" ({', '.join(dict.fromkeys(named))})" if named else ""
+    if found.kind == "program":
+        text = (
+            f"the program is another one in the next call{cause}: {found.after} where "
+            f"{found.before} was; Python chose by a value that changes, and the recording keeps "
+            "one choice"
+        )
+        cure = "Compute both and choose with torch.where, by a buffer that is changed in place."
+    elif found.kind == "folded":
+        text = (
+            f"a tensor that Python made changes from call to call{cause}, but is a constant of "
+            f"the program: it was {found.before}, then {found.after}"
+        )
+        cure = _STATE
+    else:
+        text = (
+            f"a Python value changes from call to call{cause}, but is a constant of the program: "
+            f"it was {found.before}, then {found.after}"
+        )
+        cure = _STATE
+    return Finding(found.kind, "error", file, line, function, text, cure)
+
+
+def _is_in(title: str, source: str) -> bool:
+    return re.search(rf"\b{re.escape(title.rpartition('.')[2])}\b", source) is not None
+
+
+def changed_at(change: Change, frame: Optional[Frame]) -> Finding:
+    """What forward leaves behind."""
+    place = change.place
+    where = frame or _NOWHERE
+    if change.how == "drawn":
+        if isinstance(change.after, torch.Generator):
+            return generator_at(frame)
+        return drawn_at(place.title, frame)
+    if place.name == "training" and place.kind == "attribute":
+        text = f"forward switches {place.title}, which then stays as it was when it was recorded"
+        cure = "Leave train and eval mode to fit, and read self.training."
+        return Finding("mode", "error", *where, text, cure)
+    if change.how == "written":
+        text = (
+            f"the tensor {place.title} is changed in forward, but it is no buffer, so that the "
+            "program has the value that it had"
+        )
+        cure = "Register it as a buffer: self.register_buffer(name, tensor)."
+        return Finding("folded", "error", *where, text, cure)
+    title = f"the global {place.title}" if place.kind == "global" else place.title
+    if change.how == "grown":
+        text = f"forward changes what is in {title}, but runs once, to be recorded"
+        cure = (
+            "Return what it should hold as an output, or report it with ipufit.log; numbers that "
+            "the next call needs belong into a buffer."
+        )
+        return Finding("container", "warning", *where, text, cure)
+    kind = "global" if place.kind == "global" else "attribute"
+    text = f"forward sets {title} anew in every call, but runs once, to be recorded"
+    cure = (
+        "To carry a value from one micro-batch to the next, register a buffer and change it in "
+        "place; to look at one, return it as an output or report it with ipufit.log."
+    )
+    return Finding(kind, "warning", *where, text, cure)
+
+
+def drawn_at(source: str, frame: Optional[Frame]) -> Finding:
+    """Random numbers that are no part of the program."""
+    place = frame or _NOWHERE
+    return Finding("random", "error", *place, describe_draw(source), advise_call(frame))
+
+
+def generator_at(frame: Optional[Frame]) -> Finding:
+    """An operator that draws from a torch.Generator of the user's."""
+    text = (
+        "random numbers are drawn from a torch.Generator of its own, which is no part of the "
+        "program: neither seed= of fit nor a checkpoint reaches it"
+    )
+    cure = "Leave generator= out: every micro-batch has a stream of its own, from the seed of fit."
+    return Finding("generator", "error", *(frame or _NOWHERE), text, cure)
+
+
+def seeded_at(frame: Frame) -> Finding:
+    """A seed that is set in forward."""
+    text = "forward seeds torch's generator, but runs once, to be recorded: the seed is not kept"
+    cure = "Leave the seed to fit(seed=...); every micro-batch draws from a stream of its own."
+    return Finding("random", "error", *frame, text, cure)
+
+
+def outside_at(name: Optional[str], frame: Optional[Frame]) -> Finding:
+    """A tensor that wants a gradient and gets none."""
+    if name is not None:
+        text = (
+            f"{name!r} is used through a reference kept outside of the module, such as a list of "
+            "parameters, and would get no gradient from there"
+        )
+        cure = "Reach it through the module in forward or in the loss, such as self.layer.weight."
+    else:
+        text = (
+            "a tensor that requires a gradient is used here, but it is no parameter of the module, "
+            "so that it is a constant of the program and never trained"
+        )
+        cure = (
+            "Make it an nn.Parameter that is an attribute of the module; several go into an "
+            "nn.ParameterList."
+        )
+    return Finding("outside", "error", *(frame or _NOWHERE), text, cure, name)
+
+
+def said_at(frame: Frame, how: str) -> Finding:
+    """Output of forward."""
+    text = f"forward {how} here, but it runs once, to be recorded, and says nothing afterwards"
+    cure = (
+        "Report the value with ipufit.log(name, value), or print it in a callback; to run forward "
+        "every time, use compile(..., run_eagerly=True)."
+    )
+    return Finding("output", "warning", *frame, text, cure)
+
+
+def titles_of(changes: Sequence[Change]) -> Tuple[str, ...]:
+    """Of what has changed."""
+    return tuple(dict.fromkeys(change.place.title for change in changes))

@@ -1,0 +1,142 @@
+"""At which line of the user's something happens: output, a seed, a tensor that is read."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import linecache
+import logging
+import sys
+import threading
+import types
+import warnings
+from typing import Any, Callable, Dict, Iterator, Optional
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ipufit.analysis.check.trace_facts import Recorder
+from ipufit.errors import CaptureError
+from ipufit.tracing.capture import Frame, numpy_error, text_error, value_error
+from ipufit.tracing.flat_storage import storage_id
+from ipufit.tracing.user_lines import is_installed, is_users, users_frame
+
+__all__ = ["Reads", "Said", "quiet"]
+
+
+class Said:
+    """Lines that print, log, warn, or seed torch's generator.
+
+    Attributes:
+        outputs: by the line, how.
+        seeds: lines that seed.
+    """
+
+    def __init__(self) -> None:
+        self.outputs: Dict[Frame, str] = {}
+        self.seeds: Dict[Frame, None] = {}
+
+    def out(self, how: str) -> None:
+        """Something is written now; what an installed package writes is its own matter."""
+        frame = users_frame(sys._getframe(2))
+        if frame is not None and not is_installed(frame[0]):
+            self.outputs.setdefault(frame, how)
+
+
+class _Sink(io.TextIOBase):
+    def __init__(self, said: Said, thread: int) -> None:
+        self._said = said
+        self._thread = thread
+
+    def write(self, text: str) -> int:
+        if text and threading.get_ident() == self._thread:
+            self._said.out("prints")
+        return len(text)
+
+    def writable(self) -> bool:
+        return True
+
+
+_SEEDS = ((torch, "manual_seed"), (torch, "seed"), (torch.random, "manual_seed"))
+
+
+@contextlib.contextmanager
+def quiet(said: Said) -> Iterator[None]:
+    """Nothing that runs in the block is shown; it is noted instead."""
+    sink = _Sink(said, threading.get_ident())
+    handle = logging.Logger.handle
+
+    def noted(self: logging.Logger, record: logging.LogRecord) -> None:
+        said.out("logs")
+
+    def warned(message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
+        frame: Optional[types.FrameType] = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__") == "warnings":
+            frame = frame.f_back
+        # torch's own warnings come from the line that calls torch, too.
+        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno) if frame else ""
+        if frame is not None and is_users(frame.f_code.co_filename) and "warn" in source:
+            said.out("warns")
+
+    def seeding(original: Callable[..., Any]) -> Callable[..., Any]:
+        def seed(*args: Any, **kwargs: Any) -> Any:
+            frame = users_frame(sys._getframe(1))
+            if frame is not None:
+                said.seeds[frame] = None
+            return original(*args, **kwargs)
+
+        return seed
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(sink))
+        stack.enter_context(contextlib.redirect_stderr(sink))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("always")
+        warnings.showwarning = warned  # type: ignore[assignment]
+        stack.callback(setattr, logging.Logger, "handle", handle)
+        logging.Logger.handle = noted  # type: ignore[method-assign]
+        for owner, name in _SEEDS:
+            original = getattr(owner, name)
+            stack.callback(setattr, owner, name, original)
+            setattr(owner, name, seeding(original))
+        yield
+
+
+_READERS = {
+    "tolist": value_error,
+    "numpy": numpy_error,
+    "__array__": numpy_error,
+}
+_SHOWN = ("__repr__", "__str__", "__format__")
+
+
+class Reads(TorchFunctionMode):
+    """Notes where the user's code reads values in ways that no operator shows.
+
+    Args:
+        note: told of each.
+        recorder: knows the tensors that depend on what the program is given.
+    """
+
+    def __init__(self, note: Callable[[CaptureError], None], recorder: Recorder) -> None:
+        super().__init__()
+        self._note = note
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Optional[Dict[str, Any]] = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        recorder = self._recorder
+        if recorder.is_muted or not (args and isinstance(args[0], Tensor)):
+            return func(*args, **(kwargs or {}))
+        is_text = name == "__format__" and args[0].dim() == 0
+        if storage_id(args[0]) in recorder.tainted and (name in _READERS or is_text):
+            error = text_error if is_text else _READERS[name]
+            self._note(error(users_frame(sys._getframe(1))))
+        recorder.is_muted = name in _SHOWN
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            recorder.is_muted = False

@@ -1,0 +1,225 @@
+"""One micro-batch through module, loss and backward pass: recorded, or run on copies."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from ipufit.analysis.check.output_events import Reads
+from ipufit.analysis.check.trace_facts import Operation, Recorder
+from ipufit.core.batch import MicroBatch
+from ipufit.core.train_config import Precision
+from ipufit.errors import CaptureError
+from ipufit.losses import Loss
+from ipufit.partition.partition import NOT_DIVIDED, Partition, Partitions
+from ipufit.tracing.capture import Frame, capture, recordable
+from ipufit.tracing.flat_storage import Block
+from ipufit.tracing.grad_step import MicroStep, StepModule
+from ipufit.tracing.ipu_only import for_this_engine
+from ipufit.tracing.recurrent import SecondGradientError, time_steps, whole_recurrent_layers
+from ipufit.utils import tree
+
+__all__ = ["Run", "Subject"]
+
+
+@dataclasses.dataclass
+class Run:
+    """What one run has shown.
+
+    Attributes:
+        operations: the program.
+        error: what ended it early, or None.
+        rebound: parameters and buffers that forward replaced.
+        outside: parameters of the user's that are no part of the program, with the line.
+        generators: lines that draw from a generator of their own.
+        reached: names of the parameters that a gradient reached; None where that is not known.
+        results: the numbers, outputs, gradients and buffers of a run on values.
+    """
+
+    operations: List[Operation] = dataclasses.field(default_factory=list)
+    error: Optional[BaseException] = None
+    rebound: List[CaptureError] = dataclasses.field(default_factory=list)
+    outside: List[Tuple[Tensor, Optional[Frame]]] = dataclasses.field(default_factory=list)
+    generators: List[Optional[Frame]] = dataclasses.field(default_factory=list)
+    reached: Optional[Tuple[str, ...]] = None
+    results: Tuple[Tensor, ...] = ()
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether it ended where the value of a tensor was asked for."""
+        return isinstance(self.error, CaptureError) and self.error.cause is not None
+
+
+class Subject:
+    """A module with its loss and a micro-batch, to be run as often as needed.
+
+    Args:
+        module: the user's.
+        loss: normal form; None where the batch has no target for it: gradients are then those of
+            all outputs.
+        sample: the micro-batch.
+        precision: in which it computes.
+        owned: the parameters that the optimizer has; None for all.
+        partitions: of the module over IPUs, whose rules are checked on the way.
+
+    Attributes:
+        step: module and loss.
+        state: the tensors of both, by name.
+        trained: names of those that get a gradient.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Optional[Loss],
+        sample: MicroBatch,
+        precision: Precision,
+        owned: Optional[Sequence[Tensor]],
+        partitions: Partitions = NOT_DIVIDED,
+    ) -> None:
+        self._partitions = partitions
+        self._rebound: List[CaptureError] = []
+        self._loss = loss if loss is not None else Loss("outputs", function=_all_outputs)
+        self._precision = precision
+        self.step = StepModule(module, self._loss, self._rebound.append)
+        named = dict(self.step.named_parameters())
+        wanted = {id(p) for p in (named.values() if owned is None else owned)}
+        self.trained = [n for n, p in named.items() if p.requires_grad and id(p) in wanted]
+        self.state: Dict[str, Tensor] = {**named, **dict(self.step.named_buffers())}
+        self.device = next((t.device for t in self.state.values()), torch.device("cpu"))
+        # Copies: one tensor in two places is two inputs of a program.
+        leaves = tuple(leaf.detach().to(self.device, copy=True) for leaf in sample.leaves)
+        self.sample = dataclasses.replace(sample, leaves=leaves)
+
+    def recorded(self, titles: Dict[int, str], training: bool, rolled: bool = False) -> Run:
+        """Record it: nothing is computed, and no value is known.
+
+        Args:
+            titles: where the user keeps tensors that are no state.
+            training: with gradients.
+            rolled: of other data, the rows of the batch in another order.
+        """
+        leaves = [_rolled(leaf) for leaf in self.sample.leaves] if rolled else self.sample.leaves
+        state = [tensor.detach() for tensor in self._ordered()]
+
+        def record(call: Callable[..., Sequence[Tensor]]) -> None:
+            with for_this_engine():
+                capture(call, [*state, *leaves])
+
+        return self._done(titles, training, record)
+
+    def ran(
+        self,
+        titles: Dict[int, str],
+        training: bool,
+        pristine: Mapping[str, Tensor],
+        note: Optional[Callable[[CaptureError], None]] = None,
+        around: Optional[contextlib.AbstractContextManager[Any]] = None,
+    ) -> Run:
+        """Run it on copies of these tensors, with their values.
+
+        Args:
+            titles: where the user keeps tensors that are no state.
+            training: with gradients.
+            pristine: the values of the state.
+            note: told where a value is asked for.
+            around: entered for the run.
+        """
+        state = [pristine[name].clone() for name in self._names()]
+        leaves = [leaf.clone() for leaf in self.sample.leaves]
+        results: List[Tensor] = []
+
+        def execute(call: Callable[..., Sequence[Tensor]]) -> None:
+            with recordable(), around or contextlib.nullcontext():
+                try:
+                    with whole_recurrent_layers():
+                        results.extend(call(*state, *leaves))
+                except SecondGradientError:
+                    with time_steps():
+                        results.extend(call(*state, *leaves))
+
+        run = self._done(titles, training, execute, note or _nobody)
+        run.results = (*(result.detach() for result in results), *state)
+        return run
+
+    def _partition(self, training: bool) -> Optional[Partition]:
+        """None of one that fit is yet to find."""
+        partition = self._partitions.of(training)
+        return None if partition is None or partition.is_open else partition
+
+    def _names(self) -> List[str]:
+        trained = set(self.trained)
+        return [*self.trained, *(name for name in self.state if name not in trained)]
+
+    def _ordered(self) -> List[Tensor]:
+        return [self.state[name] for name in self._names()]
+
+    def _done(
+        self,
+        titles: Dict[int, str],
+        training: bool,
+        execute: Callable[[Callable[..., Sequence[Tensor]]], object],
+        note: Optional[Callable[[CaptureError], None]] = None,
+    ) -> Run:
+        run = Run()
+        self._rebound.clear()
+        fixed = self._names()[len(self.trained) :]
+        with_gradients = training and bool(self.trained)
+        micro = MicroStep(
+            self.step,
+            self.trained,
+            fixed,
+            self.sample,
+            True,
+            True,
+            _no_blocks if with_gradients else None,
+            self._precision,
+            False,
+            self._partition(training),
+        )
+        recorders: List[Recorder] = []
+
+        def call(*tensors: Tensor) -> Sequence[Tensor]:
+            recorders.append(Recorder(tensors, titles, note))
+            reads = contextlib.nullcontext() if note is None else Reads(note, recorders[-1])
+            with recorders[-1], reads:
+                return micro(*tensors)
+
+        try:
+            execute(call)
+        except Exception as error:
+            run.error = error
+        if recorders:
+            recorder = recorders[-1]
+            run.outside, run.generators = recorder.outside, recorder.generators
+            run.operations = recorder.sealed()
+        run.rebound = list(self._rebound)
+        if with_gradients and run.error is None:
+            run.reached = micro.reached
+        return run
+
+
+def _no_blocks(names: Sequence[str]) -> Sequence[Block]:
+    """Gradients need no place to be kept in."""
+    return ()
+
+
+def _nobody(error: CaptureError) -> None:
+    """A value that is read changes nothing in a run that has values."""
+
+
+def _rolled(leaf: Tensor) -> Tensor:
+    return leaf.roll(1, 0) if leaf.dim() else leaf
+
+
+def _all_outputs(prediction: Any, target: Any) -> Tensor:
+    """Stands for a loss that depends on every output."""
+    total = torch.zeros(())
+    for leaf in tree.flatten(prediction)[0]:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
+            total = total.to(leaf.device) + leaf.float().mean()
+    return total

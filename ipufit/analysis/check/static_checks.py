@@ -1,0 +1,156 @@
+"""Parameters that are never trained, and parts in the wrong mode, from the module alone."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+
+from torch import nn
+
+from ipufit.analysis.check.finding import Finding
+from ipufit.tracing.capture import Frame
+from ipufit.tracing.grad_step import StepModule, public_name
+from ipufit.tracing.user_lines import users_module
+
+__all__ = ["made_at", "mode_findings", "untrained_findings"]
+
+_UNUSED = (
+    "never gets a gradient: nothing that the loss depends on uses it",
+    "Use it in forward, or remove it; freeze it with requires_grad_(False) before compile if it "
+    "is meant to stay as it is.",
+)
+_NOT_OWNED = (
+    "requires a gradient, but the optimizer does not have it, so that fit leaves it as it is",
+    "Pass it to the optimizer, or freeze it with requires_grad_(False).",
+)
+
+
+def untrained_findings(
+    step: StepModule, trained: Sequence[str], reached: Optional[Sequence[str]]
+) -> Iterator[Finding]:
+    """Parameters that no gradient reaches, and those that the optimizer has not.
+
+    Args:
+        step: module and loss.
+        trained: names of the parameters that the optimizer has.
+        reached: of those, where a gradient comes; None where that is not known.
+    """
+    if reached is not None:
+        unused = set(trained).difference(reached)
+        yield from _grouped(step, unused, "unused", _UNUSED)
+    named = step.named_parameters()
+    left_out = {n for n, p in named if p.requires_grad}.difference(trained)
+    yield from _grouped(step, left_out, "not_optimized", _NOT_OWNED)
+
+
+def _grouped(
+    step: StepModule, names: Set[str], kind: str, texts: Tuple[str, str]
+) -> Iterator[Finding]:
+    """One finding for the largest modules all of whose parameters are concerned."""
+    text, cure = texts
+    rest = dict.fromkeys(name for name, _ in step.named_parameters() if name in names)
+    for path, part in step.named_modules():
+        if not path:
+            continue
+        own = {f"{path}.{n}" for n, p in part.named_parameters() if p.requires_grad}
+        if len(own) > 1 and own <= set(rest):
+            for name in own:
+                del rest[name]
+            count = f" ({len(own)} parameters)"
+            yield _finding(step, path, kind, f"{_title(path)}{count} {text}", cure)
+    for name in rest:
+        yield _finding(step, name, kind, f"{_title(name)} {text}", cure)
+
+
+def _title(path: str) -> str:
+    return "the module" if path == "net" else repr(public_name(path))
+
+
+def _finding(step: StepModule, path: str, kind: str, text: str, cure: str) -> Finding:
+    file, line, function = made_at(step, path) or (None, None, None)
+    return Finding(kind, "warning", file, line, function, text, cure, public_name(path))
+
+
+def mode_findings(step: StepModule) -> Iterator[Finding]:
+    """Parts that were set to eval before fit and will be trained.
+
+    A part whose parameters are frozen was meant to stay as it is.
+    """
+    reported: List[str] = []
+    if not step.net.training:
+        return  # fit sets all of it to train mode
+    for path, part in step.net.named_modules(prefix="net"):
+        if part.training or any(path.startswith(f"{done}.") for done in reported):
+            continue
+        reported.append(path)
+        parameters = list(part.parameters())
+        if parameters and not any(p.requires_grad for p in parameters):
+            continue
+        depends = [m for m in part.modules() if not m.training and _depends_on_mode(m)]
+        if not depends:
+            continue
+        kinds = ", ".join(dict.fromkeys(type(m).__name__ for m in depends))
+        yield _finding(
+            step,
+            path,
+            "mode",
+            f"{_title(path)} is in eval mode while the model is in train mode, and fit leaves it "
+            f"so: {kinds} in it will not train as such",
+            "Call model.module.train() before fit; freeze its parameters with "
+            "requires_grad_(False) if it is meant to stay as it is.",
+        )
+
+
+def _depends_on_mode(part: nn.Module) -> bool:
+    norms = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+    if isinstance(part, norms):
+        return bool(part.track_running_stats)
+    if isinstance(part, nn.modules.dropout._DropoutNd):
+        return bool(part.p > 0)
+    if isinstance(part, (nn.RNNBase, nn.MultiheadAttention)):
+        return bool(part.dropout)
+    if not users_module(type(part)):
+        return False
+    return "self.training" in (_source(type(part).forward) or ("", 0, ""))[0]
+
+
+def _source(function: Any) -> Optional[Tuple[str, int, str]]:
+    """Text, first line and file of a function."""
+    try:
+        function = inspect.unwrap(function)
+        lines, first = inspect.getsourcelines(function)
+        return "".join(lines), first, inspect.getsourcefile(function) or ""
+    except (OSError, TypeError):
+        return None
+
+
+def made_at(step: nn.Module, path: str) -> Optional[Frame]:
+    """The user's line that makes a part or a parameter, or else the class that it is in."""
+    parts = path.split(".")
+    modules: Dict[str, nn.Module] = dict(step.named_modules())
+    for count in range(len(parts) - 1, 0, -1):
+        owner = type(modules.get(".".join(parts[:count]), step))
+        for base in owner.__mro__:
+            found = _assignment(base, parts[count]) if users_module(base) else None
+            if found is not None:
+                return found
+    for count in range(len(parts), 0, -1):
+        part = modules.get(".".join(parts[:count]))
+        if part is not None and users_module(type(part)):
+            source = _source(type(part))
+            if source is not None:
+                return source[2], source[1], type(part).__name__
+    return None
+
+
+def _assignment(owner: type, attribute: str) -> Optional[Frame]:
+    source = _source(owner.__dict__.get("__init__"))
+    if source is None:
+        return None
+    name = re.escape(attribute)
+    setting = re.compile(rf"self\.{name}\b[^=(]*=(?!=)|[\"']{name}[\"']")
+    for offset, line in enumerate(source[0].splitlines()):
+        if setting.search(line):
+            return source[2], source[1] + offset, "__init__"
+    return None

@@ -1,0 +1,247 @@
+"""The runs of a check in one mode, and what follows from their differences."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Dict, List, Optional, Sequence
+
+from torch import Tensor
+
+from ipufit.analysis.check.finding import Finding
+from ipufit.analysis.check.findings import Findings
+from ipufit.analysis.check.messages import (
+    changed_at,
+    differs_at,
+    drawn_at,
+    error_at,
+    generator_at,
+    outside_at,
+    titles_of,
+)
+from ipufit.analysis.check.python_state import Change, Snapshot
+from ipufit.analysis.check.runs import Run, Subject
+from ipufit.analysis.check.trace_comparison import differences, same_results
+from ipufit.analysis.check.value_owners import Place
+from ipufit.errors import CaptureError, DataError, IpufitError, LossError
+from ipufit.tracing.capture import Frame
+from ipufit.tracing.grad_step import public_name
+from ipufit.tracing.ipu_only import only_on_ipus
+from ipufit.tracing.user_lines import Lines, is_users
+from ipufit.utils.random_streams import seed_generators
+
+__all__ = ["Battery"]
+
+# Where torch's generator starts in every run: only then may results be compared.
+_KEY = 0x1F17
+
+
+class Battery:
+    """The runs in one mode.
+
+    Args:
+        subject: what is run.
+        pristine: its state.
+        found: gets the findings.
+        is_training: with gradients.
+    """
+
+    def __init__(
+        self, subject: Subject, pristine: Dict[str, Tensor], found: Findings, is_training: bool
+    ) -> None:
+        self._subject = subject
+        self._pristine = pristine
+        self._found = found
+        self._is_training = is_training
+
+    def run(self) -> Optional[Sequence[str]]:
+        """All runs.
+
+        Returns:
+            Names of the parameters that a gradient reaches; None where that is not known.
+
+        Raises:
+            DataError: the module can't take the batch.
+        """
+        snapshot = Snapshot(self._subject.step)
+        try:
+            return self._run(snapshot)
+        finally:
+            snapshot.restore()
+
+    def _run(self, snapshot: Snapshot) -> Optional[Sequence[str]]:
+        first = self._recorded(snapshot)
+        changes, drawn = snapshot.changes(), snapshot.interpreter.drawn()
+        snapshot.restore()
+        if first.error is None or isinstance(first.error, IpufitError):
+            self._refused(first)
+        has_values = False
+        reached = first.reached
+        foreign = only_on_ipus(first.error)
+        if first.error is not None and foreign is not None:
+            text, _, cure = foreign.rpartition(". ")
+            self._found.add(_unrecordable(first.error, text, cure))
+            return None
+        if first.error is not None and not _is_about_gradients(first.error):
+            read: List[CaptureError] = []
+            valued = self._valued(snapshot, read)
+            changes += snapshot.changes()
+            drawn += snapshot.interpreter.drawn()
+            snapshot.restore()
+            has_values = True
+            # With values, others may be reached with the next batch.
+            reached = None if first.needs_values else valued.reached
+            if not self._is_recordable(first, valued):
+                return None
+            if first.needs_values:
+                self._found.add(*map(error_at, _after(read, first.error)))
+            self._refused(valued)
+            first = valued
+        second = self._valued(snapshot) if has_values else self._recorded(snapshot, rolled=True)
+        changes += snapshot.changes()
+        drawn += snapshot.interpreter.drawn()
+        snapshot.restore()
+        for difference in differences(first.operations, second.operations):
+            self._found.add(differs_at(difference, ()))
+        if changes or drawn:
+            self._follow(snapshot, changes, tuple(dict.fromkeys(drawn)))
+        return None if drawn else reached
+
+    def _recorded(self, snapshot: Snapshot, rolled: bool = False) -> Run:
+        seed_generators(_KEY, self._subject.device)
+        return self._subject.recorded(snapshot.titles(), self._is_training, rolled)
+
+    def _valued(
+        self,
+        snapshot: Snapshot,
+        read: Optional[List[CaptureError]] = None,
+        around: Optional[Lines] = None,
+    ) -> Run:
+        seed_generators(_KEY, self._subject.device)
+        note = None if read is None else read.append
+        state = self._pristine
+        return self._subject.ran(snapshot.titles(), self._is_training, state, note, around)
+
+    def _is_recordable(self, recorded: Run, valued: Run) -> bool:
+        """Whether anything can be said of the module; an error of its own is the user's.
+
+        Raises:
+            DataError: it can't run on this batch in train mode.
+        """
+        error = valued.error
+        if error is not None and not isinstance(error, IpufitError):
+            if not self._is_training:
+                return False
+            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in self._subject.sample.leaves)
+            raise DataError(
+                "check must be able to run module and loss on the batch, whose tensors have shape "
+                f"{shapes}, but that fails: {type(error).__name__}: {_line_of(error)}. Pass a "
+                "batch that fit takes."
+            ) from error
+        is_torchs = recorded.error is not None and not isinstance(recorded.error, IpufitError)
+        # Older versions of torch can't record a generator.
+        if recorded.error is not None and is_torchs and not valued.generators:
+            text = (
+                "the module runs, but can't be recorded: "
+                f"{type(recorded.error).__name__}: {_line_of(recorded.error)}"
+            )
+            cure = "Write it with other operators, or use compile(..., run_eagerly=True)."
+            self._found.add(_unrecordable(recorded.error, text, cure))
+        return True
+
+    def _refused(self, run: Run) -> None:
+        """What the run was ended by, and what it has seen on the way."""
+        self._found.add(*map(error_at, run.rebound))
+        self._found.add(*map(generator_at, run.generators))
+        if self._is_training:
+            named = {id(p): public_name(n) for n, p in self._subject.step.named_parameters()}
+            for tensor, frame in run.outside:
+                self._found.add(outside_at(named.get(id(tensor)), frame))
+        error = run.error
+        if isinstance(error, CaptureError):
+            if error.file is not None or not run.outside:
+                self._found.add(error_at(error))
+        elif isinstance(error, LossError) and run.operations:
+            what, _, cure = str(error).partition(". ")
+            kind = "unused" if "no gradient reached" in what else "capture"
+            self._found.add(Finding(kind, "error", None, None, None, what, cure))
+        elif isinstance(error, IpufitError):
+            raise error
+
+    def _follow(self, snapshot: Snapshot, changes: List[Change], drawn: Sequence[str]) -> None:
+        """Call it again and again, as a run without recording would, and follow every line."""
+        probes = {_name(change.place): snapshot.probe(change) for change in changes}
+        probes.update((name, snapshot.interpreter.probes[name]) for name in drawn)
+        lines = Lines(probes)
+        runs: List[Run] = []
+        by_run: List[List[Change]] = []
+        before = snapshot
+        for _ in range(3):
+            runs.append(self._valued(snapshot, around=lines))
+            by_run.append(before.changes())
+            if runs[-1].error is not None and not isinstance(runs[-1].error, IpufitError):
+                break
+            snapshot.restore_generators()
+            before = Snapshot(self._subject.step)
+        repeated = by_run[1:] if len(by_run) > 1 else by_run
+        again = _by_place([c for part in repeated for c in part])
+        # A generator was set back between the runs.
+        again.update(_by_place([c for c in by_run[0] if c.how == "drawn"]))
+        titles = titles_of(list(again.values()))
+        unlike = differences(runs[-2].operations, runs[-1].operations) if len(runs) > 1 else []
+        unlike = unlike if len(runs) == 3 else []
+        if not unlike and len(runs) > 1 and not same_results(runs[0].results, runs[1].results):
+            # What the first call alone does, such as a start from data.
+            unlike = differences(runs[0].operations, runs[1].operations)[:1]
+            again = {**_by_place(by_run[0]), **again}
+            titles = titles_of(list(again.values()))
+        self._found.add(*(differs_at(difference, titles) for difference in unlike))
+        for name, change in again.items():
+            frames: Sequence[Optional[Frame]] = list(lines.found.get(name, ())) or [None]
+            self._found.add(*(changed_at(change, frame) for frame in frames))
+        for name in drawn:
+            frames = list(lines.found[name]) or [None]
+            self._found.add(*(drawn_at(name, frame) for frame in frames))
+
+
+def _after(read: Sequence[CaptureError], first: Optional[BaseException]) -> List[CaptureError]:
+    """The errors from the one on that ended the recording: what lies before it was recorded.
+
+    Packages look whether there are values, and read them only then.
+    """
+    assert isinstance(first, CaptureError)
+    places = [(error.kind, error.file, error.line) for error in read]
+    place = (first.kind, first.file, first.line)
+    return list(read[places.index(place) :]) if place in places else list(read)
+
+
+def _name(place: Place) -> str:
+    return f"{place.kind} {place.title} {id(place.owner)}"
+
+
+def _by_place(changes: Sequence[Change]) -> Dict[str, Change]:
+    return {_name(change.place): change for change in changes}
+
+
+def _is_about_gradients(error: BaseException) -> bool:
+    """Whether forward came to its end."""
+    return isinstance(error, LossError) or (
+        isinstance(error, CaptureError) and error.cause is None and error.kind == "capture"
+    )
+
+
+def _unrecordable(error: BaseException, text: str, cure: str) -> Finding:
+    file, line, function = _frame_of(error) or (None, None, None)
+    return Finding("capture", "error", file, line, function, text, cure)
+
+
+def _line_of(error: BaseException) -> str:
+    return str(error).partition("\n")[0].rstrip(".")
+
+
+def _frame_of(error: BaseException) -> Optional[Frame]:
+    """The innermost line of the user's in the traceback."""
+    found = None
+    for entry in traceback.extract_tb(error.__traceback__):
+        if is_users(entry.filename):
+            found = (entry.filename, entry.lineno or 0, entry.name)
+    return found

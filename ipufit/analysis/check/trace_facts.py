@@ -1,0 +1,205 @@
+"""What a program is made of: its operators, the Python values in them, and whose line each is."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import numbers
+import sys
+import types
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ipufit.errors import CaptureError
+from ipufit.tracing.capture import Frame, draws, has_mask_index, shape_error, value_error
+from ipufit.tracing.flat_storage import storage_id
+from ipufit.tracing.grad_step import MicroStep
+from ipufit.tracing.user_lines import users_frame
+from ipufit.utils import tree
+
+__all__ = ["Operation", "Recorder", "digest"]
+
+
+@dataclasses.dataclass
+class Operation:
+    """One operator as it was called.
+
+    Attributes:
+        name: of the operator.
+        structure: its arguments without the values.
+        values: numbers and texts among them, and fingerprints of tensors that Python made.
+        frame: the user's line.
+        constants: the tensors that Python made, until their fingerprints are taken.
+        titles: where those tensors are kept, of which that is known.
+    """
+
+    name: str
+    structure: Tuple[Any, ...]
+    values: List[Any]
+    frame: Optional[Frame]
+    constants: List[Tuple[int, Tensor]]
+    titles: List[str] = dataclasses.field(default_factory=list)
+
+    def seal(self) -> None:
+        """Take the fingerprints, before the next run may change the tensors."""
+        for place, tensor in self.constants:
+            self.values[place] = digest(tensor)
+        self.constants = []
+
+
+@dataclasses.dataclass(frozen=True)
+class _Constant:
+    """Stands for a tensor that Python made.
+
+    Attributes:
+        print: of its values.
+        shown: the value of a tensor of one element.
+    """
+
+    print: str
+    shown: str
+
+    def __str__(self) -> str:
+        return self.shown
+
+
+def digest(tensor: Tensor) -> _Constant:
+    """A fingerprint of dtype, shape and values."""
+    if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.layout is not torch.strided:
+        return _Constant("", "a tensor")
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    shown = f"a tensor of shape {tuple(tensor.shape)}"
+    if flat.numel() == 1:
+        shown = f"a tensor of {flat.item()!r}"
+    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    text = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
+    return _Constant(hashlib.blake2b(text + data, digest_size=12).hexdigest(), shown)
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes every operator below autograd, in a recording without values and in a run with them.
+
+    Args:
+        own: tensors that the program is given: state and batch.
+        titles: where the user keeps other tensors, by storage.
+        note: told of every operator that needs the value of a tensor that depends on ``own``.
+
+    Attributes:
+        operations: in the order of the program.
+        tainted: storages that depend on what the program is given, or on random numbers.
+        outside: tensors of the user's that want a gradient and are no part of the program, with
+            the line that uses them.
+        generators: lines that draw from a generator of their own.
+        is_muted: whether a tensor is just being shown, which is no part of the program.
+    """
+
+    def __init__(
+        self,
+        own: Sequence[Tensor],
+        titles: Dict[int, str],
+        note: Optional[Callable[[CaptureError], None]] = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_muted = False
+        self.operations: List[Operation] = []
+        self.tainted: Set[int] = set()
+        self.outside: List[Tuple[Tensor, Optional[Frame]]] = []
+        self.generators: List[Optional[Frame]] = []
+        self._titles = titles
+        self._note = note
+        self._numbers: Dict[int, int] = {}
+        # As long as they live, no other storage has their address.
+        self._alive: List[Tensor] = []
+        for tensor in own:
+            self._know(tensor)
+            self.tainted.add(storage_id(tensor))
+
+    def sealed(self) -> List[Operation]:
+        """The operations, all fingerprints taken; nothing of the run is held any more."""
+        for operation in self.operations:
+            operation.seal()
+        self._alive.clear()
+        return self.operations
+
+    def __torch_dispatch__(
+        self, func: Any, kinds: Any, args: Any = (), kwargs: Optional[Dict[str, Any]] = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.is_muted:
+            return func(*args, **kwargs)
+        frame = users_frame(sys._getframe(1))
+        operation = Operation(str(func), (), [], frame, [])
+        operation.structure = tuple(
+            self._freeze(value, operation) for value in (*args, *sorted(kwargs.items()))
+        )
+        self.operations.append(operation)
+        taken = [leaf for leaf in tree.flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        is_tainted = any(storage_id(t) in self.tainted for t in taken)
+        is_tainted = is_tainted or draws(func, args, kwargs)
+        if is_tainted and self._note is not None:
+            self._say(func, args, frame)
+        result = func(*args, **kwargs)
+        for leaf in tree.flatten(result)[0]:
+            if isinstance(leaf, Tensor):
+                self._know(leaf)
+                if is_tainted:
+                    self.tainted.add(storage_id(leaf))
+        return result
+
+    def _say(self, func: Any, args: Any, frame: Optional[Frame]) -> None:
+        assert self._note is not None
+        if torch.Tag.data_dependent_output in func.tags:
+            self._note(value_error(frame))
+        elif torch.Tag.dynamic_output_shape in func.tags and (
+            func is not torch.ops.aten.index.Tensor or has_mask_index(args)
+        ):
+            self._note(shape_error(frame))
+
+    def _know(self, tensor: Tensor) -> None:
+        key = storage_id(tensor)
+        if key and key not in self._numbers:
+            self._numbers[key] = len(self._numbers)
+            self._alive.append(tensor)
+
+    def _freeze(self, value: Any, operation: Operation) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value, operation)
+        if isinstance(value, (bool, numbers.Number, str)):
+            operation.values.append(value)
+            return type(value).__name__
+        if isinstance(value, (tuple, list)):
+            return tuple(self._freeze(item, operation) for item in value)
+        if isinstance(value, torch.Generator):
+            if value is not torch.default_generator:
+                self.generators.append(operation.frame)
+            return "generator"
+        return str(value)
+
+    def _tensor(self, tensor: Tensor, operation: Operation) -> Any:
+        key = storage_id(tensor)
+        if not key:
+            return ("sparse", tensor.shape)
+        if key not in self._numbers:
+            operation.constants.append((len(operation.values), tensor))
+            operation.values.append(None)
+            if key in self._titles:
+                operation.titles.append(self._titles[key])
+            if tensor.requires_grad and not _in_backward():
+                self.outside.append((tensor, operation.frame))
+            self._know(tensor)
+            return ("constant", tensor.dtype)
+        return (self._numbers[key], tensor.dtype, tuple(tensor.shape))
+
+
+def _in_backward() -> bool:
+    """Whether gradients are computed; torch.utils.checkpoint calls layers again then."""
+    frame: Optional[types.FrameType] = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is MicroStep._gradients.__code__:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,246 @@
+"""``Model.check_invariance``: the same updates, divided in several ways."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any, Callable, Dict, List, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from ipufit.analysis.compare.invariance_causes import causes_of
+from ipufit.analysis.compare.invariance_report import InvarianceReport, InvarianceSetting
+from ipufit.core.batch import Mode
+from ipufit.core.jit_modes import OFF
+from ipufit.core.plan import Plan
+from ipufit.core.train_config import OutputMode, Precision
+from ipufit.data.adapters import Given, open_data
+from ipufit.engines.program import Engine
+from ipufit.errors import ConfigurationError, DataError
+from ipufit.losses import Loss
+from ipufit.metrics import MetricSet
+from ipufit.tracing.tolerance import Tolerance, distance
+from ipufit.training.session import Session, refuse_several
+from ipufit.training.summary import batch_of, sample_of
+from ipufit.utils import tree
+from ipufit.utils.module_modes import training
+from ipufit.utils.preserve import generators_kept
+
+__all__ = ["check_invariance"]
+
+# So that two device iterations have two executions.
+_UPDATES = 4
+
+# Adam makes of the rounding of a gradient that is zero a step of some 1e-8 of its rate. What
+# depends on the division does so in the first digits.
+_RTOL = 1e-7
+
+# Batch size, gradient accumulation, replicas, device iterations.
+_Way = Tuple[int, int, int, int]
+
+
+def check_invariance(
+    session: Session, make_engine: Callable[[], Engine], sample: Any, tolerances: Tuple[Any, Any]
+) -> InvarianceReport:
+    """Make some updates of the sample in each way, on copies of everything.
+
+    Args:
+        session: of the model.
+        make_engine: engines for the copies.
+        sample: a batch, or a loader, whose first one is taken.
+        tolerances: relative and absolute; None for those of the dtype.
+
+    Raises:
+        ConfigurationError: arguments that can't work, or a module that can't be copied.
+        DataError: the batch can't be fed, or divided.
+    """
+    instead = "Check in one process: its replicas stand for those of all."
+    refuse_several(session, "check_invariance", instead)
+    tolerance = Tolerance(*tolerances)
+    tolerance.check()
+    own_loss = session.loss.in_module
+    batch = batch_of(sample, own_loss, "check_invariance")
+    size = sample_of(batch, own_loss, "check_invariance", target=True).size
+    if size < 2:
+        raise DataError(
+            f"check_invariance divides the samples of a batch, which needs at least 2, got {size}. "
+            "Pass a batch of 8 or 12."
+        )
+    with generators_kept():
+        try:
+            trial = _Trial(session, make_engine, batch, size, torch.float64)
+            results = [trial.run(way) for way in _ways(size)]
+        except ConfigurationError:
+            raise
+        except Exception:
+            # Something is of one dtype whatever the module's; then rounding is a part of it.
+            trial = _Trial(session, make_engine, batch, size, None)
+            results = [trial.run(way) for way in _ways(size)]
+        if tolerance.rtol is None and trial.dtype == "float64":
+            tolerance = dataclasses.replace(tolerance, rtol=_RTOL)
+        # What is added up is no mean that could stay the same.
+        has_loss = session.recipe.gradient_reduction == "mean"
+        settings = tuple(
+            _held_against(results[0], result, tolerance, has_loss) for result in results
+        )
+        causes = () if all(each.ok for each in settings) else trial.causes()
+    return InvarianceReport(settings, causes, size, _UPDATES, trial.dtype)
+
+
+def _ways(size: int) -> List[_Way]:
+    """All samples at once; several iterations; accumulated; over replicas; all of these."""
+    first = next(n for n in range(2, size + 1) if size % n == 0)
+    rest = size // first
+    second = next((n for n in range(2, rest + 1) if rest % n == 0 and rest > n), 1)
+    ways = [(size, 1, 1, 1), (size, 1, 1, 2), (rest, first, 1, 1)]
+    # IPUs come in powers of two.
+    replicas = first if first == 2 else 1
+    if replicas > 1:
+        ways.append((rest, 1, replicas, 1))
+    if second > 1:
+        ways.append((rest // second, second * first // replicas, replicas, 2))
+    return ways
+
+
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    way: _Way
+    loss: float
+    weights: Dict[str, Tensor]
+
+
+class _Trial:
+    """Trains copies.
+
+    Args:
+        session: of the model; it stays as it is.
+        make_engine: an engine for each copy.
+        batch: the samples of an update.
+        size: how many.
+        dtype: in which floating-point numbers are computed; None leaves them as they are.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        make_engine: Callable[[], Engine],
+        batch: Any,
+        size: int,
+        dtype: Any,
+    ) -> None:
+        self._session = session
+        self._make_engine = make_engine
+        self._dtype = dtype
+        self._size = size
+        self._batch = _cast(batch, dtype)
+        self._recipe = dataclasses.replace(
+            session.recipe,
+            averaging=None,
+            schedule=None,
+            output_mode=OutputMode(),
+            recompute=(),
+            offload_optimizer_state=False,
+            shard_optimizer=False,
+            shard_weights=False,
+            detect_nan=False,
+            jit=OFF,
+        )
+        if dtype is not None:
+            self._recipe = dataclasses.replace(
+                self._recipe, precision=Precision(), loss_scale=None, accumulation_dtype=None
+            )
+
+    @property
+    def dtype(self) -> str:
+        """What the copies compute in."""
+        return "its own precision" if self._dtype is None else str(self._dtype)[len("torch.") :]
+
+    def _copies(self) -> Tuple[nn.Module, torch.optim.Optimizer, Loss]:
+        session = self._session
+        try:
+            module, optimizer, loss = copy.deepcopy(
+                (session.module, session.optimizer, session.loss)
+            )
+        except Exception as error:
+            raise ConfigurationError(
+                "check_invariance trains copies of module, loss and optimizer, but "
+                f"{type(session.module).__name__} can't be copied: {type(error).__name__}: "
+                f"{error}. Make copy.deepcopy work with it."
+            ) from error
+        assert optimizer is not None
+        if self._dtype is not None:
+            module.to(self._dtype)
+            if loss.module is not None:
+                loss.module.to(self._dtype)
+            # The state follows the parameters.
+            optimizer.load_state_dict(optimizer.state_dict())
+        return module, optimizer, loss
+
+    def run(self, way: _Way) -> _Result:
+        """Some updates."""
+        size, accumulation, replicas, iterations = way
+        module, optimizer, loss = self._copies()
+        pieces = [
+            _rows(self._batch, begin, begin + size, self._size)
+            for begin in range(0, self._size, size)
+        ] * _UPDATES
+        engine = self._make_engine()
+        own = Session(module, optimizer, loss, MetricSet(), engine, self._recipe)
+        source = open_data(Given("sample", pieces), Mode.TRAIN, loss.in_module)
+        plan = Plan.make(
+            micro_batch_size=size,
+            ipus=replicas,
+            device_iterations=iterations,
+            gradient_accumulation=accumulation,
+            samples=self._size * _UPDATES,
+            training=True,
+        )
+        with training(module, loss.module):
+            job = own.start(source, plan, Mode.TRAIN, 0, "train")
+            with own.running(job):
+                with job.executions(0) as batches:
+                    for batch in batches:
+                        job.meter.add(batch, job.program.run(batch))
+                weights = job.program.read_state().weights
+                return _Result(way, job.meter.values()["loss"], weights)
+
+    def causes(self) -> Any:
+        """What breaks it."""
+        module, _, loss = self._copies()
+        with training(module, loss.module):
+            batch = sample_of(self._batch, loss.in_module, "check_invariance", target=True)
+            return causes_of(module, loss, batch, self._recipe.gradient_reduction)
+
+
+def _held_against(
+    first: _Result, result: _Result, tolerance: Tolerance, has_loss: bool
+) -> InvarianceSetting:
+    worst, parameter, ok = 0.0, "", True
+    for name, value in result.weights.items():
+        away = distance(value, first.weights[name])
+        ok = ok and away.absolute <= tolerance.of(value.dtype, away.scale)
+        if away.relative > worst:
+            worst, parameter = away.relative, name
+    dtype = next((v.dtype for v in result.weights.values()), torch.float64)
+    apart = abs(result.loss - first.loss)
+    ok = ok and (not has_loss or apart <= tolerance.of(dtype, abs(first.loss)))
+    return InvarianceSetting(*result.way, result.loss, apart, worst, parameter, ok)
+
+
+def _cast(batch: Any, dtype: Any) -> Any:
+    def cast(leaf: Any) -> Any:
+        tensor = torch.as_tensor(leaf) if type(leaf).__module__ == "numpy" else leaf
+        if dtype is None or not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            return tensor
+        return tensor.to(dtype)
+
+    return tree.map_leaves(cast, batch)
+
+
+def _rows(batch: Any, begin: int, end: int, size: int) -> Any:
+    def cut(leaf: Any) -> Any:
+        has_rows = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size
+        return leaf[begin:end] if has_rows else leaf
+
+    return tree.map_leaves(cut, batch)

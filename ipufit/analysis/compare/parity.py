@@ -1,0 +1,69 @@
+"""``Model.compare``: does the recorded program compute what the module computes?"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Tuple
+
+from ipufit.analysis.tuner.trials import Trial
+from ipufit.core.batch import Mode
+from ipufit.core.jit_modes import GRAPH, INDUCTOR
+from ipufit.data.adapters import Given, open_data
+from ipufit.engines.program import Engine
+from ipufit.errors import ConfigurationError
+from ipufit.tracing.comparison import Comparison
+from ipufit.tracing.tolerance import Tolerance
+from ipufit.training.session import Session, refuse_several
+from ipufit.training.summary import batch_of
+from ipufit.utils.error_collector import Faults, one_of
+from ipufit.utils.interrupts import deferred
+
+__all__ = ["REFERENCES", "compare"]
+
+REFERENCES = ("eager", "float64")
+
+
+def compare(
+    session: Session, sample: Any, reference: Any, tolerances: Tuple[Any, Any]
+) -> Comparison:
+    """Run one micro-batch through the program and through the reference; all is put back.
+
+    Args:
+        session: of the model.
+        sample: a batch, or a loader, whose first one is taken.
+        reference: one of REFERENCES.
+        tolerances: relative and absolute; None for those of the dtype.
+
+    Raises:
+        ConfigurationError: arguments that can't work, or an engine whose programs can't be looked
+            into.
+        DataError: the batch can't be fed.
+    """
+    refuse_several(session, "compare", "Compare in one process: each runs the same program.")
+    faults, tolerance = Faults(), Tolerance(*tolerances)
+    with faults.collected():
+        one_of("reference", reference, REFERENCES)
+    with faults.collected():
+        tolerance.check()
+    faults.raise_all()
+    beside = _beside(session)
+    batch = batch_of(sample, session.loss.in_module, "compare")
+    source = open_data(Given("sample", [batch]), Mode.TRAIN, session.loss.in_module)
+    plan = session.plan(source, None, 1, 1, training=True)
+    # A compiled update tells nothing of its operators, and would be compiled only for this.
+    jit = GRAPH if session.recipe.jit == INDUCTOR else None
+    with Trial(session, beside, jit).running(source, plan, 0, lambda own: None) as job:
+        program: Any = job.program
+        with deferred():
+            found: Comparison = program.compare(job.first, reference, tolerance)
+    return found
+
+
+def _beside(session: Session) -> Callable[[], Engine]:
+    beside = getattr(session.engine, "beside", None)
+    if beside is None:
+        raise ConfigurationError(
+            "compare runs the recorded program operator by operator, which needs "
+            f"engine='embedded', got engine {session.engine.name!r}. Make the model with "
+            "ipufit.Model(module, engine='embedded')."
+        )
+    return beside  # type: ignore[no-any-return]

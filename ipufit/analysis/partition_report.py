@@ -1,0 +1,289 @@
+"""What ``Model.plan`` returns, from its arguments and what ``compile`` left."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Callable, Optional, Sequence, Tuple
+
+from torch import nn
+
+from ipufit.core.batch import MicroBatch
+from ipufit.core.jit_modes import GRAPH
+from ipufit.core.plan import Plan
+from ipufit.core.plan_checks import round_up
+from ipufit.errors import ConfigurationError, PartitionError, UnknownNameError
+from ipufit.partition.partition import AFTER, STRATEGIES, Partition
+from ipufit.partition.recomputation import resolve_recompute
+from ipufit.partition.request import PartitionRequest
+from ipufit.partition.resolve import AUTO, resolve_partition
+from ipufit.planner.costs import IPU_MEMORY, StageCost
+from ipufit.planner.partition_plan import PartitionPlan, Planned
+from ipufit.planner.pipeline_schedule import SCHEDULES
+from ipufit.planner.plan_arguments import fingerprint
+from ipufit.planner.planning import Divided, Estimator, schedule_of
+from ipufit.training.sample_batch import able_to_run, sample_for
+from ipufit.training.session import Session
+from ipufit.utils.error_collector import Faults, one_of
+
+__all__ = ["planned"]
+
+# IPUs of a replica that are looked for where nobody says how many there are: a whole POD64.
+_MOST = 64
+
+
+def planned(
+    session: Session,
+    x: Any,
+    asked: PartitionRequest,
+    work: Tuple[Any, Any],
+    how: Tuple[Any, Any, Any],
+) -> PartitionPlan:
+    """Find or take the partition, and say what it takes.
+
+    Args:
+        session: of the model.
+        x: a batch or a loader; None for the shapes of the last ``fit``.
+        asked: the arguments that divide the module.
+        work: ipus, gradient_accumulation.
+        how: schedule, recompute, ipu_memory.
+
+    Raises:
+        ConfigurationError: arguments that can't work.
+    """
+    schedule, memory = _checked(how)
+    recompute = _recomputation(session, how[1])
+    ipus, accumulation = work
+    rounds = session.auto_round_ipus
+    Plan.make(micro_batch_size=1, ipus=ipus, auto_round_ipus=rounds)
+    wanted = _wanted(session, asked, ipus)
+    _check_work(wanted, ipus, accumulation, rounds)  # before the work of a trace
+    strategy = wanted.strategy
+    if schedule != SCHEDULES[0] and strategy == "sharded":
+        raise ConfigurationError(
+            f"schedule is that of a pipeline, but strategy='sharded' runs one stage at a time, got "
+            f"{schedule!r}. Leave it out, or use strategy='pipelined'."
+        )
+    schedule = schedule_of(strategy, schedule)
+    sample = sample_for(session, x, "plan")
+    estimator = _estimator(session, sample, wanted.given, recompute.checkpoints)
+    if wanted.counts:
+
+        def again(count: int) -> bool:
+            return recompute.of(strategy, count)
+
+        costs, places = _smallest(estimator, wanted.counts, schedule, again, memory)
+    else:
+        costs = estimator.given(wanted.given)
+        places = () if wanted.given is None else wanted.given.places
+    count = len(costs)
+    if accumulation is None:
+        accumulation = 2 * count - 1 if strategy == "pipelined" else 1
+    plan = Plan.make(
+        micro_batch_size=sample.size,
+        ipus=ipus,
+        gradient_accumulation=accumulation,
+        stages=1 + max(places) if places else count,
+        depth=count,
+        pipelined=strategy == "pipelined" and count > 1,
+        auto_round_ipus=rounds,
+    )
+    begins = _begins(costs, session.module)
+    return PartitionPlan(
+        costs,
+        Planned(
+            title=type(session.module).__name__,
+            begins=begins if count > 1 else begins[:1],
+            micro_batch_size=sample.size,
+            gradient_accumulation=plan.gradient_accumulation,
+            replicas=plan.replicas,
+            strategy=strategy,
+            schedule=schedule,
+            recompute=recompute.of(strategy, count),
+            memory=memory,
+            unused=estimator.unused,
+            checkpoints=recompute.checkpoints,
+            fingerprint=fingerprint(session.module),
+            places=places,
+            with_loss=bool(session.loss.in_module) or sample.unpack()[2] is not None,
+        ),
+    )
+
+
+def _begins(costs: Sequence[StageCost], module: nn.Module) -> Tuple[Tuple[str, int], ...]:
+    """What ``compile(stages=...)`` takes: parts of serialised layers begin stages by themselves."""
+    names = {name for name, _ in module.named_modules() if name}
+    return tuple(
+        (cost.name, stage)
+        for stage, cost in enumerate(costs)
+        if cost.name in names or cost.name.startswith(AFTER)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recomputation:
+    """Which activations are computed again.
+
+    Attributes:
+        checkpoints: layers from whose outputs it starts, besides the inputs of the stages.
+        of: whether there is any, by strategy and number of stages.
+    """
+
+    checkpoints: Tuple[str, ...]
+    of: Callable[[str, int], bool]
+
+
+def _recomputation(session: Session, given: Any) -> _Recomputation:
+    """As compiled, or as the plan is asked to assume.
+
+    Raises:
+        UnknownNameError: a layer that there is not.
+        ConfigurationError: anything else that can't work.
+    """
+    compiled = session.recipe.recompute
+    if given is None:
+        return _Recomputation(compiled, session.recomputes)
+    if isinstance(given, bool):
+        return _Recomputation(compiled if given else (), lambda strategy, count: given)
+    names = resolve_recompute(session.module, given, GRAPH)
+    return _Recomputation(names, lambda strategy, count: True)
+
+
+def _checked(how: Tuple[Any, Any, Any]) -> Tuple[str, int]:
+    schedule, _, memory = how
+    faults = Faults()
+    with faults.collected():
+        one_of("schedule", schedule, SCHEDULES)
+    with faults.collected():
+        whole = isinstance(memory, int) and not isinstance(memory, bool)
+        if memory is not None and not (whole and memory > 0):
+            raise ConfigurationError(
+                f"ipu_memory must be a positive number of bytes or None, got {memory!r}. Leave it "
+                "out for the memory of an IPU."
+            )
+    faults.raise_all()
+    return schedule, IPU_MEMORY if memory is None else memory
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """Stages that are given, or how many to look for.
+
+    Attributes:
+        given: None for one IPU, and where stages are looked for.
+        strategy: how they run.
+        counts: numbers of stages to try, ascending; empty where stages are given.
+    """
+
+    given: Optional[Partition]
+    strategy: str
+    counts: Tuple[int, ...] = ()
+
+
+def _wanted(session: Session, asked: PartitionRequest, ipus: Optional[int]) -> _Wanted:
+    compiled = session.partitions.training
+    if asked.strategy is not None and asked.strategy not in STRATEGIES:
+        raise UnknownNameError("strategy", str(asked.strategy), STRATEGIES)
+    if asked.strategy is None and compiled is not None:
+        asked = dataclasses.replace(asked, strategy=compiled.strategy)
+    is_given = asked.stages not in (None, AUTO) or asked.layers_per_ipu is not None
+    if is_given or asked.layers is not None:
+        return _estimated(resolve_partition(session.module, asked))
+    count = asked.ipus_per_replica
+    if asked.stages is None and count is None and compiled is not None:
+        if not compiled.is_open:
+            return _estimated(dataclasses.replace(compiled, strategy=asked.strategy))
+        count = compiled.ipus
+    request = dataclasses.replace(asked, stages=AUTO, ipus_per_replica=count or 1)
+    resolve_partition(session.module, request)
+    strategy = asked.strategy or "pipelined"
+    if count is not None:
+        return _Wanted(None, strategy, (int(count),))
+    most = _MOST if ipus is None else int(ipus)
+    return _Wanted(None, strategy, tuple(1 << p for p in range(most.bit_length())))
+
+
+def _check_work(wanted: _Wanted, ipus: Any, accumulation: Any, rounds: bool) -> None:
+    """Hold the number of stages, where it is known, against the IPUs.
+
+    Raises:
+        PartitionError: so many IPUs can't be reserved.
+        PlanError: they are no replicas of so many.
+    """
+    count = wanted.given.ipus if wanted.given is not None else 1
+    count = wanted.counts[0] if wanted.counts else count
+    least, most = round_up(count) // 2, round_up(count)
+    if ipus is None and count != most and not rounds:
+        raise PartitionError(
+            f"a replica must have a power of two of stages, each on an IPU, got {count}. Plan with "
+            f"{least} or {most}, such as ipus_per_replica={most}, or compile with "
+            "auto_round_ipus=True to leave IPUs idle."
+        )
+    filling = accumulation is not None and wanted.strategy == "pipelined"
+    Plan.make(
+        micro_batch_size=1,
+        ipus=ipus,
+        gradient_accumulation=1 if accumulation is None else accumulation,
+        stages=count,
+        depth=wanted.given.stages if wanted.given is not None else count,
+        pipelined=filling,
+        auto_round_ipus=rounds,
+    )
+
+
+def _estimated(partition: Optional[Partition]) -> _Wanted:
+    """Refuse phases.
+
+    Raises:
+        PartitionError: the strategy is none whose memory can be told.
+    """
+    if partition is None:
+        return _Wanted(None, "pipelined")
+    if partition.strategy not in ("pipelined", "sharded"):
+        raise PartitionError(
+            "plan estimates stages that run as a pipeline or one after the other, got strategy="
+            f"{partition.strategy!r}, whose phases keep little on the IPU. Pass "
+            "strategy='pipelined' to see its stages."
+        )
+    return _Wanted(partition, partition.strategy)
+
+
+def _smallest(
+    estimator: Estimator,
+    counts: Sequence[int],
+    schedule: str,
+    recompute: Callable[[int], bool],
+    memory: int,
+) -> Divided:
+    """The fewest stages that fit, or else the evenest of the largest number that can be made.
+
+    Raises:
+        PartitionError: not even the smallest number can be made.
+    """
+    evenest: Optional[Divided] = None
+    for count in counts:
+        try:
+            found = estimator.divided(count, schedule, recompute(count), memory)
+        except PartitionError:
+            if evenest is None:
+                raise
+            break
+        if found is not None:
+            return found
+        evenest = estimator.divided(count, schedule, recompute(count))
+    assert evenest is not None
+    return evenest
+
+
+def _estimator(
+    session: Session,
+    sample: MicroBatch,
+    partition: Optional[Partition],
+    checkpoints: Sequence[str],
+) -> Estimator:
+    """Follow the batch through the module.
+
+    Raises:
+        DataError: the module or the loss can't take it.
+    """
+    with able_to_run(sample, "plan"):
+        return session.estimator(sample, partition, checkpoints)

@@ -1,0 +1,271 @@
+"""What happened in a fit."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+
+from ipufit.callbacks import history_files, history_plot
+from ipufit.callbacks.callback import Callback, Logs
+from ipufit.callbacks.monitor_mode import direction_of
+from ipufit.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from ipufit.training.model import Model
+
+__all__ = ["History"]
+
+Path = Union[str, "os.PathLike[str]"]
+
+
+class History(Callback):
+    """The values of every epoch.
+
+    As a callback it stands after those of the user, so that it has what they add to ``logs``. It
+    keeps no reference to the model.
+
+    Attributes:
+        history: one list per name ("loss", metrics, and the same with "val_"), one value per epoch.
+            "loss" is the mean over all samples of the epoch. Values that an epoch has not
+            (validation that did not run) are absent from the list; :meth:`aligned` shows where.
+        epoch: indices of the finished epochs.
+        updates: values that were logged per update: by name, pairs of the update's index since
+            ``compile`` and the value.
+        params: how the run was made: epochs, plan, seed, engine, seconds spent on recording, and
+            how many weight updates it made ("updates_done"), also when it was stopped.
+    """
+
+    adds: Tuple[str, ...] = ()
+
+    def __init__(self, params: Optional[Mapping[str, Any]] = None) -> None:
+        super().__init__()
+        self.history: Dict[str, List[float]] = {}
+        self.epoch: List[int] = []
+        self.updates: Dict[str, List[Tuple[int, float]]] = {}
+        self.params: Dict[str, Any] = dict(params or {})
+        # For each list in history, the places in epoch that its values belong to.
+        self._places: Dict[str, List[int]] = {}
+
+    def set_model(self, model: Model) -> None:
+        """Without the model, a history can be copied and stored."""
+
+    def on_train_begin(self, logs: Optional[Logs] = None) -> None:
+        """Forget an earlier fit."""
+        self.history = {}
+        self.epoch = []
+        self.updates = {}
+        self._places = {}
+
+    def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
+        """Add the epoch's values."""
+        self.append(epoch, logs or {})
+
+    def append(self, epoch: int, logs: Mapping[str, float]) -> None:
+        """Add the values of a finished epoch.
+
+        Raises:
+            ConfigurationError: a value is no number; nothing is added.
+        """
+        values = {name: _number(name, value) for name, value in logs.items()}
+        self.epoch.append(epoch)
+        for name, number in values.items():
+            self._places.setdefault(name, []).append(len(self.epoch) - 1)
+            self.history.setdefault(name, []).append(number)
+
+    def state_dict(self) -> Any:
+        """Everything but ``params``."""
+        return {
+            "epoch": list(self.epoch),
+            "history": {name: list(values) for name, values in self.history.items()},
+            "updates": {name: list(values) for name, values in self.updates.items()},
+            "places": {name: self.places(name) for name in self.history},
+        }
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from there."""
+        self.epoch = [int(epoch) for epoch in state["epoch"]]
+        self.history = {str(n): [float(v) for v in own] for n, own in state["history"].items()}
+        self.updates = {
+            str(name): [(int(update), float(value)) for update, value in own]
+            for name, own in state["updates"].items()
+        }
+        self._places = {str(n): [int(p) for p in own] for n, own in state["places"].items()}
+
+    def append_update(self, name: str, update: int, value: float) -> None:
+        """Add a value that belongs to one update.
+
+        Args:
+            name: what it is.
+            update: its index since ``compile``; larger than that of the name's value before.
+            value: a number.
+        """
+        self.updates.setdefault(name, []).append((int(update), float(value)))
+
+    def places(self, name: str) -> List[int]:
+        """For each value in ``history[name]``, the place in ``epoch`` that it belongs to.
+
+        Raises:
+            ConfigurationError: nothing has that name; with the names there are.
+        """
+        self._known(name)
+        count, kept = len(self.history[name]), self._places.get(name, [])
+        if len(kept) == count:
+            return list(kept)
+        # A list that somebody put there by hand: its end is the last epoch.
+        return list(range(len(self.epoch) - count, len(self.epoch)))
+
+    def aligned(self, name: str) -> List[float]:
+        """One value per epoch in ``epoch``, NaN where the epoch has none.
+
+        Raises:
+            ConfigurationError: nothing has that name; with the names there are.
+        """
+        found = dict(zip(self.places(name), self.history[name]))
+        return [found.get(place, math.nan) for place in range(len(self.epoch))]
+
+    def best_epoch(self, monitor: str = "val_loss", mode: str = "auto") -> int:
+        """The epoch with the best value; the first of them if several are as good.
+
+        Args:
+            monitor: name of the value.
+            mode: "min", "max", or "auto": as the loss or metric says, else by the name: losses and
+                errors are to be small, accuracies large.
+
+        Returns:
+            Its index, an element of ``epoch``. A value of NaN is never the best.
+
+        Raises:
+            ConfigurationError: nothing has that name, it has no value but NaN, or "auto" does not
+                know which way is better.
+        """
+        if mode not in ("auto", "min", "max"):
+            raise ConfigurationError(
+                f"mode must be 'auto', 'min' or 'max', got {mode!r}. Use 'min' where a smaller "
+                "value is better."
+            )
+        self._known(monitor)
+        told = self.params.get("directions")
+        direction = direction_of(monitor, told) if mode == "auto" else mode
+        if direction is None:
+            raise ConfigurationError(
+                "mode='auto' needs a name that says whether smaller is better, such as 'val_loss' "
+                f"or 'val_accuracy', got {monitor!r}. Pass mode='min' or mode='max'."
+            )
+        place = history_plot.best_place(self.aligned(monitor), direction)
+        if place is None:
+            raise ConfigurationError(
+                f"best_epoch needs an epoch with a value of {monitor!r}, but all are NaN. Monitor "
+                "something else."
+            )
+        return self.epoch[place]
+
+    def to_csv(self, path: Path) -> None:
+        """Write one line per epoch, with a header; a cell is empty where an epoch has no value.
+
+        Args:
+            path: of the file; what it held is replaced. Values have all their digits.
+        """
+        history_files.write_csv(self, path)
+
+    def to_json(self, path: Optional[Path] = None) -> str:
+        """Everything as JSON: values, ``updates`` and ``params``.
+
+        Args:
+            path: where to write it too; None to
+                show it in a notebook, and return it.
+
+        Returns:
+            The text, which :meth:`from_json` reads. NaN and infinities are strings in it.
+
+        Raises:
+            ConfigurationError: ``params`` holds something that JSON can't.
+        """
+        return history_files.write_json(self, path)
+
+    @classmethod
+    def from_json(cls, source: Path) -> History:
+        """A history that :meth:`to_json` wrote, the same in every value.
+
+        Args:
+            source: path of the file, or the text itself, which begins with a brace.
+
+        Raises:
+            ConfigurationError: it is no such file.
+        """
+        history = cls()
+        history_files.read_json(source, history, history._places)
+        return history
+
+    def to_dataframe(self) -> Any:
+        """A pandas ``DataFrame``: one row per epoch, one column per name, NaN where there is none.
+
+        Raises:
+            ConfigurationError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ConfigurationError(
+                "History.to_dataframe needs pandas, which is not installed. Run: "
+                "pip install ipufit[pandas]"
+            ) from error
+        index = pandas.Index(self.epoch, name="epoch", dtype="int64")
+        columns = {name: self.aligned(name) for name in self.history}
+        return pandas.DataFrame(columns, index=index, dtype="float64")
+
+    def plot(
+        self,
+        path: Optional[Path] = None,
+        metrics: Union[str, Sequence[str], None] = None,
+        *,
+        columns: Optional[int] = None,
+        mark_best: bool = True,
+    ) -> Any:
+        """Draw each value over the epochs, training and validation in one panel.
+
+        Args:
+            path: where to save the picture (the suffix chooses the format); None to only return it.
+            metrics: which values, by the names without "val_", in this order; None for all, those
+                logged per update included.
+            columns: panels in a row; None chooses.
+            mark_best: whether to mark the best epoch of every value of which it is known which way
+                is better: by the validation where there is one.
+
+        Returns:
+            The matplotlib ``Figure``. Values over several orders of magnitude have a logarithmic
+            axis, and epochs whose value is not finite a cross.
+
+        Raises:
+            ConfigurationError: matplotlib is not installed, no epoch has finished, or nothing has
+                one of the names.
+        """
+        if not self.epoch:
+            raise ConfigurationError("plot needs at least one finished epoch, there is none yet.")
+        return history_plot.draw(self, path, metrics, columns, mark_best)
+
+    def __repr__(self) -> str:
+        last = ", ".join(
+            f"{name}={values[-1]:.4g}" for name, values in self.history.items() if values
+        )
+        return f"History({len(self.epoch)} epochs{': ' + last if last else ''})"
+
+    def _repr_html_(self) -> str:
+        return history_files.as_html(self)
+
+    def _known(self, name: str) -> None:
+        if name not in self.history:
+            raise ConfigurationError(
+                f"the history must have a value of that name, got {name!r}. It has "
+                f"{', '.join(self.history) or 'none yet'}."
+            )
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"values of an epoch must be numbers, but {name!r} in logs is a "
+            f"{type(value).__name__}. Keep it in the callback itself, or put a number there."
+        ) from error

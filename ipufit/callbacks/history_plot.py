@@ -1,0 +1,188 @@
+"""The picture of a history."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import TYPE_CHECKING, Any, List, Optional, Sequence, Tuple, Union
+
+from ipufit.callbacks.monitor_mode import direction_of
+from ipufit.errors import ConfigurationError
+from ipufit.utils.figures import new_figure, saved
+
+if TYPE_CHECKING:
+    from ipufit.callbacks.history import History
+
+__all__ = ["best_place", "draw"]
+
+# Dark and light, solid and dashed, round and square: apart in grey and for any eye.
+_TRAINING = {"color": "#12466b", "linestyle": "-", "marker": "o"}
+_VALIDATION = {"color": "#e07b00", "linestyle": "--", "marker": "s"}
+_RATES = ("lr", "learning_rate")
+# Markers of more points than this would hide the line.
+_MARKED = 40
+_PANEL = (4.6, 3.2)  # inches
+
+
+def best_place(values: Sequence[float], direction: str) -> Optional[int]:
+    """Index of the first value that is as good as any; None if all are NaN."""
+    sign = 1.0 if direction == "min" else -1.0
+    found = [(sign * value, i) for i, value in enumerate(values) if not math.isnan(value)]
+    return min(found)[1] if found else None
+
+
+def draw(
+    history: History,
+    path: Union[str, os.PathLike[str], None],
+    metrics: Union[str, Sequence[str], None],
+    columns: Optional[int],
+    mark_best: bool,
+) -> Any:
+    """One panel per name; see :meth:`ipufit.History.plot`."""
+    figure = new_figure("History.plot", _PANEL)
+    names = _chosen(history, metrics)
+    columns = _columns(columns, len(names))
+    rows = -(-len(names) // columns)
+    figure.set_size_inches(_PANEL[0] * columns, _PANEL[1] * rows)
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for panel, (name, per_update) in zip(panels, names):
+        if per_update:
+            _draw_updates(panel, name, history.updates[name])
+        else:
+            _draw_epochs(panel, name, history, mark_best)
+    for panel in panels[len(names) :]:
+        panel.remove()
+    return saved(figure, path, "History.plot")
+
+
+def _chosen(history: History, metrics: Union[str, Sequence[str], None]) -> List[Tuple[str, bool]]:
+    """Names of the panels, and whether their values belong to updates."""
+    trained = [name for name in history.history if not name.startswith("val_")]
+    held_out = [n[4:] for n in history.history if n.startswith("val_") and n[4:] not in trained]
+    epochs = [*trained, *held_out]
+    epochs = [n for n in epochs if n not in _RATES] + [n for n in epochs if n in _RATES]
+    known = [(name, False) for name in epochs] + [(name, True) for name in history.updates]
+    if metrics is None:
+        return known
+    wanted = [metrics] if isinstance(metrics, str) else list(metrics)
+    found: List[Tuple[str, bool]] = []
+    for name in wanted:
+        panels = [panel for panel in known if panel[0] == name]
+        if not panels:
+            raise ConfigurationError(
+                f"metrics must be names of the history without 'val_', got {name!r}. It has "
+                f"{', '.join(dict.fromkeys(name for name, _ in known))}."
+            )
+        found += panels
+    if not found:
+        raise ConfigurationError(
+            "metrics must name at least one value, got none. Leave it out to draw all."
+        )
+    return found
+
+
+def _columns(columns: Optional[int], panels: int) -> int:
+    if columns is None:
+        return 2 if panels == 4 else min(3, panels)
+    if isinstance(columns, bool) or not isinstance(columns, int) or columns < 1:
+        raise ConfigurationError(
+            f"columns must be an integer of at least 1, got {columns!r}. Leave it out to let the "
+            "number of panels decide."
+        )
+    return min(columns, panels)
+
+
+def _draw_epochs(panel: Any, name: str, history: History, mark_best: bool) -> None:
+    lines = [
+        (key, label, style)
+        for key, label, style in (
+            (name, "training", _TRAINING),
+            (f"val_{name}", "validation", _VALIDATION),
+        )
+        if history.history.get(key)
+    ]
+    drawn: List[float] = []
+    broken: List[int] = []
+    for key, label, style in lines:
+        places, values = history.places(key), history.history[key]
+        epochs = [history.epoch[place] + 1 for place in places]
+        marker = {**style, "label": label, "markersize": 3.5, "linewidth": 1.6}
+        if len(values) > _MARKED:
+            marker["marker"] = ""
+        if name in _RATES:
+            marker["drawstyle"] = "steps-mid"
+        panel.plot(epochs, [_finite(value) for value in values], **marker)
+        drawn += [value for value in values if math.isfinite(value)]
+        broken += [epoch for epoch, value in zip(epochs, values) if not math.isfinite(value)]
+    _scale(panel, drawn)
+    if mark_best and name not in _RATES and lines and len(history.epoch) > 1:
+        key, label, style = lines[-1]
+        _mark_best(panel, history, key, label, style["color"])
+    if broken:
+        _mark_broken(panel, broken)
+    _finish(panel, name, "epoch", [epoch + 1 for epoch in history.epoch])
+    if len(lines) > 1 or panel.get_legend_handles_labels()[1] != ["training"]:
+        panel.legend(fontsize="small", framealpha=0.8, edgecolor="none")
+
+
+def _draw_updates(panel: Any, name: str, values: Sequence[Tuple[int, float]]) -> None:
+    updates = [update for update, _ in values]
+    style = {**_TRAINING, "linewidth": 1.2, "markersize": 3.5}
+    if len(values) > _MARKED:
+        style["marker"] = ""
+    panel.plot(updates, [_finite(value) for _, value in values], **style)
+    _scale(panel, [value for _, value in values if math.isfinite(value)])
+    broken = [update for update, value in values if not math.isfinite(value)]
+    if broken:
+        _mark_broken(panel, broken)
+        panel.legend(fontsize="small", framealpha=0.8, edgecolor="none")
+    _finish(panel, f"{name}, per update", "update", updates)
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else math.nan
+
+
+def _scale(panel: Any, values: Sequence[float]) -> None:
+    if values and min(values) > 0 and max(values) / min(values) > 300:
+        panel.set_yscale("log")
+
+
+def _mark_best(panel: Any, history: History, key: str, label: str, color: str) -> None:
+    direction = direction_of(key, history.params.get("directions"))
+    values = [_finite(value) for value in history.aligned(key)]
+    place = best_place(values, direction) if direction is not None else None
+    if place is None:
+        return
+    epoch, value = history.epoch[place] + 1, values[place]
+    across = panel.get_xaxis_transform()
+    panel.vlines(
+        epoch, 0, 1, color="0.55", linewidth=0.8, linestyle=":", zorder=0, transform=across
+    )
+    panel.scatter([epoch], [value], s=110, marker="*", color=color, edgecolor="black", zorder=5)
+    best = f"\N{BLACK STAR} {label} {value:.4g}, epoch {epoch}"
+    panel.set_title(best, fontsize="small", loc="right")
+
+
+def _mark_broken(panel: Any, where: Sequence[int]) -> None:
+    heights = [0.03] * len(where)
+    across = panel.get_xaxis_transform()
+    style = {"color": "#b00020", "linewidth": 1.6, "label": "NaN or infinite", "zorder": 6}
+    panel.scatter(where, heights, s=36, marker="x", transform=across, clip_on=False, **style)
+
+
+def _finish(panel: Any, title: str, unit: str, where: Sequence[int]) -> None:
+    if len(title) + len(panel.get_title(loc="right")) > 46:
+        title += "\n"  # on a line of its own
+    panel.set_title(title, fontsize="medium", fontweight="bold", loc="left")
+    panel.set_xlabel(unit)
+    panel.grid(axis="y", color="0.88", linewidth=0.8)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+    margin = max(0.5, 0.02 * (max(where) - min(where)))
+    panel.set_xlim(min(where) - margin, max(where) + margin)
+    if len(set(where)) == 1:
+        panel.set_xticks([where[0]])
+    else:
+        panel.xaxis.get_major_locator().set_params(integer=True)

@@ -1,0 +1,26 @@
+"""Checkpoints of a whole training: folders of JSON and safetensors, complete or absent."""
+
+from typing import TYPE_CHECKING
+
+from ipufit.utils.lazy_exports import on_use
+
+if TYPE_CHECKING:
+    from ipufit.checkpoint.files import Files
+    from ipufit.checkpoint.names import name_of
+    from ipufit.checkpoint.reading import Contents
+    from ipufit.checkpoint.store import Store
+    from ipufit.utils.codec import decode, encode
+else:
+    __getattr__, __dir__ = on_use(
+        __name__,
+        {
+            "Contents": "ipufit.checkpoint.reading",
+            "Files": "ipufit.checkpoint.files",
+            "Store": "ipufit.checkpoint.store",
+            "decode": "ipufit.utils.codec",
+            "encode": "ipufit.utils.codec",
+            "name_of": "ipufit.checkpoint.names",
+        },
+    )
+
+__all__ = ["Contents", "Files", "Store", "decode", "encode", "name_of"]

@@ -1,0 +1,557 @@
+"""The configuration of a run: everything that determines its numbers, and what of it has changed.
+
+A checkpoint holds it as JSON, under the names of the arguments of ``compile`` and ``fit``. A run
+that goes on compares its own with it: a tree of plain values says more than a hash, because the
+error can name each value as it was and as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import inspect
+import math
+import re
+import sys
+import types
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Dict,
+    FrozenSet,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+)
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import activation, dropout
+from torch.utils.data import DataLoader
+
+from ipufit.data.batches import is_weighted
+from ipufit.data.in_memory import held_rows
+from ipufit.data.loaders import reads_as_torch
+from ipufit.data.rows import Horizon, Rows
+from ipufit.errors import ConfigurationError, UnknownNameError
+from ipufit.optim.schedules import settings
+from ipufit.utils import tree
+
+if TYPE_CHECKING:
+    from ipufit.core.batch import MicroBatch
+    from ipufit.core.train_config import Recipe
+    from ipufit.data.source import Source
+    from ipufit.losses import Loss
+    from ipufit.metrics import MetricSet
+    from ipufit.optim.schedules import Schedule
+
+__all__ = [
+    "CHANGEABLE",
+    "ConfigurationChange",
+    "RunData",
+    "changes_between",
+    "compiled_configuration",
+    "configuration_name",
+    "data_configuration",
+    "is_changeable",
+    "lines_of",
+    "mutable_configuration",
+    "resolve_resume_changes",
+]
+
+# Besides these, hyper-parameters of the optimizer by the names that torch has for them.
+CHANGEABLE = frozenset(
+    (
+        *("accumulation_dtype", "activation", "callbacks", "class_weight", "clipnorm", "clipvalue"),
+        *("data", "dropout", "ema_momentum", "ema_overwrite_frequency", "global_clipnorm"),
+        *("gradient_reduction", "loss", "loss_scale", "loss_weights", "lr_scheduler", "metrics"),
+        *("module", "normalize", "output_every", "output_mode", "precision", "requires_grad"),
+        *("sample_weight", "sample_weight_reduction", "shuffle", "use_ema", "validation_data"),
+    )
+)
+# They say how torch computes an update; or need state of the optimizer that nobody has.
+_NO_NUMBERS = frozenset(("params", "foreach", "fused", "capturable", "differentiable"))
+_WITH_STATE = frozenset(("amsgrad", "centered"))
+# Arguments of compile that change no number, or say so themselves.
+_SAME_NUMBERS = frozenset(
+    (
+        *("recompute", "offload_optimizer_state", "shard_optimizer", "shard_weights"),
+        *("detect_nan", "jit", "lr_scheduler"),
+    )
+)
+# PopTorch, and layers that are cut into parts, put classes of their own in place of the user's.
+_IN_PLACE_OF_OTHERS = ("ipufit", "poptorch")
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_DIGEST = re.compile(r"3\.[0-9]+:[0-9a-f]{16}")
+_DEPTH = 6
+_BATCHES = 8  # of a list whose content is compared
+_ROWS = 64  # of the data whose content is compared
+_ELEMENTS = 1 << 16  # of a tensor whose content is compared
+_LENGTH = 300  # characters of a text
+_SHOWN = 80  # characters of a value
+_OWNERS = 3  # modules with the same change that a line names
+_MISSING = "nothing"
+# What differs in one of these is another thing: the rest says nothing more.
+_TITLES = ("class", "name", "function")
+_OF_TORCH = ("modules", "hyperparameters")
+_OWN = "ipufit"
+_PYTHON = "{}.{}".format(*sys.version_info)
+_KINDS = {
+    **{getattr(dropout, name).__name__: "dropout" for name in dropout.__all__},
+    **{getattr(activation, name).__name__: "activation" for name in activation.__all__},
+}
+del _KINDS["MultiheadAttention"]
+
+Configuration = Dict[str, Any]
+Leaf = Tuple[Tuple[str, ...], object, object]
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfigurationChange:
+    """One value of a configuration that is not what it was.
+
+    Attributes:
+        name: under which ``resume_changes`` allows it.
+        part: of what the name stands for; "" for all of it.
+        of: the module or the parameter group that has it; "" where there is but one.
+        was: in the checkpoint.
+        now: in the run that goes on.
+    """
+
+    name: str
+    part: str
+    of: str
+    was: object
+    now: object
+
+    @property
+    def place(self) -> Tuple[str, str, str]:
+        """All but the values."""
+        return self.name, self.part, self.of
+
+
+def resolve_resume_changes(
+    names: Any, resume: Any, groups: Sequence[Mapping[str, Any]]
+) -> FrozenSet[str]:
+    """Check the names of ``fit(resume_changes=)``.
+
+    Args:
+        names: as they came.
+        resume: what ``fit`` goes on from, as it came.
+        groups: of the optimizer, whose hyper-parameters are names too.
+
+    Raises:
+        ConfigurationError: it is no collection of names, or nothing is resumed.
+        UnknownNameError: nothing with that name can change; with the nearest that can.
+    """
+    if names is None:
+        return frozenset()
+    if isinstance(names, str):
+        names = (names,)
+    is_collection = isinstance(names, (list, tuple, set, frozenset))
+    if not is_collection or not all(isinstance(name, str) for name in names):
+        raise ConfigurationError(
+            "resume_changes must be names of what may differ from the checkpoint, such as "
+            f"{{'lr'}}, got {names!r}. Leave it out to let nothing differ."
+        )
+    if names and (resume is None or resume is False):
+        raise ConfigurationError(
+            "resume_changes says what may differ from the checkpoint that fit goes on from, but "
+            "resume is not given. Pass resume='auto' too, or leave it out."
+        )
+    changeable = CHANGEABLE | _hyperparameter_names(groups)
+    for name in sorted(names):
+        if name not in changeable:
+            raise UnknownNameError("name in resume_changes", name, changeable)
+    return frozenset(names)
+
+
+def _hyperparameter_names(groups: Sequence[Mapping[str, Any]]) -> FrozenSet[str]:
+    names = frozenset(name for group in groups for name in group)
+    return names - _NO_NUMBERS - _WITH_STATE - {*settings.NOTES}
+
+
+def is_changeable(change: ConfigurationChange, groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Say whether ``resume_changes`` can allow a change.
+
+    Args:
+        change: what differs.
+        groups: of the optimizer.
+    """
+    return change.name in CHANGEABLE or change.name in _hyperparameter_names(groups)
+
+
+def configuration_name(name: str) -> str:
+    """The part of a configuration that a name in ``resume_changes`` stands for."""
+    if name in ("activation", "dropout", "module"):
+        return "modules"
+    return name if name in CHANGEABLE else "hyperparameters"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunData:
+    """The data of a run.
+
+    Attributes:
+        training: the training data.
+        validation: the validation data, or None.
+        updates: of every epoch, where ``steps_per_epoch`` fixes them; None if the data does.
+    """
+
+    training: Source
+    validation: Optional[Source]
+    updates: Optional[int]
+
+
+def compiled_configuration(recipe: Recipe, loss: Loss, metrics: MetricSet) -> Configuration:
+    """Return the part of the configuration that ``compile`` fixed, as plain JSON."""
+    schedule = recipe.schedule
+    # First the arguments of ``compile`` that were given, then those that are always there.
+    return {
+        **{name: value for name, value in recipe.describe().items() if name not in _SAME_NUMBERS},
+        **_loss(loss),
+        "metrics": {name: _described(each) for name, each in metrics.fresh().by_name().items()},
+        "lr_scheduler": None if schedule is None else _described(schedule.configuration),
+    }
+
+
+def data_configuration(data: RunData, first: MicroBatch) -> Configuration:
+    """Return the part of the configuration that describes the data, as plain JSON.
+
+    Args:
+        data: of the run.
+        first: the first micro-batch.
+    """
+    class_weights = data.training.class_weights
+    return {
+        "class_weight": None if class_weights is None else _described(class_weights.by_class),
+        "sample_weight": class_weights is None and is_weighted(first),
+        "shuffle": _order(data.training),
+        "data": {**_data(data.training), "steps_per_epoch": data.updates},
+        "validation_data": None if data.validation is None else _data(data.validation),
+    }
+
+
+def mutable_configuration(
+    module: nn.Module, optimizer: torch.optim.Optimizer, schedule: Optional[Schedule]
+) -> Configuration:
+    """Return the part of the configuration that callbacks may change while a run goes on.
+
+    Args:
+        module: the user's.
+        optimizer: with its present settings.
+        schedule: computes some of these, which are left out; None for none.
+    """
+    return {
+        "hyperparameters": _hyperparameters(optimizer, schedule),
+        "modules": {name: _module(each) for name, each in module.named_modules()},
+        "requires_grad": {name: p.requires_grad for name, p in module.named_parameters()},
+    }
+
+
+def _hyperparameters(
+    optimizer: torch.optim.Optimizer, schedule: Optional[Schedule]
+) -> List[Dict[str, Any]]:
+    """Return the settings of each parameter group, without those that a schedule computes."""
+    result = []
+    for group in settings.read(optimizer):
+        if schedule is not None:
+            # A scheduler of torch's keeps here what it computes the rate from.
+            group["lr"] = group.get("initial_lr", group["lr"])
+        left_out = {*_NO_NUMBERS, *settings.NOTES, *(() if schedule is None else schedule.names)}
+        result.append({n: _described(v) for n, v in group.items() if n not in left_out})
+    return result
+
+
+def _loss(loss: Loss) -> Configuration:
+    described = _described(loss)
+    parts = described.get("parts", [])
+    reductions = {name: described.pop(name) for name in ("normalize", "sample_weight_reduction")}
+    for part in parts:
+        for name in reductions:
+            part["loss"].pop(name, None)
+    weights = [part.pop("weight") for part in parts]
+    return {"loss": described, "loss_weights": weights or None, **reductions}
+
+
+def _module(module: nn.Module) -> Configuration:
+    kinds = [k for k in type(module).__mro__ if not k.__module__.startswith(_IN_PLACE_OF_OTHERS)]
+    attributes: Configuration = {}
+    if kinds[0] is type(module):
+        attributes = _attributes(module, plain=True)
+        if type(module).extra_repr is not nn.Module.extra_repr:
+            attributes["extra_repr"] = _described(module.extra_repr())
+    return {"class": kinds[0].__name__, **attributes}
+
+
+def _attributes(value: Any, plain: bool, depth: int = 0) -> Configuration:
+    """Return an object's public attributes, described; of an object of ipufit's, the others too."""
+    is_own = type(value).__module__.partition(".")[0] == _OWN
+    result = {}
+    for name, each in getattr(value, "__dict__", {}).items():
+        if (name.startswith("_") and not is_own) or name == "training":
+            continue
+        if not plain or _is_plain(each):
+            result[name.lstrip("_")] = _described(each, depth + 1)
+    return result
+
+
+def _is_plain(value: object) -> bool:
+    """Say whether an attribute's value is a setting, and not a thing that the object works with."""
+    if isinstance(value, (tuple, list)):
+        return len(value) <= _ROWS and all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return len(value) <= _ROWS and all(map(_is_plain, value.values()))
+    kinds = (type(None), bool, int, float, str, torch.dtype, enum.Enum)
+    return isinstance(value, kinds) or (inspect.isroutine(value) and not inspect.ismethod(value))
+
+
+def _described(value: object, depth: int = 0) -> Any:
+    """A value as plain JSON, the same in every process that makes it in the same way."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int) and not isinstance(value, enum.Enum):
+        return int(value) if value.bit_length() <= 64 else hex(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else repr(float(value))
+    if isinstance(value, str):
+        return _ADDRESS.sub("", value)[:_LENGTH]
+    if depth > _DEPTH or isinstance(value, (torch.dtype, torch.device, enum.Enum)):
+        return str(value) if depth <= _DEPTH else type(value).__name__
+    if isinstance(value, Tensor):
+        is_number = value.numel() == 1 and not value.is_complex()
+        return _described(value.item()) if is_number else _tensor_digest([value])
+    if isinstance(value, (list, tuple)):
+        return [_described(each, depth + 1) for each in value]
+    if isinstance(value, Mapping):
+        return {str(key): _described(each, depth + 1) for key, each in value.items()}
+    return _object(value, depth)
+
+
+def _object(value: Any, depth: int) -> Any:
+    if isinstance(value, type):
+        return value.__name__
+    if isinstance(value, functools.partial):
+        parts = {"args": value.args, "keywords": value.keywords}
+        return {"partial": _described(value.func, depth + 1), **_described(parts, depth + 1)}
+    if inspect.isroutine(value):
+        return _function(value, depth)
+    if isinstance(value, nn.Module):
+        modules = {name: _module(each) for name, each in value.named_modules()}
+        return {"modules": modules, "buffers": _described(dict(value.named_buffers()), depth + 1)}
+    is_own = type(value).__module__.partition(".")[0] == _OWN
+    attributes = _attributes(value, plain=not is_own, depth=depth)
+    return {"class": type(value).__name__, **attributes}
+
+
+def _function(value: Any, depth: int) -> Any:
+    """Its name, code and the plain values that the code sees; of one without code, its name."""
+    function = inspect.unwrap(getattr(value, "__func__", value))
+    name = getattr(function, "__qualname__", type(function).__name__)
+    code = getattr(function, "__code__", None)
+    is_torchs = str(getattr(function, "__module__", "")).partition(".")[0] in ("torch", _OWN)
+    if code is None or is_torchs or "site-packages" in code.co_filename:
+        return name
+    cells = [_content(cell) for cell in function.__closure__ or ()]
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    globals_of = function.__globals__
+    names = [name for name in code.co_names if _is_plain(globals_of.get(name))]
+    values = {
+        **{n: each for n, each in zip(code.co_freevars, cells) if _is_plain(each)},
+        **{name: globals_of[name] for name in names if name in globals_of},
+        "defaults": [each for each in defaults if _is_plain(each)],
+    }
+    return {
+        "function": name,
+        "code": f"{_PYTHON}:{_code(code)}",
+        "values": _described(values, depth + 1),
+    }
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _code(code: types.CodeType) -> str:
+    """A digest of what it does; where it was written does not matter."""
+    digest = hashlib.sha256(code.co_code)
+    for each in (*code.co_consts, *code.co_names):
+        # A set of constants has no order.
+        text = _code(each) if isinstance(each, types.CodeType) else repr(each)
+        digest.update((repr(sorted(text)) if isinstance(each, frozenset) else text).encode())
+    return digest.hexdigest()[:16]
+
+
+def _order(source: Source) -> Any:
+    """Who says in what order the samples come."""
+    loader: Any = source.loader
+    if not reads_as_torch(loader):
+        return source.is_shuffled
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    return True if source.is_shuffled else type(sampler).__name__
+
+
+def _data(source: Source) -> Configuration:
+    """Describe the data, as far as that needs no code of the user's."""
+    loader: Any = source.loader
+    rows = held_rows(loader)
+    # Tensors and arrays are rows alike.
+    description: Configuration = {"class": type(loader).__name__}
+    if reads_as_torch(loader):
+        description["dataset"] = type(loader.dataset).__name__
+    if rows is not None:
+        description.update(_rows(rows))
+    elif isinstance(loader, (list, tuple)):
+        step = max(1, len(loader) // _BATCHES)
+        description["content"] = _tensor_digest(tree.flatten(list(loader[::step]))[0])
+    if isinstance(loader, DataLoader):
+        description["collate_fn"] = _described(loader.collate_fn)
+    return description
+
+
+def _rows(rows: Rows) -> Configuration:
+    """Form and content of some of the rows, from the first to the last."""
+    count = int(rows.leaves()[0].shape[0])
+    chosen = torch.linspace(0, count - 1, min(count, _ROWS), dtype=torch.float64).long()
+    some = dataclasses.replace(rows, order=lambda: chosen, samples=len(chosen))
+    leaves = [leaf for picked in some.picked(Horizon(_ROWS)) for leaf in picked.leaves]
+    forms = [f"{str(leaf.dtype)[6:]} {[*leaf.shape[1:]]}" for leaf in leaves]
+    return {"columns": forms, "content": _tensor_digest(leaves)}
+
+
+def _tensor_digest(leaves: Iterable[object]) -> str:
+    """A digest of tensors and arrays, of long ones their beginnings; of other things nothing."""
+    digest = hashlib.sha256()
+    for leaf in leaves:
+        if type(leaf).__module__ == "numpy":
+            leaf = torch.as_tensor(leaf)
+        if isinstance(leaf, Tensor):
+            flat = leaf.detach().reshape(-1)[:_ELEMENTS].cpu().contiguous()
+            digest.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def changes_between(
+    begin: Mapping[str, Any], last: Mapping[str, Any], now: Mapping[str, Any], same_torch: bool
+) -> List[ConfigurationChange]:
+    """Return how a run's configuration differs from the one in a checkpoint.
+
+    Args:
+        begin: as the run began.
+        last: what was another when the checkpoint was written, since callbacks change settings; a
+            second ``fit`` of the same model finds them so.
+        now: of the run that goes on.
+        same_torch: whether the torch is that of the checkpoint; another one may have other
+            settings.
+    """
+    changes: List[ConfigurationChange] = []
+    for name in dict.fromkeys((*now, *begin)):
+        differing = [*_changes_of(name, begin.get(name), now.get(name))]
+        if name in last:
+            still = {c.place for c in _changes_of(name, last[name], now.get(name))}
+            differing = [change for change in differing if change.place in still]
+        if name in ("data", "requires_grad") or (name in _OF_TORCH and not same_torch):
+            differing = [c for c in differing if _MISSING not in (c.was, c.now)]
+        changes += differing
+    return changes
+
+
+def lines_of(changes: Iterable[ConfigurationChange]) -> List[str]:
+    """A line for each change; one for all modules that have changed in the same way."""
+    alike: Dict[Tuple[str, ...], List[str]] = {}
+    for change in changes:
+        title = f"{change.name} {change.part}".rstrip()
+        alike.setdefault((title, _text(change.was), _text(change.now)), []).append(change.of)
+    lines = []
+    for (title, was, now), owners in alike.items():
+        more = f" and {len(owners) - _OWNERS} more" if len(owners) > _OWNERS else ""
+        place = f" of {', '.join(owners[:_OWNERS])}{more}" if owners[0] else ""
+        lines.append(f"{title}{place}: {was} in the checkpoint, {now} now")
+    return lines
+
+
+def _changes_of(name: str, was: Any, now: Any) -> Iterator[ConfigurationChange]:
+    if name == "hyperparameters":
+        yield from _changed_hyperparameters(was, now)
+    elif name == "modules":
+        yield from _changed_modules(was, now)
+    elif name == "requires_grad":
+        for path, before, after in _leaves(was, now):
+            yield ConfigurationChange(name, "", repr(".".join(path)), before, after)
+    elif name == "metrics" and isinstance(was, Mapping) and [*was] != [*now]:
+        yield ConfigurationChange(name, "", "", [*was], [*now])
+    else:
+        for path, before, after in _leaves(was, now):
+            yield ConfigurationChange(name, ".".join(path), "", before, after)
+
+
+def _changed_hyperparameters(was: Any, now: Any) -> Iterator[ConfigurationChange]:
+    if not isinstance(was, list) or len(was) != len(now):
+        return  # said of the parameters in the groups
+    for number, (before, after) in enumerate(zip(was, now)):
+        for path, old, new in _leaves(before, after):
+            group = f"parameter group {number}" if len(now) > 1 else ""
+            name, *part = path or ("optimizer",)
+            yield ConfigurationChange(name, ".".join(part), group, old, new)
+
+
+def _changed_modules(was: Any, now: Any) -> Iterator[ConfigurationChange]:
+    was = was if isinstance(was, Mapping) else {}
+    for place in dict.fromkeys((*now, *was)):
+        before, after = was.get(place, _MISSING), now.get(place, _MISSING)
+        leaves = [*_leaves(before, after)]
+        # It repeats the attributes.
+        leaves = [leaf for leaf in leaves if leaf[0][:1] != ("extra_repr",)] or leaves
+        for path, old, new in leaves:
+            part = ".".join(path)
+            classes = [each.get("class") for each in (before, after) if isinstance(each, Mapping)]
+            values = [each["class"] if isinstance(each, Mapping) else each for each in (old, new)]
+            yield ConfigurationChange(_module_change(part, classes), part, repr(place), *values)
+
+
+def _module_change(part: str, classes: Iterable[object]) -> str:
+    """The name under which a change of a submodule is allowed."""
+    kinds = {_KINDS.get(each, "module") for each in classes if each != "Identity"}
+    if "drop" in part or kinds == {"dropout"}:
+        return "dropout"
+    return "activation" if "activation" in part or kinds == {"activation"} else "module"
+
+
+def _leaves(was: object, now: object, path: Tuple[str, ...] = ()) -> Iterator[Leaf]:
+    """Where two trees of JSON differ, as deep as both have the same form."""
+    if was == now or _is_of_another_python(was, now):
+        return
+    if isinstance(was, Mapping) and isinstance(now, Mapping):
+        for key in _TITLES:
+            if was.get(key) != now.get(key):
+                yield path, was.get(key, _MISSING), now.get(key, _MISSING)
+                return
+        for key in dict.fromkeys((*now, *was)):
+            yield from _leaves(was.get(key, _MISSING), now.get(key, _MISSING), (*path, str(key)))
+    elif isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
+        for place, pair in enumerate(zip(was, now)):
+            yield from _leaves(*pair, (*path, str(place)))
+    else:
+        yield path, was, now
+
+
+def _is_of_another_python(was: Any, now: Any) -> bool:
+    """Say whether two values are digests of code by different Pythons, which can't be compared."""
+    texts = [text.partition(":") for text in (was, now) if isinstance(text, str)]
+    are_digests = len(texts) == 2 and all(_DIGEST.fullmatch(text) for text in (was, now))
+    return are_digests and texts[0][0] != texts[1][0]
+
+
+def _text(value: object) -> str:
+    text = _MISSING if value == _MISSING else repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

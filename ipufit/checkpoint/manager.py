@@ -1,0 +1,302 @@
+"""When a running ``fit`` writes a checkpoint, and how one goes on from it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any, FrozenSet, Iterator, List, Mapping, Optional, Sequence
+
+from ipufit.callbacks import Callback
+from ipufit.callbacks.callback_list import missing
+from ipufit.callbacks.monitor_mode import direction_of
+from ipufit.checkpoint.configuration import ConfigurationChange, RunData
+from ipufit.checkpoint.names import name_of
+from ipufit.checkpoint.settings import Checkpoint
+from ipufit.checkpoint.signals import Signals
+from ipufit.checkpoint.store import Store
+from ipufit.checkpoint.training_state import Found, RunConfiguration, parts_of, restore, tree_of
+from ipufit.errors import CheckpointError, ConfigurationError
+from ipufit.utils.codec import encode
+from ipufit.utils.verbosity import stacklevel_of_user
+
+if TYPE_CHECKING:
+    from ipufit.training.loop import Fit
+    from ipufit.training.model import Model
+    from ipufit.training.session import Session
+
+__all__ = ["Keeper", "Resumption", "find"]
+
+
+def find(checkpoint: Optional[Checkpoint], resume: Optional[str]) -> Optional[Found]:
+    """The checkpoint that ``fit`` goes on from; None to begin.
+
+    Raises:
+        CheckpointError: it can't be read.
+        ConfigurationError: there are checkpoints of an earlier run, and nobody said to resume.
+    """
+    store = None if checkpoint is None else Store(checkpoint.folder)
+    names = [] if store is None else store.names()
+    if resume is None:
+        if names:
+            assert checkpoint is not None
+            raise ConfigurationError(
+                f"checkpoint must be a folder without checkpoints when fit begins anew, but "
+                f"{checkpoint.folder!r} has {len(names)}, the latest of them {names[-1]!r}. Pass "
+                "resume='auto' to go on from there, or another folder."
+            )
+        return None
+    if resume != "auto":
+        folder, name = os.path.split(os.path.abspath(resume))
+        later = names[names.index(name) + 1 :] if _is_in(store, folder) and name in names else []
+        if later:
+            raise ConfigurationError(
+                f"resume goes on from {name!r}, but checkpoint={folder!r} has later ones, such as "
+                f"{later[-1]!r}, which the run would write again. Pass another folder as "
+                "checkpoint, or move the later ones away."
+            )
+        return Found.of(Store(folder), name)
+    assert store is not None
+    newest, faults = store.newest()
+    for fault in faults:
+        warnings.warn(fault, UserWarning, stacklevel=stacklevel_of_user())
+    if newest is None:
+        if faults:
+            raise CheckpointError(
+                f"resume='auto' needs a checkpoint that can be read, but of {len(names)} in "
+                f"{store.folder!r} none can. Pass another folder to begin anew."
+            )
+        return None
+    name, contents = newest
+    for damaged in names[names.index(name) + 1 :]:
+        store.set_aside(damaged)
+    return Found.made(store, name, contents)
+
+
+def _is_in(store: Optional[Store], folder: str) -> bool:
+    return store is not None and os.path.abspath(store.folder) == folder
+
+
+@dataclasses.dataclass
+class _Best:
+    """Which checkpoint is the best so far."""
+
+    name: Optional[str] = None
+    value: Optional[float] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumption:
+    """How a run goes on from a checkpoint.
+
+    Attributes:
+        checkpoint: that was read; None to begin.
+        allowed: names of what may differ from the run that goes on.
+        restarts: how often the device has failed so far.
+        max_restarts: how often it may fail.
+    """
+
+    checkpoint: Optional[Found]
+    allowed: FrozenSet[str]
+    restarts: int
+    max_restarts: int
+
+
+class Keeper:
+    """Writes the checkpoints of one ``fit``.
+
+    Args:
+        model: that is trained.
+        session: of the model.
+        settings: where and when to write; None to write nothing.
+        resumption: what to go on from.
+        data: of the run.
+        callbacks: the user's.
+        run: what belongs to the run as a whole; it comes back from a checkpoint.
+
+    Attributes:
+        found: what ``fit`` goes on from, or None.
+        run: of the whole run, once it has begun.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        session: Session,
+        settings: Optional[Checkpoint],
+        resumption: Resumption,
+        data: RunData,
+        callbacks: Sequence[Callback],
+        run: Mapping[str, Any],
+    ) -> None:
+        self._resumption = resumption
+        self._data = data
+        self._begun = RunConfiguration()
+        self._processes = session.processes
+        self._model = model
+        self._session = session
+        self._settings = settings
+        self._store = None if settings is None else Store(settings.folder)
+        self.found = resumption.checkpoint
+        self._callbacks = list(callbacks)
+        self.run = dict(run)
+        self._best = _Best()
+        self._signals = Signals()
+        self._direction: Optional[str] = None
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within the block SIGINT and SIGTERM wait for the checkpoint."""
+        if self._settings is None:
+            yield
+            return
+        with self._signals.heard():
+            yield
+
+    def begin(self, fit: Fit) -> None:
+        """Find out, before any work, whether everything can be written down; go on if asked to.
+
+        Raises:
+            CheckpointError: something holds what no checkpoint can hold, or ``found`` is of
+                another run.
+        """
+        if self._settings is not None:
+            assert self._store is not None
+            fit.job.feed.tells_place = True
+            self._find_direction(fit)
+            encode(tree_of(fit, self._callbacks))
+        restarts = self._resumption.max_restarts > 0
+        self._begun = RunConfiguration.of(self._session, self._data, fit.job)
+        if self.found is None:
+            if restarts:
+                self._write(fit, self.run["first_epoch"] - 1, in_epoch=False)
+            return
+        if self.found.in_epoch:
+            fit.callbacks.call("on_epoch_begin", self.found.epoch, {})
+        changes = self._compare()
+        allowed = self._resumption.allowed
+        restore(self.found, fit, self._session, self._callbacks, changes, allowed)
+        self._begun.adopt(self.found, changes)
+        if self._begun.changes or allowed:
+            unchanged = sorted(allowed - {change.name for change in changes})
+            resume_changes = {"changed": self._begun.changes, "unchanged": unchanged}
+            fit.history.params["resume_changes"] = resume_changes
+        self.run.update(self.found.run)
+        best = self.found.best
+        self._best = _Best(best["name"], best["value"])
+        self._model.stop_training = False
+        if changes and restarts:
+            # A device that fails before the next one would go on without the changes.
+            document = self.found.document
+            name = f"{self.found.name}-changed"
+            self._write(fit, document["epoch"], self.found.in_epoch, name)
+
+    def _compare(self) -> List[ConfigurationChange]:
+        """Return the configuration's changes since the checkpoint, found by the first process."""
+        checkpoint = self.found
+        assert checkpoint is not None
+        if self._resumption.restarts:
+            return []  # This very call has begun it.
+        changes = self._processes.first(
+            lambda: [dataclasses.asdict(each) for each in self._begun.changes_since(checkpoint)]
+        )
+        return [ConfigurationChange(**change) for change in changes]
+
+    def _find_direction(self, fit: Fit) -> None:
+        settings = self._settings
+        assert settings is not None
+        if settings.monitor is None:
+            return
+        metrics = fit.callbacks.params["metrics"]
+        if settings.monitor not in metrics:
+            raise missing(settings, settings.monitor, metrics)
+        direction = direction_of(settings.monitor, fit.callbacks.params["directions"], guess=False)
+        self._direction = direction if settings.mode == "auto" else settings.mode
+        if self._direction is None:
+            raise ConfigurationError(
+                f"Checkpoint must know whether {settings.monitor!r} is better when it is small or "
+                "when it is large, but nothing says so. Pass mode='min' or mode='max'."
+            )
+
+    def end_execution(self, fit: Fit, epoch: int) -> None:
+        """Write in the middle of an epoch, if it is time or the process is to end.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: the process is to end.
+        """
+        settings = self._settings
+        if settings is None or fit.ending():
+            return
+        every = settings.every_updates
+        came = self._signals.agreed(self._processes)
+        if came or (every is not None and not self._done(fit) % every):
+            self._write(fit, epoch, in_epoch=True)
+            self._end_if_asked(fit, epoch)
+
+    def end_epoch(self, fit: Fit, epoch: int, logs: Mapping[str, float]) -> None:
+        """Write after an epoch, its validation and its callbacks.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: the process is to end.
+        """
+        settings = self._settings
+        if settings is None:
+            return
+        name = self._name(fit, in_epoch=False)
+        value = None if settings.monitor is None else logs.get(settings.monitor)
+        if value is not None and self._is_better(float(value)):
+            self._best = _Best(name, float(value))
+        self._signals.agreed(self._processes)
+        self._write(fit, epoch, in_epoch=False)
+        self._end_if_asked(fit, epoch)
+
+    def _is_better(self, value: float) -> bool:
+        best = self._best.value
+        if value != value:
+            return False
+        return best is None or (value < best if self._direction == "min" else value > best)
+
+    def _name(self, fit: Fit, in_epoch: bool) -> str:
+        return name_of(self._done(fit)) + ("" if in_epoch else "-epoch")
+
+    def _done(self, fit: Fit) -> int:
+        """Updates of the run."""
+        first: int = self.run["first_update"]
+        return fit.job.program.updates - first
+
+    def _write(self, fit: Fit, epoch: int, in_epoch: bool, name: Optional[str] = None) -> None:
+        assert self._store is not None
+        assert self._settings is not None
+        name = name or self._name(fit, in_epoch)
+        best = dataclasses.asdict(self._best)
+        about = {
+            "epoch": epoch,
+            "in_epoch": in_epoch,
+            "stopped": fit.ending(),
+            "run": self.run,
+            "best": best,
+            **self._begun.document(self._session),
+        }
+        document, tensors = parts_of(fit, self._session, self._callbacks, about)
+        if not self._processes.is_first:
+            return
+        self._store.write(name, document, tensors)
+        also: List[str] = [] if self._best.name is None else [self._best.name]
+        self._store.rotate(self._settings.keep, also)
+
+    def _end_if_asked(self, fit: Fit, epoch: int) -> None:
+        if self._signals.agreed_on is None:
+            return
+        assert self._settings is not None
+        # Whoever ends first may end the others: not before it is written.
+        self._processes.gather(None)
+        message = (
+            f"{self._signals.agreed_on.name}: fit ends after update {self._done(fit)}, in epoch "
+            f"{epoch}, which is written down in {self._settings.folder!r}. Call it again with "
+            "resume='auto' to go on."
+        )
+        if self._processes.is_first:
+            print(f"ipufit: {message}", file=sys.stderr)
+        self._signals.end(message)

@@ -1,0 +1,321 @@
+"""A folder of checkpoints: each appears when it is complete, and disappears at once."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple, Union
+
+from torch import Tensor
+
+from ipufit.checkpoint.files import Files
+from ipufit.checkpoint.json_io import dump
+from ipufit.checkpoint.manifest import MANIFEST, STATE, SUFFIX, Entry, check_group, write_manifest
+from ipufit.checkpoint.names import held, is_left_over, is_name, name_of, part_of, place_of
+from ipufit.checkpoint.reading import MOST_STATE_BYTES, Contents, read_contents
+from ipufit.errors import CheckpointError
+from ipufit.utils.plain_tensors import why_not_stored
+from ipufit.utils.unreadable import UnfitError, reason_of, shown
+
+__all__ = ["Store"]
+
+
+class Store:
+    """Checkpoints in one folder, whatever happens while they are written.
+
+    A checkpoint is a folder of ``manifest.json``, ``state.json`` and a file of safetensors for
+    each group of tensors. It is made beside under a hidden name, and renamed.
+
+    Args:
+        folder: is made when the first checkpoint is written; found now if it is relative.
+        files: what works on the disk.
+    """
+
+    def __init__(self, folder: Union[str, os.PathLike[str]], files: Optional[Files] = None) -> None:
+        self.folder = os.path.abspath(os.fspath(folder))
+        self._files = files or Files()
+
+    def write(
+        self, name: str, document: Dict[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]
+    ) -> str:
+        """Write a checkpoint.
+
+        Args:
+            name: a new one: :func:`name_of` and perhaps a suffix such as "-last".
+            document: plain JSON.
+            tensors: by name, by group; each group is a file that safetensors alone can load.
+        Returns:
+            The path of its folder.
+        Raises:
+            CheckpointError: it could not be written; nothing is left of it, and those before it
+                are as they were.
+        """
+        target = self._path(name)
+        if os.path.lexists(target):
+            raise self._exists(name)
+        part = part_of(name)
+        hidden = os.path.join(self.folder, part)
+        try:
+            self._make_folder(self.folder)
+            self._sweep()
+            with held(part):
+                self._write(hidden, target, document, tensors)
+        except (OSError, UnfitError) as error:
+            is_taken = getattr(error, "errno", None) in (errno.EEXIST, errno.ENOTEMPTY)
+            if is_taken and os.path.lexists(target):
+                # Another thread was faster.
+                raise self._exists(name) from error
+            usual = (
+                "Make room or choose another folder; the checkpoints before it are as they were."
+            )
+            raise CheckpointError(
+                f"a checkpoint must be written as a whole, but {name!r} can't be written to "
+                f"{self.folder!r}: {reason_of(error)}. {getattr(error, 'advice', '') or usual}"
+            ) from error
+        return target
+
+    def _write(
+        self,
+        hidden: str,
+        target: str,
+        document: Dict[str, Any],
+        tensors: Mapping[str, Mapping[str, Tensor]],
+    ) -> None:
+        try:
+            self._files.make_folder(hidden)
+            self._fill(hidden, document, tensors)
+            self._files.rename(hidden, target)
+            try:
+                self._files.sync_folder(self.folder)
+            except OSError:
+                # It may be gone after a power cut, so it is better not there at all.
+                self._files.rename(target, hidden)
+                raise
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._files.remove_tree(hidden)
+            raise
+
+    def _fill(
+        self, hidden: str, document: Dict[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]
+    ) -> None:
+        for group, members in tensors.items():
+            _check_tensors(group, members)
+        entries = {}
+        data = _state(document)
+        self._files.write(os.path.join(hidden, STATE), data)
+        entries[STATE] = Entry(len(data), hashlib.sha256(data).hexdigest())
+        for group, members in tensors.items():
+            path = os.path.join(hidden, group + SUFFIX)
+            self._files.write_tensors(path, members)
+            size = self._files.size_of(path)
+            entries[group + SUFFIX] = Entry(size, self._files.sha256_of(path, size))
+        self._files.write(os.path.join(hidden, MANIFEST), write_manifest(entries))
+        self._files.sync_folder(hidden)
+
+    def prepare(self) -> None:
+        """Make the folder, so that one that can't be is known before any work.
+
+        Raises:
+            CheckpointError: it can't be made, or nothing can be written into it.
+        """
+        try:
+            self._make_folder(self.folder)
+            part = os.path.join(self.folder, part_of(name_of(0)))
+            self._files.make_folder(part)
+            self._files.remove_tree(part)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoints need a folder that can be written to, but {self.folder!r} can't: "
+                f"{reason_of(error)}. Choose another folder."
+            ) from error
+
+    def set_aside(self, name: str) -> str:
+        """Give a checkpoint that can't be read a name under which no run looks for it.
+
+        Returns:
+            The path that it has then.
+
+        Raises:
+            CheckpointError: it can't be renamed.
+        """
+        aside = os.path.join(self.folder, f"damaged-{name}")
+        try:
+            self._files.rename(self._path(name), aside)
+            self._files.sync_folder(self.folder)
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint {name!r} in {self.folder!r} can't be read, and must be set aside "
+                f"for the run to go on, but can't: {reason_of(error)}. Move its folder away "
+                "yourself."
+            ) from error
+        return aside
+
+    def names(self) -> List[str]:
+        """The checkpoints that are there, damaged ones too, oldest first.
+
+        Raises:
+            CheckpointError: the folder can't be looked at. One that is missing has none.
+        """
+        try:
+            found = self._files.names(self.folder)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoints are in a folder, but {self.folder!r} can't be looked at: "
+                f"{reason_of(error)}. Choose another folder."
+            ) from error
+        names = [name for name in found if is_name(name)]
+        return sorted(
+            (n for n in names if os.path.lexists(os.path.join(self.folder, n, MANIFEST))),
+            key=place_of,
+        )
+
+    def read(self, name: str) -> Contents:
+        """Read a checkpoint, after every file of it was compared with its hash.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, or it is damaged; the text says where.
+        """
+        path = self._path(name)
+        if not os.path.lexists(path):
+            raise self._missing(name)
+        return read_contents(self._files, path)
+
+    def readable(self, name: str) -> Optional[str]:
+        """Why a checkpoint can't be read; None if it can."""
+        try:
+            self.read(name)
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    def newest(self) -> Tuple[Optional[Tuple[str, Contents]], List[str]]:
+        """The newest checkpoint that can be read, with its name, and why those after it can't."""
+        faults: List[str] = []
+        for name in reversed(self.names()):
+            try:
+                return (name, self.read(name)), faults
+            except CheckpointError as error:
+                faults.append(str(error))
+        return None, faults
+
+    def newest_readable(self) -> Tuple[Optional[str], List[str]]:
+        """Its name, or None; and why those after it can't be read."""
+        found, faults = self.newest()
+        return None if found is None else found[0], faults
+
+    def remove(self, name: str) -> None:
+        """Remove a checkpoint: as a whole, whatever happens.
+
+        Raises:
+            CheckpointError: it could not be removed, or not all of its files. What is left of
+                them goes when the next checkpoint is written.
+        """
+        path = self._path(name)
+        part = part_of(name)
+        hidden = os.path.join(self.folder, part)
+        try:
+            self._sweep()
+            with held(part):
+                self._files.rename(path, hidden)
+                self._files.sync_folder(self.folder)
+                self._files.remove_tree(hidden)
+        except FileNotFoundError as error:
+            raise self._missing(name) from error
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint {name!r} in {self.folder!r} must be one that can be removed, but "
+                f"it can't: {reason_of(error)}. Remove its folder yourself."
+            ) from error
+
+    def rotate(self, keep: int, also: Iterable[str] = ()) -> List[str]:
+        """Remove old checkpoints.
+
+        Args:
+            keep: how many of the newest stay, damaged ones counted.
+            also: names of others that stay.
+        Returns:
+            The names of those that were removed, oldest first.
+        Raises:
+            CheckpointError: one could not be removed.
+        """
+        assert keep >= 0, keep
+        names, spared = self.names(), set(also)
+        doomed = [name for name in names[: max(0, len(names) - keep)] if name not in spared]
+        for name in doomed:
+            try:
+                self.remove(name)
+            except CheckpointError as error:
+                # Another process that rotates was faster.
+                if not isinstance(error.__cause__, FileNotFoundError):
+                    raise
+        return doomed
+
+    def _path(self, name: str) -> str:
+        if not is_name(name):
+            raise CheckpointError(
+                f"a checkpoint must be named like {name_of(12)!r}, perhaps with a suffix as in "
+                f"{name_of(12) + '-last'!r}, got {shown(name)}. Use name_of(updates)."
+            )
+        return os.path.join(self.folder, name)
+
+    def _exists(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            f"a checkpoint must have a new name, but {name!r} is in {self.folder!r} already. "
+            "Choose another name or folder, or remove it first."
+        )
+
+    def _missing(self, name: str) -> CheckpointError:
+        others = self.names()
+        known = f"the newest is {others[-1]!r}" if others else "there is none"
+        return CheckpointError(
+            f"a checkpoint must be one of those in {self.folder!r}, but {name!r} is not there; "
+            f"{known}. Choose one of Store.names()."
+        )
+
+    def _make_folder(self, path: str) -> None:
+        if os.path.isdir(path):
+            return
+        parent = os.path.dirname(path)
+        if parent != path:
+            self._make_folder(parent)
+        try:
+            self._files.make_folder(path)
+        except FileExistsError:
+            # Another thread was faster.
+            if not os.path.isdir(path):
+                raise
+        self._files.sync_folder(parent)
+
+    def _sweep(self) -> None:
+        """Remove what is left of checkpoints whose writing or removal was cut off."""
+        for entry in self._files.names(self.folder):
+            path = os.path.join(self.folder, entry)
+            # Another process may be at it; and what can't be removed hinders nobody.
+            with contextlib.suppress(OSError):
+                if is_left_over(path):
+                    self._files.remove_tree(path)
+
+
+def _state(document: Dict[str, Any]) -> bytes:
+    try:
+        return dump(document, MOST_STATE_BYTES)
+    except UnfitError as error:
+        raise UnfitError(
+            f"its document is refused: {error.reason}", "Make it with ipufit.checkpoint.encode."
+        ) from error
+
+
+def _check_tensors(group: str, members: Mapping[str, Tensor]) -> None:
+    check_group(group)
+    for name, tensor in members.items():
+        fault = why_not_stored(tensor)
+        if fault is not None:
+            raise UnfitError(
+                f"{shown(name)} of {group!r} is {fault}",
+                "Convert it to a dense tensor with values.",
+            )

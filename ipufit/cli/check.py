@@ -1,0 +1,48 @@
+"""``ipufit check``: a script runs as it is, and what it would fit is checked instead."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import FrameType
+from typing import Any, Callable, List, Mapping
+
+from ipufit.analysis.check.model import checked_sample
+from ipufit.analysis.check.report import CheckReport
+from ipufit.cli.intercept_fit import first_micro_batch, looked_at
+from ipufit.training.model import Model
+from ipufit.training.session import Session
+
+__all__ = ["check_script"]
+
+CLEAN, FOUND = 0, 1
+
+
+def check_script(execute: Callable[[], None], as_json: bool, every: bool) -> int:
+    """Run a script with ``Model.fit`` replaced by a check of its first micro-batch.
+
+    Args:
+        execute: runs it.
+        as_json: print the findings as JSON; what the script prints goes to stderr.
+        every: go on after the first ``fit``, which then returns an empty history.
+
+    Returns:
+        The exit status: 0 where nothing was found, 1 for findings, 2 where the script failed or
+        fits no model.
+    """
+    reports: List[CheckReport] = []
+
+    def look(model: Model, session: Session, given: Mapping[str, Any], caller: FrameType) -> None:
+        sample = first_micro_batch(session, given)
+        reports.append(checked_sample(model.module, session, sample, caller))
+
+    failed = looked_at(execute, look, "check", every, sys.stderr if as_json else None)
+    if failed is not None:
+        return failed
+    if as_json:
+        found = {"reports": [report.as_dict() for report in reports]}
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    else:
+        sys.stdout.write("\n\n".join(map(str, reports)) + "\n")
+    sys.stdout.flush()
+    return FOUND if any(reports) else CLEAN

@@ -1,0 +1,177 @@
+"""``ipufit doctor``: what of this machine a model can run on, and what is installed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from importlib import metadata
+from typing import Any, Dict, List, Optional
+
+__all__ = ["add"]
+
+_ABOUT = """\
+Say what is here: versions, devices, which engines can run a model and why others can't, and which
+optional packages are installed. Exit status: 0 models can be trained here, 1 a package that ipufit
+needs is missing or too old, or IPUFIT_ENGINE names an engine that can't run.
+"""
+_EXAMPLES = """\
+examples:
+  ipufit doctor            for people
+  ipufit doctor --json     for programs, and to be sent with a question
+"""
+
+
+def add(commands: Any) -> None:
+    """Add the command to the others."""
+    command = commands.add_parser(
+        "doctor",
+        help="say what is installed, and what can run here",
+        description=_ABOUT,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_argument("--json", action="store_true", help="print all of it as JSON")
+    command.set_defaults(do=_do)
+
+
+def _do(options: argparse.Namespace) -> int:
+    found = _examined()
+    if options.json:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    else:
+        sys.stdout.write("\n".join(_lines(found)) + "\n")
+    return 1 if found["problems"] else 0
+
+
+def _examined() -> Dict[str, Any]:
+    # Imported here: another command does without.
+    import torch
+
+    from ipufit._version import __version__
+    from ipufit.engines.choice import list_engines
+
+    engines = [
+        {"name": each.name, "available": each.available, "reason": each.reason}
+        for each in list_engines()
+    ]
+    packages = _packages()
+    return {
+        "versions": {
+            "ipufit": __version__,
+            "Python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+        "machine": {
+            "system": f"{platform.system()} {platform.machine()}",
+            "cores": os.cpu_count(),
+            "threads of torch": torch.get_num_threads(),
+            "CUDA": _cuda(torch),
+            "Poplar SDK": os.environ.get("POPLAR_SDK_ENABLED") or "not enabled in this shell",
+        },
+        "engines": engines,
+        "packages": packages,
+        "problems": [*_problems(packages), *_chosen(engines)],
+    }
+
+
+def _cuda(torch: Any) -> str:
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count())]
+        return f"{torch.version.cuda}: {', '.join(names)}"
+    if torch.version.cuda is None:
+        return "this torch is built without it"
+    return f"torch is built for {torch.version.cuda}, and finds no GPU"
+
+
+def _packages() -> Optional[List[Dict[str, Any]]]:
+    """What ipufit's own metadata names; None where it runs from a checkout and has none."""
+    from packaging.requirements import Requirement
+
+    try:
+        wanted = metadata.requires("ipufit") or []
+    except metadata.PackageNotFoundError:
+        return None
+    found = []
+    for requirement in map(Requirement, wanted):
+        extras = _extras_of(requirement)
+        # What another Python or system needs.
+        if not extras:
+            continue
+        extra = extras[0]
+        version = _version(requirement.name)
+        found.append(
+            {
+                "name": requirement.name,
+                "extra": extra,
+                "wanted": str(requirement.specifier),
+                "version": version,
+                "fits": version is not None
+                and requirement.specifier.contains(version, prereleases=True),
+            }
+        )
+    return found
+
+
+def _extras_of(requirement: Any) -> List[Optional[str]]:
+    """The extras that ask for a package; first None for what is always needed."""
+    names = metadata.metadata("ipufit").get_all("Provides-Extra") or []
+    marker = requirement.marker
+    return [
+        name or None for name in ("", *names) if marker is None or marker.evaluate({"extra": name})
+    ]
+
+
+def _version(name: str) -> Optional[str]:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _problems(packages: Optional[List[Dict[str, Any]]]) -> List[str]:
+    """Of the packages that are needed, and of optional ones that are there."""
+    found = []
+    for each in packages or ():
+        if each["version"] is None and each["extra"] is None:
+            found.append(f"{each['name']}{each['wanted']} is missing. Run: pip install ipufit")
+        elif each["version"] is not None and not each["fits"]:
+            what = "ipufit" if each["extra"] is None else f"ipufit[{each['extra']}]"
+            found.append(
+                f"{each['name']} must be {each['wanted']}, but is {each['version']}. Run: "
+                f"pip install --upgrade {what}"
+            )
+    return found
+
+
+def _chosen(engines: List[Dict[str, Any]]) -> List[str]:
+    """Of the engine that the environment chooses."""
+    name = os.environ.get("IPUFIT_ENGINE")
+    usable = [each["name"] for each in engines if each["available"]]
+    if not name or name == "auto" or name in usable:
+        return []
+    return [
+        f"IPUFIT_ENGINE is {name!r}, which can't run here. Set it to one of {', '.join(usable)}, "
+        "or unset it."
+    ]
+
+
+def _lines(found: Dict[str, Any]) -> List[str]:
+    lines = [f"{name:18}{value}" for name, value in found["versions"].items()]
+    lines += [f"{name:18}{value}" for name, value in found["machine"].items()]
+    lines += ["", "Engines"]
+    for each in found["engines"]:
+        can = "can run" if each["available"] else "can't run"
+        lines.append(f"  {each['name']:16}{can}: {each['reason']}")
+    lines += ["", "Packages"]
+    if found["packages"] is None:
+        lines.append("  ipufit runs from a checkout, which names none. Run: pip install -e .")
+    for each in found["packages"] or ():
+        extra = f"  [{each['extra']}]" if each["extra"] else ""
+        what = each["version"] or "not installed"
+        lines.append(f"  {each['name']:16}{what} (wanted: {each['wanted'] or 'any'}){extra}")
+    lines += ["", *(found["problems"] or ["Models can be trained here."])]
+    return lines

@@ -1,0 +1,156 @@
+"""The command ``ipufit``."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+from typing import Callable, Dict, Iterable, List, NoReturn, Optional, Sequence, Tuple
+
+from ipufit._version import __version__
+from ipufit.cli import completion, conformance, doctor, report, script_args, watch
+from ipufit.cli.parsing import CommandParser
+from ipufit.cli.poptorch_hook import offer_poptorch
+from ipufit.cli.run_file import (
+    ScriptError,
+    enter,
+    enter_module,
+    read_script,
+    run_module,
+    run_script,
+)
+from ipufit.errors import IpufitError, UnknownNameError
+
+__all__ = ["main"]
+
+_EXAMPLES = """\
+examples:
+  ipufit check train.py          what of train.py's model a recorded program would not do
+  ipufit plan train.py           what it takes on IPUs, by estimate
+  ipufit bench train.py          how fast it trains here, one way and another
+  ipufit run train.py --lr 0.1   a PopTorch script, with or without the Poplar SDK
+  ipufit watch runs/1            the page of a run of fit(report="runs/1") while it trains
+
+`ipufit COMMAND --help` says more of each.
+In bash, `eval "$(ipufit --print-completion bash)"` makes TAB complete all of it.
+"""
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> None:
+    """Do what the command line asks for.
+
+    Args:
+        arguments: without the name of the command; None means those of this process.
+    Raises:
+        SystemExit: with status 2, where the command line or the script can't be read; with the
+            script's own status, where it ends itself; with that of any other command, after it.
+        BaseException: whatever the script raises.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser, commands = _parsers()
+    if given and not given[0].startswith("-") and given[0] not in commands:
+        parser.error(_unknown(given[0], commands))
+    rest: List[str] = []
+    if given and given[0] in script_args.NAMES:
+        given, rest = script_args.split(given)
+    if given and given[0] == conformance.NAME:
+        raise SystemExit(conformance.run(given[1:]))
+    options = parser.parse_args(given)
+    if options.command is None:
+        parser.print_help()
+        return
+    if options.command not in script_args.NAMES:
+        raise SystemExit(_status(options))
+    command = commands[options.command]
+    if (options.script is None) == (options.module is None):
+        command.error("give a script, or -m and a module")
+    execute = _found(command, options, rest)
+    if options.command != "run":
+        raise SystemExit(_examine(options, execute))
+    tell = _silent if options.quiet else _tell
+    offer_poptorch(options.poptorch, tell, options.claim_ipus)
+    execute()
+
+
+def _unknown(word: str, commands: Iterable[str]) -> str:
+    """What is wrong with the name of a command."""
+    is_script = word.endswith(".py") or os.path.exists(word)
+    hint = f"To run a script, write: ipufit run {word}. " if is_script else ""
+    return str(UnknownNameError("command", word, commands, hint, is_typo=not is_script))
+
+
+def _status(options: argparse.Namespace) -> int:
+    """Do what a command does that runs no script; a fault of the user's is one line."""
+    try:
+        status: int = options.do(options)
+    except (IpufitError, OSError) as error:
+        sys.stderr.write(f"ipufit {options.command}: {error}\n")
+        return 2
+    return status
+
+
+def _examine(options: argparse.Namespace, execute: Callable[[], None]) -> int:
+    """Run what was found with fit replaced; returns the exit status."""
+    offer_poptorch(options.poptorch, tell=_silent)
+    # Imported here: another command does without.
+    if options.command == "plan":
+        from ipufit.cli.plan import plan_script
+
+        return plan_script(execute, options.json, options.ipus, options.ipus_per_replica)
+    if options.command == "bench":
+        from ipufit.cli.bench import bench_script
+
+        return bench_script(execute, options.json, options.seconds, options.inductor)
+    from ipufit.cli.check import check_script
+
+    return check_script(execute, options.json, options.all)
+
+
+def _found(
+    command: argparse.ArgumentParser, options: argparse.Namespace, rest: List[str]
+) -> Callable[[], None]:
+    """Enter what is to be run, and return what runs it."""
+    try:
+        if options.module is not None:
+            enter_module(options.module, rest)
+            return functools.partial(run_module, options.module)
+        script = read_script(options.script)
+    except ScriptError as fault:
+        _refuse(command, str(fault))
+    enter(script, rest)
+    return functools.partial(run_script, script)
+
+
+def _parsers() -> Tuple[argparse.ArgumentParser, Dict[str, CommandParser]]:
+    """The parser of the whole command, and those of its commands, by name."""
+    parser = argparse.ArgumentParser(
+        prog="ipufit",
+        description="Keras' compile and fit for PyTorch, on IPUs and elsewhere.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"ipufit {__version__}")
+    completion.add(parser)
+    commands = parser.add_subparsers(dest="command", metavar="command", parser_class=CommandParser)
+    script_args.add(commands)
+    report.add(commands)
+    watch.add(commands)
+    doctor.add(commands)
+    conformance.add(commands)
+    return parser, commands.choices
+
+
+def _refuse(parser: argparse.ArgumentParser, text: str) -> NoReturn:
+    """End with the status of a command line that can't be followed."""
+    sys.stderr.write(f"{parser.prog}: {text}\n")
+    raise SystemExit(2)
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"ipufit run: {line}\n")
+    sys.stderr.flush()
+
+
+def _silent(line: str) -> None:
+    pass

@@ -1,0 +1,272 @@
+"""Micro-batches, the combined batch of an execution, and each process's part of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import itertools
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ipufit.core.plan import Plan
+from ipufit.utils import tree
+
+__all__ = [
+    "CombinedBatch",
+    "MicroBatch",
+    "Mode",
+    "Place",
+    "Share",
+    "by_process",
+    "dealt",
+    "loss_counts",
+    "own_numbers",
+]
+
+T = TypeVar("T")
+
+
+class Mode(enum.Enum):
+    """What a program does with a micro-batch."""
+
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+    PREDICT = "predict"
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatch:
+    """What one replica's forward sees at once.
+
+    Attributes:
+        leaves: its tensors, in the order of the structure.
+        structure: of (args, kwargs, target, sample_weight): what the module's forward is called
+            with, what the loss is held against (None when the module computes its own loss), and
+            how much each sample counts (None when all count the same).
+        size: number of samples, the first dimension of every leaf that has one.
+    """
+
+    leaves: Tuple[Tensor, ...]
+    structure: tree.Structure
+    size: int
+    # The tensors that its leaves are rows of, and how many of its size come before it there.
+    _place: Optional[Tuple[Sequence[Tensor], int]] = dataclasses.field(
+        default=None, init=False, repr=False, compare=False
+    )
+
+    @staticmethod
+    def all_in(leaves: Sequence[Tensor], structure: tree.Structure, size: int) -> List[MicroBatch]:
+        """Those of one size that tensors hold, one after another along the first dimension."""
+        columns = [torch.split(leaf, size) for leaf in leaves]
+        found = [MicroBatch(own, structure, size) for own in zip(*columns)]
+        for number, batch in enumerate(found):
+            object.__setattr__(batch, "_place", (leaves, number))
+        return found
+
+    @staticmethod
+    def joined(batches: Sequence[MicroBatch], which: Sequence[int]) -> List[Tensor]:
+        """These leaves of several of one size, one after another along the first dimension.
+
+        No copy is made of what lies so in memory.
+        """
+        first = batches[0]
+        if first._place is not None:
+            whole, number = first._place
+            if all(batch._is_at(whole, number + i) for i, batch in enumerate(batches)):
+                start, end = number * first.size, (number + len(batches)) * first.size
+                return [whole[i][start:end] for i in which]
+        return [torch.cat([batch.leaves[i] for batch in batches]) for i in which]
+
+    def lies_with(self, other: MicroBatch) -> bool:
+        """Whether both are rows of the same tensors, and so alike in all but their values."""
+        place, others = self._place, other._place
+        return place is not None and others is not None and place[0] is others[0]
+
+    def _is_at(self, whole: Sequence[Tensor], number: int) -> bool:
+        place = self._place
+        return place is not None and place[0] is whole and place[1] == number
+
+    @staticmethod
+    def of(
+        args: Tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        size: int,
+        sample_weight: Any = None,
+    ) -> MicroBatch:
+        """Flatten a call of the module, its target and the samples' weights."""
+        leaves, structure = tree.flatten((args, dict(kwargs), target, sample_weight))
+        return MicroBatch(tuple(leaves), structure, size)
+
+    def unpack(self) -> Tuple[Tuple[Any, ...], Dict[str, Any], Any, Any]:
+        """(args, kwargs, target, sample_weight)."""
+        args, kwargs, target, sample_weight = tree.unflatten(self.leaves, self.structure)
+        return args, kwargs, target, sample_weight
+
+    def cut(self, size: int) -> MicroBatch:
+        """Its first samples."""
+        leaves = tuple(leaf[:size] if leaf.dim() else leaf for leaf in self.leaves)
+        return MicroBatch(leaves, self.structure, size)
+
+    def clone(self) -> MicroBatch:
+        """The same in memory of its own."""
+        return dataclasses.replace(self, leaves=tuple(leaf.clone() for leaf in self.leaves))
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on another device; itself if it is there already."""
+        if all(leaf.device == device for leaf in self.leaves):
+            return self
+        leaves = tuple(leaf.to(device, non_blocking=True) for leaf in self.leaves)
+        return dataclasses.replace(self, leaves=leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where the data stands.
+
+    Attributes:
+        number: of the pass over it.
+        batches: of the pass, so far.
+        generators: states of the user's generators that order it, as they were before the pass.
+        own: what the data itself says, if it can go on from there; None if it can't.
+    """
+
+    number: int
+    batches: int
+    generators: Sequence[Tensor] = ()
+    own: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class CombinedBatch:
+    """The micro-batches of one execution in stream order: iteration, accumulation step, replica.
+
+    The last execution of an epoch may hold fewer, and its last micro-batch may be smaller; each
+    group of ``ga * R`` micro-batches is one update, and a short last group is a smaller update.
+
+    Of several processes each holds what it computes itself, and knows how large all others are.
+
+    Attributes:
+        micro_batches: those of this process.
+        place: where the data stands after them; None if nobody asks.
+        layout: by update and place in it, the samples of the micro-batches of all processes, 0
+            where there is none; None for one process.
+        order: tells the order of the samples so far from another one; 0 where nobody can.
+    """
+
+    micro_batches: Sequence[MicroBatch]
+    place: Optional[Place] = None
+    layout: Optional[Sequence[Sequence[int]]] = None
+    order: int = 0
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in the execution, of all processes."""
+        if self.layout is not None:
+            return sum(map(sum, self.layout))
+        return sum(micro_batch.size for micro_batch in self.micro_batches)
+
+    def sizes(self, plan: Plan) -> List[List[int]]:
+        """By update, the samples of the micro-batches of all processes, in stream order."""
+        if self.layout is not None:
+            return [[size for size in update if size] for update in self.layout]
+        sizes = [micro_batch.size for micro_batch in self.micro_batches]
+        group = plan.micro_batches_per_update
+        return [sizes[i : i + group] for i in range(0, len(sizes), group)]
+
+    def updates(self, plan: Plan) -> int:
+        """How many updates it makes."""
+        if self.layout is not None:
+            return len(self.layout)
+        return plan.updates_in(len(self.micro_batches))
+
+    def accumulation_steps(self, plan: Plan) -> List[int]:
+        """By update, how many micro-batches the replica that has most of them sums."""
+        layout = self.layout if self.layout is not None else self.sizes(plan)
+        last = [max(place for place, size in enumerate(u) if size) for u in layout]
+        return [place // plan.all_replicas + 1 for place in last]
+
+    def shares(self, plan: Plan) -> List[Share]:
+        """What of each update is this process's own."""
+        layout = self.layout if self.layout is not None else self.sizes(plan)
+        return [Share.of(plan, tuple(update)) for update in layout]
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """The part of an update that one process computes.
+
+    Attributes:
+        sizes: samples of the update's micro-batches, of all processes, in stream order.
+        places: where in a full update those of this process stand.
+        own: which of ``sizes`` they are.
+        most: micro-batches of the process that has the most.
+    """
+
+    sizes: Tuple[int, ...]
+    places: Tuple[int, ...]
+    own: Tuple[int, ...]
+    most: int = 0
+
+    @staticmethod
+    @functools.lru_cache(maxsize=64)
+    def of(plan: Plan, sizes: Tuple[int, ...]) -> Share:
+        """That of this process.
+
+        Args:
+            plan: of the update.
+            sizes: by place, 0 where there is no micro-batch.
+        """
+        there = [place for place, size in enumerate(sizes) if size]
+        own = [i for i, place in enumerate(there) if plan.owner(place) == plan.process]
+        return Share(
+            tuple(sizes[place] for place in there),
+            tuple(there[i] for i in own),
+            tuple(own),
+            max(by_process(sizes, plan)),
+        )
+
+
+def by_process(update: Sequence[int], plan: Plan, size: Optional[int] = None) -> List[int]:
+    """How many micro-batches of an update each process has.
+
+    Args:
+        update: samples of the micro-batches of all processes, by place; 0 where there is none.
+        plan: of the update.
+        size: of those that count, in samples; None for all of them.
+    """
+    counts = [0] * plan.processes
+    for place, each in enumerate(update):
+        counts[plan.owner(place)] += each == size if size else each > 0
+    return counts
+
+
+def own_numbers(shares: Sequence[Share]) -> List[int]:
+    """Which micro-batches of an execution, of all processes in stream order, are the own ones."""
+    numbers, begin = [], 0
+    for share in shares:
+        numbers += [begin + index for index in share.own]
+        begin += len(share.sizes)
+    return numbers
+
+
+def dealt(own: Iterable[T], shares: Sequence[Share]) -> List[List[T]]:
+    """What stands for the own micro-batches of an execution, update by update."""
+    rest = iter(own)
+    return [list(itertools.islice(rest, len(share.own))) for share in shares]
+
+
+def loss_counts(sizes: Sequence[int], micro_batch_size: int, summed: bool) -> List[int]:
+    """For how many samples each micro-batch's loss stands in a mean over all of them.
+
+    Args:
+        sizes: samples in each micro-batch.
+        micro_batch_size: samples in a full one.
+        summed: whether a loss is a sum over the micro-batch rather than a mean. Then every sample
+            counts as much as in a full micro-batch, so that a smaller last one does not change the
+            scale.
+    """
+    return [micro_batch_size if summed else size for size in sizes]

@@ -1,0 +1,39 @@
+"""``jit`` of ``compile``: the ways in which a recorded program can run."""
+
+from __future__ import annotations
+
+from ipufit.errors import ConfigurationError
+from ipufit.utils.error_collector import one_of
+
+__all__ = [
+    "AUTO",
+    "CUDAGRAPH",
+    "GRAPH",
+    "INDUCTOR",
+    "KERNELS",
+    "LOWERINGS",
+    "OFF",
+    "resolve_jit",
+]
+
+AUTO, OFF, GRAPH, KERNELS = "auto", "off", "graph", "kernels"
+INDUCTOR, CUDAGRAPH = "inductor", "cudagraph"
+
+LOWERINGS = (AUTO, GRAPH, KERNELS, INDUCTOR, CUDAGRAPH, OFF)
+
+
+def resolve_jit(jit: object, run_eagerly: object) -> str:
+    """The way that both arguments of ``compile`` ask for.
+
+    Raises:
+        ConfigurationError: no way has that name, or they say two things.
+    """
+    one_of("jit", jit, LOWERINGS)
+    if run_eagerly is not True:
+        return str(jit)
+    if jit not in (AUTO, OFF):
+        raise ConfigurationError(
+            f"run_eagerly=True runs the module itself, but jit={jit!r} asks for a recorded "
+            "program. Leave one of them out."
+        )
+    return OFF

@@ -1,0 +1,253 @@
+"""Values that a module or a loss reports from inside the program.
+
+While a micro-batch is recorded, :func:`log` puts tensors into a list that becomes part of the
+program's results; there is no call of it when the program runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Union
+
+import torch
+from torch import Tensor
+
+from ipufit.errors import ConfigurationError
+from ipufit.utils.error_collector import one_of
+from ipufit.utils.names import check_log_name
+
+__all__ = [
+    "Entries",
+    "Entry",
+    "LogRule",
+    "Running",
+    "check_value",
+    "collecting",
+    "joined_rules",
+    "log",
+    "report",
+]
+
+_REDUCTIONS = ("mean", "sum", "max", "min", "last")
+_FLAGS = ("on_update", "counted", "exact", "is_none")
+
+
+@dataclasses.dataclass(frozen=True)
+class LogRule:
+    """How the values of micro-batches become one.
+
+    Attributes:
+        reduce: "mean" (weighted with the samples), "sum", "max", "min" or "last".
+        on_update: whether History keeps a value for every update as well.
+        counted: whether a mean is weighted like the loss itself, which may be a mean over tokens.
+        exact: whether the name is the same in validation, without "val_" before it. It may be
+            "loss", and then stands for ipufit's own.
+        is_none: whether it says that there is none; of "loss", in an evaluation.
+    """
+
+    reduce: str = "mean"
+    on_update: bool = False
+    counted: bool = False
+    exact: bool = False
+    is_none: bool = False
+
+
+@dataclasses.dataclass
+class Entry:
+    """What one micro-batch has reported under one name."""
+
+    rule: LogRule
+    values: List[Union[Tensor, float]]
+
+    def joined(self, device: torch.device) -> Tensor:
+        """One value of the micro-batch, shape (), float64."""
+        values = torch.stack([_as_tensor(value, device) for value in self.values])
+        if self.rule.reduce == "last":
+            return values[-1]
+        reduction: Any = {
+            "mean": torch.mean,
+            "sum": torch.sum,
+            "max": torch.amax,
+            "min": torch.amin,
+        }[self.rule.reduce]
+        result: Tensor = reduction(values)
+        return result
+
+
+def _as_tensor(value: Union[Tensor, float], device: torch.device) -> Tensor:
+    """In float64, in which every number of the narrower types is exact."""
+    if isinstance(value, Tensor):
+        return value.reshape(()).to(device, torch.float64)
+    # Made on the device: a copy from the host would be one more in every micro-batch.
+    return torch.full((), value, dtype=torch.float64, device=device)
+
+
+Entries = Dict[str, Entry]
+_open: contextvars.ContextVar[Optional[Entries]] = contextvars.ContextVar("ipufit", default=None)
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[Entries]:
+    """What is logged inside the block, by name in the order of first use."""
+    entries: Entries = {}
+    token = _open.set(entries)
+    try:
+        yield entries
+    finally:
+        _open.reset(token)
+
+
+def log(name: str, value: Any, reduce: str = "mean", *, on_update: bool = False) -> None:
+    """Report a value from ``forward`` or from a loss; it becomes part of the program.
+
+    It appears in History, in the progress bar and in the logs of callbacks, with "val_" before the
+    name when validating. ``predict``, a call of the module outside of ipufit, and the backward pass
+    (a hook on a gradient, a second run of a checkpointed layer) leave it aside.
+    Logged twice in one ``forward``, the values are reduced like those of micro-batches.
+
+    Args:
+        name: key in History. Not one that ipufit logs itself, such as "loss", nor that of a metric.
+        value: a tensor of one element, shape (), or a number. No gradient flows through it. A
+            number is what it was when the program was recorded.
+        reduce: over all micro-batches, replicas and updates of an epoch: "mean", in which every
+            sample counts the same, "sum", "max", "min" or "last".
+        on_update: keep the value of every update too, in ``History.updates``.
+
+    Raises:
+        ConfigurationError: a name, value or reduction that can't be logged, or one name with two
+            reductions.
+
+    >>> log("norm", torch.ones(3).norm())  # outside of a program: nothing to report to
+    """
+    _check(name, value, reduce, on_update)
+    report(name, value, LogRule(reduce, on_update))
+
+
+def report(name: str, value: Union[Tensor, float], rule: LogRule) -> None:
+    """Put a value that is known to be good into what the program reports, if one is recorded.
+
+    Raises:
+        ConfigurationError: the name has another rule.
+    """
+    entries = _open.get()
+    if entries is None:
+        return
+    entry = entries.setdefault(name, Entry(rule, []))
+    joined_rules({name: entry.rule}, {name: rule})
+    # A copy: what forward does to a tensor in place later on is not what was logged.
+    entry.values.append(value.detach().clone() if isinstance(value, Tensor) else float(value))
+
+
+def joined_rules(known: Mapping[str, LogRule], more: Mapping[str, LogRule]) -> Dict[str, LogRule]:
+    """The rules of both.
+
+    Raises:
+        ConfigurationError: they have a name in common, and another rule for it.
+    """
+    for name, rule in more.items():
+        before = known.get(name, rule)
+        if before != rule:
+            raise ConfigurationError(
+                f"log must reduce {name!r} in one way, got {_words(before)} and {_words(rule)}. "
+                "Give the second value another name."
+            )
+    return {**known, **more}
+
+
+def _words(rule: LogRule) -> str:
+    return f"reduce={rule.reduce!r}, on_update={rule.on_update}"
+
+
+def _check(name: object, value: object, reduce: object, on_update: object) -> None:
+    check_log_name(name)
+    if reduce not in _REDUCTIONS:
+        raise ConfigurationError(
+            f"log({name!r}): reduce must be one of {', '.join(map(repr, _REDUCTIONS))}, got "
+            f"{reduce!r}."
+        )
+    if type(on_update) is not bool:
+        raise ConfigurationError(
+            f"log({name!r}): on_update must be True or False, got {on_update!r}."
+        )
+    check_value(name, value)
+
+
+def check_value(name: object, value: object) -> None:
+    """Make sure that it is one real number.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and not value.is_complex():
+            return
+        came = f"a tensor of shape {tuple(value.shape)}, dtype {value.dtype}"
+    elif isinstance(value, (bool, int, float)):
+        return
+    else:
+        came = type(value).__name__
+    raise ConfigurationError(
+        f"log({name!r}) takes one real number, a tensor of one element, got {came}. Reduce it, for "
+        "example with .mean()."
+    )
+
+
+class Running:
+    """The value of one name over the micro-batches so far.
+
+    Args:
+        rule: how they become one.
+    """
+
+    def __init__(self, rule: LogRule) -> None:
+        self.rule = rule
+        self._total = 0.0
+        self._weight = 0.0
+        self._value = math.nan
+
+    def add(self, value: float, times: float, weight: float) -> None:
+        """One micro-batch, in stream order.
+
+        Args:
+            value: what it reported.
+            times: how often it counts in a mean.
+            weight: by how much that makes what the mean is divided by grow.
+        """
+        how = self.rule.reduce
+        if how == "mean":
+            self._total += value * times
+            self._weight += weight
+        elif how == "sum":
+            self._total += value
+            self._weight = 1.0
+        elif how == "last" or not self._weight or math.isnan(value):
+            self._value, self._weight = value, 1.0
+        elif not math.isnan(self._value):
+            # A NaN stays: hidden, it would look as if all had been well.
+            self._value = (max if how == "max" else min)(self._value, value)
+
+    def state_dict(self) -> Dict[str, Any]:
+        """Where it stands, with its rule."""
+        numbers = {"total": self._total, "weight": self._weight, "value": self._value}
+        return {"rule": dataclasses.asdict(self.rule), **numbers}
+
+    @staticmethod
+    def of(state: Mapping[str, Any]) -> Running:
+        """One that goes on from there."""
+        rule = state["rule"]
+        one_of("reduce", rule["reduce"], _REDUCTIONS)
+        flags = {name: bool(rule.get(name)) for name in _FLAGS}
+        running = Running(LogRule(rule["reduce"], **flags))
+        running._total, running._weight = float(state["total"]), float(state["weight"])
+        running._value = float(state["value"])
+        return running
+
+    @property
+    def value(self) -> float:
+        """The value so far."""
+        if self.rule.reduce in ("mean", "sum"):
+            return self._total / self._weight if self._weight else math.nan
+        return self._value

@@ -1,0 +1,156 @@
+"""The outputs of a module: which are handed back, and one of them by name or by position."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, List, Mapping, Tuple, Type, Union
+
+from torch import Tensor, nn
+
+from ipufit.errors import CaptureError, ConfigurationError
+from ipufit.utils import tree
+
+__all__ = [
+    "Key",
+    "children",
+    "handed_back",
+    "label",
+    "listed",
+    "pick",
+    "refuse_hidden_tensors",
+]
+
+# A mapping's key, a field's name, or a position.
+Key = Union[str, int]
+
+
+_PLAIN = (Tensor, bool, int, float, complex, str, bytes)
+# How deep objects among the outputs are searched for tensors.
+_DEPTH = 4
+
+
+def handed_back(module: nn.Module, outputs: Any) -> Any:
+    """The outputs without those that the module itself says nobody wants.
+
+    Models of the transformers library say so of the caches that make generating words faster, in
+    ``config.keys_to_ignore_at_inference``; its own Trainer leaves them out too.
+
+    Args:
+        module: the user's.
+        outputs: what it returned; anything but a mapping stays as it is.
+    """
+    names = getattr(getattr(module, "config", None), "keys_to_ignore_at_inference", None)
+    if not isinstance(names, (list, tuple)) or not isinstance(outputs, Mapping):
+        return outputs
+    rest = {key: value for key, value in outputs.items() if key not in names}
+    if len(rest) == len(outputs):
+        return outputs
+    kind: Any = type(outputs)
+    return rest if kind is dict else kind(rest)
+
+
+def refuse_hidden_tensors(outputs: Any) -> None:
+    """Make sure that no output is an object around tensors: a recording's have no values.
+
+    Args:
+        outputs: that are handed back.
+
+    Raises:
+        CaptureError: one is.
+    """
+    if all(isinstance(leaf, _PLAIN) for leaf in tree.flatten(outputs)[0]):
+        return
+    for path, leaf in tree.flatten_with_paths(outputs)[0]:
+        if not isinstance(leaf, _PLAIN) and _holds_tensor(leaf, _DEPTH):
+            raise CaptureError(
+                "the module's outputs must be tensors in tuples, lists, dicts or dataclasses, but "
+                f"output{path} is a {type(leaf).__name__} that holds tensors, which a program "
+                "can't hand back. Return its tensors themselves, or leave it out; models of the "
+                "transformers library return no cache with config.use_cache = False."
+            )
+
+
+def _holds_tensor(value: Any, depth: int) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    if not depth or isinstance(value, (type, nn.Module)):
+        return False
+    inside = list(getattr(value, "__dict__", {}).values())
+    if isinstance(value, Mapping):
+        inside += value.values()
+    elif isinstance(value, (list, tuple, set)):
+        inside += value
+    return any(_holds_tensor(each, depth - 1) for each in inside)
+
+
+def label(key: Key) -> str:
+    """The output's name in logs: the key itself, ``output_0`` of a position."""
+    return key if isinstance(key, str) else f"output_{key}"
+
+
+def children(value: Any) -> Tuple[Any, ...]:
+    """Keys of a mapping, fields of a named tuple or dataclass, else positions; () of a leaf."""
+    if isinstance(value, Mapping):
+        return tuple(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return tuple(field.name for field in dataclasses.fields(value))
+    if isinstance(value, (tuple, list)):
+        return tuple(getattr(value, "_fields", range(len(value))))
+    return ()
+
+
+def listed(value: Any) -> str:
+    """What came, for a sentence: the type, and the keys or the length if it has any."""
+    keys = children(value)
+    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+        return f"{type(value).__name__} of {len(value)}"
+    if not keys and not isinstance(value, Mapping):
+        return type(value).__name__
+    return f"{type(value).__name__} with {[str(key) for key in keys]}"
+
+
+def pick(value: Any, key: Key, role: str, kind: Type[ConfigurationError]) -> Any:
+    """One output of several.
+
+    Args:
+        value: a mapping, named tuple or dataclass for a name; a tuple or list for a position.
+        key: which one.
+        role: what the value is, for the message: "the module's outputs", "the target".
+        kind: of the error.
+
+    Raises:
+        ConfigurationError: of that kind; nothing is there under this name or position.
+    """
+    if isinstance(key, int):
+        if isinstance(value, (tuple, list)):
+            if key < len(value):
+                return value[key]
+            raise kind(
+                f"{role} must have an element {key}, got {listed(value)}. Give as many as there "
+                "are outputs, in the order in which the module returns them."
+            )
+        raise kind(
+            f"{role} must be a tuple or list to be taken by position, got {listed(value)}. "
+            f"{_by_name(value, key)}"
+        )
+    if isinstance(value, Mapping) and key in value:
+        return value[key]
+    keys = children(value)
+    if not isinstance(value, Mapping) and key in keys:
+        return getattr(value, key)
+    if any(isinstance(name, str) for name in keys) or isinstance(value, Mapping):
+        raise kind(
+            f"{role} must hold {key!r}, got {listed(value)}. Use one of the names that are there, "
+            "or add it."
+        )
+    raise kind(
+        f"{role} must be a mapping, named tuple or dataclass to be taken by name ({key!r}), got "
+        f"{listed(value)}. Give a dict, or losses and metrics as a list by position."
+    )
+
+
+def _by_name(value: Any, key: int) -> str:
+    names: List[str] = [str(name) for name in children(value)]
+    if names:
+        return f"Give losses and metrics as a dict by name: {{{names[0]!r}: ...}}."
+    return f"Give a tuple with the one for each output; this is about output {key}."

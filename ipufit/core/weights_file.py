@@ -1,0 +1,293 @@
+"""Weights in a safetensors file, which any program that knows safetensors and torch can load."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import threading
+import zipfile
+from typing import Any, Dict, List, Mapping, Optional, Union
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.torch_version import TorchVersion
+
+from ipufit._version import __version__
+from ipufit.errors import ConfigurationError
+from ipufit.utils.files import sync_folder, write_tensors
+
+__all__ = ["Snapshot", "described", "differences", "load_weights", "save_weights"]
+
+
+TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+
+# Before it, a file could run code in spite of weights_only (CVE-2025-32434).
+_SAFE = "2.6"
+
+
+def read_torch(path: str) -> Dict[str, Tensor]:
+    """The tensors of a state dict, by name.
+
+    Raises:
+        ConfigurationError: this torch reads no such file safely, or it is something else.
+    """
+    if TorchVersion(torch.__version__) < TorchVersion(_SAFE):
+        raise ConfigurationError(
+            f"a file of torch.save can be read safely from torch 2.6 on, got {path!r} and torch "
+            f"{torch.__version__}. Convert it with a newer torch: "
+            "safetensors.torch.save_file(torch.load(path, weights_only=True), 'w.safetensors')."
+        )
+    try:
+        _refuse_bombs(path)
+        state: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ConfigurationError(
+            f"load_weights reads what torch.save(module.state_dict(), path) writes, but {path!r} "
+            f"can't be read as that: {type(error).__name__}: {_first_line(error)}. Save the "
+            "state_dict again, or use safetensors."
+        ) from error
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise _other(path, f"a {type(state).__name__}")
+    wrong = [name for name, value in state.items() if not isinstance(value, Tensor)]
+    if wrong:
+        raise _other(path, f"{type(state[wrong[0]]).__name__} under {wrong[0]!r}")
+    return dict(state)
+
+
+def _refuse_bombs(path: str) -> None:
+    """Torch stores its tensors as they are; what is packed may be of any size.
+
+    Raises:
+        ValueError: something in it is packed, or said to be larger than the file.
+        OSError, zipfile.BadZipFile: it is no file of torch's present format.
+    """
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+        raise ValueError("it is compressed, as torch.save never does")
+    if sum(member.file_size for member in members) > os.path.getsize(path):
+        raise ValueError("it says that it holds more than it does")
+
+
+def _other(path: str, came: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"load_weights reads a dict of tensors by name, but {path!r} holds {came}. Save "
+        "module.state_dict() alone."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0].rstrip(".")
+
+
+Path = Union[str, "os.PathLike[str]"]
+_SUFFIX = ".safetensors"
+
+
+def described(module: nn.Module, updates: int) -> Dict[str, str]:
+    """What a file says of the weights in it."""
+    kind = type(module)
+    about = {
+        "ipufit": __version__,
+        "torch": str(torch.__version__),
+        "module": f"{kind.__module__}.{kind.__qualname__}",
+        "updates": updates,
+    }
+    return {"ipufit": json.dumps(about)}
+
+
+def save_weights(module: nn.Module, path: Path, about: Optional[Mapping[str, str]] = None) -> None:
+    """Write ``module.state_dict()`` to one file.
+
+    ``module.load_state_dict(safetensors.torch.load_file(path))`` reads it, without ipufit. A
+    tensor with several names is stored under each. The file appears under its name only when it is
+    complete; one that was there before is kept until then.
+
+    Args:
+        module: its parameters, persistent buffers and extra state of tensors are written.
+        path: ends with ".safetensors"; its folder exists.
+        about: what the file's metadata say besides.
+
+    Raises:
+        ConfigurationError: the path can't be written, or the state is not all tensors.
+    """
+    target = checked_path(path)
+    tensors = {}
+    for name, value in module.state_dict().items():
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            what = f"a tensor of layout {value.layout}" if isinstance(value, Tensor) else ""
+            raise ConfigurationError(
+                f"a file of weights holds dense tensors only, but {name!r} in the module's "
+                f"state_dict is {what or 'of type ' + type(value).__name__}. Return a tensor from "
+                "get_extra_state, or save this part on its own."
+            )
+        # A copy: names of one tensor, and views into a larger one, are stored as tensors apart.
+        tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+    _write(tensors, target, {"format": "pt", **(about or {})})
+
+
+def checked_path(path: Path) -> str:
+    """The path of a file to write as a string.
+
+    Raises:
+        ConfigurationError: it has another suffix, is a folder, or its folder is missing.
+    """
+    target = os.fspath(path)
+    if not isinstance(target, str) or not target.endswith(_SUFFIX):
+        raise ConfigurationError(
+            f"weights are written in the format of safetensors, so their path must end with "
+            f"{_SUFFIX!r}, got {target!r}. Try 'weights{_SUFFIX}'."
+        )
+    folder = os.path.dirname(target) or "."
+    if os.path.isdir(target) or not os.path.isdir(folder):
+        found = f"{target!r} is a folder" if os.path.isdir(target) else f"{folder!r} is none"
+        raise ConfigurationError(
+            f"weights are written to a file in a folder that exists, but {found}. Make the folder, "
+            "or choose another path."
+        )
+    return target
+
+
+def _write(tensors: Dict[str, Tensor], target: str, metadata: Dict[str, str]) -> None:
+    # Beside the target: only within one file system a file is put in place at once.
+    folder, name = os.path.split(target)
+    part = os.path.join(folder, f".{name}.{os.getpid()}.{threading.get_ident()}.part")
+    try:
+        try:
+            write_tensors(part, tensors, metadata)
+        except (KeyError, ValueError, safetensors.SafetensorError) as error:
+            dtypes = sorted({str(tensor.dtype) for tensor in tensors.values()})
+            raise ConfigurationError(
+                f"the installed safetensors can't store these weights ({', '.join(dtypes)}): "
+                f"{error}. Convert them with module.to(dtype)."
+            ) from error
+        os.replace(part, target)
+        sync_folder(folder or ".")
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(part)
+        raise
+
+
+def load_weights(module: nn.Module, path: Path, strict: bool = True) -> None:
+    """Read a file of weights into the module's own tensors, in place.
+
+    Everything is compared before anything is changed.
+
+    Args:
+        module: has tensors of the same names and shapes.
+        path: of a safetensors file, or of one that ``torch.save(module.state_dict(), path)`` wrote.
+        strict: every name and every dtype must agree; a floating-point dtype may become a wider
+            one. False leaves out what only one side has, and converts dtypes.
+
+    Raises:
+        ConfigurationError: the file can't be read, or does not fit; with all differences.
+    """
+    if not isinstance(strict, bool):
+        raise ConfigurationError(f"strict must be True or False, got {strict!r}.")
+    stored = _read(path)
+    own: Dict[str, Any] = module.state_dict()
+    faults = differences(own, stored, "the file", strict)
+    if faults:
+        advice = "Load it into a module like the one it was saved from."
+        if strict and not any(": shape " in fault for fault in faults):
+            advice += " Pass strict=False to load what both have."
+        raise ConfigurationError(
+            f"the weights in {os.fspath(path)!r} must fit the module {type(module).__name__}, but "
+            f"they differ:\n" + "\n".join(f"  {fault}" for fault in faults) + f"\n{advice}"
+        )
+    fitting = {name: value for name, value in stored.items() if name in own}
+    with torch.no_grad():
+        module.load_state_dict(fitting, strict=False)
+
+
+def _read(path: Path) -> Dict[str, Tensor]:
+    if os.fspath(path).endswith(TORCH_SUFFIXES):
+        return read_torch(os.fspath(path))
+    try:
+        return safetensors.torch.load_file(os.fspath(path))
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ConfigurationError(
+            f"load_weights reads a file of safetensors, but {os.fspath(path)!r} can't be read as "
+            f"one: {error}. Files of torch.save have another suffix, one of "
+            f"{', '.join(TORCH_SUFFIXES)}."
+        ) from error
+
+
+def differences(
+    own: Mapping[str, Any],
+    stored: Mapping[str, Tensor],
+    where: str,
+    strict: bool = True,
+    widens: bool = True,
+) -> List[str]:
+    """What does not fit, a line each.
+
+    Args:
+        own: of the module; what is no tensor is passed over.
+        stored: what is to take its place.
+        where: the latter is, for the text.
+        strict: whether names and dtypes must agree.
+        widens: whether a floating-point dtype may become a wider one all the same.
+    """
+    faults = []
+    if strict:
+        faults += [f"{name}: missing in {where}" for name in own if name not in stored]
+        faults += [f"{name}: only in {where}" for name in stored if name not in own]
+    for name, mine in own.items():
+        value = stored.get(name)
+        if value is None or not isinstance(mine, Tensor):
+            continue
+        fits = value.dtype == mine.dtype or (widens and _widens(value.dtype, mine.dtype))
+        if mine.shape != value.shape:
+            shapes = f"{tuple(value.shape)} in {where}, {tuple(mine.shape)} in the module"
+            faults.append(f"{name}: shape {shapes}")
+        elif strict and not fits:
+            faults.append(f"{name}: {value.dtype} in {where}, {mine.dtype} in the module")
+    return faults
+
+
+def _widens(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether every value of one dtype has its equal in the other."""
+    both_floating = source.is_floating_point and target.is_floating_point
+    return source == target or (both_floating and torch.promote_types(source, target) == target)
+
+
+class Snapshot:
+    """Copies of a module's parameters, buffers and extra state at one moment.
+
+    Args:
+        module: buffers that its state_dict leaves out are copied too.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        tensors = [*module.parameters(), *module.buffers()]
+        self._copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        self._extra = {
+            name: copy.deepcopy(value)
+            for name, value in module.state_dict().items()
+            if name.rpartition(".")[2] == "_extra_state"
+        }
+
+    def state_dict(self) -> Dict[str, Any]:
+        """The copies, for a checkpoint."""
+        return {"tensors": [value for _, value in self._copies], "extra": self._extra}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take other copies."""
+        pairs = zip(self._copies, state["tensors"])
+        self._copies = [(tensor, value.to(tensor.device)) for (tensor, _), value in pairs]
+        self._extra = dict(state["extra"])
+
+    def restore(self) -> None:
+        """Put the values back, in place: a running program works on these very tensors."""
+        with torch.no_grad():
+            for tensor, value in self._copies:
+                tensor.copy_(value)
+            if self._extra:
+                self._module.load_state_dict(copy.deepcopy(self._extra), strict=False)

@@ -1,0 +1,377 @@
+"""Every form in which data may come, brought to a source of batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from typing import Any, Iterable, List, Mapping, Optional, Tuple
+
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+from ipufit.core.batch import Mode
+from ipufit.data.arrays import ArrayLoader, EpochOrder, is_array
+from ipufit.data.sharding import Sharded
+from ipufit.data.source import Source
+from ipufit.data.tables import as_tensors, frame_as_array, is_frame, is_table
+from ipufit.data.weights import ClassWeights, refuse_bad_weights
+from ipufit.errors import ConfigurationError, DataError
+from ipufit.losses.module_loss import OwnLoss
+from ipufit.utils import tree
+from ipufit.utils.error_collector import Faults, at_least
+
+__all__ = [
+    "DEFAULT_BATCH_SIZE",
+    "Given",
+    "are_inputs",
+    "comes_in_samples",
+    "open_data",
+    "split_data",
+]
+
+DEFAULT_BATCH_SIZE = 32  # Keras'
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What a user passed as data, as it came.
+
+    Attributes:
+        role: what it is for, such as "training data".
+        x: in any form.
+        y, sample_weight: beside tensors and arrays.
+        class_weight: by class index.
+        batch_size: of tensors, arrays and datasets.
+        shuffle: of tensors, arrays and map-style datasets.
+        shuffles: the default of ``shuffle``.
+        batch_size_name: the argument that the user knows.
+        are_inputs: whether ``x`` is a tuple or list of arrays that forward is called with.
+    """
+
+    role: str
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+    class_weight: Any = None
+    batch_size: Any = None
+    shuffle: Any = None
+    shuffles: bool = False
+    batch_size_name: str = "batch_size"
+    are_inputs: bool = False
+
+    def as_arrays(self) -> Given:
+        """The data with what pandas or the datasets library holds as arrays and tensors.
+
+        Raises:
+            DataError: a frame holds something else than numbers.
+        """
+        x = as_tensors(self.x)
+        parts = {"x": x, "y": self.y, "sample_weight": self.sample_weight}
+        # A long list without a target is one of batches, which are looked at as they come.
+        is_nested = isinstance(x, Mapping) or self.y is not None or self.are_inputs
+        for name, part in parts.items():
+            if is_frame(part) or (is_nested and isinstance(part, (Mapping, tuple, list))):
+                pairs, structure = tree.flatten_with_paths(part, name)
+                leaves = [self._as_array(path, leaf) for path, leaf in pairs]
+                parts[name] = tree.unflatten(leaves, structure)
+        return dataclasses.replace(self, **parts)
+
+    def _as_array(self, path: str, leaf: Any) -> Any:
+        return frame_as_array(leaf, f"{self.role}: {path}") if is_frame(leaf) else leaf
+
+
+def open_data(given: Given, mode: Mode, own_loss: OwnLoss) -> Source:
+    """A source of batches for data in any form.
+
+    Args:
+        given: what came.
+        mode: what the batches are for.
+        own_loss: whether the module computes its own loss.
+
+    Raises:
+        DataError: it is not data.
+        ConfigurationError: arguments that don't go with this form; all of them.
+    """
+    faults = Faults()
+    is_cut = isinstance(given.x, Sharded)
+    if is_cut:
+        given = dataclasses.replace(given, x=given.x.loader)
+    given = given.as_arrays()
+    _refuse_table(given)
+    kind = _kind(given)
+    size = DEFAULT_BATCH_SIZE
+    with faults.collected():
+        if given.batch_size is not None:
+            size = at_least(given.batch_size_name, given.batch_size, 1, " or None")
+    with faults.collected():
+        _refuse_no_flag(given.shuffle)
+    for check in (_refuse_batch_size, _refuse_shuffle, _refuse_parts):
+        with faults.collected():
+            check(given, kind)
+    with faults.collected():
+        class_weights = _class_weights(given, own_loss)
+    if kind == "arrays":
+        with faults.collected():
+            _refuse_missing_or_weights(given, mode, own_loss)
+    faults.raise_all()
+    shuffles = given.shuffles if given.shuffle is None else given.shuffle
+    if kind == "arrays":
+        return _of_arrays(given, mode, size, shuffles, class_weights)
+    if kind == "dataset":
+        return _of_dataset(given, size, shuffles, class_weights, is_cut)
+    loader = DataLoader(given.x, batch_size=size) if kind == "stream" else given.x
+    return Source(loader, given.role, class_weights=class_weights, is_cut=is_cut)
+
+
+def comes_in_samples(given: Given) -> bool:
+    """Whether batches are made here, so that there is a batch size to choose."""
+    return _kind(given) != "loader"
+
+
+def are_inputs(module: nn.Module, x: Any) -> bool:
+    """Say whether forward takes the parts of a bare tuple or list of arrays as its arguments.
+
+    A list is one of batches wherever forward can take a single one of them.
+    """
+    if not isinstance(x, (tuple, list)) or hasattr(x, "_fields") or len(x) < 2:
+        return False
+    if not all(is_array(part) or is_frame(part) for part in x):
+        return False
+    return _can_bind(module, *x) and (isinstance(x, tuple) or not _can_bind(module, x[0]))
+
+
+def _can_bind(module: nn.Module, *inputs: Any) -> bool:
+    try:
+        inspect.signature(module.forward).bind(*inputs)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _kind(given: Given) -> str:
+    """One of "arrays", "dataset", "stream" (an IterableDataset), or "loader" (anything else)."""
+    x = given.x.loader if isinstance(given.x, Sharded) else given.x
+    if isinstance(x, DataLoader):
+        return "loader"
+    if isinstance(x, Dataset):
+        return "stream" if isinstance(x, IterableDataset) else "dataset"
+    if is_table(x):
+        return "dataset"
+    if is_array(x) or is_frame(x) or isinstance(x, Mapping) or given.are_inputs:
+        return "arrays"
+    if isinstance(x, (tuple, list)) and not hasattr(x, "_fields"):
+        if given.y is not None:
+            return "arrays"
+        _refuse_bare_sequence(x, given.role)
+    return "loader"
+
+
+def _refuse_bare_sequence(x: Any, role: str) -> None:
+    """A list is a list of batches; numbers are none, and of a tuple nobody knows what it means."""
+    if isinstance(x, tuple) and x and all(is_array(part) for part in x):
+        raise DataError(
+            f"{role} must say what each part is, got a tuple of {len(x)} tensors or arrays. Pass "
+            "inputs and target apart, fit(x, y); several inputs as fit((first, second), y), or by "
+            "name, {'first': first, 'second': second}."
+        )
+    leaves = tree.flatten(x[0])[0] if x else []
+    if x and isinstance(x[0], Mapping) and not any(map(is_array, leaves)):
+        raise DataError(
+            f"{role} must be tensors, arrays or batches of them, got a {type(x).__name__} of "
+            f"samples, each a {type(x[0]).__name__} of {type(leaves[0] if leaves else x).__name__} "
+            "values. Pass DataLoader(x, batch_size=..., collate_fn=...) with a collate_fn that "
+            "makes tensors, such as transformers.default_data_collator."
+        )
+    if leaves and all(isinstance(leaf, (bool, int, float, complex, str)) for leaf in leaves):
+        raise DataError(
+            f"{role} must be tensors, arrays or batches of them, got a {type(x).__name__} of "
+            f"{type(leaves[0]).__name__} values. Make one tensor of it: torch.tensor(x)."
+        )
+
+
+def _refuse_no_flag(shuffle: Any) -> None:
+    if shuffle is not None and not isinstance(shuffle, bool):
+        raise ConfigurationError(f"shuffle must be True, False or None, got {shuffle!r}.")
+
+
+def _refuse_batch_size(given: Given, kind: str) -> None:
+    if given.batch_size is not None and kind == "loader":
+        raise ConfigurationError(
+            f"{given.batch_size_name} goes with tensors, arrays and datasets, but the "
+            f"{given.role} comes in batches already, from a {type(given.x).__name__}. Set it there."
+        )
+
+
+def _refuse_shuffle(given: Given, kind: str) -> None:
+    if given.shuffle is not None and kind in ("loader", "stream"):
+        raise ConfigurationError(
+            f"shuffle goes with tensors, arrays and map-style datasets, but the {given.role} has "
+            f"an order of its own, from a {type(given.x).__name__}. Set it there."
+        )
+
+
+def _refuse_parts(given: Given, kind: str) -> None:
+    parts = {"y": given.y, "sample_weight": given.sample_weight}
+    names = [name for name, value in parts.items() if value is not None]
+    if names and kind != "arrays":
+        raise ConfigurationError(
+            f"{' and '.join(names)} {'goes' if len(names) == 1 else 'go'} with tensors and arrays, "
+            f"but the {given.role} comes from a {type(given.x).__name__}, which yields all parts "
+            "of a sample. Let it yield (inputs, target) or (inputs, target, sample_weight)."
+        )
+
+
+def _class_weights(given: Given, own_loss: OwnLoss) -> Optional[ClassWeights]:
+    if given.class_weight is None:
+        return None
+    if own_loss:
+        raise _no_weights("class_weight")
+    if given.sample_weight is not None:
+        raise ConfigurationError(
+            "class_weight and sample_weight both say how much a sample counts. Pass one of them; "
+            "for both, multiply them into sample_weight."
+        )
+    return ClassWeights(given.class_weight)
+
+
+def _no_weights(name: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{name} needs a loss that compile was given, but the module computes its own "
+        "(loss=None). Let forward take the weights, or pass loss= to compile."
+    )
+
+
+def _refuse_missing_or_weights(given: Given, mode: Mode, own_loss: OwnLoss) -> None:
+    if given.sample_weight is not None and own_loss:
+        raise _no_weights("sample_weight")
+    if given.y is None and given.sample_weight is not None:
+        raise ConfigurationError(
+            "sample_weight goes with a target, but y is None. Pass y= beside x."
+        )
+    if given.y is None and mode is not Mode.PREDICT and not own_loss:
+        raise ConfigurationError(
+            f"the {given.role} needs a target for the loss, but y is None. Pass y= beside x, or "
+            "use compile(loss=None) if the module computes its own loss."
+        )
+
+
+def _of_arrays(
+    given: Given,
+    mode: Mode,
+    batch_size: int,
+    shuffle: bool,
+    class_weights: Optional[ClassWeights],
+) -> Source:
+    parts = [given.x, given.y, given.sample_weight]
+    roots = ("x", "y", "sample_weight")
+    names: List[str] = []
+    weight_names: List[str] = []
+    for part, root in zip(parts, roots):
+        weight_names = []
+        for path, leaf in tree.flatten_with_paths(part, root)[0]:
+            _refuse_no_array(path, leaf, root, given.role)
+            weight_names.append(path)
+        names += weight_names
+    if not names or not tree.flatten(given.x)[0]:
+        raise DataError(f"{given.role}: x holds no tensor or array. Pass at least one.")
+    raw = (given.x,) if given.are_inputs else given.x
+    if given.y is not None:
+        raw = (given.x, given.y)
+    if given.sample_weight is not None:
+        raw = (given.x, given.y, given.sample_weight)
+    loader = ArrayLoader(raw, names, batch_size, given.role)
+    if given.sample_weight is not None:
+        refuse_bad_weights(given.sample_weight, weight_names, given.role, mode is Mode.TRAIN)
+    return Source(loader, given.role, loader.rows if shuffle else None, class_weights=class_weights)
+
+
+def _refuse_table(given: Given) -> None:
+    """A table would be read as an iterable, of the names of its columns or of its rows."""
+    kind = type(given.x)
+    if hasattr(kind, "to_numpy") or hasattr(kind, "toarray"):
+        _refuse_no_array("x", given.x, "x", given.role)
+
+
+def _refuse_no_array(path: str, leaf: Any, root: str, role: str) -> None:
+    if is_array(leaf):
+        return
+    if isinstance(leaf, (bool, int, float, complex)):
+        raise DataError(
+            f"{role}: {path} must be a tensor or an array with one row per sample, got the number "
+            f"{leaf!r}. Make one tensor of the list: torch.tensor({root})."
+        )
+    cure = "Pass its numbers, such as .to_numpy(), or torch.tensor(...) of them."
+    if hasattr(leaf, "toarray"):
+        cure = "Pass its numbers, such as .toarray()."
+    raise DataError(
+        f"{role}: {path} must be a tensor or a NumPy array, got {type(leaf).__name__}. {cure}"
+    )
+
+
+def _of_dataset(
+    given: Given,
+    batch_size: int,
+    shuffle: bool,
+    class_weights: Optional[ClassWeights],
+    is_cut: bool,
+) -> Source:
+    dataset = given.x
+    try:
+        len(dataset)
+    except (TypeError, NotImplementedError) as error:
+        raise DataError(
+            f"{given.role}: the dataset {type(dataset).__name__} must have __len__, so that its "
+            "samples can be picked by index. Add it, or derive from "
+            "torch.utils.data.IterableDataset."
+        ) from error
+
+    def shuffled(key: int) -> Iterable[Any]:
+        # Its present length: a callback may have changed the dataset.
+        return DataLoader(dataset, batch_size=batch_size, sampler=EpochOrder(len(dataset), key))
+
+    loader: Any = DataLoader(dataset, batch_size=batch_size)
+    order = shuffled if shuffle else None
+    return Source(loader, given.role, order, class_weights=class_weights, is_cut=is_cut)
+
+
+def split_data(given: Given, fraction: Any, held_out: Given) -> Tuple[Given, Given]:
+    """What to train on, and the last ``fraction`` of the samples to hold out.
+
+    Args:
+        given: known to be good.
+        fraction: between 0 and 1.
+        held_out: what the second part is for, and its batch size.
+
+    Raises:
+        ConfigurationError: it can't be split, or a part would be empty.
+    """
+    given = given.as_arrays()
+    kind = _kind(given)
+    if kind not in ("arrays", "dataset"):
+        raise ConfigurationError(
+            "validation_split goes with tensors, arrays and map-style datasets, but the "
+            f"{given.role} comes from a {type(given.x).__name__}. Pass validation_data."
+        )
+    leaves = tree.flatten(given.x)[0]
+    samples = len(given.x) if kind == "dataset" else int(leaves[0].shape[0])
+    # Keras' own expression: another one may round to another size.
+    first = math.floor(samples * (1.0 - fraction))
+    if first in (0, samples):
+        raise ConfigurationError(
+            f"validation_split={fraction} must leave samples for both parts, but of {samples} it "
+            f"leaves {first} to train on and {samples - first} to hold out. Choose another "
+            "fraction, or pass validation_data."
+        )
+    parts = []
+    for template, rows in ((given, range(first)), (held_out, range(first, samples))):
+        if kind == "dataset":
+            parts.append(dataclasses.replace(template, x=Subset(given.x, rows)))
+            continue
+        cut = slice(rows.start, rows.stop)
+        x, y, weight = (
+            tree.map_leaves(lambda leaf, cut=cut: leaf[cut], part)  # type: ignore[misc]
+            for part in (given.x, given.y, given.sample_weight)
+        )
+        parts.append(dataclasses.replace(template, x=x, y=y, sample_weight=weight))
+    return parts[0], parts[1]

@@ -1,0 +1,353 @@
+"""One source as the executions of each epoch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from typing import Any, Callable, Generator, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+
+from ipufit.core.batch import CombinedBatch, MicroBatch, Mode, Place
+from ipufit.core.plan import Plan
+from ipufit.data.batches import Unpacker, executions, portioned_executions
+from ipufit.data.casting import Casting
+from ipufit.data.prefetch import prefetched
+from ipufit.data.rank_shards import Ledger, Portion
+from ipufit.data.read_errors import is_dead_worker, told_dead_worker
+from ipufit.data.rows import Horizon, Picked, batch_count
+from ipufit.data.source import Source
+from ipufit.data.weights import refuse_zero_update
+from ipufit.errors import DataError
+from ipufit.losses.module_loss import OwnLoss
+from ipufit.utils.interrupts import is_interrupted
+from ipufit.utils.preserve import generators_kept
+from ipufit.utils.random_streams import DataStream, stream_key
+
+__all__ = ["Feed", "Stage"]
+
+_NO_BATCH = object()
+
+Stage = Callable[[CombinedBatch], CombinedBatch]
+
+
+class _Sought(NamedTuple):
+    """Where an epoch begins.
+
+    Attributes:
+        place: of the data.
+        updates: of the epoch that are done.
+    """
+
+    place: Place
+    updates: int
+
+
+class Feed:
+    """One source, cut into the executions of a plan.
+
+    Args:
+        source: the data.
+        mode: train, evaluate or predict.
+        own_loss: whether the module computes its own loss.
+        seed: of the order of samples, and of the random numbers that the loader draws from torch
+            in this process.
+        domain: keeps them apart from those of other sources.
+        cut_every: an execution ends wherever the number of updates fed so far is a multiple of one
+            of these.
+        prefetch: executions that a thread prepares ahead; 0 for none.
+        casting: chooses the dtypes of batches.
+
+    Attributes:
+        tells_place: whether somebody wants to know where the data stands after an execution.
+        unpacker: makes micro-batches of what the source yields.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        mode: Mode,
+        own_loss: OwnLoss,
+        seed: int,
+        domain: str,
+        cut_every: Sequence[int] = (),
+        prefetch: int = 0,
+        casting: Optional[Casting] = None,
+    ) -> None:
+        self._source = source
+        self.unpacker = Unpacker(source, mode, own_loss, casting)
+        self._mode = mode
+        self._seed = seed
+        self._domain = domain
+        self._cut_every = tuple(cut_every)
+        self._prefetch = prefetch
+        self._updates = 0
+        self._horizon = Horizon()
+        self._open: Optional[Generator[Any, None, None]] = None
+        self._ahead: Optional[Iterator[Any]] = None
+        self._ahead_epoch = -1
+        self._place = Place(0, 0)
+        self.tells_place = False
+        self._sought: Optional[_Sought] = None
+        # Of several processes: what all of them read, and where the passes over it begin.
+        self._ledger: Optional[Ledger] = None
+        self._portion: Optional[Portion] = None
+        self._begun: List[Tuple[int, Place]] = []
+        self._process: Optional[int] = None
+
+    def _start(self, epoch: int, plan: Plan) -> Iterator[Any]:
+        """The raw batches of an epoch: a pass over the source, or the next part of many passes."""
+        is_portion = self._source.is_portioned
+        sought, self._sought = self._sought, None
+        skip = done = 0
+        if sought is not None:
+            skip, done = self._source.go_to(sought.place)
+        if self._mode is Mode.TRAIN and plan.fixed_updates is not None:
+            count = plan.fixed_updates * plan.micro_batches_per_update
+            if self._open is None:
+                number = epoch if sought is None else sought.place.number
+                if sought is None and self._source.micro_batches:
+                    number, skip = divmod(epoch * count, self._source.micro_batches)
+                self._count_anew(skip if is_portion else None)
+                self._open = self._passes(plan, number, skip, done)
+            if is_portion:
+                return self._open
+            left = plan.fixed_updates - (0 if sought is None else sought.updates)
+            return _first(self._open, left * plan.micro_batches_per_update)
+        self._close_open()
+        self._count_anew(skip if is_portion else None)
+        self._open = self._pass(plan, epoch, skip, done)
+        return self._open
+
+    def _count_anew(self, skipped: Optional[int]) -> None:
+        """Begin to note what other processes read, if there are any."""
+        self._ledger = None if skipped is None else Ledger(skipped)
+        self._begun = []
+
+    def _pass(self, plan: Plan, number: int, skip: int, done: int) -> Generator[Any, None, None]:
+        """One pass over the source.
+
+        Args:
+            plan: says which of its batches this process reads.
+            number: of the pass.
+            skip: batches at its beginning that are read, but not wanted.
+            done: batches that the source itself leaves out.
+        """
+        stream = DataStream(self._seed, self._domain, number)
+        key = stream_key(self._seed, self._domain, "order", number)
+        read, generators = done, self._source.generator_states()
+        self._place = Place(number, read, generators)
+        portion = self._portion = self._portion_of(plan, stream, self._place)
+        if self._process is not None:
+            # Whatever is drawn for the samples themselves is drawn anew in each process.
+            stream = DataStream(self._seed, self._domain, number, "process", self._process)
+        skip = skip if portion is None else portion.count(skip)
+        with contextlib.ExitStack() as skipping:
+            if skip:
+                # What is read once more draws once more.
+                skipping.enter_context(generators_kept())
+            for raw in self._source.epoch(stream, key, self._horizon, portion):
+                for each in raw.apart() if isinstance(raw, Picked) and read < skip else [raw]:
+                    read += batch_count(each)
+                    self._place = Place(number, read, generators)
+                    if read > skip:
+                        yield each
+                    elif read == skip:
+                        skipping.close()
+                    del each
+                del raw
+
+    def _portion_of(self, plan: Plan, stream: DataStream, begin: Place) -> Optional[Portion]:
+        """What this process reads of the pass that begins; None for all."""
+        if self._ledger is None:
+            return None
+        self._begun.append((self._ledger.known, begin))
+        drawing = contextlib.nullcontext if self._source.draws_nothing else stream.active
+        return Portion(plan, self._ledger, self._ledger.known, drawing)
+
+    def _passes(self, plan: Plan, number: int, skip: int, done: int) -> Generator[Any, None, None]:
+        """Pass after pass, from one of its batches on."""
+        while True:
+            yield from self._pass(plan, number, skip, done)
+            if not (self._place.batches if self._portion is None else self._portion.total):
+                return
+            number, skip, done = number + 1, 0, 0
+
+    def seek(self, place: Place, updates: int, fed: int) -> None:
+        """Let the next epoch to be read begin in its middle, as another run has left it.
+
+        Args:
+            place: of the last execution that was done.
+            updates: of that epoch that are done.
+            fed: updates of the whole run that are done.
+        """
+        self.close()
+        self._sought = _Sought(place, updates)
+        self._updates = fed
+
+    def after(self, epoch: int, last: Optional[Place]) -> Optional[Place]:
+        """Where the data stands after an epoch whose last execution left it there."""
+        if self._ahead is not None:
+            # Its first batch was looked at.
+            return dataclasses.replace(self._place, batches=self._place.batches - 1)
+        if self._open is not None:
+            return last  # a pass that the next epoch goes on with
+        own = self._source.own_place(between_epochs=True)
+        return Place(epoch + 1, 0, self._source.generator_states(), own)
+
+    def peek(self, epoch: int, plan: Plan) -> MicroBatch:
+        """The first micro-batch of an epoch, which starts here and goes on where it is read next.
+
+        Raises:
+            DataError: there is none, or the program can't take it.
+        """
+        plan = self._read_by(plan)
+        batches = self._start(epoch, plan)
+        self._horizon.batches = 1
+        first = next(batches, _NO_BATCH)
+        self._ahead_epoch = epoch
+        if first is _NO_BATCH:
+            self._ahead = batches
+            if self._portion is None or self._portion.example is None:
+                raise self._source.no_batches(epoch)
+            # All batches are read by other processes; what they look like must be known here too.
+            return self.unpacker.each(self._portion.example(), 0)[0]
+        micro_batch = self.unpacker.each(first, 0)[0]
+        self._ahead = itertools.chain([first], batches)
+        return micro_batch
+
+    @property
+    def order(self) -> int:
+        """Tells the order of the samples that were looked at so far from another one, if it can."""
+        return 0 if self._ledger is None else self._ledger.latest
+
+    @property
+    def role(self) -> str:
+        """Name the purpose of the batches, such as "training data"."""
+        return self._source.role
+
+    @property
+    def micro_batch_size(self) -> Optional[int]:
+        """The loader's, or that of the first batch seen."""
+        return self.unpacker.micro_batch_size
+
+    def executions(
+        self, epoch: int, plan: Plan, stage: Optional[Stage] = None
+    ) -> Generator[CombinedBatch, None, None]:
+        """All of an epoch's executions, the smaller last one included. Close it when done.
+
+        Args:
+            epoch: its index.
+            plan: of the executions.
+            stage: what each goes through as soon as it is prepared, in the thread that does so.
+
+        Raises:
+            DataError: the epoch has no batch, fewer than were asked for, or one that the program
+                can't take.
+        """
+        prepared = self._prepared(epoch, self._read_by(plan), stage)
+        groups = prefetched(prepared, self._prefetch, self._source.give_up)
+        with contextlib.closing(groups):
+            yield from groups
+
+    def _read_by(self, plan: Plan) -> Plan:
+        """The plan by which this process reads."""
+        self._process = plan.process if plan.processes > 1 else None
+        return plan if self._source.is_portioned else plan.alone
+
+    def _prepared(
+        self, epoch: int, plan: Plan, stage: Optional[Stage]
+    ) -> Generator[CombinedBatch, None, None]:
+        batches, self._ahead = self._ahead, None
+        done = 0 if self._sought is None else self._sought.updates
+        if batches is None or self._ahead_epoch != epoch:
+            batches = self._start(epoch, plan)
+        check = None
+        if self._mode is Mode.TRAIN and self._process is None:
+            check = functools.partial(refuse_zero_update, role=self._source.role)
+
+        def coming() -> int:
+            return self._until_cut(plan, done)
+
+        reuses, horizon = self._source.reuses_memory, self._horizon
+        if self._ledger is None:
+            made = executions(batches, self.unpacker.each, plan, reuses, check, coming, horizon)
+        else:
+            given = (self._ledger, coming, horizon, reuses)
+            made = portioned_executions(batches, self.unpacker.each, plan, *given)
+        try:
+            for batch in made:
+                updates = batch.updates(plan)
+                done += updates
+                self._updates += updates
+                if self.tells_place:
+                    # To ask the data itself may take time.
+                    place = dataclasses.replace(self._here(), own=self._source.own_place())
+                    batch = dataclasses.replace(batch, place=place)
+                yield batch if stage is None else stage(batch)
+                del batch
+        finally:
+            if self._mode is not Mode.TRAIN or plan.fixed_updates is None:
+                self._close_open()
+        if not done:
+            raise self._source.no_batches(epoch)
+        if plan.fixed_updates is not None and done < plan.fixed_updates:
+            raise self._source.too_few(done, plan.fixed_updates, epoch, plan.training)
+
+    def _here(self) -> Place:
+        """Where the data stands after the last execution that was read."""
+        if self._ledger is None:
+            return self._place
+        end = self._ledger.begin
+        begin, place = next(each for each in reversed(self._begun) if each[0] < end)
+        return dataclasses.replace(place, batches=end - begin)
+
+    def _until_cut(self, plan: Plan, done: int) -> int:
+        """Updates of the next execution at most, after so many of its epoch."""
+        bounds = [every - self._updates % every for every in self._cut_every]
+        if plan.fixed_updates is not None and (plan.fixed_updates > done or self._ledger):
+            bounds.append(plan.fixed_updates - done)
+        return min([plan.device_iterations, *bounds])
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Tell of a worker process that ends during the block as of one that ends while read.
+
+        torch raises that from a signal, wherever the main thread is just then.
+
+        Raises:
+            DataError: one did.
+            KeyboardInterrupt: it did so by Ctrl-C, which all processes of a terminal get.
+        """
+        try:
+            yield
+        except (RuntimeError, DataError) as error:
+            if not is_dead_worker(error) and not is_dead_worker(error.__cause__):
+                raise
+            if is_interrupted(error):
+                raise KeyboardInterrupt from error
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"{self._source.role}: {told_dead_worker(error)}") from error
+
+    def close(self) -> None:
+        """Stop reading; safe twice."""
+        self._ahead = None
+        self._close_open()
+
+    def _close_open(self) -> None:
+        if self._open is not None:
+            opened, self._open = self._open, None
+            # After a second Ctrl-C the thread may still be reading; it closes when it is done.
+            if not getattr(opened, "gi_running", False):
+                opened.close()
+
+
+def _first(batches: Iterator[Any], count: int) -> Iterator[Any]:
+    """So many batches, of which never more are picked at once than are wanted."""
+    while count > 0:
+        raw = next(batches, _NO_BATCH)
+        if raw is _NO_BATCH:
+            return
+        yield raw
+        count -= batch_count(raw)

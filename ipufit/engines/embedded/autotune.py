@@ -1,0 +1,158 @@
+"""jit="auto" and compiled updates: looked for at once, measured, and compiled where that pays."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Callable, List, Optional
+
+from ipufit.core.batch import MicroBatch
+from ipufit.core.jit_modes import GRAPH, INDUCTOR
+from ipufit.engines.embedded.inductor.compilation import CompilerError
+from ipufit.engines.embedded.timing import fastest
+from ipufit.errors import ConfigurationError, NonFiniteLossError
+
+if TYPE_CHECKING:
+    from ipufit.engines.embedded.engine import Recorded
+    from ipufit.engines.embedded.inductor.compiled import CompiledUpdates
+
+__all__ = ["JitAutotuner", "Trial"]
+
+# Seconds that a compilation takes of a core, and how many times that it has to save to be begun:
+# what it will save is an estimate.
+_COMPILATION, _SURELY = 20.0, 2.0
+
+# What compiling may save: seconds of each recorded operator, which is what it costs to call one,
+# and no larger share of an update.
+_CALL, _LARGEST_SHARE = 5e-6, 0.7
+
+# Runs the next update compiled (or recorded, for None), takes it back, and returns its seconds.
+Trial = Callable[[Optional["CompiledUpdates"]], float]
+
+
+class JitAutotuner:
+    """Chooses between recorded and compiled updates of one training program.
+
+    A library that was kept is looked for before the first update, and one that the training still
+    to come pays for is compiled in the background. Once there is one, the next update is made in
+    both ways, taken back each time, and the choice holds for the rest of the process: the bits of
+    a run depend on what was chosen, and neither on when nor on ``device_iterations``.
+
+    Args:
+        compiled: not yet started.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self, compiled: CompiledUpdates, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.compiled = compiled
+        self._clock = clock
+        self._updates_to_come = 0
+        self._recorded: Optional[Recorded] = None
+        self._example: Optional[MicroBatch] = None
+        self._choice: Optional[str] = None
+        self._is_compiling = False
+        self._start = 0.0
+        self._seconds = math.inf
+        self._trials: List[float] = []
+        self._failure = ""
+
+    @property
+    def wins(self) -> bool:
+        """Say whether compiled updates have turned out to be faster."""
+        return self._choice == INDUCTOR
+
+    @property
+    def is_undecided(self) -> bool:
+        """Say whether the two ways of running have not been measured yet."""
+        return self._choice is None
+
+    def expect(self, updates: int) -> None:
+        """So many updates are to come."""
+        self._updates_to_come = updates
+
+    def enter(self, recorded: Recorded, example: MicroBatch) -> None:
+        """Look for a library of this program.
+
+        Args:
+            recorded: of a full micro-batch.
+            example: such a micro-batch.
+        """
+        if recorded is self._recorded:
+            return
+        self._recorded, self._example = recorded, example
+        self._choice, self._is_compiling, self._seconds = None, False, math.inf
+        if self.compiled.may_be_there():
+            self._begin(compiles=False)
+
+    def choose(self, trial: Optional[Trial]) -> Optional[CompiledUpdates]:
+        """Say what makes the full updates of the next execution; None for what is recorded.
+
+        Args:
+            trial: for its first update that a library can make; None where there is none.
+        """
+        if self._choice is None and self._is_ready() and trial is not None:
+            self._choice = self._judge(trial)
+        self._start = self._clock()
+        return self.compiled if self.wins else None
+
+    def after(self, updates: int) -> None:
+        """Count an execution of so many updates as done, and compile if that pays now."""
+        self._updates_to_come -= updates
+        # Without a full micro-batch there is nothing that a library could make.
+        if self._recorded is not None and self._choice is None and not self._is_compiling:
+            self._seconds = min(self._seconds, (self._clock() - self._start) / updates)
+            if self._pays():
+                self._is_compiling = True
+                self._begin(compiles=True)
+
+    def _begin(self, compiles: bool) -> None:
+        assert self._recorded is not None
+        assert self._example is not None
+        try:
+            self.compiled.start(self._recorded, self._example, compiles=compiles)
+        except ConfigurationError as error:
+            self._failure, self._choice = str(error), GRAPH
+
+    def _pays(self) -> bool:
+        """Say whether the training to come is estimated to save more time than compiling takes."""
+        assert self._recorded is not None
+        of_calls = _CALL * self.compiled.operators_of(self._recorded)
+        saved = self._updates_to_come * min(of_calls, _LARGEST_SHARE * self._seconds)
+        return saved > _SURELY * _COMPILATION
+
+    def _is_ready(self) -> bool:
+        try:
+            return self.compiled.poll()
+        except CompilerError as error:
+            self._failure, self._choice = str(error).partition("\n")[0], GRAPH
+            return False
+
+    def _judge(self, trial: Trial) -> str:
+        def measure(way: Optional[CompiledUpdates]) -> float:
+            seconds = trial(way)
+            times[way is not None] = min(times[way is not None], seconds)
+            return seconds
+
+        times = [math.inf, math.inf]
+        ways = {GRAPH: lambda: measure(None), INDUCTOR: lambda: measure(self.compiled)}
+        try:
+            choice = fastest(("updates", self.compiled.key), lambda: ways, lambda way: way())
+        except NonFiniteLossError:
+            # Training is about to say so itself.
+            return GRAPH
+        self._trials = times
+        return choice
+
+    def said(self) -> List[str]:
+        """Tell the result of the measurement in a sentence, if there is a result."""
+        if self._failure:
+            return [f"Updates run as recorded, uncompiled: {self._failure}"]
+        if self._choice is None:
+            return []
+        are = "are kept" if self.wins else "are not used"
+        if math.isinf(max(self._trials, default=math.inf)):
+            return [f"Compiled updates {are}, as was measured before."]
+        recorded, compiled = self._trials
+        return [f"Compiled updates take {compiled / recorded:.2f} of the time, and {are}."]

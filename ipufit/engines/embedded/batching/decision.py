@@ -1,0 +1,312 @@
+"""Whether the micro-batches of an update run as larger batches, and if not, why."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from typing import TYPE_CHECKING, Callable, Iterator, List, Mapping, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, fx
+
+from ipufit.core.batch import MicroBatch
+from ipufit.core.precision import autocast_state, computes_in_half, with_inputs_in
+from ipufit.engines.embedded.batching.batch_dim import FIXED, Along, RefusalError, State
+from ipufit.engines.embedded.batching.batched_step import Merged
+from ipufit.engines.embedded.batching.proof import prove
+from ipufit.engines.embedded.batching.steps import Forward, MergedStep, Replayed, forward_leaves
+from ipufit.engines.embedded.gradient_reduction import Reduction
+from ipufit.engines.embedded.replicas import same
+from ipufit.engines.program import ProgramSpec
+from ipufit.losses import Loss
+from ipufit.tracing.capture import capture
+from ipufit.tracing.generators import Generators
+from ipufit.tracing.grad_step import MicroStep, StepModule, attributes_kept
+from ipufit.tracing.graph_signature import Written
+from ipufit.tracing.liveness import peak_bytes
+from ipufit.tracing.rebinding import public_name
+from ipufit.tracing.results import OutputShape
+
+if TYPE_CHECKING:
+    from ipufit.engines.embedded.engine import Recorded
+
+__all__ = ["MOST_BYTES", "Decision", "decide"]
+
+# What the values of a merged batch may take; merging larger ones saves little and holds much.
+MOST_BYTES = 64 * 2**20
+
+# Lowers a function of tensors, given examples of them: what runs, and the graph that it runs.
+Make = Callable[
+    [MergedStep, Sequence[Tensor]], Tuple[Callable[..., List[Tensor]], Optional[fx.GraphModule]]
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What was decided.
+
+    Attributes:
+        merged: what runs; None where micro-batches run one by one.
+        said: a sentence about it.
+    """
+
+    merged: Optional[Merged]
+    said: str
+
+    @staticmethod
+    def against(total: int, reason: str) -> Decision:
+        """One by one."""
+        return Decision(None, f"The {total} micro-batches of an update run one by one: {reason}.")
+
+    def among(self, replicas: Sequence[Mapping[str, Tensor]], total: int) -> Decision:
+        """The same, or one by one where replicas differ in a buffer that what runs would read.
+
+        Args:
+            replicas: buffers of each.
+            total: micro-batches of an update.
+        """
+        if self.merged is None or _same_in_all(replicas, self.merged.reads):
+            return self
+        return Decision.against(total, "the replicas' buffers differ")
+
+
+def decide(
+    spec: ProgramSpec,
+    step: StepModule,
+    example: MicroBatch,
+    recorded: Recorded,
+    names: Tuple[Sequence[str], Sequence[str]],
+    state: Sequence[Tensor],
+    make: Make,
+) -> Decision:
+    """Merge the micro-batches of an update, if that is proved to be the same mathematics.
+
+    Args:
+        spec: what is built.
+        step: the module with its loss.
+        example: a full micro-batch.
+        recorded: what is recorded for it.
+        names: of trained parameters, and of all other state.
+        state: in their order.
+        make: records and lowers what runs.
+    """
+    total = spec.plan.own_micro_batches_per_update
+    try:
+        _check_request(spec, step, example, state)
+        work = _Work(spec, step, example, recorded, names, state)
+        with warnings.catch_warnings(), attributes_kept(step), _python_numbers():
+            warnings.simplefilter("ignore")
+            merged = work.merged(total, make)
+    except RefusalError as refusal:
+        return Decision.against(total, str(refusal))
+    size = merged.count * example.size
+    how = f"one batch of {size} samples"
+    if merged.count != total:
+        how = f"{total // merged.count} batches of {size} samples, to bound the memory"
+    return Decision(merged, f"The {total} micro-batches of an update run as {how}.")
+
+
+def _same_in_all(replicas: Sequence[Mapping[str, Tensor]], names: Sequence[str]) -> bool:
+    """Whether all replicas have equal buffers of these names."""
+    first = replicas[0]
+    return all(same(first[name], other[name]) for other in replicas[1:] for name in names)
+
+
+def _check_request(
+    spec: ProgramSpec, step: StepModule, example: MicroBatch, state: Sequence[Tensor]
+) -> None:
+    """What needs no look at the module."""
+    recipe, loss = spec.recipe, spec.loss
+    assert loss is not None
+    if loss.in_module:
+        raise RefusalError("the module computes its own loss, from a whole micro-batch")
+    if recipe.loss_scale is not None:
+        raise RefusalError("the loss is scaled")
+    if recipe.accumulation_dtype is not None:
+        raise RefusalError("accumulation_dtype asks for a sum over micro-batches")
+    if recipe.recompute:
+        raise RefusalError("recompute asks for less memory, and a larger batch holds more")
+    tensors = [*state, *example.leaves]
+    if (
+        computes_in_half(tensors)
+        or autocast_state(tensors[0].device)[0]
+        or recipe.precision.autocast
+    ):
+        raise RefusalError("half precision rounds a larger batch to other numbers")
+    for name, parameter in step.named_parameters():
+        if parameter._backward_hooks:
+            hooked = public_name(name)
+            raise RefusalError(f"a hook of {hooked!r} sees the gradient of every micro-batch")
+    for leaf in example.leaves[: forward_leaves(example)]:
+        if not leaf.dim() or leaf.shape[0] != example.size:
+            raise RefusalError("forward takes a tensor that is not one row for each sample")
+
+
+@contextlib.contextmanager
+def _python_numbers() -> Iterator[None]:
+    """Python's and NumPy's random numbers go on where they were.
+
+    Raises:
+        RefusalError: forward or loss draw some.
+    """
+    generators = Generators()
+    try:
+        yield
+    finally:
+        drawn = generators.drawn()
+        generators.restore()
+    if drawn:
+        raise RefusalError("forward or loss draw random numbers of Python or NumPy")
+
+
+class _Work:
+    """The recordings on the way to a merged one."""
+
+    def __init__(
+        self,
+        spec: ProgramSpec,
+        step: StepModule,
+        example: MicroBatch,
+        recorded: Recorded,
+        names: Tuple[Sequence[str], Sequence[str]],
+        state: Sequence[Tensor],
+    ) -> None:
+        assert spec.loss is not None
+        self._spec = spec
+        self._loss: Loss = spec.loss
+        self._step = step
+        self._example = example
+        self._recorded = recorded
+        self._trained, self._fixed = names
+        self._names = [*self._trained, *self._fixed]
+        self._state = list(state)
+
+    def merged(self, total: int, make: Make) -> Merged:
+        """As many micro-batches of an update in one as memory allows.
+
+        Raises:
+            RefusalError: none can be.
+        """
+        assert self._recorded.graph is not None
+        written = Written.of(self._recorded.graph)
+        self._check_written(written)
+        small, outputs = self._forward(1)
+        whole = self._same_program(small, outputs, written)
+        count = self._count(total, peak_bytes(whole))
+        large, large_outputs = self._forward(count)
+        if not outputs.equals(large_outputs):
+            raise RefusalError("what forward returns besides tensors depends on the batch")
+        samples = (self._example.size, count * self._example.size)
+        along = prove(small, large, len(self._names), samples)
+        _check_results(along)
+        micro = self._recorded.micro
+        step = MergedStep(
+            self._step,
+            self._loss,
+            large,
+            outputs,
+            along,
+            self._names,
+            len(self._trained),
+            self._example,
+            count,
+            self._spec.want_outputs,
+            self._spec.recipe.precision,
+            micro.reached,
+            micro.blocks,
+            self._early(total),
+        )
+        arguments = [*self._state, *step.arguments([self._example] * count)]
+        with _explained("the loss can't be computed on parts of a larger batch"):
+            run, graph = make(step, arguments)
+        reads = self._buffers_read(whole)
+        blocks = len(micro.blocks)
+        return Merged(run, step, self._recorded, count, blocks, reads, step.factor, graph)
+
+    def _early(self, total: int) -> float:
+        """What the gradients of an update may be multiplied with on the way."""
+        if self._spec.processes.are_several:
+            # Others may not merge theirs.
+            return 1.0
+        return Reduction(self._spec).early([self._example.size] * total)
+
+    def _check_written(self, written: Written) -> None:
+        if written.drawn is not None:
+            raise RefusalError(
+                f"{written.drawn} draws random numbers, other ones in each micro-batch"
+            )
+        if written.changed is None:
+            return
+        if written.changed < len(self._names):
+            name = public_name(self._names[written.changed])
+            raise RefusalError(f"{name!r} is changed by every micro-batch")
+        raise RefusalError("the batch itself is changed in place")
+
+    def _forward(self, count: int) -> Tuple[fx.GraphModule, OutputShape]:
+        """The module's forward for so many micro-batches, recorded."""
+        leaves = self._example.leaves[: forward_leaves(self._example)]
+        cast = with_inputs_in(self._spec.recipe.precision, (list(leaves), None, None, None))[0]
+        arguments = [*self._state, *(torch.cat([leaf] * count) for leaf in cast)]
+        forward = Forward(self._step, self._loss, self._names, len(self._trained), self._example)
+        with _explained(f"forward can't take {count * self._example.size} samples at once"):
+            graph = capture(forward, arguments)
+        if forward.has_logged:
+            raise RefusalError("forward logs values of every micro-batch")
+        return graph, forward.outputs
+
+    def _same_program(
+        self, forward: fx.GraphModule, outputs: OutputShape, written: Written
+    ) -> fx.GraphModule:
+        """Whether the micro-batch is what the operators of forward and their derivatives make it.
+
+        Hooks, derivatives of one's own and layers whose gradient is left out are seen by this.
+        """
+        spec, micro = self._spec, self._recorded.micro
+        again = MicroStep(
+            Replayed(self._step, self._loss, forward, outputs),
+            self._trained,
+            self._fixed,
+            self._example,
+            True,
+            spec.want_outputs,
+            lambda names: micro.blocks,
+            spec.recipe.precision,
+            False,
+        )
+        with _explained("the gradient of forward is not that of its operators"):
+            graph = capture(again, [*self._state, *self._example.leaves])
+        if again.reached != micro.reached or not Written.of(graph).equals(written):
+            raise RefusalError("the gradient of forward is not that of its operators")
+        return graph
+
+    def _count(self, total: int, most: int) -> int:
+        """The largest number of micro-batches that divides an update and fits into memory."""
+        fitting = [n for n in range(2, total + 1) if not total % n and n * most <= MOST_BYTES]
+        if not fitting:
+            limit = f"{MOST_BYTES / 2**20:.3g} MiB"
+            raise RefusalError(f"two of them at once would hold more than {limit} of values")
+        return fitting[-1]
+
+    def _buffers_read(self, graph: fx.GraphModule) -> Tuple[str, ...]:
+        buffers = {name for name, _ in self._step.named_buffers()}
+        given = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        return tuple(n for n, node in zip(self._names, given) if n in buffers and node.users)
+
+
+def _check_results(along: Sequence[State]) -> None:
+    """The loss gets a part of each result for each micro-batch."""
+    for state in along:
+        if state != FIXED and not (isinstance(state, Along) and state.outer == 1):
+            raise RefusalError("an output of forward can't be cut into those of micro-batches")
+
+
+@contextlib.contextmanager
+def _explained(reason: str) -> Iterator[None]:
+    """What the user's code raises on another batch than those of the data is no error."""
+    try:
+        yield
+    except RefusalError:
+        raise
+    except Exception as error:
+        raise RefusalError(reason) from error

@@ -1,0 +1,591 @@
+"""What each operator makes of samples that lie along a dimension.
+
+An operator is here if every element of its results belongs to one sample and depends on that
+sample and on fixed tensors alone, and if its derivative is that of such a function: a sum over the
+samples, in which none counts what others have. What is not here is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
+
+from torch import Tensor, fx
+
+from ipufit.engines.embedded.batching.batch_dim import (
+    FIXED,
+    UNREAD,
+    Along,
+    RefusalError,
+    State,
+    regrouped,
+)
+from ipufit.tracing.aliases import nodes_in
+from ipufit.tracing.graph_signature import operator_name
+
+__all__ = ["IN_PLACE", "RULES", "SIZED", "Call"]
+
+
+class Call:
+    """One operator, as recorded for a micro-batch and for several of them.
+
+    Args:
+        small, large: the two nodes.
+        states: of the nodes for a micro-batch.
+        samples: of the two.
+    """
+
+    def __init__(
+        self,
+        small: fx.Node,
+        large: fx.Node,
+        states: Mapping[fx.Node, State],
+        samples: Tuple[int, int],
+    ) -> None:
+        self.name = operator_name(small)
+        self.samples = samples
+        self._small, self._large = small, large
+        self._states = states
+        self._given = _by_name(small)
+        self._twins: Dict[fx.Node, fx.Node] = dict(
+            zip(small.all_input_nodes, large.all_input_nodes)
+        )
+
+    def __getitem__(self, name: str) -> Any:
+        """What was given by this name of the operator's schema."""
+        return self._given.get(name)
+
+    @property
+    def first(self) -> fx.Node:
+        """The tensor that it is called on."""
+        found: fx.Node = next(iter(self._given.values()))
+        return found
+
+    @property
+    def tensors(self) -> List[fx.Node]:
+        """All of its tensors, those in lists included."""
+        return [node for value in self._given.values() for node in nodes_in(value)]
+
+    @property
+    def results(self) -> Tuple[Any, Any]:
+        """What it makes of both, without values."""
+        return self._small.meta["val"], self._large.meta["val"]
+
+    def state(self, node: Any) -> State:
+        """Where the samples are in an argument; what is no tensor is fixed."""
+        return self._states[node] if isinstance(node, fx.Node) else FIXED
+
+    def shape(self, node: fx.Node) -> Sequence[int]:
+        """Of an argument, for a micro-batch."""
+        return tuple(node.meta["val"].shape)
+
+    def large_shape(self, node: fx.Node) -> Sequence[int]:
+        """Of an argument, for several."""
+        return tuple(self._twins[node].meta["val"].shape)
+
+    def along(self, node: Any) -> Along:
+        """Where the samples are in an argument that must have them."""
+        found = self.state(node)
+        if not isinstance(found, Along):
+            raise self.coupled()
+        return found
+
+    def fixed(self, *nodes: Any) -> None:
+        """Make sure that no sample is in these arguments."""
+        if any(self.state(node) != FIXED for node in nodes):
+            raise self.coupled()
+
+    def dims(self, value: Any, rank: int) -> List[int]:
+        """Dimensions, counted from the first; no value means all."""
+        given = [value] if isinstance(value, int) else list(value or range(rank))
+        return [dim % max(rank, 1) for dim in given]
+
+    def off(self, value: Any, node: fx.Node) -> List[int]:
+        """Dimensions of an argument, along none of which the samples lie."""
+        dims = self.dims(value, len(self.shape(node)))
+        if self.along(node).dim in dims:
+            raise self.coupled()
+        return dims
+
+    def coupled(self) -> RefusalError:
+        """What is said of an operator that lets samples see each other."""
+        return RefusalError(f"{self.name} in forward joins the samples of a batch")
+
+
+# Finds where the samples are in the results.
+Rule = Callable[[Call], State]
+RULES: Dict[str, Rule] = {}
+
+# Arguments that may depend on the number of samples; rules look at shapes instead.
+SIZED: Dict[str, Tuple[str, ...]] = {}
+
+
+def _by_name(node: fx.Node) -> Dict[str, Any]:
+    schema = node.target._schema  # type: ignore[union-attr]
+    found = {}
+    for place, each in enumerate(schema.arguments):
+        given = node.args[place] if place < len(node.args) else each.default_value
+        found[each.name] = node.kwargs.get(each.name, given)
+    return found
+
+
+def _rule(names: str, sized: Tuple[str, ...] = ()) -> Callable[[Rule], Rule]:
+    """The rule of operators of aten, with or without the name of an overload."""
+
+    def register(rule: Rule) -> Rule:
+        for name in names.split():
+            RULES[name] = rule
+            SIZED[name] = sized
+        return rule
+
+    return register
+
+
+ELEMENTWISE = """
+    abs acos acosh add addcdiv addcmul alias angle asin asinh atan atan2 atanh bitwise_and
+    bitwise_not bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min clone copy cos cosh
+    deg2rad detach div elu eq erf erfc erfinv exp exp2 expm1 fill floor floor_divide fmax fmin fmod
+    frac full_like ge gelu gt hardshrink hardsigmoid hardswish hardtanh hypot isinf isnan le
+    leaky_relu lerp lgamma lift_fresh lift_fresh_copy log log10 log1p log2 logaddexp logical_and
+    logical_not logical_or logical_xor logit lt masked_fill max.other maximum min.other minimum mish
+    mul nan_to_num ne neg ones_like pow _prelu_kernel rad2deg reciprocal relu relu6 remainder round
+    rsqrt rsub selu sgn sigmoid sign silu sin sinc sinh softplus softshrink sqrt square sub tan tanh
+    threshold _to_copy true_divide trunc where.self xlogy zero zeros_like
+"""
+
+IN_PLACE = frozenset(ELEMENTWISE.split())
+
+
+@_rule(ELEMENTWISE)
+def _elementwise(call: Call) -> State:
+    return _broadcast(call, call.tensors)
+
+
+def _broadcast(call: Call, nodes: Sequence[fx.Node]) -> Along:
+    """Elements that meet belong to the same sample."""
+    rank = max(len(call.shape(node)) for node in nodes)
+    found = set()
+    for node in nodes:
+        state = call.state(node)
+        if isinstance(state, Along):
+            found.add(state.moved(state.dim + rank - len(call.shape(node))))
+        elif state != FIXED:
+            raise call.coupled()
+    if len(found) != 1:
+        raise call.coupled()
+    along = found.pop()
+    for node in nodes:
+        place = along.dim - rank + len(call.shape(node))
+        if call.state(node) == FIXED and place >= 0 and call.shape(node)[place] != 1:
+            raise call.coupled()
+    return along
+
+
+# Shapes.
+
+
+@_rule("view _unsafe_view _reshape_alias", ("size", "stride"))
+def _view(call: Call) -> State:
+    _, large = call.results
+    before = call.large_shape(call.first)
+    return regrouped(call.along(call.first), before, large.shape, call.samples[1])
+
+
+@_rule("view.dtype")
+def _reinterpreted(call: Call) -> State:
+    raise call.coupled()
+
+
+@_rule("expand", ("size",))
+def _expand(call: Call) -> State:
+    if call.state(call.first) == FIXED:
+        return _repeated_rows(call)
+    small, _ = call.results
+    along = call.along(call.first)
+    return along.moved(along.dim + small.dim() - len(call.shape(call.first)))
+
+
+def _repeated_rows(call: Call) -> State:
+    """Of equal rows, whose number alone depends on that of the samples."""
+    small, large = call.results
+    differing = [d for d, (a, b) in enumerate(zip(small.shape, large.shape)) if a != b]
+    if not differing:
+        return FIXED
+    if len(differing) > 1 or small.shape[differing[0]] % call.samples[0]:
+        raise call.coupled()
+    return Along(differing[0], 1, small.shape[differing[0]] // call.samples[0])
+
+
+@_rule("full new_full new_ones new_zeros ones zeros", ("size",))
+def _made(call: Call) -> State:
+    return _repeated_rows(call)
+
+
+@_rule("repeat", ("repeats",))
+def _repeat(call: Call) -> State:
+    small, _ = call.results
+    new = small.dim() - len(call.shape(call.first))
+    if call.state(call.first) != FIXED:
+        along = call.along(call.first)
+        if call["repeats"][along.dim + new] != 1:
+            raise call.coupled()
+        return along.moved(along.dim + new)
+    found = _repeated_rows(call)
+    if isinstance(found, Along) and found.dim >= new:
+        # Repeated as a whole, a tensor of several rows gives each sample one of them in turn.
+        rows = call.shape(call.first)[found.dim - new]
+        if rows != found.inner and rows != 1:
+            raise call.coupled()
+    return found
+
+
+@_rule("permute")
+def _permute(call: Call) -> State:
+    along = call.along(call.first)
+    order = call.dims(call["dims"], len(call.shape(call.first)))
+    return along.moved(order.index(along.dim))
+
+
+@_rule("transpose.int t")
+def _transpose(call: Call) -> State:
+    along, rank = call.along(call.first), len(call.shape(call.first))
+    pair = [0, 1] if call["dim0"] is None else [call["dim0"] % rank, call["dim1"] % rank]
+    if rank < 2 or along.dim not in pair:
+        return along
+    return along.moved(pair[1 - pair.index(along.dim)])
+
+
+@_rule("unsqueeze")
+def _unsqueeze(call: Call) -> State:
+    along, rank = call.along(call.first), len(call.shape(call.first))
+    return along.moved(along.dim + (call["dim"] % (rank + 1) <= along.dim))
+
+
+@_rule("squeeze squeeze.dim squeeze.dims")
+def _squeeze(call: Call) -> State:
+    along, shape = call.along(call.first), call.large_shape(call.first)
+    gone = [d for d in call.dims(call["dim"], len(shape)) if shape[d] == 1]
+    return along.moved(along.dim - sum(d < along.dim for d in gone))
+
+
+@_rule("slice.Tensor", ("end",))
+def _slice(call: Call) -> State:
+    along, dim = call.along(call.first), call["dim"] % len(call.shape(call.first))
+    small, large = call.results
+    if along.dim == dim and (
+        small.shape != call.shape(call.first) or large.shape != call.large_shape(call.first)
+    ):
+        raise call.coupled()
+    return along
+
+
+@_rule("select.int")
+def _select(call: Call) -> State:
+    (gone,) = call.off(call["dim"], call.first)
+    along = call.along(call.first)
+    return along.moved(along.dim - (gone < along.dim))
+
+
+@_rule("split.Tensor split_with_sizes unsafe_split.Tensor unsafe_split_with_sizes")
+def _split(call: Call) -> State:
+    call.off(call["dim"], call.first)
+    return (call.along(call.first),) * len(call.results[0])
+
+
+@_rule("unbind.int")
+def _unbind(call: Call) -> State:
+    return (_select(call),) * len(call.results[0])
+
+
+@_rule("cat")
+def _cat(call: Call) -> State:
+    found = {call.along(node) for node in call.tensors}
+    for node in call.tensors:
+        call.off(call["dim"], node)
+    if len(found) != 1:
+        raise call.coupled()
+    return found.pop()
+
+
+@_rule("stack")
+def _stack(call: Call) -> State:
+    found = {call.along(node) for node in call.tensors}
+    if len(found) != 1:
+        raise call.coupled()
+    along = found.pop()
+    dim = call["dim"] % (len(call.shape(call.tensors[0])) + 1)
+    return along.moved(along.dim + (dim <= along.dim))
+
+
+@_rule("constant_pad_nd")
+def _pad(call: Call) -> State:
+    along, rank = call.along(call.first), len(call.shape(call.first))
+    pairs = list(zip(call["pad"][::2], call["pad"][1::2]))
+    padded = [rank - 1 - place for place, pair in enumerate(pairs) if tuple(pair) != (0, 0)]
+    if along.dim in padded:
+        raise call.coupled()
+    return along
+
+
+@_rule("tril triu")
+def _triangle(call: Call) -> State:
+    along = call.along(call.first)
+    if along.dim >= len(call.shape(call.first)) - 2:
+        raise call.coupled()
+    return along
+
+
+# Along a dimension of its own.
+
+
+@_rule(
+    "_softmax _log_softmax cumsum cumprod logcumsumexp sort sort.stable topk glu cummax cummin",
+)
+def _along_another(call: Call) -> State:
+    call.off(call["dim"], call.first)
+    return _all_results(call, call.along(call.first))
+
+
+@_rule("flip roll")
+def _turned(call: Call) -> State:
+    # Without dimensions, roll turns all elements as one row.
+    call.off(call["dims"], call.first)
+    return call.along(call.first)
+
+
+def _all_results(call: Call, state: State) -> State:
+    small, _ = call.results
+    return (state,) * len(small) if isinstance(small, (list, tuple)) else state
+
+
+@_rule(
+    "all.dim amax amin any.dim argmax argmin kthvalue linalg_vector_norm logsumexp max.dim mean.dim"
+    " median.dim min.dim norm.ScalarOpt_dim prod.dim_int std.correction sum.dim_IntList std.dim"
+    " var.correction var.dim var_mean.correction std_mean.correction"
+)
+def _reduction(call: Call) -> State:
+    gone = call.off(call["dim"], call.first)
+    along = call.along(call.first)
+    if not call["keepdim"]:
+        along = along.moved(along.dim - sum(d < along.dim for d in gone))
+    return _all_results(call, along)
+
+
+@_rule("log_sigmoid_forward")
+def _log_sigmoid(call: Call) -> State:
+    return (call.along(call.first), UNREAD)
+
+
+@_rule("all any dot max mean median min prod std std_mean sum var var_mean")
+def _joined(call: Call) -> State:
+    raise call.coupled()
+
+
+# Products.
+
+
+def _product(call: Call, first: fx.Node, second: fx.Node) -> Along:
+    """Of matrices, or of stacks of them."""
+    left, right = call.state(first), call.state(second)
+    last = len(call.shape(first)) - 1
+    if isinstance(left, Along) and left.dim == last - 1 and right == FIXED:
+        return left
+    if isinstance(right, Along) and right.dim == last and left == FIXED:
+        return right
+    if isinstance(left, Along) and left == right and left.dim < last - 1:
+        return left
+    raise call.coupled()
+
+
+@_rule("mm bmm")
+def _mm(call: Call) -> State:
+    return _product(call, call["self"], call["mat2"])
+
+
+@_rule("addmm")
+def _addmm(call: Call) -> State:
+    return _with_bias(call, _product(call, call["mat1"], call["mat2"]), 2)
+
+
+@_rule("baddbmm")
+def _baddbmm(call: Call) -> State:
+    return _with_bias(call, _product(call, call["batch1"], call["batch2"]), 3)
+
+
+def _with_bias(call: Call, along: Along, rank: int) -> Along:
+    bias, state = call["self"], call.state(call["self"])
+    place = along.dim - rank + len(call.shape(bias))
+    if isinstance(state, Along) and state == along.moved(place):
+        return along
+    if state == FIXED and (place < 0 or call.shape(bias)[place] == 1):
+        return along
+    raise call.coupled()
+
+
+@_rule("mv")
+def _mv(call: Call) -> State:
+    call.fixed(call["vec"])
+    if call.along(call["self"]).dim != 0:
+        raise call.coupled()
+    return call.along(call["self"])
+
+
+# Tables.
+
+
+@_rule("embedding")
+def _embedding(call: Call) -> State:
+    call.fixed(call["weight"])
+    if call["scale_grad_by_freq"]:
+        # Its derivative divides by how often an index occurs, in the whole batch.
+        raise call.coupled()
+    return call.along(call["indices"])
+
+
+@_rule("index_select")
+def _index_select(call: Call) -> State:
+    table, chosen = call.state(call["self"]), call.state(call["index"])
+    if table == FIXED and isinstance(chosen, Along):
+        return chosen.moved(*call.dims(call["dim"], len(call.shape(call["self"]))))
+    call.fixed(call["index"])
+    call.off(call["dim"], call["self"])
+    return call.along(call["self"])
+
+
+@_rule("index.Tensor")
+def _index(call: Call) -> State:
+    """One tensor of indices, along one dimension."""
+    given = [(dim, index) for dim, index in enumerate(call["indices"]) if index is not None]
+    if len(given) != 1:
+        raise call.coupled()
+    ((dim, index),) = given
+    table, chosen = call.state(call["self"]), call.state(index)
+    if table == FIXED and isinstance(chosen, Along):
+        return chosen.moved(dim + chosen.dim)
+    call.fixed(index)
+    call.off(dim, call["self"])
+    along = call.along(call["self"])
+    more = len(call.shape(index)) - 1
+    return along.moved(along.dim + (more if dim < along.dim else 0))
+
+
+@_rule("gather scatter.src scatter.value scatter_add")
+def _picked(call: Call) -> State:
+    if len({call.along(node) for node in call.tensors}) != 1:
+        raise call.coupled()
+    call.off(call["dim"], call.first)
+    return call.along(call.first)
+
+
+# Layers that take the samples along their first dimension.
+
+
+def _leading(call: Call, node: fx.Node, rank: int) -> Along:
+    along = call.along(node)
+    if along.dim != 0 or len(call.shape(node)) != rank:
+        raise call.coupled()
+    return along
+
+
+@_rule("convolution")
+def _convolution(call: Call) -> State:
+    call.fixed(call["weight"], call["bias"])
+    return _leading(call, call["input"], len(call["stride"]) + 2)
+
+
+def _spatial(rank: int) -> Rule:
+    def spatial_layer(call: Call) -> State:
+        return _all_results(call, _leading(call, call.first, rank))
+
+    return spatial_layer
+
+
+_SPATIAL = {
+    3: "avg_pool1d _adaptive_avg_pool1d reflection_pad1d replication_pad1d upsample_nearest1d"
+    " upsample_linear1d col2im",
+    4: "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d"
+    " reflection_pad2d replication_pad2d upsample_nearest2d upsample_bilinear2d"
+    " upsample_bicubic2d pixel_shuffle pixel_unshuffle im2col",
+    5: "max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d adaptive_max_pool3d"
+    " reflection_pad3d replication_pad3d upsample_nearest3d upsample_trilinear3d",
+}
+for _rank, _names in _SPATIAL.items():
+    _rule(_names)(_spatial(_rank))
+
+
+@_rule("native_layer_norm")
+def _layer_norm(call: Call) -> State:
+    call.fixed(call["weight"], call["bias"])
+    rank = len(call.shape(call["input"]))
+    call.off(list(range(rank - len(call["normalized_shape"]), rank)), call["input"])
+    return (call.along(call["input"]),) * 3
+
+
+@_rule("_fused_rms_norm")
+def _rms_norm(call: Call) -> State:
+    call.fixed(call["weight"])
+    rank = len(call.shape(call["input"]))
+    call.off(list(range(rank - len(call["normalized_shape"]), rank)), call["input"])
+    return (call.along(call["input"]),) * 2
+
+
+@_rule("native_group_norm", ("N",))
+def _group_norm(call: Call) -> State:
+    call.fixed(call["weight"], call["bias"])
+    along = call.along(call["input"])
+    if along.dim != 0 or call["N"] != along.size(call.samples[0]):
+        raise call.coupled()
+    return (along,) * 3
+
+
+@_rule("native_batch_norm cudnn_batch_norm miopen_batch_norm")
+def _batch_norm(call: Call) -> State:
+    node = call.first
+    along = call.along(node)
+    if not call["training"]:
+        call.fixed(*call.tensors[1:])
+        call.off(1, node)
+        return (along, *(UNREAD,) * (len(call.results[0]) - 1))
+    per_sample = Along(0, along.outer, along.inner)
+    allowed = (FIXED, per_sample)
+    if along.dim != 1 or any(call.state(other) not in allowed for other in call.tensors[1:]):
+        raise RefusalError("batch normalisation takes its statistics from a whole micro-batch")
+    # Every sample has channels of its own, as instance normalisation has it.
+    return (along, *(UNREAD,) * (len(call.results[0]) - 1))
+
+
+@_rule("recurrent")
+def _recurrent(call: Call) -> State:
+    behind = 1 + call["states"]
+    call.fixed(*call["tensors"][behind:])
+    positions = {call.along(node) for node in call["tensors"][:behind]}
+    if len(positions) != 1 or next(iter(positions)).dim != 1:
+        raise call.coupled()
+    return (*(positions.pop(),) * behind, UNREAD)
+
+
+@_rule(
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention"
+    " _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
+)
+def _attention(call: Call) -> State:
+    found = {_leading(call, call[name], 4) for name in ("query", "key", "value")}
+    mask = call["attn_mask"] if call["attn_mask"] is not None else call["attn_bias"]
+    if len(found) != 1 or (mask is not None and not _fits(call, mask, next(iter(found)))):
+        raise call.coupled()
+    return tuple(
+        next(iter(found)) if _has_samples(call, small, large, next(iter(found))) else UNREAD
+        for small, large in zip(*call.results)
+    )
+
+
+def _fits(call: Call, mask: fx.Node, along: Along) -> bool:
+    state, shape = call.state(mask), call.shape(mask)
+    return state == along or (state == FIXED and (len(shape) < 4 or shape[0] == 1))
+
+
+def _has_samples(call: Call, small: Any, large: Any, along: Along) -> bool:
+    return (
+        isinstance(small, Tensor)
+        and small.dim() > 1
+        and (small.shape[0], large.shape[0]) == tuple(map(along.size, call.samples))
+    )

@@ -1,0 +1,332 @@
+"""The functions that are recorded on the way to a merged batch, and the last one, which runs."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, fx
+
+from ipufit.core.batch import MicroBatch
+from ipufit.core.logged_values import collecting
+from ipufit.core.outputs import handed_back
+from ipufit.core.precision import with_inputs_in
+from ipufit.core.train_config import Precision
+from ipufit.engines.embedded.batching.batch_dim import Along, RefusalError, State
+from ipufit.losses import Loss, LossTerm
+from ipufit.losses.batched import losses_together
+from ipufit.tracing.flat_storage import Block, storage_id
+from ipufit.tracing.grad_step import StepModule
+from ipufit.tracing.node_meta import backward_marked
+from ipufit.tracing.results import OutputShape, Reported
+from ipufit.utils import tree
+from ipufit.utils.functional import call_with
+
+__all__ = ["Forward", "MergedStep", "Replayed", "forward_leaves"]
+
+
+def forward_leaves(batch: MicroBatch) -> int:
+    """How many of a micro-batch's leaves forward gets; the loss gets the others."""
+    return sum(child.leaves for child in batch.structure.children[:2])
+
+
+def _trainable(tensors: Sequence[Tensor], trained: int) -> List[Tensor]:
+    """Weights as the roots of gradients, and the rest of the state."""
+    weights = [tensor.detach().requires_grad_() for tensor in tensors[:trained]]
+    return [*weights, *tensors[trained:]]
+
+
+class _Net(StepModule):
+    """The user's module alone, with the names that it has beside its loss."""
+
+    def forward(self, args: Any, kwargs: Any) -> Any:  # type: ignore[override]
+        """The module's outputs, as far as they are handed back."""
+        return handed_back(self.net, self.net(*args, **kwargs))
+
+
+class Forward:
+    """Forward of a module as a function of state and inputs.
+
+    Args:
+        step: the module with its loss.
+        names: of the state; those that are trained come first.
+        trained: how many those are.
+        example: a micro-batch; only its structure matters.
+
+    Attributes:
+        outputs: how the tensors become the module's outputs, after a call.
+        has_logged: whether the module reported a value.
+    """
+
+    def __init__(
+        self,
+        step: StepModule,
+        loss: Loss,
+        names: Sequence[str],
+        trained: int,
+        example: MicroBatch,
+    ) -> None:
+        self._net = _Net(step.net, loss)
+        self._names = list(names)
+        self._trained = trained
+        self._structure = example.structure.children[:2]
+        self.outputs = OutputShape(None)
+        self.has_logged = False
+
+    def __call__(self, *tensors: Tensor) -> List[Tensor]:
+        """The tensors among the outputs."""
+        count = len(self._names)
+        state = dict(zip(self._names, _trainable(tensors[:count], self._trained)))
+        places = self._structure[0].leaves + count
+        args = tree.unflatten(tensors[count:places], self._structure[0])
+        kwargs = tree.unflatten(tensors[places:], self._structure[1])
+        with torch.enable_grad(), collecting() as entries:
+            outputs = call_with(self._net, state, (args, kwargs))
+        self.has_logged = bool(entries)
+        self.outputs = OutputShape(outputs)
+        tensors_out = [tensor.detach() for tensor in self.outputs.tensors]
+        self.outputs.forget()
+        return tensors_out
+
+
+class Replayed(StepModule):
+    """The user's loss behind a recording of the user's module.
+
+    Args:
+        step: the module with its loss.
+        forward: the recording.
+        outputs: how its results become the module's outputs.
+    """
+
+    def __init__(
+        self, step: StepModule, loss: Loss, forward: fx.GraphModule, outputs: OutputShape
+    ) -> None:
+        super().__init__(step.net, loss)
+        # In a tuple it is no part of this module.
+        self._recording = (forward,)
+        self._outputs = outputs
+
+    def forward(
+        self, batch: Sequence[Any], tensors: Mapping[str, Tensor], with_loss: bool
+    ) -> Tuple[Any, Any]:
+        """Outputs and loss of a micro-batch."""
+        args, kwargs, target, sample_weight = batch
+        leaves = [*tree.flatten(args)[0], *tree.flatten(kwargs)[0]]
+        outputs = self._outputs.rebuild(self.run(tensors, leaves))
+        return outputs, self.loss_of(outputs, target, sample_weight)
+
+    def run(self, tensors: Mapping[str, Tensor], leaves: Sequence[Tensor]) -> List[Tensor]:
+        """The results of the recording."""
+        return list(self._recording[0](*tensors.values(), *leaves))
+
+    def loss_of(self, outputs: Any, target: Any, sample_weight: Any) -> LossTerm:
+        """Of one micro-batch."""
+        assert self._loss is not None
+        return self._loss(outputs, target, sample_weight)
+
+
+# Of one micro-batch: its outputs, its loss, and what the loss has logged.
+_Found = Tuple[Any, LossTerm, Any]
+
+
+class _Chunks(Replayed):
+    """Forward once, and the loss of each micro-batch."""
+
+    def forward(  # type: ignore[override]
+        self,
+        leaves: Sequence[Tensor],
+        others: Sequence[Tuple[Any, Any]],
+        target: Optional[Tensor],
+        tensors: Mapping[str, Tensor],
+        along: Sequence[State],
+        samples: int,
+    ) -> Tuple[List[_Found], Optional[Tensor]]:
+        """What there is of each micro-batch, and the losses in one tensor where that was possible.
+
+        Args:
+            leaves: forward's, of all micro-batches in one.
+            others: target and weights of each.
+            target: that of all in one, where there is such a tensor, and no weights.
+            tensors: weights and other state.
+            along: where the samples are in each result of forward.
+            samples: of each micro-batch.
+        """
+        results = self.run(tensors, leaves)
+        parts = [
+            torch.split(result, samples * state.inner, state.dim)
+            if isinstance(state, Along)
+            else (result,) * len(others)
+            for result, state in zip(results, along)
+        ]
+        outputs = [
+            self._outputs.rebuild([part[place] for part in parts]) for place in range(len(others))
+        ]
+        values = None
+        if target is not None and list(along) == [Along(0)]:
+            prediction = self._outputs.rebuild(results)
+            assert self._loss is not None
+            values = losses_together(self._loss, prediction, target, len(others))
+        if values is not None:
+            terms = [LossTerm(value) for value in values.unbind()]
+            return [(each, term, {}) for each, term in zip(outputs, terms)], values
+        found = []
+        for each, (target, sample_weight) in zip(outputs, others):
+            with collecting() as entries:
+                term = self.loss_of(each, target, sample_weight)
+            found.append((each, term, entries))
+        return found, None
+
+
+class MergedStep:
+    """Several micro-batches at once: forward on all samples, the loss on each micro-batch.
+
+    Called with (trained weights, other state, what :meth:`arguments` makes of the micro-batches),
+    it returns ``[numbers, *outputs of the first micro-batch, ..., *flat gradients]``. The numbers
+    have a row for each micro-batch; the gradients are the sum over the micro-batches of that of
+    each loss, times its count where it has one, or times a factor that is known before.
+
+    Args:
+        step: the module with its loss.
+        loss: the loss.
+        forward: recorded for all samples.
+        outputs: how its results become the module's outputs.
+        along: where the samples are in each result.
+        names: of the state; those that are trained come first.
+        trained: how many those are.
+        example: a micro-batch.
+        count: how many there are.
+        want_outputs: return the module's outputs.
+        precision: in which the module computes.
+        reached: names of the parameters that a gradient reaches.
+        blocks: to pack gradients into.
+        early: a factor for losses that have no count.
+
+    Attributes:
+        reported: what the numbers of each micro-batch are.
+        factor: the one that was used, once it has run.
+    """
+
+    def __init__(
+        self,
+        step: StepModule,
+        loss: Loss,
+        forward: fx.GraphModule,
+        outputs: OutputShape,
+        along: Sequence[State],
+        names: Sequence[str],
+        trained: int,
+        example: MicroBatch,
+        count: int,
+        want_outputs: bool,
+        precision: Precision,
+        reached: Sequence[str],
+        blocks: Sequence[Block],
+        early: float = 1.0,
+    ) -> None:
+        self._chunks = _Chunks(step, loss, forward, outputs)
+        self._along = list(along)
+        self._names = list(names)
+        self._trained = trained
+        self._example = example
+        self._count = count
+        self._want_outputs = want_outputs
+        self._precision = precision
+        self._reached = set(reached)
+        self._blocks = list(blocks)
+        # Leaves with a row for each sample, which come in one tensor.
+        self._rows = [i for i, leaf in enumerate(example.leaves) if _has_rows(leaf, example.size)]
+        self.reported: List[Reported] = []
+        self._early = early
+        self.factor = 1.0
+
+    def arguments(self, batches: Sequence[MicroBatch]) -> List[Tensor]:
+        """The leaves of all micro-batches; each in one tensor where it has rows."""
+        joined = dict(zip(self._rows, MicroBatch.joined(batches, self._rows)))
+        found: List[Tensor] = []
+        for i in range(len(self._example.leaves)):
+            found += [joined[i]] if i in joined else [batch.leaves[i] for batch in batches]
+        return found
+
+    def _parts(self, given: Sequence[Tensor]) -> List[Sequence[Tensor]]:
+        """For each leaf, those of the micro-batches."""
+        source = iter(given)
+        found: List[Sequence[Tensor]] = []
+        for i in range(len(self._example.leaves)):
+            if i in self._rows:
+                found.append(torch.split(next(source), self._example.size))
+            else:
+                found.append([next(source) for _ in range(self._count)])
+        return found
+
+    def __call__(self, *tensors: Tensor) -> List[Tensor]:
+        """Run the recording of forward, the losses, and autograd, on these tensors."""
+        state = dict(zip(self._names, _trainable(tensors[: len(self._names)], self._trained)))
+        given = tensors[len(self._names) :]
+        own = forward_leaves(self._example)
+        with torch.enable_grad():
+            others = []
+            for batch in zip(*self._parts(given)):
+                _, _, target, weight = tree.unflatten(batch, self._example.structure)
+                others.append(self._cast(target, weight))
+            # Of forward's leaves each is one tensor, or nothing would have been merged.
+            leaves = list(self._cast(list(given[:own]), None)[0])
+            whole = self._cast(given[own], None)[0] if self._is_plain else None
+            arguments = (leaves, others, whole, state, self._along, self._example.size)
+            found, values = call_with(self._chunks, state, arguments)
+            if values is not None:
+                numbers, shares = values.detach(), [torch.full_like(values, self._early)]
+                self.factor = self._early
+                self.reported = [Reported()] * self._count
+            else:
+                kinds = [Reported.of(term, entries) for _, term, entries in found]
+                numbers = torch.stack([each for _, each in kinds])
+                self.reported = [kind for kind, _ in kinds]
+                counted = any(term.count is not None for _, term, _ in found)
+                self.factor = 1.0 if counted else self._early
+                shares = [_share(term, self.factor) for _, term, _ in found]
+            losses = [term.value for _, term, _ in found] if values is None else [values]
+            gradients = self._gradients(losses, shares, state)
+        outputs: List[Tensor] = []
+        if self._want_outputs:
+            taken = {storage_id(tensor) for tensor in tensors} - {0}
+            for each, _, _ in found:
+                for tensor in OutputShape(each).tensors:
+                    shared = storage_id(tensor) in taken
+                    outputs.append(tensor.detach().clone() if shared else tensor.detach())
+        return [numbers, *outputs, *gradients]
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the loss gets one tensor, a row for each sample, and no weights."""
+        target, weight = self._example.structure.children[2:]
+        own = forward_leaves(self._example)
+        return target.kind is None and not weight.leaves and own in self._rows
+
+    def _cast(self, value: Any, weight: Any) -> Tuple[Any, Any]:
+        """In the precision's type, but for the weights of samples."""
+        cast = with_inputs_in(self._precision, (value, None, None, weight))
+        return cast[0], cast[3]
+
+    def _gradients(
+        self, losses: Sequence[Tensor], shares: Sequence[Tensor], state: Dict[str, Tensor]
+    ) -> List[Tensor]:
+        weights = [state[name] for name in self._names[: self._trained]]
+        with backward_marked():
+            found = torch.autograd.grad(losses, weights, shares, allow_unused=True)
+        by_name = {
+            name: gradient for name, gradient in zip(self._names, found) if gradient is not None
+        }
+        if set(by_name) != self._reached:
+            raise RefusalError("a gradient reaches other parameters")
+        return [block.gather(by_name) for block in self._blocks]
+
+
+def _has_rows(leaf: Tensor, size: int) -> bool:
+    return leaf.dim() > 0 and leaf.shape[0] == size
+
+
+def _share(term: LossTerm, early: float) -> Tensor:
+    """What a loss is multiplied with in the sum over micro-batches."""
+    if term.count is None:
+        return torch.full_like(term.value, early)
+    return term.count.to(term.value.dtype)

@@ -1,0 +1,264 @@
+"""One micro-batch through the recorded program, held against a reference, value by value."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import operator
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, fx
+
+from ipufit.core.batch import MicroBatch
+from ipufit.core.precision import without_autocast
+from ipufit.core.train_config import Precision
+from ipufit.engines.embedded.training_state import LiveState
+from ipufit.errors import ConfigurationError
+from ipufit.tracing.comparison import Comparison, Difference
+from ipufit.tracing.grad_step import StepModule, attributes_kept, public_name
+from ipufit.tracing.source_trace import Call, Calls, noted
+from ipufit.tracing.tolerance import Tolerance, distance
+
+if TYPE_CHECKING:
+    from ipufit.engines.embedded.engine import Recorded
+
+__all__ = ["Comparing"]
+
+_DETACH = "aten.detach.default"
+
+
+@dataclasses.dataclass
+class Comparing:
+    """Holds a recording against the module that it was made of.
+
+    Args:
+        step: the user's module with the loss.
+        live: the state; it stays as it is.
+        recorded: what runs a micro-batch.
+        batch: the micro-batch.
+        seed: starts its random numbers.
+        tolerance: what is no difference.
+    """
+
+    step: StepModule
+    live: LiveState
+    recorded: Recorded
+    batch: MicroBatch
+    seed: Callable[[], None]
+    tolerance: Tolerance
+    found: List[Difference] = dataclasses.field(default_factory=list)
+
+    def run(self, reference: str) -> Comparison:
+        """Compare everything.
+
+        Args:
+            reference: "eager", or "float64" for the same in double precision.
+
+        Raises:
+            ConfigurationError: there is no recording, or random numbers that double precision
+                would draw otherwise.
+        """
+        recorded = self.recorded
+        if recorded.graph is None:
+            raise ConfigurationError(
+                "compare holds the recorded program against the module, but run_eagerly=True or "
+                "jit='off' records none. Compile without it."
+            )
+        if reference == "float64" and recorded.random:
+            raise ConfigurationError(
+                "reference='float64' needs a module that draws no random numbers, which differ "
+                "from those of its own dtype, but this one does. Set what draws them, such as "
+                "dropout, to 0, or use reference='eager'."
+            )
+        given = self._arguments()
+        eager, results, state = self._eagerly(reference == "float64")
+        calls = noted(recorded, self.step, given)
+        run = _ComparedRun(recorded.graph, self._pairs(calls, eager), self._add)
+        self.seed()
+        own = list(without_autocast(run.run, given)(*given))
+        self._add_results("", own, given, results, state)
+        self._add_lowered(own, given)
+        operators = [each for each in self.found if each.kind == "operator"]
+        counts: Dict[str, int] = {}
+        for each in self.found:
+            counts[each.kind] = counts.get(each.kind, 0) + 1
+        return Comparison(
+            reference,
+            tuple(each for each in self.found if not each.ok),
+            counts,
+            max(operators, key=lambda each: each.relative, default=None),
+            recorded.lowered.why,
+        )
+
+    def _arguments(self, dtype: Optional[torch.dtype] = None) -> List[Tensor]:
+        """The state, of its own so that it may change, and the batch."""
+        state = [_as(tensor, dtype).clone() for tensor in self.live.states[0]]
+        leaves = [_as(leaf, dtype).clone() for leaf in self.batch.leaves]
+        scaler = self.live.scaler
+        scale = [] if scaler is None else [scaler.tensor(leaves[0].device)]
+        return [*state, *leaves, *scale]
+
+    def _eagerly(self, double: bool) -> Tuple[List[Call], List[Tensor], List[Tensor]]:
+        """The operators of the reference, what it returned, and its state afterwards."""
+        micro = self.recorded.micro
+        if double:
+            micro = copy.copy(micro)
+            micro.precision = Precision()
+        arguments = self._arguments(torch.float64 if double else None)
+        calls = Calls(self.step, keeps=True)
+        self.seed()
+        run: Any = without_autocast(micro, arguments) if double else micro
+        with attributes_kept(self.step), calls.listed():
+            results = list(run(*arguments))
+        return calls.calls, results, arguments
+
+    def _pairs(self, calls: Sequence[Call], eager: Sequence[Call]) -> Dict[str, Tuple[Call, Call]]:
+        """For each node that stands for a call, that call when recorded and when run eagerly."""
+        # What only says that no gradient passes is in no graph.
+        calls = [call for call in calls if call.operator != _DETACH]
+        eager = [call for call in eager if call.operator != _DETACH]
+        first, second = ([call.operator for call in each] for each in (calls, eager))
+        blocks: Any = [(0, 0, len(first))]
+        if first != second:
+            matcher = difflib.SequenceMatcher(None, first, second, autojunk=False)
+            blocks = matcher.get_matching_blocks()
+        pairs = {}
+        for begin, other, size in blocks:
+            for call, same in zip(calls[begin : begin + size], eager[other : other + size]):
+                for name in call.nodes:
+                    pairs[name] = (call, same)
+        return pairs
+
+    def _add(self, difference: Callable[[float, float, float], Difference], pair: Any) -> bool:
+        """Measure a pair of tensors; whether they agree."""
+        one, other = pair
+        away = distance(one, other)
+        tolerance = self.tolerance.of(one.dtype, away.scale)
+        self.found.append(difference(away.absolute, away.relative, tolerance))
+        return self.found[-1].ok
+
+    def _add_results(
+        self,
+        kind: str,
+        own: Sequence[Tensor],
+        own_state: Sequence[Tensor],
+        results: Sequence[Tensor],
+        state: Sequence[Tensor],
+    ) -> None:
+        """Loss, gradients and buffers; all of one kind, unless it is ""."""
+        for what, name, one, other in [
+            ("loss", "loss", own[0], results[0]),
+            *self._gradients(own, results),
+            *self._buffers(own_state, state),
+        ]:
+            prefix = f"{what} " if kind and what != "loss" else ""
+            self._add(_result(kind or what, f"{prefix}{name}"), (one, other))
+
+    def _gradients(
+        self, own: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> Iterator[Tuple[str, str, Tensor, Tensor]]:
+        blocks = self.live.storage.blocks
+        pairs = zip(blocks, own[len(own) - len(blocks) :], results[len(results) - len(blocks) :])
+        for block, one, other in pairs:
+            for slot in block.slots:
+                name = public_name(slot.name)
+                yield "gradient", name, slot.view(one), slot.view(other)
+
+    def _buffers(
+        self, own: Sequence[Tensor], other: Sequence[Tensor]
+    ) -> Iterator[Tuple[str, str, Tensor, Tensor]]:
+        names = {id(buffer): name for name, buffer in self.step.named_buffers()}
+        micro = self.recorded.micro
+        buffers = set(names.values())
+        for name, one, two in zip([*micro.trained, *micro.fixed], own, other):
+            if name in buffers:
+                yield "buffer", public_name(name), one, two
+
+    def _add_lowered(self, own: Sequence[Tensor], own_state: Sequence[Tensor]) -> None:
+        """What really runs, held against the recorded graph that it stands for."""
+        arguments = self._arguments()
+        self.seed()
+        results = list(self.recorded.run(*arguments))
+        self._add_results("lowering", results, arguments, own, own_state)
+
+
+def _as(tensor: Tensor, dtype: Optional[torch.dtype]) -> Tensor:
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+
+def _result(kind: str, name: str) -> Callable[[float, float, float], Difference]:
+    return lambda absolute, relative, tolerance: Difference(
+        kind, name, absolute, relative, tolerance
+    )
+
+
+class _ComparedRun(fx.Interpreter):
+    """Runs a recorded graph, and holds each node's value against that of an eager run."""
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        pairs: Dict[str, Tuple[Call, Call]],
+        add: Callable[[Callable[[float, float, float], Difference], Any], bool],
+    ) -> None:
+        super().__init__(graph)
+        self._pairs = pairs
+        self._add = add
+        # Of a call that left several nodes, the last one has its result.
+        last: Dict[int, str] = {}
+        for node in graph.graph.nodes:
+            if node.name in pairs and node.target is not operator.getitem:
+                last[id(pairs[node.name][0])] = node.name
+        self._last = set(last.values())
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The node's value."""
+        value = super().run_node(n)
+        if n.name in self._last:
+            self._compare(n, value)
+        return value
+
+    def _compare(self, node: fx.Node, value: Any) -> None:
+        call, eager = self._pairs[node.name]
+        results = list(value) if isinstance(value, (list, tuple)) else [value]
+        tensors = [result for result in results if isinstance(result, Tensor)]
+        pairs = list(zip(tensors, eager.outputs))
+        if not pairs or "empty" in call.operator:
+            return
+        worst = max(range(len(pairs)), key=lambda place: distance(*pairs[place]).absolute)
+        origin = eager.origin
+
+        def at_operator(absolute: float, relative: float, tolerance: float) -> Difference:
+            return Difference(
+                "operator",
+                call.operator,
+                absolute,
+                relative,
+                tolerance,
+                origin.module,
+                origin.kind,
+                node.name,
+                origin.is_backward,
+                origin.file,
+                origin.line,
+                origin.source,
+            )
+
+        self._add(at_operator, pairs[worst])
+        for returned, place in eager.returned:
+            if place < len(pairs):
+
+                def at_module(
+                    absolute: float,
+                    relative: float,
+                    tolerance: float,
+                    name: str = returned.name,
+                    kind: str = returned.kind,
+                ) -> Difference:
+                    return Difference(
+                        "module", name, absolute, relative, tolerance, module_kind=kind
+                    )
+
+                self._add(at_module, pairs[place])

@@ -1,0 +1,1 @@
+"""Executions captured as CUDA graphs: when they are, how, and where their inputs lie."""

@@ -1,0 +1,51 @@
+"""Whether executions are captured: what ``jit`` asks for, and what is there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Optional
+
+import torch
+from torch import nn
+
+from ipufit.core.jit_modes import AUTO, CUDAGRAPH
+from ipufit.core.train_config import Recipe
+from ipufit.engines.embedded.cuda_graphs.capture import CudaGraphs, GraphMaker, why_no_graphs
+from ipufit.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from ipufit.engines.embedded.engine import EmbeddedEngine
+
+__all__ = ["check_cudagraph", "graph_maker"]
+
+
+def check_cudagraph(module: nn.Module) -> None:
+    """Make sure that CUDA graphs can be captured of this module's work.
+
+    Raises:
+        ConfigurationError: it is not on a GPU, or torch is too old.
+    """
+    for parameter in module.parameters():
+        if parameter.device.type != "cuda":
+            raise ConfigurationError(
+                f"jit='cudagraph' needs a module on a CUDA device, but {type(module).__name__} is "
+                f"on {parameter.device}. Move it with module.cuda(), or use jit='auto'."
+            )
+    why_not = why_no_graphs()
+    if why_not is not None:
+        raise ConfigurationError(
+            f"jit='cudagraph' can't work here: {why_not}. Use jit='auto', or a newer torch."
+        )
+
+
+def graph_maker(
+    engine: EmbeddedEngine, recipe: Recipe, device: torch.device
+) -> Optional[GraphMaker]:
+    """What captures the executions of a program; None where they run as they were recorded."""
+    if recipe.jit not in (AUTO, CUDAGRAPH):
+        return None
+    if engine.tape is not None:
+        return engine.tape(device)
+    # No GPU has run them yet, so nobody gets them unasked.
+    if recipe.jit == AUTO or device.type != "cuda" or why_no_graphs() is not None:
+        return None
+    return CudaGraphs(device)

@@ -1,0 +1,321 @@
+"""``jit="cudagraph"``: all updates of an execution as one captured CUDA graph.
+
+The first execution of a kind runs as it was recorded, the second is captured, and from then on the
+host fills static memory, replays, and waits once, for what comes back. An execution that turns out
+to have a loss or a gradient that is not finite is taken back and left to whoever finds out which.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from ipufit.core.batch import CombinedBatch
+from ipufit.core.jit_modes import CUDAGRAPH
+from ipufit.engines.embedded.cuda_graphs.capture import Draw, Graph, GraphMaker
+from ipufit.engines.embedded.cuda_graphs.static_inputs import Sent, Static, keeps_its_form
+from ipufit.engines.embedded.execution import Execution, settings_of
+from ipufit.engines.embedded.execution_outputs import Collected
+from ipufit.engines.embedded.flat_optimizer import Rows, RuleUpdater
+from ipufit.engines.embedded.host_transfer import pack, unpack
+from ipufit.engines.embedded.loss_scale import ScaleState
+from ipufit.engines.embedded.training_state import LiveState, Snapshot
+from ipufit.engines.embedded.update_runner import Update, UpdateMaker
+from ipufit.engines.program import Anchors, ProgramSpec
+
+if TYPE_CHECKING:
+    from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
+
+__all__ = ["CapturedExecutions"]
+
+# Kinds of executions that are remembered; the least recently seen go first, with their graphs.
+_KEPT = 6
+
+# The key of the random numbers of a micro-batch, from its update and its place in it.
+KeyOf = Callable[[int, int], int]
+
+
+@dataclasses.dataclass(frozen=True)
+class StagedBatch(CombinedBatch):
+    """The samples of an execution, which are on their way to the device as well."""
+
+    sent: Optional[Sent] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Captured:
+    """One kind of execution.
+
+    Attributes:
+        graph: its work.
+        updates: its micro-batches, in static memory.
+        inputs: that memory.
+        tables: coefficients of each block, by update, and the loss scale if there is one.
+        saved: copies of the state that the graph makes before anything else.
+        results: what comes back, without values.
+        packed: the same with values, as bytes.
+        draws: micro-batches that draw random numbers, as their update and their place in it.
+    """
+
+    graph: Graph
+    updates: Sequence[Update]
+    inputs: Static
+    tables: Static
+    saved: Snapshot
+    results: Collected
+    packed: Tensor
+    draws: Sequence[Tuple[int, int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Counters:
+    """What the host knows of the updates so far."""
+
+    updates: int
+    counts: Sequence[float]
+    scale: Optional[ScaleState]
+
+
+class CapturedExecutions:
+    """Replays executions that have been captured, and captures those that come again.
+
+    Args:
+        engine: brings results to the host, and says what became of this.
+        spec: what is built.
+        live: what the updates change.
+        device: where.
+        maker: captures.
+        key_of: of random numbers.
+    """
+
+    def __init__(
+        self,
+        engine: EmbeddedEngine,
+        spec: ProgramSpec,
+        live: LiveState,
+        device: torch.device,
+        maker: GraphMaker,
+        key_of: KeyOf,
+    ) -> None:
+        self._engine = engine
+        self._spec = spec
+        self._live = live
+        self._device = device
+        self._key_of = key_of
+        self._known: OrderedDict[Tuple[object, ...], Optional[_Captured]] = OrderedDict()
+        # Where samples of one form go, whatever else sets executions apart.
+        self._inputs: Dict[object, Static] = {}
+        self._reason: Optional[str] = None
+        self.aside = maker.aside
+        self._capture_work = maker.capture
+
+    def forget(self) -> None:
+        """The state is somewhere else from now on."""
+        self._known.clear()
+        self._inputs.clear()
+
+    def stage(self, batch: CombinedBatch) -> CombinedBatch:
+        """Start to bring a batch to the device if one like it was captured; from any thread."""
+        leaves = [leaf for micro_batch in batch.micro_batches for leaf in micro_batch.leaves]
+        inputs = self._inputs.get(_form(leaves))
+        if inputs is None or any(leaf.device.type != "cpu" for leaf in leaves):
+            return batch
+        with torch.no_grad():
+            return StagedBatch(batch.micro_batches, batch.place, sent=inputs.send(leaves))
+
+    def run(self, updates: Sequence[Update], rows: Rows, batch: CombinedBatch) -> Optional[Anchors]:
+        """One execution; None if it is not captured, or bad: then nothing has changed.
+
+        Args:
+            updates: its micro-batches, wherever they are.
+            rows: the settings of the optimizer for each update.
+            batch: the samples, which may have been staged.
+        """
+        sent = batch.sent if isinstance(batch, StagedBatch) else None
+        updater, averages = self._live.updater, self._live.averages
+        if self._reason is None:
+            self._note(self._why_not(updates))
+        if self._reason is not None or (averages is not None and averages.fresh):
+            return None
+        assert isinstance(updater, RuleUpdater)
+        with torch.no_grad():
+            tables = updater.tables(rows)
+            if self._live.scaler is not None:
+                scales = [state.value for state in self._live.scaler.coming(len(rows))[:-1]]
+                tables.append(torch.tensor(scales, dtype=torch.float64))
+            captured = self._captured(updater, updates, rows, tables)
+            if captured is None:
+                return None
+            if sent is not None and sent.static is captured.inputs:
+                captured.inputs.receive(sent)
+            else:
+                captured.inputs.fill(_leaves(updates))
+            captured.tables.fill(tables)
+            return self._replay(captured, rows)
+
+    def _why_not(self, updates: Sequence[Update]) -> Optional[str]:
+        """Why these are not captured, as the end of a sentence."""
+        recipe, live = self._spec.recipe, self._live
+        if not isinstance(live.updater, RuleUpdater):
+            name = type(self._spec.optimizer).__name__
+            return f"the step of {name} is torch's own, which counts on the host"
+        if recipe.detect_nan:
+            return "detect_nan looks at every update while it is made"
+        if recipe.offload_optimizer_state:
+            return "the optimizer's state is in host memory between updates"
+        if any(flat.device != self._device for flat in live.storage.flats):
+            return "the module is on several devices"
+        half = (torch.float16, torch.bfloat16)
+        sums = [recipe.accumulation_dtype or flat.dtype for flat in live.storage.flats]
+        if live.scaler is not None and any(dtype in half for dtype in sums):
+            return "a loss scale that is a tensor rounds otherwise in a half-precision gradient"
+        if not all(keeps_its_form(leaf, self._device) for leaf in _leaves(updates)):
+            return "samples have gaps in memory, which a copy of them has not"
+        return None
+
+    def _note(self, reason: Optional[str]) -> None:
+        if reason is None:
+            return
+        self._reason = reason
+        self._engine.replaying = f"Runs no CUDA graphs: {reason}."
+        if self._spec.recipe.jit == CUDAGRAPH:
+            warnings.warn(
+                f"jit='cudagraph' runs this program as jit='graph' does: {reason}.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _captured(
+        self, updater: RuleUpdater, updates: Sequence[Update], rows: Rows, tables: Sequence[Tensor]
+    ) -> Optional[_Captured]:
+        """The graph for such an execution; captured now if it comes for the second time."""
+        live, averaging = self._live, self._spec.recipe.averaging
+        every = averaging.overwrite_every if averaging is not None else None
+        key = (
+            tuple(id(recorded) for update in updates for _, recorded in update),
+            updater.constants(rows),
+            live.updates % every if every is not None else 0,
+            # Somebody may have given a buffer other memory. Parameters are followed.
+            tuple(buffer.data_ptr() for own in live.replicas for buffer in own.values()),
+        )
+        if key not in self._known:
+            self._known[key] = None
+            if len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+            return None
+        self._known.move_to_end(key)
+        if self._known[key] is None:
+            before = self._counters(updater)
+            try:
+                with self._engine.timed():
+                    self._known[key] = self._capture(updater, updates, rows, tables)
+            except RuntimeError as error:
+                cause = error.__context__ or error
+                self._note(f"torch can't capture it: {str(cause).partition(chr(10))[0]}")
+                return None
+            finally:
+                self._go_on_from(updater, before)
+            count = sum(captured is not None for captured in self._known.values())
+            self._engine.replays = True
+            self._engine.replaying = f"Runs as CUDA graphs of whole executions, {count} captured."
+        return self._known[key]
+
+    def _capture(
+        self, updater: RuleUpdater, updates: Sequence[Update], rows: Rows, tables: Sequence[Tensor]
+    ) -> _Captured:
+        live = self._live
+        given = _leaves(updates)
+        form = _form(given)
+        if form not in self._inputs:
+            self._inputs[form] = Static(given, self._device)
+        inputs, static = self._inputs[form], Static(tables, self._device)
+        # A maker may do the work to see what it is.
+        inputs.fill(given)
+        static.fill(tables)
+        leaves = iter(inputs.tensors)
+        placed = [
+            [
+                (dataclasses.replace(b, leaves=tuple(next(leaves) for _ in b.leaves)), recorded)
+                for b, recorded in update
+            ]
+            for update in updates
+        ]
+        draws: Dict[Tuple[int, int], int] = {}
+        for index, update in enumerate(updates):
+            for place, (_, recorded) in enumerate(update):
+                if recorded.random:
+                    draws[index, place] = len(draws)
+        blocks = len(live.storage.blocks)
+        made: List[Tuple[Snapshot, Collected, Tensor]] = []
+
+        def work(draw: Draw) -> None:
+            first, scales = live.updates, [table.unbind() for table in static.tensors[blocks:]]
+
+            def seed(recorded: Recorded, update: int, place: int) -> None:
+                if recorded.random:
+                    draw(draws[update - first, place], self._key_of(update, place))
+
+            maker = UpdateMaker(
+                self._spec, live, self._device, seed, False, iter(scales[0]) if scales else None
+            )
+            saved = live.snapshot()
+            updater.take(rows, static.tensors[:blocks])
+            execution = Execution(self._engine, self._spec, live, maker, placed, rows)
+            results = execution.attempt(placed, set())
+            packed = pack(results.tensors())
+            results.forget()
+            made.append((saved, results, packed))
+
+        graph = self._capture_work(work, len(draws))
+        return _Captured(graph, placed, inputs, static, *made[0], list(draws))
+
+    def _replay(self, captured: _Captured, rows: Rows) -> Optional[Anchors]:
+        live, updater = self._live, self._live.updater
+        assert isinstance(updater, RuleUpdater)
+        before = self._counters(updater)
+        keys = [self._key_of(live.updates + index, place) for index, place in captured.draws]
+        captured.graph.replay(keys)
+        try:
+            arrived = self._engine.transfer.start(captured.packed)
+            scales = live.scaler.coming(len(rows)) if live.scaler is not None else [None]
+            counts = [count + len(rows) for count in before.counts]
+            self._go_on_from(updater, _Counters(live.updates + len(rows), counts, scales[-1]))
+            host = unpack(arrived(), captured.results.tensors())
+            settings = settings_of(self._spec, live, rows)
+            anchors, finite = captured.results.anchors(host, settings)
+        except BaseException:
+            self._take_back(updater, captured, before)
+            raise
+        if all(finite) and bool(anchors.losses.isfinite().all()):
+            return anchors
+        self._take_back(updater, captured, before)
+        return None
+
+    def _take_back(self, updater: RuleUpdater, captured: _Captured, before: _Counters) -> None:
+        self._live.restore(captured.saved)
+        self._go_on_from(updater, before)
+
+    def _counters(self, updater: RuleUpdater) -> _Counters:
+        scaler = self._live.scaler
+        return _Counters(
+            self._live.updates, updater.counts, scaler.state if scaler is not None else None
+        )
+
+    def _go_on_from(self, updater: RuleUpdater, counters: _Counters) -> None:
+        self._live.updates = counters.updates
+        updater.counts = counters.counts
+        if self._live.scaler is not None and counters.scale is not None:
+            self._live.scaler.state = counters.scale
+
+
+def _leaves(updates: Sequence[Update]) -> List[Tensor]:
+    return [leaf for update in updates for batch, _ in update for leaf in batch.leaves]
+
+
+def _form(leaves: Sequence[Tensor]) -> object:
+    return tuple((leaf.shape, leaf.dtype, leaf.stride()) for leaf in leaves)

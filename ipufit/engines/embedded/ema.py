@@ -1,0 +1,124 @@
+"""Exponential moving averages of the trained weights, as Keras' optimizers keep them."""
+
+from __future__ import annotations
+
+from typing import Dict, List, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ipufit.core.train_config import Averaging
+from ipufit.tracing.flat_storage import Block
+
+__all__ = ["Averages"]
+
+
+class Averages:
+    """One average per flat tensor of weights.
+
+    ``average = momentum * average + (1 - momentum) * weight`` after every update; the first update
+    sets it to the weights. Half-precision weights are averaged in float32.
+
+    Args:
+        rule: momentum, and when the weights become the averages.
+        blocks: the layout.
+        flats: the weights.
+        known: averages of an earlier program, by parameter name.
+    """
+
+    def __init__(
+        self,
+        rule: Averaging,
+        blocks: Sequence[Block],
+        flats: Sequence[Tensor],
+        known: Mapping[str, Tensor],
+    ) -> None:
+        self._rule = rule
+        self._blocks = list(blocks)
+        self._weights: List[Tensor] = []
+        self._tensors = [
+            flat.to(torch.promote_types(flat.dtype, torch.float32), copy=True) for flat in flats
+        ]
+        slots = [(slot, t) for block, t in zip(blocks, self._tensors) for slot in block.slots]
+        # A parameter that was frozen so far starts at its weight.
+        self._fresh = not any(slot.name in known for slot, _ in slots)
+        for slot, tensor in slots:
+            if slot.name in known:
+                slot.view(tensor).copy_(known[slot.name])
+
+    @property
+    def fresh(self) -> bool:
+        """Whether there was no update yet."""
+        return self._fresh
+
+    @property
+    def swapped(self) -> bool:
+        """Whether weights and averages have changed places."""
+        return bool(self._weights)
+
+    def after_update(self, flats: Sequence[Tensor], updates: int, skipped: bool) -> None:
+        """Follow the weights, and become them if it is time.
+
+        Args:
+            flats: the weights, after an update.
+            updates: how many there have been, this one included.
+            skipped: whether it was left out: nothing to follow then.
+        """
+        if not skipped:
+            self._follow(flats)
+        every = self._rule.overwrite_every
+        if every is not None and updates % every == 0:
+            self._overwrite(flats)
+
+    def _follow(self, flats: Sequence[Tensor]) -> None:
+        for tensor, flat in zip(self._tensors, flats):
+            weight = flat.to(tensor.dtype)
+            if self._fresh:
+                tensor.copy_(weight)
+            else:
+                tensor.lerp_(weight, 1 - self._rule.momentum)
+        self._fresh = False
+
+    def _overwrite(self, flats: Sequence[Tensor]) -> None:
+        for tensor, flat in zip(self._tensors, flats):
+            flat.copy_(tensor)
+
+    def swap(self, flats: Sequence[Tensor]) -> None:
+        """The averages as weights; called again, the weights as they were."""
+        if self._weights:
+            for kept, flat in zip(self._weights, flats):
+                flat.copy_(kept)
+            self._weights = []
+        else:
+            self._weights = [flat.clone() for flat in flats]
+            self._overwrite(flats)
+
+    def adopt(self, flats: Sequence[Tensor]) -> None:
+        """The averages as weights, for good; before the first update, nothing."""
+        self._weights = []
+        if not self._fresh:
+            self._overwrite(flats)
+
+    def by_name(self) -> Dict[str, Tensor]:
+        """Copies by parameter name; none before the first update."""
+        if self._fresh:
+            return {}
+        return {
+            slot.name: slot.view(tensor).clone()
+            for block, tensor in zip(self._blocks, self._tensors)
+            for slot in block.slots
+        }
+
+    def held(self) -> List[Tensor]:
+        """The tensors that they are in."""
+        return self._tensors
+
+    def snapshot(self) -> List[Tensor]:
+        """Copies of the averages."""
+        return [] if self._fresh else [tensor.clone() for tensor in self._tensors]
+
+    def restore(self, snapshot: Sequence[Tensor]) -> None:
+        """Go back to copies of the averages."""
+        self._fresh = not snapshot
+        for tensor, value in zip(self._tensors, snapshot):
+            tensor.copy_(value)

@@ -1,0 +1,140 @@
+"""What the micro-batches of an execution have produced, and its one way to the host."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Dict, List, Mapping, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from ipufit.core.logged_values import LogRule, joined_rules
+from ipufit.engines.program import Anchors
+
+if TYPE_CHECKING:
+    from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
+    from ipufit.tracing.results import Reported
+
+__all__ = ["Collected"]
+
+
+class Collected:
+    """Results of an execution, still on the device.
+
+    Args:
+        replicas: outputs are added up for each of so many; 0 keeps them apart.
+
+    Attributes:
+        numbers: what micro-batches report: the kind of each, and a tensor with a row for each, or
+            without rows for one.
+        outputs: what comes back of them.
+        places: the micro-batches they belong to.
+        finite: for each update, whether its gradient was; empty where nobody asks.
+        skipped: updates left out.
+    """
+
+    def __init__(self, replicas: int = 0) -> None:
+        self.numbers: List[Tuple[Sequence[Reported], Tensor]] = []
+        self.outputs: List[Tuple[Recorded, List[Tensor]]] = []
+        self.places: List[int] = []
+        self.finite: List[Tensor] = []
+        self.skipped = 0
+        self._replicas = replicas
+
+    def add_outputs(self, recorded: Recorded, tensors: List[Tensor], place: int) -> None:
+        """Keep the outputs of a micro-batch of this execution, or add them to its replica's sum."""
+        if not self._replicas:
+            self.outputs.append((recorded, tensors))
+            self.places.append(place)
+        elif place < self._replicas:
+            self.outputs.append((recorded, [_to_add_to(tensor) for tensor in tensors]))
+        else:
+            for total, tensor in zip(self.outputs[place % self._replicas][1], tensors):
+                # A smaller last micro-batch adds to the rows that it has.
+                rows = total[: tensor.shape[0]] if tensor.dim() else total
+                rows.add_(tensor)
+
+    def losses(self, begin: int) -> Tensor:
+        """Of all micro-batches but those that the first entries of ``numbers`` are of."""
+        found = [
+            numbers.reshape(len(kinds), -1)[:, 0].to(torch.float64)
+            for kinds, numbers in self.numbers[begin:]
+        ]
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.float64)
+
+    def to_anchors(
+        self, engine: EmbeddedEngine, settings: Optional[Mapping[str, float]] = None
+    ) -> Tuple[Anchors, List[bool]]:
+        """Everything an execution hands back, in one copy, and which gradients were finite."""
+        with engine.clock.during("anchors"):
+            return self.anchors(engine.transfer.to_host(self.tensors()), settings)
+
+    def tensors(self) -> List[Tensor]:
+        """All that goes to the host."""
+        flat = [_in_one([tensor for _, tensor in self.numbers])] if self.numbers else []
+        flat += [torch.stack(self.finite)] if self.finite else []
+        for _, tensors in self.outputs:
+            flat += tensors
+        return flat
+
+    def forget(self) -> None:
+        """Let go of the values, and keep what they were."""
+        self.numbers = [(kinds, _without_values(each)) for kinds, each in self.numbers]
+        self.finite = [_without_values(tensor) for tensor in self.finite]
+        self.outputs = [
+            (recorded, [_without_values(tensor) for tensor in tensors])
+            for recorded, tensors in self.outputs
+        ]
+
+    def anchors(
+        self, tensors: Sequence[Tensor], settings: Optional[Mapping[str, float]] = None
+    ) -> Tuple[Anchors, List[bool]]:
+        """What :meth:`tensors` gave, once it is on the host, as anchors."""
+        host = iter(tensors)
+        values = next(host).to(torch.float64) if self.numbers else torch.empty(0)
+        finite = next(host).tolist() if self.finite else []
+        outputs = [
+            recorded.outputs.rebuild([next(host) for _ in tensors])
+            for recorded, tensors in self.outputs
+        ]
+        losses, counts, logged, rules = self._unpack(values)
+        return (
+            Anchors(
+                losses, outputs, self.places, counts, logged, rules, settings or {}, self.skipped
+            ),
+            finite,
+        )
+
+    def _unpack(
+        self, values: Tensor
+    ) -> Tuple[Tensor, Optional[Tensor], Sequence[Dict[str, float]], Dict[str, LogRule]]:
+        """Losses, counts, logged values and how these are reduced."""
+        kinds = [kind for several, _ in self.numbers for kind in several]
+        if all(kind.is_loss_alone for kind in kinds):
+            return values, None, (), {}
+        losses, counts, logged = [], [], []
+        rules: Dict[str, LogRule] = {}
+        numbers = iter(values.tolist())
+        for kind in kinds:
+            losses.append(next(numbers))
+            counts += [next(numbers)] if kind.counted else []
+            logged.append({name: next(numbers) for name in kind.rules})
+            rules = joined_rules(rules, kind.rules)
+        as_tensor = torch.tensor(counts, dtype=torch.float64) if counts else None
+        return torch.tensor(losses, dtype=torch.float64), as_tensor, logged, rules
+
+
+def _in_one(tensors: Sequence[Tensor]) -> Tensor:
+    """All their numbers, in one dimension."""
+    if all(not tensor.dim() for tensor in tensors):
+        return torch.stack(list(tensors))
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _to_add_to(tensor: Tensor) -> Tensor:
+    """A copy; of integers, in which a sum of them does not overflow, as torch.sum has it."""
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.clone() if is_number else tensor.to(torch.int64, copy=True)

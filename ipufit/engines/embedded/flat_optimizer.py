@@ -1,0 +1,500 @@
+"""The optimizer's part of an update: from flat gradients to new weights, recorded as one graph."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import (
+    Any,
+    Callable,
+    Container,
+    Dict,
+    List,
+    Mapping,
+    Optional,
+    Protocol,
+    Sequence,
+    Tuple,
+    Type,
+    cast,
+)
+
+import torch
+from torch import Tensor, fx, nn
+
+from ipufit.core.precision import computes_in_half, try_out
+from ipufit.engines.embedded.clipping import Finish
+from ipufit.engines.embedded.fused_optimizers import Fused, fused_for, numbers_for
+from ipufit.engines.embedded.optimizer_state_location import StateMemory
+from ipufit.engines.embedded.traced_optimizer import OwnStepUpdater
+from ipufit.errors import OptimizerError
+from ipufit.optim.rules import Rule, rule_for
+from ipufit.tracing.capture import capture
+from ipufit.tracing.flat_storage import Block, FlatStorage, flat_of, group_alike
+
+__all__ = ["Graphs", "RuleUpdater", "Updater", "refuse_step_hooks", "torchs_step", "updater_for"]
+
+
+# Recorded updates, by all that they depend on.
+Graphs = Dict[Tuple[object, ...], fx.GraphModule]
+
+# For every coming update, the settings of every parameter group.
+Rows = Sequence[Sequence[Mapping[str, Any]]]
+
+
+class Updater(Protocol):
+    """Applies one optimizer to flat tensors."""
+
+    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[Block]:
+        """How the parameters that a gradient reaches are laid out."""
+        ...
+
+    def bind(self, storage: FlatStorage, run_eagerly: bool) -> None:
+        """Take over the optimizer's state and record the update."""
+        ...
+
+    def refresh(self, rows: Rows) -> None:
+        """Take the hyper-parameters of the coming updates; before every execution."""
+        ...
+
+    def apply(self, gradients: Sequence[Tensor]) -> None:
+        """One weight update, from gradients as they were accumulated."""
+        ...
+
+    def skip(self) -> None:
+        """Leave a weight update out: its hyper-parameters go by, its number is the next one's."""
+        ...
+
+    def snapshot(self) -> Any:
+        """A copy of the state."""
+        ...
+
+    def restore(self, snapshot: Any) -> None:
+        """Go back to a copy of the state."""
+        ...
+
+    def export(self) -> None:
+        """Write the state into the torch optimizer, or let that look into it."""
+        ...
+
+    def held(self) -> List[Tensor]:
+        """The tensors of the state, where it is between two updates."""
+        ...
+
+    def release(self) -> None:
+        """Let go of the state, which no update needs any more; safe twice.
+
+        Where no update follows at all, the torch optimizer gets memory of its own.
+        """
+        ...
+
+    def recorded(self) -> Optional[fx.GraphModule]:
+        """The graph of an update; None where it runs without one."""
+        ...
+
+    def aside(self, times: int) -> Optional[Callable[[Sequence[Tensor]], None]]:
+        """Weight updates like the next one, on copies, so often; None where none can be tried."""
+        ...
+
+
+def refuse_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Nothing would call them.
+
+    Raises:
+        OptimizerError: there are hooks on ``step``.
+    """
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if getattr(optimizer, name, None):
+            raise OptimizerError(
+                f"hooks on the step of {type(optimizer).__name__} can't run: in one program there "
+                "is no call of step. Remove them, or do their work in a callback."
+            )
+
+
+def updater_for(
+    optimizer: torch.optim.Optimizer,
+    graphs: Graphs,
+    finish: Finish,
+    scheduled: Optional[Container[str]],
+    memory: StateMemory,
+    tabled: bool = False,
+) -> Updater:
+    """Flat rules for the optimizers ipufit knows, the optimizer's own ``step`` for any other.
+
+    Args:
+        optimizer: torch's.
+        graphs: what has been recorded already.
+        finish: makes of an accumulated gradient what the optimizer gets.
+        scheduled: hyper-parameters that are known to change from update to update; None without a
+            schedule.
+        memory: where the state is between two updates.
+        tabled: whether hyper-parameters must reach an update as tensors.
+
+    Raises:
+        OptimizerError: hooks on ``step``, or a schedule for an optimizer whose hyper-parameters are
+            constants.
+    """
+    refuse_step_hooks(optimizer)
+    rule = rule_for(optimizer)
+    if rule is not None:
+        # A decay that is zero now and then is still a decay: times zero it changes nothing.
+        decays = scheduled is not None and "weight_decay" in scheduled
+        return RuleUpdater(optimizer, rule, graphs, finish, decays, memory, tabled)
+    if scheduled is not None:
+        raise OptimizerError(
+            f"a schedule needs an optimizer whose hyper-parameters are inputs of the program, but "
+            f"those of {type(optimizer).__name__} are constants of it. Use sgd, adam, adamw, "
+            "rmsprop or lamb, or leave lr_scheduler out."
+        )
+    return OwnStepUpdater(optimizer, finish, memory)
+
+
+class RuleUpdater:
+    """One rule per parameter group over flat tensors.
+
+    Attributes:
+        memory: where the state is between two updates.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        rule: Type[Rule],
+        graphs: Graphs,
+        finish: Finish,
+        decays: bool,
+        memory: StateMemory,
+        tabled: bool = False,
+    ) -> None:
+        self._optimizer = optimizer
+        self._always = {"weight_decay": 1.0} if decays else {}
+        self._kind = rule
+        self._graphs = graphs
+        self._finish = finish
+        self.memory = memory
+        self._storage = FlatStorage([])
+        self._rules: List[Rule] = []
+        self._states: List[Dict[str, Tensor]] = []
+        self._tabled = tabled
+        # Per block: updates done, and the coefficients of those to come in this execution.
+        self._counts: List[float] = []
+        self._rows: Rows = ()
+        self._coming: List[Tuple[Tensor, ...]] = []
+        # What the rules take in these updates, where something else than they makes some.
+        self._table: List[Tuple[Tensor, ...]] = []
+        self._switches = self._switches_of(optimizer.param_groups)
+        self._run: Callable[..., Any] = self._update
+        # A kernel for each block, where torch has one for all of them, and what it will be told.
+        self._fused: List[Fused] = []
+        self._told: List[List[Dict[str, Any]]] = []
+
+    def _switches_of(self, groups: Sequence[Mapping[str, Any]]) -> Tuple[Tuple[object, ...], ...]:
+        return tuple(self._kind.switches({**group, **self._always}) for group in groups)
+
+    def _steps(self, parameter: nn.Parameter) -> float:
+        state = self._optimizer.state.get(parameter, {})
+        if self._kind.counted:
+            return float(state.get("step", 0))
+        return 1.0 if state.get("momentum_buffer") is not None else 0.0
+
+    def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[Block]:
+        """Parameters of one group, dtype, device and age stand together."""
+        return group_alike(self._optimizer, named, self._steps)
+
+    def bind(self, storage: FlatStorage, run_eagerly: bool) -> None:
+        """Take over the optimizer's state and record the update."""
+        self._storage = storage
+        blocks, groups = storage.blocks, self._optimizer.param_groups
+        self._rules = [self._kind({**groups[block.group], **self._always}) for block in blocks]
+        self._states = [self._load(*each) for each in zip(blocks, storage.flats, self._rules)]
+        self._counts = [block.updates for block in blocks]
+        self._fused = self._kernels()
+        self.refresh([groups])
+        if not self._fused:
+            self._record(run_eagerly)
+        self.export()
+
+    def _record(self, run_eagerly: bool) -> None:
+        storage = self._storage
+        at_work = self.memory.fetch(self._kept())
+        arguments = self._arguments(self._finish.examples(storage.flats), at_work)
+        key = (self._kind, self._switches, storage.form, self._finish)
+        if not run_eagerly:
+            if key not in self._graphs:
+                self._graphs[key] = capture(self._update, arguments)
+            self._run = self._graphs[key]
+        if arguments[-1].device.type == "cpu" and computes_in_half(arguments):
+            try_out(self._run, arguments)
+
+    def _kernels(self) -> List[Fused]:
+        # They take hyper-parameters as numbers.
+        if self._tabled:
+            return []
+        fused = [fused_for(rule, flat) for rule, flat in zip(self._rules, self._storage.flats)]
+        found = [kernel for kernel in fused if kernel is not None]
+        return found if len(found) == len(fused) else []
+
+    def _load(self, block: Block, flat: Tensor, rule: Rule) -> Dict[str, Tensor]:
+        state = {name: torch.zeros_like(flat) for name in rule.tensors}
+        for slot in block.slots:
+            known = self._optimizer.state.get(slot.parameter, {})
+            for name, whole in state.items():
+                if known.get(name) is not None:
+                    slot.view(whole).copy_(known[name])
+        return {name: self.memory.keep(whole) for name, whole in state.items()}
+
+    def refresh(self, rows: Rows) -> None:
+        """Work out the coefficients of the coming updates from their hyper-parameters."""
+        tables = self.tables(rows)
+        self.take(rows, [t.to(flat.device) for t, flat in zip(tables, self._storage.flats)])
+
+    def tables(self, rows: Rows) -> List[Tensor]:
+        """The coefficients of the coming updates: for each block a tensor on the host, by update.
+
+        Args:
+            rows: their hyper-parameters.
+        """
+        if any(self._switches_of(row) != self._switches for row in _different(rows)):
+            raise OptimizerError(
+                f"a setting of {type(self._optimizer).__name__} that shapes the program changed "
+                "during fit: one that is on or off, such as nesterov, or a momentum, dampening or "
+                "weight decay between zero and non-zero. Change it between two calls of fit."
+            )
+        if self._fused:
+            steps = [[[done + 1 + i] for i in range(len(rows))] for done in self._counts]
+            return [torch.tensor(step, dtype=torch.float32) for step in steps]
+        return self._coefficients(rows)
+
+    def _coefficients(self, rows: Rows) -> List[Tensor]:
+        """What the rules of all blocks take in each of these updates, on the host."""
+        tables = []
+        for block, flat, rule, done in zip(
+            self._storage.blocks, self._storage.flats, self._rules, self._counts
+        ):
+            known = {id(row): _numbers(row[block.group]) for row in _different(rows)}
+            table = [rule.coefficients(known[id(row)], done + 1 + i) for i, row in enumerate(rows)]
+            dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
+            tables.append(torch.tensor(table, dtype=dtype))
+        return tables
+
+    def coming(self) -> Tuple[Tensor, ...]:
+        """The coefficients of the next update, for each block."""
+        if not self._table:
+            self._table = self._on_device(self._coefficients(self._rows))
+        return self._table[0]
+
+    def like_coming(self) -> Tuple[Tensor, ...]:
+        """Tensors like these, also where no update is coming."""
+        return self._on_device(self._coefficients([self._optimizer.param_groups]))[0]
+
+    def _on_device(self, tables: Sequence[Tensor]) -> List[Tuple[Tensor, ...]]:
+        """Tables of the blocks as what each update takes."""
+        moved = [table.to(flat.device) for table, flat in zip(tables, self._storage.flats)]
+        return list(zip(*(table.unbind() for table in moved)))
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """The layout of the parameters."""
+        return self._storage.blocks
+
+    def rules(self) -> List[Tuple[str, Dict[str, bool]]]:
+        """For each block the name of its rule, and which settings of its group are on."""
+        groups = [self._optimizer.param_groups[block.group] for block in self.blocks]
+        named = [_numbers({**group, **self._always}) for group in groups]
+        return [
+            (type(rule).__name__, {name: bool(value) for name, value in settings.items()})
+            for rule, settings in zip(self._rules, named)
+        ]
+
+    def states(self) -> List[Tensor]:
+        """For each parameter, in the order of the blocks, its part of each of its states."""
+        return [
+            whole[slot.start : slot.stop]
+            for block, state in zip(self.blocks, self._states)
+            for slot in block.slots
+            for whole in state.values()
+        ]
+
+    def take(self, rows: Rows, tables: Sequence[Tensor]) -> None:
+        """Go by these tables, on the device, in the coming updates."""
+        self._rows = rows
+        self._coming = list(zip(*(table.unbind() for table in tables)))
+        self._told, self._table = [], []
+
+    def constants(self, rows: Rows) -> Tuple[object, ...]:
+        """What the coming updates depend on that is in no table."""
+        if not self._fused:
+            return ()
+        return tuple(tuple(own.values()) for told in self._told_of(rows) for own in told)
+
+    @property
+    def counts(self) -> Sequence[float]:
+        """Updates done, by block; set where others have counted."""
+        return self._counts
+
+    @counts.setter
+    def counts(self, counts: Sequence[float]) -> None:
+        self._counts, self._rows, self._coming, self._table = list(counts), (), [], []
+
+    def _told_of(self, rows: Rows) -> List[List[Dict[str, Any]]]:
+        """What the kernels are told, for each update and block."""
+        known: Dict[int, List[Dict[str, Any]]] = {}
+        told = []
+        for i, row in enumerate(rows):
+            if id(row) not in known:
+                known[id(row)] = [_numbers(row[block.group]) for block in self._storage.blocks]
+            numbers = zip(known[id(row)], self._counts)
+            told.append([numbers_for(own, done + 1 + i) for own, done in numbers])
+        return told
+
+    def _kept(self) -> List[Tensor]:
+        return [tensor for state in self._states for tensor in state.values()]
+
+    def _arguments(self, gradients: Sequence[Tensor], state: Sequence[Tensor]) -> List[Tensor]:
+        return [*self._coming[0], *self._storage.flats, *gradients, *state]
+
+    def _update(self, *tensors: Tensor) -> List[Tensor]:
+        count = len(self._storage.blocks)
+        state = iter(tensors[3 * count :])
+        flats = tensors[count : 2 * count]
+        gradients = self._finish(tensors[2 * count : 3 * count], self._storage.blocks, flats)
+        for i, (block, rule) in enumerate(zip(self._storage.blocks, self._rules)):
+            row, flat, gradient = tensors[i], flats[i], gradients[i]
+            own = {name: next(state) for name in self._states[i]}
+            segments = [slice(slot.start, slot.stop) for slot in block.slots]
+            rule.update(flat, gradient, own, row.unbind(), segments)
+        return list(flats)
+
+    def _update_fused(self, gradients: Sequence[Tensor], state: Sequence[Tensor]) -> None:
+        flats, blocks, values = self._storage.flats, self._storage.blocks, iter(state)
+        finished = self._finish(gradients, blocks, flats)
+        self._told = self._told or self._told_of(self._rows)
+        told, numbers = self._told[0], self._coming[0]
+        for i, kernel in enumerate(self._fused):
+            own = {name: next(values) for name in self._states[i]}
+            kernel(flats[i], finished[i], own, numbers[i][0], told[i])
+
+    def apply(self, gradients: Sequence[Tensor]) -> None:
+        """One weight update."""
+        kept = self._kept()
+        at_work = self.memory.fetch(kept)
+        if self._fused:
+            self._update_fused(gradients, at_work)
+        else:
+            self._run(*self._arguments(gradients, at_work))
+        for tensor, updated in zip(kept, at_work):
+            self.memory.renew(tensor, updated)
+        self.count()
+
+    def count(self) -> None:
+        """One weight update was made."""
+        for each in (self._coming, self._told, self._table):
+            del each[:1]
+        self._rows = self._rows[1:]
+        self._counts = [count + 1 for count in self._counts]
+
+    def skip(self) -> None:
+        """Leave a weight update out; what depends on its number is worked out again."""
+        rows = self._rows[1:]
+        self._coming, self._rows = [], rows
+        if rows:
+            self.refresh(rows)
+
+    def snapshot(self) -> Any:
+        """A copy of the state."""
+        states = [{name: t.clone() for name, t in state.items()} for state in self._states]
+        return states, self._counts
+
+    def restore(self, snapshot: Any) -> None:
+        """Go back to a copy of the state, in place."""
+        states, self._counts = snapshot
+        for state, values in zip(self._states, states):
+            for name, tensor in state.items():
+                tensor.copy_(values[name])
+
+    def export(self) -> None:
+        """Let the torch optimizer have the state, under torch's names and dtypes.
+
+        Until :meth:`release` its tensors look into the flat ones: a copy would take as much
+        memory again, and be out of date after one update.
+        """
+        for block, state, updates in zip(self._storage.blocks, self._states, self._counts):
+            group = self._optimizer.param_groups[block.group]
+            if updates == 0:
+                continue
+            on_device = group.get("capturable") or group.get("fused")
+            for slot in block.slots:
+                own = self._optimizer.state[slot.parameter]
+                for name, whole in state.items():
+                    own[name] = slot.window(whole)
+                if self._kind.counted:
+                    device = slot.parameter.device if on_device else torch.device("cpu")
+                    own["step"] = torchs_step(type(self._optimizer), updates, device)
+
+    def held(self) -> List[Tensor]:
+        """The tensors of the state, where it is between two updates."""
+        return self._kept()
+
+    def release(self) -> None:
+        """Let go of the state; a torch optimizer that still looks into it gets its own."""
+        if self.memory.ended:
+            self._give_own_memory(self._storage, self._states)
+        self._storage, self._states = FlatStorage([]), []
+        self.counts = []
+
+    def _give_own_memory(
+        self, storage: FlatStorage, states: Sequence[Mapping[str, Tensor]]
+    ) -> None:
+        for block, state in zip(storage.blocks, states):
+            flats = list(state.values())
+            for slot in block.slots:
+                own = self._optimizer.state.get(slot.parameter, {})
+                for name, value in own.items():
+                    if isinstance(value, Tensor) and flat_of(value, flats) is not None:
+                        own[name] = self.memory.for_torch(value)
+
+    def recorded(self) -> Optional[fx.GraphModule]:
+        """The graph of an update; None where it runs without one."""
+        return self._run if isinstance(self._run, fx.GraphModule) else None
+
+    def aside(self, times: int) -> Optional[Callable[[Sequence[Tensor]], None]]:
+        """Weight updates like the next one, on copies of weights and state, so often."""
+        if type(self.memory) is not StateMemory or not (self._fused or self.recorded()):
+            return None
+        other = copy.copy(self)
+        other._storage = copy.copy(self._storage)
+        other._storage.flats = [flat.clone() for flat in self._storage.flats]
+        other._states = [{name: t.clone() for name, t in own.items()} for own in self._states]
+        other.refresh([self._optimizer.param_groups] * times)
+        return other.apply
+
+
+def _different(rows: Rows) -> Rows:
+    """One of each run of rows that are one object, as they are without a schedule."""
+    return [row for i, row in enumerate(rows) if i == 0 or row is not rows[i - 1]]
+
+
+def _numbers(group: Mapping[str, Any]) -> Dict[str, Any]:
+    """The group's settings without parameters, a learning rate that is a tensor as a number."""
+    return {
+        name: value.item() if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def torchs_step(kind: Type[torch.optim.Optimizer], value: float, device: torch.device) -> Any:
+    """A step counter of this torch's type: a 0-dim tensor, or a number in old versions."""
+    own = _torchs_step(cast(Any, kind), torch.get_default_dtype())
+    return own.new_full((), value, device=device) if isinstance(own, Tensor) else type(own)(value)
+
+
+@functools.lru_cache(maxsize=None)
+def _torchs_step(kind: Any, default: torch.dtype) -> Any:
+    # `default` is there for the cache: torch makes its counter of it. Loading a number as state
+    # shows what torch turns it into.
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = kind([parameter], lr=0.0)
+    optimizer.state[parameter] = {"step": 1}
+    optimizer.__setstate__(optimizer.__getstate__())
+    return optimizer.state[parameter]["step"]

@@ -1,0 +1,161 @@
+"""Where a recorded micro-batch meets the other processes: before and behind its use of weights.
+
+Weights come in pieces. In the graph a piece is filled before the first operator that reads it and
+freed behind the last one, once in the forward and once in the backward pass; its gradient is added
+over all processes as soon as it is there. So SimpleFSDP does it (Zhang et al. 2024), where
+torch.distributed.fsdp hangs the same on the calls of modules, which a recording has not.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
+
+import torch
+from torch import fx, nn
+
+from ipufit.engines.embedded.passes.hoist_gradients import gradients_early
+from ipufit.errors import CaptureError
+from ipufit.tracing.aliases import Memories
+from ipufit.tracing.grad_step import public_name
+from ipufit.tracing.node_meta import is_backward
+
+__all__ = ["FILL", "FREE", "SUM", "Event", "Meeting", "with_meetings", "with_sums"]
+
+FILL, FREE, SUM = "fill", "free", "sum"
+
+# What happens, and to which piece.
+Event = Tuple[str, int]
+
+_aten = torch.ops.aten
+
+# They look at a shape alone.
+_SHAPE_ONLY = {
+    _aten.empty_like.default,
+    _aten.new_empty.default,
+    _aten.new_zeros.default,
+    _aten.ones_like.default,
+    _aten.zeros_like.default,
+}
+
+
+class Meeting(nn.Module):
+    """Stands in a graph for whoever has the weights.
+
+    Attributes:
+        order: in which sums are met.
+        host: has a method for each kind of event. Without one, sums are what is to be added.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host: Any = None
+        self.order: Tuple[int, ...] = ()
+
+    def forward(self, what: str, piece: int, *tensors: torch.Tensor) -> Any:
+        """One event."""
+        if self.host is None:
+            return tensors[-1]
+        return getattr(self.host, what)(piece, *tensors)
+
+
+def with_meetings(
+    module: fx.GraphModule, inputs: Sequence[str], pieces: Sequence[Sequence[str]], gradients: int
+) -> List[Event]:
+    """Have weights there when a graph reads them, and not before or after.
+
+    Args:
+        module: of a micro-batch; changed in place, with a submodule ``meeting``.
+        inputs: names of its first inputs.
+        pieces: names of the parameters in each piece.
+        gradients: how many of its last outputs are gradients, of the first pieces.
+    Returns:
+        Its events in order.
+    Raises:
+        CaptureError: a weight is changed in place.
+    """
+    graph = module.graph
+    module.add_submodule("meeting", Meeting())
+    gradients_early(graph, gradients)
+    nodes = list(graph.nodes)
+    spans = _spans(graph, nodes, inputs, pieces)
+    for piece, found in enumerate(spans):
+        for first, last in found:
+            with graph.inserting_before(nodes[first]):
+                graph.call_module("meeting", (FILL, piece))
+            with graph.inserting_after(nodes[last]):
+                graph.call_module("meeting", (FREE, piece))
+    _add_sums(graph, gradients)
+    graph.lint()
+    met = [node for node in graph.nodes if node.op == "call_module"]
+    return [(node.args[0], node.args[1]) for node in met]
+
+
+def with_sums(module: fx.GraphModule, gradients: int) -> Meeting:
+    """Meet the others as soon as a gradient is there.
+
+    Args:
+        module: of a micro-batch; changed in place, with a submodule ``meeting``.
+        gradients: how many of its last outputs are gradients.
+    """
+    meeting = Meeting()
+    module.add_submodule("meeting", meeting)
+    gradients_early(module.graph, gradients)
+    _add_sums(module.graph, gradients)
+    met = [node for node in module.graph.nodes if node.op == "call_module"]
+    meeting.order = tuple(node.args[1] for node in met)
+    return meeting
+
+
+def _spans(
+    graph: fx.Graph,
+    nodes: Sequence[fx.Node],
+    inputs: Sequence[str],
+    pieces: Sequence[Sequence[str]],
+) -> List[List[Tuple[int, int]]]:
+    """From which node to which one each piece is read, by number: forward and backward."""
+    given = dict(zip(inputs, (node for node in nodes if node.op == "placeholder")))
+    memories = Memories(graph)
+    for name, node in given.items():
+        if any(name in piece for piece in pieces) and memories.of(node) in memories.writes:
+            raise CaptureError(
+                "with shard_weights=True a weight must stay as it is until its update, but forward "
+                f"changes {public_name(name)!r} in place. Change a copy, or leave shard_weights "
+                "out."
+            )
+    back = next((i for i, node in enumerate(nodes) if is_backward(node)), len(nodes))
+    owner: Dict[fx.Node, int] = {
+        memories.of(given[name]): number for number, piece in enumerate(pieces) for name in piece
+    }
+    readers = [(place, _read(node, memories, owner)) for place, node in enumerate(nodes)]
+    found: List[List[Tuple[int, int]]] = []
+    for number in range(len(pieces)):
+        uses = [place for place, read in readers if number in read]
+        both = [[u for u in uses if u < back], [u for u in uses if u >= back]]
+        spans = [(own[0], own[-1]) for own in both if own]
+        if len(spans) == 2:
+            (first, last), (again, end) = spans
+            others = any(read - {number} for place, read in readers if last < place < again)
+            spans = spans if others else [(first, end)]
+        found.append(spans)
+    return found
+
+
+def _read(node: fx.Node, memories: Memories, owner: Dict[fx.Node, int]) -> Set[int]:
+    """The pieces that a node reads, or makes views of."""
+    if node.op != "call_function" or node.target in _SHAPE_ONLY:
+        return set()
+    found = {owner.get(memories.of(each)) for each in node.all_input_nodes}
+    return {number for number in found if number is not None}
+
+
+def _add_sums(graph: fx.Graph, count: int) -> None:
+    if not count:
+        return
+    output = next(iter(reversed(graph.nodes)))
+    results: List[Optional[fx.Node]] = list(output.args[0])
+    for number, gradient in enumerate(results[-count:]):
+        assert isinstance(gradient, fx.Node)
+        with graph.inserting_after(gradient):
+            made = graph.call_module("meeting", (SUM, number, results[0], gradient))
+        results[len(results) - count + number] = made
+    output.args = (results,)

@@ -1,0 +1,275 @@
+"""Parameters in pieces, of each of which a process keeps its part, and which are whole for a while.
+
+The module keeps parameters of its own, in host memory: what it held when they were divided, until
+:meth:`DividedWeights.publish` brings them up to date.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from typing import Dict, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from ipufit.engines.embedded.fsdp.graph import FILL, SUM, Event
+from ipufit.processes import Processes
+from ipufit.processes.collectives import PartSum, part_of, start_joining
+from ipufit.processes.messages import as_bytes
+from ipufit.processes.pending_work import Works
+from ipufit.tracing.flat_storage import Block, FlatStorage
+
+__all__ = ["DividedWeights", "Piece", "pieces_of"]
+
+# The pieces together are about so many times one of them.
+_PIECES = 16
+
+
+def pieces_of(named: Sequence[Tuple[str, Tensor]]) -> List[List[Tuple[str, Tensor]]]:
+    """Neighbours share a piece until it is large enough; those of one module always do.
+
+    Args:
+        named: parameters, by names as torch makes them.
+    """
+    enough = sum(parameter.numel() for _, parameter in named) / _PIECES
+    found: List[List[Tuple[str, Tensor]]] = []
+    filled, owner = math.inf, ""
+    for name, parameter in named:
+        before, owner = owner, name.rpartition(".")[0]
+        if filled >= enough and (owner != before or not found):
+            found.append([])
+            filled = 0
+        found[-1].append((name, parameter))
+        filled += parameter.numel()
+    return found
+
+
+@dataclasses.dataclass
+class Piece:
+    """Parameters that come and go together.
+
+    Attributes:
+        block: how they lie.
+        cuts: process p has the elements from ``cuts[p]`` up to ``cuts[p + 1]``.
+        flat: whole; without memory but for a while.
+        own: what this process has of it.
+        views: the parameters in ``flat``.
+        is_there: whether ``flat`` has memory.
+    """
+
+    block: Block
+    cuts: Sequence[int]
+    flat: Tensor
+    own: Tensor
+    views: Dict[str, Tensor]
+    is_there: bool = False
+
+    @staticmethod
+    def of(block: Block, cuts: Sequence[int], processes: Processes, device: torch.device) -> Piece:
+        """The piece with the values of its parameters, wherever these are."""
+        flat = _whole(block).to(device)
+        own = part_of(processes, flat, cuts).clone()
+        # A copy of what `gather` returned may be a view of the parameter, whose memory is not ours.
+        flat = torch.empty_like(flat)
+        views = {slot.name: slot.view(flat) for slot in block.slots}
+        piece = Piece(block, cuts, flat, own, views)
+        piece.free()
+        return piece
+
+    def make_room(self) -> None:
+        """Memory for the whole."""
+        self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
+        self.is_there = True
+
+    def free(self) -> None:
+        """Let go of it."""
+        self.flat.untyped_storage().resize_(0)
+        self.is_there = False
+
+
+def _whole(block: Block) -> Tensor:
+    return block.gather({slot.name: slot.parameter.detach() for slot in block.slots})
+
+
+class DividedWeights(FlatStorage):
+    """All parameters of a module, in parts.
+
+    As host of a graph with meetings it has a method for each kind of event. One gathering and one
+    sum are under way while the graph goes on.
+
+    Args:
+        blocks: the pieces; those that get gradients first.
+        cuts: of each piece.
+        trained: how many get gradients.
+        processes: all of them, which do everything here at the same time.
+        device: where the parts are.
+        dtype: of sums of gradients; None for their own.
+
+    Attributes:
+        blocks, flats: of the pieces that get gradients: the layout, and this process's parts.
+        form: all that a program over the parts depends on.
+        device: as given.
+        events: of every graph that trains; empty before one is known.
+        factor: what a gradient is multiplied with before it is added; None for what its loss is a
+            mean over.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        cuts: Sequence[Sequence[int]],
+        trained: int,
+        processes: Processes,
+        device: torch.device,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
+        self._processes = processes
+        self._dtype = dtype
+        self.device = device
+        self._home = {slot.name: slot.parameter for block in blocks for slot in block.slots}
+        self.pieces: List[Piece] = []
+        with torch.no_grad():
+            for block, own in zip(blocks, cuts):
+                self.pieces.append(Piece.of(block, own, processes, device))
+                # One after another: the device never holds much more than the whole.
+                for slot in block.slots if device.type != "cpu" else ():
+                    slot.parameter.data = slot.parameter.data.cpu()
+        self.blocks = list(blocks[:trained])
+        self.flats = [piece.own for piece in self.pieces[:trained]]
+        self.form: Tuple[object, ...] = tuple(
+            (b.group, tuple((s.start, s.stop) for s in b.slots), p.own.dtype, device, tuple(p.cuts))
+            for b, p in zip(self.blocks, self.pieces)
+        )
+        self.events: Sequence[Event] = ()
+        self.factor: Optional[float] = 1.0
+        self._events: Sequence[Event] = ()
+        self._place = 0
+        self._coming: Dict[int, Works] = {}
+        self._sum: Optional[PartSum] = None
+        self._seen = self._signature()
+
+    @property
+    def views(self) -> Dict[str, Tensor]:
+        """What a graph takes: the parameters by name, with memory only between events."""
+        return {name: view for piece in self.pieces for name, view in piece.views.items()}
+
+    @property
+    def names(self) -> List[List[str]]:
+        """Of the parameters in each piece."""
+        return [[slot.name for slot in piece.block.slots] for piece in self.pieces]
+
+    @contextlib.contextmanager
+    def at_work(self, events: Sequence[Event]) -> Iterator[None]:
+        """A graph with these events runs."""
+        self._events, self._place = events, 0
+        yield
+        self._end_sum()
+        assert self._place == len(events)
+
+    def idle(self, events: Sequence[Event]) -> List[Tensor]:
+        """Do what the others need while they compute a micro-batch, and this process has none.
+
+        Returns:
+            This process's part of the gradients' sums, by piece.
+        """
+        found: Dict[int, Tensor] = {}
+        with self.at_work(events):
+            for what, number in events:
+                if what == SUM:
+                    found[number] = self.sum(number)
+                else:
+                    getattr(self, what)(number)
+        return [found[number] for number in sorted(found)]
+
+    def fill(self, number: int) -> None:
+        """A piece is whole from here on; the next one is on its way."""
+        self._place += 1
+        works = self._coming.pop(number, None) or self._gather(number)
+        following = next((each for what, each in self._events[self._place :] if what == FILL), None)
+        if following is not None and not self.pieces[following].is_there:
+            self._coming[following] = self._gather(following)
+        works.wait()
+
+    def free(self, number: int) -> None:
+        """Nobody reads the piece any more."""
+        self._place += 1
+        self.pieces[number].free()
+
+    def _gather(self, number: int) -> Works:
+        piece, works = self.pieces[number], self._processes.works()
+        piece.make_room()
+        part_of(self._processes, piece.flat, piece.cuts).copy_(piece.own)
+        start_joining(works, piece.flat, piece.cuts)
+        return works
+
+    def sum(
+        self, number: int, numbers: Optional[Tensor] = None, gradient: Optional[Tensor] = None
+    ) -> Tensor:
+        """This process's part of a gradient's sum over all processes.
+
+        Args:
+            number: of the piece.
+            numbers: the loss and, if it counts something, what it is a mean over.
+            gradient: flat, of the whole piece; None where this process has none.
+        Returns:
+            A tensor that has its values when the graph has run.
+        """
+        self._place += 1
+        self._end_sum()
+        piece = self.pieces[number]
+        kind = self._dtype or piece.own.dtype
+        if gradient is None or numbers is None:
+            gradient = torch.zeros(piece.flat.shape, dtype=kind, device=self.device)
+        elif self.factor is None:
+            gradient = gradient.to(kind).mul_(numbers[1])
+        else:
+            gradient = gradient.to(kind)
+            gradient = gradient if self.factor == 1 else gradient.mul_(self.factor)
+        self._sum = PartSum(self._processes, gradient, piece.cuts)
+        return self._sum.own
+
+    def _end_sum(self) -> None:
+        if self._sum is not None:
+            self._sum.end()
+            self._sum = None
+
+    def publish(self) -> None:
+        """Bring the module's parameters up to date, in all processes."""
+        with torch.no_grad():
+            for number, piece in enumerate(self.pieces):
+                self._gather(number).wait()
+                for name, view in piece.views.items():
+                    self._home[name].data.copy_(view)
+                piece.free()
+        self.note()
+
+    def is_changed(self) -> bool:
+        """Whether the module has other values than the parts, here."""
+        with torch.no_grad():
+            return not all(
+                as_bytes(part_of(self._processes, _whole(piece.block), piece.cuts)).equal(
+                    as_bytes(piece.own.cpu())
+                )
+                for piece in self.pieces
+            )
+
+    def note(self) -> None:
+        """What the module holds now is what the parts hold."""
+        self._seen = self._signature()
+
+    def was_touched(self) -> bool:
+        """Whether somebody has changed the module's parameters since the last publication."""
+        return self._signature() != self._seen
+
+    def _signature(self) -> List[Tuple[int, int]]:
+        return [(each.data_ptr(), each._version) for each in self._home.values()]
+
+    def release(self) -> None:
+        """The module's parameters are where they were, with the values that they have."""
+        self.blocks, self.flats, self.pieces = [], [], []
+        for parameter in self._home.values():
+            if parameter.device != self.device:
+                parameter.data = parameter.data.to(self.device)
+        self._home = {}

@@ -1,0 +1,107 @@
+"""torch's own kernels for whole optimizer updates, where this torch has them.
+
+They compute what the rules compute, in one pass over memory. SGD is left to its rule, which has one
+operator or three.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Callable, Dict, List, Mapping, Optional, Type
+
+import torch
+from torch import Tensor
+
+from ipufit.optim.rules import AdamRule, AdamWRule, Rule
+
+__all__ = ["Fused", "fused_for", "numbers_for"]
+
+State = Mapping[str, Tensor]
+# Changes parameters and state in place: flat parameters, flat gradient, state, which update of the
+# group it is, from 1, and what :func:`numbers_for` makes of the group's settings.
+Fused = Callable[[Tensor, Tensor, State, Tensor, Mapping[str, Any]], None]
+
+# In narrower types a kernel rounds once where the rules round after each operator.
+_DTYPES = (torch.float32, torch.float64)
+
+
+def fused_for(rule: Rule, flat: Tensor) -> Optional[Fused]:
+    """The kernel for a rule and the tensors of a block; None where there is none.
+
+    Args:
+        rule: of the block.
+        flat: its parameters.
+    """
+    kernel = _KERNELS.get(type(rule))
+    if kernel is None or flat.dtype not in _DTYPES:
+        return None
+    if isinstance(rule, AdamRule) and rule.decoupled:
+        kernel = _adamw
+    return kernel if _works(kernel, flat.device, flat.dtype) else None
+
+
+def numbers_for(group: Mapping[str, Any], n: float) -> Dict[str, Any]:
+    """What the kernels take as numbers.
+
+    Args:
+        group: settings of a parameter group.
+        n: which update of the group it is, from 1.
+    """
+    beta1, beta2 = group["betas"]
+    # State that was read back may make no sense, which the weights then show.
+    is_sane = n > 0 and 0 <= beta1 < 1 and 0 <= beta2 < 1
+    return {
+        "lr": group["lr"] if is_sane else math.nan,
+        "beta1": beta1,
+        "beta2": beta2,
+        "weight_decay": group["weight_decay"],
+        "eps": group["eps"],
+        "maximize": bool(group["maximize"]),
+    }
+
+
+def _adam_by(kernel: Callable[..., None]) -> Fused:
+    def update(
+        flat: Tensor, gradient: Tensor, state: State, step: Tensor, numbers: Mapping[str, Any]
+    ) -> None:
+        largest = state.get("max_exp_avg_sq")
+        kernel(
+            [flat],
+            [gradient],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [] if largest is None else [largest],
+            [step],
+            amsgrad=largest is not None,
+            **numbers,
+        )
+
+    return update
+
+
+_adam = _adam_by(lambda *tensors, **numbers: torch._fused_adam_(*tensors, **numbers))
+_adamw = _adam_by(lambda *tensors, **numbers: torch._fused_adamw_(*tensors, **numbers))
+
+_KERNELS: Dict[Type[Rule], Fused] = {AdamRule: _adam, AdamWRule: _adamw}
+_EXAMPLE: Mapping[str, Any] = {
+    "lr": 0.0,
+    "weight_decay": 0.0,
+    "maximize": False,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+}
+
+
+@functools.lru_cache(maxsize=None)
+def _works(kernel: Fused, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this torch has the kernel for such tensors: those for the CPU came with 2.4."""
+    tensors: List[Tensor] = [torch.zeros(1, dtype=dtype, device=device) for _ in range(4)]
+    state = {"exp_avg": tensors[2], "exp_avg_sq": tensors[3]}
+    step = torch.ones((), dtype=torch.float32, device=device)
+    try:
+        with torch.no_grad():
+            kernel(tensors[0], tensors[1], state, step, numbers_for(_EXAMPLE, 1))
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+        return False
+    return True

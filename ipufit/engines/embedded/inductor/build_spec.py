@@ -1,0 +1,202 @@
+"""What is recorded for a training program as the form of one update, or why there is none."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import operator
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Sequence, Tuple
+
+import torch
+from torch import Tensor, fx
+
+from ipufit.core.batch import MicroBatch
+from ipufit.engines.embedded.flat_optimizer import RuleUpdater
+from ipufit.engines.embedded.gradient_reduction import Reduction
+from ipufit.engines.embedded.inductor.update_spec import BlockForm, SlotForm, UpdateForm
+from ipufit.engines.embedded.optimizer_state_location import HostMemory
+from ipufit.engines.embedded.passes.onednn_matmul import onednn_products
+from ipufit.engines.embedded.passes.simplify import tidy
+from ipufit.engines.program import ProgramSpec
+from ipufit.tracing import recurrent
+from ipufit.tracing.aliases import Memories
+
+if TYPE_CHECKING:
+    from ipufit.engines.embedded.engine import Recorded
+    from ipufit.engines.embedded.training_state import LiveState
+
+__all__ = ["Described", "UnfitError", "describe"]
+
+# Operators that torch itself brings along, so that another process has them too.
+_LIBRARIES = ("aten", "prims", "mkldnn")
+_DTYPES = (torch.float32, torch.float64)
+_CAT = torch.ops.aten.cat.default
+
+
+class UnfitError(Exception):
+    """What is recorded can't be compiled as one update; the text says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """A form, and the tensors that go with it.
+
+    Attributes:
+        form: of an update.
+        rest: places, in the state of a micro-batch, of what is no part of a flat tensor.
+        constants: tensors that the recording holds.
+    """
+
+    form: UpdateForm
+    rest: Tuple[int, ...]
+    constants: Tuple[Tensor, ...]
+
+
+def describe(
+    spec: ProgramSpec, live: LiveState, recorded: Recorded, example: MicroBatch
+) -> Described:
+    """The form of updates whose micro-batches are all like an example.
+
+    Args:
+        spec: what is built.
+        live: what updates change; parameters and state are the program's already.
+        recorded: for the example.
+        example: a full micro-batch.
+
+    Raises:
+        UnfitError: they can't be compiled.
+    """
+    recipe, plan = spec.recipe, spec.plan
+    updater, graph = live.updater, recorded.graph
+    _refuse_recipe(spec, live)
+    assert isinstance(updater, RuleUpdater)
+    assert graph is not None
+    if recorded.random:
+        raise UnfitError("it draws random numbers, and each micro-batch has a stream of its own")
+    _refuse_operators(graph)
+    state, leaves = len(live.states[0]), len(example.leaves)
+    source, code, constants, outputs = _code(graph, state + leaves, updater.blocks)
+    places = {name: i for i, name in enumerate(recorded.micro.trained)}
+    slots = [
+        SlotForm(b, places[slot.name], tuple(slot.parameter.shape), slot.order)
+        for b, block in enumerate(updater.blocks)
+        for slot in block.slots
+    ]
+    taken = {slot.place for slot in slots}
+    rest = tuple(i for i in range(state) if i not in taken)
+    written = Memories(graph.graph).changed
+    sizes = [example.size] * plan.micro_batches_per_update
+    factors, share = Reduction(spec).shares(sizes)
+    dtype = recipe.accumulation_dtype
+    form = UpdateForm(
+        source=source,
+        code=code,
+        slots=tuple(slots),
+        blocks=tuple(BlockForm(*each) for each in updater.rules()),
+        rest=len(rest),
+        written=tuple(i for i, place in enumerate(rest) if place in written),
+        constants=len(constants),
+        leaves=leaves,
+        outputs=outputs,
+        counted=recorded.reported().counted,
+        micro_batches=len(sizes),
+        replicas=plan.replicas,
+        factors=tuple(factors),
+        share=share,
+        dtype=None if dtype is None else str(dtype).replace("torch.", ""),
+        clip=(recipe.clip.value, recipe.clip.norm, recipe.clip.global_norm),
+    )
+    return Described(form, rest, constants)
+
+
+def _refuse_recipe(spec: ProgramSpec, live: LiveState) -> None:
+    recipe, optimizer = spec.recipe, type(spec.optimizer).__name__
+    if not isinstance(live.updater, RuleUpdater):
+        raise UnfitError(f"{optimizer} runs through its own step")
+    if recipe.loss_scale is not None:
+        raise UnfitError(
+            "whether an update is skipped at a loss scale is decided between two programs"
+        )
+    if recipe.recompute:
+        raise UnfitError("the compiler would merge what recompute computes twice")
+    if isinstance(live.updater.memory, HostMemory):
+        raise UnfitError(
+            "offload_optimizer_state keeps the optimizer's state elsewhere between updates"
+        )
+
+
+def _refuse_operators(graph: fx.GraphModule) -> None:
+    for node in graph.graph.nodes:
+        known = getattr(node.target, "namespace", None) in _LIBRARIES
+        if node.target is recurrent.FORWARD:
+            raise UnfitError("its recurrent layers run as torch's own code, whole")
+        if node.op == "call_function" and not known and node.target is not operator.getitem:
+            raise UnfitError(f"it calls {node.target}, which another process does not know")
+        for value in _tensors(node.meta.get("val")):
+            if value.device.type != "cpu":
+                raise UnfitError(
+                    f"it computes on {value.device.type}, and this compiles for the CPU"
+                )
+            if value.is_complex() or (value.is_floating_point() and value.dtype not in _DTYPES):
+                kind = str(value.dtype).replace("torch.", "")
+                raise UnfitError(f"it computes in {kind}, of which the compiler rounds less often")
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _code(
+    graph: fx.GraphModule, count: int, blocks: Sequence[Any]
+) -> Tuple[str, str, Tuple[Tensor, ...], int]:
+    """Both texts for a form, the constants it takes after ``count`` tensors, its outputs."""
+    own = copy.deepcopy(graph.graph)
+    source = own.python_code("self").src
+    tidy(own)
+    onednn_products(own)
+    constants: Dict[str, Tensor] = {}
+    inputs = [node for node in own.nodes if node.op == "placeholder"]
+    assert len(inputs) == count
+    for node in list(own.nodes):
+        if node.op == "get_attr":
+            # What the recording holds is an input of the other process.
+            constants[node.target] = getattr(graph, node.target)
+    lifted: Dict[str, fx.Node] = {}
+    last = inputs[-1]
+    for name in constants:
+        with own.inserting_after(last):
+            last = lifted[name] = own.placeholder(f"constant_{len(lifted)}")
+    for node in list(own.nodes):
+        if node.op == "get_attr":
+            node.replace_all_uses_with(lifted[node.target])
+            own.erase_node(node)
+    (output,) = (node for node in own.nodes if node.op == "output")
+    results = list(output.args[0])
+    first = len(results) - len(blocks)
+    with own.inserting_before(output):
+        gradients = [
+            part
+            for gradient, block in zip(results[first:], blocks)
+            for part in _parts(own, gradient, block)
+        ]
+    output.args = ([*results[:first], *gradients],)
+    for gradient in results[first:]:
+        if gradient.target is _CAT and not gradient.users:
+            own.erase_node(gradient)
+    return source, own.python_code("self").src, tuple(constants.values()), first - 1
+
+
+def _parts(graph: fx.Graph, gradient: Any, block: Any) -> List[fx.Node]:
+    """The gradient of each parameter of a block, which the recording puts side by side."""
+    if gradient.target is _CAT and len(gradient.args) == 1:
+        parts = list(gradient.args[0])
+        if len(parts) == len(block.slots):
+            return parts
+    slices = torch.ops.aten.slice.Tensor
+    return [
+        graph.call_function(slices, (gradient, 0, slot.start, slot.stop)) for slot in block.slots
+    ]

@@ -1,0 +1,274 @@
+"""Whole updates of a training program, each one call of a compiled library."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Set
+
+from torch import Tensor
+
+from ipufit.core.batch import MicroBatch
+from ipufit.core.precision import without_autocast
+from ipufit.engines.embedded.execution_outputs import Collected
+from ipufit.engines.embedded.flat_optimizer import RuleUpdater
+from ipufit.engines.embedded.inductor.build_spec import Described, UnfitError, describe
+from ipufit.engines.embedded.inductor.compilation import Compilation, CompilerError
+from ipufit.engines.embedded.inductor.request import Request
+from ipufit.engines.embedded.inductor.requirements import loader
+from ipufit.engines.embedded.inductor.store import Store, key_of
+from ipufit.engines.embedded.training_state import LiveState
+from ipufit.engines.program import ProgramSpec
+from ipufit.errors import ConfigurationError
+from ipufit.tracing.flat_storage import FlatStorage
+
+if TYPE_CHECKING:
+    from ipufit.engines.embedded.engine import Recorded
+    from ipufit.engines.embedded.update_runner import Update, UpdateMaker
+
+__all__ = ["CompiledUpdates", "Libraries"]
+
+Runner = Callable[..., List[Tensor]]
+# What is loaded already, by key.
+Libraries = Dict[str, Runner]
+
+
+class CompiledUpdates:
+    """Compiles the updates of one training program, and makes them.
+
+    ``start``, then ``poll`` now and then, or ``wait``: from then on updates that ``fits`` can be
+    made here. What doesn't fit, such as the smaller last update of an epoch, is for the recorded
+    graphs.
+
+    Args:
+        spec: what is built.
+        live: what the updates change.
+        libraries: loaded before; takes what is loaded here.
+        maker: makes the other updates, and refuses losses that are not finite.
+
+    Attributes:
+        reason: why nothing is compiled, in half a sentence; None where something is.
+        origin: where the library came from, in a sentence; None before there is one.
+    """
+
+    def __init__(
+        self,
+        spec: ProgramSpec,
+        live: LiveState,
+        libraries: Libraries,
+        maker: UpdateMaker,
+    ) -> None:
+        self._spec = spec
+        self._live = live
+        self._libraries = libraries
+        self._maker = maker
+        self._store: Optional[Store] = None
+        self._recorded: Optional[Recorded] = None
+        self._described: Optional[Described] = None
+        self._request: Optional[Request] = None
+        self._running: Optional[Compilation] = None
+        self._miss = ""
+        self._compiles = True
+        self._start = 0.0
+        self._run: Optional[Runner] = None
+        # The tensors that are the same in every update, and the storage they belong to.
+        self._same: List[Tensor] = []
+        self._bound: Optional[FlatStorage] = None
+        self.reason: Optional[str] = None
+        self.origin: Optional[str] = None
+
+    def start(self, recorded: Recorded, example: MicroBatch, compiles: bool = True) -> None:
+        """Begin to compile, or take what is compiled already; doesn't wait.
+
+        Args:
+            recorded: of a full micro-batch.
+            example: such a micro-batch.
+            compiles: whether to compile what is not there.
+
+        Raises:
+            ConfigurationError: the directory of compiled programs is not the user's alone.
+        """
+        if recorded is self._recorded and (self._running is not None or self._run is not None):
+            return
+        self._compiles = compiles
+        self.close()
+        self._recorded = recorded
+        self._run = self._described = self.reason = self.origin = None
+        try:
+            if not self._maker.at_once:
+                raise UnfitError(
+                    "losses are looked at after an execution, which is then taken back"
+                )
+            self._described = describe(self._spec, self._live, recorded, example)
+        except UnfitError as unfit:
+            self.reason = str(unfit)
+            return
+        self._bind()
+        assert isinstance(self._live.updater, RuleUpdater)
+        rows = self._live.updater.like_coming()
+        leaves = [*example.leaves] * self._described.form.micro_batches
+        self._request = Request.of(self._described.form, [*self._same, *rows, *leaves])
+        self._begin(self._request)
+
+    def _begin(self, request: Request) -> None:
+        parts = request.parts()
+        if key_of(parts) in self._libraries:
+            self._run = self._libraries[key_of(parts)]
+            self.origin = "compiled by TorchInductor for an earlier fit"
+            return
+        self._store = self._store or Store()
+        found = self._store.find(parts)
+        if found is not None:
+            try:
+                self._load(found, "compiled by TorchInductor before, and kept")
+                return
+            except RuntimeError:
+                # Of a system that has changed in a way that its description does not show.
+                self._store.drop(parts)
+        if not self._compiles:
+            return
+        self._miss = self._store.why_missing(parts)
+        self._start = time.perf_counter()
+        self._running = Compilation(request, self._store)
+
+    @property
+    def key(self) -> Optional[str]:
+        """The digest of all that the library depends on; None where nothing can be compiled."""
+        return None if self._request is None else key_of(self._request.parts())
+
+    def operators_of(self, recorded: Recorded) -> int:
+        """Count the operators of an update that runs as recorded.
+
+        Args:
+            recorded: of a full micro-batch.
+        """
+        graphs = [self._live.updater.recorded()]
+        graphs += [recorded.graph] * self._spec.plan.micro_batches_per_update
+        return sum(len(graph.graph.nodes) for graph in graphs if graph is not None)
+
+    def may_be_there(self) -> bool:
+        """Say whether any library is loaded or stored, so that it pays to look for this one."""
+        return bool(self._libraries) or Store.has_entries()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether updates can be made here."""
+        return self._run is not None
+
+    def poll(self) -> bool:
+        """Load what has been compiled, without waiting for it; whether updates can be made here.
+
+        Raises:
+            CompilerError: it could not be compiled.
+        """
+        if self._running is not None and self._running.is_done():
+            self._finish(self._running)
+        return self.is_ready
+
+    def wait(self) -> None:
+        """Wait for the compiler, if it is at work, and load what it makes.
+
+        Raises:
+            ConfigurationError: it failed; with its text.
+        """
+        if self._running is None:
+            return
+        try:
+            self._finish(self._running)
+        except CompilerError as error:
+            raise ConfigurationError(
+                f"jit='inductor' compiles the program, but TorchInductor could not: {error}\n"
+                "Pass jit='graph', which runs what is recorded as it is, or leave jit out."
+            ) from error
+
+    def _finish(self, running: Compilation) -> None:
+        self._running = None
+        library = running.result()
+        seconds = time.perf_counter() - self._start
+        try:
+            self._load(library, f"compiled by TorchInductor in {seconds:.0f} s, as {self._miss}")
+        except RuntimeError as error:
+            raise CompilerError(str(error)) from error
+
+    def _load(self, library: Path, origin: str) -> None:
+        assert self._request is not None
+        kind: Any = loader()
+        runner = kind(str(library), 1)
+        run = without_autocast(lambda *tensors: runner.run(list(tensors)), self._same)
+        self._libraries[key_of(self._request.parts())] = self._run = run
+        self.origin = origin
+
+    def close(self) -> None:
+        """Stop compiling, and let go of the tensors; safe twice."""
+        self._same, self._bound = [], None
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+    def fits(self, update: Update) -> bool:
+        """Whether :meth:`make` can make it: all micro-batches are there, and full ones."""
+        return (
+            self._run is not None
+            and len(update) == self._spec.plan.micro_batches_per_update
+            and all(recorded is self._recorded for _, recorded in update)
+        )
+
+    def make(self, update: Update, first: int, wanted: Set[int], collected: Collected) -> None:
+        """One update, as :meth:`UpdateMaker.make` makes it.
+
+        Raises:
+            NonFiniteLossError: a loss is not finite; nothing has changed.
+        """
+        live, described, recorded = self._live, self._described, self._recorded
+        assert described is not None
+        assert recorded is not None
+        assert self._run is not None
+        assert isinstance(live.updater, RuleUpdater)
+        if self._bound is not live.storage:
+            self._bind()
+        inputs = [*self._same, *live.updater.coming()]
+        for batch, _ in update:
+            inputs += batch.leaves
+        numbers, *outputs = self._run(*inputs)
+        kind, each = recorded.reported(), described.form.outputs
+        for loss in _losses(numbers, len(update)):
+            self._maker.refuse_non_finite(loss)
+        collected.numbers.append(([kind] * len(update), numbers))
+        for place in range(len(update)):
+            if first + place in wanted:
+                own_outputs = outputs[place * each : (place + 1) * each]
+                collected.add_outputs(recorded, own_outputs, first + place)
+        live.updater.count()
+        live.updates += 1
+        if live.averages is not None:
+            live.averages.after_update(live.storage.flats, live.updates, skipped=False)
+
+    def _bind(self) -> None:
+        """Take what the program works on now."""
+        live, described = self._live, self._described
+        assert described is not None
+        assert isinstance(live.updater, RuleUpdater)
+        weights = [
+            flat[slot.start : slot.stop]
+            for block, flat in zip(live.storage.blocks, live.storage.flats)
+            for slot in block.slots
+        ]
+        rest = [own[place] for own in live.states for place in described.rest]
+        self._same = [*weights, *live.updater.states(), *rest, *described.constants]
+        self._bound = live.storage
+
+    def said(self) -> List[str]:
+        """How updates run, in sentences."""
+        if self.reason is not None:
+            return [f"Updates run as recorded, uncompiled: {self.reason}."]
+        if self.origin is not None:
+            return [f"Full updates run {self.origin}; smaller ones run as recorded."]
+        return []
+
+
+def _losses(numbers: Tensor, micro_batches: int) -> List[float]:
+    """The loss of each micro-batch, on the host."""
+    if micro_batches == 1:
+        return [(numbers[0] if numbers.dim() else numbers).item()]
+    losses: List[float] = (numbers[:, 0] if numbers.dim() > 1 else numbers).tolist()
+    return losses

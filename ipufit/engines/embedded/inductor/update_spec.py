@@ -1,0 +1,224 @@
+"""One weight update as a function of tensors alone, described in numbers and text.
+
+The description goes to the process that compiles, which makes the function of it. Forward, loss and
+backward come as the text of a recorded graph; reduction, clipping and the optimizer's rule are the
+modules that the graphs of an update are recorded from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Type
+
+import torch
+from torch import Tensor
+
+from ipufit.core.train_config import Clip
+from ipufit.engines.embedded.clipping import Finish
+from ipufit.engines.embedded.gradient_reduction import GradientSum
+from ipufit.optim import rules
+from ipufit.optim.rules import Rule
+from ipufit.tracing.flat_storage import Block, Slot
+
+__all__ = ["BlockForm", "SlotForm", "UpdateForm", "update_of"]
+
+# What the text of a graph refers to.
+_NAMES: Mapping[str, object] = {
+    "torch": torch,
+    "device": torch.device,
+    "inf": math.inf,
+    "nan": math.nan,
+    "NoneType": type(None),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotForm:
+    """A trained parameter.
+
+    Attributes:
+        block: which of the blocks it belongs to.
+        place: among the tensors that a micro-batch is computed from.
+        shape, order: of the parameter; its dimensions in memory order.
+    """
+
+    block: int
+    place: int
+    shape: Tuple[int, ...]
+    order: Tuple[int, ...]
+
+    def weight(self, flat: Tensor) -> Tensor:
+        """A view of a flat tensor in the parameter's shape and memory order."""
+        if list(self.order) == sorted(self.order):
+            return flat.view(self.shape)
+        wide = flat.view([self.shape[d] for d in self.order])
+        return wide.permute([self.order.index(d) for d in range(len(self.order))])
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def alone(self) -> Block:
+        """A block that holds nothing else."""
+        parameter = torch.empty(self.shape, device="meta")
+        return Block(0, 0.0, (Slot("", parameter, self.order, (), 0),))
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockForm:
+    """Parameters with one rule.
+
+    Attributes:
+        rule: its name.
+        settings: which of the group's settings are on.
+    """
+
+    rule: str
+    settings: Mapping[str, bool]
+
+    def made(self) -> Rule:
+        """The rule."""
+        kind: Type[Rule] = getattr(rules, self.rule)
+        return kind(self.settings)
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateForm:
+    """All that an update of full micro-batches is made of, but for the tensors.
+
+    Attributes:
+        source: text of what was recorded.
+        code: text of the function of a micro-batch: of its state, leaves and constants, returning
+            what it reports, its outputs, and a flat gradient for each slot.
+        slots, blocks: the trained parameters.
+        rest: number of other tensors of state.
+        written: which of these forward changes.
+        constants, leaves, outputs: number of each for a micro-batch.
+        counted: whether what a micro-batch reports has a count.
+        micro_batches, replicas: of an update.
+        factors, share: how the micro-batches share in the gradient.
+        dtype: of their sum, by torch's name; None for that of the gradients.
+        clip: value, norm and global norm.
+    """
+
+    source: str
+    code: str
+    slots: Tuple[SlotForm, ...]
+    blocks: Tuple[BlockForm, ...]
+    rest: int
+    written: Tuple[int, ...]
+    constants: int
+    leaves: int
+    outputs: int
+    counted: bool
+    micro_batches: int
+    replicas: int
+    factors: Tuple[float, ...]
+    share: float
+    dtype: Optional[str]
+    clip: Tuple[Optional[float], Optional[float], Optional[float]]
+
+    @staticmethod
+    def of_json(values: Mapping[str, Any]) -> UpdateForm:
+        """Read what ``dataclasses.asdict`` and JSON have made of one."""
+        slots = (
+            SlotForm(s["block"], s["place"], tuple(s["shape"]), tuple(s["order"]))
+            for s in values["slots"]
+        )
+        blocks = (BlockForm(**block) for block in values["blocks"])
+        names = ("written", "factors", "clip")
+        lists = {name: tuple(values[name]) for name in names}
+        return UpdateForm(**{**values, **lists, "slots": tuple(slots), "blocks": tuple(blocks)})
+
+
+def update_of(form: UpdateForm) -> Callable[..., List[Tensor]]:
+    """The function of an update.
+
+    It takes, as one flat list: each slot's part of the flat parameters; each slot's states; for
+    each replica the rest of its state; constants; for each block its coefficients; for each
+    micro-batch its leaves. Parameters, states and buffers change in place, unless a loss is not
+    finite. It returns what the micro-batches report, as one tensor, and the outputs of each.
+    """
+    return _Update(form)
+
+
+class _Update:
+    def __init__(self, form: UpdateForm) -> None:
+        self._form = form
+        self._micro_batch = _function(form.code)
+        self._rules = [block.made() for block in form.blocks]
+        value, norm, global_norm = form.clip
+        self._dtype = None if form.dtype is None else getattr(torch, form.dtype)
+        self._finish = Finish(Clip(value=value, norm=norm, global_norm=global_norm), self._dtype)
+
+    def __call__(self, *tensors: Tensor) -> List[Tensor]:
+        form, take = self._form, _Taker(tensors)
+        flats = take(len(form.slots))
+        states = [
+            dict(zip(rule.tensors, take(len(rule.tensors))))
+            for rule in (self._rules[slot.block] for slot in form.slots)
+        ]
+        rest = [take(form.rest) for _ in range(form.replicas)]
+        constants = take(form.constants)
+        rows = take(len(form.blocks))
+        batches = [take(form.leaves) for _ in range(form.micro_batches)]
+
+        changed = [*flats, *(t for own in states for t in own.values())]
+        changed += [own[i] for own in rest for i in form.written]
+        before = [tensor.clone() for tensor in changed]
+        reported, outputs, gradients = self._gradients(flats, rest, constants, batches)
+        losses = torch.stack([n[0] if n.dim() else n for n in reported])
+        for slot, flat, gradient, own in zip(form.slots, flats, gradients, states):
+            row = rows[slot.block].unbind()
+            self._rules[slot.block].update(flat, gradient, own, row, [slice(0, slot.size)])
+        is_good = losses.isfinite().all()
+        for tensor, value in zip(changed, before):
+            tensor.copy_(torch.where(is_good, tensor, value))
+        together = torch.stack(reported) if len(reported) > 1 else reported[0]
+        return [together, *outputs]
+
+    def _gradients(
+        self,
+        flats: Sequence[Tensor],
+        rest: Sequence[Sequence[Tensor]],
+        constants: Sequence[Tensor],
+        batches: Sequence[Sequence[Tensor]],
+    ) -> Tuple[List[Tensor], List[Tensor], List[Tensor]]:
+        """What the micro-batches report, their outputs, and the gradient as the rules get it."""
+        form = self._form
+        weights = {slot.place: slot.weight(flat) for slot, flat in zip(form.slots, flats)}
+        total = GradientSum(form.factors, form.share, self._dtype)
+        reported: List[Tensor] = []
+        outputs: List[Tensor] = []
+        for place, leaves in enumerate(batches):
+            others = iter(rest[place % form.replicas])
+            count = len(weights) + form.rest
+            state = [weights[i] if i in weights else next(others) for i in range(count)]
+            numbers, *results = self._micro_batch(*state, *leaves, *constants)
+            reported.append(numbers)
+            outputs += results[: form.outputs]
+            # Two parameters may have one gradient, and a sum changes its own in place.
+            own = [gradient.clone() for gradient in results[form.outputs :]]
+            total.add(own, numbers[1] if form.counted else None)
+        blocks = [slot.alone() for slot in form.slots]
+        return reported, outputs, self._finish(total.reduced(1.0), blocks, flats)
+
+
+class _Taker:
+    """Takes tensors off the front of a list."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._left = iter(tensors)
+
+    def __call__(self, count: int) -> List[Tensor]:
+        return [next(self._left) for _ in range(count)]
+
+
+def _function(code: str) -> Callable[..., List[Tensor]]:
+    """The function ``forward`` of a text, which was made of a graph by this ipufit."""
+    names: Dict[str, Any] = dict(_NAMES)
+    exec(compile(code, "<recorded graph>", "exec"), names)
+    forward = names["forward"]
+    return lambda *tensors: forward(None, *tensors)

@@ -1,0 +1,88 @@
+"""Whether somebody has changed the state of torch's optimizer since a program wrote it there."""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import torch
+from torch import Tensor
+
+from ipufit.errors import ConfigurationError
+from ipufit.tracing.flat_storage import flat_of
+
+__all__ = ["Publication"]
+
+
+class Publication:
+    """What torch's optimizer held when a program last brought it up to date.
+
+    Args:
+        optimizer: torch's.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._held: object = None
+        self._live: Sequence[Tensor] = ()
+        self._updates = 0
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether it was ever brought up to date."""
+        return self._held is not None
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it holds something else now."""
+        return self.is_noted and _signature(self._optimizer, self._live) != self._held
+
+    def note(self, updates: int, live: Sequence[Tensor] = ()) -> None:
+        """It holds the state after so many updates.
+
+        Args:
+            updates: how many.
+            live: what the program itself works on. Values that look into these are always up to
+                date, and what is written into them the next update finds.
+        """
+        self._live = live
+        self._held, self._updates = _signature(self._optimizer, self._live), updates
+
+    def release(self) -> None:
+        """Let go of what the program worked on: somebody may hold on to the program."""
+        self._live = ()
+
+    def is_ahead(self, updates: int) -> bool:
+        """Whether somebody has made another state of it, after so many updates, when it was new."""
+        return self.is_changed and self._updates == updates
+
+    def to_take_over(self, updates: int) -> bool:
+        """Whether a callback has made another state of it, after so many updates.
+
+        Raises:
+            ConfigurationError: it changed a state that was not up to date.
+        """
+        if not self.is_changed:
+            return False
+        if self._updates != updates:
+            raise ConfigurationError(
+                "the optimizer's state was changed during an epoch through a reference of your "
+                "own, where it was that of an earlier update. Read it as model.optimizer, which "
+                "brings it up to date, or change it at the end of an epoch."
+            )
+        return True
+
+
+def _signature(optimizer: torch.optim.Optimizer, live: Sequence[Tensor]) -> object:
+    """What changes when somebody changes the optimizer's state, but for what is live."""
+    return {
+        (id(parameter), name): (id(value), _content(value, live))
+        for parameter, state in optimizer.state.items()
+        for name, value in state.items()
+    }
+
+
+def _content(value: object, live: Sequence[Tensor]) -> object:
+    if not isinstance(value, Tensor):
+        return value
+    index = flat_of(value, live)
+    return value._version if index is None else ("live", index)

@@ -1,0 +1,166 @@
+"""Matrix products by oneDNN where it is faster than torch's BLAS.
+
+Torch multiplies float32 matrices with the BLAS it was built with. On processors of another make
+than that library's, oneDNN, which torch has for its convolutions, can be twice as fast.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Callable, Dict, Optional, Tuple
+
+import torch
+from torch import Tensor, fx
+
+from ipufit.engines.embedded.passes.data_flow import value_of
+from ipufit.engines.embedded.timing import fastest
+
+__all__ = ["onednn_products"]
+
+_aten = torch.ops.aten
+
+# Below so many multiplications the time is that of the calls.
+_SMALLEST = 2**18
+
+# Rows and columns of what is measured.
+_LARGEST = 1024
+
+_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
+
+# The ways: as recorded; a @ b as x @ w.T; and as the transpose of b.T @ a.T.
+_BLAS, _STRAIGHT, _TURNED = "blas", "straight", "turned"
+
+
+def onednn_products(graph: fx.Graph) -> int:
+    """Replace products; how many."""
+    if _linear() is None:
+        return 0
+    count = 0
+    for node in list(graph.nodes):
+        if node.target is _aten.mm.default:
+            a, b = node.args
+            count += _replace(graph, node, a, b, None)
+        elif node.target is _aten.addmm.default and not node.kwargs and len(node.args) == 3:
+            bias, a, b = node.args
+            value, whole = value_of(bias), value_of(node)
+            if value is not None and whole is not None and value.shape == whole.shape[1:]:
+                count += _replace(graph, node, a, b, bias)
+    return count
+
+
+@functools.lru_cache(maxsize=None)
+def _linear() -> Optional[Callable[..., Tensor]]:
+    """OneDNN's ``x @ w.T + bias``, where this torch has it."""
+    try:
+        linear: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
+        with torch.no_grad():
+            for after in ("none", "relu"):
+                linear(torch.ones(2, 3), torch.ones(4, 3), torch.ones(4), after, [], "")
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+        return None
+    return linear
+
+
+def _replace(
+    graph: fx.Graph, node: fx.Node, a: fx.Node, b: fx.Node, bias: Optional[fx.Node]
+) -> int:
+    left, right, whole = value_of(a), value_of(b), value_of(node)
+    if left is None or right is None or whole is None or not _fits(left, right):
+        return 0
+    way = _fastest(left, right, bias is not None)
+    if way == _BLAS:
+        return 0
+    with graph.inserting_before(node):
+        if way == _TURNED:
+            new = _transposed(graph, _call(graph, _transposed(graph, b), a, None, "none"))
+            new.meta["val"] = whole.t().contiguous().t()
+            _allow_strides(node)
+        else:
+            relu = None if bias is None else _relu_alone(node)
+            new = _call(graph, a, _transposed(graph, b), bias, "none" if relu is None else "relu")
+            new.meta["val"] = whole
+            if relu is not None:
+                relu.replace_all_uses_with(relu.args[0])  # type: ignore[arg-type]
+                graph.erase_node(relu)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    return 1
+
+
+def _call(graph: fx.Graph, x: fx.Node, w: fx.Node, bias: Optional[fx.Node], after: str) -> fx.Node:
+    return graph.call_function(_linear(), (x, w, bias, after, [], ""))  # type: ignore[arg-type]
+
+
+def _transposed(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    if node.target is _aten.t.default:
+        return node.args[0]  # type: ignore[return-value]
+    new = graph.call_function(_aten.t.default, (node,))
+    value = value_of(node)
+    new.meta["val"] = None if value is None else value.t()
+    return new
+
+
+def _relu_alone(node: fx.Node) -> Optional[fx.Node]:
+    """The ReLU that alone uses the result, through a view of it or not."""
+    while len(node.users) == 1:
+        (node,) = node.users
+        if node.target is _aten.relu.default:
+            return node
+        if node.target not in _VIEWS:
+            return None
+    return None
+
+
+def _allow_strides(node: fx.Node) -> None:
+    """Views of the result may have to be copies."""
+    for user in node.users:
+        if user.target in _VIEWS:
+            user.target = _aten.reshape.default
+        elif user.target is _aten.t.default:
+            _allow_strides(user)
+
+
+def _fits(left: Tensor, right: Tensor) -> bool:
+    (m, k), n = left.shape, right.shape[1]
+    plain = all(1 in t.stride() and t.storage_offset() == 0 for t in (left, right))
+    alike = left.dtype == right.dtype == torch.float32 and left.device.type == "cpu"
+    return plain and alike and m * k * n >= _SMALLEST
+
+
+def _fastest(left: Tensor, right: Tensor, with_bias: bool) -> str:
+    """The way for matrices of this shape and layout; of large ones, of a part of them."""
+    (m, k), n = left.shape, right.shape[1]
+    m, k, n = (min(size, _LARGEST) for size in (m, k, n))
+    columns = left.stride(0) == 1, right.stride(0) == 1
+    key = ("product", m, k, n, columns, with_bias)
+    return fastest(key, lambda: _ways(m, k, n, columns, with_bias))
+
+
+def _ways(
+    m: int, k: int, n: int, columns: Tuple[bool, bool], with_bias: bool
+) -> Dict[str, Callable[[], object]]:
+    linear = _linear()
+    assert linear is not None
+    generator = torch.Generator().manual_seed(0)
+
+    def made(rows: int, width: int, by_column: bool) -> Tensor:
+        shape = (width, rows) if by_column else (rows, width)
+        matrix = torch.randn(shape, generator=generator)
+        return matrix.t() if by_column else matrix
+
+    a, b = made(m, k, columns[0]), made(k, n, columns[1])
+    bias = torch.zeros(n) if with_bias else None
+    if bias is not None:
+        return {
+            _BLAS: lambda: torch.addmm(bias, a, b),
+            _STRAIGHT: lambda: linear(a, b.t(), bias, "none", [], ""),
+        }
+    ways: Dict[str, Callable[[], object]] = {
+        _BLAS: lambda: torch.mm(a, b),
+        _STRAIGHT: lambda: linear(a, b.t(), None, "none", [], ""),
+    }
+    # OneDNN wants the rows of its first factor in one piece. What is tried for nothing stays in
+    # its cache, with half a megabyte.
+    if columns[0]:
+        ways[_TURNED] = lambda: linear(b.t(), a, None, "none", [], "")
+    return ways

@@ -1,0 +1,158 @@
+"""What runs in place of a recorded graph: the same operators, or kernels that are faster here."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from ipufit.core.jit_modes import GRAPH, KERNELS
+from ipufit.engines.embedded.passes.channels_last import pictures_last
+from ipufit.engines.embedded.passes.direct_calls import call_shortly
+from ipufit.engines.embedded.passes.fuse_concat import gather_in_place
+from ipufit.engines.embedded.passes.onednn_matmul import onednn_products
+from ipufit.engines.embedded.passes.simplify import drop_unused, tidy
+from ipufit.engines.embedded.timing import fastest
+from ipufit.utils.malloc_policy import freed_at_once, give_back_freed_memory
+from ipufit.utils.random_streams import isolated
+
+if TYPE_CHECKING:
+    from ipufit.engines.embedded.fsdp.graph import Meeting
+
+__all__ = ["Lowered", "lower"]
+
+# How far apart, of the largest value of a tensor, two orders of summation may be in float32.
+_TOLERANCE = 1e-3
+
+_AS_IT_IS = "Runs the graph as it was recorded"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """What runs.
+
+    Attributes:
+        run: takes and returns what the recorded graph does.
+        way: "graph" or "kernels".
+        why: a sentence for ``explain``.
+        meeting: where its gradients may go to other processes; None where they don't.
+    """
+
+    run: Callable[..., List[Tensor]]
+    way: str
+    why: str
+    meeting: Optional[Meeting] = None
+
+    @property
+    def graph(self) -> Optional[fx.GraphModule]:
+        """What runs, as a graph; None where that is something else."""
+        owner = getattr(self.run, "__self__", None)
+        return owner if isinstance(owner, fx.GraphModule) else None
+
+
+def lower(graph: fx.GraphModule, arguments: Sequence[Tensor], jit: str, sums: int = 0) -> Lowered:
+    """Make of a recorded graph what runs.
+
+    Args:
+        graph: of one micro-batch; it stays as it is.
+        arguments: a micro-batch with the state it starts from; none of them is changed.
+        jit: how to run; ways that are not of this module count as "auto".
+        sums: how many of the last results are gradients that may go to other processes at once.
+    """
+    recorded = _copy(graph)
+    tidy(recorded.graph)
+    meeting = None
+    if sums:
+        # Imported here: one process meets nobody.
+        from ipufit.engines.embedded.fsdp.graph import with_sums
+
+        meeting = with_sums(recorded, sums)
+    other = None if jit == GRAPH else _copy(recorded)
+    plain = Lowered(_ready(recorded), GRAPH, "", meeting)
+    if other is None:
+        return plain
+    what = _with_kernels(other.graph)
+    if not what:
+        return plain
+    chosen = Lowered(_ready(other), KERNELS, f"Runs {what}.", meeting)
+    try:
+        with freed_at_once():
+            away = _disagreement(plain.run, chosen.run, arguments)
+        if away is not None:
+            return dataclasses.replace(plain, why=f"{_AS_IT_IS}: {away}.")
+        if jit == KERNELS:
+            return chosen
+        key = (recorded.code, *((t.shape, t.stride(), t.dtype) for t in arguments))
+        if fastest(key, lambda: _on_copies((plain, chosen), arguments)) == KERNELS:
+            return chosen
+        return dataclasses.replace(plain, why=f"{_AS_IT_IS}: {what} would not be faster.")
+    finally:
+        # What both took to run lies in pieces among what has come to stay.
+        give_back_freed_memory()
+
+
+def _copy(module: fx.GraphModule) -> fx.GraphModule:
+    """Another graph over the same tensors, which it may change."""
+    return fx.GraphModule(module, copy.deepcopy(module.graph))
+
+
+def _with_kernels(graph: fx.Graph) -> str:
+    """Put other kernels in; what was done, in words."""
+    if any(value.device.type != "cpu" for value in _values(graph)):
+        return ""
+    products, pictures = onednn_products(graph), pictures_last(graph)
+    done = [f"{products} matrix products by oneDNN"] if products else []
+    done += [f"{pictures} convolutions and poolings with channels last"] if pictures else []
+    return " and ".join(done)
+
+
+def _values(graph: fx.Graph) -> List[Tensor]:
+    values = [node.meta.get("val") for node in graph.nodes]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _ready(module: fx.GraphModule) -> Callable[..., List[Tensor]]:
+    drop_unused(module.graph)
+    gather_in_place(module.graph)
+    call_shortly(module.graph)
+    module.graph.lint()
+    module.recompile()
+    forward: Callable[..., List[Tensor]] = module.forward
+    return forward
+
+
+def _on_copies(
+    ways: Sequence[Lowered], arguments: Sequence[Tensor]
+) -> Dict[str, Callable[[], object]]:
+    own = [argument.clone() for argument in arguments]
+    return {way.way: functools.partial(way.run, *own) for way in ways}
+
+
+def _disagreement(
+    first: Callable[..., List[Tensor]],
+    second: Callable[..., List[Tensor]],
+    arguments: Sequence[Tensor],
+) -> Optional[str]:
+    """What speaks against the second way, None if nothing does: its results, or that it fails."""
+    results = []
+    for run in (first, second):
+        with torch.no_grad(), isolated(arguments[-1].device):
+            torch.manual_seed(0)
+            own = [argument.clone() for argument in arguments]
+            try:
+                results.append([*run(*own), *own])
+            except Exception as error:
+                return f"other kernels end with {type(error).__name__}" if results else "it fails"
+    for one, other in zip(*results):
+        if one.is_floating_point() and not _agree(one, other):
+            return "other kernels give other numbers"
+    return None
+
+
+def _agree(one: Tensor, other: Tensor) -> bool:
+    scale = one.abs().amax() if one.numel() else one.new_zeros(())
+    return torch.allclose(one, other, rtol=0.0, atol=float(_TOLERANCE * scale), equal_nan=True)

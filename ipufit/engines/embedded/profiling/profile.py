@@ -1,0 +1,286 @@
+"""Times the operators of one micro-batch, and finds out what memory its updates take."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+import warnings
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from ipufit.core.batch import MicroBatch
+from ipufit.core.precision import without_autocast
+from ipufit.engines.embedded.profiling.live_bytes import bytes_in
+from ipufit.engines.embedded.profiling.memory import Point, fixed_bytes, thinned
+from ipufit.engines.embedded.profiling.node_sources import places_of
+from ipufit.engines.embedded.profiling.profiling_interpreter import Looked, TimedRun, WatchedRun
+from ipufit.engines.embedded.profiling.rows import GRADIENTS, Place, rows_of
+from ipufit.engines.embedded.profiling.timers import timer_for
+from ipufit.engines.program import ProgramSpec
+from ipufit.errors import CaptureError
+from ipufit.tracing.liveness import peak_bytes
+from ipufit.tracing.node_meta import is_backward
+from ipufit.tracing.source_map import Origin
+from ipufit.tracing.source_trace import noted
+
+if TYPE_CHECKING:
+    from ipufit.engines.embedded.batching import Merged
+    from ipufit.engines.embedded.engine import Recorded
+    from ipufit.engines.embedded.training_state import LiveState
+    from ipufit.engines.embedded.update_runner import UpdateMaker
+    from ipufit.tracing.grad_step import StepModule
+
+__all__ = ["DIVIDED", "Profiling"]
+
+
+# Rows of the products that are tried, until one takes so long, in seconds.
+_SIZES = (128, 256, 512, 1024, 2048, 4096, 8192)
+_LONG = 0.02
+
+# Bytes of what is copied: more than caches hold.
+_COPIED = {"cpu": 2**26, "cuda": 2**29}
+
+_TIMES = 3
+
+
+@functools.lru_cache(maxsize=None)
+def peak_of(dtype: torch.dtype, device: torch.device) -> Dict[str, Any]:
+    """FLOPs and bytes per second that were reached on large tensors, measured once in a process.
+
+    Returns:
+        ``dtype``, ``flops`` and ``bytes``; None for what can't be measured.
+    """
+    return {
+        "dtype": str(dtype).replace("torch.", ""),
+        "flops": _products(dtype, device),
+        "bytes": _copies(dtype, device),
+    }
+
+
+def _products(dtype: torch.dtype, device: torch.device) -> Optional[float]:
+    best = 0.0
+    for size in _SIZES:
+        try:
+            a, b, out = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(3))
+            seconds = _shortest(functools.partial(torch.mm, a, b, out=out), device)
+        except RuntimeError:
+            # A processor without products of this type, or without room for them.
+            break
+        best = max(best, 2 * size**3 / seconds)
+        if seconds > _LONG:
+            break
+    return best or None
+
+
+def _copies(dtype: torch.dtype, device: torch.device) -> Optional[float]:
+    size = _COPIED.get(device.type, _COPIED["cpu"])
+    count = size // torch.empty(0, dtype=dtype).element_size()
+    try:
+        source, target = (torch.ones(count, dtype=dtype, device=device) for _ in range(2))
+        seconds = _shortest(lambda: target.copy_(source), device)
+    except RuntimeError:
+        return None
+    return 2 * size / seconds
+
+
+def _shortest(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a call."""
+    timer = timer_for(device)
+    call()
+    best = math.inf
+    for _ in range(_TIMES):
+        begun = timer.begin()
+        call()
+        timer.end("", begun)
+        timer.end_round()
+        best = timer.seconds("")
+        if best > _LONG:
+            break
+    return best
+
+
+# Rounds at most, and seconds after which no other one begins.
+_ROUNDS, _ENOUGH = 7, 0.3
+
+_EAGERLY = "the module itself runs, without a recording whose operators could be timed"
+DIVIDED = "weights lie in parts, and one process alone can't run a micro-batch"
+# Torch's errors about it, on a GPU and on the host, are told from others by their text alone.
+_OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory")
+_NO_ROOM = "there was no memory for copies of the weights: {}"
+
+_COMPILED = (
+    "Updates run compiled as a whole; these are the operators that were compiled, and the memory "
+    "that they take one by one."
+)
+_CAPTURED = "Executions replay CUDA graphs; these are the operators that were captured."
+_MERGED = (
+    "{} micro-batches run as one larger batch: operators are those of one micro-batch alone, "
+    "memory is that of the larger batch."
+)
+
+
+@dataclasses.dataclass
+class Profiling:
+    """Runs copies of a micro-batch and its state; nothing is changed.
+
+    Args:
+        spec: of the program.
+        step: the user's module with the loss.
+        live: the state.
+        recorded: what runs a micro-batch.
+        batch: a full one, on its device.
+        maker: of updates.
+        seed: starts the random numbers of the micro-batch.
+        captured: whether executions are CUDA graphs.
+    """
+
+    spec: ProgramSpec
+    step: StepModule
+    live: LiveState
+    recorded: Recorded
+    batch: MicroBatch
+    maker: UpdateMaker
+    seed: Callable[[], None]
+    captured: bool
+
+    def run(self) -> Dict[str, Any]:
+        """What :mod:`ipufit.report.files` has under ``operators``."""
+        if self.recorded.graph is None or self.recorded.lowered.graph is None:
+            return {"missing": _EAGERLY}
+        try:
+            return self._run()
+        except CaptureError as error:
+            return {"missing": str(error)}
+        except RuntimeError as error:
+            if not any(text in str(error) for text in _OUT_OF_MEMORY):
+                raise
+            return {"missing": _NO_ROOM.format(str(error).partition("\n")[0])}
+
+    def _run(self) -> Dict[str, Any]:
+        recorded, graph = self.recorded, self.recorded.lowered.graph
+        assert recorded.graph is not None
+        assert graph is not None
+        device = self.batch.leaves[0].device
+        timer = timer_for(device)
+        given = self._arguments()
+        self.seed()
+        start = time.perf_counter()
+        watched = WatchedRun(graph, timer, given)
+        results = without_autocast(watched.run, given)(*given)
+        timer.end_round()
+        rounds, timed = 1, without_autocast(TimedRun(graph, timer).run, given)
+        while rounds < _ROUNDS and time.perf_counter() - start < _ENOUGH:
+            self.seed()
+            timed(*given)
+            timer.end_round()
+            rounds += 1
+        with warnings.catch_warnings():
+            # Heard when the program was recorded.
+            warnings.simplefilter("ignore")
+            calls = noted(recorded, self.step, given)
+        places = places_of(graph, recorded.graph, calls)
+        rows = rows_of(watched.looked, places, timer.seconds)
+        return {
+            "micro_batch_size": self.batch.size,
+            "way": recorded.lowered.way,
+            "device": str(device),
+            "timed": f"node by node, {timer.said}; the shortest time of {rounds} rounds",
+            "note": " ".join(self._notes()),
+            "rows": rows + self._optimizer_rows(results),
+            "peak": peak_of(self._dtype(), device),
+            "memory": self._memory(watched, places, results),
+        }
+
+    def _arguments(self) -> List[Tensor]:
+        """The state, of its own so that it may change, and the batch."""
+        leaves = [leaf.clone() for leaf in self.batch.leaves]
+        scaler = self.live.scaler
+        scale = [] if scaler is None else [scaler.tensor(leaves[0].device)]
+        return [*(tensor.clone() for tensor in self.live.states[0]), *leaves, *scale]
+
+    def _dtype(self) -> torch.dtype:
+        """In which most is computed."""
+        return self.spec.recipe.precision.autocast or self.live.storage.flats[0].dtype
+
+    def _notes(self) -> Iterator[str]:
+        if self.captured:
+            yield _CAPTURED
+        elif self.maker.compiled is not None:
+            yield _COMPILED
+        elif self.maker.merged is not None:
+            yield _MERGED.format(self.maker.merged.count)
+
+    def _memory(
+        self, watched: WatchedRun, places: Dict[str, Place], results: Sequence[Tensor]
+    ) -> Dict[str, Any]:
+        recipe, merged = self.spec.recipe, self.maker.merged
+        runs = self.spec.plan.own_micro_batches_per_update
+        if merged is not None and merged.graph is not None:
+            watched, places = self._watched_merged(merged, merged.graph), {}
+            runs //= merged.count
+        points: List[Point] = []
+        for node, held in watched.alive:
+            place = places.get(node.name)
+            if place is None:
+                # Whose it is nobody has noted.
+                place = Place(Origin(""), "backward" if is_backward(node) else "forward")
+            operator = watched.looked[node.name].operator
+            points.append((operator, place.module, place.direction, held))
+        blocks = len(self.live.storage.blocks)
+        gradients = bytes_in(results[len(results) - blocks :])
+        if runs > 1 and recipe.accumulation_dtype is not None:
+            added = [g.to(recipe.accumulation_dtype) for g in results[len(results) - blocks :]]
+            points.append(("aten.add_.Tensor", GRADIENTS, "backward", gradients + bytes_in(added)))
+        update = self.live.updater.recorded()
+        during = 0 if update is None else peak_bytes(update)
+        points.append((_name_of(self.spec), "", "optimizer", during + (runs == 1) * gradients))
+        fixed = fixed_bytes(
+            self.spec,
+            self.live,
+            [*self.step.parameters(), *self.step.buffers()],
+            self.batch,
+            results[: len(results) - blocks][1:],
+            runs,
+            self.maker.at_once,
+        )
+        peak = max(point[3] for point in points)
+        return {
+            "fixed": fixed,
+            "curve": thinned(points),
+            "peak": peak,
+            "total": sum(fixed.values()) + peak,
+        }
+
+    def _watched_merged(self, merged: Merged, graph: fx.GraphModule) -> WatchedRun:
+        """A run of several micro-batches as one."""
+        batches = [self.batch] * merged.count
+        given = [t.clone() for t in (*self.live.states[0], *merged.step.arguments(batches))]
+        watched = WatchedRun(graph, timer_for(given[-1].device), given)
+        without_autocast(watched.run, given)(*given)
+        return watched
+
+    def _optimizer_rows(self, results: Sequence[Tensor]) -> List[Dict[str, Any]]:
+        """One for a weight update, where it can be tried on copies."""
+        blocks, live = len(self.live.storage.blocks), self.live
+        gradients = list(results[len(results) - blocks :])
+        update = live.updater.aside(_ROUNDS)
+        if update is None:
+            return []
+        timer = timer_for(gradients[0].device)
+        for _ in range(_ROUNDS):
+            begun = timer.begin()
+            update(gradients)
+            timer.end("", begun)
+            timer.end_round()
+        changed = bytes_in([*live.storage.flats, *live.updater.held()])
+        looked = Looked(_name_of(self.spec), 0, 2 * changed + bytes_in(gradients))
+        return rows_of({"": looked}, {"": Place(Origin(""), "optimizer")}, timer.seconds)
+
+
+def _name_of(spec: ProgramSpec) -> str:
+    """What stands for a weight update among operators."""
+    return type(spec.optimizer).__name__

@@ -1,0 +1,111 @@
+"""Run the micro-batches of one update again, each operator watched, to find what broke them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, List, Optional, Sequence, Tuple
+
+from torch import Tensor
+
+from ipufit.core.precision import without_autocast
+from ipufit.engines.embedded.nan_detection import first_non_finite
+from ipufit.engines.embedded.training_state import LiveState
+from ipufit.engines.program import ProgramSpec
+from ipufit.errors import NonFiniteValue
+from ipufit.tracing.find_nonfinite import NonFiniteSearch
+from ipufit.tracing.grad_step import StepModule, attributes_kept
+from ipufit.tracing.source_map import Whereabouts
+from ipufit.tracing.source_trace import NotedRun, noted
+
+if TYPE_CHECKING:
+    from ipufit.engines.embedded.engine import Recorded
+    from ipufit.engines.embedded.update_runner import Seeding, Update
+
+__all__ = ["Replay"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """Finds the first value of an update that is not finite.
+
+    Args:
+        spec: of the program.
+        step: the user's module with the loss.
+        live: the state from before the update; it stays as it is.
+        seed: starts the random numbers of a micro-batch.
+    """
+
+    spec: ProgramSpec
+    step: StepModule
+    live: LiveState
+    seed: Seeding
+
+    def find(self, update: Update, offset: int) -> NonFiniteValue:
+        """What made it, by running the module itself, and else by running the recording.
+
+        Args:
+            update: its micro-batches.
+            offset: samples of the execution that come before.
+        """
+        for as_recorded in (False, True):
+            found = self._find(update, offset, as_recorded)
+            if found is not None:
+                return found
+        return NonFiniteValue("unknown", micro_batches=len(update))
+
+    def _find(self, update: Update, offset: int, as_recorded: bool) -> Optional[NonFiniteValue]:
+        states = [[tensor.clone() for tensor in state] for state in self.live.states]
+        total: List[Tensor] = []
+        for place, (batch, recorded) in enumerate(update):
+            if as_recorded and recorded.graph is None:
+                return None
+            replica = place % len(states)
+            self.seed(recorded, self.live.updates, place)
+            found, own = self._micro_batch(recorded, states[replica], batch, as_recorded)
+            if found is not None:
+                return dataclasses.replace(
+                    found,
+                    replica=replica,
+                    micro_batch=place,
+                    micro_batches=len(update),
+                    offset=offset,
+                )
+            offset += batch.size
+            total = [one + other for one, other in zip(total, own)] if total else own
+        if not all(bool(flat.isfinite().all()) for flat in total):
+            name = first_non_finite(self.live, total)[0]
+            return NonFiniteValue("accumulation", micro_batches=len(update), parameter=name)
+        return None
+
+    def _micro_batch(
+        self, recorded: Recorded, state: Sequence[Tensor], batch: Any, as_recorded: bool
+    ) -> Tuple[Optional[NonFiniteValue], List[Tensor]]:
+        """The cause, if something is not finite, and the gradients."""
+        scaler = self.live.scaler
+        scale = [] if scaler is None else [scaler.tensor(batch.leaves[0].device)]
+        arguments = [*state, *batch.leaves, *scale]
+        names = [*recorded.micro.trained, *recorded.micro.fixed]
+        tensors = dict(zip(names, state))
+        if as_recorded and recorded.graph is not None:
+            run = NotedRun(recorded.graph, noted(recorded, self.step, arguments))
+            search = NonFiniteSearch(run.now, batch, tensors)
+            with search:
+                results = without_autocast(run.run, arguments)(*arguments)
+        else:
+            where = Whereabouts(self.step)
+            search = NonFiniteSearch(where.now, batch, tensors)
+            with attributes_kept(self.step), where.followed(), search:
+                results = recorded.micro(*arguments)
+        numbers, flats = results[0], results[len(results) - len(self.live.storage.blocks) :]
+        loss = numbers[0] if numbers.dim() else numbers
+        if not bool(loss.isfinite()):
+            return search.cause_of(numbers) or NonFiniteValue("unknown"), flats
+        if scaler is not None:
+            # An update with such a gradient is skipped.
+            return None, flats
+        for flat in flats:
+            if not bool(flat.isfinite().all()):
+                found = search.cause_of(flat) or NonFiniteValue("unknown")
+                name = found.parameter or first_non_finite(self.live, flats)[0]
+                return dataclasses.replace(found, parameter=name), flats
+        return None, flats

@@ -1,0 +1,237 @@
+"""From what a file or a call says to the values of all parameters, with every fault at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import AbstractSet, Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Set, Tuple
+
+from ipufit.engines.ipu.ipu_config.migrations import renewed
+from ipufit.engines.ipu.ipu_config.parameters import PARAMETERS, check_value, nearest, shown
+from ipufit.errors import ConfigurationError
+
+__all__ = [
+    "PODS",
+    "Reading",
+    "check_changes",
+    "check_values",
+    "filled",
+    "incoherent",
+    "raise_faults",
+    "read",
+]
+
+PODS = ("pod4", "pod8", "pod16", "pod32", "pod64", "pod128", "pod256")
+_DEFAULT = "default"
+_LAYERS = ("embedding", "projection")
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What was read.
+
+    Attributes:
+        values: of all parameters, those that follow from others filled in.
+        by_pod: the values by pod type, of the parameters that came with such.
+        given: names of the parameters that were given.
+        notes: what was left aside or read differently, one sentence each.
+    """
+
+    values: Dict[str, Any]
+    by_pod: Dict[str, Dict[str, Any]]
+    given: FrozenSet[str]
+    notes: Tuple[str, ...]
+
+
+def read(given: Mapping[str, Any], pod_type: Optional[str] = None, where: str = "") -> Reading:
+    """Check everything that was given and fill in the rest.
+
+    Args:
+        given: values by name, in the form of any release of optimum-graphcore.
+        pod_type: which of the values by pod type to take; None for those named "default".
+        where: the file they came from, for the message.
+
+    Raises:
+        ConfigurationError: with every fault.
+    """
+    faults: List[str] = []
+    if pod_type is not None and pod_type not in PODS:
+        faults.append(
+            f"pod_type must be one of {', '.join(map(repr, PODS))}, or None for the values named "
+            f"'default', got {shown(pod_type)}."
+        )
+        pod_type = None
+    known, notes = renewed(given, faults)
+    values: Dict[str, Any] = {}
+    by_pod: Dict[str, Dict[str, Any]] = {}
+    bad: Set[str] = set()
+    for name, value in known.items():
+        if name not in PARAMETERS:
+            faults.append(f"IPUConfig has no parameter {name!r}. {nearest(name)}")
+            continue
+        found: List[str] = []
+        if _is_by_pod(name, value):
+            by_pod[name], value = _of_pod(name, value, pod_type, found)
+        else:
+            value, fault = check_value(name, value)
+            found += [] if fault is None else [fault]
+        values[name] = value
+        bad |= {name} if found else set()
+        faults += found
+    given_names = frozenset(values)
+    values = filled(values)
+    faults += incoherent(values, bad)
+    raise_faults(faults, where)
+    return Reading(values, by_pod, given_names, tuple(notes))
+
+
+def raise_faults(faults: Sequence[str], where: str = "") -> None:
+    """One error with all faults, if there are any.
+
+    Raises:
+        ConfigurationError: there are.
+    """
+    unique = list(dict.fromkeys(faults))
+    if unique and where:
+        unique.insert(0, f"{where} can't be read as an IPUConfig:")
+    if unique:
+        raise ConfigurationError("\n".join(unique))
+
+
+def check_changes(changes: Mapping[str, Any], faults: List[str]) -> Dict[str, Any]:
+    """New values of some parameters in normal form; what is wrong with them is noted."""
+    values = {}
+    for name, value in changes.items():
+        if name not in PARAMETERS:
+            faults.append(f"IPUConfig has no parameter {name!r}. {nearest(name)}")
+            continue
+        values[name], fault = check_value(name, value)
+        faults += [] if fault is None else [fault]
+    return values
+
+
+def check_values(values: Mapping[str, Any]) -> Tuple[List[str], Set[str]]:
+    """What is wrong with values one by one, and whose those are."""
+    faults: List[str] = []
+    bad: Set[str] = set()
+    for name, value in values.items():
+        found: List[str] = []
+        check_changes({name: value}, found)
+        faults += found
+        bad |= {name} if found else set()
+    return faults, bad
+
+
+def _is_by_pod(name: str, value: Any) -> bool:
+    if name.endswith("parallelize_kwargs"):
+        return False
+    return isinstance(value, dict) and bool(value)
+
+
+def _of_pod(
+    name: str, value: Dict[str, Any], pod_type: Optional[str], faults: List[str]
+) -> Tuple[Dict[str, Any], Any]:
+    """All values by pod type in normal form, and the one for this pod."""
+    checked = {}
+    names = (*PODS, _DEFAULT)
+    for pod, part in value.items():
+        if pod not in names:
+            meant = str(pod).lower()
+            cure = nearest(meant, names) if meant in names else "Choose one of these."
+            faults.append(
+                f"IPUConfig.{name} may have values by type of pod, which is one of "
+                f"{', '.join(map(repr, names))}, got {shown(pod)}. {cure}"
+            )
+            continue
+        checked[pod], fault = check_value(name, part, f"{name}[{pod!r}]")
+        faults += [] if fault is None else [fault]
+    wanted = _DEFAULT if pod_type is None else pod_type
+    if faults and wanted not in checked:
+        return checked, PARAMETERS[name].default
+    if wanted in checked:
+        return checked, checked[wanted]
+    came = ", ".join(map(repr, value))
+    if pod_type is None:
+        faults.append(
+            f"IPUConfig.{name} must have a value named 'default' where no pod_type is chosen, got "
+            f"values for {came}. Pass one of these as pod_type."
+        )
+    else:
+        faults.append(
+            f"IPUConfig.{name} must have a value for pod_type={pod_type!r}, got values for {came}. "
+            "Choose one of these, or add the value."
+        )
+    return checked, PARAMETERS[name].default
+
+
+def filled(given: Mapping[str, Any]) -> Dict[str, Any]:
+    """The values of all parameters, in their order; twins follow as in optimum-graphcore."""
+    values = {name: given.get(name, p.default) for name, p in PARAMETERS.items()}
+    values["layers_per_ipu"] = list(values["layers_per_ipu"])
+    layers = values["layers_per_ipu"]
+    if values["inference_layers_per_ipu"] is None:
+        values["inference_layers_per_ipu"] = list(layers)
+    if values["ipus_per_replica"] is None:
+        values["ipus_per_replica"] = len(layers)
+    if values["inference_ipus_per_replica"] is None:
+        ipus, inference = values["ipus_per_replica"], values["inference_layers_per_ipu"]
+        follows_layers = ipus == len(layers) or inference != [-1]
+        values["inference_ipus_per_replica"] = len(inference) if follows_layers else ipus
+    if values["inference_matmul_proportion"] is None:
+        memory = values["matmul_proportion"]
+        if isinstance(memory, list):
+            fits = len(memory) == values["inference_ipus_per_replica"]
+            memory = list(memory) if fits else PARAMETERS["matmul_proportion"].default
+        values["inference_matmul_proportion"] = memory
+    for prefix in ("", "inference_"):
+        for layer in _LAYERS:
+            factor = f"{prefix}{layer}_serialization_factor"
+            splits = f"{prefix}serialized_{layer}_splits_per_ipu"
+            if values[factor] is None and values[splits] is None:
+                values[factor] = 1
+        name = f"{prefix}parallelize_kwargs"
+        values[name] = {} if values[name] is None else values[name]
+    return values
+
+
+def incoherent(values: Mapping[str, Any], bad: AbstractSet[str] = frozenset()) -> List[str]:
+    """What does not fit together, a sentence each.
+
+    Args:
+        values: of all parameters.
+        bad: those that are wrong by themselves, of which nothing more is said.
+    """
+    faults: List[str] = []
+    for prefix in ("", "inference_"):
+        ipus = f"{prefix}ipus_per_replica"
+        faults += _lengths(values, bad, prefix, ipus)
+        for layer in _LAYERS:
+            factor = f"{prefix}{layer}_serialization_factor"
+            splits = f"{prefix}serialized_{layer}_splits_per_ipu"
+            both = values[factor] is not None and values[splits] is not None
+            if both and not bad & {factor, splits}:
+                faults.append(
+                    f"IPUConfig.{factor} cuts a layer on one IPU and IPUConfig.{splits} over "
+                    f"several, so one of them must be None, got {values[factor]} and "
+                    f"{values[splits]}. Leave one out."
+                )
+    return faults
+
+
+def _lengths(values: Mapping[str, Any], bad: AbstractSet[str], prefix: str, ipus: str) -> List[str]:
+    """Lists that have another length than there are IPUs."""
+    faults = []
+    count = values[ipus]
+    lists = ["layers_per_ipu", "matmul_proportion"]
+    lists += [f"serialized_{layer}_splits_per_ipu" for layer in _LAYERS]
+    for name in (prefix + name for name in lists):
+        value = values[name]
+        if not isinstance(value, list) or len(value) == count or bad & {name, ipus}:
+            continue
+        # One wildcard is for any number of IPUs; and on one IPU there is nothing to choose.
+        if name.endswith("layers_per_ipu") and -1 in value and 1 in (len(value), count):
+            continue
+        faults.append(
+            f"IPUConfig.{name} must have one entry for each of the IPUs of a replica, of which "
+            f"IPUConfig.{ipus} has {count}, got {value}. Change one of them."
+        )
+    return faults

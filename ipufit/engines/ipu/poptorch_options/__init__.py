@@ -1,0 +1,1 @@
+"""``training_options`` and ``inference_options`` of ``compile``: PopTorch's, on every engine."""

@@ -1,0 +1,220 @@
+"""From what a model is made of to findings."""
+
+from __future__ import annotations
+
+from typing import Any, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from ipufit.core.batch import MicroBatch
+from ipufit.core.train_config import Recipe
+from ipufit.engines.ipu.preflight.facts import SUPPORTED, UNKNOWN, Fact, Place
+from ipufit.engines.ipu.preflight.losses import LEFT_OUT
+from ipufit.engines.ipu.preflight.operator_call import Call, Seen
+from ipufit.engines.ipu.preflight.operators import CONSTANT
+from ipufit.engines.ipu.preflight.optimizers import (
+    ParameterGroup,
+    no_such_optimizer,
+    refused_settings,
+)
+from ipufit.engines.ipu.preflight.places import guide
+from ipufit.engines.ipu.preflight.recording import Recording, record
+from ipufit.engines.ipu.preflight.report import Finding, PreflightReport, merged
+from ipufit.engines.ipu.preflight.settings import SETTINGS
+from ipufit.engines.ipu.preflight.table import Table, unknown_operator
+from ipufit.engines.ipu.preflight.tensors import CHANGED, Held, dtype_name
+from ipufit.errors import CaptureError
+from ipufit.losses import Loss
+
+__all__ = ["of_calls", "preflight"]
+
+_OPERATORS = "operators"
+
+
+def preflight(
+    module: nn.Module,
+    loss: Loss,
+    optimizer: Optional[torch.optim.Optimizer],
+    recipe: Recipe,
+    batch: MicroBatch,
+    table: Optional[Table] = None,
+) -> PreflightReport:
+    """Hold a model against the table of facts.
+
+    Args:
+        module: the user's.
+        loss: its normal form.
+        optimizer: None for a model that only evaluates and predicts.
+        recipe: what else ``compile`` was told.
+        batch: a micro-batch.
+        table: the facts; None for all.
+    """
+    table = table or Table()
+    trains = optimizer is not None
+    recording = record(
+        module,
+        loss,
+        batch,
+        trains,
+        recipe.precision,
+        lambda name: table.knows(_OPERATORS, name),
+    )
+    findings = [
+        *of_calls(table, recording.calls),
+        *_of_modules(table, recording),
+        *_of_failure(table, recording),
+        *_of_changes(table, recording),
+        *_of_tensors(table, module, loss, batch),
+    ]
+    if trains:
+        findings += [
+            *_of_bodies(table, recording),
+            *_of_optimizer(table, optimizer),
+        ]
+    findings += _of_recipe(recipe, optimizer)
+    if recording.is_loss_left_out:
+        findings.append(Finding(LEFT_OUT, "a loss without a target", "loss"))
+    kinds = {call.name for call in recording.calls}
+    failure = recording.failure
+    stopped = failure.brief if failure is not None else None
+    return PreflightReport(type(module).__name__, merged(findings), len(kinds), stopped)
+
+
+def _finding(fact: Fact, what: str, seen: Seen) -> List[Finding]:
+    return [] if fact.verdict == SUPPORTED else [Finding.at(fact, what, seen)]
+
+
+def of_calls(table: Table, calls: Sequence[Call]) -> Iterator[Finding]:
+    """What there is to say of operators."""
+    for call in calls:
+        yield from _of_call(table, call)
+
+
+def _of_call(table: Table, call: Call) -> Iterator[Finding]:
+    if call.is_constant_result and call.is_whole and table.knows(_OPERATORS, CONSTANT):
+        return
+    facts = table.of(_OPERATORS, call.name, call)
+    for fact in facts:
+        yield from _finding(fact, fact.key, call.seen)
+    if call.is_whole and not facts:
+        yield Finding.at(unknown_operator(call.name), call.name, call.seen)
+
+
+def _of_modules(table: Table, recording: Recording) -> Iterator[Finding]:
+    for module, seen in recording.modules.values():
+        for kind in type(module).__mro__:
+            if kind.__module__.startswith("torch.nn"):
+                for fact in table.of("layers", kind.__name__, module):
+                    yield from _finding(fact, fact.key, seen)
+                break
+
+
+def _of_failure(table: Table, recording: Recording) -> Iterator[Finding]:
+    failure = recording.failure
+    if failure is None:
+        return
+    seen = Seen(recording.failed_in, failure.file, failure.line)
+    facts = table.of("control flow", str(failure.cause))
+    for fact in facts:
+        yield Finding.at(fact, fact.key, seen)
+    if not facts:
+        yield Finding.at(_unrecorded(failure), "what can't be recorded", seen)
+
+
+def _unrecorded(failure: CaptureError) -> Fact:
+    return Fact(
+        "control flow",
+        "what can't be recorded",
+        "None",
+        UNKNOWN,
+        "it records a model once, as ipufit does, which failed",
+        (guide("intro", 112),),
+        failure.brief,
+    )
+
+
+def _of_bodies(table: Table, recording: Recording) -> Iterator[Finding]:
+    for name, seen in recording.bodies.items():
+        for fact in table.of("control flow", name):
+            yield Finding.at(fact, fact.key, seen)
+
+
+def _of_changes(table: Table, recording: Recording) -> Iterator[Finding]:
+    for name, (dtype, seen) in recording.changed.items():
+        for fact in table.of("dtypes", CHANGED, dtype):
+            yield Finding.at(fact, f"{name!r} of {dtype_name(dtype)}, which forward changes", seen)
+
+
+def _of_tensors(
+    table: Table, module: nn.Module, loss: Loss, batch: MicroBatch
+) -> Iterator[Finding]:
+    for what, owner, held in _held(module, loss, batch):
+        dtype = dtype_name(held.tensor.dtype)
+        facts = [*table.of("dtypes", dtype, held), *table.of("dtypes", "*", held)]
+        if not table.knows("dtypes", dtype):
+            facts.append(_unknown_dtype(dtype))
+        for fact in facts:
+            if fact.verdict != SUPPORTED:
+                yield Finding(fact, f"{what} of {dtype}", owner)
+
+
+def _held(
+    module: nn.Module, loss: Loss, batch: MicroBatch
+) -> Iterator[Tuple[str, Optional[str], Held]]:
+    for prefix, part in (("", module), ("loss.", loss.module)):
+        if part is not None:
+            for name, tensor in (*part.named_parameters(), *_counted_buffers(part)):
+                owner = (prefix + name).rpartition(".")[0]
+                yield repr(prefix + name), owner, Held(tensor, in_module=True)
+    for leaf in batch.leaves:
+        yield f"an input of shape {tuple(leaf.shape)}", None, Held(leaf, in_module=False)
+
+
+def _counted_buffers(module: nn.Module) -> Iterator[Tuple[str, Tensor]]:
+    """Buffers but the counter of batches, which nobody reads."""
+    for name, tensor in module.named_buffers():
+        if name.rpartition(".")[2] != "num_batches_tracked":
+            yield name, tensor
+
+
+def _unknown_dtype(dtype: str) -> Fact:
+    return Fact(
+        "dtypes",
+        dtype,
+        dtype,
+        UNKNOWN,
+        "no input of this type is named",
+        (Place("poptorch/source/PoplarExecutable.cpp", 101),),
+        "Use float32, float16 or int32.",
+    )
+
+
+def _of_optimizer(table: Table, optimizer: Any) -> Iterator[Finding]:
+    kind = type(optimizer)
+    if not table.knows("optimizers", kind.__name__):
+        yield Finding(no_such_optimizer(kind.__name__), kind.__name__)
+        return
+    groups = optimizer.param_groups
+    refused = set()
+    for settings in groups:
+        group = ParameterGroup(kind, settings, groups)
+        for name, fact in refused_settings(group):
+            refused.add(fact.key)
+            yield Finding(fact, f"{kind.__name__} with {name}")
+        for key in settings:
+            for fact in table.of("optimizers", key, group):
+                if fact.key not in refused and fact.verdict != SUPPORTED:
+                    yield Finding(fact, f"{kind.__name__} with {key}={settings[key]}")
+
+
+def _of_recipe(recipe: Recipe, optimizer: Any) -> Iterator[Finding]:
+    # Imported here: the engine builds on the facts.
+    from ipufit.engines.ipu.limits import refused
+
+    for name, fact in refused(recipe):
+        yield Finding(fact, name)
+    bound = SETTINGS["global_clipnorm"]
+    has_bound = optimizer is not None and recipe.clip.global_norm is not None
+    if has_bound and bound.applies(type(optimizer)):
+        yield Finding(bound, f"global_clipnorm with {type(optimizer).__name__}")

@@ -1,0 +1,267 @@
+"""One micro-batch through module and loss, recorded at the level at which PopTorch takes operators.
+
+PopTorch takes what torch dispatches below autograd. Operators that torch writes with others have
+been taken apart by then, but for those that PopTorch registers itself. It differentiates itself, so
+the backward pass is not looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import types
+from typing import Any, Callable, Dict, FrozenSet, Iterator, List, Optional, Sequence, Set, Tuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from ipufit.core.batch import MicroBatch
+from ipufit.core.train_config import Precision
+from ipufit.engines.ipu.preflight.decompose import Operators
+from ipufit.engines.ipu.preflight.operator_call import Call, Seen
+from ipufit.engines.ipu.preflight.operators import outplace
+from ipufit.errors import CaptureError
+from ipufit.losses import Loss
+from ipufit.utils import tree
+from ipufit.utils.functional import call_with
+from ipufit.utils.module_modes import evaluating, training
+from ipufit.utils.random_streams import isolated
+
+__all__ = ["Recording", "record"]
+
+_LOSS = "loss"
+_CONTROL = os.path.join("poptorch", "_operators", "control.py")
+
+
+class Recording:
+    """What a micro-batch went through.
+
+    Attributes:
+        calls: operators, in order.
+        modules: modules that ran, by name, with where they were called first.
+        bodies: "for_loop" and "cond", of PopTorch's operators, with where they were entered.
+        changed: buffers that forward changes, by name, with their type and where it does so first;
+            counters of batches that nobody reads are left out.
+        failure: why it ended early; None if it did not.
+        failed_in: the module in which it did.
+        is_loss_left_out: whether the batch had no target for a loss that needs one.
+    """
+
+    def __init__(self) -> None:
+        self.calls: List[Call] = []
+        self.modules: Dict[str, Tuple[nn.Module, Seen]] = {}
+        self.bodies: Dict[str, Seen] = {}
+        self.changed: Dict[str, Tuple[torch.dtype, Seen]] = {}
+        self.failure: Optional[CaptureError] = None
+        self.failed_in = ""
+        self.is_loss_left_out = False
+
+
+def record(
+    module: nn.Module,
+    loss: Loss,
+    batch: MicroBatch,
+    is_training: bool,
+    precision: Precision,
+    knows: Callable[[str], bool],
+) -> Recording:
+    """Follow a micro-batch through the module and the loss, without values.
+
+    No value is computed, no buffer changes and no random number is drawn.
+
+    Args:
+        module: the user's.
+        loss: its normal form; it is left out without a target.
+        batch: of its tensors only shape and dtype matter.
+        is_training: the mode of the pass.
+        precision: of the inputs.
+        knows: whether there are facts about an operator; of others that torch writes with more
+            than one, their parts are recorded.
+    """
+    # Imported here: the engine builds on the facts.
+    from ipufit.core.precision import with_inputs_in
+    from ipufit.tracing.capture import capture
+    from ipufit.tracing.grad_step import StepModule, attributes_kept
+
+    step = StepModule(module, loss)
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    named = {**dict(step.named_parameters()), **dict(step.named_buffers())}
+    leaves = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in batch.leaves]
+    with_loss = is_training and (loss.in_module or batch.unpack()[2] is not None)
+    recorder = _Recorder(step, knows)
+    recorder.found.is_loss_left_out = is_training and not with_loss
+
+    def run(*tensors: Tensor) -> Tuple[Tensor, ...]:
+        # Some layers of torch's take a short cut where no weight learns.
+        state = {
+            name: tensor.detach().requires_grad_(original.requires_grad)
+            for (name, original), tensor in zip(named.items(), tensors)
+        }
+        inputs = tree.unflatten(tensors[len(named) :], batch.structure)
+        # A weight or a buffer of integers is a constant of PopTorch's.
+        moving = [t for t in state.values() if t.is_floating_point()]
+        recorder.own(state)
+        with recorder.watching([*moving, *tensors[len(named) :]]):
+            inputs = with_inputs_in(precision, inputs)
+            call_with(step, state, (inputs, state, with_loss))
+        return ()
+
+    values = [*(tensor.detach() for tensor in named.values()), *leaves]
+    mode = (training if is_training else evaluating)(module, step.loss_module)
+    with isolated(device), mode, attributes_kept(step):
+        try:
+            capture(run, values, whole_layers=False)
+        except CaptureError as error:
+            recorder.found.failure = error
+    return recorder.found
+
+
+class _Recorder:
+    """Notes operators and modules.
+
+    Attributes:
+        found: what was noted.
+    """
+
+    def __init__(self, step: nn.Module, knows: Callable[[str], bool]) -> None:
+        self.found = Recording()
+        self.knows = knows
+        self._step = step
+        self._buffers: Dict[int, str] = {}
+        parts = ((name, part) for name, part in step.named_modules() if name)
+        self._names = {id(part): _public(name) for name, part in parts}
+        self._running: List[str] = [""]
+        self._moving: Set[int] = set()
+        self._alive: List[Tensor] = []
+
+    def own(self, state: Dict[str, Tensor]) -> None:
+        """Know the buffers.
+
+        Args:
+            state: weights and buffers, by their names in the step.
+        """
+        from ipufit.engines.ipu.step import counts_batches
+
+        for name, _ in self._step.named_buffers():
+            if not counts_batches(self._step, name):
+                self._buffers[_storage(state[name])] = name
+
+    @contextlib.contextmanager
+    def watching(self, moving: Sequence[Tensor]) -> Iterator[None]:
+        """See what runs in the block, at PopTorch's level.
+
+        Args:
+            moving: tensors whose values are not known when a model is compiled.
+        """
+        self._note_moving(moving)
+        before = register_module_forward_pre_hook(self._on_call)
+        after = register_module_forward_hook(self._on_return)
+        try:
+            with Operators(self), torch.enable_grad():
+                below = torch._C._AutoDispatchBelowAutograd()
+                try:
+                    yield
+                except CaptureError:
+                    self.found.failed_in = self._running[-1]
+                    raise
+                finally:
+                    del below
+        finally:
+            before.remove()
+            after.remove()
+            self._alive.clear()
+
+    def constants(self, arguments: Dict[str, Any]) -> FrozenSet[str]:
+        """Names of arguments that are tensors, all of them constants."""
+        found = set()
+        for name, value in arguments.items():
+            tensors = _tensors(value)
+            if tensors and not any(_storage(tensor) in self._moving for tensor in tensors):
+                found.add(name)
+        return frozenset(found)
+
+    def looked(self) -> Seen:
+        """Where an operator is about to run, which may be a body of PopTorch's control flow."""
+        frame = sys._getframe(1)
+        seen = self._seen(frame)
+        self._note_body(frame, seen)
+        return seen
+
+    def note(self, operator: Any, arguments: Dict[str, Any], is_whole: bool) -> Call:
+        """An operator is about to run."""
+        constants = self.constants(arguments)
+        given = {name for name, value in arguments.items() if _tensors(value)}
+        is_random = torch.Tag.nondeterministic_seeded in operator.tags
+        name = outplace(operator._schema.name)
+        here = self.looked()
+        call = Call(
+            name, arguments, constants, given <= constants and not is_random, is_whole, here
+        )
+        self.found.calls.append(call)
+        for argument in operator._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._note_change(arguments.get(argument.name), here)
+        return call
+
+    def _note_change(self, changed: Any, here: Seen) -> None:
+        for tensor in _tensors(changed):
+            name = self._buffers.get(_storage(tensor))
+            if name is not None:
+                self.found.changed.setdefault(_public(name), (tensor.dtype, here))
+
+    def ran(self, call: Call, result: Any) -> None:
+        """It did."""
+        if not call.is_constant_result:
+            self._note_moving(_tensors(result))
+
+    def _note_moving(self, tensors: Sequence[Tensor]) -> None:
+        # By storage: what is written into a view is in all of it. As long as a tensor lives, no
+        # other has its storage.
+        self._alive += tensors
+        self._moving.update(_storage(tensor) for tensor in tensors)
+
+    def _seen(self, frame: Optional[types.FrameType]) -> Seen:
+        from ipufit.tracing.capture import user_frame
+
+        found = user_frame(frame)
+        at = (found[0], found[1]) if found is not None else (None, None)
+        return Seen(self._running[-1], *at)
+
+    def _note_body(self, frame: Optional[types.FrameType], seen: Seen) -> None:
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name in ("for_loop", "cond") and code.co_filename.endswith(_CONTROL):
+                self.found.bodies.setdefault(code.co_name, seen)
+            frame = frame.f_back
+
+    def _on_call(self, part: nn.Module, args: Any) -> None:
+        name = self._names.get(id(part))
+        if name is not None:
+            self._running.append(name)
+            if name not in self.found.modules:
+                self.found.modules[name] = (part, self._seen(sys._getframe(1)))
+
+    def _on_return(self, part: nn.Module, args: Any, result: Any) -> None:
+        name = self._names.get(id(part))
+        # A module whose exception was caught has not returned.
+        while name in self._running[1:] and self._running.pop() != name:
+            pass
+
+
+def _tensors(value: Any) -> List[Tensor]:
+    return [leaf for leaf in tree.flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    dense = tensor.layout is torch.strided
+    return int(tensor.untyped_storage()._cdata) if dense else id(tensor)
+
+
+def _public(name: str) -> str:
+    """A module's name in the user's model; "loss" and what follows for those of the loss."""
+    first, _, rest = name.partition(".")
+    if first == "loss_module":
+        return f"{_LOSS}.{rest}" if rest else _LOSS
+    return rest

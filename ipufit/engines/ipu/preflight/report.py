@@ -1,0 +1,162 @@
+"""What ``Model.preflight`` returns: what a model needs changed before it can run on an IPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Dict, List, Optional, Tuple
+
+from ipufit.engines.ipu.preflight.facts import COMMIT, LIMITED, UNKNOWN, UNSUPPORTED, Fact
+from ipufit.engines.ipu.preflight.operator_call import Seen
+
+__all__ = ["Finding", "PreflightReport", "merged"]
+
+_VERDICTS = (UNSUPPORTED, UNKNOWN, LIMITED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A fact that holds for a place in a model.
+
+    Attributes:
+        fact: what PopTorch says, where it says it, and the cure.
+        what: the operator, layer, setting or tensor, as the model has it.
+        module: name of the module; "" for the model itself, "loss" for the loss, None where it is
+            of no module.
+        file, line: of the user's source where the operator or layer was called, or of torch's where
+            a layer of torch's did; None where no line is to blame.
+        times: how often it was met there.
+    """
+
+    fact: Fact
+    what: str
+    module: Optional[str] = None
+    file: Optional[str] = None
+    line: Optional[int] = None
+    times: int = 1
+
+    @classmethod
+    def at(cls, fact: Fact, what: str, seen: Seen) -> Finding:
+        """One of something that was seen to run."""
+        return cls(fact, what, seen.module, seen.file, seen.line)
+
+    @property
+    def verdict(self) -> str:
+        """One of "not supported", "unknown" and "supported with limits"."""
+        return self.fact.verdict
+
+    @property
+    def cure(self) -> str:
+        """What to do; "" where nothing has to be done."""
+        return self.fact.cure
+
+    def as_dict(self) -> Dict[str, Any]:
+        """All of it, for JSON."""
+        place = {"module": self.module, "file": self.file, "line": self.line}
+        return {"what": self.what, **place, "times": self.times, **self.fact.as_dict()}
+
+    def __str__(self) -> str:
+        times = f", {self.times} times" if self.times > 1 else ""
+        where = "" if self.module is None else f" in {self.module or 'the model itself'}"
+        lines = [f"{self.what}{where}{times}"]
+        if self.file is not None:
+            lines.append(f"  at: {self.file}:{self.line}")
+        lines.append(f"  PopTorch: {self.fact.says}")
+        lines.append(f"  source: {'; '.join(map(str, self.fact.places))}")
+        if self.cure:
+            lines.append(f"  cure: {self.cure}")
+        return "\n".join(lines)
+
+
+class PreflightReport:
+    """What PopTorch 3.4 would make of a model, going by its published source and documentation.
+
+    No IPU has confirmed any of it. ``print`` shows all findings.
+
+    Args:
+        title: class of the module.
+        findings: in any order.
+        operators: how many kinds of operators were looked at.
+        stopped: why operators after a certain one could not be looked at; None if all were.
+
+    Attributes:
+        title, operators, stopped: as given.
+        findings: what is not supported first, then what is unknown, then what has limits.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        findings: Tuple[Finding, ...],
+        operators: int,
+        stopped: Optional[str] = None,
+    ) -> None:
+        self.title = title
+        self.findings: Tuple[Finding, ...] = tuple(
+            sorted(findings, key=lambda one: _VERDICTS.index(one.verdict))
+        )
+        self.operators = operators
+        self.stopped = stopped
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is unsupported, nothing unknown, and all operators were looked at."""
+        return not (self.unsupported or self.unknown or self.stopped)
+
+    @property
+    def unsupported(self) -> Tuple[Finding, ...]:
+        """What has to be changed."""
+        return self._of(UNSUPPORTED)
+
+    @property
+    def unknown(self) -> Tuple[Finding, ...]:
+        """What nothing is known of, which does not mean that it runs."""
+        return self._of(UNKNOWN)
+
+    @property
+    def limited(self) -> Tuple[Finding, ...]:
+        """What runs in PopTorch's own way."""
+        return self._of(LIMITED)
+
+    def as_dict(self) -> Dict[str, Any]:
+        """Everything, for JSON."""
+        return {
+            "title": self.title,
+            "ok": self.ok,
+            "poptorch": {"version": "3.4", "commit": COMMIT},
+            "operators": self.operators,
+            "stopped": self.stopped,
+            "unsupported": [finding.as_dict() for finding in self.unsupported],
+            "unknown": [finding.as_dict() for finding in self.unknown],
+            "limited": [finding.as_dict() for finding in self.limited],
+        }
+
+    def __str__(self) -> str:
+        counts = [(verdict, len(self._of(verdict))) for verdict in _VERDICTS]
+        found = ", ".join(f"{count} {verdict}" for verdict, count in counts if count)
+        lines = [
+            f"{self.title} for PopTorch 3.4: {'ok' if self.ok else 'not ready'}"
+            f"{f' ({found})' if found else ''}, {self.operators} kinds of operators",
+            "From PopTorch's published source and documentation; no IPU has run this.",
+        ]
+        for verdict in _VERDICTS:
+            for number, finding in enumerate(self._of(verdict)):
+                if not number:
+                    lines += ["", verdict]
+                lines += [f"  {line}" for line in str(finding).splitlines()]
+        if self.stopped:
+            lines += ["", f"Operators after this were not looked at: {self.stopped}"]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<PreflightReport of {self.title}: {'ok' if self.ok else 'not ready'}>"
+
+    def _of(self, verdict: str) -> Tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.verdict == verdict)
+
+
+def merged(findings: List[Finding]) -> Tuple[Finding, ...]:
+    """Each finding once, with how often it was met."""
+    counted: Dict[Finding, int] = {}
+    for finding in findings:
+        counted[finding] = counted.get(finding, 0) + 1
+    return tuple(dataclasses.replace(one, times=times) for one, times in counted.items())

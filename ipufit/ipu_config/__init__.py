@@ -1,6 +1,0 @@
-"""IPUConfig: the configuration files of optimum-graphcore, read, written and turned into plans."""
-
-from ipufit.ipu_config.config import IPUConfig
-from ipufit.ipu_config.partition import Partition
-
-__all__ = ["IPUConfig", "Partition"]

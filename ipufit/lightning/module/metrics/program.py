@@ -1,0 +1,181 @@
+"""A program whose outputs update the metric objects of a LightningModule."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import warnings
+from typing import Any, Dict, Iterator, List, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ipufit.core.batch import CombinedBatch, MicroBatch
+from ipufit.core.logged_values import joined_rules
+from ipufit.engines.program import Anchors, Prepared, Program, ProgramSpec
+from ipufit.errors import ConfigurationError, MetricError
+from ipufit.lightning.module.metrics.calls import Calls, find_calls
+from ipufit.lightning.module.metrics.objects import ModuleMetrics, Objects, metric_at, number, quiet
+from ipufit.metrics.stored import refuse_unjoined
+from ipufit.metrics.sums import shapes
+from ipufit.utils import tree
+from ipufit.utils.preserve import generators_kept
+from ipufit.utils.random_streams import LOCK
+
+__all__ = ["MeasuredProgram"]
+
+
+class MeasuredProgram:
+    """A program that hands out what metrics are called with, and the metrics.
+
+    Everything else is the program's own.
+
+    Args:
+        program: the other one.
+        metrics: of the module.
+        role: whose step it is.
+        spec: what the program was built from.
+    """
+
+    def __init__(
+        self, program: Program, metrics: ModuleMetrics, role: str, spec: ProgramSpec
+    ) -> None:
+        self._program = program
+        self._metrics = metrics
+        self._role = role
+        self._spec = spec
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._program, name)
+
+    @property
+    def updates(self) -> int:
+        """Weight updates done since ``compile``."""
+        return self._program.updates
+
+    def prepare(self, example: MicroBatch) -> Prepared:
+        """Build, and try the metrics.
+
+        Raises:
+            MetricError: a metric can't take what it is called with.
+            ConfigurationError: outputs are left out, so that metrics would miss some.
+        """
+        prepared = self._program.prepare(example)
+        key = find_calls(prepared.outputs)
+        if key is None:
+            return prepared
+        outputs = dict(prepared.outputs)
+        tensors = outputs.pop(key)
+        self._metrics.learn(self._role, key)
+        self._check(key)
+        if self._metrics.is_new(self._role, key):
+            _try(key, self._metrics.turn_to(self._role), tensors)
+        rules = joined_rules(prepared.rules, {value.name: value.rule for value in key.values})
+        return Prepared(outputs, rules)
+
+    def _check(self, key: Calls) -> None:
+        mode = self._spec.recipe.output_mode
+        if self._role == "train" and (mode.kind != "all" or mode.every > 1):
+            raise ConfigurationError(
+                f"self.{key.calls[0].path} is updated with what the program hands out for every "
+                f"micro-batch, which needs output_mode='all', got {mode.kind!r}. Leave output_mode "
+                "and output_every out."
+            )
+        if self._spec.processes.are_several:
+            for path, metric in self._metrics.called(self._role).items():
+                refuse_unjoined(metric, f"self.{path}", self._spec.processes.num_processes)
+
+    def run(self, batch: CombinedBatch) -> Anchors:
+        """One execution; the values of its micro-batches are among what it logs.
+
+        Raises:
+            MetricError: a metric can't take what it is called with.
+        """
+        anchors = self._program.run(batch)
+        if not any(map(find_calls, anchors.outputs)):
+            return anchors
+        keys = [find_calls(outputs) for outputs in anchors.outputs]
+        for found in filter(None, keys):
+            self._metrics.learn(self._role, found)
+        objects = self._metrics.turn_to(self._role)
+        logged: List[Mapping[str, float]] = list(anchors.logged) or [{} for _ in anchors.losses]
+        rules, kept = dict(anchors.rules), []
+        for place, outputs, key in zip(anchors.places, anchors.outputs, keys):
+            outputs = dict(outputs)
+            if key is not None:
+                values = _called(key, objects, outputs.pop(key))
+                logged[place] = {**logged[place], **values}
+                rules = joined_rules(rules, {value.name: value.rule for value in key.values})
+            kept.append(outputs)
+        return dataclasses.replace(anchors, outputs=kept, logged=logged, rules=rules)
+
+
+def _called(key: Calls, objects: Objects, tensors: Any) -> Dict[str, float]:
+    """Update the metrics with a micro-batch, and give the values that are logged of it."""
+    wanted = {value.call for value in key.values}
+    results: Dict[int, Any] = {}
+    for number_of, call in enumerate(key.calls):
+        metric = metric_at(objects, call.path)
+        args, kwargs = call.arguments(tuple(_beside(metric, each) for each in tensors))
+        with _named_failure(f"self.{call.path}", args, kwargs), torch.no_grad(), quiet(metric):
+            if number_of in wanted:
+                results[number_of] = metric(*args, **kwargs)
+            else:
+                metric.update(*args, **kwargs)
+    found = {}
+    for value in key.values:
+        result = results[value.call]
+        found[value.name] = number(result if value.key is None else result[value.key], value.name)
+    return found
+
+
+def _beside(metric: Any, tensor: Tensor) -> Tensor:
+    """On the device of the metric's own state."""
+    device = getattr(metric, "device", None)
+    if device is None:
+        first = next(iter(metric.values(copy_state=False)), None)
+        device = getattr(first, "device", tensor.device)
+    return tensor.to(device)
+
+
+def _try(key: Calls, objects: Objects, tensors: Sequence[Tensor]) -> None:
+    """Find out, on copies and before any training, whether metrics can take such tensors.
+
+    Raises:
+        MetricError: one can't, or its value is no number.
+    """
+    with warnings.catch_warnings(), LOCK, generators_kept():
+        warnings.simplefilter("ignore")
+        trial = copy.deepcopy(dict(objects))
+        for metric in trial.values():
+            metric.reset()
+        filled = tree.map_leaves(_filled, tuple(tensors))
+        _called(key, trial, filled)
+        for name, path in key.epochs.items():
+            try:
+                value = metric_at(trial, path).compute()
+            except Exception:
+                # Of so few samples it may have no value.
+                continue
+            number(value, name)
+
+
+def _filled(leaf: Tensor) -> Tensor:
+    if leaf.is_floating_point() or leaf.is_complex():
+        return torch.rand(leaf.shape, dtype=leaf.dtype)
+    return torch.zeros(leaf.shape, dtype=leaf.dtype)
+
+
+@contextlib.contextmanager
+def _named_failure(shown: str, args: Any, kwargs: Any) -> Iterator[None]:
+    """Turn whatever a metric raises into an error that names it and the shapes."""
+    try:
+        yield
+    except Exception as error:
+        given = [shapes(each) for each in (*args, *kwargs.values())]
+        raise MetricError(
+            f"{shown} must take what the step calls it with, got {', '.join(given) or 'nothing'}, "
+            f"and failed with {type(error).__name__}: {str(error).rstrip('.')}. Call it with what "
+            "its update takes."
+        ) from error

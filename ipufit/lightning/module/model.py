@@ -1,0 +1,364 @@
+"""Model of a LightningModule: the same methods, with its steps, optimizer, data and hooks."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Sequence, Union
+
+import torch
+
+from ipufit.callbacks import Callback
+from ipufit.callbacks.callback_list import checked
+from ipufit.callbacks.history import History
+from ipufit.core.batch import Mode
+from ipufit.engines.choice import engine_maker
+from ipufit.engines.program import Engine, Program, ProgramSpec
+from ipufit.errors import ConfigurationError
+from ipufit.lightning.module.data import Loaders, loaders_for, set_up
+from ipufit.lightning.module.detect import lightning_parts, overrides
+from ipufit.lightning.module.hooks import ModuleHooks
+from ipufit.lightning.module.metrics import EpochMetrics, MeasuredProgram, ModuleMetrics
+from ipufit.lightning.module.optimizers import configured
+from ipufit.lightning.module.steps import Steps, acting_as, steps_of
+from ipufit.lightning.module.trainer_proxy import NotKnownYetError, RunFacts
+from ipufit.lightning.module.unsupported import refuse_module
+from ipufit.losses.module_loss import WHOLE_BATCH
+from ipufit.metrics import MetricSet
+from ipufit.training.model import Model
+from ipufit.utils.error_collector import Faults
+
+if TYPE_CHECKING:
+    from ipufit.analysis.check import CheckReport
+
+__all__ = ["LightningModel"]
+
+# Arguments that make the count of updates another than that of the loader's batches.
+_RECOUNTING = (
+    *("steps_per_epoch", "limit_train_batches", "overfit_batches", "fast_dev_run"),
+    *("initial_epoch", "validation_split"),
+)
+_DIVIDING = ("stages", "layers_per_ipu", "strategy", "config", "training_options")
+
+
+class LightningModel(Model):
+    """What :meth:`ipufit.Model.from_lightning` returns.
+
+    Args:
+        module: a LightningModule.
+        engine: as for :class:`ipufit.Model`.
+        device: as for :class:`ipufit.Model`.
+        by_trainer: whether a Trainer calls the hooks between executions.
+
+    Attributes:
+        lightning: the LightningModule; ``module`` is another face of it, whose forward is its
+            steps.
+
+    Raises:
+        ConfigurationError: it does what a recorded program can't; all of it.
+    """
+
+    module: Steps
+
+    def __init__(
+        self,
+        module: Any,
+        engine: Union[str, Callable[[], Engine]] = "auto",
+        device: Union[str, torch.device, None] = None,
+        by_trainer: bool = False,
+    ) -> None:
+        where = None if device is None else torch.device(device)
+        faults = Faults()
+        with faults.collected():
+            engine_maker(engine)
+        with faults.collected():
+            refuse_module(module, by_trainer)
+        faults.raise_all()
+        if where is not None:
+            module.to(where)
+        super().__init__(steps_of(module), engine)
+        self.lightning = module
+        self._metrics = ModuleMetrics(module, by_trainer)
+        self._options: Dict[str, Any] = {}
+        self._is_waiting = True
+
+    def compile(
+        self, optimizer: Any = None, loss: Any = None, metrics: Any = None, **options: Any
+    ) -> None:
+        """Choose how to train; without a call, everything is as the LightningModule says.
+
+        Args:
+            optimizer: None takes what ``configure_optimizers`` returns, its schedule included.
+            loss: None: the steps compute it.
+            metrics: None: the steps log what there is to see.
+            options: as for :meth:`ipufit.Model.compile`.
+
+        Raises:
+            ConfigurationError: as for :meth:`ipufit.Model.compile`, or a form of optimizer and
+                schedule that a program can't honour.
+        """
+        for name, value in (("loss", loss), ("metrics", metrics)):
+            if value is not None:
+                raise ConfigurationError(
+                    f"{name} must be None: the steps of a LightningModule compute the loss, and "
+                    f"self.log reports values, got {value!r}. Leave it out."
+                )
+        if optimizer is None and options.get("lr_scheduler") is not None:
+            raise ConfigurationError(
+                "lr_scheduler goes with an optimizer, but configure_optimizers gives both. Return "
+                "the scheduler there, or pass the optimizer too."
+            )
+        before = self._options, self._is_waiting
+        self._options = {"optimizer": optimizer, **options}
+        try:
+            self._make_session(RunFacts({}, fitting=False))
+        except NotKnownYetError:
+            # configure_optimizers asks for what only fit knows.
+            self._is_waiting = True
+            self._retire(None)
+        except BaseException:
+            self._options, self._is_waiting = before
+            raise
+
+    def _make_session(self, facts: Optional[RunFacts]) -> None:
+        """Compile: with what the module configures, or without an optimizer if there are no facts.
+
+        Raises:
+            NotKnownYetError: ``configure_optimizers`` asks for what the facts don't tell.
+        """
+        options = dict(self._options)
+        optimizer = options.pop("optimizer", None)
+        if optimizer is None and facts is not None:
+            optimizer, schedule = configured(self.lightning, facts)
+            if schedule is not None:
+                options["lr_scheduler"] = schedule
+        super().compile(optimizer, WHOLE_BATCH, **options)
+        self._is_waiting = facts is None
+
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: Optional[int] = None,
+        epochs: int = 1,
+        *,
+        datamodule: Any = None,
+        **options: Any,
+    ) -> History:
+        """Train with ``training_step``, and validate with ``validation_step``.
+
+        Args:
+            x: as for :meth:`ipufit.Model.fit`, or a LightningDataModule; None takes
+                ``train_dataloader`` and ``val_dataloader`` of the LightningModule.
+            y: as for :meth:`ipufit.Model.fit`; a batch is then ``(x, y)``.
+            batch_size: as for :meth:`ipufit.Model.fit`.
+            epochs: as for :meth:`ipufit.Model.fit`.
+            datamodule: a LightningDataModule instead of x.
+            options: as for :meth:`ipufit.Model.fit`.
+
+        Raises:
+            ConfigurationError: as for :meth:`ipufit.Model.fit`; or no data, or several loaders.
+        """
+        options.update(batch_size=batch_size, epochs=epochs)
+        self._refuse_checkpoint_hooks(options)
+        loaders = loaders_for(self.lightning, x, datamodule, "fit")
+        known = {"max_epochs": epochs}
+        with self._stage("fit", loaders, "validation", known) as hooks:
+            data = loaders.main()
+            if "validation_data" not in options and "validation_split" not in options:
+                if overrides(self.lightning, "validation_step"):
+                    options["validation_data"] = loaders.held_out()
+            elif options.get("validation_data") is not None or options.get("validation_split"):
+                self._require("validation_step")
+            if self._is_waiting:
+                self._make_session(RunFacts({**known, **self._counted(data, y, options)}))
+            options["callbacks"] = self._with_hooks(hooks, options.get("callbacks", ()))
+            return super().fit(data, y, **options)
+
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: Optional[int] = None,
+        *,
+        datamodule: Any = None,
+        **options: Any,
+    ) -> Union[float, List[float], Dict[str, float]]:
+        """What ``validation_step`` logs, and its loss if it returns one.
+
+        Args:
+            x: as for :meth:`ipufit.Model.evaluate`, or a LightningDataModule; None takes
+                ``val_dataloader`` of the LightningModule.
+            y: as for ``fit``.
+            batch_size: as for ``fit``.
+            datamodule: a LightningDataModule instead of x.
+            options: as for :meth:`ipufit.Model.evaluate`.
+        """
+        options["batch_size"] = batch_size
+        return self._evaluated("validate", "validation", x, y, datamodule, options)
+
+    def test(
+        self, x: Any = None, y: Any = None, *, datamodule: Any = None, **options: Any
+    ) -> Union[float, List[float], Dict[str, float]]:
+        """The same with ``test_step`` and ``test_dataloader``."""
+        return self._evaluated("test", "test", x, y, datamodule, options)
+
+    def _evaluated(
+        self, stage: str, role: str, x: Any, y: Any, datamodule: Any, options: Dict[str, Any]
+    ) -> Union[float, List[float], Dict[str, float]]:
+        self._require(f"{role}_step")
+        loaders = loaders_for(self.lightning, x, datamodule, stage)
+        with self._stage(stage, loaders, role, {}) as hooks:
+            options["callbacks"] = self._with_hooks(hooks, options.get("callbacks", ()))
+            return super().evaluate(loaders.main(), y, **options)
+
+    def predict(
+        self,
+        x: Any = None,
+        batch_size: Optional[int] = None,
+        *,
+        datamodule: Any = None,
+        **options: Any,
+    ) -> Any:
+        """What ``predict_step`` returns, joined over all batches.
+
+        Args:
+            x: as for :meth:`ipufit.Model.predict`, or a LightningDataModule; None takes
+                ``predict_dataloader`` of the LightningModule.
+            batch_size: as for ``fit``.
+            datamodule: a LightningDataModule instead of x.
+            options: as for :meth:`ipufit.Model.predict`.
+        """
+        loaders = loaders_for(self.lightning, x, datamodule, "predict")
+        with self._stage("predict", loaders, "predict", {}) as hooks:
+            options["callbacks"] = self._with_hooks(hooks, options.get("callbacks", ()))
+            return super().predict(loaders.main(), batch_size, **options)
+
+    def predict_iter(
+        self, x: Any = None, batch_size: Optional[int] = None, **options: Any
+    ) -> Iterator[Any]:
+        """What ``predict`` returns, piece by piece, without the hooks of the module.
+
+        Args:
+            x: as for :meth:`ipufit.Model.predict_iter`.
+            batch_size: as for ``fit``.
+            options: as for :meth:`ipufit.Model.predict_iter`.
+        """
+        self._ready()
+        with acting_as(self.module, "predict"):
+            pieces = super().predict_iter(x, batch_size, **options)
+        return self._in_role(pieces)
+
+    def _in_role(self, pieces: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            with acting_as(self.module, "predict"):
+                piece = list(_first(pieces))
+            if not piece:
+                return
+            yield piece.pop()
+
+    def predict_on_batch(self, x: Any) -> Any:
+        """What ``predict_step`` returns for one batch."""
+        self._ready()
+        with acting_as(self.module, "predict"):
+            return super().predict_on_batch(x)
+
+    def summary(self, x: Any = None, **options: Any) -> None:
+        """The layers and, for a batch as the loader gives it, what the steps make of it."""
+        self._ready()
+        super().summary(x, **options)
+
+    def check(self, x: Any = None) -> CheckReport:
+        """What of the steps a recorded program would not do as it is written."""
+        self._ready()
+        return super().check(x)
+
+    def _ready(self) -> None:
+        """Compile for what needs no optimizer, if nobody has."""
+        if self._session is None:
+            try:
+                self._make_session(RunFacts({}, fitting=False))
+            except NotKnownYetError:
+                self._make_session(None)
+
+    def _compiled(self, name: str) -> Any:
+        if name != "fit":
+            self._ready()
+        session = super()._compiled(name)
+        if not session.metrics and self._metrics.find():
+            session.metrics = MetricSet([EpochMetrics(self._metrics, self.module)])
+            session.around = self._measured
+        return session
+
+    def _measured(self, program: Program, spec: ProgramSpec) -> Program:
+        """A program that updates the metric objects of the module."""
+        if spec.mode is Mode.PREDICT:
+            return program
+        return MeasuredProgram(program, self._metrics, self.module.role, spec)
+
+    def logged_metrics(self, role: str) -> Dict[str, Any]:
+        """The metric objects that a step logs, by the names of their values, for a Trainer."""
+        return dict(self._metrics.logged(role))
+
+    @contextlib.contextmanager
+    def _stage(
+        self, stage: str, loaders: Loaders, role: str, known: Dict[str, Any]
+    ) -> Iterator[ModuleHooks]:
+        """The module set up for a stage, and its hooks; of a Trainer that it had it lets go."""
+        for part in lightning_parts(self.lightning):
+            vars(part)["_trainer"] = None
+        hooks = ModuleHooks(self.lightning, self._metrics, role, known)
+        facts = RunFacts(known)
+        with set_up(self.lightning, loaders, stage, facts), acting_as(self.module, role):
+            if stage != "fit":
+                self._ready()
+            yield hooks
+            self._metrics.finish()
+
+    def _with_hooks(
+        self, hooks: ModuleHooks, callbacks: Union[Callback, Sequence[Callback], None]
+    ) -> List[Callback]:
+        return [hooks, *checked(callbacks)]
+
+    def _require(self, step: str) -> None:
+        if not overrides(self.lightning, step):
+            raise ConfigurationError(
+                f"{type(self.lightning).__name__} has no {step}, which this needs. Write it."
+            )
+
+    def _refuse_checkpoint_hooks(self, options: Dict[str, Any]) -> None:
+        names = [
+            name
+            for name in ("on_save_checkpoint", "on_load_checkpoint")
+            if overrides(self.lightning, name)
+        ]
+        if names and options.get("checkpoint") is not None:
+            raise ConfigurationError(
+                f"{type(self.lightning).__name__}.{' and '.join(names)} can't be called: a "
+                "checkpoint of ipufit's holds tensors of the module, and state_dict of callbacks. "
+                "Keep what they add in a buffer, or in the state_dict of a callback."
+            )
+
+    def _counted(self, data: Any, y: Any, options: Dict[str, Any]) -> Dict[str, Any]:
+        """What is known of the number of updates, as a Trainer calls it."""
+        if any(options.get(name) for name in _RECOUNTING) or y is not None:
+            return {}
+        if any(self._options.get(name) is not None for name in _DIVIDING):
+            return {}
+        accumulation = options.get("gradient_accumulation") or 1
+        known: Dict[str, Any] = {"accumulate_grad_batches": accumulation}
+        if isinstance(data, torch.utils.data.DataLoader):
+            try:
+                batches = len(data)
+            except TypeError:
+                return known
+            updates = math.ceil(batches / (accumulation * (options.get("ipus") or 1)))
+            known["num_training_batches"] = batches
+            known["estimated_stepping_batches"] = updates * int(options.get("epochs", 1))
+        return known
+
+
+def _first(pieces: Iterator[Any]) -> Iterator[Any]:
+    for piece in pieces:
+        yield piece
+        return

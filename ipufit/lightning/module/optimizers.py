@@ -1,0 +1,150 @@
+"""Every form that ``configure_optimizers`` may return, as one optimizer and one schedule."""
+
+from __future__ import annotations
+
+from typing import Any, List, Mapping, Optional, Tuple
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from ipufit.errors import ConfigurationError
+from ipufit.lightning.module.detect import overrides
+from ipufit.lightning.module.logging import attached, no_log
+from ipufit.optim.schedules.resolve import AtEpochEnd, EveryBatches
+
+__all__ = ["configured"]
+
+_KEYS = {
+    *("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau"),
+}
+_FORMS = (
+    "Return an optimizer, [optimizer], ([optimizer], [scheduler]) or a dict with 'optimizer' and "
+    "perhaps 'lr_scheduler'."
+)
+
+
+def configured(module: Any, facts: object) -> Tuple[Optional[torch.optim.Optimizer], Any]:
+    """Call ``configure_optimizers``.
+
+    Args:
+        module: a LightningModule.
+        facts: what ``self.trainer`` is while it runs.
+
+    Returns:
+        The optimizer, and a schedule as ``compile`` takes it; None for none.
+
+    Raises:
+        ConfigurationError: several optimizers, or what a program can't honour.
+    """
+    if not overrides(module, "configure_optimizers"):
+        return None, None
+    with attached(module, facts, no_log("configure_optimizers")):
+        result = module.configure_optimizers()
+    if result is None:
+        return None, None
+    optimizers, schedulers, monitor = _taken_apart(result)
+    if len(optimizers) != 1:
+        raise ConfigurationError(
+            f"configure_optimizers must return one optimizer, got {len(optimizers)}: a program "
+            "has one, which makes every update. Make it of several parameter groups, "
+            "torch.optim.Adam([{'params': ..., 'lr': ...}, ...]), or train the parts in turn."
+        )
+    optimizer = getattr(optimizers[0], "optimizer", optimizers[0])
+    if not schedulers:
+        return optimizer, None
+    if len(schedulers) > 1:
+        raise ConfigurationError(
+            f"configure_optimizers must return one scheduler, got {len(schedulers)}. Make one of "
+            "them with torch.optim.lr_scheduler.ChainedScheduler or SequentialLR."
+        )
+    return optimizer, _schedule(schedulers[0], monitor)
+
+
+def _taken_apart(result: Any) -> Tuple[List[Any], List[Any], Optional[str]]:
+    """Optimizers, schedulers, and the monitor of a dict."""
+    if isinstance(result, torch.optim.Optimizer):
+        return [result], [], None
+    if isinstance(result, Mapping):
+        return _of_dict(result)
+    if isinstance(result, (list, tuple)) and result:
+        if len(result) == 2 and isinstance(result[0], (list, tuple)):
+            second = result[1]
+            both = list(second) if isinstance(second, (list, tuple)) else [second]
+            return list(result[0]), both, None
+        if all(isinstance(each, Mapping) for each in result):
+            parts = [_of_dict(each) for each in result]
+            monitor = parts[0][2] if len(parts) == 1 else None
+            return [p[0][0] for p in parts], [s for p in parts for s in p[1]], monitor
+        if all(isinstance(each, torch.optim.Optimizer) for each in result):
+            return list(result), [], None
+    raise ConfigurationError(
+        f"configure_optimizers returned {type(result).__name__}, which is none of its forms. "
+        f"{_FORMS}"
+    )
+
+
+def _of_dict(result: Mapping[str, Any]) -> Tuple[List[Any], List[Any], Optional[str]]:
+    unknown = sorted(set(result) - {"optimizer", "lr_scheduler", "monitor"})
+    if "optimizer" not in result or unknown:
+        raise ConfigurationError(
+            "configure_optimizers may return a dict with 'optimizer', 'lr_scheduler' and "
+            f"'monitor', got {', '.join(map(repr, result)) or 'nothing'}. {_FORMS}"
+        )
+    scheduler = result.get("lr_scheduler")
+    return [result["optimizer"]], [] if scheduler is None else [scheduler], result.get("monitor")
+
+
+def _schedule(given: Any, monitor: Optional[str]) -> Any:
+    """A scheduler, or Lightning's dict around one."""
+    config = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
+    unknown = sorted(set(config) - _KEYS)
+    if unknown or "scheduler" not in config:
+        raise ConfigurationError(
+            f"the dict of a scheduler must have 'scheduler' and may have "
+            f"{', '.join(sorted(_KEYS - {'scheduler'}))}, got {', '.join(config)}. Correct it."
+        )
+    scheduler = config["scheduler"]
+    interval, frequency = config.get("interval", "epoch"), config.get("frequency", 1)
+    monitor = config.get("monitor", monitor)
+    watches = isinstance(scheduler, ReduceLROnPlateau)
+    _check(config, interval, frequency, monitor, watches)
+    if watches:
+        return AtEpochEnd(scheduler, monitor, frequency)
+    if interval == "step":
+        return EveryBatches(scheduler, frequency)
+    return AtEpochEnd(scheduler, frequency=frequency)
+
+
+def _check(
+    config: Mapping[str, Any], interval: Any, frequency: Any, monitor: Any, watches: bool
+) -> None:
+    if interval not in ("step", "epoch"):
+        raise ConfigurationError(
+            f"the interval of a scheduler must be 'step' or 'epoch', got {interval!r}."
+        )
+    if type(frequency) is not int or frequency < 1:
+        raise ConfigurationError(
+            f"the frequency of a scheduler must be a number of at least 1, got {frequency!r}."
+        )
+    if watches and interval == "step":
+        raise ConfigurationError(
+            "ReduceLROnPlateau must have interval 'epoch', got 'step': the learning rates of an "
+            "execution are chosen before it computes the values to watch. Leave interval out, and "
+            "let steps_per_epoch of fit make the epochs shorter."
+        )
+    if watches and monitor is None:
+        raise ConfigurationError(
+            "ReduceLROnPlateau must have a monitor, got none. Return {'optimizer': ..., "
+            "'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}."
+        )
+    if config.get("strict", True) is not True:
+        raise ConfigurationError(
+            "a scheduler must have strict=True, got False: a value to watch that is missing is an "
+            "error. Leave it out."
+        )
+    if bool(config.get("reduce_on_plateau", watches)) != watches:
+        raise ConfigurationError(
+            "reduce_on_plateau must say whether the scheduler is torch's ReduceLROnPlateau, got "
+            f"{config['reduce_on_plateau']!r} for {type(config['scheduler']).__name__}. Leave it "
+            "out."
+        )

@@ -1,0 +1,218 @@
+"""A LightningModule as a program sees it: a module whose forward is the step of the moment."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Set, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from ipufit.core.logged_values import LogRule, report
+from ipufit.errors import CaptureError, ConfigurationError, LossError
+from ipufit.lightning.module.detect import overrides, parameters_of, parts_without_metrics
+from ipufit.lightning.module.logging import Notes, attached, no_log, step_log
+from ipufit.lightning.module.metrics import MetricCalls
+from ipufit.lightning.module.trainer_proxy import BatchIndex, StepFacts
+from ipufit.partition.own_blocks import blocks_without_end
+from ipufit.utils import tree
+
+__all__ = ["Steps", "acting_as", "steps_of"]
+
+_ROLE = "_ipufit_role"
+_METHODS = {
+    "train": "training_step",
+    "validation": "validation_step",
+    "test": "test_step",
+    "predict": "predict_step",
+}
+
+
+# Why metric objects can't be called, and what to do.
+_IN_PREDICT = "Call it on what predict returns."
+
+
+class Steps(nn.Module):
+    """Another face of the same object: its attributes, parameters and parts are the user's own.
+
+    Metric objects are no parts of it: the host updates them, and no program holds their state.
+
+    Called with a batch it runs ``training_step`` in train mode, and in eval mode the step of its
+    role. What the user's module has besides is found here too.
+
+    Attributes:
+        lightning: the user's module.
+        notes: where a Trainer keeps logged values, how each was logged, by step and name; else
+            None.
+    """
+
+    __slots__ = ("lightning", "notes")
+
+    lightning: nn.Module
+    notes: Optional[Dict[str, Notes]]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.lightning, name)
+
+    # The hooks of the user's module are for its own forward, which the step calls.
+    def __call__(self, batch: Any) -> Any:
+        """The same as :meth:`forward`."""
+        return self.forward(batch)
+
+    def forward(self, batch: Any) -> Any:
+        """A step.
+
+        Args:
+            batch: as the loader gives it.
+
+        Returns:
+            A dict with "loss", or in ``predict`` what ``predict_step`` returns.
+        """
+        role = self.role
+        name, size = _METHODS[role], _size(batch)
+        module: Any = self.lightning
+        refused = _IN_PREDICT if role == "predict" else None
+        metrics = MetricCalls(module, name, refused)
+        notes = None if self.notes is None else self.notes.setdefault(role, {})
+        log = no_log(name) if role == "predict" else step_log(role, size, metrics, notes)
+        growth = _refusing_growth(module, name)
+        facts = attached(module, StepFacts(role), log)
+        with metrics.in_place(), facts, growth, blocks_without_end():
+            if overrides(module, "on_after_batch_transfer"):
+                batch = module.on_after_batch_transfer(batch, 0)
+            result = getattr(module, name)(batch, *self._more(role))
+        if role == "predict":
+            return result
+        return metrics.result(_trained(result) if role == "train" else _evaluated(result))
+
+    def named_modules(
+        self,
+        memo: Optional[Set[Any]] = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[Tuple[str, nn.Module]]:
+        """All parts but metric objects."""
+        seen = {id(part) for part in memo or ()}
+        for name, part in parts_without_metrics(self, seen, prefix, remove_duplicate):
+            if memo is not None and remove_duplicate:
+                memo.add(part)
+            yield name, part
+
+    def keep_notes(self) -> None:
+        """From now on write down how values are logged."""
+        object.__setattr__(self, "notes", {})
+
+    @property
+    def role(self) -> str:
+        """Which step is meant: "train", "validation", "test" or "predict"."""
+        return "train" if self.training else str(vars(self)[_ROLE])
+
+    def _more(self, role: str) -> Tuple[object, ...]:
+        """What the step takes besides the batch."""
+        name = _METHODS[role]
+        signature = parameters_of(getattr(self.lightning, name))
+        if signature is None:
+            return (BatchIndex(),)
+        parameters = signature.parameters
+        dataloader_idx = parameters.get("dataloader_idx")
+        if dataloader_idx is not None and dataloader_idx.default is dataloader_idx.empty:
+            raise ConfigurationError(
+                f"{type(self).__name__}.{name} must have a default for dataloader_idx, since there "
+                "is one loader. Write dataloader_idx=0."
+            )
+        places = [
+            p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+        takes_index = takes_any or "batch_idx" in parameters or len(places) > 1
+        return (BatchIndex(),) if takes_index else ()
+
+    def __deepcopy__(self, memo: Dict[int, Any]) -> Steps:
+        copied = steps_of(copy.deepcopy(self.lightning, memo))
+        # Who records it writes into the same notes.
+        object.__setattr__(copied, "notes", self.notes)
+        return copied
+
+
+def steps_of(module: nn.Module) -> Steps:
+    """The face of a LightningModule, with the name of its class."""
+    own = type(module)
+    names = {"__slots__": (), "__module__": own.__module__, "__qualname__": own.__qualname__}
+    kind = type(own.__name__, (Steps,), names)
+    steps: Steps = object.__new__(kind)
+    vars(module).setdefault(_ROLE, "validation")
+    object.__setattr__(steps, "__dict__", vars(module))
+    object.__setattr__(steps, "lightning", module)
+    object.__setattr__(steps, "notes", None)
+    return steps
+
+
+@contextlib.contextmanager
+def acting_as(steps: Steps, role: str) -> Iterator[None]:
+    """In the block, eval mode means this step."""
+    there = vars(steps)
+    before = there[_ROLE]
+    there[_ROLE] = role
+    try:
+        yield
+    finally:
+        there[_ROLE] = before
+
+
+def _size(batch: Any) -> int:
+    leaves = tree.flatten(batch)[0]
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 0)
+
+
+def _trained(result: Any) -> Mapping[str, Any]:
+    if isinstance(result, Tensor):
+        return {"loss": result}
+    if result is None:
+        raise LossError(
+            "training_step must return a loss, got None: a recorded program can't leave out a "
+            "batch. Return the loss times zero instead."
+        )
+    if isinstance(result, Mapping) and "loss" in result:
+        return dict(result)
+    raise LossError(
+        "training_step must return a loss, or a dict with 'loss', got "
+        f"{_described(result)}. Return for example {{'loss': loss}}."
+    )
+
+
+def _evaluated(result: Any) -> Mapping[str, Any]:
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return dict(result) if isinstance(result, Mapping) else {"loss": loss}
+    # There is none; a program has a place for it all the same.
+    report("loss", 0.0, LogRule("last", exact=True, is_none=True))
+    return {"loss": torch.zeros(())}
+
+
+def _described(result: Any) -> str:
+    if isinstance(result, Mapping):
+        return f"a dict of {', '.join(map(repr, result)) or 'nothing'}"
+    return type(result).__name__
+
+
+@contextlib.contextmanager
+def _refusing_growth(module: nn.Module, name: str) -> Iterator[None]:
+    """A list that a step adds to would hold what was recorded, once."""
+    kinds = (list, dict, set)
+    before: List[Tuple[str, Any, int]] = [
+        (key, value, len(value))
+        for key, value in vars(module).items()
+        if type(value) in kinds and not key.startswith("_")
+    ]
+    yield
+    for key, value, length in before:
+        if len(value) != length:
+            raise CaptureError(
+                f"{name} adds to self.{key}, but it is recorded once, so that self.{key} would "
+                "hold one batch's tensors without values. Log what you need with self.log, or "
+                "keep it in a buffer."
+            )

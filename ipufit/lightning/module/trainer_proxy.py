@@ -1,0 +1,140 @@
+"""What stands in the place of a Trainer and of batch_idx, and never tells anything untrue."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any, Callable, Mapping, NoReturn, Optional
+
+from ipufit.errors import CaptureError, ConfigurationError
+from ipufit.tracing.capture import user_frame
+
+__all__ = ["BatchIndex", "NotKnownYetError", "RunFacts", "StepFacts", "refuse_here"]
+
+_INSIDE = ("ipufit.", "lightning.", "pytorch_lightning.")
+
+
+def refuse_here(what: str, instead: str) -> NoReturn:
+    """Refuse the user's line that is being recorded.
+
+    Raises:
+        CaptureError: always, with file and line.
+    """
+    frame: Optional[types.FrameType] = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_INSIDE):
+        frame = frame.f_back
+    found = user_frame(frame)
+    if found is None:
+        raise CaptureError(f"{what}. {instead}", what=what, cure=instead)
+    file, line, function = found
+    text = f"{what}, at {file}:{line} in {function}. {instead}"
+    raise CaptureError(text, file, line, function=function, what=what, cure=instead)
+
+
+class BatchIndex:
+    """In the place of batch_idx: it may be passed on, and not be used.
+
+    A step is recorded once; the number would be that of the first batch for ever.
+    """
+
+    def __repr__(self) -> str:
+        return "<batch_idx, which a recorded step can't know>"
+
+
+def _refuse_use(self: BatchIndex, *_: object) -> NoReturn:
+    refuse_here(
+        "batch_idx was used, but the step is recorded once and would keep the first one's number",
+        "Leave it out. To count, register a buffer and add 1 to it in training_step; to do "
+        "something now and then, use a callback.",
+    )
+
+
+for _name in (
+    *("int", "index", "float", "bool", "str", "format", "hash", "eq", "ne", "lt", "le", "gt", "ge"),
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "abs", "divmod", "round"),
+    *("radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod", "rpow", "and", "or", "rdivmod"),
+):
+    setattr(BatchIndex, f"__{_name}__", _refuse_use)
+
+
+_STAGES = {
+    "training": "train",
+    "validating": "validation",
+    "testing": "test",
+    "predicting": "predict",
+}
+
+
+class StepFacts:
+    """``self.trainer`` while a step is recorded: which step it is, and nothing else.
+
+    Args:
+        role: "train", "validation", "test" or "predict".
+    """
+
+    sanity_checking = False
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _STAGES:
+            return _STAGES[name] == self._role
+        refuse_here(
+            f"{_as_read(name)} was read inside a step, but the step is recorded once and would "
+            "keep the present value",
+            "For what changes from update to update, use a schedule of the optimizer, or a buffer "
+            "that the step counts up; for what changes from epoch to epoch, a buffer that "
+            "on_train_epoch_start sets.",
+        )
+
+
+def _as_read(name: str) -> str:
+    own = ("current_epoch", "global_step", "global_rank", "local_rank", "logger", "loggers")
+    return f"self.{name}" if name in own else f"self.trainer.{name}"
+
+
+class NotKnownYetError(ConfigurationError):
+    """``self.trainer`` was asked for what only ``fit`` knows."""
+
+
+class RunFacts:
+    """``self.trainer`` outside of the steps: what is known of the run.
+
+    Args:
+        known: attributes by name; a callable is called for its value.
+        fitting: whether ``fit`` has been called, so that no more will be known.
+        setters: by name what setting an attribute does; others can't be set.
+    """
+
+    def __init__(
+        self,
+        known: Mapping[str, Any],
+        fitting: bool = True,
+        setters: Optional[Mapping[str, Callable[[Any], None]]] = None,
+    ) -> None:
+        own = {"_known": dict(known), "_fitting": fitting, "_setters": dict(setters or {})}
+        vars(self).update(own)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self._setters:
+            raise ConfigurationError(
+                f"there is no Trainer whose {name} could be set. Use ipufit's arguments and "
+                "callbacks."
+            )
+        self._setters[name](value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name in self._known:
+            value: Callable[[], Any] = self._known[name]
+            return value() if callable(value) else value
+        there = ", ".join(sorted(self._known)) or "nothing"
+        text = (
+            f"there is no Trainer, so that self.trainer has what ipufit knows of the run ({there})"
+            f", not {name!r}."
+        )
+        if not self._fitting:
+            raise NotKnownYetError(f"{text} More is known when fit has been called.")
+        raise ConfigurationError(f"{text} Pass it to the module's __init__ instead.")

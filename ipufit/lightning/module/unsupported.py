@@ -1,0 +1,142 @@
+"""What a LightningModule may do and a recorded program can't, each with the way out."""
+
+from __future__ import annotations
+
+from typing import Any, Dict
+
+from ipufit.errors import ConfigurationError
+from ipufit.lightning.module.detect import base_of, overrides, parameters_of
+from ipufit.utils.error_collector import Faults
+
+__all__ = ["refuse_data_hooks", "refuse_module"]
+
+_BETWEEN = "No Python of yours runs between two batches of a recorded program. "
+_GRADIENTS = "The program computes the gradients and applies them itself. "
+_CALLBACK = "Use a callback of ipufit's, whose on_train_batch_end is called after every execution."
+_IN_STEP = "Do it in {step}, in tensors, where it becomes part of the program."
+_CLIP = "Pass clipnorm, global_clipnorm or clipvalue to compile."
+# Of a Trainer's, in the place of what from_lightning has.
+_FOR_TRAINER = {
+    _CLIP: "Pass gradient_clip_val to the Trainer.",
+    _CALLBACK: "Use on_train_batch_end, which is called after every execution.",
+}
+_HOOK = "Put tensor.register_hook or parameter.register_hook in its place, which is recorded."
+_OPTIMIZER = "Write it as an optimizer of your own, or as a schedule."
+_COLLATE = "Do it in the dataset or in collate_fn, or on the device in on_after_batch_transfer."
+_OLD = "Lightning 2 has no such method either. Use self.log in the step, or {instead}."
+
+_MODULE: Dict[str, str] = {
+    "backward": _GRADIENTS + "Leave it out, or change the loss that training_step returns.",
+    "optimizer_step": _GRADIENTS + _OPTIMIZER,
+    "optimizer_zero_grad": _GRADIENTS + "Leave it out: there is no .grad to set to zero.",
+    "configure_gradient_clipping": _GRADIENTS + _CLIP,
+    "clip_gradients": _GRADIENTS + _CLIP,
+    "lr_scheduler_step": "The program steps the scheduler itself. " + _OPTIMIZER,
+    "on_before_backward": _BETWEEN + _IN_STEP.format(step="training_step"),
+    "on_after_backward": _BETWEEN + _HOOK,
+    "on_before_optimizer_step": _BETWEEN + _HOOK,
+    "on_before_zero_grad": _BETWEEN + _CALLBACK,
+    "on_train_batch_start": _BETWEEN + _IN_STEP.format(step="training_step"),
+    "on_train_batch_end": _BETWEEN + _CALLBACK,
+    "transfer_batch_to_device": "ipufit brings batches to the device. " + _COLLATE,
+    "on_before_batch_transfer": "ipufit brings batches to the device. " + _COLLATE,
+    "configure_callbacks": "Callbacks of Lightning can't be called here. Pass callbacks of ipufit's"
+    " to fit.",
+    "configure_sharded_model": "Use configure_model, which is called before fit.",
+    "on_validation_model_zero_grad": "There is no .grad. Leave it out.",
+    "training_step_end": _OLD.format(instead="end training_step with it"),
+    "training_epoch_end": _OLD.format(instead="on_train_epoch_end"),
+    "validation_step_end": _OLD.format(instead="end validation_step with it"),
+    "validation_epoch_end": _OLD.format(instead="on_validation_epoch_end"),
+    "test_step_end": _OLD.format(instead="end test_step with it"),
+    "test_epoch_end": _OLD.format(instead="on_test_epoch_end"),
+    "tbptt_split_batch": _OLD.format(instead="cut sequences in the dataset"),
+}
+for _stage in ("validation", "test", "predict"):
+    for _end in ("start", "end"):
+        _MODULE[f"on_{_stage}_batch_{_end}"] = _BETWEEN + _IN_STEP.format(step=f"{_stage}_step")
+    for _mode in ("eval", "train"):
+        _MODULE[f"on_{_stage}_model_{_mode}"] = (
+            "ipufit sets train and eval mode itself. Set parts of the module to eval in __init__ "
+            "or on_train_epoch_start."
+        )
+
+# Hooks that a Trainer calls between executions.
+_BY_TRAINER = ("_batch_start", "_batch_end", "_model_eval", "_model_train")
+
+_DATA = ("transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer")
+
+# Arguments of training_step that Lightning fills in one of its other ways to train.
+_ARGUMENTS = {
+    "dataloader_iter": "Take batch instead: the program gets one batch at a time.",
+    "optimizer_idx": "Return one optimizer: a program has one.",
+    "hiddens": "Cut sequences in the dataset; keep a state in a buffer.",
+}
+
+
+def refuse_module(module: Any, by_trainer: bool = False) -> None:
+    """Look through a LightningModule for all that no program can be made of.
+
+    Args:
+        module: the LightningModule.
+        by_trainer: whether a Trainer calls what lies between executions.
+
+    Raises:
+        ConfigurationError: it is none, or does what can't be recorded; all of it.
+    """
+    if base_of(module) is None:
+        raise ConfigurationError(
+            "from_lightning takes a LightningModule object, of lightning.pytorch or "
+            f"pytorch_lightning, got {_described(module)}. Pass any other module to "
+            "ipufit.Model(module)."
+        )
+    kind = type(module).__name__
+    faults = Faults()
+    with faults.collected():
+        if not module.automatic_optimization:
+            raise ConfigurationError(
+                f"{kind} has automatic_optimization = False, but the program makes every update "
+                "itself: manual_backward and optimizer.step() can't be called in the middle of "
+                "it. Return the loss from training_step; several losses can be added up, and "
+                "several optimizers become parameter groups of one."
+            )
+    for name, instead in _MODULE.items():
+        if by_trainer and (name == "configure_callbacks" or name.endswith(_BY_TRAINER)):
+            continue
+        if by_trainer:
+            for words, others in _FOR_TRAINER.items():
+                instead = instead.replace(words, others)
+        with faults.collected():
+            if overrides(module, name):
+                raise ConfigurationError(f"{kind}.{name} can't be called. {instead}")
+    signature = parameters_of(module.training_step)
+    for name, instead in _ARGUMENTS.items():
+        with faults.collected():
+            if signature is not None and name in signature.parameters:
+                raise ConfigurationError(
+                    f"{kind}.training_step must take batch or (batch, batch_idx), got {name!r}. "
+                    f"{instead}"
+                )
+    faults.raise_all()
+
+
+def refuse_data_hooks(data: Any) -> None:
+    """The same for a LightningDataModule.
+
+    Raises:
+        ConfigurationError: it overrides what is not called.
+    """
+    faults = Faults()
+    for name in _DATA:
+        with faults.collected():
+            if overrides(data, name, "LightningDataModule"):
+                raise ConfigurationError(
+                    f"{type(data).__name__}.{name} can't be called. ipufit brings batches to the "
+                    "device. Do it in the dataset or in collate_fn, or on the device in the "
+                    "LightningModule's own on_after_batch_transfer."
+                )
+    faults.raise_all()
+
+
+def _described(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

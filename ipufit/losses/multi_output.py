@@ -1,0 +1,190 @@
+"""Several losses at once: each output has its own, and their weighted sum is optimised."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+
+from torch import Tensor, nn
+
+from ipufit.core.outputs import Key, children, label, listed, pick
+from ipufit.core.sample_weights import as_weights, total
+from ipufit.errors import LossError
+from ipufit.losses.loss import Loss
+from ipufit.losses.rules import TargetKind
+from ipufit.losses.unreduced import LabelRange, LossTerm
+from ipufit.utils import tree
+
+__all__ = ["Part", "SeveralLosses", "joined_module"]
+
+_OUTPUTS, _TARGET, _WEIGHT = "the module's outputs", "the target", "sample_weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The loss of one output.
+
+    Attributes:
+        key: the output's name or position.
+        loss: normal form of one loss.
+        weight: what it is multiplied with in the sum.
+    """
+
+    key: Key
+    loss: Loss
+    weight: float
+
+    @property
+    def name(self) -> str:
+        """Under which it is logged."""
+        return f"{label(self.key)}_loss"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SeveralLosses(Loss):
+    """Losses by name or position of the module's outputs.
+
+    Attributes:
+        parts: one for each output that is trained.
+        positions: of losses by position, the number of outputs, those without a loss included.
+    """
+
+    parts: Tuple[Part, ...] = ()
+    positions: Optional[int] = None
+
+    @property
+    def part_names(self) -> Tuple[str, ...]:
+        """The keys of ``LossTerm.parts``."""
+        return tuple(part.name for part in self.parts)
+
+    @property
+    def outputs(self) -> Union[Tuple[str, ...], int, None]:
+        """Names of the outputs that have a loss, or the number of outputs."""
+        if self.positions is not None:
+            return self.positions
+        return tuple(str(part.key) for part in self.parts)
+
+    def target_kinds(self, target: object) -> List[Optional[TargetKind]]:
+        """Return the kind of each target tensor's values; None where no rule of a loss says it."""
+        kinds: Dict[int, Optional[TargetKind]] = {}
+        for part in self.parts:
+            if part.key in children(target):
+                inner = tree.flatten(pick(target, part.key, _TARGET, LossError))[0]
+                kinds.update(zip(map(id, inner), part.loss.target_kinds(inner)))
+        return [kinds.get(id(leaf)) for leaf in tree.flatten(target)[0]]
+
+    def __call__(self, prediction: Any, target: Any, sample_weight: Any = None) -> LossTerm:
+        """The weighted sum for one micro-batch.
+
+        Args:
+            prediction: what the module returned: a mapping, named tuple or dataclass for losses by
+                name, a tuple or list for losses by position.
+            target: the same form.
+            sample_weight: one tensor for all, or in that form, None for an output without weights.
+
+        Raises:
+            LossError: an output, target or weight is missing, or the lengths differ, or one of the
+                losses can't take its output.
+        """
+        self._check_forms(prediction, target, sample_weight)
+        value: Optional[Tensor] = None
+        means = {}
+        for part in self.parts:
+            term = part.loss(
+                pick(prediction, part.key, _OUTPUTS, LossError),
+                pick(target, part.key, _TARGET, LossError),
+                _weight_of(sample_weight, part.key),
+            )
+            means[part.name] = term.value.detach()
+            share = term.value if part.weight == 1.0 else term.value * part.weight
+            value = share if value is None else value + share
+        assert value is not None, "there is at least one part"
+        return LossTerm(value, self._count(sample_weight), means)
+
+    def label_ranges(self, prediction: object, target: object) -> Tuple[LabelRange, ...]:
+        """The class indices that the losses take, with the key of their target.
+
+        Args:
+            prediction, target: as for the losses; only their shapes and dtypes matter.
+        """
+        ranges: List[LabelRange] = []
+        for part in self.parts:
+            of_part = part.loss.label_ranges(
+                pick(prediction, part.key, _OUTPUTS, LossError),
+                pick(target, part.key, _TARGET, LossError),
+            )
+            ranges += [dataclasses.replace(each, key=part.key) for each in of_part]
+        return tuple(ranges)
+
+    def _check_forms(self, prediction: Any, target: Any, sample_weight: Any) -> None:
+        if isinstance(target, Tensor):
+            raise LossError(
+                f"the target must hold one for each of the {len(self.parts)} losses, got one "
+                f"tensor of shape {tuple(target.shape)}. Give {self._form()} from the dataset."
+            )
+        if self.positions is not None:
+            for role, value in (
+                (_OUTPUTS, prediction),
+                (_TARGET, target),
+                (_WEIGHT, sample_weight),
+            ):
+                if isinstance(value, (tuple, list)) and len(value) != self.positions:
+                    raise LossError(
+                        f"{role} must have one element for each of the {self.positions} losses, "
+                        f"got {listed(value)}. Give None as the loss of an output that is not "
+                        "trained."
+                    )
+        elif children(sample_weight):
+            there = children(prediction)
+            unknown = [key for key in children(sample_weight) if key not in there]
+            if unknown:
+                raise LossError(
+                    f"sample_weight must go by the names of outputs, got {unknown[0]!r} beside "
+                    f"outputs {listed(prediction)}. Use these names, or one tensor for all."
+                )
+
+    def _form(self) -> str:
+        if self.positions is not None:
+            return f"a tuple of {self.positions}"
+        return "{" + ", ".join(f"{part.key!r}: ..." for part in self.parts) + "}"
+
+    def _count(self, sample_weight: Any) -> Optional[Tensor]:
+        """How much weight the micro-batch has, where the mean is one over weights."""
+        if sample_weight is None or self.sample_weight_reduction == "sum_over_batch_size":
+            return None
+        if not isinstance(sample_weight, Tensor):
+            raise LossError(
+                "sample_weight must be one tensor for all outputs with several losses and "
+                f"sample_weight_reduction='mean_with_sample_weight', got {listed(sample_weight)}: "
+                "with weights of their own, each loss would have a count of its own. Give one "
+                "tensor, or use 'sum_over_batch_size'."
+            )
+        if self.normalize == "micro_batches":
+            return None
+        return total(as_weights(sample_weight, LossError))
+
+
+def _weight_of(sample_weight: Any, key: Key) -> Any:
+    """The weights of one output; None where none are given for it."""
+    if sample_weight is None or isinstance(sample_weight, Tensor):
+        return sample_weight
+    if isinstance(key, str) and isinstance(sample_weight, Mapping) and key not in sample_weight:
+        return None
+    return pick(sample_weight, key, _WEIGHT, LossError)
+
+
+def joined_module(parts: Sequence[Part]) -> Optional[nn.Module]:
+    """One module that owns those of the parts, so that all their parameters are trained."""
+    modules: List[Tuple[Key, nn.Module]] = [
+        (part.key, part.loss.module) for part in parts if part.loss.module is not None
+    ]
+    if not modules:
+        return None
+    joined = nn.Module()
+    for place, (key, module) in enumerate(modules):
+        name = label(key)
+        # torch wants a name without dots that is no attribute yet.
+        if "." in name or hasattr(joined, name):
+            name = f"output_{place}"
+        joined.add_module(name, module)
+    return joined

@@ -1,0 +1,299 @@
+"""Optimizers as arithmetic on flat tensors, equal to torch.optim number for number.
+
+A rule changes a flat parameter tensor in place. What depends on hyper-parameters and on the number
+of updates is worked out on the host in double precision, for all updates of an execution at once,
+and reaches the program as 0-dim tensors: a change of learning rate needs no new program. What
+decides the shape of the arithmetic (Nesterov or not, centred or not) is read once from the
+parameter group. Only operators that torch 2.0.1 records as well are used: no ``_foreach_``, no
+``value=`` that wants a Python number.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Type
+
+import torch
+from torch import Tensor
+
+from ipufit.errors import OptimizerError
+from ipufit.optim.lamb import LAMB
+
+__all__ = ["Rule", "rule_for"]
+
+State = Dict[str, Tensor]
+Group = Mapping[str, Any]
+
+
+class Rule:
+    """How one parameter group is updated.
+
+    Attributes:
+        counted: whether torch keeps a "step" for every parameter.
+        by_parameter: whether what happens to an element depends on others of its parameter.
+        tensors: names of the state tensors that have the parameter's shape, as torch names them.
+        decay, maximize: whether weights decay, whether the gradient is climbed.
+    """
+
+    counted = True
+    by_parameter = False
+
+    def __init__(self, group: Group) -> None:
+        self.tensors = self.state_names(group)
+        self.decay = bool(group["weight_decay"])
+        self.maximize = bool(group.get("maximize"))
+
+    @classmethod
+    def switches(cls, group: Group) -> Tuple[object, ...]:
+        """What must stay as it is while a program lives."""
+        return (bool(group["weight_decay"]), bool(group.get("maximize")))
+
+    @classmethod
+    def state_names(cls, group: Group) -> Tuple[str, ...]:
+        """Names of the state tensors that the group needs."""
+        return ()
+
+    def coefficients(self, group: Group, step: float) -> List[float]:
+        """The numbers of one update, the group's ``step``-th (from 1), for :meth:`update`."""
+        raise NotImplementedError
+
+    def update(
+        self, p: Tensor, g: Tensor, state: State, c: Sequence[Tensor], segments: Sequence[slice]
+    ) -> None:
+        """Change ``p`` and ``state`` in place.
+
+        Args:
+            p: flat parameters.
+            g: flat gradient.
+            state: flat tensors by name.
+            c: the coefficients, 0-dim.
+            segments: the part of ``p`` that each parameter has.
+        """
+        raise NotImplementedError
+
+
+class SGDRule(Rule):
+    """torch.optim.SGD."""
+
+    counted = False
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self.dampening = bool(group["dampening"])
+        self.nesterov = bool(group["nesterov"])
+
+    @classmethod
+    def switches(cls, group: Group) -> Tuple[object, ...]:
+        own = tuple(bool(group[name]) for name in ("momentum", "dampening", "nesterov"))
+        return (*super().switches(group), *own)
+
+    @classmethod
+    def state_names(cls, group: Group) -> Tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] else ()
+
+    def coefficients(self, group: Group, step: float) -> List[float]:
+        # The first update takes the gradient whole; dampening starts with the second. Without
+        # momentum there is nothing to dampen.
+        taken = 1 - group["dampening"] if step > 1 and group["momentum"] else 1
+        return [group["lr"], group["momentum"], taken, group["weight_decay"]]
+
+    def update(
+        self, p: Tensor, g: Tensor, state: State, c: Sequence[Tensor], segments: Sequence[slice]
+    ) -> None:
+        lr, momentum, taken, decay = c
+        if self.maximize:
+            g = -g
+        if self.decay:
+            g = g + p * decay
+        if self.tensors:
+            buffer = state["momentum_buffer"]
+            buffer.mul_(momentum).add_(g * taken if self.dampening else g)
+            g = g + buffer * momentum if self.nesterov else buffer
+        p.sub_(g * lr)
+
+
+class AdamRule(Rule):
+    """torch.optim.Adam, with L2 or decoupled weight decay."""
+
+    decoupled = False
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self.decoupled = self.decoupled or bool(group.get("decoupled_weight_decay"))
+
+    @classmethod
+    def switches(cls, group: Group) -> Tuple[object, ...]:
+        own = (bool(group.get("amsgrad")), bool(group.get("decoupled_weight_decay")))
+        return (*super().switches(group), *own)
+
+    @classmethod
+    def state_names(cls, group: Group) -> Tuple[str, ...]:
+        extra = ("max_exp_avg_sq",) if group.get("amsgrad") else ()
+        return ("exp_avg", "exp_avg_sq", *extra)
+
+    def coefficients(self, group: Group, step: float) -> List[float]:
+        (beta1, beta2), decay = group["betas"], group["weight_decay"]
+        size = group["lr"] / _unbiased(beta1, step)
+        root = 1 / math.sqrt(_unbiased(beta2, step))
+        shrink = 1 - group["lr"] * decay if self.decoupled else decay
+        return [1 - beta1, 1 - beta2, size, root, group["eps"], shrink]
+
+    def update(
+        self, p: Tensor, g: Tensor, state: State, c: Sequence[Tensor], segments: Sequence[slice]
+    ) -> None:
+        first_share, second_share, size, root, eps, decay = c
+        if self.maximize:
+            g = -g
+        if self.decay and self.decoupled:
+            p.mul_(decay)
+        elif self.decay:
+            g = g + p * decay
+        first, second = _moments(g, state, first_share, second_share)
+        if "max_exp_avg_sq" in state:
+            second = torch.maximum(state["max_exp_avg_sq"], second)
+            state["max_exp_avg_sq"].copy_(second)
+        denominator = second.sqrt().mul_(root).add_(eps)
+        p.sub_((first * size).div_(denominator))
+
+
+class AdamWRule(AdamRule):
+    """torch.optim.AdamW."""
+
+    decoupled = True
+
+
+class LAMBRule(Rule):
+    """LAMB (You et al. 2020, Algorithm 2), as :class:`ipufit.optim.LAMB`."""
+
+    by_parameter = True
+
+    @classmethod
+    def switches(cls, group: Group) -> Tuple[object, ...]:
+        return (*super().switches(group), group["max_weight_norm"])
+
+    @classmethod
+    def state_names(cls, group: Group) -> Tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+    def coefficients(self, group: Group, step: float) -> List[float]:
+        beta1, beta2 = group["betas"]
+        root1 = root2 = 1.0
+        if group["bias_correction"]:
+            root1, root2 = 1 / _unbiased(beta1, step), 1 / math.sqrt(_unbiased(beta2, step))
+        limit = math.inf if group["max_weight_norm"] is None else group["max_weight_norm"]
+        shares, sizes = [1 - beta1, 1 - beta2], [group["weight_decay"], group["lr"], limit]
+        return [*shares, root1, root2, group["eps"], *sizes]
+
+    def update(
+        self, p: Tensor, g: Tensor, state: State, c: Sequence[Tensor], segments: Sequence[slice]
+    ) -> None:
+        first_share, second_share, root1, root2, eps, decay, lr, limit = c
+        first, second = _moments(g, state, first_share, second_share)
+        direction = (first * root1).div_(second.sqrt().mul_(root2).add_(eps))
+        if self.decay:
+            direction = direction + p * decay
+        # The norm of a half-precision tensor overflows at 65504 and loses its small elements.
+        wide = torch.promote_types(p.dtype, torch.float32)
+        for segment in segments:
+            weight, change = p[segment], direction[segment]
+            weight_norm = torch.linalg.vector_norm(weight, dtype=wide)
+            change_norm = torch.linalg.vector_norm(change, dtype=wide)
+            weight_norm = torch.minimum(weight_norm, limit.to(wide))
+            usable = (weight_norm > 0) & (change_norm > 0)
+            ratio = torch.where(usable, weight_norm / change_norm, torch.ones_like(weight_norm))
+            weight.sub_(change * (ratio * lr))
+
+
+class RMSpropRule(Rule):
+    """torch.optim.RMSprop.
+
+    Attributes:
+        tensorflow: whether it is TensorFlow's: eps within the root, and the learning rate within
+            the momentum.
+    """
+
+    tensorflow = False
+
+    @classmethod
+    def switches(cls, group: Group) -> Tuple[object, ...]:
+        return (*super().switches(group), bool(group["momentum"]), bool(group["centered"]))
+
+    @classmethod
+    def state_names(cls, group: Group) -> Tuple[str, ...]:
+        momentum = ("momentum_buffer",) if group["momentum"] else ()
+        mean = ("grad_avg",) if group["centered"] else ()
+        return ("square_avg", *momentum, *mean)
+
+    def coefficients(self, group: Group, step: float) -> List[float]:
+        share = 1 - group["alpha"]
+        return [group["lr"], share, group["eps"], group["momentum"], group["weight_decay"]]
+
+    def update(
+        self, p: Tensor, g: Tensor, state: State, c: Sequence[Tensor], segments: Sequence[slice]
+    ) -> None:
+        lr, share, eps, momentum, decay = c
+        if self.maximize:
+            g = -g
+        if self.decay:
+            g = g + p * decay
+        square = state["square_avg"]
+        square = _moved(square, g * g, share)
+        if "grad_avg" in state:
+            mean = _moved(state["grad_avg"], g, share)
+            square = square - mean * mean
+        step = g / ((square + eps).sqrt() if self.tensorflow else square.sqrt().add_(eps))
+        if self.tensorflow:
+            step = step * lr
+        if "momentum_buffer" in state:
+            step = state["momentum_buffer"].mul_(momentum).add_(step)
+        p.sub_(step if self.tensorflow else step * lr)
+
+
+def _unbiased(beta: float, step: float) -> float:
+    """1 - beta ** step; NaN where state that was read back makes no sense of it."""
+    return 1 - beta**step if step > 0 and 0 <= beta < 1 else math.nan
+
+
+def _moved(average: Tensor, value: Tensor, share: Tensor) -> Tensor:
+    """Move a running average towards a value; the average, as wide as the value.
+
+    Args:
+        average: changed in place; may be kept in a narrower dtype than the value has.
+        value: what it moves to.
+        share: how far.
+    """
+    if average.dtype == value.dtype:
+        return average.lerp_(value, share.to(value.dtype))
+    dtype = torch.promote_types(average.dtype, value.dtype)
+    average.copy_(torch.lerp(average.to(dtype), value.to(dtype), share.to(dtype)))
+    return average.to(dtype)
+
+
+def _moments(g: Tensor, state: State, share1: Tensor, share2: Tensor) -> Tuple[Tensor, Tensor]:
+    """Move both running moments of Adam towards the gradient and return them."""
+    first = _moved(state["exp_avg"], g, share1)
+    return first, _moved(state["exp_avg_sq"], g * g, share2)
+
+
+_RULES: Dict[Type[torch.optim.Optimizer], Type[Rule]] = {
+    torch.optim.SGD: SGDRule,
+    torch.optim.Adam: AdamRule,
+    torch.optim.AdamW: AdamWRule,
+    torch.optim.RMSprop: RMSpropRule,
+    LAMB: LAMBRule,
+}
+
+
+def rule_for(optimizer: torch.optim.Optimizer) -> Optional[Type[Rule]]:
+    """The rule for exactly this class; a subclass may do anything in its ``step``.
+
+    Raises:
+        OptimizerError: a group asks for what a traced update can't do.
+    """
+    rule = _RULES.get(type(optimizer))
+    if rule is not None and any(group.get("differentiable") for group in optimizer.param_groups):
+        raise OptimizerError(
+            "differentiable=True keeps a graph through the update, which one traced program can't "
+            f"hand out; got it in {type(optimizer).__name__}. Build the optimizer without it."
+        )
+    return rule

@@ -1,0 +1,20 @@
+"""Hyper-parameters that change from update to update: a scheduler or callable in normal form."""
+
+from typing import TYPE_CHECKING
+
+from ipufit.utils.lazy_exports import on_use
+
+if TYPE_CHECKING:
+    from ipufit.optim.schedules.resolve import AtEpochEnd, resolve_schedule
+    from ipufit.optim.schedules.schedule import Schedule
+else:
+    __getattr__, __dir__ = on_use(
+        __name__,
+        {
+            "AtEpochEnd": "ipufit.optim.schedules.resolve",
+            "Schedule": "ipufit.optim.schedules.schedule",
+            "resolve_schedule": "ipufit.optim.schedules.resolve",
+        },
+    )
+
+__all__ = ["AtEpochEnd", "Schedule", "resolve_schedule"]

@@ -1,0 +1,427 @@
+"""What users pass as ``lr_scheduler`` -> one normal form."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from typing import Any, Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from ipufit.errors import ConfigurationError
+from ipufit.optim.schedules import settings
+from ipufit.optim.schedules.schedule import Schedule, silenced
+from ipufit.optim.schedules.torch_schedulers import Scheduler, TorchSchedule, parts
+
+__all__ = ["AtEpochEnd", "EveryBatches", "resolve_schedule"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Functions that hold for some parameter groups.
+
+    Attributes:
+        groups: their indices.
+        functions: by the user's name of the hyper-parameter.
+    """
+
+    groups: Sequence[int]
+    functions: Mapping[str, Callable[[int], object]]
+
+
+class CallableSchedule(Schedule):
+    """Calls functions with the number of updates, or epochs, since ``compile``.
+
+    Args:
+        optimizer: whose settings they give.
+        parts: the functions.
+        per_update: whether they are functions of the update or of the epoch.
+
+    Raises:
+        ConfigurationError: the optimizer has no such number, or a first value is none.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parts: Sequence[Part], per_update: bool
+    ) -> None:
+        super().__init__(optimizer, per_update)
+        self._parts = parts
+        self._expected: List[Dict[settings.Target, object]] = []
+        groups, kind = settings.read(optimizer), type(optimizer).__name__
+        self._targets = [
+            (group, settings.target(name, groups[group], kind, group), name)
+            for part in parts
+            for group in part.groups
+            for name in part.functions
+        ]
+        self._set(0)
+        self._settled()
+
+    @property
+    def name(self) -> str:
+        """The names of what is scheduled."""
+        names = dict.fromkeys(name for part in self._parts for name in part.functions)
+        return f"the schedule of {', '.join(names)}"
+
+    @property
+    def configuration(self) -> Dict[str, Any]:
+        """The functions, and the groups that they hold for."""
+        parts = [{"groups": each.groups, "functions": each.functions} for each in self._parts]
+        return {**super().configuration, "parts": parts}
+
+    @property
+    def names(self) -> FrozenSet[str]:
+        """Settings that it changes, as the groups have them."""
+        return frozenset(name for _, (name, _), _ in self._targets)
+
+    def _advance(self) -> None:
+        self._set(self.updates if self._per_update else self.epochs + 1)
+
+    def _set(self, position: int) -> None:
+        # All values first: where one fails, none is set.
+        values = [
+            {name: self._value(name, f, position) for name, f in part.functions.items()}
+            for part in self._parts
+        ]
+        of_group = {
+            g: new_values for part, new_values in zip(self._parts, values) for g in part.groups
+        }
+        for group, where, name in self._targets:
+            settings.write(self._optimizer.param_groups[group], where, of_group[group][name])
+
+    def _value(self, name: str, function: Callable[[int], object], position: int) -> float:
+        value = function(position)
+        number = settings.number(value)
+        if number is None:
+            unit = "update" if self._per_update else "epoch"
+            raise ConfigurationError(
+                f"the schedule of {name} must return one number, got {type(value).__name__} for "
+                f"{unit} {position}, counted from 0. Return for example 0.1 * 0.99 ** {unit}."
+            )
+        return number
+
+    def _present(self) -> List[object]:
+        groups = settings.read(self._optimizer)
+        return [
+            groups[group][name] if place is None else groups[group][name][place]
+            for group, (name, place), _ in self._targets
+        ]
+
+    def _settled(self) -> None:
+        self._wanted = self._present()
+
+    def _before_row(self) -> None:
+        for (group, _, name), wanted, present in zip(self._targets, self._wanted, self._present()):
+            # Not equal to itself: NaN, which the check of the row reports.
+            if present != wanted and wanted == wanted:
+                raise ConfigurationError(
+                    f"{name} is given by lr_scheduler, but it was changed from {wanted!r} to "
+                    f"{present!r} in parameter group {group}. Leave it to the schedule, or compile "
+                    "without one and set it in a callback."
+                )
+
+    def _keep(self) -> Callable[[], None]:
+        wanted = list(self._wanted)
+
+        def restore() -> None:
+            self._wanted = list(wanted)
+
+        return restore
+
+    def _own_state(self) -> Any:
+        return None
+
+    def _load_own(self, state: Any) -> None:
+        """Nothing: the functions depend on the position alone."""
+
+
+_SPELLINGS = (
+    "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=10) or "
+    "lambda update: 0.1 * 0.99 ** update"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class AtEpochEnd:
+    """A scheduler that steps at epoch ends instead of after every update.
+
+    Attributes:
+        scheduler: a torch scheduler, a factory, a callable or a dict, as ``lr_scheduler`` takes
+            them; callables get the epoch, counted from 0 since ``compile``.
+        monitor: the value that ReduceLROnPlateau watches; None is "val_loss" if there is a
+            validation, else "loss".
+        frequency: it steps at the ends of every so many epochs, counted from ``compile``.
+    """
+
+    scheduler: Any
+    monitor: Optional[str] = None
+    frequency: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class EveryBatches:
+    """A scheduler that steps after updates that end a multiple of so many batches of an epoch.
+
+    An update ends a batch of every replica, or as many as accumulation steps.
+
+    Attributes:
+        scheduler: as ``lr_scheduler`` takes them.
+        frequency: how many batches.
+    """
+
+    scheduler: Any
+    frequency: int
+
+
+def resolve_schedule(
+    lr_scheduler: object, optimizer: Optional[torch.optim.Optimizer], interval: str = "update"
+) -> Optional[Schedule]:
+    """Bring a schedule into normal form.
+
+    Args:
+        lr_scheduler: one of
+
+            - None;
+            - a torch scheduler over this optimizer, kept as it is; ReduceLROnPlateau steps at epoch
+              ends, whatever ``interval`` says;
+            - a factory, called with the optimizer: ``lambda opt: OneCycleLR(opt, ...)``, or a
+              ``functools.partial`` of a scheduler class;
+            - a callable ``(update) -> learning rate``, with updates counted from 0;
+            - a dict of such callables by hyper-parameter ("lr", "momentum", "beta1", ...) for all
+              parameter groups, or a list with one dict for each group;
+            - :class:`AtEpochEnd` around one of these.
+
+            A partial or an annotation (``Optimizer``, ``int``, a scheduler class or ``float`` as
+            result) says which of the two kinds a callable is. Otherwise it is called with 0, and
+            what returns a number is a schedule; if it does not, it is called with the optimizer.
+        optimizer: whose settings change.
+        interval: "update", or "epoch" for steps at epoch ends.
+
+    Raises:
+        ConfigurationError: anything else, another optimizer, a hyper-parameter that the optimizer
+            lacks, a first value that is no number. The optimizer is as before the call.
+    """
+    if interval not in ("update", "epoch"):
+        raise ConfigurationError(
+            f"the interval of lr_scheduler must be 'update' or 'epoch', got {interval!r}. Take "
+            "'update', which steps it after every weight update."
+        )
+    if lr_scheduler is None:
+        return None
+    if optimizer is None:
+        raise ConfigurationError(
+            "lr_scheduler needs an optimizer to schedule, got optimizer=None. Leave it out of a "
+            "model that only evaluates and predicts."
+        )
+    restore = settings.keep(optimizer)
+    try:
+        with silenced():
+            schedule = _schedule(lr_scheduler, optimizer, interval == "update")
+        schedule.check_present()
+    except BaseException:
+        restore()
+        raise
+    return schedule
+
+
+def _schedule(scheduler: Any, optimizer: torch.optim.Optimizer, per_update: bool) -> Schedule:
+    monitor, frequency = None, 1
+    if isinstance(scheduler, AtEpochEnd):
+        frequency, monitor = scheduler.frequency, scheduler.monitor
+        scheduler, per_update = scheduler.scheduler, False
+    elif isinstance(scheduler, EveryBatches):
+        scheduler, frequency, per_update = scheduler.scheduler, scheduler.frequency, True
+    if type(frequency) is not int or frequency < 1:
+        raise ConfigurationError(
+            f"the frequency of a scheduler must be a number of at least 1, got {frequency!r}."
+        )
+    schedule = _stepped(scheduler, optimizer, per_update, monitor)
+    schedule.frequency = frequency
+    return schedule
+
+
+def _stepped(
+    scheduler: object, optimizer: torch.optim.Optimizer, per_update: bool, monitor: Optional[str]
+) -> Schedule:
+    if callable(scheduler) and not isinstance(scheduler, (type, Scheduler)):
+        scheduler = _called(scheduler, optimizer)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        per_update = False
+    elif monitor is not None:
+        raise ConfigurationError(
+            f"only ReduceLROnPlateau watches a value, got monitor={monitor!r} for "
+            f"{type(scheduler).__name__}. Leave monitor out."
+        )
+    if isinstance(scheduler, Scheduler):
+        _check_scheduler(scheduler, optimizer)
+        return TorchSchedule(optimizer, scheduler, per_update, monitor)
+    return CallableSchedule(optimizer, _parts(scheduler, len(optimizer.param_groups)), per_update)
+
+
+def _check_scheduler(scheduler: object, optimizer: torch.optim.Optimizer) -> None:
+    for part in parts(scheduler):
+        kind = type(part).__name__
+        if part.optimizer is not optimizer:
+            raise ConfigurationError(
+                f"lr_scheduler must be made for the optimizer that is compiled, got {kind} over "
+                f"another {type(part.optimizer).__name__}. Pass that optimizer too, or a factory: "
+                f"lambda optimizer: {kind}(optimizer, ...)."
+            )
+        if part is not scheduler and isinstance(part, ReduceLROnPlateau):
+            raise ConfigurationError(
+                f"ReduceLROnPlateau must stand alone, got one inside {type(scheduler).__name__}: "
+                "it needs a value that there is at epoch ends only. Pass it as lr_scheduler itself."
+            )
+
+
+def _parts(scheduler: object, groups: int) -> List[Part]:
+    if isinstance(scheduler, Mapping):
+        _check_functions(scheduler)
+        return [Part(range(groups), dict(scheduler))]
+    if (
+        isinstance(scheduler, list)
+        and scheduler
+        and all(isinstance(one, Mapping) for one in scheduler)
+    ):
+        if len(scheduler) != groups:
+            raise ConfigurationError(
+                f"lr_scheduler must be one dict, or a list with one for each of the {groups} "
+                f"parameter groups, got {len(scheduler)}. Write {{}} for a group without a "
+                "schedule."
+            )
+        for one in scheduler:
+            _check_functions(one, empty=any(scheduler))
+        return [Part([index], dict(one)) for index, one in enumerate(scheduler)]
+    if isinstance(scheduler, type):
+        raise ConfigurationError(
+            f"lr_scheduler must be an object, a factory, a callable or a dict, got the class "
+            f"{scheduler.__name__}. Pass for example functools.partial({scheduler.__name__}, "
+            "...), which is called with the optimizer."
+        )
+    came = (
+        f"{type(scheduler).__name__} of {len(scheduler)}"
+        if isinstance(scheduler, (list, tuple))
+        else ""
+    )
+    raise ConfigurationError(
+        "lr_scheduler must be an object of torch.optim.lr_scheduler, a factory, a callable or a "
+        f"dict of callables, got {came or repr(scheduler)}. Pass for example {_SPELLINGS}; torch's "
+        "SequentialLR and ChainedScheduler make one of several."
+    )
+
+
+def _check_functions(functions: Mapping[Any, Any], empty: bool = False) -> None:
+    if not functions and not empty:
+        raise ConfigurationError(
+            "lr_scheduler must name a hyper-parameter, got an empty dict. Pass for example "
+            "{'lr': lambda update: 0.1 * 0.99 ** update}."
+        )
+    if "lr" in functions and "learning_rate" in functions:
+        raise ConfigurationError(
+            "lr_scheduler must name each hyper-parameter once, got 'lr' and 'learning_rate', which "
+            "are the same. Leave one out."
+        )
+    for name, function in functions.items():
+        if not callable(function) or isinstance(function, type):
+            raise ConfigurationError(
+                f"lr_scheduler must have a callable for {name!r}, got {function!r}. Pass for "
+                f"example {{{name!r}: lambda update: 0.1 * 0.99 ** update}}, or set what stays "
+                "the same in the optimizer."
+            )
+
+
+def _called(function: Callable[..., object], optimizer: torch.optim.Optimizer) -> object:
+    """The scheduler that a factory makes, or a dict with the callable for the learning rate."""
+    _check_signature(function)
+    says = _is_factory(function)
+    if says is None:
+        return _probed(function, optimizer)
+    if not says:
+        return {"lr": function}
+    try:
+        scheduler = function(optimizer)
+    except Exception as error:
+        raise ConfigurationError(
+            "lr_scheduler is a factory, which must make a torch scheduler from the optimizer, but "
+            f"it failed with {_text(error)}. Correct it: {_SPELLINGS.partition(' or ')[0]}."
+        ) from error
+    if not isinstance(scheduler, Scheduler):
+        raise ConfigurationError(
+            "lr_scheduler is a factory, which must make a torch scheduler from the optimizer, got "
+            f"{type(scheduler).__name__}. Write for example {_SPELLINGS.partition(' or ')[0]}."
+        )
+    return scheduler
+
+
+def _probed(function: Callable[..., object], optimizer: torch.optim.Optimizer) -> object:
+    # With 0 first: a factory fails at once on a number, and a schedule may do anything with an
+    # optimizer.
+    tried: List[str] = []
+    cause: Optional[Exception] = None
+    try:
+        value = function(0)
+        if settings.number(value) is not None:
+            return {"lr": function}
+        tried.append(f"0 gives {type(value).__name__}")
+    except Exception as error:
+        tried.append(f"0 fails with {_text(error)}")
+        cause = error
+    try:
+        scheduler = function(optimizer)
+        if isinstance(scheduler, Scheduler):
+            return scheduler
+        tried.append(f"the optimizer gives {type(scheduler).__name__}")
+    except Exception as error:
+        tried.append(f"the optimizer fails with {_text(error)}")
+        cause = cause or error
+    raise ConfigurationError(
+        "lr_scheduler must make a torch scheduler from the optimizer or a learning rate from the "
+        f"update, but calling it with {', and with '.join(tried)}. Write {_SPELLINGS}."
+    ) from cause
+
+
+def _check_signature(function: Callable[..., object]) -> None:
+    try:
+        inspect.signature(function).bind(0)
+    except TypeError as error:
+        raise ConfigurationError(
+            "lr_scheduler must be callable with one argument, the optimizer or the update, got "
+            f"one that is not: {error}. Write {_SPELLINGS}."
+        ) from error
+    except ValueError:
+        pass  # a builtin without a signature
+
+
+def _is_factory(function: Callable[..., object]) -> Optional[bool]:
+    """What the callable says of itself; None where it says nothing."""
+    if isinstance(function, functools.partial) and isinstance(function.func, type):
+        return issubclass(function.func, Scheduler)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return None
+    takes = [_annotated(p.annotation) for p in list(signature.parameters.values())[:1]]
+    for kind in [*takes, _annotated(signature.return_annotation)]:
+        if kind is not None:
+            return kind
+    return None
+
+
+def _annotated(annotation: Any) -> Optional[bool]:
+    """Whether an annotation belongs to a factory or to a schedule; None: to neither."""
+    if isinstance(annotation, str):
+        last = annotation.rpartition(".")[2]
+        if last in ("Optimizer", "LRScheduler", "ReduceLROnPlateau") or last.endswith("LR"):
+            return True
+        return False if last in ("int", "float") else None
+    if not isinstance(annotation, type) or annotation is inspect.Parameter.empty:
+        return None
+    if issubclass(annotation, (*Scheduler, torch.optim.Optimizer)):
+        return True
+    return False if annotation in (int, float) else None
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).rstrip('.')}"

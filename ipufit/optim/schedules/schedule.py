@@ -1,0 +1,334 @@
+"""Schedule: what the hyper-parameters are in each of the coming updates."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import math
+import re
+import warnings
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    FrozenSet,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+)
+
+import torch
+
+from ipufit.errors import ConfigurationError
+from ipufit.optim.schedules import settings
+
+__all__ = ["Schedule"]
+
+# torch has a program's steps for those of a loop that forgot optimizer.step(); SequentialLR itself
+# passes an epoch on torch 2.0.1.
+_FALSE_WARNINGS = (
+    "Detected call of `lr_scheduler.step()` before `optimizer.step()`",
+    "Seems like `optimizer.step()` has been overridden",
+    "The epoch parameter in `scheduler.step()` was not necessary",
+)
+_AT_ONCE = 1000  # updates whose settings are made together
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Without the warnings that torch's schedulers give where no loop calls ``step``."""
+    with warnings.catch_warnings():
+        for text in _FALSE_WARNINGS:
+            warnings.filterwarnings("ignore", re.escape(text), UserWarning)
+        yield
+
+
+class Schedule(abc.ABC):
+    """The hyper-parameters of an optimizer over the updates, in normal form.
+
+    The values for the next update stand in ``optimizer.param_groups``, as after
+    ``scheduler.step()`` in a loop written by hand.
+
+    Args:
+        optimizer: whose settings change.
+        per_update: whether they change with every update, or at epoch ends.
+
+    Attributes:
+        updates: updates since ``compile`` that rows were made for.
+        epochs: epochs that ended since ``compile``.
+        frequency: they change at the ends of every so many epochs; or with an update that ends such
+            a number of a replica's batches, counted from the beginning of the epoch.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, per_update: bool) -> None:
+        self.updates: int = 0
+        self.epochs: int = 0
+        self.frequency: int = 1
+        self._batches = 0
+        self._optimizer = optimizer
+        self._per_update = per_update
+        # Why there is no value for the next update; matters only if that update comes.
+        self._fault: Optional[str] = None
+        self._cause: Optional[Exception] = None
+        self._first = [settings.numbers_of(group) for group in settings.read(optimizer)]
+
+    def rows(
+        self, updates: int, accumulation_steps: Sequence[int] = ()
+    ) -> List[List[Dict[str, Any]]]:
+        """The settings for each of the coming updates, which count as done.
+
+        Afterwards ``optimizer.param_groups`` holds the values for the update after these.
+
+        Args:
+            updates: how many.
+            accumulation_steps: how many batches of a replica each of them takes; none counts 1.
+
+        Returns:
+            Per update and parameter group, all settings but "params", as numbers where they are
+            tensors of one element.
+
+        Raises:
+            ConfigurationError: a value that no update can use; everything is as before the call.
+        """
+        kept = self.snapshot()
+        try:
+            with silenced():
+                return [
+                    self._row(updates - 1 - i, kept, *accumulation_steps[i : i + 1])
+                    for i in range(updates)
+                ]
+        except BaseException:
+            self.restore(kept)
+            raise
+
+    def check(self, updates: int, epoch: Sequence[int] = ()) -> None:
+        """Find out whether the coming updates all have values; nothing changes.
+
+        Args:
+            updates: how many.
+            epoch: accumulation steps of the updates of an epoch; none for one without end.
+
+        Raises:
+            ConfigurationError: they have not.
+        """
+        kept = self.snapshot()
+        try:
+            with silenced():
+                for i in range(updates):
+                    place = i % len(epoch) if epoch else i
+                    if not place:
+                        self._batches = 0
+                    self._row(updates - 1 - i, kept, *epoch[place : place + 1])
+        finally:
+            self.restore(kept)
+
+    def end_epoch(self, logs: Mapping[str, float]) -> None:
+        """An epoch ended: the time for schedules that change then.
+
+        Args:
+            logs: the epoch's values, those of the validation with "val_" included.
+
+        Raises:
+            ConfigurationError: the value to watch is not in ``logs``; with those that are.
+        """
+        self._batches = 0
+        if not self._per_update and not (self.epochs + 1) % self.frequency:
+            advance = self._at_epoch_end(logs)
+            with silenced():
+                self._move(advance, self.snapshot())
+        self.epochs += 1
+
+    def snapshot(self) -> Any:
+        """A copy of everything, the settings included; for this object only."""
+        own = (self.updates, self.epochs, self._batches, self._fault, self._cause)
+        return own, settings.keep(self._optimizer), self._keep()
+
+    def restore(self, snapshot: Any) -> None:
+        """Go back to a snapshot, exactly; as often as one likes."""
+        own, *parts = snapshot
+        self.updates, self.epochs, self._batches, self._fault, self._cause = own
+        for put_back in parts:
+            put_back()
+
+    def state_dict(self) -> Dict[str, Any]:
+        """Where the schedule stands: numbers, strings, lists and dicts, as far as torch's are."""
+        return {
+            "kind": self.name,
+            "updates": self.updates,
+            "epochs": self.epochs,
+            "batches": self._batches,
+            "fault": self._fault,
+            "settings": [settings.numbers_of(group) for group in settings.read(self._optimizer)],
+            "own": self._own_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, settings included.
+
+        Raises:
+            ConfigurationError: it is the state of another kind of schedule or optimizer.
+        """
+        groups = self._optimizer.param_groups
+        names = [sorted(group) for group in state["settings"]]
+        own = [sorted(settings.numbers_of(group)) for group in settings.read(self._optimizer)]
+        if state["kind"] != self.name or names != own:
+            came = f"{state['kind']} over {names}"
+            raise ConfigurationError(
+                f"the state of a schedule must be that of {self.name} over {own}, got {came}. "
+                "Compile with the optimizer and the lr_scheduler that made it."
+            )
+        self._load_own(state["own"])
+        for group, values in zip(groups, state["settings"]):
+            for name, value in values.items():
+                settings.write(group, settings.target(name, group, self.name, 0), value)
+        self.updates, self.epochs = state["updates"], state["epochs"]
+        self._batches = state.get("batches", 0)
+        self._fault, self._cause = state["fault"], None
+        self._settled()
+
+    @property
+    def per_update(self) -> bool:
+        """Whether settings change with every update, not at epoch ends alone."""
+        return self._per_update
+
+    @property
+    def names(self) -> FrozenSet[str]:
+        """Settings that it is known to change, as the groups have them."""
+        return frozenset()
+
+    @property
+    def configuration(self) -> Dict[str, Any]:
+        """Return what determines the settings of all updates, but for those at the beginning."""
+        interval = "update" if self._per_update else "epoch"
+        return {"name": self.name, "interval": interval, "frequency": self.frequency}
+
+    @property
+    def follows_values(self) -> bool:
+        """Say whether the settings depend on values of the run, not on updates and epochs alone."""
+        return False
+
+    def advance_to(self, updates: int, epochs: int) -> None:
+        """Bring a schedule that has not begun to where it is after so many updates and epochs.
+
+        Raises:
+            ConfigurationError: it has begun, or changes with batches; or a value that no update
+                can use.
+        """
+        if self.updates or self.epochs or (self._per_update and self.frequency != 1):
+            raise ConfigurationError(
+                f"a run can go on with another lr or lr_scheduler where {self.name} stands at its "
+                f"beginning and counts updates or epochs, but it has made {self.updates} updates "
+                f"and {self.epochs} epochs, and counts by {self.frequency}. Call compile again "
+                "before fit, or begin anew in another folder."
+            )
+        if self._per_update:
+            for begin in range(0, updates, _AT_ONCE):
+                self.rows(min(_AT_ONCE, updates - begin))
+            self.epochs = epochs
+        while self.epochs < epochs:
+            self.end_epoch({})
+        self.updates = updates
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """What to call it in messages."""
+
+    @abc.abstractmethod
+    def _advance(self) -> None:
+        """Bring the settings to those of the next update or epoch."""
+
+    @abc.abstractmethod
+    def _keep(self) -> Callable[[], None]:
+        """Remember what is the schedule's own; the result puts it back."""
+
+    @abc.abstractmethod
+    def _own_state(self) -> Any:
+        """What of it goes into a checkpoint."""
+
+    @abc.abstractmethod
+    def _load_own(self, state: Any) -> None:
+        """Take it from a checkpoint."""
+
+    def _at_epoch_end(self, logs: Mapping[str, float]) -> Callable[[], None]:
+        return self._advance
+
+    def _before_row(self) -> None:  # noqa: B027 - most have nothing to do
+        """Look at the settings before they are used."""
+
+    def _settled(self) -> None:  # noqa: B027 - most have nothing to do
+        """The settings are what the schedule wants them to be."""
+
+    def check_present(self) -> None:
+        """Find out whether the next update can use the present settings.
+
+        Raises:
+            ConfigurationError: it can't.
+        """
+        self._check(settings.read(self._optimizer))
+
+    def _row(self, left: int, start: Any, batches: int = 1) -> List[Dict[str, Any]]:
+        """The next row; ``left`` more follow, and ``start`` is a snapshot from before them."""
+        if self._fault is not None:
+            raise ConfigurationError(self._fault) from self._cause
+        self._before_row()
+        row = settings.read(self._optimizer)
+        self._check(row)
+        # Only the step after the last row may fail without harm, so only there a way back is kept.
+        before = None
+        if self._per_update and not left:
+            before = start if start[0][0] == self.updates else self.snapshot()
+        self.updates += 1
+        self._batches += batches
+        if self._per_update and not self._batches % self.frequency:
+            self._move(self._advance, before)
+        return row
+
+    def _move(self, advance: Callable[[], None], before: Any) -> None:
+        """Advance; where that fails, keep the error for when the value is needed."""
+        updates, batches = self.updates, self._batches
+        try:
+            advance()
+        except Exception as error:
+            fault = (
+                error.args[0]
+                if isinstance(error, ConfigurationError)
+                else f"lr_scheduler must have a value for update {updates}, counted from 0, but "
+                f"{self.name} failed with {type(error).__name__}: {str(error).rstrip('.')}. Let it "
+                "cover all updates of fit, which are epochs × updates per epoch."
+            )
+            if before is None:
+                raise ConfigurationError(fault) from error
+            self.restore(before)
+            self.updates, self._batches = updates, batches
+            self._fault, self._cause = fault, error
+        self._settled()
+
+    def _check(self, row: List[Dict[str, Any]]) -> None:
+        for index, (group, first) in enumerate(zip(row, self._first)):
+            for name, value in settings.numbers_of(group).items():
+                if name == "lr" or value != first.get(name):
+                    self._check_value(name, value, index)
+
+    def _check_value(self, name: str, value: Any, group: int) -> None:
+        found = settings.number(value)
+        expected, low, high = _bounds(name)
+        if found is not None and math.isfinite(found) and low <= found < high:
+            return
+        raise ConfigurationError(
+            f"lr_scheduler must make {name} {expected}, but {self.name} gives {value!r} for update "
+            f"{self.updates}, counted from 0, in parameter group {group}. Correct the schedule; "
+            "nothing of that execution has run."
+        )
+
+
+def _bounds(name: str) -> Tuple[str, float, float]:
+    """What torch's optimizers accept when they are made; nothing checks it later."""
+    if re.fullmatch(r"beta\d+", name):
+        return "a number from 0 up to, not including, 1", 0.0, 1.0
+    if name in ("lr", "momentum", "weight_decay", "eps", "alpha"):
+        return "a finite number of at least 0", 0.0, math.inf
+    return "a finite number", -math.inf, math.inf

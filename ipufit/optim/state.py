@@ -1,0 +1,165 @@
+"""The state of torch's optimizers as PopTorch has it on a device, there and back.
+
+A run that a plain torch loop or ipufit has begun goes on in PopTorch, and the other way round.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Mapping, Tuple, Type
+
+import torch
+from torch import Tensor, nn
+
+from ipufit.errors import OptimizerError
+from ipufit.optim.lamb import LAMB
+
+__all__ = ["from_poptorch", "to_poptorch"]
+
+Kind = Type[torch.optim.Optimizer]
+
+# State by torch's names, and the beginnings of the device's names for it.
+_STATE: Dict[Kind, Dict[str, Tuple[str, ...]]] = {
+    torch.optim.SGD: {"momentum_buffer": ("Accl1___", "Accl2___", "Accl___")},
+    torch.optim.Adam: {"exp_avg": ("Accl1___",), "exp_avg_sq": ("Accl2___",)},
+    torch.optim.AdamW: {"exp_avg": ("Accl1___",), "exp_avg_sq": ("Accl2___",)},
+    torch.optim.RMSprop: {
+        "square_avg": ("Accl1___",),
+        "grad_avg": ("Accl2___",),
+        "momentum_buffer": ("Accl3___",),
+    },
+    LAMB: {"exp_avg": ("Accl1___",), "exp_avg_sq": ("Accl2___",)},
+}
+_STEP = "Step___"
+# The device counts the updates of these.
+_COUNTED = (torch.optim.Adam, torch.optim.AdamW, LAMB)
+
+
+def device_state(
+    kind: Kind, name: str, parameter: Tensor, known: Mapping[str, Any], zeros: bool
+) -> Dict[str, Tensor]:
+    """What a device has for a parameter where torch has this.
+
+    Args:
+        kind: of optimizer.
+        name: of the parameter, as the program knows it.
+        parameter: of torch's optimizer.
+        known: its state there.
+        zeros: whether the device is told zeros where torch has nothing.
+    """
+    state: Dict[str, Tensor] = {}
+    for torchs, prefixes in _STATE[kind].items():
+        value = known.get(torchs)
+        if value is None and zeros:
+            value = torch.zeros_like(parameter)
+        if value is not None:
+            state[prefixes[0] + name] = value.detach().cpu().clone()
+    if kind in _COUNTED and (known or zeros):
+        state[_STEP + name] = torch.tensor(float(known.get("step", 0)))
+    return state
+
+
+def torch_state(
+    kind: Kind, name: str, parameter: Tensor, found: Mapping[str, Tensor], done: float
+) -> Dict[str, Any]:
+    """What torch has for a parameter where a device has this; empty where it has none.
+
+    Args:
+        kind: of optimizer.
+        name: of the parameter, as the program knows it.
+        parameter: of torch's optimizer.
+        found: the state of the device, by its names.
+        done: updates made, for what torch counts and the device does not.
+    """
+    own: Dict[str, Any] = {}
+    for torchs, prefixes in _STATE[kind].items():
+        for prefix in prefixes:
+            if prefix + name in found:
+                value = found[prefix + name].reshape(parameter.shape)
+                own[torchs] = value.to(parameter.dtype, copy=True)
+    if not own and kind is not torch.optim.RMSprop:
+        return {}
+    if kind is not torch.optim.SGD:
+        if _STEP + name in found:
+            done = float(found[_STEP + name].reshape(-1)[0])
+        if done == 0:
+            return {}
+        # An engine takes time to import, and may not be needed.
+        from ipufit.engines.embedded.flat_optimizer import torchs_step
+
+        own["step"] = torchs_step(kind, done, torch.device("cpu"))
+    return own
+
+
+def to_poptorch(optimizer: torch.optim.Optimizer, target: Any, module: nn.Module) -> None:
+    """Let an optimizer of PopTorch go on where torch's stands.
+
+    Settings such as the learning rate are the target's own. A program that is compiled already
+    gets the state with its next run.
+
+    Args:
+        optimizer: of ``torch.optim``, or ``ipufit.optim.LAMB``, over parameters of the module.
+        target: of the same kind, of ``poptorch.optim`` or ``ipufit.poptorch.optim``.
+        module: what PopTorch is given to train: the names on the device are its names.
+
+    Raises:
+        OptimizerError: a device has no such optimizer, or the two are not of one kind.
+    """
+    kind = _kind(optimizer, target)
+    state: Dict[str, Tensor] = {}
+    for name, parameter in _owned(optimizer, module).items():
+        known = optimizer.state.get(parameter, {})
+        state.update(device_state(kind, name, parameter, known, zeros=False))
+    present = target.state_dict()
+    settings = present.get("ipu_param") or {}
+    target.load_state_dict({**present, "ipu_state": state, "ipu_param": settings})
+
+
+def from_poptorch(
+    source: Any, optimizer: torch.optim.Optimizer, module: nn.Module, updates: int = 0
+) -> None:
+    """Let torch's optimizer go on where one of PopTorch's stands.
+
+    Args:
+        source: of ``poptorch.optim`` or ``ipufit.poptorch.optim``.
+        optimizer: of the same kind, of ``torch.optim``, or ``ipufit.optim.LAMB``, over parameters
+            of the module; its settings are its own.
+        module: what PopTorch has trained.
+        updates: made so far, for RMSprop, whose updates torch counts and the device does not.
+
+    Raises:
+        OptimizerError: a device has no such optimizer, or the two are not of one kind.
+    """
+    kind = _kind(optimizer, source)
+    found = source.state_dict().get("ipu_state") or {}
+    for name, parameter in _owned(optimizer, module).items():
+        state = torch_state(kind, name, parameter, found, float(updates))
+        if state:
+            optimizer.state[parameter].update(state)
+
+
+def _kind(optimizer: torch.optim.Optimizer, other: Any) -> Kind:
+    kind = type(optimizer)
+    if kind not in _STATE:
+        known = ", ".join(each.__name__ for each in _STATE)
+        raise OptimizerError(
+            f"the state of {known} can move to a device and back, got {kind.__name__}. Use one of "
+            "these."
+        )
+    if type(other).__name__ != kind.__name__ or not hasattr(other, "state_dict"):
+        raise OptimizerError(
+            f"the state of {kind.__name__} moves to and from poptorch.optim.{kind.__name__}, got "
+            f"{type(other).__name__}. Use the same kind on both sides."
+        )
+    return kind
+
+
+def _owned(optimizer: torch.optim.Optimizer, module: nn.Module) -> Dict[str, nn.Parameter]:
+    """Parameters of the module that the optimizer has, by name."""
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found = {name: p for name, p in module.named_parameters() if id(p) in owned}
+    if len(found) != len(owned):
+        raise OptimizerError(
+            f"the optimizer's {len(owned)} parameters must be those of the module, which has "
+            f"{len(found)} of them. Pass the module that PopTorch is given to train."
+        )
+    return found

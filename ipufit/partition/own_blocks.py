@@ -1,0 +1,237 @@
+"""Blocks that a module begins itself, held against how it is to be divided.
+
+``poptorch.BeginBlock``, ``Block`` and ``BlockFunction`` say on which IPU something runs, and a
+strategy of PopTorch's may name them. Of the stand-in's it is seen which ones a forward pass enters;
+those of the SDK don't tell, and its own checks follow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import sys
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+
+from ipufit.errors import PartitionError
+from ipufit.partition.partition import BLOCK, Partition
+
+__all__ = ["OwnBlocks", "UncountedError", "blocks_without_end"]
+
+
+class UncountedError(PartitionError):
+    """Blocks of the module's own take another number of IPUs than a replica has.
+
+    Attributes:
+        ipus: that the blocks take.
+        stages: that the blocks make.
+    """
+
+    def __init__(self, text: str, ipus: int, stages: int) -> None:
+        super().__init__(text)
+        self.ipus = ipus
+        self.stages = stages
+
+
+class OwnBlocks:
+    """The blocks that a forward pass enters.
+
+    Args:
+        partition: as ``compile`` has it; None for one IPU.
+
+    Attributes:
+        can_hear: whether it is seen which blocks are entered.
+        can_hear_all: whether there are no others, of the SDK.
+    """
+
+    def __init__(self, partition: Optional[Partition]) -> None:
+        self._partition = partition
+        standin = sys.modules.get("ipufit.poptorch._blocks")
+        self.can_hear = standin is not None
+        sdk = sys.modules.get("poptorch")
+        self.can_hear_all = sdk is None or sdk.__name__ != "poptorch"
+        self._standin: Any = standin
+        self._blocks: Any = standin.Blocks() if standin is not None else None
+        self._placed: List[Tuple[str, Optional[int]]] = []
+        self._numbers: Dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Note the blocks that are entered in this context."""
+        if not self.can_hear:
+            yield
+            return
+        with self._standin.listened(self._blocks):
+            yield
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the last block was left, and no other one entered."""
+        return self.can_hear and not self._blocks.is_active
+
+    def entered(self) -> List[Tuple[str, Optional[int]]]:
+        """Name and IPU of each one that ipufit has not begun itself, in order."""
+        entries = self._blocks.entered if self.can_hear else []
+        for name, ipu in entries[len(self._placed) :]:
+            self._placed.append((str(name), self._ipu_of(str(name), ipu)))
+        return [entry for entry in self._placed if not entry[0].startswith(BLOCK)]
+
+    def _ipu_of(self, name: str, ipu: Optional[int]) -> Optional[int]:
+        """The IPU of a block, as the strategy has it."""
+        strategy = self._partition.poptorch_strategy if self._partition is not None else None
+        if strategy is None or name.startswith(BLOCK):
+            return ipu
+        stage = strategy._block_map.get(name)
+        if stage is not None and stage._ipu is not None:
+            return int(stage._ipu)
+        # Stages go by the order of the names, after what comes before all blocks.
+        number = self._numbers.setdefault(name, 1 + len(self._numbers))
+        if ipu is not None or "Phased" in type(strategy).__name__:
+            return ipu
+        if stage is not None:
+            return int(stage._stage_id)
+        return number if _increments(strategy) else None
+
+    def place(self) -> Optional[int]:
+        """The IPU of the last block that was entered; None before the first."""
+        own = self.entered()
+        return (own[-1][1] or 0) if own else None
+
+    def reopen(self, sdk: Any) -> None:
+        """Go on with the last block if forward has left it: the loss has to be in one.
+
+        Args:
+            sdk: PopTorch.
+        """
+        if self.can_hear and self.is_left and self._blocks.entered:
+            name, ipu = self._blocks.entered[-1]
+            sdk.Block.start(name, ipu_id=ipu)
+
+    def stages(self) -> int:
+        """Stages of a pipeline, as PopTorch counts them: changes of the IPU, and one.
+
+        What comes before the first block is on IPU 0.
+        """
+        ipus = [0, *(ipu for _, ipu in self.entered() if ipu is not None)]
+        return 1 + sum(before != after for before, after in zip(ipus, ipus[1:]))
+
+    def check_entered(self) -> None:
+        """Look at the names and IPUs after a forward pass.
+
+        Raises:
+            PartitionError: they contradict the partition.
+        """
+        own, partition = self.entered(), self._partition
+        if partition is not None and partition.begins:
+            if own:
+                some = [f", such as {name!r}," for name, _ in own if name != "None"]
+                named = (ipu for _, ipu in own if ipu is not None)
+                raise PartitionError(
+                    "a module is divided by its own blocks or by the arguments of compile, but it "
+                    f"has blocks{some[0] if some else ''} and is divided by stages or "
+                    "layers_per_ipu too. Take its blocks away with poptorch.removeBlocks(module), "
+                    "or leave the arguments out; beside a config with layers_per_ipu=[-1], pass "
+                    f"ipus_per_replica={1 + max(named, default=partition.ipus - 1)}."
+                )
+            return
+        if partition is not None and partition.poptorch_strategy is not None:
+            _check_names(partition.poptorch_strategy, [name for name, _ in own])
+            self._check_together(partition.poptorch_strategy)
+        self._check_ipus()
+
+    def _check_ipus(self) -> None:
+        without = [name for name, ipu in self.entered() if ipu is None]
+        if self._partition is not None and without:
+            raise PartitionError(
+                f"every block must say on which IPU it runs, but the block {without[0]!r} does "
+                "not. Begin it with ipu_id=0, say, or name its IPU in an object for strategy."
+            )
+        named = [ipu for _, ipu in (self.entered() or self._placed) if ipu is not None]
+        ipus = self._partition.ipus if self._partition is not None else 1
+        if named and 1 + max(named) != ipus:
+            count = 1 + max(named)
+            raise UncountedError(
+                f"the module's own blocks put it on {count} IPU{'s' if count > 1 else ''}, but "
+                f"ipus_per_replica is {ipus}. Leave it out, or set it to {count}, in compile or in "
+                "the config.",
+                count,
+                self.stages(),
+            )
+
+    def _check_together(self, strategy: Any) -> None:
+        """Blocks of one stage are on one IPU."""
+        first: Dict[int, Tuple[str, Optional[int]]] = {}
+        for name, ipu in self.entered():
+            stage = strategy._block_map.get(name)
+            if stage is None:
+                continue
+            other, where = first.setdefault(id(stage), (name, ipu))
+            if where != ipu:
+                raise PartitionError(
+                    f"the blocks of a stage run on one IPU, but {other!r} and {name!r}, which "
+                    f"strategy puts into one stage, begin on IPUs {where} and {ipu}. Give each a "
+                    "poptorch.Stage of its own, or say poptorch.Stage(...).ipu(number)."
+                )
+
+
+@contextlib.contextmanager
+def blocks_without_end() -> Iterator[None]:
+    """Let each ``with poptorch.Block(...)`` of this context go on until another block begins.
+
+    PopTorch wants every operator in a block, but a step of Lightning's computes its loss behind
+    the blocks of ``forward``.
+    """
+    modules = [sys.modules.get(name) for name in ("ipufit.poptorch._blocks", "poptorch")]
+    blocks: List[Any] = [module.__dict__["Block"] for module in modules if module is not None]
+    ends = [(block, block.__exit__) for block in dict.fromkeys(blocks)]
+    for block, _ in ends:
+        block.__exit__ = _go_on
+    try:
+        yield
+    finally:
+        for block, end in ends:
+            block.__exit__ = end
+
+
+def _go_on(block: object, *error: object) -> None:
+    """Leave a block open."""
+
+
+def _increments(strategy: Any) -> bool:
+    automatic = getattr(strategy, "_auto_stage", None)
+    return getattr(automatic, "name", "") == "AutoIncrement"
+
+
+def _check_names(strategy: Any, entered: Sequence[str]) -> None:
+    """Hold the names of a strategy against those of the blocks, both ways."""
+    named = list(strategy._block_map)
+    if not named:
+        return
+    there = list(dict.fromkeys(entered))
+    title = f"poptorch.{type(strategy).__name__}"
+    # A stage may name blocks that only some passes enter, but one of them has to be there.
+    filled = {id(strategy._block_map[name]) for name in there if name in named}
+    missing = [name for name in named if id(strategy._block_map[name]) not in filled]
+    extra = [name for name in there if name not in named]
+    if missing:
+        found = ", ".join(map(repr, there)) or "none"
+        raise PartitionError(
+            f"forward must enter a block of every stage that {title} names, but it does not enter "
+            f"{_all(missing)}. {_nearest(missing[0], extra or there)}It enters {found}. Begin the "
+            f"block with poptorch.BeginBlock(module, {missing[0]!r}), or leave it out of the "
+            "strategy."
+        )
+    if extra:
+        raise PartitionError(
+            f"{title} must name every block that forward enters, but it does not name "
+            f"{_all(extra)}. {_nearest(extra[0], named)}It names {', '.join(map(repr, named))}. "
+            "Add the block to the strategy."
+        )
+
+
+def _all(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"Did you mean {near[0]!r}? " if near else ""

@@ -1,0 +1,154 @@
+"""Which layers' values are computed again in the backward pass, and where they run."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
+
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from ipufit.core.jit_modes import OFF
+from ipufit.errors import ConfigurationError, UnknownNameError
+from ipufit.utils import tree
+
+__all__ = ["calls_watched", "outputs_checkpointed", "resolve_recompute"]
+
+# They are never called themselves.
+_SHELVES = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def resolve_recompute(module: nn.Module, recompute: Any, jit: str) -> Tuple[str, ...]:
+    """Names of the layers, in the order of the module.
+
+    Raises:
+        UnknownNameError: a name, or a pattern that fits none; with the nearest name.
+        ConfigurationError: anything else that can't work.
+    """
+    if recompute is False or recompute is None:
+        return ()
+    names = _repeated(module) if recompute is True else _named(module, recompute)
+    for name in names:
+        outer = [other for other in names if name.startswith(f"{other}.")]
+        if outer:
+            raise ConfigurationError(
+                f"layers to recompute must stand side by side, but {name!r} is inside of "
+                f"{outer[0]!r}, which is recomputed as a whole. Name one of them."
+            )
+    if jit == OFF:
+        raise ConfigurationError(
+            f"recompute changes a recorded program, but run_eagerly=True or jit='off' has none, "
+            f"got both, with recompute={recompute!r}. Leave one of them out."
+        )
+    return tuple(names)
+
+
+def _repeated(module: nn.Module) -> List[str]:
+    """The blocks of every stack, but for those of single operators, which keep nothing."""
+    # Imported here: few models are recomputed.
+    from ipufit.partition.repeated_layers import stacks_of
+
+    found: List[str] = []
+    for stack in stacks_of(module):
+        if any(list(module.get_submodule(layer).children()) for layer in stack.layers):
+            found += stack.layers
+    if not found:
+        raise ConfigurationError(
+            "recompute=True means every repeated layer, the blocks of a ModuleList or Sequential "
+            f"of one class, but {type(module).__name__} has none. Name the layers: "
+            "recompute=['encoder', 'decoder']."
+        )
+    return found
+
+
+def _named(module: nn.Module, recompute: Any) -> List[str]:
+    given = [recompute] if isinstance(recompute, str) else recompute
+    if not isinstance(given, (list, tuple)) or not all(isinstance(n, str) for n in given):
+        raise ConfigurationError(
+            f"recompute must be True, False, or names of layers, got {recompute!r}. Write for "
+            "example recompute=['encoder.layers.0', 'encoder.layers.1'] or 'encoder.layers.*'."
+        )
+    known = {name: part for name, part in module.named_modules() if name}
+    wanted: Dict[str, None] = {}
+    for name in given:
+        depth = name.count(".")
+        # A star stands for one part of a name.
+        fitting = [
+            key for key in known if key.count(".") == depth and fnmatch.fnmatchcase(key, name)
+        ]
+        if not fitting:
+            raise UnknownNameError("layer", name, known)
+        for key in fitting:
+            if isinstance(known[key], _SHELVES):
+                raise ConfigurationError(
+                    f"layers to recompute must be called, but {key!r} is a "
+                    f"{type(known[key]).__name__}, which only holds layers. Write '{key}.*' for "
+                    "each of them."
+                )
+            wanted[key] = None
+    return [name for name in known if name in wanted]
+
+
+@contextlib.contextmanager
+def calls_watched(
+    module: nn.Module,
+    names: Sequence[str],
+    on_begin: Callable[[str], None],
+    on_end: Callable[[str, Any], Any],
+) -> Iterator[None]:
+    """Tell of each call of these layers in the block.
+
+    Args:
+        module: the user's.
+        names: of its layers.
+        on_begin: called with the name before its forward.
+        on_end: called with the name and the output, after its forward; may return another output.
+
+    Raises:
+        ConfigurationError: one of them was never called.
+    """
+    if not names:
+        yield
+        return
+    layers = {id(module.get_submodule(name)): name for name in names}
+    called = set()
+
+    def begin(layer: nn.Module, args: Any) -> None:
+        if id(layer) in layers:
+            called.add(layers[id(layer)])
+            on_begin(layers[id(layer)])
+
+    def end(layer: nn.Module, args: Any, output: Any) -> Any:
+        return on_end(layers[id(layer)], output) if id(layer) in layers else None
+
+    # Hooks for all modules: one of a module's own would switch off torch's fast paths.
+    handles = [register_module_forward_pre_hook(begin), register_module_forward_hook(end)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    missed = [name for name in names if name not in called]
+    if missed:
+        raise ConfigurationError(
+            f"layers to recompute must be called in forward, but {missed[0]!r} was not. Name the "
+            "layer that computes with it."
+        )
+
+
+@contextlib.contextmanager
+def outputs_checkpointed(sdk: Any, module: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Tell PopTorch to keep the outputs of these layers, between which it recomputes."""
+
+    def kept(name: str, output: Any) -> Any:
+        return tree.map_leaves(
+            lambda leaf: sdk.recomputationCheckpoint(leaf) if isinstance(leaf, Tensor) else leaf,
+            output,
+        )
+
+    with calls_watched(module, names, lambda name: None, kept):
+        yield

@@ -1,0 +1,257 @@
+"""From the arguments of ``compile`` to a partition; all that can't work is said at once."""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+from typing import Any, Dict, Mapping, Optional, Tuple
+
+from torch import nn
+
+from ipufit.errors import PartitionError
+from ipufit.partition.division import Division
+from ipufit.partition.layers_per_ipu import counted
+from ipufit.partition.partition import Partition, Partitions
+from ipufit.partition.request import PartitionRequest, count_of
+from ipufit.partition.serialize import ipus_of
+from ipufit.partition.split_layers import check_splits, ipus_with_parts
+from ipufit.partition.stage_names import Placed, begun_by, first_gap, named_stages
+from ipufit.partition.strategy import POPTORCH_STRATEGIES, strategy_of
+from ipufit.utils.error_collector import Faults
+
+__all__ = ["AUTO", "resolve_partition", "resolve_partitions"]
+
+# The value of ``stages`` that leaves the division to ipufit.
+AUTO = "auto"
+
+
+def resolve_partitions(
+    module: nn.Module, training: PartitionRequest, inference: PartitionRequest
+) -> Partitions:
+    """That of training and that of inference, which is training's where nothing else is said.
+
+    Raises:
+        PartitionError: the arguments can't work, or not together; with every fault.
+        UnknownNameError: a module that there is not, with the nearest name.
+    """
+    faults = Faults()
+    first = second = None
+    with faults.collected():
+        first = resolve_partition(module, training)
+        second = _inherited(first)
+        if inference.is_empty:
+            ipus = 1 if second is None else second.ipus
+            check_splits(module, "" if second is None else second.strategy, ipus, False)
+    if not inference.is_empty:
+        if inference.stages is None and inference.layers_per_ipu is None:
+            shared = (inference.strategy, inference.prefix)
+            inference = dataclasses.replace(training, strategy=shared[0], prefix=shared[1])
+        elif inference.layers_per_ipu is not None:
+            inference = dataclasses.replace(inference, layers=training.layers)
+        with faults.collected():
+            second = resolve_partition(module, inference, is_training=False)
+    faults.raise_all()
+    return Partitions(first, second, training.sets_ipus)
+
+
+def _inherited(partition: Optional[Partition]) -> Optional[Partition]:
+    """Training's for inference, which a strategy that was named for training does not bind."""
+    return None if partition is None else dataclasses.replace(partition, is_chosen=False)
+
+
+def resolve_partition(
+    module: nn.Module, asked: PartitionRequest, is_training: bool = True
+) -> Optional[Partition]:
+    """Normal form, or None where everything is on one IPU and nobody said otherwise.
+
+    Args:
+        module: the user's.
+        asked: the arguments.
+        is_training: whether they are those of training.
+
+    Raises:
+        PartitionError: the arguments can't work, or not together; with every fault.
+        UnknownNameError: a module that there is not, with the nearest name.
+    """
+    faults = Faults()
+    strategy, own = "pipelined", None
+    count: Optional[int] = None
+    division = Division()
+    with faults.collected():
+        strategy, own = strategy_of(asked)
+    with faults.collected():
+        count = count_of(asked.name("ipus_per_replica"), asked.ipus_per_replica)
+    with faults.collected():
+        if asked.stages is not None and asked.layers_per_ipu is not None:
+            raise PartitionError(
+                f"{asked.name('stages')} and {asked.name('layers_per_ipu')} both divide the "
+                "module. Give one of them."
+            )
+        if asked.layers is not None and asked.layers_per_ipu is None:
+            raise PartitionError(
+                "layers says which layers layers_per_ipu counts, but there is no layers_per_ipu. "
+                "Give both or none."
+            )
+        if _is_auto(asked):
+            _check_auto(asked, strategy, own)
+        elif asked.stages is not None:
+            division = _named(module, asked.stages, asked.name("stages"))
+        elif asked.layers_per_ipu is not None:
+            division = counted(module, asked, can_return="phased" not in strategy)
+    faults.raise_all()
+    begins, places = division.begins, division.places
+    if own is not None and begins:
+        raise PartitionError(
+            f"{asked.name('strategy')} as an object of PopTorch's names blocks of the module's "
+            f"own, but {asked.name('stages')} or {asked.name('layers_per_ipu')} divides it too. "
+            f"Use {asked.name('strategy')}={strategy!r}, or leave the other out."
+        )
+    if own is None and not begins and "phased" in strategy and not _is_auto(asked):
+        kind = next(k for k, name in POPTORCH_STRATEGIES.items() if name == strategy)
+        raise PartitionError(
+            f"{asked.name('strategy')}={strategy!r} runs the stages of {asked.name('stages')} or "
+            f"{asked.name('layers_per_ipu')} as phases, got neither. Give one of them, or, for "
+            f"blocks of the module's own, {asked.name('strategy')}=poptorch.{kind}('A', 'B') with "
+            "their names."
+        )
+    if places:
+        _check_places(module, strategy, asked)
+    stages = count or 1
+    if begins:
+        stages = max(division.stages, *(1 + ipu for ipu in ipus_with_parts(module)))
+    ipus = _ipus(strategy, stages) if begins or own is None else count or 1
+    if places:
+        ipus = 1 + max(places)
+    if begins and count is not None and count != ipus:
+        cure = f"Set it to {ipus}" if asked.ipus_said_by else "Leave it out"
+        raise PartitionError(
+            f"{asked.ipus_said_by or asked.name('ipus_per_replica')} must be the number of IPUs "
+            f"that the {strategy} stages take, {ipus}, got {count}. {cure}."
+        )
+    check_splits(module, strategy, ipus, is_training)
+    if not begins and own is None and (count or 1) == 1:
+        if asked.strategy is not None and not _is_auto(asked):
+            raise PartitionError(
+                f"{asked.name('strategy')} says how stages run, got {strategy!r}, but nothing "
+                "divides the module. Give stages or layers_per_ipu, or ipus_per_replica for a "
+                "module with blocks of its own. For overlapped IO on one IPU use training_options "
+                "with setExecutionStrategy(poptorch.ShardedExecution())."
+            )
+        return None
+    chosen = asked.strategy is not None
+    return Partition(begins, stages, strategy, chosen, ipus, own, _is_auto(asked), places)
+
+
+def _is_auto(asked: PartitionRequest) -> bool:
+    return isinstance(asked.stages, str) and asked.stages == AUTO
+
+
+def _check_auto(asked: PartitionRequest, strategy: str, own: Any) -> None:
+    """Refuse what leaves open how many stages to make, or is no pipeline.
+
+    Raises:
+        PartitionError: with what to say instead.
+    """
+    name = asked.name("stages")
+    if asked.prefix:
+        raise PartitionError(
+            f"{name} must map names of modules to numbers of stages, got 'auto'. Leave it out, so "
+            "that inference has the stages of training, which stages='auto' finds."
+        )
+    if own is not None or strategy not in ("pipelined", "sharded"):
+        raise PartitionError(
+            "stages='auto' divides a module for strategy='pipelined' or 'sharded', got "
+            f"{asked.strategy!r}. Use one of them, or name the stages."
+        )
+    if asked.ipus_per_replica is None:
+        raise PartitionError(
+            "stages='auto' needs to know how many stages to make, for the IPUs of a replica must "
+            "be known before the data. Pass ipus_per_replica=2, say, or ask model.plan(x), which "
+            "finds the smallest number, and pass stages=model.plan(x).stages."
+        )
+
+
+def _ipus(strategy: str, stages: int) -> int:
+    """IPUs of a replica: phases follow each other on one, or on two in turn."""
+    if strategy == "serial_phased":
+        return 1
+    return min(stages, 2) if strategy == "parallel_phased" else stages
+
+
+def _check_places(module: nn.Module, strategy: str, asked: PartitionRequest) -> None:
+    """Refuse what has a rule of its own for the IPUs of stages.
+
+    Raises:
+        PartitionError: phases, or parts of a layer that are on several IPUs.
+    """
+    if "phased" in strategy:
+        raise PartitionError(
+            f"{asked.name('stages')} puts a stage on an IPU of its choice, (number, IPU), but the "
+            f"strategy is {strategy!r}, whose phases have their IPUs in turn. Give numbers alone, "
+            "or use strategy='pipelined' or 'sharded'."
+        )
+    if ipus_of(module) or ipus_of(module, training=False):
+        raise PartitionError(
+            f"{asked.name('stages')} puts a stage on an IPU of its choice, (number, IPU), but "
+            "serialised layers have parts on several IPUs, which number the stages. Cut them by a "
+            "factor, or give numbers alone."
+        )
+
+
+def _named(module: nn.Module, given: Any, argument: str) -> Division:
+    if not isinstance(given, collections.abc.Mapping) or not given:
+        raise PartitionError(
+            f"{argument} must map names of modules to numbers of stages, got {given!r}. Write for "
+            f"example {argument}={{'encoder': 0, 'head': 1}}."
+        )
+    placed = named_stages(module, given, argument)
+    pairs = {name: stage for name, (stage, _) in placed.items()}
+    numbers = sorted(set(pairs.values()))
+    gap = first_gap(numbers, ipus_with_parts(module))
+    if gap is not None:
+        raise PartitionError(
+            f"{argument} must number the stages without a gap, but no module begins stage "
+            f"{gap}, got {', '.join(map(str, numbers))}. Renumber them from 0."
+        )
+    order = {name: place for place, (name, _) in enumerate(module.named_modules())}
+    begins = tuple(sorted(pairs.items(), key=lambda pair: _place(pair[0], order)))
+    return Division(begins, 1 + numbers[-1], _places(placed, 1 + numbers[-1], argument))
+
+
+def _places(placed: Mapping[str, Placed], stages: int, argument: str) -> Tuple[int, ...]:
+    """The IPU of every stage; none where each has its number's.
+
+    Raises:
+        PartitionError: a stage on two IPUs, two that follow each other on one, or a gap.
+    """
+    said: Dict[int, int] = {}
+    for name, (stage, ipu) in placed.items():
+        if ipu is not None and said.setdefault(stage, ipu) != ipu:
+            raise PartitionError(
+                f"{argument} must put a stage on one IPU, but stage {stage}, with {name!r}, is put "
+                f"on IPU {said[stage]} and on IPU {ipu}. Give the stage the same pair throughout."
+            )
+    places = [said.get(stage, stage) for stage in range(stages)]
+    told = ", ".join(map(str, places))
+    for stage, (before, after) in enumerate(zip(places, places[1:])):
+        if before == after:
+            raise PartitionError(
+                f"{argument} must begin a stage only where the IPU changes, but stages {stage} and "
+                f"{stage + 1} are both on IPU {after}. Make them one stage."
+            )
+    gap = first_gap(places, frozenset())
+    if gap is not None or places[0]:
+        raise PartitionError(
+            f"{argument} must begin on IPU 0 and number the IPUs without a gap, got stages on IPUs "
+            f"{told}. A number alone is that of the stage and of its IPU; write (number, IPU) "
+            "behind a stage that goes back."
+        )
+    return () if places == list(range(stages)) else tuple(places)
+
+
+def _place(name: str, order: Mapping[str, int]) -> Tuple[int, bool]:
+    """Where a beginning stands in the order of definition; after a module is after its inside."""
+    if name in order:
+        return order[name], False
+    inside = begun_by(name, order)
+    return max(order[n] for n in order if n == inside or n.startswith(f"{inside}.")), True

@@ -1,0 +1,304 @@
+"""One forward pass through the stages of a partition, and what is checked on the way."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from ipufit.errors import PartitionError
+from ipufit.partition.own_blocks import OwnBlocks, UncountedError
+from ipufit.partition.parameter_uses import Uses
+from ipufit.partition.partition import AFTER, Partition
+from ipufit.partition.serialize import ipus_of
+from ipufit.partition.serialized_layers import Serialized
+from ipufit.partition.stage_names import begun_by
+
+__all__ = ["Walk"]
+
+
+class Walk:
+    """One forward pass, call by call; see :func:`ipufit.partition.stage_context.followed`."""
+
+    def __init__(
+        self,
+        partition: Partition,
+        module: nn.Module,
+        own: OwnBlocks,
+        on_begin: Callable[[int], None],
+    ) -> None:
+        self._partition = partition
+        self._begins = dict(partition.begins)
+        self._module = module
+        self._names = {id(part): name for name, part in module.named_modules()}
+        self._own = own
+        self._on_begin = on_begin
+        self._stage, self._last = 0, "the start"
+        self._begun: List[str] = []
+        self._called: Dict[str, Set[int]] = {}
+        self._uses = Uses(module, self._place)
+        self._outside: Optional[str] = None
+        self._is_training = module.training
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follow what happens in the block."""
+        # Hooks for all modules: one of a module's own would switch off torch's fast paths.
+        handles = [
+            register_module_forward_pre_hook(self._on_call),
+            register_module_forward_hook(self._on_return),
+        ]
+        if self._begins:
+            self._on_begin(0)
+        try:
+            with self._uses.seeing():
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _place(self) -> int:
+        own = self._own.place()
+        if own is not None and self._own.is_left and not self._uses.in_loss:
+            self._outside = self._outside or self._own.entered()[-1][0]
+        return self._stage if own is None else own
+
+    def _on_call(self, part: nn.Module, args: Any) -> None:
+        name = self._names.get(id(part))
+        if name is None:
+            return
+        self._uses.begin()
+        stage = self._begins.get(name)
+        if stage is not None:
+            self._enter(name, stage)
+        if isinstance(part, Serialized) and part.parts_in(part.training).ipus:
+            self._spread(name, part.parts_in(part.training).ipus)
+        self._called.setdefault(name, set()).add(self._stage)
+
+    def _on_return(self, part: nn.Module, args: Any, result: Any) -> None:
+        self._uses.in_loss = self._uses.in_loss or part is self._module
+        name = AFTER + self._names.get(id(part), "")
+        if name in self._begins:
+            self._enter(name, self._begins[name])
+
+    def _enter(self, name: str, stage: int) -> None:
+        again = " again" if name in self._begun else ""
+        self._begun.append(name)
+        if stage < self._stage:
+            raise PartitionError(
+                f"stages must run in the order of their numbers, but {name!r} of stage {stage} "
+                f"runs{again} after {self._last!r} of stage {self._stage}. Give it stage "
+                f"{self._stage} or later, or let forward call it earlier."
+            )
+        if stage > self._stage:
+            self._on_begin(stage)
+        self._stage, self._last = stage, name
+
+    def _spread(self, name: str, ipus: Sequence[int]) -> None:
+        """A layer whose parts begin blocks by themselves."""
+        if ipus[0] < self._stage:
+            raise PartitionError(
+                f"stages must run in the order of their numbers, but {name!r} has parts on IPU "
+                f"{ipus[0]} and runs after {self._last!r} of stage {self._stage}. Split it over "
+                f"IPUs from {self._stage} on."
+            )
+        self._stage, self._last = ipus[-1], name
+        self._uses.works.update(ipus)
+
+    def check_end(self) -> None:
+        """Look back at the whole pass."""
+        left_out = self._left_out()
+        if self._outside is not None:
+            raise PartitionError(
+                "all that is computed must be in a block, but forward goes on after it has left "
+                f"the block {self._outside!r}. Put the rest into a poptorch.Block, or begin blocks "
+                "with poptorch.Block.start or poptorch.BeginBlock, which don't end."
+            )
+        self._check_divided()
+        if self._uses.is_seeing and self._uses.is_begun:
+            self._check_work(left_out)
+            self._check_reads()
+        else:
+            self._check_calls()
+
+    def _left_out(self) -> Set[int]:
+        """Stages that torch's fused layers leave out in inference, which an IPU has not."""
+        missing = [name for name in self._begins if name not in self._begun]
+        faulty = [
+            begun_by(name, self._names.values())
+            for name in missing
+            if self._is_training or not self._is_in_fused(name)
+        ]
+        if faulty and self._is_training:
+            raise PartitionError(
+                f"every module that begins a stage must be called by forward, but {faulty[0]!r} "
+                "was not. Name a module that is called as module(...), not one whose parameters "
+                "are used from outside."
+            )
+        if faulty:
+            raise PartitionError(
+                f"every module that begins a stage must be called by forward, but {faulty[0]!r} "
+                "was not in inference, which the stages of training divide as well. Divide it "
+                "otherwise with inference_stages or inference_layers_per_ipu."
+            )
+        return {self._begins[name] for name in missing}
+
+    def _is_in_fused(self, name: str) -> bool:
+        """Whether a layer around it was called that torch may compute in one piece in inference."""
+        parts = begun_by(name, self._names.values()).split(".")
+        around = (".".join(parts[:end]) for end in range(len(parts)))
+        return any(
+            isinstance(self._module.get_submodule(outer), _FUSED)
+            for outer in around
+            if outer in self._called
+        )
+
+    def _check_divided(self) -> None:
+        """Several IPUs need something that divides the module."""
+        partition = self._partition
+        divided = (
+            partition.begins or self._own.entered() or ipus_of(self._module, self._is_training)
+        )
+        if partition.ipus > 1 and self._own.can_hear_all and not divided:
+            raise UncountedError(
+                f"ipus_per_replica={partition.ipus} needs a module that is divided, but nothing "
+                "divides this one: it has no blocks of its own. Give stages or layers_per_ipu to "
+                "compile, begin blocks with poptorch.BeginBlock, or leave ipus_per_replica out.",
+                ipus=1,
+                stages=1,
+            )
+
+    def _check_work(self, left_out: Set[int]) -> None:
+        own = bool(self._own.entered())
+        count = self._partition.ipus if own or not self._begins else self._partition.stages
+        idle = sorted(set(range(count)) - self._uses.works - left_out)
+        if not idle:
+            return
+        if own or not self._begins:
+            raise PartitionError(
+                f"every IPU of a replica must compute something, but IPU {idle[0]} of "
+                f"{count} has nothing to do. Number the IPUs of the blocks from 0 without a gap."
+            )
+        if not self._is_training:
+            # What holds parts of a layer in training alone may be idle in inference.
+            idle = [stage for stage in idle if not stage or stage in self._begins.values()]
+        if not idle:
+            return
+        names = [name for name, stage in self._begins.items() if stage == idle[0]]
+        where = f"which begins with {names[0]!r}" if names else "before the first name"
+        when = "" if self._is_training else " in inference"
+        cure = "Begin it with a module that has operators, or leave it out and renumber the others."
+        if not self._is_training:
+            cure += " inference_stages or inference_layers_per_ipu divide inference alone."
+        raise PartitionError(
+            f"every stage must compute something, but stage {idle[0]}, {where}, computes "
+            f"nothing{when}. {cure}"
+        )
+
+    def _check_reads(self) -> None:
+        """Each parameter is read in one stage, or on one IPU."""
+        unit = "IPUs" if self._own.entered() else "stages"
+        twins = self._twins()
+        for name, places in self._uses.by_forward.items():
+            found = self._places_of(name) or places
+            apart = [place for place in found if self._ipu(place) != self._ipu(found[0])]
+            if apart:
+                names = twins.get(name, [name])
+                owner = self._read_in(found[0], names, names[0])
+                other = self._read_in(apart[0], names, names[-1])
+                cure = self._way_back(other, found[0], apart[0]) if owner != other else ""
+                raise _tied(owner, found[0], other, apart[0], unit, cure)
+        for name, places in self._uses.by_loss.items():
+            first = self._places_of(name) or self._uses.by_forward.get(name, places)
+            if self._ipu(first[0]) != self._ipu(places[0]):
+                raise PartitionError(
+                    f"a parameter must be on one IPU, but {name!r} is used in {unit[:-1]} "
+                    f"{first[0]} and by the loss, which is in {unit[:-1]} {places[0]}. For a "
+                    "penalty of weights use the optimizer's weight_decay; else put what uses it "
+                    "into the last stage."
+                )
+
+    def _ipu(self, place: int) -> int:
+        """Where a stage is; what has no IPU of its choice is told by its number."""
+        return self._partition.places[place] if self._partition.places else place
+
+    def _read_in(self, stage: int, names: List[str], default: str) -> str:
+        """The name of a parameter by which a module has it that was called in a stage."""
+        readers = (n for n in names if stage in self._called.get(n.rpartition(".")[0], ()))
+        return next(readers, default)
+
+    def _way_back(self, name: str, home: int, stage: int) -> str:
+        """How ``stages`` says that a module goes back to the IPU of a weight, if it can."""
+        partition, module = self._partition, name.rpartition(".")[0]
+        if not self._begins or "phased" in partition.strategy or module not in self._called:
+            return ""
+        begins = [other for other, number in self._begins.items() if number == stage]
+        number = stage if begins == [module] else stage + 1
+        if number and self._ipu(number - 1) == self._ipu(home):
+            return ""
+        cure = f"let {module!r} go back to IPU {self._ipu(home)} as stage {number}, with "
+        cure += f"{module!r}: ({number}, {self._ipu(home)}) in stages"
+        if any(later > stage for later in self._begins.values()):
+            cure += " and pairs of higher numbers behind it"
+        return f"{cure}, "
+
+    def _twins(self) -> Dict[str, List[str]]:
+        """All names of each parameter that has several, in the order of their calls."""
+        names: Dict[int, List[str]] = {}
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        return {found[0]: found for found in names.values() if len(found) > 1}
+
+    def _places_of(self, name: str) -> Optional[List[int]]:
+        """The IPUs of a parameter whose layer is cut over several, whoever reads it."""
+        path, _, key = name.rpartition(".")
+        owner = self._module.get_submodule(path)
+        if not isinstance(owner, Serialized):
+            return None
+        places = owner.places(owner.training)
+        return list(places[key]) if key in places else None
+
+    def _check_calls(self) -> None:
+        """The same by the calls of modules, where operators are not seen."""
+        used: Dict[int, Tuple[int, str]] = {}
+        for name, part in self._module.named_modules(remove_duplicate=False):
+            for key, parameter in part._parameters.items():
+                for stage in self._stages_of(name, key) if parameter is not None else ():
+                    full = f"{name}.{key}" if name else key
+                    before, owner = used.setdefault(id(parameter), (stage, full))
+                    if self._ipu(before) != self._ipu(stage):
+                        cure = self._way_back(full, before, stage)
+                        raise _tied(owner, before, full, stage, cure=cure)
+
+    def _stages_of(self, name: str, key: str) -> List[int]:
+        """The stages in which a module ran, or else the nearest one around it that did."""
+        places = self._places_of(f"{name}.{key}" if name else key)
+        if places is not None:
+            return places
+        part: Optional[str] = self._names.get(id(self._module.get_submodule(name)), name)
+        while part:
+            if part in self._called:
+                return sorted(self._called[part])
+            part = part.rpartition(".")[0]
+        return []
+
+
+# Layers that torch computes in one piece where nothing is trained.
+_FUSED = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
+
+
+def _tied(
+    owner: str, before: int, other: str, stage: int, unit: str = "stages", cure: str = ""
+) -> PartitionError:
+    who = f"{owner!r} is used" if owner == other else f"{owner!r} and {other!r} are one parameter,"
+    places = "stage" if unit == "stages" else "IPU's blocks"
+    return PartitionError(
+        f"a parameter must be on one IPU, but {who} {'in' if unit == 'stages' else 'on'} {unit} "
+        f"{before} and {stage}. Put all its uses into one {places}, {cure}or give each its own "
+        "copy: module.weight = torch.nn.Parameter(module.weight.detach().clone())."
+    )

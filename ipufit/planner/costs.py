@@ -1,0 +1,321 @@
+"""What a part of a module takes on an IPU: memory, FLOPs and time."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from ipufit.planner.measure import Segment, Trace
+from ipufit.planner.pipeline_schedule import in_flight
+
+__all__ = [
+    "IPU_MEMORY",
+    "Costs",
+    "StageCost",
+    "by_ipu",
+    "memory_of",
+    "spans_of",
+    "times_of",
+]
+
+# In-Processor memory of an IPU, of both generations that PopTorch 3.4 knows.
+TILES, TILE_MEMORY = 1472, 624 * 1024
+IPU_MEMORY = TILES * TILE_MEMORY
+
+
+@dataclasses.dataclass(frozen=True)
+class StageCost:
+    """What one stage takes. Sizes are bytes, of one IPU of one replica.
+
+    Attributes:
+        name: of the module that begins it.
+        parameters: number of values in the parameters that it uses.
+        weight_bytes: parameters and buffers.
+        gradient_bytes: one accumulator per trained parameter.
+        optimizer_bytes: the optimizer's state.
+        activation_bytes: what autograd keeps of one micro-batch.
+        input_bytes: what comes from other stages and from the batch, of one micro-batch.
+        kept_input_bytes: the part of the activations that is input.
+        checkpoint_bytes: outputs of layers from which recomputation starts too, likewise.
+        recomputed_bytes: activations that recomputation makes at a time, at most.
+        recomputed_clocks: time of the forward pass up to the last such output.
+        forward_flops, backward_flops: of one micro-batch.
+        forward_clocks, backward_clocks: a measure of the time for one micro-batch.
+    """
+
+    name: str
+    parameters: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    input_bytes: int
+    kept_input_bytes: int
+    checkpoint_bytes: int
+    recomputed_bytes: int
+    forward_flops: int
+    backward_flops: int
+    forward_clocks: float
+    backward_clocks: float
+    recomputed_clocks: float
+
+    def activations(self, micro_batches: int, recompute: bool = False) -> int:
+        """Bytes of activations with so many micro-batches in flight.
+
+        Recomputation keeps inputs and checkpoints alone, and makes the rest of one micro-batch
+        anew, from one of them to the next. Of a single micro-batch in flight nothing is recomputed
+        after the last checkpoint, and nothing at all without one. Where nothing is kept, as
+        before the first trained weight, nothing is wanted again.
+        """
+        if not self.activation_bytes:
+            return 0
+        if not recompute or (micro_batches == 1 and not self.checkpoint_bytes):
+            return micro_batches * self.activation_bytes
+        return micro_batches * (self.input_bytes + self.checkpoint_bytes) + self.recomputed_bytes
+
+    def backward(self, micro_batches: int, recompute: bool = False) -> float:
+        """Clocks of the backward pass, a recomputed forward pass included."""
+        again = self.forward_clocks if micro_batches > 1 else self.recomputed_clocks
+        return self.backward_clocks + (again if recompute and self.activation_bytes else 0.0)
+
+    def memory(self, stage: int, stages: int, schedule: str, recompute: bool) -> int:
+        """Bytes in all, as this stage of so many."""
+        fixed = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+        return fixed + self.activations(in_flight(schedule, stage, stages), recompute)
+
+
+def memory_of(costs: Sequence[StageCost], schedule: str, recompute: bool) -> List[int]:
+    """Bytes that each stage takes."""
+    return [c.memory(stage, len(costs), schedule, recompute) for stage, c in enumerate(costs)]
+
+
+def by_ipu(taken: Sequence[int], places: Sequence[int]) -> List[int]:
+    """What stages take, added up for each IPU.
+
+    Args:
+        taken: by every stage.
+        places: the IPU of each; none where each has one of its own.
+    """
+    if not places:
+        return list(taken)
+    found = [0] * (1 + max(places))
+    for ipu, one in zip(places, taken):
+        found[ipu] += one
+    return found
+
+
+def times_of(
+    costs: Sequence[StageCost], schedule: str, recompute: bool
+) -> Tuple[List[float], List[float]]:
+    """Clocks of every stage's forward and backward passes."""
+    backward = [
+        cost.backward(in_flight(schedule, stage, len(costs)), recompute)
+        for stage, cost in enumerate(costs)
+    ]
+    return [cost.forward_clocks for cost in costs], backward
+
+
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """A parameter or buffer: where it is used first, and what it takes."""
+
+    segment: int
+    values: int
+    weight: int
+    gradient: int
+    optimizer: int
+
+
+class Costs:
+    """Adds up what segments of a trace take.
+
+    Attributes:
+        trace: of one micro-batch.
+        unused: names of the parameters that no operator uses.
+
+    Args:
+        trace: of one micro-batch.
+        modules: the user's and that of the loss, by the prefix of their names in the trace.
+        states: bytes of the optimizer's state by the id of the parameter.
+        accumulation_dtype: of the gradients; None is that of the parameter.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        modules: Mapping[str, nn.Module],
+        states: Mapping[int, int],
+        accumulation_dtype: Optional[torch.dtype] = None,
+    ) -> None:
+        self.trace = trace
+        self._states: List[_State] = []
+        named: Dict[str, Tensor] = {}
+        seen: Set[int] = set()
+        for prefix, module in modules.items():
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    named[f"{prefix}.{name}"] = tensor
+        first: Dict[str, int] = {}
+        for number, segment in enumerate(trace.segments):
+            for name in segment.state:
+                first.setdefault(name, number)
+        self.unused = [
+            name.partition(".")[2]
+            for name, tensor in named.items()
+            if name not in first and isinstance(tensor, nn.Parameter)
+        ]
+        for name, number in first.items():
+            tensor = named[name]
+            is_parameter = isinstance(tensor, nn.Parameter)
+            size = tensor.element_size()
+            wide = torch.empty((), dtype=accumulation_dtype or tensor.dtype).element_size()
+            trained = id(tensor) in states
+            self._states.append(
+                _State(
+                    number,
+                    tensor.numel() if is_parameter else 0,
+                    tensor.numel() * size,
+                    tensor.numel() * wide if trained else 0,
+                    states.get(id(tensor), 0),
+                )
+            )
+
+    def of(self, begin: int, end: int, name: str = "") -> StageCost:
+        """The segments from one to before another, as one stage."""
+        return next(self.ranges(begin, [end], name))
+
+    def ranges(self, begin: int, ends: Sequence[int], name: str = "") -> Iterator[StageCost]:
+        """The same with each of several ends, in ascending order, as far as they are asked for."""
+        tensors = _Tensors(self.trace, begin)
+        own = sorted((s for s in self._states if s.segment >= begin), key=lambda s: s.segment)
+        sums: Dict[str, Any] = dict.fromkeys(_SUMS, 0)
+        at = begin
+        for end in ends:
+            for segment in self.trace.segments[at:end]:
+                tensors.add(segment)
+                sums["forward_flops"] += segment.forward.flops
+                sums["backward_flops"] += segment.backward.flops
+                sums["forward_clocks"] += segment.forward.clocks
+                sums["backward_clocks"] += segment.backward.clocks
+            at = end
+            while own and own[0].segment < end:
+                state = own.pop(0)
+                sums["parameters"] += state.values
+                sums["weight_bytes"] += state.weight
+                sums["gradient_bytes"] += state.gradient
+                sums["optimizer_bytes"] += state.optimizer
+            yield StageCost(
+                name=name,
+                activation_bytes=tensors.kept,
+                input_bytes=tensors.inputs,
+                kept_input_bytes=tensors.kept_inputs,
+                checkpoint_bytes=tensors.checkpoints,
+                recomputed_bytes=max(tensors.parts),
+                recomputed_clocks=tensors.clocks,
+                **sums,
+            )
+
+
+class _Tensors:
+    """Bytes of what a stage that grows keeps, and of what it gets from before it.
+
+    Attributes:
+        kept, inputs, kept_inputs, checkpoints: of the segments so far, each storage once.
+        parts: what is kept between a checkpoint and the next, without these and the inputs.
+        clocks: of the forward pass up to the last checkpoint.
+    """
+
+    def __init__(self, trace: Trace, begin: int) -> None:
+        self.kept = self.inputs = self.kept_inputs = self.checkpoints = 0
+        self.parts = [0]
+        self.clocks = 0.0
+        self._trace = trace
+        self._begin = begin
+        self._kept: Set[int] = set()
+        self._inputs: Set[int] = set()
+        # From which recomputation starts: inputs and checkpoints.
+        self._starts: Set[int] = set()
+        self._in_parts: List[Set[int]] = [set()]
+        self._now = 0.0
+        self._ended: Dict[int, float] = {}
+
+    def add(self, segment: Segment) -> None:
+        """The stage goes on over this one."""
+        sizes, born = self._trace.sizes, self._trace.born
+        for key in segment.saved - self._kept:
+            self._kept.add(key)
+            self.kept += sizes[key]
+            self.kept_inputs += sizes[key] if key in self._inputs else 0
+        for key in segment.reads - self._inputs:
+            if born[key] < self._begin:
+                self._inputs.add(key)
+                self.inputs += sizes[key]
+                self.kept_inputs += sizes[key] if key in self._kept else 0
+                self._start(key)
+        self._now += segment.forward.clocks
+        self._ended.update(dict.fromkeys(segment.ends, self._now))
+        for key in segment.resumes & self._ended.keys() - self._starts:
+            self.checkpoints += sizes[key]
+            self.clocks = max(self.clocks, self._ended[key])
+            self._start(key)
+        for key in segment.saved - self._in_parts[-1]:
+            self._in_parts[-1].add(key)
+            self.parts[-1] += 0 if key in self._starts else sizes[key]
+        if segment.ends:
+            self._in_parts.append(set())
+            self.parts.append(0)
+
+    def _start(self, key: int) -> None:
+        """Recomputation starts from it, and so need not make it."""
+        self._starts.add(key)
+        for place, part in enumerate(self._in_parts):
+            if key in part:
+                self.parts[place] -= self._trace.sizes[key]
+
+
+_SUMS = (
+    "parameters",
+    "weight_bytes",
+    "gradient_bytes",
+    "optimizer_bytes",
+    "forward_flops",
+    "backward_flops",
+    "forward_clocks",
+    "backward_clocks",
+)
+
+
+def spans_of(trace: Trace, module: nn.Module, end: Optional[int] = None) -> List[Tuple[int, int]]:
+    """First and last segment of each parameter's use, by operators and by calls of its module.
+
+    Between the two no stage may begin: a parameter is on one IPU.
+
+    Args:
+        trace: of a forward pass.
+        module: the user's.
+        end: segments from this one on don't count; None for all.
+    """
+    calls: Dict[str, List[int]] = {}
+    for number, segment in enumerate(trace.segments):
+        calls.setdefault(segment.name, []).append(number)
+    firsts = {id(part): name for name, part in module.named_modules()}
+    used: Dict[int, Set[int]] = {}
+    ids = {f"net.{name}": id(parameter) for name, parameter in module.named_parameters()}
+    for number, segment in enumerate(trace.segments):
+        for name in segment.state:
+            if name in ids:
+                used.setdefault(ids[name], set()).add(number)
+    for part in module.modules():
+        name = firsts[id(part)]
+        while name and name not in calls:
+            name = name.rpartition(".")[0]
+        for parameter in part._parameters.values():
+            if parameter is not None and name:
+                used.setdefault(id(parameter), set()).update(calls[name])
+    if end is not None:
+        used = {key: {one for one in where if one < end} for key, where in used.items()}
+    return [(min(where), max(where)) for where in used.values() if where]

@@ -1,0 +1,343 @@
+"""One forward and backward pass without values, cut at every call of a module, and weighed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ipufit.core.batch import MicroBatch
+from ipufit.core.train_config import Precision
+from ipufit.losses import Loss
+from ipufit.partition.flops import Work, work_of
+from ipufit.partition.partition import AFTER, BLOCK, Partition
+from ipufit.partition.recomputation import calls_watched
+from ipufit.partition.stage_context import followed
+from ipufit.utils import tree
+from ipufit.utils.functional import call_with
+from ipufit.utils.module_modes import training
+from ipufit.utils.poptorch_tracing import blocks_watched
+from ipufit.utils.random_streams import isolated
+
+__all__ = ["Segment", "Trace", "measure"]
+
+
+@dataclasses.dataclass
+class Segment:
+    """What happens from one call of a module to the next.
+
+    Attributes:
+        name: of the module whose call begins it; of a part of a serialised layer that is placed,
+            with its number; "after " before the name of one whose return begins it.
+        forward, backward: the work of its operators and of their gradients.
+        saved: storages that autograd keeps for the backward pass, parameters and buffers aside.
+        reads: storages that its operators read, parameters and buffers aside.
+        state: names of the parameters and buffers that they use.
+        ends: storages with which a layer ends in it that recomputation starts from.
+        resumes: such storages that its operators read, afterwards.
+    """
+
+    name: str
+    forward: Work = dataclasses.field(default_factory=Work)
+    backward: Work = dataclasses.field(default_factory=Work)
+    saved: Set[int] = dataclasses.field(default_factory=set)
+    reads: Set[int] = dataclasses.field(default_factory=set)
+    state: Set[str] = dataclasses.field(default_factory=set)
+    ends: Set[int] = dataclasses.field(default_factory=set)
+    resumes: Set[int] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass
+class Trace:
+    """One micro-batch through the module, the loss and back.
+
+    Attributes:
+        segments: in the order of execution; the loss is in the last one.
+        sizes: bytes of every storage.
+        born: segment that made it; -1 of a part of the batch.
+        placed: for every segment that a part of a serialised layer begins, the IPU of the part.
+    """
+
+    segments: List[Segment]
+    sizes: Dict[int, int]
+    born: Dict[int, int]
+    placed: Dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def saved_bytes(self) -> int:
+        """What autograd keeps of the whole pass, each storage once."""
+        return sum(self.sizes[key] for key in set().union(*(s.saved for s in self.segments)))
+
+
+def measure(
+    module: nn.Module,
+    loss: Optional[Loss],
+    batch: MicroBatch,
+    trained: Sequence[nn.Parameter],
+    precision: Optional[Precision] = None,
+    partition: Optional[Partition] = None,
+    recompute: Sequence[str] = (),
+) -> Trace:
+    """Follow a micro-batch through the module, the loss and the backward pass, without values.
+
+    No value is computed, no buffer changes and no random number is drawn.
+
+    Args:
+        module: the user's, in train mode for the moment.
+        loss: its normal form; without one, or without a target, the backward pass begins at the
+            module's outputs.
+        batch: of its tensors only shape and dtype matter.
+        trained: the parameters that get a gradient; with none there is no backward pass.
+        precision: in which it computes; None for that of the module.
+        partition: whose rules are checked on the way.
+        recompute: names of the layers from whose outputs recomputation starts.
+
+    Raises:
+        CaptureError: the module needs a value.
+        PartitionError: the partition can't work.
+    """
+    # Imported here: the engine builds on the partition.
+    from ipufit.tracing.capture import capture
+    from ipufit.tracing.grad_step import StepModule, attributes_kept
+
+    step = StepModule(module, loss)
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    wanted = {id(p) for p in trained}
+    named = {**dict(step.named_parameters()), **dict(step.named_buffers())}
+    leaves = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in batch.leaves]
+    weigher = _Weigher(module, {n for n, t in named.items() if id(t) in wanted})
+    target = batch.unpack()[2]
+    with_loss = loss is not None and (bool(loss.in_module) or target is not None)
+    how = (precision or Precision(), partition, recompute)
+    run = _Pass(step, list(named), batch, weigher, with_loss, how)
+    with isolated(device), training(module, step.loss_module), attributes_kept(step):
+        # Time step by time step, where it is seen what torch keeps of each.
+        capture(run, [*map(_apart, named.values()), *leaves], whole_layers=False)
+    return Trace(weigher.segments, weigher.sizes, weigher.born, weigher.placed)
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """The same in memory of its own: storages tell the weights apart.
+
+    While a program runs, weights may lie in one storage.
+    """
+    if tensor.layout is not torch.strided:
+        return tensor.detach()
+    own = tensor.numel() * tensor.element_size()
+    if tensor.untyped_storage().nbytes() == own:
+        return tensor.detach()
+    return torch.empty_like(tensor.detach())
+
+
+class _Pass:
+    """The function that is recorded: forward, loss and gradients, for the weigher to look at."""
+
+    def __init__(
+        self,
+        step: Any,
+        names: Sequence[str],
+        batch: MicroBatch,
+        weigher: _Weigher,
+        with_loss: bool,
+        how: Tuple[Precision, Optional[Partition], Sequence[str]],
+    ) -> None:
+        self._step = step
+        self._names = names
+        self._batch = batch
+        self._weigher = weigher
+        self._with_loss = with_loss
+        self._precision, self._partition, self._recompute = how
+
+    def __call__(self, *tensors: Tensor) -> Tuple[Tensor, ...]:
+        from ipufit.core.precision import computing_in, with_inputs_in
+
+        weigher = self._weigher
+        state = {
+            name: tensor.detach().requires_grad_(name in weigher.trained)
+            for name, tensor in zip(self._names, tensors)
+        }
+        leaves = tensors[len(self._names) :]
+        batch = tree.unflatten(leaves, self._batch.structure)
+        with weigher.weighing(state, leaves), torch.set_grad_enabled(bool(weigher.trained)):
+            with computing_in(self._precision, tensors[-1].device), weigher.forward():
+                batch = with_inputs_in(self._precision, batch)
+                ends = calls_watched(
+                    self._step.net, self._recompute, lambda name: None, weigher.ended
+                )
+                parts = blocks_watched(weigher.on_part)
+                stages = followed(self._partition, self._step.net, self._on_begin)
+                with ends, parts, stages:
+                    arguments = (batch, state, self._with_loss)
+                    outputs, term = call_with(self._step, state, arguments)
+            last = [term.value] if term is not None else tree.flatten(outputs)[0]
+            last = [end for end in last if isinstance(end, Tensor) and end.requires_grad]
+            weights = [state[name] for name in self._names if name in weigher.trained]
+            if last and weights:
+                weigher.claim(last)
+                seeds = [torch.ones_like(end) for end in last]
+                torch.autograd.grad(last, weights, seeds, allow_unused=True)
+        return ()
+
+    def _on_begin(self, stage: int) -> None:
+        """A stage that no call of a module begins has a segment of its own."""
+        begins = self._partition.begins if self._partition is not None else ()
+        for name, number in begins:
+            if number == stage and name.startswith(AFTER):
+                self._weigher.begin(name)
+
+
+class _Weigher:
+    """Tells every operator, forward and backward, to the segment it belongs to.
+
+    Attributes:
+        trained: names of the parameters, in module and loss, that get a gradient.
+    """
+
+    def __init__(self, module: nn.Module, trained: Set[str]) -> None:
+        self.trained = trained
+        self.segments = [Segment("")]
+        self.sizes: Dict[int, int] = {}
+        self.born: Dict[int, int] = {}
+        self.placed: Dict[int, int] = {}
+        self._modules = {id(part): name for name, part in module.named_modules()}
+        self._owners: Dict[int, str] = {}
+        self._nodes: Dict[Any, int] = {}
+        self._alive: List[Tensor] = []
+        self._ended: Set[int] = set()
+        self._is_forward = True
+        self._at = 0
+
+    @contextlib.contextmanager
+    def weighing(self, state: Dict[str, Tensor], leaves: Sequence[Tensor]) -> Iterator[None]:
+        """See all operators of the block."""
+        for name, tensor in state.items():
+            self._owners[self._key(tensor)] = name
+        for leaf in leaves:
+            self._note(leaf, -1)
+        try:
+            with _Operators(self):
+                yield
+        finally:
+            self._nodes.clear()
+            self._alive.clear()
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """The block is the forward pass and the loss; what follows is the backward pass."""
+        handle = register_module_forward_pre_hook(self._on_call)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        try:
+            with hooks, _Functions(self):
+                yield
+        finally:
+            handle.remove()
+            self._is_forward = False
+
+    def claim(self, results: Sequence[Any]) -> None:
+        """The graph behind these tensors, as far as nobody has it, is the present segment's."""
+        waiting = [t.grad_fn for t in results if isinstance(t, Tensor) and t.requires_grad]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in self._nodes:
+                continue
+            self._nodes[node] = self._at
+            node.register_prehook(lambda _, at=self._at: self._return_to(at))
+            waiting += [following for following, _ in node.next_functions]
+
+    def begin(self, name: str) -> None:
+        """What follows is in a segment of this name."""
+        self.segments.append(Segment(name))
+        self._at = len(self.segments) - 1
+
+    def on_part(self, block: str, ipu: Optional[int]) -> None:
+        """A part of a serialised layer begins a block."""
+        if ipu is not None:
+            self.begin(block[len(BLOCK) :])
+            self.placed[self._at] = ipu
+
+    def operated(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """An operator was called."""
+        segment = self.segments[self._at]
+        work = work_of(operator, args, kwargs, result)
+        (segment.forward if self._is_forward else segment.backward).add(work)
+        if not self._is_forward:
+            return
+        for leaf in tree.flatten((args, kwargs))[0]:
+            if isinstance(leaf, Tensor):
+                key = self._key(leaf)
+                if key in self._owners:
+                    segment.state.add(self._owners[key])
+                elif key in self.sizes:
+                    segment.reads.add(key)
+                    if key in self._ended:
+                        segment.resumes.add(key)
+        for leaf in tree.flatten(result)[0]:
+            if isinstance(leaf, Tensor):
+                self._note(leaf, self._at)
+
+    def ended(self, name: str, output: Any) -> None:
+        """A layer has run from whose output recomputation starts."""
+        keys = {self._key(leaf) for leaf in tree.flatten(output)[0] if isinstance(leaf, Tensor)}
+        self._ended |= keys
+        self.segments[self._at].ends |= keys
+
+    def _return_to(self, at: int) -> None:
+        self._at = at
+
+    def _on_call(self, part: nn.Module, args: Any) -> None:
+        name = self._modules.get(id(part))
+        if name and self._is_forward:
+            self.begin(name)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        key = self._key(tensor)
+        if key and key not in self._owners:
+            self._note(tensor, self._at)
+            self.segments[self._at].saved.add(key)
+        return tensor
+
+    def _note(self, tensor: Tensor, at: int) -> None:
+        key = self._key(tensor)
+        if key and key not in self._owners and key not in self.sizes:
+            self.sizes[key] = tensor.untyped_storage().nbytes()
+            self.born[key] = at
+            # As long as it lives, no other storage has its address.
+            self._alive.append(tensor.detach())
+
+    def _key(self, tensor: Tensor) -> int:
+        return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Below autograd: every operator, of gradients too."""
+
+    def __init__(self, weigher: _Weigher) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._weigher = weigher
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Optional[Dict[str, Any]] = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._weigher.operated(func, args, kwargs or {}, result)
+        return result
+
+
+class _Functions(TorchFunctionMode):
+    """Above autograd: every function, with the graph that it leaves."""
+
+    def __init__(self, weigher: _Weigher) -> None:
+        super().__init__()
+        self._weigher = weigher
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Optional[Dict[str, Any]] = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._weigher.claim(tree.flatten(result)[0])
+        return result

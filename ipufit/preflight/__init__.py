@@ -1,7 +1,0 @@
-"""Whether a model can run on IPUs through PopTorch 3.4, said without PopTorch."""
-
-from ipufit.preflight.facts import COMMIT, Fact, Place
-from ipufit.preflight.report import Finding, PreflightReport
-from ipufit.preflight.table import FACTS
-
-__all__ = ["COMMIT", "FACTS", "Fact", "Finding", "Place", "PreflightReport"]

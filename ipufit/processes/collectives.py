@@ -1,0 +1,162 @@
+"""Flat tensors of which each process has a part: the part's sum, the whole, and all of it in one.
+
+Parts are told apart by cuts: process p has the elements from ``cuts[p]`` up to ``cuts[p + 1]``.
+Sums go round by all-to-all, which both gloo and NCCL have on every torch, for parts of any length;
+gloo's own reduce-scatter is missing on old ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Iterator, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, distributed
+
+from ipufit.processes.group import Processes
+from ipufit.processes.messages import as_bytes
+from ipufit.processes.pending_work import Works
+
+__all__ = ["PartSum", "add_parts", "collect_parts", "join_parts", "part_of", "start_joining"]
+
+# Bytes of all processes that are under way at a time; a copy of them is made.
+_WINDOW = 25 * 2**20
+
+
+def part_of(processes: Processes, flat: Tensor, cuts: Sequence[int]) -> Tensor:
+    """A view of this process's part of a whole tensor."""
+    return flat[cuts[processes.process_id] : cuts[processes.process_id + 1]]
+
+
+def add_parts(
+    processes: Processes, flats: Sequence[Tensor], cuts: Sequence[Sequence[int]]
+) -> List[Tensor]:
+    """This process's part of the sum of each flat tensor over all processes.
+
+    Each process sends a value once, and not twice as for a sum that all get. Half precision is
+    summed in float32, and rounded once.
+
+    Args:
+        flats: whole and contiguous in each process; they are changed.
+        cuts: of each.
+    Returns:
+        Views of them. What is beside the part means nothing any more.
+    """
+    found = []
+    with torch.no_grad():
+        for flat, own in zip(flats, cuts):
+            for pieces in _windows(flat, own):
+                _add_window(processes, pieces)
+            found.append(part_of(processes, flat, own))
+    return found
+
+
+def _windows(flat: Tensor, cuts: Sequence[int]) -> Iterator[List[Tensor]]:
+    """A piece of each part, window after window; pieces of short parts are empty at last."""
+    parts = [flat[begin:end] for begin, end in zip(cuts, cuts[1:])]
+    width = max(1, _WINDOW // (flat.element_size() * len(parts)))
+    for begin in range(0, max(map(len, parts)), width):
+        yield [part[begin : begin + width] for part in parts]
+
+
+def _add_window(processes: Processes, pieces: Sequence[Tensor]) -> None:
+    cuts = [*itertools.accumulate(map(len, pieces), initial=0)]
+    part = PartSum(processes, torch.cat(list(pieces)), cuts)
+    part.end()
+    pieces[processes.process_id].copy_(part.own)
+
+
+def join_parts(
+    processes: Processes, flats: Sequence[Tensor], cuts: Sequence[Sequence[int]]
+) -> None:
+    """Each flat tensor becomes whole in all processes, in place, of the part that each one has.
+
+    Args:
+        flats: contiguous.
+        cuts: of each.
+    """
+    works = processes.works()
+    with torch.no_grad():
+        for flat, own in zip(flats, cuts):
+            start_joining(works, flat, own)
+    works.wait()
+
+
+def start_joining(works: Works, flat: Tensor, cuts: Sequence[int]) -> None:
+    """Have a flat tensor whole, when the works are done, of the part that each process has.
+
+    Args:
+        works: of the processes.
+        flat: contiguous.
+        cuts: of it.
+    """
+    for process, (begin, end) in enumerate(zip(cuts, cuts[1:])):
+        if end > begin:
+            part = as_bytes(flat[begin:end])
+            works.start(distributed.broadcast, part, process, like=part)
+
+
+def collect_parts(
+    processes: Processes, part: Tensor, lengths: Sequence[int], everywhere: bool
+) -> Optional[Tensor]:
+    """A whole tensor of the parts that the processes have.
+
+    Args:
+        part: of this process, flat and contiguous.
+        lengths: of the parts, by process.
+        everywhere: whether all get it; else process 0 alone.
+    Returns:
+        A new tensor on the device of the part, or None where nobody wants it.
+    """
+    assert lengths[processes.process_id] == len(part)
+    wants = everywhere or processes.is_first
+    cuts = [0]
+    for length in lengths:
+        cuts.append(cuts[-1] + length)
+    if everywhere:
+        whole = part.new_empty(cuts[-1])
+        part_of(processes, whole, cuts).copy_(part)
+        join_parts(processes, [whole], [cuts])
+        return whole
+    whole = part.new_empty(cuts[-1] if wants else 0)
+    one = part.element_size()
+    here = [one * length if wants else 0 for length in lengths]
+    there = [one * len(part), *[0] * (len(lengths) - 1)]
+    with torch.no_grad(), processes.collectives() as start:
+        texts: Tuple[Tensor, Tensor] = as_bytes(whole), as_bytes(part)
+        start(distributed.all_to_all_single, *texts, here, there, like=part)
+    return whole if wants else None
+
+
+class PartSum:
+    """The sum of a flat tensor over all processes, under way, of which each gets its part.
+
+    Args:
+        processes: all of them.
+        whole: contiguous; it stays as it is until the sum has ended.
+        cuts: of it.
+
+    Attributes:
+        own: this process's part, when the sum has ended.
+    """
+
+    def __init__(self, processes: Processes, whole: Tensor, cuts: Sequence[int]) -> None:
+        count = len(cuts) - 1
+        self.own = torch.empty_like(part_of(processes, whole, cuts))
+        self._received = whole.new_empty(count * len(self.own))
+        # What is sent stays until it has arrived.
+        self._sent = whole
+        self._works = processes.works()
+        one = whole.element_size()
+        here = [one * len(self.own)] * count
+        there = [one * (end - begin) for begin, end in zip(cuts, cuts[1:])]
+        texts = as_bytes(self._received), as_bytes(whole)
+        self._works.start(distributed.all_to_all_single, *texts, here, there, like=whole)
+
+    def end(self) -> None:
+        """Wait for it."""
+        self._works.wait()
+        rows = self._received.view(-1, len(self.own)) if len(self.own) else None
+        if rows is not None:
+            wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
+            self.own.copy_(rows.sum(0, dtype=wide))

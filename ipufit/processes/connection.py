@@ -1,0 +1,422 @@
+"""The connections of one process to the others, and what becomes of them when one of them ends."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import dataclasses
+import datetime
+import math
+import time
+from typing import Any, NoReturn, Optional, Sequence, Tuple
+
+import torch
+from torch import distributed
+
+from ipufit.errors import ConfigurationError, IpufitError, ProcessError
+from ipufit.processes.heartbeat_store import POLL, Board, BoardLostError, Seen
+from ipufit.processes.pending_work import TORCH_ERRORS
+from ipufit.processes.rendezvous import Place
+from ipufit.utils.interrupts import SameProcess
+
+__all__ = ["Link"]
+
+
+GRACE = 3.0  # seconds in which those who are alive answer
+_AGAIN = "tart all processes again; a run that keeps checkpoints resumes from the last one."
+_LOOK = (
+    "Look at what that process printed, repair it, and start all processes again; a run that "
+    "keeps checkpoints resumes from the last one."
+)
+_SLOW = "If it is only slow, raise the limit with ipufit.distributed(timeout=...); then s" + _AGAIN
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A failure of the link between processes, and its cure."""
+
+    what: str
+    cure: str = "S" + _AGAIN
+
+
+@dataclasses.dataclass(frozen=True)
+class Faults:
+    """Finds the fault.
+
+    Attributes:
+        num_processes: how many there are.
+        timeout: seconds that one waits for another.
+        is_hosted: whether the store is the launcher's; process 0 has it otherwise.
+    """
+
+    num_processes: int
+    timeout: float
+    is_hosted: bool
+
+    def ask(self, board: Board, reason: str) -> Fault:
+        """Find it with the others' help.
+
+        Args:
+            reason: by torch, or nothing.
+        Raises:
+            BoardLostError: the store is gone.
+        """
+        return self._judged(board, self._answers(board), reason)
+
+    def without_asking(self, board: Board) -> Fault:
+        """Find it where the store is gone."""
+        fault = self._told(board)
+        if fault is not None:
+            return fault
+        if board.lost is None or board.is_silent:
+            return Fault(
+                f"process 0 of {self.num_processes} did not come to the same point within "
+                f"{self.timeout:g} s, and does not answer (it hangs, or its machine failed)"
+            )
+        if self.is_hosted:
+            return Fault("the launcher, through which they speak, has gone")
+        return Fault(
+            f"process 0 of {self.num_processes} has gone (ended, killed, or its machine failed)"
+        )
+
+    def _answers(self, board: Board) -> Seen:
+        until = time.monotonic() + GRACE
+        while True:
+            view = board.look()
+            # Where a connection is closed, an error may still be on its way to the board.
+            is_known = board.ended or (not view.is_closed and all(view.noticed))
+            if is_known or time.monotonic() >= until:
+                return view
+            time.sleep(POLL / 5)
+
+    def _judged(self, board: Board, view: Seen, reason: str) -> Fault:
+        fault = self._told(board)
+        if fault is not None and board.ended:
+            return fault
+        # Not those that have found the fault already, and ended by it.
+        left = [has and not knew for has, knew in zip(view.left, view.noticed)]
+        if any(left):
+            who = self._who(left)
+            return Fault(f"{who} ended the program already", _LOOK)
+        if view.is_closed and not all(view.alive):
+            who = self._who([not each for each in view.alive])
+            return Fault(f"{who} gone (killed, or the machine failed)")
+        if not view.is_closed and not all(view.noticed):
+            who = named([number for number, came in enumerate(view.noticed) if not came])
+            return Fault(
+                f"{who} of {self.num_processes} did not come to the same point within "
+                f"{self.timeout:g} s (waits, works on something else, or hangs)",
+                _SLOW,
+            )
+        return fault or Fault(f"torch.distributed failed: {brief(reason) or 'it does not say why'}")
+
+    def _told(self, board: Board) -> Optional[Fault]:
+        """An error that a process ended with, or what others found before."""
+        for kind, texts in (("ended with", board.ended), ("gave up because", board.concluded)):
+            for process, text in sorted(texts.items()):
+                what = f"process {process} of {self.num_processes} {kind} {text}"
+                return Fault(what, _LOOK) if texts is board.ended else Fault(what)
+        return None
+
+    def _who(self, are: Sequence[bool]) -> str:
+        which = [number for number, each in enumerate(are) if each]
+        return f"{named(which)} of {self.num_processes} {'has' if len(which) == 1 else 'have'}"
+
+
+def named(which: Sequence[int]) -> str:
+    """Processes by their numbers, in words."""
+    if len(which) == 1:
+        return f"process {which[0]}"
+    return f"processes {', '.join(map(str, which[:-1]))} and {which[-1]}"
+
+
+def brief(error: object) -> str:
+    """The first line of what torch says; its C++ stack follows."""
+    return str(error).strip().split("\n")[0].rstrip(".")
+
+
+# Public, but torch does not say so to type checkers; absent from a torch without distributed.
+TCPStore: Any = getattr(distributed, "TCPStore", None)
+PrefixStore: Any = getattr(distributed, "PrefixStore", None)
+
+_MARGIN = 60.0  # seconds that torch's own limit comes after ours, which names who is missing
+
+
+class Link:
+    """Connects when it is first asked to.
+
+    Args:
+        place: None where torch.distributed is initialised already.
+        timeout: seconds that one process waits for another.
+    """
+
+    def __init__(
+        self, process_id: int, num_processes: int, place: Optional[Place], timeout: float
+    ) -> None:
+        self.group: Any = None  # that of the host, for tensors there
+        self.is_connected: bool = False
+        self.pending: int = 0  # collectives that were begun and not waited for
+        self._me = process_id
+        self._count = num_processes
+        self._place = place
+        self._timeout = timeout
+        is_hosted = place is not None and place.is_hosted
+        self._faults = Faults(num_processes, timeout, is_hosted)
+        self._board: Optional[Board] = None
+        self._store: Any = None
+        self._broken = ""
+        self._is_ours = False
+        self._same = SameProcess()
+
+    def connect(self) -> None:
+        """Join torch.distributed, once.
+
+        Raises:
+            ProcessError: another process did not come, or this one has left.
+            ConfigurationError: torch.distributed is absent, or has other numbers; or this is a
+                copy, made by ``os.fork``.
+        """
+        self._same.check()
+        if self._broken:
+            raise ProcessError(
+                "a process that has left the others can't speak to them again, but this one left "
+                f"them because {self._broken}. {Fault('').cure}"
+            )
+        if self.is_connected:
+            return
+        if not distributed.is_available():
+            raise ConfigurationError(
+                f"a run of {self._count} processes needs torch.distributed, but this torch was "
+                "built without it. Install another build of torch, or start one process."
+            )
+        board = self._open()
+        limit = datetime.timedelta(seconds=self._timeout + _MARGIN)
+        try:
+            self._arrive(board)
+            if self._is_ours:
+                backend = "cpu:gloo,cuda:nccl" if _has_nccl() else "gloo"
+                store = PrefixStore("group", self._store)
+                distributed.init_process_group(
+                    backend, store=store, rank=self._me, world_size=self._count, timeout=limit
+                )
+                self.group = distributed.group.WORLD
+            else:
+                # The user's own may have no gloo, and another limit.
+                self.group = distributed.new_group(backend="gloo", timeout=limit)
+        except TORCH_ERRORS as error:
+            if isinstance(error, IpufitError):
+                raise
+            self.fail(True, str(error), error)
+        self.is_connected = True
+
+    def wait(self, works: Sequence[Tuple[Any, bool]]) -> None:
+        """Wait until collectives are done.
+
+        Args:
+            works: each with whether its tensors are on the host.
+        Raises:
+            ProcessError: another process failed, has gone or did not come.
+        """
+        board = self._board
+        assert board is not None
+        until = time.monotonic() + self._timeout
+        given_up = math.inf
+        for work, is_on_host in works:
+            while True:
+                try:
+                    if _is_done(work, is_on_host):
+                        break
+                except TORCH_ERRORS as error:
+                    self.fail(True, str(error), error)
+                now = time.monotonic()
+                if board.alarm or board.lost is not None:
+                    # What the others sent before they ended may still arrive.
+                    given_up = min(given_up, now + (0.0 if board.alarm else GRACE))
+                if now >= given_up:
+                    self.fail(board.lost is not None)
+                if now >= until:
+                    self.fail(False)
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the others that this process ends by an error, and leave them."""
+        if self._broken or not self._same.is_here or not distributed.is_available():
+            return
+        text = f"{type(error).__name__}: {error}".rstrip(".: ")
+        # The error itself matters more than who hears of it.
+        with contextlib.suppress(BoardLostError, *TORCH_ERRORS):
+            self._open(min(self._timeout, 2 * GRACE)).tell_error(text)
+        self._leave(f"it ended with {text}")
+
+    def _open(self, limit: Optional[float] = None) -> Board:
+        if self._board is not None:
+            return self._board
+        seconds = self._timeout if limit is None else limit
+        if distributed.is_initialized():
+            rank, size = distributed.get_rank(), distributed.get_world_size()
+            if (rank, size) != (self._me, self._count):
+                raise ConfigurationError(
+                    f"torch.distributed must have the numbers of the run, but there this is "
+                    f"process {rank} of {size}, and here it is {self._me} of {self._count}. Leave "
+                    "ipufit.distributed out, or pass it the same numbers."
+                )
+            # Not public, but there since torch 1.x, and torch's own packages use it.
+            store = distributed.distributed_c10d._get_default_store()
+            mine = PrefixStore("ipufit", store)
+        else:
+            self._store, mine = self._stores(seconds)
+            self._is_ours = True
+        self._board = Board(mine, self._me, self._count)
+        atexit.register(self._close)
+        return self._board
+
+    def _stores(self, seconds: float) -> Tuple[Any, Any]:
+        """One for torch, which waits in it, and one for the board, which must not wait for that."""
+        place = self._place
+        assert place is not None
+        limit = datetime.timedelta(seconds=seconds)
+        is_host = self._me == 0 and not place.is_hosted
+        stores = []
+        for number in range(2):
+            try:
+                store = TCPStore(
+                    place.host,
+                    place.port,
+                    self._count,
+                    is_host and number == 0,
+                    timeout=limit,
+                    wait_for_workers=False,
+                )
+            except TORCH_ERRORS as error:
+                where = f"{place.host}:{place.port}"
+                if is_host:
+                    raise ProcessError(
+                        f"process 0 must be able to listen at {where}, but it can't: "
+                        f"{brief(error)}. Choose another port by MASTER_PORT or "
+                        'ipufit.distributed(address="host:port"), the same in all processes.'
+                    ) from error
+                raise ProcessError(
+                    f"process 0 must be reached at {where} within {seconds:g} s, but was not: "
+                    f"{brief(error)}. Check that it runs, and that MASTER_ADDR and MASTER_PORT, "
+                    "or the address of ipufit.distributed, name its machine in all processes."
+                ) from error
+            stores.append(PrefixStore(f"ipufit/{place.attempt}", store))
+        return stores[0], PrefixStore("board", stores[1])
+
+    def _arrive(self, board: Board) -> None:
+        """Wait for the others, before torch does, which would not say who is missing."""
+        try:
+            if board.arrive(self._count) > 1:
+                self._refuse(
+                    "each process of a run must have its own number, but two came as process "
+                    f"{self._me}. Check what the launcher or ipufit.distributed tells each."
+                )
+            until = time.monotonic() + self._timeout
+            while True:
+                absent = board.absent()
+                if 0 not in absent:
+                    first, total = board.sizes()
+                    if first != self._count or (not absent and total != self._count**2):
+                        what = (
+                            f"process 0 has {first}" if self._me else "another has another number"
+                        )
+                        self._refuse(
+                            "all processes of a run must know of the same number of processes, "
+                            f"but process {self._me} has {self._count} and {what}. Check what the "
+                            "launcher or ipufit.distributed tells each."
+                        )
+                if board.alarm:
+                    self.fail(False)
+                if not absent:
+                    return
+                if time.monotonic() >= until:
+                    who = f"{named(absent)} of {self._count}"
+                    raise ProcessError(
+                        f"all processes of a run must start within {self._timeout:g} s, but {who} "
+                        "did not. Start it too, or raise the limit with "
+                        "ipufit.distributed(timeout=...)."
+                    )
+                time.sleep(POLL / 5)
+        except BoardLostError as error:
+            self.fail(True, str(error), error)
+
+    def _refuse(self, text: str) -> NoReturn:
+        error = ConfigurationError(text)
+        self.tell(error)
+        raise error
+
+    def fail(
+        self, is_closed: bool, reason: str = "", cause: Optional[Exception] = None
+    ) -> NoReturn:
+        """Find out who has failed, let the others know, and leave them.
+
+        Args:
+            is_closed: whether a collective failed, and not only took too long.
+        """
+        board = self._board
+        assert board is not None
+        fault = None
+        try:
+            board.notice(is_closed)
+            fault = self._faults.ask(board, reason)
+            board.tell_conclusion(fault.what)
+            if self._me == 0:
+                # It may host the board, which the others still have to read.
+                board.wait_for("concluded", GRACE / 2)
+        except BoardLostError:
+            fault = fault or self._faults.without_asking(board)
+        self._leave(fault.what)
+        raise ProcessError(
+            f"all processes of a run must go on together, but {fault.what}. {fault.cure}"
+        ) from cause
+
+    def _leave(self, why: str) -> None:
+        self._broken = why
+        # A group is freed when its collectives have ended, and those of this one may never: Python
+        # could not exit. A reference too many keeps it until the process ends, which closes all.
+        groups = [self.group]
+        if self._is_ours and distributed.is_initialized():
+            groups.append(distributed.group.WORLD)
+        for group in groups:
+            if group is not None:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+    def _close(self) -> None:
+        if not self._same.is_here:
+            return
+        if self._board is not None:
+            self._board.leave()
+        if self._is_ours and not self._broken and distributed.is_initialized():
+            # Only where nobody holds it any more is it freed, and its threads are waited for. One
+            # that still lets go of a collective's tensors when Python ends takes the process down.
+            if not self.pending:
+                self.group = None
+            distributed.destroy_process_group()
+
+
+def _is_done(work: Any, is_on_host: bool) -> bool:
+    """Wait a moment.
+
+    Raises:
+        RuntimeError: the collective failed.
+    """
+    if not is_on_host:
+        # A limit would make NCCL give up for good.
+        until = time.monotonic() + POLL
+        while not work.is_completed():
+            if time.monotonic() > until:
+                return False
+            time.sleep(0)
+        work.wait()
+        return True
+    try:
+        work.wait(datetime.timedelta(seconds=POLL / 2))
+    except TORCH_ERRORS:
+        if not work.is_completed():
+            return False  # it was the limit
+        work.wait()
+    return True
+
+
+def _has_nccl() -> bool:
+    return torch.cuda.is_available() and distributed.is_nccl_available()

@@ -1,0 +1,170 @@
+"""Which process this is, as the user, torch.distributed or the launcher says."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from typing import Any, Dict, Optional, Tuple
+
+from torch import distributed as torch_distributed
+
+from ipufit.errors import ConfigurationError
+from ipufit.processes.group import ALONE, TIMEOUT, Processes
+from ipufit.processes.launchers import find, find_place, parse_address
+from ipufit.processes.rendezvous import Place
+
+__all__ = ["current", "distributed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Told:
+    """What the user said; None leaves it to the environment."""
+
+    process_id: Optional[int] = None
+    num_processes: Optional[int] = None
+    place: Optional[Place] = None
+    timeout: float = TIMEOUT
+
+
+_told = _Told()
+# All that was told so far, so that there is one object for one run.
+_known: Dict[Tuple[Any, ...], Processes] = {}
+
+
+def current() -> Processes:
+    """The processes of this run; the same object as long as nobody says otherwise.
+
+    The first of these that speaks of processes: :func:`distributed`; torch.distributed, if it is
+    initialised; the environment, as torchrun, OpenMPI, PopRun and Slurm set it.
+
+    Raises:
+        ConfigurationError: what they say is malformed or contradicts itself.
+    """
+    for known in _known.values():
+        if known.link.is_connected:
+            return known  # which initialised torch.distributed itself, perhaps
+    found = _find()
+    if not found.are_several:
+        return ALONE
+    key = dataclasses.astuple(found)
+    return _known.setdefault(key, found)
+
+
+def distributed(
+    process_id: Optional[int] = None,
+    num_processes: Optional[int] = None,
+    *,
+    address: Optional[str] = None,
+    timeout: float = TIMEOUT,
+) -> Processes:
+    """Say by hand which process of a run this is; a launcher's environment says it otherwise.
+
+    It comes before the first ``fit``, ``evaluate`` or ``predict``, in every process::
+
+        ipufit.distributed(0, 1)  # one process, whatever the environment says
+        ipufit.distributed(timeout=60)  # the environment's numbers, and other limits
+
+    Args:
+        process_id: of this process, from 0.
+        num_processes: how many there are; 1 turns the environment off.
+        address: "host:port" of process 0, which must be free there; else MASTER_ADDR and
+            MASTER_PORT say it.
+        timeout: seconds that one process waits for another before it gives up.
+    Returns:
+        What was decided.
+    Raises:
+        ConfigurationError: an argument that cannot work, or the processes are connected already.
+    """
+    global _told
+    told = _checked(process_id, num_processes, address, timeout)
+    if any(known.link.is_connected for known in _known.values()):
+        raise ConfigurationError(
+            "ipufit.distributed must be called before the processes first speak to each other, "
+            "but they are connected already. Call it at the start of the program."
+        )
+    before, _told = _told, told
+    try:
+        return current()
+    except ConfigurationError:
+        _told = before
+        raise
+
+
+def _checked(
+    process_id: object, num_processes: object, address: Optional[str], timeout: object
+) -> _Told:
+    for name, value in (("process_id", process_id), ("num_processes", num_processes)):
+        if value is not None and type(value) is not int:
+            raise ConfigurationError(
+                f"{name} must be an int, but got {value!r}. Pass process_id from 0, and "
+                "num_processes, or leave both to the launcher."
+            )
+    if type(timeout) not in (int, float) or not 0 < float(str(timeout)) < math.inf:
+        raise ConfigurationError(
+            f"timeout must be a number of seconds above 0, but got {timeout!r}. Pass, for "
+            "example, timeout=600.0."
+        )
+    if num_processes == 1 and process_id is None:
+        process_id = 0
+    if (process_id is None) != (num_processes is None):
+        given = "num_processes" if process_id is None else "process_id"
+        missing = "process_id" if process_id is None else "num_processes"
+        value = num_processes if process_id is None else process_id
+        raise ConfigurationError(
+            f"process_id and num_processes must be passed together, but got {given}={value} "
+            f"without {missing}. Pass both, or leave both to the launcher."
+        )
+    if isinstance(process_id, int) and isinstance(num_processes, int):
+        if num_processes < 1 or not 0 <= process_id < num_processes:
+            raise ConfigurationError(
+                "process_id must be from 0 to num_processes - 1, but got "
+                f"process_id={process_id} and num_processes={num_processes}. Number the "
+                "processes from 0."
+            )
+        numbers: Tuple[Optional[int], Optional[int]] = (process_id, num_processes)
+    else:
+        numbers = (None, None)
+    place = None if address is None else parse_address(address)
+    return _Told(*numbers, place, float(str(timeout)))
+
+
+def _find() -> Processes:
+    told = _told
+    if told.process_id is not None and told.num_processes is not None:
+        return _by_hand(told, told.process_id, told.num_processes)
+    if _is_initialized():
+        rank, size = torch_distributed.get_rank(), torch_distributed.get_world_size()
+        return Processes(rank, size, "torch.distributed", _local_id(), None, told.timeout)
+    found = find(os.environ)
+    if found is None or found.num_processes == 1:
+        return ALONE
+    place = told.place or find_place(os.environ, found)
+    return Processes(
+        found.process_id, found.num_processes, found.launcher, found.local_id, place, told.timeout
+    )
+
+
+def _by_hand(told: _Told, process_id: int, num_processes: int) -> Processes:
+    if num_processes == 1:
+        return ALONE
+    place = told.place
+    if place is None and not _is_initialized():
+        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        if not host or not port:
+            raise ConfigurationError(
+                f"{num_processes} processes must know where process 0 is, but "
+                "ipufit.distributed got no address, and MASTER_ADDR and MASTER_PORT are not set. "
+                'Pass address="host:port" of process 0, the same in all processes.'
+            )
+        place = parse_address(f"{host}:{port}")
+    return Processes(process_id, num_processes, "hand", 0, place, told.timeout)
+
+
+def _is_initialized() -> bool:
+    return torch_distributed.is_available() and torch_distributed.is_initialized()
+
+
+def _local_id() -> int:
+    text = os.environ.get("LOCAL_RANK", "")
+    return int(text) if text.isascii() and text.isdigit() else 0

@@ -1,0 +1,570 @@
+"""Record a Python function once as a graph of ATen operators, or say where and why that fails.
+
+The function runs on fake tensors: no value is computed, no buffer changes, no random number is
+drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import logging
+import os
+import re
+import sys
+import traceback
+import types
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ipufit.errors import CaptureError
+from ipufit.tracing.mask_rewrites import fixed_repeats, unread_masks
+from ipufit.tracing.recurrent import SecondGradientError, time_steps, whole_recurrent_layers
+from ipufit.utils.locations import PACKAGE
+from ipufit.utils.random_streams import LOCK
+
+__all__ = [
+    "CALLERS",
+    "Frame",
+    "capture",
+    "capture_error",
+    "draws",
+    "frame_of",
+    "has_mask_index",
+    "numpy_error",
+    "recordable",
+    "shape_error",
+    "text_error",
+    "user_frame",
+    "uses_random_numbers",
+    "value_error",
+]
+
+# File, line, function.
+Frame = Tuple[str, int, str]
+
+_TORCH_PATH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_INTERNAL = (
+    _TORCH_PATH,
+    PACKAGE,
+    os.path.dirname(os.path.abspath(os.__file__)) + os.sep + "contextlib",
+)
+
+_TORCH_MODULES = os.path.join(_TORCH_PATH, "nn") + os.sep
+_TORCH_AUTOGRAD = os.path.join(_TORCH_PATH, "autograd") + os.sep
+_TORCH_PACKING = os.path.join(_TORCH_MODULES, "utils", "rnn.py")
+_TORCH_RECURRENT = os.path.join(_TORCH_MODULES, "modules", "rnn.py")
+
+# Where ipufit calls the user's module and loss.
+CALLERS = (
+    os.path.join(PACKAGE, "tracing", "grad_step.py"),
+    os.path.join(PACKAGE, "poptorch", "_recording.py"),
+    os.path.join(PACKAGE, "analysis", "check", "runs.py"),
+)
+
+_EAGERLY = "To run this module as it is, without capture, use compile(..., run_eagerly=True)."
+
+
+def _first_user_frame(frames: Sequence[Frame]) -> Optional[Frame]:
+    """Of frames from the innermost outwards: the user's, or else that of a torch module.
+
+    What called ipufit is not what went wrong.
+    """
+    module = None
+    for frame in frames:
+        path = os.path.abspath(frame[0])
+        if path in CALLERS:
+            break
+        if not path.startswith(_INTERNAL) and not frame[0].startswith("<"):
+            return frame
+        if module is None and path.startswith(_TORCH_MODULES) and frame[2] == "forward":
+            module = frame
+    return module
+
+
+def _stack(frame: Optional[types.FrameType]) -> List[Frame]:
+    frames: List[Frame] = []
+    while frame is not None:
+        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return frames
+
+
+def user_frame(frame: Optional[types.FrameType]) -> Optional[Frame]:
+    """The user's line that a frame goes back to, or else that of a torch module; None of neither.
+
+    Args:
+        frame: the innermost.
+    """
+    return _first_user_frame(_stack(frame))
+
+
+def frame_of(error: BaseException) -> Optional[Frame]:
+    """The user's line that an exception came out of, or else that of a torch module."""
+    stack = traceback.extract_tb(error.__traceback__)
+    return _first_user_frame([(s.filename, s.lineno or 0, s.name) for s in reversed(stack)])
+
+
+def capture_error(
+    what: str,
+    instead: str,
+    frame: Optional[Frame],
+    cause: Optional[str] = None,
+    kind: str = "capture",
+    runs_eagerly: bool = True,
+) -> CaptureError:
+    """The error about something that can't be recorded.
+
+    Args:
+        what: is wrong, without a full stop.
+        instead: sentences that say what to write.
+        frame: the user's line; None where nobody knows it.
+        cause: "value" or "shape" where the program would have to know a tensor's values.
+        kind: as :class:`ipufit.analysis.check.Finding` has it.
+        runs_eagerly: whether the module could run without a recording, as it is.
+    """
+    advice = _EAGERLY if runs_eagerly else ""
+    parts: Dict[str, Any] = {"kind": kind, "what": what, "cure": instead}
+    if frame is None:
+        return CaptureError(f"{what}. {instead}", cause=cause, advice=advice, **parts)
+    file, line, function = frame
+    source = linecache.getline(file, line).strip()
+    shown = f": `{source}`" if source else ""
+    text = f"{what}, at {file}:{line} in {function}{shown}. {instead}"
+    return CaptureError(text, file, line, cause, advice, function=function, **parts)
+
+
+# What the user's line looks like tells which of several causes it was; torch's error is the same.
+_NUMBER = re.compile(r"\.item\(|\.tolist\(|\b(int|float|complex)\(|\brange\(|\bround\(")
+_BRANCH = re.compile(
+    r"\b(if|elif|while|assert|and|or|not|in)\b|(?<!\.)\b(bool|any|all|min|max|sorted)\("
+)
+
+
+def value_error(frame: Optional[Frame]) -> CaptureError:
+    """Python needs a tensor's value there."""
+    source = linecache.getline(frame[0], frame[1]).strip() if frame else ""
+    if _NUMBER.search(source):
+        return capture_error(
+            "a tensor's value was turned into a Python number, but the program is recorded once, "
+            "before there are values",
+            "Keep it a tensor (0-dim tensors work in arithmetic and torch.where), or compute the "
+            "number before training and store it as an attribute.",
+            frame,
+            "value",
+            "number",
+        )
+    if _BRANCH.search(source):
+        return capture_error(
+            "Python branched on a tensor's value, but the program is recorded once, before there "
+            "are values",
+            "Write torch.where(condition, a, b), or multiply by a mask, so that both cases are in "
+            "the program.",
+            frame,
+            "value",
+            "branch",
+        )
+    return capture_error(
+        "Python needed a tensor's value, but the program is recorded once, before there are values",
+        "Keep it in tensors: torch.where(condition, a, b) instead of a branch, gather or a mask "
+        "instead of a slice that ends at a value.",
+        frame,
+        "value",
+        "value",
+    )
+
+
+def text_error(frame: Optional[Frame]) -> CaptureError:
+    """A tensor's value is written into a text there."""
+    return capture_error(
+        "a tensor's value was written into a text, but the program is recorded once, before there "
+        "are values",
+        "Return the tensor as an output, and format it outside of the module.",
+        frame,
+        "value",
+        "text",
+    )
+
+
+def shape_error(frame: Optional[Frame]) -> CaptureError:
+    """A shape depends on a tensor's values there."""
+    return capture_error(
+        "a shape depends on a tensor's values, but the shapes of the program are fixed when it is "
+        "recorded",
+        "Keep the full shape: write torch.where(mask, x, 0) instead of x[mask], topk with a fixed "
+        "k instead of nonzero or unique.",
+        frame,
+        "shape",
+        "shape",
+    )
+
+
+def numpy_error(frame: Optional[Frame]) -> CaptureError:
+    """A tensor is converted to NumPy there."""
+    return capture_error(
+        "a tensor was converted to NumPy, but the program is recorded once, before there are "
+        "values",
+        "Use the torch operator of the same meaning.",
+        frame,
+        "value",
+        "numpy",
+    )
+
+
+def _anomaly_error() -> CaptureError:
+    """Error for torch's anomaly detection, which reads every gradient as soon as there is one."""
+    return capture_error(
+        "torch.autograd.set_detect_anomaly(True) looks for nan in the values of gradients, but the "
+        "program is recorded once, before there are values",
+        "Switch it off, torch.autograd.set_detect_anomaly(False), and use compile(..., "
+        "detect_nan=True), which names operator, line and samples.",
+        None,
+        "value",
+        "anomaly",
+    )
+
+
+def _is_anomaly_check(frame: Optional[types.FrameType]) -> bool:
+    """Tell whether an operator is the one with which torch's anomaly detection reads a gradient.
+
+    Args:
+        frame: innermost frame below the operator.
+    """
+    if not (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()):
+        return False
+    dispatching = (
+        *(os.path.join(_TORCH_PATH, name) for name in ("utils", "_")),
+        *(os.path.join(PACKAGE, room) for room in ("tracing", "engines")),
+    )
+    while frame is not None and frame.f_code.co_filename.startswith(dispatching):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_TORCH_AUTOGRAD)
+
+
+def _ctc_error(frame: Optional[Frame]) -> CaptureError:
+    """Error for torch's CTC loss, which looks at the values of the lengths in every form."""
+    return capture_error(
+        "ctc_loss reads the lengths of its sequences as numbers, but the program is recorded once, "
+        "before there are values",
+        "No other form of its arguments changes that.",
+        frame,
+        "shape",
+        "ctc",
+    )
+
+
+def _packing_error(frame: Optional[Frame]) -> CaptureError:
+    """Error for a packed sequence, whose batch sizes are values on the host."""
+    return capture_error(
+        "a packed sequence has a shape that depends on the values of its lengths, but the program "
+        "is recorded once, before there are values",
+        "Run the layer on the padded batch, and take what belongs to each length from its output: "
+        "output[torch.arange(len(lengths)), lengths - 1] is the last step of each sequence.",
+        frame,
+        "shape",
+        "packed",
+    )
+
+
+def _is_packing(error: BaseException) -> bool:
+    """Tell whether an error came out of packing a sequence, or of a layer that got a packed one."""
+    return any(
+        frame.f_code.co_filename == _TORCH_PACKING
+        or (
+            frame.f_code.co_filename == _TORCH_RECURRENT
+            and frame.f_locals.get("batch_sizes") is not None
+        )
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
+
+
+def _compiled_error(frame: Optional[Frame]) -> CaptureError:
+    """Error for what went through torch.compile and is called while the program is recorded."""
+    return capture_error(
+        "a function or module that went through torch.compile was called, but only plain Python "
+        "can be recorded",
+        "Call what was passed to torch.compile: the whole training step is one program anyway, "
+        "and compile(..., jit='inductor') makes torch.compile's kernels of it.",
+        frame,
+        kind="compiled",
+    )
+
+
+def has_mask_index(args: Tuple[Any, ...]) -> bool:
+    """Whether aten::index with these arguments takes what a mask says."""
+    indices = args[1] if len(args) > 1 else ()
+    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
+
+
+# Operators of weights, whose tensors must agree on what they hold. On fake tensors torch does not
+# look at that, so that only the first update would fail.
+_OF_WEIGHTS = {
+    getattr(torch.ops.aten, name)
+    for name in (
+        *("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "convolution"),
+        *("native_batch_norm", "native_layer_norm", "native_group_norm"),
+    )
+}
+
+
+_OF_CLASSES = {torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss2d_forward}
+
+
+def _refuse_dtypes(func: Any, args: Tuple[Any, ...]) -> None:
+    """Raise what torch's kernels raise for integers beside weights, and for short class indices.
+
+    Raises:
+        RuntimeError: the operator can't take its tensors.
+    """
+    if func.overloadpacket in _OF_CLASSES:
+        if args[1].dtype not in (torch.int64, torch.uint8):
+            raise RuntimeError(f"{func} needs class indices of int64, but got {args[1].dtype}")
+        return
+    if func.overloadpacket not in _OF_WEIGHTS:
+        return
+    dtypes = [a.dtype for a in args if isinstance(a, Tensor)]
+    kinds = {dtype.is_floating_point or dtype.is_complex for dtype in dtypes}
+    if len(kinds) > 1:
+        names = " and ".join(str(dtype).replace("torch.", "") for dtype in dict.fromkeys(dtypes))
+        raise RuntimeError(f"{func} needs tensors of the same dtype, but got {names}")
+
+
+_RANDOM_BETWEEN = getattr(torch.ops.aten.random_, "from")
+
+
+class _ValueGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Stops at an operator that needs a tensor's value, while the user's stack still stands."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Tuple[Any, ...] = (),
+        kwargs: Optional[Dict[str, Any]] = None,
+    ) -> Any:
+        fake = [a for a in args if isinstance(a, FakeTensor)]
+        unknown = any(getattr(a, "constant", None) is None for a in fake)
+        if _Restored.generator and draws(func, args, kwargs or {}):
+            raise capture_error(
+                "random numbers were drawn again after the generator was set back, as "
+                "torch.utils.checkpoint does with dropout, but a recording would draw new ones",
+                "Leave the dropout outside of what is checkpointed.",
+                user_frame(sys._getframe()),
+            )
+        if func is _RANDOM_BETWEEN and args[2] is not None:
+            # The name of this operator is a keyword, which the text of a graph can't hold.
+            low, high = args[1:3]
+            return torch.ops.aten.random_.to(args[0], high - low, **(kwargs or {})).add_(low)
+        if fake:
+            _refuse_dtypes(func, args)
+        if fake and unknown:
+            if torch.Tag.data_dependent_output in func.tags:
+                if _is_anomaly_check(sys._getframe()):
+                    raise _anomaly_error()
+                raise value_error(user_frame(sys._getframe()))
+            if torch.Tag.dynamic_output_shape in func.tags and (
+                func is not torch.ops.aten.index.Tensor or has_mask_index(args)
+            ):
+                is_ctc = func._schema.name == "aten::_ctc_loss"
+                raise (_ctc_error if is_ctc else shape_error)(user_frame(sys._getframe()))
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the lines that new versions of torch log for every error on a fake tensor."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextlib.contextmanager
+def _recordable_kernels() -> Iterator[None]:
+    """Without oneDNN's kernel for whole recurrent layers, which torch 2.13 can't record.
+
+    Only what the graph holds changes: a convolution in it still runs on oneDNN.
+    """
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+@contextlib.contextmanager
+def _no_value_checks() -> Iterator[None]:
+    """Without the checks of distributions' arguments, which look at values."""
+    kind = torch.distributions.Distribution
+    before = kind._validate_args
+    kind.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        kind.set_default_validate_args(before)
+
+
+@contextlib.contextmanager
+def recordable() -> Iterator[None]:
+    """Torch's own layers go the ways that a recording of them goes."""
+    with _recordable_kernels(), _no_value_checks(), unread_masks(), fixed_repeats():
+        yield
+
+
+class _Restored:
+    """Whether a generator was set back since the recording began."""
+
+    generator = False
+
+
+@contextlib.contextmanager
+def _no_restored_generator() -> Iterator[None]:
+    """Notice torch.utils.checkpoint, which repeats random numbers by setting the generator back.
+
+    A recording would draw new ones instead: another mask in the backward pass.
+    """
+    original = torch.set_rng_state
+
+    def noticed(new_state: Tensor) -> None:
+        _Restored.generator = True
+        original(new_state)
+
+    _Restored.generator = False
+    torch.set_rng_state = noticed
+    try:
+        yield
+    finally:
+        torch.set_rng_state = original
+        _Restored.generator = False
+
+
+def capture(
+    function: Callable[..., Sequence[Optional[Tensor]]],
+    args: Sequence[Tensor],
+    guard: bool = True,
+    whole_layers: bool = True,
+) -> fx.GraphModule:
+    """Record ``function`` of tensors, returning tensors, as a graph.
+
+    Args:
+        function: called once, on fake tensors with the shapes and dtypes of ``args``. It may change
+            its arguments in place; the graph then does so too.
+        args: the tensors; their values are not looked at.
+        guard: refuse operators that need a value. Off only where reading one is known to cost no
+            synchronisation.
+        whole_layers: record a recurrent layer as one operator; else as those of its time steps.
+
+    Raises:
+        CaptureError: the function needs a value or makes a shape of one; with the user's file and
+            line.
+    """
+    # Imported here: it is slow to import, and `import ipufit` must stay quick.
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def guarded(*tensors: Tensor) -> Sequence[Optional[Tensor]]:
+        if not guard:
+            return function(*tensors)
+        with _ValueGuard():  # type: ignore[no-untyped-call]
+            return function(*tensors)
+
+    # A user's exception inside forward is theirs: it leaves as it is.
+    try:
+        # Of oneDNN, whether it is on is noted before it is off for the recording.
+        layers = whole_recurrent_layers() if whole_layers else contextlib.nullcontext()
+        with LOCK, layers, _quiet(), recordable(), _no_restored_generator():
+            # Detached, so that one tensor in two places is two inputs: the next batch may differ.
+            inputs = [argument.detach() for argument in args]
+            graph = make_fx(guarded, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    except SecondGradientError:
+        with time_steps():
+            return capture(function, args, guard, whole_layers)
+    except CaptureError:
+        raise
+    except DataDependentOutputException as error:
+        raise value_error(frame_of(error)) from error
+    except DynamicOutputShapeException as error:
+        raise shape_error(frame_of(error)) from error
+    except (RuntimeError, TypeError, ValueError) as error:
+        text = str(error)
+        if _is_packing(error):
+            raise _packing_error(frame_of(error)) from error
+        if text.startswith("Detected that you are using FX to symbolically trace a dynamo"):
+            raise _compiled_error(frame_of(error)) from error
+        if text.startswith(".numpy() is not supported for tensor subclasses"):
+            raise numpy_error(frame_of(error)) from error
+        if type(error).__name__ == "GuardOnDataDependentSymNode":
+            raise value_error(frame_of(error)) from error
+        if "incompatible with .grad()" in text or "not compatible with .grad()" in text:
+            raise capture_error(
+                "torch.utils.checkpoint with use_reentrant=True can't be recorded",
+                "Pass use_reentrant=False.",
+                frame_of(error),
+            ) from error
+        if text.startswith(".tolist() is not supported") or "value out of a tracing tensor" in text:
+            raise value_error(frame_of(error)) from error
+        if text.endswith("FakeTensor.__format__"):
+            raise text_error(frame_of(error)) from error
+        raise
+    _simplify(graph)
+    return graph
+
+
+# Operators that only make a tensor: without a reader they can go. In-place operators, and batch
+# normalisation, which changes its running statistics without saying so in its schema, must stay.
+_REMOVABLE = {"aten::detach", "aten::empty", "aten::ones_like", "aten::t", "aten::view"}
+
+
+def _simplify(graph: fx.GraphModule) -> None:
+    """Drop what autograd left behind: detach means nothing where no gradient is recorded."""
+    nodes = graph.graph.nodes
+    for node in list(nodes):
+        if node.target is torch.ops.aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+    for node in reversed(list(nodes)):
+        if node.op != "call_function" or node.users:
+            continue
+        schema = getattr(node.target, "_schema", None)
+        if node.target.__name__ == "getitem" or (schema and schema.name in _REMOVABLE):
+            graph.graph.erase_node(node)
+    graph.graph.lint()
+    graph.recompile()
+
+
+def uses_random_numbers(graph: fx.GraphModule) -> bool:
+    """Whether the graph draws from a random generator."""
+    return any(
+        draws(node.target, node.args, node.kwargs)
+        for node in graph.graph.nodes
+        if node.op == "call_function"
+    )
+
+
+def draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Say whether a call of an operator draws random numbers.
+
+    Attention and recurrent layers draw them for their dropout alone, which may be 0.
+
+    Args:
+        operator: of the dispatcher; another function draws none.
+        args, kwargs: of the call.
+    """
+    is_operator = isinstance(operator, torch._ops.OpOverload)
+    if not is_operator or operator._schema.name.endswith("_backward"):
+        return False
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.name == "dropout_p":
+            positional = args[place] if place < len(args) else argument.default_value
+            return bool(kwargs.get("dropout_p", positional) != 0.0)
+    return torch.Tag.nondeterministic_seeded in operator.tags

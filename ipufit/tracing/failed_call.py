@@ -1,0 +1,554 @@
+"""Why a module or a loss can't take a micro-batch: which layer or line, what it needs, what came.
+
+Nothing here runs before a call has failed. The traceback has the layers that were called, with
+their arguments; where it has none, or values matter, the micro-batch runs once more, eagerly and on
+copies, and nothing of that is left behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import dis
+import inspect
+import linecache
+import math
+import os
+import re
+import traceback
+import warnings
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    NamedTuple,
+    Optional,
+    Pattern,
+    Sequence,
+    Tuple,
+    Union,
+)
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
+
+from ipufit.core.batch import MicroBatch
+from ipufit.core.train_config import Precision
+from ipufit.errors import CaptureError, DataError, DeviceError, IpufitError, LossError
+from ipufit.losses import Loss, check_labels, describe, describe_tensor
+from ipufit.losses.named import check_torch_loss
+from ipufit.tracing.capture import Frame, frame_of
+from ipufit.tracing.grad_step import MicroStep, StepModule, attributes_kept
+from ipufit.tracing.ipu_only import for_this_engine
+from ipufit.tracing.validate import unregistered
+from ipufit.utils import tree
+from ipufit.utils.locations import PACKAGE
+from ipufit.utils.preserve import generators_kept
+
+__all__ = ["Step", "explain"]
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_FUNCTIONAL = os.path.join(_TORCH, "nn", "functional.py")
+_RAISES = {dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE") if name in dis.opmap}
+
+
+class _Mismatch(NamedTuple):
+    """A layer's need, its cure, and what came where that is not the whole input."""
+
+    needs: str
+    cure: str
+    got: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Module and loss of a micro-batch that failed.
+
+    Attributes:
+        module: the user's.
+        loss: normal form; None where there is none.
+        with_loss: whether it was computed.
+        precision: in which the module computes.
+    """
+
+    module: nn.Module
+    loss: Optional[Loss]
+    with_loss: bool = True
+    precision: Precision = dataclasses.field(default_factory=Precision)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Operator:
+    """A function of torch and the tensors that it was called with."""
+
+    name: str = ""
+    tensors: Tuple[Tensor, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Failure:
+    """The innermost call of a module that an exception came out of.
+
+    Attributes:
+        error: the exception.
+        module: that was called; None outside of any.
+        name: its name in the user's module, "" of that itself; None where it is no part of it.
+        args, kwargs: of the call.
+        functional: function of ``torch.nn.functional`` with its local variables, if one failed.
+        frame: the user's line.
+        operator: that failed, where it was watched.
+    """
+
+    error: Exception
+    module: Optional[nn.Module]
+    name: Optional[str]
+    args: Tuple[object, ...]
+    kwargs: Dict[str, object]
+    functional: Optional[Tuple[str, Dict[str, Any]]]
+    frame: Optional[Frame]
+    operator: _Operator = _Operator()
+
+    @property
+    def text(self) -> str:
+        """First line of torch's message."""
+        return str(self.error).partition("\n")[0]
+
+    @property
+    def where(self) -> str:
+        """The user's line, as part of a sentence; empty where there is none."""
+        if self.frame is None or self.frame[0].startswith(_TORCH):
+            return ""
+        file, line, function = self.frame
+        source = linecache.getline(file, line).strip()
+        return f", at {file}:{line} in {function}" + (f": `{source}`" if source else "")
+
+    @property
+    def layer(self) -> str:
+        """The module's name and what it is."""
+        shown = repr(self.module)
+        if "\n" in shown or len(shown) > 100:
+            shown = type(self.module).__name__
+        if self.name is None:
+            return f"{shown}, which is no registered part of the module,"
+        return f"layer {self.name!r}, {shown}," if self.name else f"the module, {shown},"
+
+
+def explain(
+    error: Exception, step: Step, batches: Sequence[MicroBatch], where: Callable[[int], str]
+) -> Optional[IpufitError]:
+    """Find out which layer or line can't take which micro-batch.
+
+    Args:
+        error: raised while a program was recorded for the micro-batches, or computed them.
+        step: module and loss.
+        batches: the micro-batches.
+        where: begin of the message, for the index of one of them.
+
+    Returns:
+        An error that names it, to be raised from the other one; None where nothing is known that
+        the error does not say itself, as of the user's own exceptions.
+    """
+    origin = _origin(error)
+    if origin is None or _is_users_own(origin):
+        return None
+    fault = None
+    if len(batches) == 1:
+        fault = _fault(_read(origin, step), step, where(0))
+    if fault is not None or isinstance(error, DeviceError):
+        # What a device refuses may run here, or fail for another reason.
+        return fault
+    for index, batch in enumerate(batches):
+        repeated, operator = _repeat(step, batch)
+        if isinstance(repeated, IpufitError):
+            return repeated
+        if repeated is not None:
+            return _fault(_read(repeated, step, operator), step, where(index))
+    return None
+
+
+def _origin(error: BaseException) -> Optional[Exception]:
+    """The exception that PopTorch may have passed on as one of its own; None of one of ours."""
+    if type(error) is DeviceError and error.__cause__ is not None:
+        error = error.__cause__
+    is_ours = isinstance(error, IpufitError)
+    is_memory = isinstance(error, MemoryError) or "memory" in str(error).lower()
+    return error if isinstance(error, Exception) and not is_ours and not is_memory else None
+
+
+def _is_users_own(error: Exception) -> bool:
+    """Tell whether an exception was raised by Python code that is neither torch's nor ours."""
+    entry = error.__traceback__
+    if entry is None:
+        return False
+    while entry.tb_next is not None:
+        entry = entry.tb_next
+    code = entry.tb_frame.f_code
+    is_ours = os.path.abspath(code.co_filename).startswith((_TORCH, PACKAGE))
+    return not is_ours and code.co_code[entry.tb_lasti] in _RAISES
+
+
+def _read(error: Exception, step: Step, operator: _Operator = _Operator()) -> _Failure:
+    """Look through a traceback for the innermost module that was called."""
+    names: Dict[int, str] = {}
+    module: Optional[nn.Module] = None
+    args: Tuple[object, ...] = ()
+    kwargs: Dict[str, object] = {}
+    functional = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code, local = frame.f_code, frame.f_locals
+        called = local.get("self")
+        if code.co_filename == _FUNCTIONAL and functional is None:
+            functional = (code.co_name, dict(local))
+        if not isinstance(called, nn.Module):
+            continue
+        if not names and type(called) is type(step.module):
+            names = {id(part): name for name, part in called.named_modules()}
+        if names and code.co_name == "_call_impl":
+            module, functional = called, None
+            args, kwargs = tuple(local.get("args", ())), dict(local.get("kwargs", {}))
+    name = None if module is None else names.get(id(module))
+    return _Failure(error, module, name, args, kwargs, functional, frame_of(error), operator)
+
+
+def _repeat(step: Step, sample: MicroBatch) -> Tuple[Optional[Exception], _Operator]:
+    """Run a micro-batch once, eagerly and on copies, and leave nothing of it behind.
+
+    Args:
+        step: module and loss.
+        sample: the micro-batch.
+
+    Returns:
+        What module or loss raise, and torch's operator that did; None where they run.
+    """
+    whole = StepModule(step.module, step.loss)
+    parameters, buffers = dict(whole.named_parameters()), dict(whole.named_buffers())
+    tensors = [*parameters.values(), *buffers.values()]
+    arguments = (whole, list(parameters), list(buffers), sample, step.with_loss)
+    micro = MicroStep(*arguments, False, None, step.precision, False)
+    watched = _LastOperator()
+    with generators_kept(), attributes_kept(whole), for_this_engine(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            copies = [tensor.detach().clone() for tensor in tensors]
+            leaves = sample.to(tensors[0].device).clone().leaves if tensors else sample.leaves
+        except RuntimeError:
+            # A device that has failed can't be read any more.
+            return None, _Operator()
+        try:
+            with torch.no_grad(), watched:
+                micro(*copies, *leaves)
+        except Exception as error:
+            return error, watched.operator
+    return None, _Operator()
+
+
+class _LastOperator(TorchFunctionMode):
+    """Remembers the function of torch that was called last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operator = _Operator()
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: object,
+        args: Tuple[object, ...] = (),
+        kwargs: Optional[Dict[str, Any]] = None,
+    ) -> Any:
+        leaves = tree.flatten((args, kwargs or {}))[0]
+        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        if tensors:
+            self.operator = _Operator(str(getattr(func, "__name__", func)).strip("_"), tensors)
+        return func(*args, **(kwargs or {}))
+
+
+# ---- what layers need ---------------------------------------------------------------------------
+
+
+def _linear(layer: nn.Linear, x: Tensor) -> Optional[_Mismatch]:
+    """Compare an input with the features of a linear layer."""
+    wanted = layer.in_features
+    if not x.dim() or x.shape[-1] == wanted:
+        return None
+    cure = f"Build it with in_features={x.shape[-1]}, or give it {wanted} features."
+    if x.dim() > 2 and math.prod(x.shape[1:]) == wanted:
+        cure = "Flatten its input: x.flatten(1), or nn.Flatten() before the layer."
+    return _Mismatch(f"{wanted} features in the last dimension", cure)
+
+
+def _convolution(layer: _ConvNd, x: Tensor) -> Optional[_Mismatch]:
+    """Compare an input with dimensions, channels and kernel of a convolution."""
+    sizes = len(layer.kernel_size)
+    wanted = layer.in_channels
+    if x.dim() != sizes + 2 and (x.dim() != sizes + 1 or x.shape[0] != wanted):
+        form = ", ".join(("batch", "channels", *("depth", "height", "width")[3 - sizes :]))
+        cure = f"Reshape its input to ({form})."
+        if x.dim() == sizes + 1 and wanted == 1:
+            cure = "Give its input the dimension of the channel: x.unsqueeze(1)."
+        return _Mismatch(f"{sizes + 2} dimensions, ({form})", cure)
+    channels = x.shape[x.dim() - sizes - 1]
+    if channels != wanted:
+        cure = f"Build it with in_channels={channels}, or give it {wanted} channels."
+        if x.dim() == sizes + 2 and x.shape[-1] == wanted:
+            cure = f"Put the channels first: x.movedim(-1, 1) has {wanted} channels."
+        return _Mismatch(f"{wanted} channels in dimension {x.dim() - sizes - 1}", cure)
+    if isinstance(layer.padding, str) or layer.transposed:
+        return None
+    for size, kernel, padding, dilation in zip(
+        x.shape[-sizes:], layer.kernel_size, layer.padding, layer.dilation
+    ):
+        least = dilation * (kernel - 1) + 1 - 2 * int(padding)
+        if size < least:
+            need = f"at least {least} values along each dimension of its kernel"
+            return _Mismatch(need, "Take a smaller kernel_size, more padding, or larger inputs.")
+    return None
+
+
+def _batch_norm(layer: _BatchNorm, x: Tensor) -> Optional[_Mismatch]:
+    """Compare an input with dimensions and features of a batch normalisation, and count values."""
+    dims = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
+    wanted = dims.get(type(layer), (x.dim(),))
+    if x.dim() not in wanted:
+        other = next((kind.__name__ for kind, each in dims.items() if x.dim() in each), None)
+        cure = "Reshape its input." if other is None else f"Use nn.{other}."
+        return _Mismatch(f"{' or '.join(map(str, wanted))} dimensions", cure)
+    features = x.shape[1]
+    if features != layer.num_features:
+        cure = f"Build it with num_features={features}, or give it {layer.num_features}."
+        return _Mismatch(f"{layer.num_features} features in dimension 1", cure)
+    if layer.training and x.numel() == features:
+        return _Mismatch(
+            "more than one value per feature while it trains",
+            "Choose a batch_size of at least 2 that leaves no single sample at the end, or "
+            "drop_last=True in the loader.",
+        )
+    return None
+
+
+def _last_dimensions(layer: Any, x: Tensor) -> Optional[_Mismatch]:
+    """Compare an input with the shape that a layer normalises."""
+    wanted = tuple(layer.normalized_shape)
+    came = tuple(x.shape[-len(wanted) :])
+    if came == wanted:
+        return None
+    cure = f"Build it with normalized_shape={came}, or give it the other shape."
+    return _Mismatch(f"the shape {wanted} in its last dimensions", cure)
+
+
+def _group_norm(layer: nn.GroupNorm, x: Tensor) -> Optional[_Mismatch]:
+    """Compare an input with the channels of a group normalisation."""
+    if x.dim() < 2 or x.shape[1] == layer.num_channels:
+        return None
+    cure = f"Build it with num_channels={x.shape[1]}, or give it {layer.num_channels}."
+    return _Mismatch(f"{layer.num_channels} channels in dimension 1", cure)
+
+
+def _recurrent(layer: Any, x: Tensor) -> Optional[_Mismatch]:
+    """Compare an input with the features of a recurrent layer or cell."""
+    if x.shape[-1] == layer.input_size:
+        return None
+    cure = f"Build it with input_size={x.shape[-1]}, or give it {layer.input_size} features."
+    return _Mismatch(f"{layer.input_size} features in the last dimension", cure)
+
+
+def _attention(layer: nn.MultiheadAttention, x: Tensor) -> Optional[_Mismatch]:
+    """Compare a query with the features of an attention layer."""
+    if x.shape[-1] == layer.embed_dim:
+        return None
+    cure = f"Build it with embed_dim={x.shape[-1]}, or give it {layer.embed_dim} features."
+    return _Mismatch(f"a query with {layer.embed_dim} features in the last dimension", cure)
+
+
+def _embedding(layer: Union[nn.Embedding, nn.EmbeddingBag], x: Tensor) -> Optional[_Mismatch]:
+    """Compare indices with the rows of an embedding."""
+    if x.is_floating_point() or x.is_complex():
+        return _Mismatch("indices, of dtype int64", "Convert them with .long() if they are whole.")
+    rows = layer.num_embeddings
+    if not _has_values(x) or not x.numel():
+        return None
+    low, high = int(x.min()), int(x.max())
+    if low >= 0 and high < rows:
+        return None
+    if low < 0:
+        cure = "Give what stands for nothing an index of its own, such as padding_idx=0."
+        return _Mismatch(f"indices from 0 to {rows - 1}", cure, f"{low}")
+    cure = f"Build it with num_embeddings={high + 1}, or map what is rare to one index."
+    return _Mismatch(f"indices from 0 to {rows - 1}", cure, f"{high}")
+
+
+_LAYERS: Tuple[Tuple[Any, Callable[[Any, Tensor], Optional[_Mismatch]]], ...] = (
+    (nn.Linear, _linear),
+    (_ConvNd, _convolution),
+    (_BatchNorm, _batch_norm),
+    ((nn.LayerNorm, getattr(nn, "RMSNorm", nn.LayerNorm)), _last_dimensions),
+    (nn.GroupNorm, _group_norm),
+    ((nn.RNNBase, nn.RNNCellBase), _recurrent),
+    (nn.MultiheadAttention, _attention),
+    ((nn.Embedding, nn.EmbeddingBag), _embedding),
+)
+
+
+# ---- what all layers need -----------------------------------------------------------------------
+
+
+def _call_mismatch(layer: nn.Module, failure: _Failure) -> Optional[_Mismatch]:
+    """Compare the arguments of a call with the parameters of a layer's forward."""
+    signature = inspect.signature(layer.forward)
+    try:
+        signature.bind(*failure.args, **failure.kwargs)
+    except TypeError:
+        count = len(failure.args) + len(failure.kwargs)
+        names = ", ".join(signature.parameters)
+        cure = "Call it with these; what several layers need goes through several calls."
+        return _Mismatch(f"the arguments ({names})", cure, f"{count} of them")
+    return None
+
+
+def _tensor_mismatch(value: object) -> Optional[_Mismatch]:
+    """Refuse several values where a layer takes one tensor."""
+    if value is None or isinstance(value, (Tensor, bool, int, float)):
+        return None
+    cure = "Take the one that it needs; recurrent and attention layers return (output, state)."
+    return _Mismatch("one tensor", cure, describe(value))
+
+
+def _type_mismatch(layer: nn.Module, x: Tensor) -> Optional[_Mismatch]:
+    """Compare device and dtype of an input with those of a layer's weights."""
+    weight = next((p for p in layer.parameters() if p.is_floating_point()), None)
+    if weight is None:
+        return None
+    if weight.device != x.device:
+        cure = f"Move it there, x.to({str(weight.device)!r}), or make it with device=x.device."
+        return _Mismatch(f"an input on {weight.device}, like its weights", cure, str(x.device))
+    if weight.dtype == x.dtype or isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+        return None
+    dtype = _short(weight.dtype)
+    if not x.is_floating_point():
+        cure = f"Convert it before the layer: x.to(torch.{dtype})."
+    elif x.dtype == torch.float64:
+        cure = (
+            "NumPy makes float64 where nothing is said: convert the data with "
+            "array.astype('float32') or tensor.float(), or the module with module.double()."
+        )
+    else:
+        cure = "Build all layers in one dtype, such as module.float(), or convert before the layer."
+    return _Mismatch(f"an input of {dtype}, like its weights", cure)
+
+
+# ---- rules --------------------------------------------------------------------------------------
+
+
+def _fault(failure: _Failure, step: Step, where: str) -> Optional[IpufitError]:
+    """The first rule that knows what is wrong."""
+    for rule in (_unregistered_fault, _layer_fault, _loss_fault, _operator_fault):
+        fault = rule(failure, step, where)
+        if fault is not None:
+            return fault
+    return None
+
+
+def _unregistered_fault(failure: _Failure, step: Step, where: str) -> Optional[IpufitError]:
+    """A device holds only what is registered."""
+    if "IPU tensor" in failure.text:
+        for attribute in unregistered(step.module).values():
+            return CaptureError(
+                f"{attribute.text}, and a device has nothing of them. {attribute.cure}"
+            )
+    return None
+
+
+def _layer_fault(failure: _Failure, step: Step, where: str) -> Optional[IpufitError]:
+    """One of torch's layers got what it can't take."""
+    layer = failure.module
+    if layer is None or not type(layer).forward.__module__.startswith("torch.nn"):
+        return None
+    compare = next((rule for kind, rule in _LAYERS if isinstance(layer, kind)), None)
+    mismatch = _call_mismatch(layer, failure)
+    x = next(iter((*failure.args, *failure.kwargs.values())), None)
+    if mismatch is None and compare is not None:
+        mismatch = compare(layer, x) if isinstance(x, Tensor) else _tensor_mismatch(x)
+    if mismatch is None and isinstance(x, Tensor):
+        mismatch = _type_mismatch(layer, x)
+    if mismatch is None:
+        return None
+    what = f"{failure.layer} needs {mismatch.needs}, got {mismatch.got or describe_tensor(x)}"
+    return _data_error(where + what + failure.where, mismatch.cure, failure)
+
+
+def _loss_fault(failure: _Failure, step: Step, where: str) -> Optional[IpufitError]:
+    """One of torch's losses got a prediction and a target that don't go together."""
+    if failure.functional is None:
+        return None
+    name, local = failure.functional
+    prediction, target = local.get("input"), local.get("target")
+    if not isinstance(prediction, Tensor) or not isinstance(target, Tensor):
+        return None
+    # The name under which compile got it, if it is the model's own loss.
+    ranges = () if step.loss is None else step.loss.label_ranges(prediction, target)
+    label_name = ranges[0].name if ranges else name
+    try:
+        if "ignore_index" in local and _has_values(target) and not target.is_floating_point():
+            classes = prediction.shape[min(prediction.dim() - 1, 1)]
+            check_labels(label_name, target, classes, local["ignore_index"], where)
+        check_torch_loss(name, prediction, target)
+    except (LossError, DataError) as fault:
+        return fault
+    return None
+
+
+def _operator_fault(failure: _Failure, step: Step, where: str) -> Optional[IpufitError]:
+    """An operator in the user's own code got tensors that don't go together."""
+    if not isinstance(failure.error, (RuntimeError, IndexError)) or not failure.operator.name:
+        return None
+    rule = next((rest for pattern, *rest in _TEXTS if pattern.search(failure.text)), None)
+    if rule is None:
+        return None
+    needs, cure = rule
+    owner = "the loss" if failure.module is None else type(failure.module).__name__
+    came = " and ".join(map(describe_tensor, failure.operator.tensors))
+    what = f"{failure.operator.name} in {owner} needs {needs}, got {came}"
+    return _data_error(where + what + failure.where, cure, failure)
+
+
+# What torch says of tensors that don't go together, and what to do.
+_TEXTS: Tuple[Tuple[Pattern[str], str, str], ...] = (
+    (
+        re.compile("same device|expected device|Device Propagation|different devices"),
+        "tensors on one device",
+        "Make constants where the input is, device=x.device, or register them with "
+        "register_buffer, so that they move with the module.",
+    ),
+    (
+        re.compile("same dtype|scalar type|should be the same"),
+        "tensors of one dtype",
+        "Convert one of them there, such as y.to(x.dtype).",
+    ),
+    (
+        re.compile(
+            "must match|cannot be multiplied|reduction dim|invalid for input of size|[Bb]roadcast"
+            "|Dimension out of range|size mismatch|Expected size|inconsistent tensor size"
+            "|dimensions|incompatible"
+        ),
+        "shapes that go together",
+        "Mend the shapes on that line; with compile(run_eagerly=True) a debugger can stop there.",
+    ),
+)
+
+
+def _data_error(what: str, cure: str, failure: _Failure) -> DataError:
+    """An error in three beats, with torch's own words at its end."""
+    kind, text = type(failure.error).__name__, failure.text.rstrip(".")
+    return DataError(f"{what}. {cure} torch says: {kind}: {text}.", what=what, cure=cure)
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Tell whether a tensor is more than a shape."""
+    return not isinstance(tensor, FakeTensor) and not tensor.is_meta
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).replace("torch.", "")

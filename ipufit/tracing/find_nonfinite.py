@@ -1,0 +1,404 @@
+"""Find the operator that made the first value that is not finite, while a micro-batch runs.
+
+Not every such value is a fault: a mask of ``-inf`` is there on purpose, and what ``torch.where``
+leaves aside reaches nothing. So the search begins at a result, the loss or a gradient, and goes
+back through the operators that its NaN or infinity came through.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ipufit.core.batch import MicroBatch
+from ipufit.errors import NonFiniteValue, Operand
+from ipufit.tracing.rebinding import public_name
+from ipufit.tracing.source_map import Origin
+from ipufit.utils import tree
+
+__all__ = ["NonFiniteSearch"]
+
+
+_Key = Tuple[int, Tuple[int, ...], Tuple[int, ...]]
+
+# The same elements in the same order.
+_SAME_ORDER = (
+    "_to_copy",
+    "_unsafe_view",
+    "alias",
+    "clone",
+    "detach",
+    "reshape",
+    "squeeze",
+    "unsqueeze",
+    "view",
+)
+
+# Of the operands of a product, the one whose rows are those of the result.
+_PRODUCTS = {"addmm": 1, "baddbmm": 1, "bmm": 0, "mm": 0, "mv": 0}
+
+# Others join the rows, or spread what has been joined.
+_MIXING = ("sort", "topk", "cumsum", "flip", "roll", "index", "gather", "scatter", "embedding")
+
+
+class Rows:
+    """Follows the rows of a micro-batch from operator to operator.
+
+    An element with the place L in the row-major order of its tensor belongs to row
+    ``(L // span) % size``. Views keep L, and most operators keep the dimension along which the rows
+    lie; where nobody can tell, the rows are lost.
+
+    Args:
+        size: samples in it.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._spans: Dict[_Key, int] = {}
+
+    def begin(self, leaf: Tensor) -> None:
+        """A tensor of the batch, with samples along its first dimension if it has them."""
+        if leaf.dim() and leaf.shape[0] == self._size and leaf.numel():
+            self._spans[_key(leaf)] = leaf.numel() // self._size
+
+    def forget(self, tensor: Tensor) -> None:
+        """Its memory is that of another one now."""
+        self._spans.pop(_key(tensor), None)
+
+    def note(self, func: Any, args: Sequence[Any], outputs: Sequence[Tensor]) -> None:
+        """An operator was called."""
+        name = func._schema.name.partition("::")[2].rstrip("_")
+        for place, output in enumerate(outputs):
+            span = self._span_after(name, args, output) if not place or _alike(name) else None
+            if span is None:
+                self.forget(output)
+            else:
+                self._spans[_key(output)] = span
+
+    def marked(self, tensor: Tensor, bad: Tensor) -> Tuple[int, ...]:
+        """The rows with marked elements; () where they are lost.
+
+        Args:
+            tensor: the last operator's.
+            bad: bool, of its shape.
+        """
+        span = self._spans.get(_key(tensor))
+        if span is None:
+            return ()
+        places = bad.reshape(-1).nonzero().reshape(-1)
+        rows = torch.div(places, span, rounding_mode="floor") % self._size
+        return tuple(torch.unique(rows).tolist())
+
+    def _span_after(self, name: str, args: Sequence[Any], output: Tensor) -> Optional[int]:
+        operands = [a for arg in args for a in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        tensors = [t for t in operands if isinstance(t, Tensor)]
+        if name in _PRODUCTS and len(tensors) > _PRODUCTS[name]:
+            tensors = [tensors[_PRODUCTS[name]]]
+        if not output.numel() or name.startswith(_MIXING):
+            return None
+        for source in tensors:
+            span = self._spans.get(_key(source))
+            if span is None:
+                continue
+            if name in _SAME_ORDER and source.numel() == output.numel():
+                return span
+            moved_span = self._moved(name, args, source, span, output)
+            if moved_span is not None:
+                return moved_span
+        return None
+
+    def _moved(
+        self, name: str, args: Sequence[Any], source: Tensor, span: int, output: Tensor
+    ) -> Optional[int]:
+        """The span where the rows lie along one dimension, wherever that has gone."""
+        dim = next((d for d in range(source.dim()) if math.prod(source.shape[d + 1 :]) <= span), 0)
+        inner = math.prod(source.shape[dim + 1 :])
+        if span % inner or source.shape[dim] % (span // inner * self._size):
+            return None
+        length, target = source.shape[dim], dim
+        if name in ("t", "transpose", "permute"):
+            target = _order(name, args, source.dim()).index(dim)
+        elif name in ("sum", "mean", "amax", "amin", "any", "all", "prod", "var", "std", "select"):
+            gone = _dims(args, source.dim())
+            if dim in gone:
+                return None
+            if output.dim() < source.dim():
+                target = dim - sum(each < dim for each in gone)
+        elif name in _PRODUCTS and dim == source.dim() - 1 and dim:
+            return None
+        elif output.dim() > source.dim():
+            # Broadcast against something with more dimensions.
+            target = dim + output.dim() - source.dim()
+        if target >= output.dim() or output.shape[target] != length:
+            return None
+        return span // inner * math.prod(output.shape[target + 1 :])
+
+
+def _alike(name: str) -> bool:
+    """Say whether all results of an operator are parts of one tensor."""
+    return name in ("split", "split_with_sizes", "chunk", "unbind")
+
+
+def _key(tensor: Tensor) -> _Key:
+    return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())
+
+
+def _order(name: str, args: Sequence[Any], dims: int) -> Sequence[int]:
+    """Which dimension each of a transposed tensor was."""
+    order = list(range(dims))
+    if name == "permute":
+        return [int(d) % dims for d in args[1]]
+    first, second = (0, 1) if name == "t" else (int(args[1]) % dims, int(args[2]) % dims)
+    if dims > 1:
+        order[first], order[second] = order[second], order[first]
+    return order
+
+
+def _dims(args: Sequence[Any], dims: int) -> Sequence[int]:
+    """Return the dimensions that an operator reduces; all where its arguments name none."""
+    reduced = args[1] if len(args) > 1 else None
+    if isinstance(reduced, int):
+        reduced = [reduced]
+    if not isinstance(reduced, (list, tuple)) or not reduced:
+        return range(dims)
+    return [int(d) % dims for d in reduced]
+
+
+# They read nothing of the tensor that they write to, which may never have been written before.
+_OVERWRITING = (
+    "bernoulli_",
+    "copy_",
+    "exponential_",
+    "fill_",
+    "normal_",
+    "random_",
+    "uniform_",
+    "zero_",
+)
+
+_View = Tuple[Tuple[int, ...], Tuple[int, ...], int]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """A tensor with values that are not finite, and what made it.
+
+    Attributes:
+        nan: whether it has NaN; if not, it has infinities.
+        view: which part of its memory it is.
+        sources: what it may come from, NaN first; empty where the operator made it of finite ones.
+        cause: as of NonFiniteValue, or "constant" for what Python wrote into it.
+        operator, origin, operands, samples: of what made it.
+        name: of a parameter or buffer.
+    """
+
+    nan: bool
+    view: _View
+    sources: Sequence[_Found] = ()
+    cause: str = ""
+    operator: str = ""
+    origin: Origin = dataclasses.field(default_factory=Origin)
+    operands: Sequence[Operand] = ()
+    samples: Tuple[int, ...] = ()
+    name: Optional[str] = None
+
+
+class NonFiniteSearch(TorchDispatchMode):
+    """Looks at the results of every operator that is called in its block.
+
+    Args:
+        now: tells where the operator that is being called comes from.
+        batch: whose rows are samples.
+        tensors: parameters and buffers, by name.
+    """
+
+    def __init__(
+        self, now: Callable[[], Origin], batch: MicroBatch, tensors: Mapping[str, Tensor]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._now = now
+        self._rows = Rows(batch.size)
+        # By memory, in the order in which they were made.
+        self._found: Dict[int, List[_Found]] = {}
+        for leaf in batch.leaves:
+            self._rows.begin(leaf)
+            self._keep_given(leaf, "data", None)
+        for name, tensor in tensors.items():
+            self._keep_given(tensor, "weights", public_name(name))
+
+    def _keep_given(self, tensor: Tensor, cause: str, name: Optional[str]) -> None:
+        kind = _kind_of(tensor)
+        if kind is None:
+            return
+        samples = self._rows.marked(tensor, ~tensor.isfinite())
+        if (cause == "weights" and kind == "inf") or (cause == "data" and _is_mask(tensor)):
+            cause = "constant"
+        nonfinite = _Found(kind == "nan", _view(tensor), cause=cause, samples=samples, name=name)
+        self._found.setdefault(_memory(tensor), []).append(nonfinite)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: Tuple[Any, ...] = (),
+        kwargs: Optional[Dict[str, Any]] = None,
+    ) -> Any:
+        origin = self._now()
+        name = func._schema.name.partition("::")[2]
+        read = args[1:] if name in _OVERWRITING else args
+        inputs = [t for t in tree.flatten((read, kwargs or {}))[0] if _is_number(t)]
+        looks = [_kind_of(t) for t in inputs]
+        sources = [self._source(t, kind) for t, kind in zip(inputs, looks) if kind is not None]
+        # An operator that works in place leaves nothing of these.
+        operands = [_operand(t) for t in inputs] if func._schema.is_mutable else []
+        result = func(*args, **(kwargs or {}))
+        outputs = [t for t in tree.flatten(result)[0] if isinstance(t, Tensor)]
+        old = {_memory(t) for t in tree.flatten((args, kwargs or {}))[0] if isinstance(t, Tensor)}
+        for output in outputs:
+            if _memory(output) not in old:
+                self._found.pop(_memory(output), None)
+                self._rows.forget(output)
+        self._rows.note(func, args, outputs)
+        for output in outputs:
+            kind = _kind_of(output)
+            if kind is None or "empty" in name:
+                continue
+            nonfinite_sources = sorted(
+                (s for s in sources if s is not None), key=lambda s: not s.nan
+            )
+            if kind == "nan":
+                is_origin = not any(s.nan for s in nonfinite_sources) and "nan" not in looks
+            else:
+                is_origin = not nonfinite_sources and not any(looks)
+            cause = "backward" if origin.is_backward else "forward"
+            if is_origin and kind == "inf" and _is_written(args, kwargs, inputs):
+                cause = "constant"
+            self._found.setdefault(_memory(output), []).append(
+                _Found(
+                    kind == "nan",
+                    _view(output),
+                    nonfinite_sources,
+                    cause,
+                    str(func),
+                    origin,
+                    (operands or [_operand(t) for t in inputs]) if is_origin else (),
+                    self._rows.marked(output, _bad(output, kind)) if is_origin else (),
+                )
+            )
+        return result
+
+    def _source(self, tensor: Tensor, kind: str) -> Optional[_Found]:
+        """What such a value of a tensor comes from; of parts of the memory, the same part first."""
+        candidates = [
+            each for each in self._found.get(_memory(tensor), ()) if each.nan or kind == "inf"
+        ] or self._found.get(_memory(tensor), [])
+        view = _view(tensor)
+        same = [each for each in candidates if each.view == view]
+        return next(reversed(same or candidates), None)
+
+    def cause_of(self, result: Tensor) -> Optional[NonFiniteValue]:
+        """Where a result's value that is not finite came from; None if the search has not seen it.
+
+        Args:
+            result: one with such a value.
+        """
+        kind = _kind_of(result)
+        nonfinite = None if kind is None else self._source(result, kind)
+        if nonfinite is None:
+            return None
+        first = _first(nonfinite)
+        if first.cause == "constant":
+            # Written on purpose: what met it afterwards should not have.
+            first = _after_constant(nonfinite)
+        return NonFiniteValue(
+            first.cause,
+            "nan" if first.nan else "inf",
+            module=first.origin.module,
+            kind=first.origin.kind,
+            operator=first.operator or None,
+            file=first.origin.file,
+            line=first.origin.line,
+            source=first.origin.source,
+            samples=first.samples,
+            operands=first.operands,
+            parameter=first.name,
+        )
+
+
+def _first(nonfinite: _Found) -> _Found:
+    """Follow a value back to what made it."""
+    while True:
+        nans = [source for source in nonfinite.sources if source.nan]
+        if nonfinite.nan and nans:
+            nonfinite = nans[0]
+            continue
+        if not nonfinite.sources:
+            return nonfinite
+        # Infinite operands: one that an operator computed is where it began.
+        firsts = [_first(source) for source in nonfinite.sources]
+        begun = [first for first in firsts if first.cause != "constant"]
+        if begun:
+            return begun[0]
+        return nonfinite if nonfinite.nan else firsts[0]
+
+
+def _after_constant(nonfinite: _Found) -> _Found:
+    """Of the operators between what Python wrote and the result, the first that chose from it."""
+    path = [nonfinite]
+    while path[-1].sources and path[-1].cause != "constant":
+        path.append(path[-1].sources[0])
+    for source, result in zip(path[::-1], path[-2::-1]):
+        if math.prod(result.view[0]) < math.prod(source.view[0]):
+            return result
+    return path[-2] if len(path) > 1 else nonfinite
+
+
+def _is_number(value: Any) -> bool:
+    if not isinstance(value, Tensor) or value.is_quantized or value.layout is not torch.strided:
+        return False
+    return value.is_floating_point() or value.is_complex()
+
+
+def _kind_of(tensor: Tensor) -> Optional[str]:
+    """What is not finite: NaN, "nan"; nothing but infinities, "inf"; nothing at all, None."""
+    if not _is_number(tensor) or not tensor.numel() or bool(tensor.isfinite().all()):
+        return None
+    return "nan" if bool(tensor.isnan().any()) else "inf"
+
+
+def _bad(tensor: Tensor, kind: str) -> Tensor:
+    return tensor.isnan() if kind == "nan" else tensor.isinf()
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    """Whether all that is not finite is ``-inf``, as in a mask that is added to scores."""
+    return bool((tensor.isfinite() | (tensor == -torch.inf)).all())
+
+
+def _is_written(args: object, kwargs: object, inputs: Sequence[Tensor]) -> bool:
+    """Whether Python gave the infinity, or the operator makes a tensor of nothing."""
+    leaves = tree.flatten((args, kwargs or {}))[0]
+    numbers = [leaf for leaf in leaves if isinstance(leaf, float)]
+    return not inputs or any(number in (torch.inf, -torch.inf) for number in numbers)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _view(tensor: Tensor) -> _View:
+    return tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
+
+
+def _operand(tensor: Tensor) -> Operand:
+    values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    finite = values[values.isfinite()]
+    least = float(finite.min()) if finite.numel() else None
+    most = float(finite.max()) if finite.numel() else None
+    nans, infinities = int(values.isnan().sum()), int(values.isinf().sum())
+    return Operand(tuple(tensor.shape), least, most, nans, infinities)

@@ -1,0 +1,228 @@
+"""What a recording depends on besides tensors: the Python values that were frozen into it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import warnings
+import weakref
+import zlib
+from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
+
+from torch import Tensor, nn
+
+from ipufit.losses import Loss
+from ipufit.tracing.read_values import PLAIN, CodeReader, is_array
+
+__all__ = ["FrozenValues", "called_objects", "fingerprint", "loss_functions", "note_writes"]
+
+_MEMBERS = frozenset({"_parameters", "_buffers", "_modules"})
+_DEPTH = 6
+# Larger arrays count by identity: to read them would take long.
+_LARGEST_ARRAY = 2**20
+
+
+def fingerprint(module: nn.Module) -> Tuple[Tuple[object, ...], Tuple[object, ...]]:
+    """The attributes of a module and all below it, such as a dropout's rate or train mode.
+
+    Hooks on parameters count too, the objects that the loss of a step module calls, and what the
+    code of forward and loss reads from globals, closures and classes.
+
+    Numbers and strings count by value, also in containers; an array of NumPy's of up to 1 MiB by
+    its content; a tensor that is no buffer by its version; anything else by identity.
+
+    Returns:
+        A hashable value that changes when one of them does, and the objects that must be kept alive
+        so that no other one takes over their identity.
+    """
+    referents: List[object] = []
+    parts: List[Tuple[object, ...]] = []
+    for name, part in module.named_modules():
+        attributes = {key: value for key, value in vars(part).items() if key not in _MEMBERS}
+        parts.append((name, type(part), _freeze(attributes, _DEPTH, referents)))
+    for called in getattr(module, "called", ()):
+        referents.append(called)
+        parts.append((id(called), _own_values(called, referents)))
+    for name, parameter in module.named_parameters():
+        hooks = (parameter._backward_hooks or {}).values()
+        parts.append((name, type(parameter), tuple(_freeze(hook, 0, referents) for hook in hooks)))
+    parts.append(("code", tuple(_values_read(module, referents).items())))
+    return tuple(parts), tuple(referents)
+
+
+# Titles of what code writes itself when it is recorded, by the user's module.
+_WRITTEN: weakref.WeakKeyDictionary[nn.Module, Set[str]] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def note_writes(step: nn.Module) -> Iterator[None]:
+    """Note what a recording in the block writes to globals and classes, such as a count of calls.
+
+    From then on it is part of no fingerprint: each recording would call for another one.
+
+    Args:
+        step: a step module.
+    """
+    referents: List[object] = []
+    before = _values_read(step, referents)
+    yield
+    after = _values_read(step, referents)
+    written = {key[0] for key, value in before.items() if after.get(key) != value}
+    if written:
+        _WRITTEN.setdefault(step.get_submodule("net"), set()).update(written)
+
+
+def _values_read(step: nn.Module, referents: List[object]) -> Dict[Tuple[str, int], object]:
+    """Return the values that code reads and does not write, frozen, by title and place."""
+    return {
+        (title, place): _freeze(value, _DEPTH, referents)
+        for place, (title, value) in enumerate(_read_only(step, CodeReader(step)))
+    }
+
+
+def _read_only(step: nn.Module, reader: CodeReader) -> List[Tuple[str, object]]:
+    written = _WRITTEN.get(step.get_submodule("net"), ())
+    return [(title, value) for title, value in reader.values if title not in written]
+
+
+def loss_functions(loss: Optional[Loss]) -> Tuple[Callable[..., Any], ...]:
+    """Functions and objects of the user's that a loss calls; modules left out."""
+    parts = [] if loss is None else [loss, *(part.loss for part in getattr(loss, "parts", ()))]
+    return tuple(part.function for part in parts if part.function is not None)
+
+
+def called_objects(loss: Optional[Loss]) -> Tuple[object, ...]:
+    """Objects of the user's that a loss calls and that are no modules.
+
+    Their attributes, such as the weight of a penalty, are frozen into a recording like those of a
+    module.
+    """
+    return tuple(owner for function in loss_functions(loss) for owner in _owners(function))
+
+
+def _owners(call: object) -> Iterator[object]:
+    if isinstance(call, functools.partial):
+        yield from _owners(call.func)
+    elif inspect.ismethod(call):
+        yield from _owners(call.__self__)
+    elif hasattr(call, "__dict__") and not (_is_code(call) or isinstance(call, nn.Module)):
+        yield call
+
+
+def _is_code(value: object) -> bool:
+    return isinstance(value, type) or inspect.isroutine(value)
+
+
+def _freeze(value: Any, depth: int, referents: List[object]) -> object:
+    if isinstance(value, PLAIN):
+        # 1, 1.0 and True are equal, and not the same to a program.
+        return (type(value), value)
+    if depth and isinstance(value, dict):
+        return tuple(
+            (_freeze(k, 0, referents), _freeze(v, depth - 1, referents)) for k, v in value.items()
+        )
+    if depth and isinstance(value, (list, tuple)):
+        return (type(value), tuple(_freeze(item, depth - 1, referents) for item in value))
+    if depth and isinstance(value, (set, frozenset)):
+        return (type(value), frozenset(_freeze(item, 0, referents) for item in value))
+    is_config = hasattr(value, "__dict__") and not isinstance(value, Tensor) and not callable(value)
+    if depth and is_config:
+        referents.append(value)
+        return (id(value), _freeze(vars(value), depth - 1, referents))
+    referents.append(value)
+    if is_array(value) and value.nbytes <= _LARGEST_ARRAY:
+        return (id(value), value.shape, zlib.crc32(value.tobytes()))
+    if isinstance(value, Tensor):
+        return (id(value), value._version)
+    return (id(value), _plain_attributes(value))
+
+
+def _own_values(called: object, referents: List[object]) -> Tuple[object, ...]:
+    """Numbers, strings and tensors; other objects may be whole experiments, and change always."""
+    kinds = (*PLAIN, Tensor, list, tuple, dict)
+    attributes = {key: value for key, value in vars(called).items() if isinstance(value, kinds)}
+    return tuple((key, _freeze(value, 1, referents)) for key, value in attributes.items())
+
+
+def _plain_attributes(value: object) -> Tuple[object, ...]:
+    """Of an object that is called, its numbers and strings: what it holds besides may be large."""
+    if isinstance(value, nn.Module) or _is_code(value):
+        return ()
+    attributes = getattr(value, "__dict__", {})
+    return tuple((key, type(v), v) for key, v in attributes.items() if isinstance(v, PLAIN))
+
+
+class FrozenValues:
+    """Values that a recording has as constants, watched while it runs.
+
+    A change counts from the next recording, which is made as the next epoch begins; within an
+    epoch it would go unseen.
+
+    Args:
+        step: a module with its loss.
+    """
+
+    # Executions between two looks, after the first ones; a look takes about as long as a small
+    # execution.
+    _EVERY = 64
+
+    def __init__(self, step: nn.Module) -> None:
+        self._step = step
+        self._values: Dict[Tuple[str, int], Tuple[object, object]] = {}
+        self._executions = 0
+        self._reported: List[str] = []
+        self._held: List[object] = []
+
+    def note(self) -> None:
+        """A recording of the present values runs from here on."""
+        self._executions = 0
+        self._values = self._now()
+
+    def look(self) -> None:
+        """An execution begins: compare, before the first few of them and then before some.
+
+        Warns:
+            UserWarning: a value is another one than in the recording; once for each.
+        """
+        count = self._executions
+        self._executions += 1
+        if count & (count - 1) and count % self._EVERY:
+            return
+        now = self._now()
+        for key, (frozen, before) in self._values.items():
+            title = key[0]
+            if key in now and now[key][0] != frozen and title not in self._reported:
+                self._reported.append(title)
+                warnings.warn(_text(title, before, now[key][1]), UserWarning, stacklevel=2)
+
+    def _now(self) -> Dict[Tuple[str, int], Tuple[object, object]]:
+        reader = CodeReader(self._step)
+        values = [(title, value, 0) for title, value in _read_only(self._step, reader)]
+        for part in (*self._step.modules(), *getattr(self._step, "called", ())):
+            is_torchs = type(part).__module__.partition(".")[0] == "torch"
+            for name, value in vars(part).items() if part is not self._step else ():
+                is_read = name in reader.names or (is_torchs and not name.startswith("_"))
+                if is_read and isinstance(value, (*PLAIN, list, tuple, dict)):
+                    values.append((f"{type(part).__name__}.{name}", value, id(part)))
+        self._held = []
+        return {
+            (title, owner): (_freeze(value, _DEPTH, self._held), _copied(value))
+            for title, value, owner in values
+        }
+
+
+def _copied(value: object) -> object:
+    """The value, of a container what it holds now."""
+    return value.copy() if isinstance(value, (list, dict, set)) else value
+
+
+def _text(title: str, before: object, after: object) -> str:
+    both = isinstance(before, PLAIN) and isinstance(after, PLAIN)
+    change = f"changed from {before!r} to {after!r}" if both else "changed"
+    return (
+        f"{title} {change} within an epoch, but is a constant of the program: forward and loss go "
+        "on with the value that it had as the epoch began, and see another one from the next "
+        "epoch on. To change it within an epoch, make it a buffer of the module, or of a module "
+        "that is the loss, and change it in place; or use compile(..., run_eagerly=True)."
+    )

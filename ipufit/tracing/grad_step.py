@@ -1,0 +1,355 @@
+"""One micro-batch as a function of tensors alone, ready to be recorded."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+)
+
+import torch
+from torch import Tensor, nn
+
+from ipufit.core.batch import MicroBatch
+from ipufit.core.logged_values import collecting
+from ipufit.core.outputs import handed_back, refuse_hidden_tensors
+from ipufit.core.precision import computing_in, with_inputs_in
+from ipufit.core.train_config import Precision
+from ipufit.errors import CaptureError, LossError
+from ipufit.losses import LabelRange, Loss, LossTerm, find_loss
+from ipufit.partition.partition import Partition
+from ipufit.partition.stage_context import followed
+from ipufit.tracing.compiler_hints import hints_noted
+from ipufit.tracing.fingerprint import called_objects, loss_functions
+from ipufit.tracing.flat_storage import Block, storage_id
+from ipufit.tracing.node_meta import backward_marked, layers_marked
+from ipufit.tracing.rebinding import public_name, rebound, storages
+from ipufit.tracing.results import OutputShape, Reported
+from ipufit.tracing.validate import unregistered
+from ipufit.utils import tree
+from ipufit.utils.functional import call_with
+
+__all__ = ["MicroStep", "StepModule", "attributes_kept", "carries_loss", "public_name"]
+
+
+class StepModule(nn.Module):
+    """The user's module and loss as one module, so that both may own parameters and buffers.
+
+    Args:
+        net: the user's module.
+        loss: normal form; None where there is none.
+        forgive: called with the error for a tensor that forward replaces, which is then not raised.
+
+    Attributes:
+        net, loss_module: the two.
+        called: what the loss calls that is no module and has attributes.
+        functions: what it calls that is no module.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        loss: Optional[Loss],
+        forgive: Optional[Callable[[CaptureError], None]] = None,
+    ) -> None:
+        super().__init__()
+        self.net = net
+        self.loss_module = loss.module if loss is not None else None
+        self._loss = loss
+        self._forgive = forgive
+        self.called = called_objects(loss)
+        self.functions = loss_functions(loss)
+
+    def forward(
+        self, batch: Sequence[Any], tensors: Mapping[str, Tensor], with_loss: bool
+    ) -> Tuple[Any, Optional[LossTerm]]:
+        """Outputs and, if asked for, the loss.
+
+        Args:
+            batch: (args, kwargs, target, sample_weight).
+            tensors: those that were put in place for this call.
+            with_loss: whether to compute it.
+        """
+        args, kwargs, target, sample_weight = batch
+        before = storages(tensors)
+        result = self.net(*args, **kwargs)
+        outputs, term = result, None
+        if self._loss is not None and self._loss.in_module:
+            if with_loss or carries_loss(result):
+                outputs, term = self._loss.split(result)
+        elif with_loss and self._loss is not None:
+            term = self._loss(result, target, sample_weight)
+        for error in rebound(self, tensors, before):
+            if self._forgive is None:
+                raise error
+            self._forgive(error)
+        return handed_back(self.net, outputs), term if with_loss else None
+
+    def label_ranges(self, outputs: Any, target: Any) -> Tuple[LabelRange, ...]:
+        """The class indices that the loss takes as target."""
+        return () if self._loss is None else self._loss.label_ranges(outputs, target)
+
+
+@contextlib.contextmanager
+def attributes_kept(module: nn.Module) -> Iterator[List[str]]:
+    """Undo what forward and loss set on themselves: tensors of a recording have no values.
+
+    Yields:
+        A list that holds, afterwards, what was set, as "Class.attribute"; what torch's own modules
+        set on themselves is left out.
+    """
+    changed: List[str] = []
+    saved: List[Tuple[Optional[object], Dict[str, Any], Dict[str, Any]]] = []
+    contents: List[Tuple[str, Any, Any]] = []
+    plain: List[Tuple[Tensor, int, Tensor]] = []
+    for part in (*module.modules(), *getattr(module, "called", ())):
+        saved.append((part, vars(part), dict(vars(part))))
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor):
+                plain.append((value, value._version, value.detach().clone()))
+            if type(value) in (list, dict, set) and not name.startswith("_"):
+                contents.append((f"{type(part).__name__}.{name}", value, value.copy()))
+        for members in (
+            ("_parameters", "_buffers", "_modules") if isinstance(part, nn.Module) else ()
+        ):
+            saved.append((None, vars(part)[members], dict(vars(part)[members])))
+    try:
+        yield changed
+    finally:
+        for tensor, version, value in plain:
+            if tensor._version != version:
+                with torch.no_grad():
+                    tensor.copy_(value)
+        for title, container, copy in contents:
+            if len(container) != len(copy):
+                changed.append(title)
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(copy)
+        for owner, namespace, before in saved:
+            now = dict(namespace)
+            new = [name for name in now if name not in before]
+            other = [name for name in before if now.get(name, before) is not before[name]]
+            for name in new:
+                del namespace[name]
+            for name in other:
+                namespace[name] = before[name]
+            if owner is not None and type(owner).__module__.partition(".")[0] != "torch":
+                changed += [f"{type(owner).__name__}.{name}" for name in new + other]
+
+
+def carries_loss(result: Any) -> bool:
+    """Whether a module that may return its own loss did so: a 0-dim tensor where a loss stands."""
+    found = find_loss(result)
+    return found is not None and found[1].dim() == 0 and found[1].is_floating_point()
+
+
+class MicroStep:
+    """The function that is recorded for micro-batches of one shape.
+
+    Called with (trained weights, other state, batch leaves, loss scale?) as one flat list, it
+    returns ``[reported numbers?, *outputs, *flat gradients]``; the gradients are those of the loss
+    times its scale.
+
+    Args:
+        step: the user's module with its loss.
+        trained: names of the parameters that get a gradient.
+        fixed: names of all other parameters and buffers.
+        example: a micro-batch; only its structure and shapes matter.
+        with_loss: compute the loss.
+        precision: in which the module computes.
+        scaled: whether a loss scale is the last tensor.
+        partition: of the module over IPUs, whose rules are checked; None for one IPU.
+        recompute: names of the user's layers whose nodes are marked in a recording.
+        want_outputs: return the module's outputs.
+        layout: given the names that a gradient reached, the blocks to pack gradients into; None
+            when no gradient is wanted. Asked once.
+
+    Attributes:
+        trained: names of the parameters that come first.
+        fixed: those of what comes next.
+        precision: in which the module computes.
+        outputs: how the output tensors become the module's outputs.
+        reached: names of the parameters that a gradient reached.
+        blocks: what their gradients are packed into.
+        reported: what the numbers are that came with the loss of the last call.
+        labels: class indices that the loss takes; None before the first call with a loss.
+    """
+
+    def __init__(
+        self,
+        step: StepModule,
+        trained: Sequence[str],
+        fixed: Sequence[str],
+        example: MicroBatch,
+        with_loss: bool,
+        want_outputs: bool,
+        layout: Optional[Callable[[Sequence[str]], Sequence[Block]]],
+        precision: Precision,
+        scaled: bool,
+        partition: Optional[Partition] = None,
+        recompute: Sequence[str] = (),
+    ) -> None:
+        self._step = step
+        self._partition = partition
+        self._recompute = recompute
+        self.trained = list(trained)
+        self.fixed = list(fixed)
+        self._structure = example.structure
+        self._with_loss = with_loss
+        self._want_outputs = want_outputs
+        self._trains = layout is not None
+        self._layout = layout
+        self.precision = precision
+        self._scaled = scaled
+        self.hints: Dict[str, None] = {}
+        self.reported = Reported()
+        self.labels: Optional[Tuple[LabelRange, ...]] = None
+        self.blocks: Sequence[Block] = ()
+        self.outputs: OutputShape = OutputShape(None)
+        self.reached: Tuple[str, ...] = ()
+
+    def __call__(self, *tensors: Tensor) -> List[Tensor]:
+        """Run the user's module and loss, and autograd, on these tensors."""
+        count, end = len(self.trained), len(self.trained) + len(self.fixed)
+        weights = [t.detach() for t in tensors[:count]]
+        if self._trains:
+            weights = [w.requires_grad_() for w in weights]
+            self._keep_hooks(weights)
+        state = dict(zip(self.trained, weights))
+        state.update(zip(self.fixed, tensors[count:end]))
+        scale = tensors[-1] if self._scaled else None
+        leaves = tensors[end:-1] if self._scaled else tensors[end:]
+        batch = tree.unflatten(leaves, self._structure)
+        result: List[Tensor] = []
+        gradients: List[Tensor] = []
+        with torch.set_grad_enabled(self._trains):
+            marked = layers_marked(self._step.net, self._recompute)
+            precision = computing_in(self.precision, tensors[-1].device)
+            with collecting() as entries, precision, marked:
+                batch = with_inputs_in(self.precision, batch)
+                with hints_noted(batch, self.hints), followed(self._partition, self._step.net):
+                    arguments = (batch, state, self._with_loss)
+                    outputs, term = call_with(self._step, state, arguments)
+            if term is not None:
+                if self.labels is None:
+                    self.labels = self._step.label_ranges(outputs, batch[2])
+                self.reported, numbers = Reported.of(term, entries)
+                result.append(numbers)
+            if self._trains:
+                gradients = self._gradients(term.value, state, scale)
+        if self._want_outputs:
+            result += self._detached_outputs(outputs, tensors)
+        return result + gradients
+
+    def _keep_hooks(self, weights: Sequence[Tensor]) -> None:
+        """Hooks that the user has put on a parameter see the gradient of every micro-batch."""
+        parameters = dict(self._step.named_parameters())
+        for name, weight in zip(self.trained, weights):
+            if getattr(parameters[name], "_post_accumulate_grad_hooks", None):
+                raise CaptureError(
+                    f"{public_name(name)!r} has a hook for after its .grad is filled, but in one "
+                    "program .grad is never filled. Use parameter.register_hook."
+                )
+            for hook in (parameters[name]._backward_hooks or {}).values():
+                weight.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _where(self) -> str:
+        return type(self._step.net).__name__
+
+    def _gradients(
+        self, loss: Tensor, state: Mapping[str, Tensor], scale: Optional[Tensor]
+    ) -> List[Tensor]:
+        weights = [state[name] for name in self.trained]
+        found: Sequence[Optional[Tensor]] = [None] * len(weights)
+        if loss.requires_grad:
+            self._refuse_bypass(loss)
+            objective = loss if scale is None else loss * scale.to(loss.dtype)
+            with backward_marked(objective):
+                found = torch.autograd.grad(objective, weights, allow_unused=True)
+        by_name = {n: g for n, g in zip(self.trained, found) if g is not None}
+        if not self.reached:
+            self._lay_out(by_name)
+        late = sorted(set(by_name).difference(self.reached))
+        if late:
+            raise LossError(
+                "the same parameters must get a gradient in every micro-batch, but the first one "
+                f"left out {public_name(late[0])!r} and a later one did not. Multiply the part "
+                "that is left out by zero instead of skipping it."
+            )
+        for name in self.reached:
+            if name not in by_name:
+                by_name[name] = torch.zeros_like(state[name])
+        return [block.gather(by_name) for block in self.blocks]
+
+    def _refuse_bypass(self, loss: Tensor) -> None:
+        """A parameter reached by a reference from outside the module would get no gradient."""
+        own = {id(p): name for name, p in self._step.named_parameters()}
+        # Those are looked for once: it takes longer than the rest.
+        overlooked = {} if self.reached else unregistered(self._step.net)
+        todo, seen = [loss.grad_fn], set()
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf = id(getattr(node, "variable", None))
+            if leaf in overlooked:
+                attribute = overlooked[leaf]
+                raise CaptureError(
+                    f"{attribute.text}, so that they would not be trained. {attribute.cure} What "
+                    "is not to be trained, call requires_grad_(False) of."
+                )
+            name = own.get(leaf)
+            if name is not None:
+                raise CaptureError(
+                    f"{public_name(name)!r} was used through a reference kept outside the module, "
+                    "such as a list of parameters, and would get no gradient from there. Reach it "
+                    "through the module in forward or in the loss, such as self.layer.weight."
+                )
+            todo += [following for following, _ in node.next_functions]
+
+    def _lay_out(self, gradients: Mapping[str, Tensor]) -> None:
+        assert self._layout is not None
+        if not self.trained:
+            raise LossError(
+                f"{self._where()} must have a trainable parameter, but none that the optimizer "
+                "holds requires gradients any more. Unfreeze one with requires_grad_(True), and "
+                "call compile again if it was frozen then."
+            )
+        if not gradients:
+            raise LossError(
+                "the loss must depend on at least one trainable parameter, but no gradient reached "
+                f"any of the {len(self.trained)} of {self._where()}. Look for .detach(), "
+                "torch.no_grad() or a loss computed from the targets alone."
+            )
+        for name, gradient in gradients.items():
+            if gradient.layout is not torch.strided:
+                raise LossError(
+                    f"gradients must be dense, but that of {public_name(name)!r} is "
+                    f"{gradient.layout}. Build the layer with sparse=False."
+                )
+        self.reached = tuple(name for name in self.trained if name in gradients)
+        self.blocks = self._layout(self.reached)
+        # It belongs to a program, which what is recorded outlives.
+        self._layout = None
+
+    def _detached_outputs(self, outputs: Any, inputs: Sequence[Tensor]) -> List[Tensor]:
+        refuse_hidden_tensors(outputs)
+        self.outputs = OutputShape(outputs)
+        taken = {storage_id(t) for t in inputs} - {0}
+        # An output that shares memory with a weight, a buffer or the user's batch would change
+        # later.
+        tensors = [
+            t.detach().clone() if storage_id(t) in taken else t.detach()
+            for t in self.outputs.tensors
+        ]
+        self.outputs.forget()
+        return tensors

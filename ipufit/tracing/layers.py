@@ -1,0 +1,243 @@
+"""The layers of a module: parameters, sharing, and output shapes found out without values."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ipufit.core.batch import MicroBatch
+from ipufit.utils import tree
+from ipufit.utils.functional import call_with
+from ipufit.utils.module_modes import evaluating
+from ipufit.utils.preserve import generators_kept
+from ipufit.utils.random_streams import isolated
+
+__all__ = ["Layer", "layers_of", "note_calls", "output_shapes"]
+
+# Never called: their elements are.
+_SHELVES = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclasses.dataclass
+class Layer:
+    """One module of the tree.
+
+    Attributes:
+        name: as in ``state_dict``; empty for the model itself.
+        depth: 0 for the model itself.
+        kind: its class.
+        parameters: number of values in the parameters of its own that no layer before it has.
+        trainable: how many of them require gradients.
+        notes: what a reader should know, such as sharing.
+        module: itself.
+    """
+
+    name: str
+    depth: int
+    kind: str
+    parameters: int
+    trainable: int
+    notes: List[str]
+    module: nn.Module
+
+
+def layers_of(module: nn.Module) -> List[Layer]:
+    """All layers, each parameter counted at its first owner."""
+    # A module may leave parts out that no program has, such as metrics.
+    parts = {id(part) for _, part in module.named_modules()}
+    return list(_walk(module, "", 0, {}, {}, parts))
+
+
+def _walk(
+    module: nn.Module,
+    name: str,
+    depth: int,
+    owners: Dict[int, str],
+    seen: Dict[int, str],
+    parts: Set[int],
+) -> Iterator[Layer]:
+    kind = type(module).__name__
+    if id(module) in seen:
+        note = f"the same module as {seen[id(module)] or 'the model'}"
+        yield Layer(name, depth, kind, 0, 0, [note], module)
+        return
+    seen[id(module)] = name
+    notes, counts = [], [0, 0]
+    own = {key: p for key, p in module._parameters.items() if p is not None}
+    for key, parameter in own.items():
+        full = f"{name}.{key}" if name else key
+        if id(parameter) in owners:
+            notes.append(f"{key} is shared with {owners[id(parameter)]}")
+            continue
+        owners[id(parameter)] = full
+        counts[0] += parameter.numel()
+        counts[1] += parameter.numel() if parameter.requires_grad else 0
+    yield Layer(name, depth, kind, counts[0], counts[1], notes, module)
+    for key, child in module._modules.items():
+        if child is not None and id(child) in parts:
+            full = f"{name}.{key}" if name else key
+            yield from _walk(child, full, depth + 1, owners, seen, parts)
+
+
+def output_shapes(
+    module: nn.Module, batch: MicroBatch
+) -> Tuple[Dict[nn.Module, List[str]], Set[str], Optional[str]]:
+    """Call the module in eval mode on tensors without values, and write down what comes out.
+
+    No value is computed, no buffer changes and no random number is drawn.
+
+    Args:
+        module: whose layers are looked at.
+        batch: a micro-batch; of its tensors only shape and dtype matter.
+
+    Returns:
+        The outputs' shapes of every layer that was called, one per call; the names of the
+        parameters that were used; and why the call failed, or None. The layers before a failure
+        have shapes.
+    """
+    found: Dict[nn.Module, List[str]] = {}
+    used: Set[str] = set()
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    handles = [
+        part.register_forward_hook(
+            lambda part, _, out: found.setdefault(part, []).append(form(out))
+        )
+        for part in module.modules()
+    ]
+    try:
+        with isolated(device), evaluating(module), _attributes_kept(module):
+            _call_without_values(module, batch, device, used)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return found, used, "it reads the value of a tensor"
+    except Exception as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        return found, used, f"{type(error).__name__}: {reason}"
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found, used, None
+
+
+def outputs_of(module: nn.Module, batch: MicroBatch) -> Any:
+    """Return the module's outputs in eval mode, as tensors without values; None where it fails.
+
+    No value is computed, no buffer changes and no random number is drawn.
+
+    Args:
+        module: is called once.
+        batch: a micro-batch; of its tensors only shape and dtype matter.
+    """
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    with generators_kept(), isolated(device), evaluating(module), _attributes_kept(module):
+        try:
+            return _call_without_values(module, batch, device, set())
+        except Exception:
+            return None
+
+
+class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which parameters an operator takes, whichever layer's forward that is in."""
+
+    def __init__(self, names: Dict[int, str], used: Set[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = names
+        self._used = used
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Optional[Dict[str, Any]] = None
+    ) -> Any:
+        for leaf in tree.flatten((args, kwargs or {}))[0]:
+            if id(leaf) in self._names:
+                self._used.add(self._names[id(leaf)])
+        return func(*args, **(kwargs or {}))
+
+
+def _call_without_values(
+    module: nn.Module, batch: MicroBatch, device: torch.device, used: Set[str]
+) -> Any:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    state: Dict[str, Tensor] = {
+        name: mode.from_tensor(tensor)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    }
+    uses = _Uses({id(tensor): name for name, tensor in state.items()}, used)
+    # With gradients: torch's fused kernels for inference would skip layers.
+    with mode, uses, torch.enable_grad():
+        leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in batch.leaves]
+        args, kwargs, _, _ = dataclasses.replace(batch, leaves=tuple(leaves)).unpack()
+        return call_with(module, state, args, kwargs)
+
+
+@contextlib.contextmanager
+def _attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Put back what forward assigns to its modules: it would be tensors without values."""
+    kept = [
+        (vars(part), {name: _shallow(value) for name, value in vars(part).items()})
+        for part in module.modules()
+    ]
+    try:
+        yield
+    finally:
+        for attributes, before in kept:
+            for name in [name for name in attributes if name not in before]:
+                del attributes[name]
+            for name, (value, content) in before.items():
+                attributes[name] = value
+                if type(value) is list:
+                    value[:] = content
+                elif content is not value and isinstance(value, (dict, set)):
+                    value.clear()
+                    value.update(content)
+
+
+def _shallow(value: Any) -> Tuple[Any, Any]:
+    return value, type(value)(value) if type(value) in (list, dict, set) else value
+
+
+def form(output: Any) -> str:
+    """The shapes of nested outputs: ``(4, 10)``, ``[(4, 2), (4,)]``, ``{a: (4, 2)}``."""
+    if isinstance(output, Tensor):
+        return str(tuple(output.shape))
+    leaves, structure = tree.flatten(output)
+    if structure.kind is None:
+        return type(output).__name__
+    return _nested(structure, iter(leaves))
+
+
+def _nested(structure: tree.Structure, leaves: Iterator[Any]) -> str:
+    if structure.kind is None:
+        return form(next(leaves))
+    if structure.kind is type(None):
+        return "None"
+    parts = [_nested(child, leaves) for child in structure.children]
+    if all(isinstance(key, int) for key in structure.keys):
+        return f"[{', '.join(parts)}]"
+    return "{" + ", ".join(f"{key}: {part}" for key, part in zip(structure.keys, parts)) + "}"
+
+
+def note_calls(layers: Sequence[Layer], shapes: Dict[nn.Module, List[str]], used: Set[str]) -> None:
+    """Add to the notes which layers were called several times, and which not at all."""
+    listed: Set[nn.Module] = set()
+    for layer in layers:
+        if layer.module in listed:
+            continue
+        listed.add(layer.module)
+        calls = len(shapes.get(layer.module, ()))
+        if calls > 1:
+            layer.notes.append(f"called {calls} times")
+        if calls or isinstance(layer.module, _SHELVES):
+            continue
+        if not any(part in shapes for part in layer.module.modules()):
+            prefix = f"{layer.name}." if layer.name else ""
+            direct = any(name.startswith(prefix) for name in used)
+            layer.notes.append("used without a call" if direct else "not called")

@@ -1,0 +1,484 @@
+"""Recurrent layers as one operator each, as torch computes them on a CPU.
+
+torch writes ``torch.lstm``, ``torch.gru`` and ``torch.rnn_*`` on a CPU with operators for every
+time step, or with oneDNN's for every layer; a recording would grow with the sequence. Here a whole
+layer is ``ipufit::recurrent``, and its gradient ``ipufit::recurrent_backward``. Both run torch's
+code, so that they have its bits: forward runs under autograd, and backward follows the graph that
+this makes. Between them it hangs on a tensor, the reserve, as cuDNN calls what its operators for
+recurrent layers keep; these are recorded as they are, on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ipufit.core.precision import autocast_state
+from ipufit.utils.random_streams import LOCK
+
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "KINDS",
+    "SecondGradientError",
+    "call_whole",
+    "run_backward",
+    "run_forward",
+    "time_steps",
+    "whole_recurrent_layers",
+]
+
+# Names of torch's functions, with how many rows of the weights a hidden unit has.
+_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+_ARGUMENTS = (
+    "input",
+    "hx",
+    "params",
+    "has_biases",
+    "num_layers",
+    "dropout",
+    "train",
+    "bidirectional",
+    "batch_first",
+)
+KINDS = tuple(_GATES)
+_ORIGINALS: Dict[str, Callable[..., Tuple[Tensor, ...]]] = {
+    kind: getattr(torch, kind) for kind in KINDS
+}
+# Torch's layers look their functions up in the second one.
+_OWNERS: Sequence[Any] = (torch, torch._VF)
+# A schema has no type for lists of these.
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_KEYS = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView)
+_MARK = "ipufit_reserve"
+
+
+class _Steps:
+    """A switch: record layers time step by time step. The lock of recordings guards it."""
+
+    wanted = False
+
+
+@contextlib.contextmanager
+def time_steps() -> Iterator[None]:
+    """Within it recurrent layers are recorded as the operators of their time steps."""
+    with LOCK:
+        before, _Steps.wanted = _Steps.wanted, True
+        try:
+            yield
+        finally:
+            _Steps.wanted = before
+
+
+class SecondGradientError(Exception):
+    """A gradient of a gradient is asked for, which only the operators of the time steps have."""
+
+
+class _Layer(NamedTuple):
+    """The arguments of the operator but for its tensors, in its order.
+
+    Attributes:
+        states: how many of the tensors, behind the input, are initial states.
+        kind: torch's name of the function.
+        has_biases, num_layers, train, bidirectional: as torch has them.
+        dropout_p: 0 where nothing is dropped.
+        autocast: number of the dtype in ``_DTYPES`` that autocast computes in; None without it.
+        dtypes: numbers of the results' dtypes.
+    """
+
+    states: int
+    kind: str
+    has_biases: bool
+    num_layers: int
+    dropout_p: float
+    train: bool
+    bidirectional: bool
+    autocast: Optional[int]
+    dtypes: List[int]
+
+    @property
+    def directions(self) -> int:
+        """How many there are."""
+        return 2 if self.bidirectional else 1
+
+
+def _layer_shapes(
+    tensors: Sequence[Tensor], states: int, kind: str, has_biases: bool, bidirectional: bool
+) -> Iterator[Tuple[int, ...]]:
+    """The shapes that the parameters have, in torch's order.
+
+    Args:
+        tensors: input (time, batch, features), initial states and parameters.
+        states: how many initial states there are.
+        kind: a key of ``_GATES``.
+        has_biases, bidirectional: as torch has them.
+    """
+    hidden = tensors[states].shape[2]
+    rows, projected = _GATES[kind] * hidden, tensors[1].shape[2]
+    directions = 2 if bidirectional else 1
+    for number in range(tensors[1].shape[0]):
+        is_first = number < directions
+        yield rows, tensors[0].shape[2] if is_first else directions * projected
+        yield rows, projected
+        if has_biases:
+            yield (rows,)
+            yield (rows,)
+        if projected != hidden:
+            yield projected, hidden
+
+
+def _call(layer: _Layer, tensors: Sequence[Tensor]) -> List[Tensor]:
+    """Torch's function on these tensors."""
+    behind = 1 + layer.states
+    hx = tensors[1:behind] if layer.kind == "lstm" else tensors[1]
+    with contextlib.ExitStack() as entered:
+        if layer.autocast is not None:
+            dtype = _DTYPES[layer.autocast]
+            entered.enter_context(torch.autocast("cpu", dtype=dtype, cache_enabled=False))
+        results: Tuple[Tensor, ...] = _ORIGINALS[layer.kind](
+            tensors[0],
+            hx,
+            tensors[behind:],
+            layer.has_biases,
+            layer.num_layers,
+            layer.dropout_p,
+            layer.train,
+            layer.bidirectional,
+            False,
+        )
+    return list(results)
+
+
+@contextlib.contextmanager
+def _autograd(enabled: bool) -> Iterator[None]:
+    """Record gradients, or not, also below the autograd of a dispatch from outside."""
+    excluded = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in _KEYS]
+    for key in _KEYS:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        with torch.set_grad_enabled(enabled):
+            yield
+    finally:
+        for key, before in zip(_KEYS, excluded):
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, before)
+
+
+def run_forward(tensors: Sequence[Tensor], *settings: Any) -> List[Tensor]:
+    """Compute a layer.
+
+    Args:
+        tensors: input (time, batch, features), initial states and parameters.
+        settings: the fields of a layer, and the places of the tensors whose gradients are wanted.
+
+    Returns:
+        Output (time, batch, features), last states, and the reserve for the gradients.
+    """
+    *fields, wanted = settings
+    layer = _Layer(*fields)
+    # Weights that lie in parts are written again between the passes, with the same values.
+    leaves = [tensor.data for tensor in tensors]
+    for place in wanted:
+        leaves[place].requires_grad_()
+    with _autograd(bool(wanted)):
+        results = _call(layer, leaves)
+        reserve = _reserve(0)
+        if wanted:
+            size = _reserve_size(tensors, layer, wanted)
+            reserve = _Reserve.apply(  # type: ignore[no-untyped-call]
+                leaves[wanted[0]], size, (results, leaves)
+            )
+    return [*(result.detach() for result in results), reserve]
+
+
+class _Reserve(torch.autograd.Function):
+    """Hangs what backward needs on a tensor, where it is safe from torch 2.0.
+
+    That makes a new Python object of what an operator returns, without the old one's attributes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, size: int, tape: Any) -> Tensor:
+        """A tensor whose ``grad_fn`` has the tape."""
+        ctx.tape = tape
+        return _reserve(size)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Nobody computes with the tensor."""
+        raise AssertionError
+
+
+def _reserve(size: int) -> Tensor:
+    """A tensor of so many elements that takes the memory of one."""
+    return torch.zeros(1).expand(size)
+
+
+def _reserve_size(tensors: Sequence[Tensor], layer: _Layer, wanted: Sequence[int]) -> int:
+    """How many float32 are about what torch keeps: the gates of every time step, twice."""
+    if not wanted:
+        return 0
+    rows = sum(tensor.shape[0] for tensor in tensors[1 + layer.states :] if tensor.dim() == 2)
+    time, batch, _ = tensors[0].shape
+    return time * batch * rows * tensors[0].element_size() // 4
+
+
+def _empty_forward(tensors: Sequence[Tensor], *settings: Any) -> List[Tensor]:
+    """Results without values."""
+    *fields, wanted = settings
+    layer = _Layer(*fields)
+    time, batch, _ = tensors[0].shape
+    shapes: List[Tuple[int, ...]] = [(time, batch, layer.directions * tensors[1].shape[2])]
+    shapes += [tuple(state.shape) for state in tensors[1 : 1 + layer.states]]
+    results = [
+        tensors[0].new_empty(shape, dtype=_DTYPES[dtype])
+        for shape, dtype in zip(shapes, layer.dtypes)
+    ]
+    size = _reserve_size(tensors, layer, wanted)
+    return [*results, tensors[0].new_empty((size,), dtype=torch.float32)]
+
+
+def run_backward(
+    reserve: Tensor,
+    gradients: Sequence[Optional[Tensor]],
+    tensors: Sequence[Tensor],
+    wanted: Sequence[int],
+    directions: int,
+) -> List[Tensor]:
+    """Compute the gradients of the tensors in the wanted places.
+
+    Args:
+        reserve: of the forward pass.
+        gradients: of its results; None of one that nobody has used.
+        tensors: of the forward pass.
+        wanted: places among them.
+        directions: 2 of a bidirectional layer; for whoever counts the work.
+    """
+    tape: Any = reserve.grad_fn
+    results, leaves = tape.tape
+    leaves = [leaves[place] for place in wanted]
+    pairs = [(one, other) for one, other in zip(results, gradients) if other is not None]
+    computed = torch.autograd.grad(
+        [result for result, _ in pairs],
+        leaves,
+        [gradient for _, gradient in pairs],
+        # Whoever follows a loss back twice comes here twice.
+        retain_graph=True,
+        allow_unused=True,
+    )
+    return [
+        torch.zeros_like(leaf) if gradient is None else gradient.contiguous()
+        for gradient, leaf in zip(computed, leaves)
+    ]
+
+
+def _empty_backward(
+    reserve: Tensor,
+    gradients: Sequence[Optional[Tensor]],
+    tensors: Sequence[Tensor],
+    wanted: Sequence[int],
+    directions: int,
+) -> List[Tensor]:
+    """Gradients without values."""
+    return [tensors[place].new_empty(tensors[place].shape) for place in wanted]
+
+
+class _Gradient(torch.autograd.Function):
+    """The operator with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, settings: Sequence[Any], *tensors: Tensor) -> Tuple[Tensor, ...]:
+        """Compute results and reserve."""
+        wanted = [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
+        results = _below_autograd(FORWARD, list(tensors), *settings, wanted)
+        ctx.wanted = wanted
+        ctx.directions = _Layer(*settings).directions
+        ctx.set_materialize_grads(False)
+        ctx.reserve = results.pop()
+        vars(ctx.reserve)[_MARK] = True
+        ctx.save_for_backward(*tensors, ctx.reserve)
+        # What is no result for autograd must not have a history of its own.
+        no_result = ctx.reserve.detach()
+        ctx.mark_non_differentiable(no_result)
+        return (*results, no_result)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+        """Gradients of the tensors."""
+        if torch.is_grad_enabled():
+            raise SecondGradientError
+        # torch.utils.checkpoint has made another one; other hooks may have made a mere copy.
+        *tensors, reserve = ctx.saved_tensors
+        reserve = reserve if _MARK in vars(reserve) else ctx.reserve
+        computed = _below_autograd(
+            BACKWARD, reserve, list(gradients[:-1]), tensors, ctx.wanted, ctx.directions
+        )
+        by_place = dict(zip(ctx.wanted, computed))
+        return (None, *(by_place.get(place) for place in range(len(tensors))))
+
+
+def _below_autograd(operator: Callable[..., List[Tensor]], *args: Any) -> List[Tensor]:
+    below = torch._C._AutoDispatchBelowAutograd()
+    try:
+        return operator(*args)
+    finally:
+        del below
+
+
+def _with_gradient(tensors: Sequence[Tensor], *settings: Any) -> List[Tensor]:
+    """The operator above autograd, which knows whose gradients are wanted."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return list(_Gradient.apply(settings[:-1], *tensors))  # type: ignore[no-untyped-call]
+    return _below_autograd(FORWARD, tensors, *settings)
+
+
+# Lives as long as the process: its operators would go with it.
+_LIBRARY: Any = torch.library.Library("ipufit", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define(
+    "recurrent(Tensor[] tensors, int states, str kind, bool has_biases, int num_layers, "
+    "float dropout_p, bool train, bool bidirectional, int? autocast, int[] dtypes, int[] wanted)"
+    " -> Tensor[]"
+)
+_LIBRARY.define(
+    "recurrent_backward(Tensor reserve, Tensor?[] gradients, Tensor[] tensors, int[] wanted, "
+    "int directions) -> Tensor[]"
+)
+_LIBRARY.impl("recurrent", run_forward, "CPU")
+_LIBRARY.impl("recurrent", _empty_forward, "Meta")
+_LIBRARY.impl("recurrent", _with_gradient, "Autograd")
+_LIBRARY.impl("recurrent_backward", run_backward, "CPU")
+_LIBRARY.impl("recurrent_backward", _empty_backward, "Meta")
+
+FORWARD = torch.ops.ipufit.recurrent.default
+BACKWARD = torch.ops.ipufit.recurrent_backward.default
+
+
+@contextlib.contextmanager
+def whole_recurrent_layers() -> Iterator[None]:
+    """Within it torch's functions for recurrent layers are one operator each, in this thread."""
+    with LOCK:
+        uses_onednn, thread = torch._C._get_mkldnn_enabled(), threading.get_ident()
+        before = [(owner, kind, getattr(owner, kind)) for owner in _OWNERS for kind in KINDS]
+        for owner, kind, _ in before:
+            setattr(owner, kind, functools.partial(_instead, kind, uses_onednn, thread))
+        try:
+            yield
+        finally:
+            for owner, kind, original in before:
+                setattr(owner, kind, original)
+
+
+def _instead(
+    kind: str, uses_onednn: bool, thread: int, /, *args: Any, **kwargs: Any
+) -> Tuple[Tensor, ...]:
+    """Stand in for a function of torch's; threads that record nothing get torch's own."""
+    if thread != threading.get_ident():
+        return _ORIGINALS[kind](*args, **kwargs)
+    return call_whole(kind, uses_onednn, *args, **kwargs)
+
+
+def call_whole(kind: str, uses_onednn: bool, /, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    """Call a function of torch's for a recurrent layer, as one operator where that can be.
+
+    Args:
+        kind: the function's name.
+        uses_onednn: whether the layer may use oneDNN when it runs.
+        args, kwargs: of the call.
+    """
+    values = {**dict(zip(_ARGUMENTS, args)), **kwargs}
+    if not _can_be_whole(kind, values):
+        return _ORIGINALS[kind](*args, **kwargs)
+    first = values["input"].transpose(0, 1) if values["batch_first"] else values["input"]
+    states = values["hx"] if kind == "lstm" else (values["hx"],)
+    tensors = [first, *states, *values["params"]]
+    drops = values["train"] and values["num_layers"] > 1
+    autocasts, dtype = autocast_state(first.device)
+    layer = _Layer(
+        len(states),
+        kind,
+        values["has_biases"],
+        values["num_layers"],
+        float(values["dropout"]) if drops else 0.0,
+        values["train"],
+        values["bidirectional"],
+        _DTYPES.index(dtype) if autocasts else None,
+        [_DTYPES.index(first.dtype)] * (1 + len(states)),
+    )
+    if layer.autocast is not None:
+        layer = layer._replace(dtypes=_tried_dtypes(layer, tensors, uses_onednn))
+    output, *last, _ = FORWARD(tensors, *layer, [])
+    return (output.transpose(0, 1) if values["batch_first"] else output, *last)
+
+
+def _can_be_whole(kind: str, values: Mapping[str, Any]) -> bool:
+    """Say whether the arguments of a recurrent function fit the one operator for a whole layer.
+
+    For other arguments torch's own function is called, which says what is wrong with them.
+    """
+    params, hx = values.get("params"), values.get("hx")
+    # Packed sequences come with other arguments.
+    if _Steps.wanted or values.keys() != set(_ARGUMENTS) or not isinstance(params, (list, tuple)):
+        return False
+    states: List[Any] = list(hx) if isinstance(hx, (list, tuple)) else [hx]
+    tensors: List[Any] = [values["input"], *states, *params]
+    if len(states) != (2 if kind == "lstm" else 1) or not all(map(_is_on_cpu, tensors)):
+        return False
+    first = tensors[0]
+    if not first.numel() or first.dim() != 3 or any(state.dim() != 3 for state in states):
+        return False
+    dtypes = {tensor.dtype for tensor in tensors}
+    if not dtypes <= set(_DTYPES) or (len(dtypes) > 1 and not autocast_state(first.device)[0]):
+        return False
+    # Transforms of functorch, and forward-mode derivatives, know the operators of time steps.
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return False
+    directions = 2 if values["bidirectional"] else 1
+    batch = first.shape[0 if values["batch_first"] else 1]
+    fitting = (directions * values["num_layers"], batch)
+    if any(tuple(state.shape[:2]) != fitting for state in states):
+        return False
+    shapes = _layer_shapes(
+        tensors, len(states), kind, values["has_biases"], values["bidirectional"]
+    )
+    return list(shapes) == [tuple(each.shape) for each in params]
+
+
+def _is_on_cpu(value: object) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "cpu"
+
+
+def _tried_dtypes(layer: _Layer, tensors: Sequence[Tensor], uses_onednn: bool) -> List[int]:
+    """The dtypes of the results under autocast, which differ between torch's kernels.
+
+    Found out with zeros, on one time step of one sample.
+    """
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    shapes[0] = (1, 1, shapes[0][2])
+    for place in range(1, 1 + layer.states):
+        shapes[place] = (shapes[place][0], 1, shapes[place][2])
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(uses_onednn)
+    try:
+        with _disable_current_modes(), torch.no_grad():
+            zeros = [torch.zeros(shape, dtype=each.dtype) for shape, each in zip(shapes, tensors)]
+            results = _call(layer._replace(dropout_p=0.0), zeros)
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+    return [_DTYPES.index(result.dtype) for result in results]

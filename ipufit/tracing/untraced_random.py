@@ -1,0 +1,182 @@
+"""Random numbers of Python and NumPy in a recording, which has them as constants: refused."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import re
+import warnings
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from ipufit.core.batch import MicroBatch
+from ipufit.core.train_config import Precision
+from ipufit.tracing.capture import Frame, capture, capture_error
+from ipufit.tracing.generators import Generators, generator_state
+from ipufit.tracing.grad_step import MicroStep, StepModule
+from ipufit.tracing.graph_signature import Written
+from ipufit.tracing.ipu_only import for_this_engine
+from ipufit.tracing.read_values import CodeReader
+from ipufit.tracing.user_lines import Lines
+from ipufit.utils.random_streams import LOCK
+
+__all__ = ["advise_call", "describe_draw", "record_alone", "refuse_draws"]
+
+
+def advise_call(frame: Optional[Frame]) -> str:
+    """Which call of torch's to use instead of the one in a line, as a sentence."""
+    source = linecache.getline(frame[0], frame[1]) if frame is not None else ""
+    call = next(call for words, call in _CALLS if re.search(words, source))
+    branch = ", and choose with torch.where instead of a branch" if _BRANCH.search(source) else ""
+    return f"Draw with {call}, whose numbers are part of the program{branch}."
+
+
+_CALLS = (
+    (r"beta|dirichlet", "torch.distributions.Beta(a, b).sample()"),
+    (r"gauss|normal|randn", "torch.randn"),
+    (r"shuffle|permutation", "torch.randperm"),
+    (r"randint|randrange|integers|choice|sample\(", "torch.randint"),
+    (r"", "torch.rand"),
+)
+_BRANCH = re.compile(r"\b(if|elif|while)\b")
+
+
+def describe_draw(name: str) -> str:
+    """Say why Python must not draw a random number in the step."""
+    return (
+        f"a random number is drawn from {name}, but Python runs once, to be recorded: every "
+        "micro-batch would get the same number"
+    )
+
+
+# A stream that begins with a number near 0, and one that begins with several near 1: where a layer
+# is left out with some probability, one of them makes another choice than almost any.
+_LOW, _HIGH = 906, 92377
+
+
+@contextlib.contextmanager
+def refuse_draws(
+    step: nn.Module, record: Callable[[], fx.GraphModule], runs_eagerly: bool = True
+) -> Iterator[None]:
+    """Refuse random numbers of Python or NumPy that a recording in the block depends on.
+
+    Nothing more is done where no generator has moved; else the recording is made again, to find the
+    lines and to see whether other numbers make another program.
+
+    Args:
+        step: a step module; generators that its code reads or its modules hold count too.
+        record: makes a recording of the same.
+        runs_eagerly: whether the engine can run the module itself.
+
+    Raises:
+        CaptureError: with the line, and the call of torch's to use.
+
+    Warns:
+        UserWarning: numbers are drawn, but the program is the same with others.
+    """
+    # The data pipeline may draw as well, but not while this is held.
+    with LOCK:
+        generators = Generators(_reachable_generators(step))
+        yield
+        if not generators.drawn():
+            return
+        now = generators.again()
+        try:
+            _judge(generators, record, runs_eagerly)
+        finally:
+            now.restore()
+
+
+def _judge(
+    generators: Generators, record: Callable[[], fx.GraphModule], runs_eagerly: bool
+) -> None:
+    generators.restore()
+    lines = Lines(generators.probes)
+    with lines:
+        text = _recorded(record)
+    places = [(name, frame) for name in generators.drawn() for frame in lines.found[name] or [None]]
+    if not places:
+        # Somebody else has drawn, in a thread of their own.
+        return
+    others = []
+    for seed in (_LOW, _HIGH):
+        generators.start(seed)
+        others.append(_recorded(record))
+    if text is not None and all(other is not None and other.equals(text) for other in others):
+        _warn(places)
+        return
+    name, frame = places[0]
+    also = "".join(f" So does {_place(other)}." for _, other in places[1:4] if other is not None)
+    # Where gradients reach other parameters each time, a recording fails, and so would every run.
+    runs = runs_eagerly and text is not None and None not in others
+    cure = f"{advise_call(frame)}{also}"
+    raise capture_error(describe_draw(name), cure, frame, kind="random", runs_eagerly=runs)
+
+
+def _recorded(record: Callable[[], fx.GraphModule]) -> Optional[Written]:
+    """Record a step; return None where that fails, which it does with some numbers alone."""
+    try:
+        return Written.of(record())
+    except Exception:
+        return None
+
+
+def _warn(places: Sequence[Tuple[str, Optional[Frame]]]) -> None:
+    name, frame = places[0]
+    where = f" at {_place(frame)}" if frame is not None else ""
+    warnings.warn(
+        f"a random number is drawn from {name}{where}, but Python runs once, to be recorded. The "
+        "program is the same with other numbers, so it changes nothing now; where it is to count, "
+        "draw with torch.rand or the like.",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def _place(frame: Frame) -> str:
+    return f"{frame[0]}:{frame[1]} in {frame[2]}"
+
+
+def _reachable_generators(step: nn.Module) -> List[Tuple[str, Any]]:
+    """Generators of the user's that code can reach, each once."""
+    objects = list(CodeReader(step).generators)
+    for part in (*step.modules(), *getattr(step, "called", ())):
+        for name, value in vars(part).items():
+            if generator_state(value) is not None:
+                objects.append((f"{type(part).__name__}.{name}", value))
+    once = {id(value): (title, value) for title, value in reversed(objects)}
+    return [each for each in once.values() if not isinstance(each[1], torch.Generator)]
+
+
+def record_alone(
+    step: StepModule, example: MicroBatch, trains: bool, with_loss: bool, precision: Precision
+) -> fx.GraphModule:
+    """Record a step as the embedded engine does, for an engine that compiles it in another way.
+
+    Args:
+        step: the user's module and loss.
+        example: a micro-batch.
+        trains: with gradients.
+        with_loss: compute the loss.
+        precision: in which it computes.
+    """
+    tensors = {**dict(step.named_parameters()), **dict(step.named_buffers())}
+    trained = [name for name, tensor in tensors.items() if trains and tensor.requires_grad]
+    names = [*trained, *(name for name in tensors if name not in trained)]
+    layout = (lambda reached: ()) if trains else None
+    micro = MicroStep(
+        step,
+        trained,
+        names[len(trained) :],
+        example,
+        with_loss,
+        not trains,
+        layout,
+        precision,
+        False,
+    )
+    state: List[Tensor] = [tensors[name].detach() for name in names]
+    with for_this_engine():
+        return capture(micro, [*state, *example.leaves])

@@ -1,0 +1,129 @@
+"""Which line of the user's source is running, and at which of them something changes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+import types
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+
+import torch
+
+from ipufit.tracing.capture import CALLERS, Frame
+from ipufit.utils.locations import PACKAGE
+
+__all__ = ["Lines", "is_installed", "is_users", "users_frame", "users_module"]
+
+
+def _folder(path: str) -> str:
+    return os.path.dirname(os.path.abspath(path)) + os.sep
+
+
+_STANDARD = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
+_TORCH = _folder(torch.__file__)
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+# Called by a model, and never what is at fault.
+_TOOLS = tuple(f"{place}numpy{os.sep}" for place in _INSTALLED)
+
+
+@functools.lru_cache(maxsize=None)
+def is_installed(file: str) -> bool:
+    """Say whether a file belongs to an installed package."""
+    return any(place in file for place in _INSTALLED)
+
+
+@functools.lru_cache(maxsize=None)
+def is_users(file: str) -> bool:
+    """Say whether a file is neither torch's nor ipufit's nor Python's own."""
+    if file.startswith("<"):
+        return False
+    path = os.path.abspath(file)
+    if path.startswith((PACKAGE, _TORCH)) or any(place in path for place in _TOOLS):
+        return False
+    return is_installed(path) or not path.startswith(_STANDARD)
+
+
+def users_module(value: object) -> bool:
+    """Say whether a class or function is defined in a file of the user's, not an installed one."""
+    module = sys.modules.get(getattr(value, "__module__", None) or "")
+    file = getattr(module, "__file__", None)
+    if module is not None and file is None:
+        return module.__name__ == "__main__"
+    return file is not None and is_users(file) and not is_installed(file)
+
+
+def users_frame(frame: Optional[types.FrameType], everywhere: bool = False) -> Optional[Frame]:
+    """The innermost frame of the user's.
+
+    Args:
+        frame: from where on outwards.
+        everywhere: also among what called ipufit.
+    """
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_users(file):
+            return file, frame.f_lineno, frame.f_code.co_name
+        if not everywhere and os.path.abspath(file) in CALLERS:
+            return None
+        frame = frame.f_back
+    return None
+
+
+class Lines:
+    """Follows the user's lines, and notes at which of them a probe changes.
+
+    Args:
+        probes: what is asked after every line, by name.
+
+    Attributes:
+        found: by name, the lines in the order of their first change.
+    """
+
+    def __init__(self, probes: Mapping[str, Callable[[], object]]) -> None:
+        self._probes = dict(probes)
+        self._last: Dict[str, object] = {}
+        self._at: List[Tuple[types.FrameType, Frame]] = []
+        self.found: Dict[str, Dict[Frame, None]] = {name: {} for name in probes}
+        self._before: Any = None
+
+    def __enter__(self) -> Lines:
+        self._last = {name: probe() for name, probe in self._probes.items()}
+        self._at.clear()
+        self._before = sys.gettrace()
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+        self._look()
+
+    def _called(self, frame: types.FrameType, event: str, argument: object) -> Any:
+        if not is_users(frame.f_code.co_filename):
+            return None
+        self._look()
+        self._at.append((frame, self._line(frame)))
+        return self._moved
+
+    def _moved(self, frame: types.FrameType, event: str, argument: object) -> Any:
+        self._look()
+        while self._at and self._at[-1][0] is not frame:
+            self._at.pop()
+        if event == "return":
+            if self._at:
+                self._at.pop()
+        elif event == "line" and self._at:
+            self._at[-1] = (frame, self._line(frame))
+        return self._moved
+
+    def _line(self, frame: types.FrameType) -> Frame:
+        return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+
+    def _look(self) -> None:
+        for name, probe in self._probes.items():
+            now = probe()
+            if now != self._last[name]:
+                self._last[name] = now
+                if self._at:
+                    self.found[name][self._at[-1][1]] = None

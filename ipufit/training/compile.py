@@ -1,0 +1,334 @@
+"""From the arguments of ``compile`` to a session; all that can't work is reported together."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Tuple, Union
+
+import torch
+from torch import nn
+
+from ipufit.core.jit_modes import resolve_jit
+from ipufit.core.option_roles import INFERENCE, TRAINING
+from ipufit.core.train_config import (
+    LossScale,
+    Recipe,
+    refuse_metrics_of_sums,
+    refuse_sums_of_shares,
+    resolve_averaging,
+    resolve_clip,
+    resolve_dtype,
+    resolve_loss_scale,
+    resolve_output_mode,
+    resolve_precision,
+)
+from ipufit.engines.program import Engine
+from ipufit.errors import ConfigurationError
+from ipufit.losses import Loss, resolve_loss
+from ipufit.metrics import MetricSet, resolve_metrics
+from ipufit.optim.resolve import resolve_optimizer
+from ipufit.partition.annotations import annotated_ipus
+from ipufit.partition.is_serialized import has_parts
+from ipufit.partition.partition import NOT_DIVIDED, Partitions
+from ipufit.partition.recomputation import resolve_recompute
+from ipufit.partition.request import PartitionRequest
+from ipufit.processes import current
+from ipufit.tracing.validate import refuse_unregistered
+from ipufit.training.run_defaults import FixedWork
+from ipufit.training.session import Session
+from ipufit.utils.error_collector import Faults, one_of
+
+if TYPE_CHECKING:
+    from ipufit.engines.ipu.ipu_config import IPUConfig
+    from ipufit.engines.ipu.poptorch_options.pair import OptionPair
+
+__all__ = ["CompileRequest", "compiled"]
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileRequest:
+    """The arguments of ``Model.compile``, as they came; it documents them."""
+
+    optimizer: Any
+    loss: Any
+    metrics: Any
+    loss_weights: Any
+    weighted_metrics: Any
+    normalize: str
+    sample_weight_reduction: str
+    lr_scheduler: Any
+    lr_scheduler_interval: str
+    clipnorm: Optional[float]
+    global_clipnorm: Optional[float]
+    clipvalue: Optional[float]
+    use_ema: bool
+    ema_momentum: float
+    ema_overwrite_frequency: Optional[int]
+    precision: Optional[str]
+    loss_scale: Union[float, str, LossScale, None]
+    accumulation_dtype: Union[torch.dtype, str, None]
+    output_mode: Optional[str]
+    output_every: Optional[int]
+    gradient_reduction: Optional[str]
+    auto_round_ipus: Optional[bool]
+    serialized_layers: Any
+    inference_serialized_layers: Any
+    recompute: Any
+    offload_optimizer_state: Optional[bool]
+    shard_optimizer: Optional[bool]
+    shard_weights: bool
+    detect_nan: bool
+    run_eagerly: bool
+    jit: str
+    training_options: Any
+    inference_options: Any
+    partition: PartitionRequest
+    inference_partition: PartitionRequest
+    config: Any
+
+
+def compiled(
+    module: nn.Module, make_engine: Callable[[], Engine], request: CompileRequest
+) -> Session:
+    """Check all arguments, and only then make anything.
+
+    Raises:
+        ConfigurationError: something can't work; several faults as one error.
+    """
+    # Here and below, what plain models need nothing of is imported where it is needed.
+    faults = Faults()
+    config = pair = limit = None
+    mode = "all"
+    with faults.collected():
+        request, limit = _as_planned(module, request)
+    faults.raise_all()
+    if request.config is not None:
+        from ipufit.training.ipu_config_adapter import configured, output_mode_of
+
+        config, request = configured(module, request, faults)
+        mode = mode if config is None else output_mode_of(config)
+    else:
+        request = dataclasses.replace(request, partition=_as_annotated(module, request.partition))
+    if request.training_options is not None or request.inference_options is not None:
+        from ipufit.engines.ipu.poptorch_options.pair import OptionPair
+
+        pair = OptionPair.read(request, faults)
+        request = pair.merged(request, faults)
+    reduction, offload = request.gradient_reduction, request.offload_optimizer_state
+    if offload is None:
+        offload = config is not None and config.optimizer_state_offchip
+    shard = request.shard_optimizer
+    if shard is None:
+        # Replicas of one process have one state anyway.
+        shard = config is not None and config.replicated_tensor_sharding and current().are_several
+        shard = shard or request.shard_weights is True
+    # optimum-graphcore rounds whatever its configuration says.
+    rounds = config is not None if request.auto_round_ipus is None else request.auto_round_ipus
+    request = dataclasses.replace(
+        request,
+        output_mode=mode if request.output_mode is None else request.output_mode,
+        gradient_reduction="mean" if reduction is None else reduction,
+        auto_round_ipus=rounds,
+        offload_optimizer_state=offload,
+        shard_optimizer=shard,
+    )
+    cuts = request.serialized_layers, request.inference_serialized_layers
+    if config is None and all(cut is None for cut in cuts):
+        return _checked(module, make_engine, request, config, pair, faults, limit)
+    from ipufit.partition.serialize import serialized_while_checked
+
+    with serialized_while_checked(module, *cuts, faults, by_config=config is not None):
+        return _checked(module, make_engine, request, config, pair, faults, limit)
+
+
+def _as_planned(module: nn.Module, request: CompileRequest) -> Tuple[CompileRequest, Optional[int]]:
+    """The arguments with stages and strategy of a plan, and the memory that it was made for.
+
+    Raises:
+        PartitionError: the plan is one of another module or strategy, or does not fit.
+    """
+    first, second = request.partition, request.inference_partition
+    if first.stages is None and second.stages is None:
+        return request, None
+    from ipufit.planner.partition_plan import PartitionPlan
+    from ipufit.planner.plan_arguments import as_planned
+
+    limit = first.stages.planned.memory if isinstance(first.stages, PartitionPlan) else None
+    first, second = as_planned(module, first), as_planned(module, second)
+    return dataclasses.replace(request, partition=first, inference_partition=second), limit
+
+
+def _as_annotated(module: nn.Module, request: PartitionRequest) -> PartitionRequest:
+    """The request with the IPUs that the module's annotations name, where it names no others."""
+    ipus = annotated_ipus(module) or 1
+    if ipus == 1 or request.sets_ipus:
+        return request
+    return dataclasses.replace(request, ipus_per_replica=ipus, is_annotated=True)
+
+
+def _partitions(module: nn.Module, request: CompileRequest) -> Partitions:
+    """How the module lies on IPUs.
+
+    Raises:
+        PartitionError: the arguments can't work, or not together; with every fault.
+    """
+    first, second = request.partition, request.inference_partition
+    if first.is_absent and second.is_absent and not has_parts(module):
+        return NOT_DIVIDED
+    from ipufit.partition.resolve import resolve_partitions
+
+    return resolve_partitions(module, first, second)
+
+
+def _checked(
+    module: nn.Module,
+    make_engine: Callable[[], Engine],
+    request: CompileRequest,
+    config: Optional[IPUConfig],
+    pair: Optional[OptionPair],
+    faults: Faults,
+    planned_memory: Optional[int],
+) -> Session:
+    resolved, metrics, optimizer = _what(module, request, faults)
+    settings = _how(module, request, faults)
+    partitions = NOT_DIVIDED
+    with faults.collected():
+        partitions = _partitions(module, request)
+    faults.raise_all()
+    assert resolved is not None
+    schedule = None
+    if request.lr_scheduler is not None:
+        from ipufit.optim.schedules import resolve_schedule
+
+        schedule = resolve_schedule(request.lr_scheduler, optimizer, request.lr_scheduler_interval)
+    engine = make_engine()
+    if not callable(getattr(engine, "build", None)):
+        raise ConfigurationError(
+            f"engine must make an object with a method build(spec), got {engine!r}. Pass for "
+            "example engine='embedded'."
+        )
+    recipe = Recipe(schedule=schedule, **settings)
+    options = {TRAINING: request.training_options, INFERENCE: request.inference_options}
+    printed: List[str] = []
+    fixed = FixedWork()
+    if pair is not None:
+        recipe, printed, sentences = pair.applied(engine, recipe, partitions)
+        fixed = FixedWork.of_options(pair.training, pair.inference, sentences)
+    if config is not None:
+        from ipufit.engines.ipu.ipu_config.report import in_short
+        from ipufit.partition.serialize import described
+
+        recipe, options = _configured(config, engine, recipe, options)
+        printed, fixed = [in_short(config, engine.name)], FixedWork.of(config)
+        printed += described(module)
+    check = getattr(engine, "check", None)
+    if check is not None:
+        check(module, optimizer, resolved, recipe, options, partitions)
+    for text in printed:
+        print(text)
+    return Session(
+        module,
+        optimizer,
+        resolved,
+        metrics,
+        engine,
+        recipe,
+        request.auto_round_ipus is True,
+        options,
+        partitions,
+        fixed,
+        planned_memory,
+    )
+
+
+def _configured(
+    config: IPUConfig, engine: Engine, recipe: Recipe, options: Dict[str, Any]
+) -> Tuple[Recipe, Dict[str, Any]]:
+    """What else a configuration changes: settings of the engine, or what stands for them here."""
+    options_of = getattr(engine, "options_of", None)
+    if options_of is not None:
+        return recipe, options_of(config)
+    if config.auto_loss_scaling and recipe.loss_scale is None:
+        recipe = dataclasses.replace(recipe, loss_scale=LossScale())
+    return recipe, options
+
+
+def _what(
+    module: nn.Module, request: CompileRequest, faults: Faults
+) -> Tuple[Optional[Loss], MetricSet, Optional[torch.optim.Optimizer]]:
+    """Loss, metrics and optimizer in normal form."""
+    named: List[Tuple[str, nn.Parameter]] = list(module.named_parameters())
+    loss, optimizer, metrics = None, None, MetricSet()
+    with faults.collected():
+        loss = resolve_loss(
+            request.loss, request.loss_weights, request.normalize, request.sample_weight_reduction
+        )
+        if loss.module is not None:
+            named += [(f"loss.{name}", p) for name, p in loss.module.named_parameters()]
+    with faults.collected():
+        if request.optimizer is not None:
+            if not any(parameter.requires_grad for _, parameter in named):
+                refuse_unregistered(module)
+            optimizer = resolve_optimizer(request.optimizer, named)
+    with faults.collected():
+        # What metrics of several outputs go by is not known without their losses.
+        if loss is not None or not isinstance(request.loss, (list, tuple, dict)):
+            outputs = loss.outputs if loss is not None else None
+            metrics = resolve_metrics(request.metrics, request.weighted_metrics, outputs)
+    return loss, metrics, optimizer
+
+
+def _how(module: nn.Module, request: CompileRequest, faults: Faults) -> Dict[str, Any]:
+    """The recipe, but for the schedule, which needs an optimizer that is known to be good."""
+    settings: Dict[str, Any] = {"gradient_reduction": request.gradient_reduction}
+    with faults.collected():
+        one_of("gradient_reduction", request.gradient_reduction, ("mean", "sum"))
+        if request.gradient_reduction == "sum":
+            refuse_sums_of_shares(request.normalize, request.sample_weight_reduction)
+    with faults.collected():
+        settings["clip"] = resolve_clip(
+            request.clipnorm, request.global_clipnorm, request.clipvalue
+        )
+    with faults.collected():
+        settings["averaging"] = resolve_averaging(
+            request.use_ema, request.ema_momentum, request.ema_overwrite_frequency
+        )
+    with faults.collected():
+        settings["precision"] = resolve_precision(request.precision)
+        settings["loss_scale"] = resolve_loss_scale(request.loss_scale, settings["precision"])
+    with faults.collected():
+        settings["accumulation_dtype"] = resolve_dtype(
+            "accumulation_dtype", request.accumulation_dtype
+        )
+    with faults.collected():
+        settings["output_mode"] = resolve_output_mode(request.output_mode, request.output_every)
+        if request.output_mode == "sum":
+            refuse_metrics_of_sums(request.metrics or request.weighted_metrics)
+    with faults.collected():
+        settings["jit"] = resolve_jit(request.jit, request.run_eagerly)
+        settings["recompute"] = resolve_recompute(module, request.recompute, settings["jit"])
+    for name, choices in _CHOICES.items():
+        with faults.collected():
+            one_of(name, getattr(request, name), choices)
+    settings["offload_optimizer_state"] = request.offload_optimizer_state
+    settings["shard_optimizer"] = request.shard_optimizer
+    settings["shard_weights"] = request.shard_weights
+    with faults.collected():
+        if request.shard_weights is True and request.shard_optimizer is False:
+            raise ConfigurationError(
+                "shard_weights=True divides the optimizer's state too, but got "
+                "shard_optimizer=False. Leave shard_optimizer out."
+            )
+    settings["detect_nan"] = request.detect_nan
+    return settings
+
+
+_CHOICES: Dict[str, Tuple[object, ...]] = {
+    "lr_scheduler_interval": ("update", "epoch"),
+    "auto_round_ipus": (True, False),
+    "offload_optimizer_state": (True, False),
+    "shard_optimizer": (True, False),
+    "shard_weights": (True, False),
+    "detect_nan": (True, False),
+    "run_eagerly": (True, False),
+}

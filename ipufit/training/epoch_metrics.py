@@ -1,0 +1,342 @@
+"""Loss and metrics of an epoch, exact whatever the plan."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import (
+    Any,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
+
+from ipufit.core.batch import CombinedBatch, MicroBatch, loss_counts
+from ipufit.core.logged_values import LogRule, Running, joined_rules
+from ipufit.core.plan import Plan
+from ipufit.engines.program import Anchors
+from ipufit.losses import Loss
+from ipufit.metrics import MetricSet
+from ipufit.metrics.pending_batches import Seen
+from ipufit.processes import Processes
+from ipufit.utils.names import check_log_name
+
+__all__ = ["Meter", "RunningLogs", "metric_target"]
+
+# How often the value of a micro-batch counts in a sum, and how much that weighs in a mean. They
+# differ for a loss that is a sum: a smaller micro-batch counts like a full one.
+_Share = Tuple[float, float]
+
+
+class Meter:
+    """The exact mean loss, the metrics and the logged values of one epoch.
+
+    Args:
+        metrics: a set of their own.
+        plan: of the program that is measured.
+        loss: normal form; None when predicting.
+        logged: names that module and loss log, as far as they are known, or their rules by name.
+        settings: names under which the program speaks of itself.
+
+    Attributes:
+        metrics, settings: as given.
+        samples: seen so far in this epoch.
+        updates: done so far in this epoch, skipped ones included.
+        skipped: updates left out because their gradient was not finite.
+        last_loss: mean over the last execution.
+        by_update: of names logged with ``on_update``, the value of every update, nan for one that
+            logged none.
+    """
+
+    def __init__(
+        self,
+        metrics: MetricSet,
+        plan: Plan,
+        loss: Loss,
+        logged: Union[Iterable[str], Mapping[str, LogRule]] = (),
+        settings: Sequence[str] = (),
+    ) -> None:
+        self.settings = settings
+        self._given: Optional[weakref.ReferenceType[RunningLogs]] = None
+        self._known = (
+            dict(logged) if isinstance(logged, Mapping) else dict.fromkeys(logged, LogRule())
+        )
+        self.metrics = metrics
+        self._plan = plan
+        self._loss = loss
+        self.reset()
+
+    @property
+    def names(self) -> List[str]:
+        """Keys of :meth:`values`, but for the settings."""
+        names = dict.fromkeys(["loss", *self._known, *self.metrics.names])
+        return [name for name in names if not self._rule(name).is_none]
+
+    def _rule(self, name: str) -> LogRule:
+        return self._rules.get(name) or self._known.get(name) or LogRule()
+
+    @property
+    def directions(self) -> Dict[str, str]:
+        """Whether "min" or "max" of a value is the best, for those where that is known."""
+        better = self.metrics.higher_is_better
+        losses = dict.fromkeys(["loss", *self._loss.part_names], "min")
+        return {**losses, **{n: "max" if up else "min" for n, up in better.items()}}
+
+    def reset(self) -> None:
+        """A new epoch."""
+        self._settle()
+        self.samples = self.updates = self.skipped = 0
+        self.by_update: Dict[str, List[float]] = {}
+        self._total = self._weight = 0.0
+        self.last_loss = float("nan")
+        self._logged: Dict[str, Running] = {}
+        self._rules: Dict[str, LogRule] = {}
+        self._settings: Dict[str, float] = {}
+        self._values: Optional[Dict[str, float]] = None
+        self.metrics.reset()
+
+    def state_dict(self) -> Dict[str, Any]:
+        """Where the epoch stands.
+
+        Raises:
+            MetricError: a metric can't say what it has seen.
+        """
+        return {
+            "samples": self.samples,
+            "updates": self.updates,
+            "skipped": self.skipped,
+            "total": self._total,
+            "weight": self._weight,
+            "last_loss": self.last_loss,
+            "by_update": {name: list(values) for name, values in self.by_update.items()},
+            "logged": {name: running.state_dict() for name, running in self._logged.items()},
+            "settings": dict(self._settings),
+            "metrics": self.metrics.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.reset()
+        self.samples, self.updates = int(state["samples"]), int(state["updates"])
+        self.skipped, self.last_loss = int(state["skipped"]), float(state["last_loss"])
+        self._total, self._weight = float(state["total"]), float(state["weight"])
+        by_update = state["by_update"].items()
+        self.by_update = {str(name): [float(v) for v in values] for name, values in by_update}
+        self._logged = {str(name): Running.of(own) for name, own in state["logged"].items()}
+        self._rules = {name: running.rule for name, running in self._logged.items()}
+        self._settings = {str(name): float(value) for name, value in state["settings"].items()}
+        self.metrics.load_state_dict(state["metrics"])
+
+    def add(self, batch: CombinedBatch, anchors: Anchors) -> None:
+        """What an execution gave."""
+        self._settle()
+        by_update = batch.sizes(self._plan)
+        sizes = [size for update in by_update for size in update]
+        counted = anchors.counts.tolist() if anchors.counts is not None else None
+        summed = self._loss.reduction == "sum"
+        counts = counted or loss_counts(sizes, self._plan.micro_batch_size, summed)
+        # One after another, so that the sum has the same bits however an epoch is cut into
+        # executions.
+        total = 0.0
+        for count, loss in zip(counts, anchors.losses.tolist()):
+            self._total += count * loss
+            total += count * loss
+        for weight in counted or sizes:
+            self._weight += weight
+        weight = sum(counted or sizes)
+        self.last_loss = total / weight if weight else float("nan")
+        lengths = [len(update) for update in by_update]
+        shares = [(s, s) for s in sizes], [*zip(counts, counted or sizes)]
+        self._add_logged(anchors, *shares, lengths)
+        self.samples += sum(sizes)
+        self.updates += len(by_update)
+        self.skipped += anchors.skipped
+        self._settings.update(anchors.settings)
+        self._values = None
+        if self.metrics:
+            self.metrics.update_all(self._seen(batch, anchors))
+
+    def _seen(self, batch: CombinedBatch, anchors: Anchors) -> List[Seen]:
+        """What metrics see of the micro-batches whose outputs came back."""
+        seen: List[Seen] = []
+        structure, is_target_last = None, False
+        for place, outputs in zip(anchors.places, anchors.outputs):
+            micro_batch = batch.micro_batches[place]
+            # There are thousands of them in an epoch, and they are alike.
+            if micro_batch.structure is not structure:
+                structure = micro_batch.structure
+                is_target_last = _is_target_last(micro_batch, self._loss)
+            if is_target_last:
+                target, sample_weight = micro_batch.leaves[-1], None
+            else:
+                target, sample_weight = metric_target(micro_batch, self._loss)
+            seen.append((outputs, target, micro_batch.size, sample_weight))
+        return seen
+
+    def _add_logged(
+        self,
+        anchors: Anchors,
+        sizes: Sequence[_Share],
+        counts: Sequence[_Share],
+        lengths: Sequence[int],
+    ) -> None:
+        self._rules = joined_rules(self._rules, anchors.rules)
+        for name, rule in self._rules.items():
+            if name not in self._logged:
+                check_log_name(name, self.metrics.names, rule.exact)
+                self._logged[name] = Running(rule)
+            shares = counts if rule.counted else sizes
+            values = [(values.get(name), share) for values, share in zip(anchors.logged, shares)]
+            _add_all(self._logged[name], values)
+            if rule.on_update:
+                self._add_by_update(name, rule, values, lengths)
+
+    def _add_by_update(
+        self,
+        name: str,
+        rule: LogRule,
+        values: Sequence[Tuple[Optional[float], _Share]],
+        lengths: Sequence[int],
+    ) -> None:
+        """One value for every update, nan where nothing was logged."""
+        by_update = self.by_update.setdefault(name, [math.nan] * self.updates)
+        first = 0
+        for length in lengths:
+            one = Running(rule)
+            _add_all(one, values[first : first + length])
+            by_update.append(one.value)
+            first += length
+
+    @property
+    def loss(self) -> float:
+        """Mean over the samples so far, or over what the loss counts."""
+        return self._total / self._weight if self._weight else float("nan")
+
+    @property
+    def sums(self) -> Tuple[float, float]:
+        """What :attr:`loss` is made of: the losses times their weights, and the weights."""
+        return self._total, self._weight
+
+    @property
+    def settings_now(self) -> Mapping[str, float]:
+        """What the program said of itself after the last execution."""
+        return self._settings
+
+    def cheap(self) -> Dict[str, float]:
+        """All but the metrics."""
+        logged = {name: running.value for name, running in self._logged.items()}
+        skipped = {"skipped_updates": self.skipped} if "loss_scale" in self._settings else {}
+        values = {"loss": self.loss, **logged, **self._settings, **skipped}
+        for name in [name for name, rule in self._rules.items() if rule.is_none]:
+            del values[name]
+        return values
+
+    def running(self) -> RunningLogs:
+        """The values so far, for callbacks; somebody who keeps them has those of this moment."""
+        logs = RunningLogs(self)
+        self._given = weakref.ref(logs)
+        return logs
+
+    def _settle(self) -> None:
+        """Before the values change: work out those that somebody has kept."""
+        kept = self._given() if self._given is not None else None
+        self._given = None
+        if kept is not None:
+            kept.settle()
+
+    def values(self) -> Dict[str, float]:
+        """Loss, logged values and metrics over the samples so far.
+
+        Of several processes the metrics are those of the samples of this one.
+        """
+        if self._values is None:
+            self._values = self._with(self.metrics)
+        return self._values
+
+    def whole_values(self, processes: Processes) -> Dict[str, float]:
+        """The same over the samples of all processes, which ask at the same time."""
+        if processes.are_several:
+            return self._with(self.metrics.whole(processes))
+        return dict(self.values())
+
+    def _with(self, metrics: MetricSet) -> Dict[str, float]:
+        cheap = self.cheap()
+        settings = [n for n in cheap if n in (*self._settings, "skipped_updates")]
+        first = {name: value for name, value in cheap.items() if name not in settings}
+        last = {name: cheap[name] for name in settings}
+        return {**first, **metrics.compute(), **last}
+
+
+def _add_all(running: Running, values: Sequence[Tuple[Optional[float], _Share]]) -> None:
+    for value, (times, weight) in values:
+        if value is not None:
+            running.add(value, times, weight)
+
+
+def metric_target(micro_batch: MicroBatch, loss: Loss) -> Tuple[Any, Any]:
+    """What metrics are held against, and how much each sample counts.
+
+    The target, or what a module with its own loss gets last.
+    """
+    args, kwargs, target, sample_weight = micro_batch.unpack()
+    if not loss.in_module:
+        return target, sample_weight
+    if args:
+        return args[-1], sample_weight
+    return kwargs.get("labels", kwargs.get("target")), sample_weight
+
+
+def _is_target_last(micro_batch: MicroBatch, loss: Loss) -> bool:
+    """Whether the last of its tensors is the target, and all samples count the same."""
+    _, _, target, weight = micro_batch.structure.children
+    return not loss.in_module and target.is_leaf and weight.is_none
+
+
+class RunningLogs(Mapping[str, float]):
+    """Values so far; metrics are worked out when somebody looks, at the latest when they change."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._settled: Optional[Dict[str, float]] = None
+
+    def settle(self) -> None:
+        """Work everything out, and look at the meter no more."""
+        self._settled = self._all()
+
+    def copy(self) -> Dict[str, float]:
+        """A dict of the same values."""
+        return dict(self._all())
+
+    def __repr__(self) -> str:
+        return repr(self._all())
+
+    def _cheap(self) -> Dict[str, float]:
+        if self._settled is not None:
+            return self._settled
+        meter = self._meter
+        return {**meter.cheap(), "updates": meter.updates, "samples": meter.samples}
+
+    def _all(self) -> Dict[str, float]:
+        if self._settled is not None:
+            return self._settled
+        return {**self._meter.values(), **self._cheap()}
+
+    def __bool__(self) -> bool:
+        # Counting the values would work the metrics out.
+        return True
+
+    def __getitem__(self, name: str) -> float:
+        cheap = self._cheap()
+        return cheap[name] if name in cheap else self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())

@@ -1,0 +1,230 @@
+"""What the processes of a run tell each other about every execution."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Dict, Iterator, List, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from ipufit.core.batch import CombinedBatch, dealt
+from ipufit.core.logged_values import LogRule
+from ipufit.core.plan import Plan
+from ipufit.data.weights import has_weight, zero_update
+from ipufit.engines.program import Anchors, Program
+from ipufit.errors import NonFiniteLossError, ProcessError
+from ipufit.processes import Processes, common
+from ipufit.utils import tree
+
+__all__ = ["Together", "refuse_other_order"]
+
+
+class Together:
+    """One program in each process, which run the same executions.
+
+    With one process everything is handed through.
+
+    Args:
+        processes: all of them.
+        plan: of the executions.
+        is_portioned: whether it is known what the others read.
+        weighted: what training data is for, where its samples count by a weight each; else None.
+
+    Attributes:
+        processes, is_portioned: as given.
+    """
+
+    def __init__(
+        self,
+        processes: Processes,
+        plan: Plan,
+        is_portioned: bool,
+        weighted: Optional[str] = None,
+    ) -> None:
+        self._weighted = weighted
+        self._batches = 0
+        self.processes = processes
+        self._plan = plan
+        self.is_portioned = is_portioned
+
+    def executions(self, batches: Iterator[CombinedBatch]) -> Iterator[CombinedBatch]:
+        """Those of this process, with the sizes of what all others bring to each.
+
+        Where data comes in parts of its own length, the epoch ends with the longest of them.
+        """
+        self._batches = 0
+        if not self.processes.are_several or self.is_portioned:
+            yield from batches
+            return
+        plan, group = self._plan, self._plan.own_micro_batches_per_update
+        places: List[List[int]] = [[] for _ in range(plan.processes)]
+        for place in range(plan.micro_batches_per_update):
+            places[plan.owner(place)].append(place)
+        batch: Optional[CombinedBatch] = CombinedBatch([])
+        while True:
+            if batch is not None:
+                batch = next(batches, None)
+            sizes = None if batch is None else [each.size for each in batch.micro_batches]
+            told = self.processes.gather(sizes, "size of a part")
+            if all(each is None for each in told):
+                return
+            count = max(-(-len(each) // group) for each in told if each)
+            layout = [[0] * plan.micro_batches_per_update for _ in range(count)]
+            for process, each in enumerate(told):
+                for index, size in enumerate(each or ()):
+                    update, within = divmod(index, group)
+                    layout[update][places[process][within]] = size
+            own = CombinedBatch([]) if batch is None else batch
+            yield dataclasses.replace(own, layout=layout)
+
+    def run(self, program: Program, batch: CombinedBatch) -> Anchors:
+        """One execution, and what it gave in all processes; outputs are those of this one.
+
+        Raises:
+            NonFiniteLossError: in all processes, if it is in one.
+            ProcessError: they do not read the same order of samples.
+        """
+        if not self.processes.are_several:
+            return program.run(batch)
+        if self._weighted is not None:
+            self._refuse_zero_update(batch, self._weighted)
+        lost: Optional[NonFiniteLossError] = None
+        anchors = None
+        try:
+            anchors = program.run(batch)
+        except NonFiniteLossError as error:
+            if error.is_common:
+                raise
+            lost = error
+        told = self.processes.gather(_numbers(batch.order, anchors, lost), "results")
+        self._refuse_lost([each["lost"] for each in told], lost)
+        refuse_other_order([each["order"] for each in told])
+        assert anchors is not None
+        return self._joined(anchors, batch, told)
+
+    def _refuse_zero_update(self, batch: CombinedBatch, role: str) -> None:
+        """As one process would: a sample of any process may be the one that counts."""
+        shares = batch.shares(self._plan)
+        counts = list(map(any, dealt(map(has_weight, batch.micro_batches), shares)))
+        told = self.processes.gather(counts, "weights of samples")
+        for share, *seen in zip(shares, *told):
+            first = self._batches
+            self._batches += len(share.sizes)
+            if not any(seen):
+                raise common(zero_update(role, first, self._batches - 1))
+
+    def _refuse_lost(self, told: Sequence[Any], own: Optional[NonFiniteLossError]) -> None:
+        found = [each for each in told if each is not None]
+        if not found:
+            return
+        message, update, value = min(found, key=lambda each: each[1])
+        raise common(NonFiniteLossError(message, update, value)) from own
+
+    def _joined(
+        self, anchors: Anchors, batch: CombinedBatch, told: Sequence[Dict[str, Any]]
+    ) -> Anchors:
+        """The numbers of all micro-batches, in stream order."""
+        order = self._in_order(batch)
+        losses = [told[process]["losses"][index] for process, index in order]
+        counts = None
+        if any(each["counts"] is not None for each in told):
+            counts = [told[process]["counts"][index] for process, index in order]
+        logged, rules = [], {}
+        for each in told:
+            rules.update({name: LogRule(**rule) for name, rule in each["rules"].items()})
+        if rules:
+            logged = [told[process]["logged"][index] for process, index in order]
+        return dataclasses.replace(
+            anchors,
+            losses=torch.tensor(losses, dtype=torch.float64),
+            counts=None if counts is None else torch.tensor(counts, dtype=torch.float64),
+            logged=logged,
+            rules=rules,
+        )
+
+    def _in_order(self, batch: CombinedBatch) -> List[Any]:
+        """For every micro-batch of the execution its process, and its index there."""
+        assert batch.layout is not None
+        plan = self._plan
+        seen = [0] * plan.processes
+        found = []
+        for update in batch.layout:
+            for place, size in enumerate(update):
+                if size:
+                    process = plan.owner(place)
+                    found.append((process, seen[process]))
+                    seen[process] += 1
+        return found
+
+    def share_buffers(self, program: Program) -> None:
+        """The module's buffers become in all processes those of the first replica of all."""
+        share = getattr(program, "share_buffers", None)
+        if share is not None and self.processes.are_several:
+            share()
+
+    def outputs(self, batch: CombinedBatch, outputs: Sequence[Any], like: Any) -> List[Any]:
+        """The outputs of all micro-batches, in stream order.
+
+        Args:
+            batch: of the execution.
+            outputs: of the own ones.
+            like: the outputs of one, for a process that has none.
+        """
+        if not self.processes.are_several:
+            return list(outputs)
+        order = self._in_order(batch)
+        sizes: List[List[int]] = [[] for _ in range(self._plan.processes)]
+        for (process, _), size in zip(order, (s for u in batch.layout or () for s in u if s)):
+            sizes[process].append(size)
+        counts = [sum(each) for each in sizes]
+        leaves, structure = tree.flatten(like)
+        columns = [tree.flatten(each)[0] for each in outputs]
+        whole: List[List[Any]] = []
+        for i, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                whole.append([leaf] * len(order))
+                continue
+            own = [column[i] for column in columns]
+            shape = (0, *leaf.shape[1:])
+            joined = torch.cat(own) if own else torch.empty(shape, dtype=leaf.dtype)
+            rows = self.processes.gather_rows(joined, counts)
+            parts = [torch.split(each, size) for each, size in zip(rows, sizes)]
+            whole.append([parts[process][index] for process, index in order])
+        return [tree.unflatten(list(each), structure) for each in zip(*whole)]
+
+
+def _numbers(
+    order: int, anchors: Optional[Anchors], lost: Optional[NonFiniteLossError]
+) -> Dict[str, Any]:
+    """What one process says of an execution."""
+    if anchors is None:
+        assert lost is not None
+        return {"order": order, "lost": [str(lost), lost.update, lost.value]}
+    return {
+        "order": order,
+        "lost": None,
+        "losses": anchors.losses.tolist(),
+        "counts": None if anchors.counts is None else anchors.counts.tolist(),
+        "logged": list(anchors.logged),
+        "rules": {name: dataclasses.asdict(rule) for name, rule in anchors.rules.items()},
+    }
+
+
+def refuse_other_order(orders: Sequence[int]) -> None:
+    """All processes go through the same samples.
+
+    Args:
+        orders: what tells the order of each from another one.
+
+    Raises:
+        ProcessError: they do not; in all of them.
+    """
+    for process, order in enumerate(orders):
+        if order != orders[0]:
+            text = (
+                f"all processes must go through the samples in one order, of which each reads its "
+                f"part, but process {process} has another one than process 0. Seed what shuffles "
+                "alike in all of them: the generator of the DataLoader, or a sampler of your own."
+            )
+            raise common(ProcessError(text))

@@ -1,0 +1,268 @@
+"""What a configuration says to ``compile``, and what disagrees."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+
+from torch import nn
+
+from ipufit.core.option_roles import INFERENCE, TRAINING
+from ipufit.engines.ipu.ipu_config import IPUConfig, Partition
+from ipufit.errors import ConfigurationError
+from ipufit.partition.annotations import is_annotated
+from ipufit.partition.embedding_layers import KINDS, check_ties, meant_layer
+from ipufit.partition.request import PartitionRequest
+from ipufit.utils.error_collector import Faults
+
+__all__ = [
+    "configured",
+    "output_mode_of",
+]
+
+
+def configured(module: nn.Module, asked: Any, faults: Faults) -> Tuple[Optional[IPUConfig], Any]:
+    """The configuration that ``compile`` was given, and its arguments with what that says of them.
+
+    Args:
+        module: the user's.
+        asked: the arguments.
+        faults: to which conflicts are added, and what can't be read; then there is none.
+    """
+    config = None
+    with faults.collected():
+        config = load_config(asked.config)
+    if config is None:
+        return None, asked
+    check_config(config, asked, faults)
+    with faults.collected():
+        first, second = divided(config, module, asked.partition, asked.inference_partition)
+        asked = dataclasses.replace(asked, partition=first, inference_partition=second)
+    with faults.collected():
+        cuts = asked.serialized_layers, asked.inference_serialized_layers
+        first_cuts, second_cuts = cut_layers(config, module, *cuts)
+        asked = dataclasses.replace(
+            asked, serialized_layers=first_cuts, inference_serialized_layers=second_cuts
+        )
+    with faults.collected():
+        asked = dataclasses.replace(asked, recompute=recomputed(config, asked.recompute))
+    return config, asked
+
+
+def load_config(config: Any) -> Optional[IPUConfig]:
+    """The configuration that ``compile`` was given; the user's own object stays as it is.
+
+    Args:
+        config: an IPUConfig, or what ``IPUConfig.from_pretrained`` takes; None for none.
+
+    Raises:
+        ConfigurationError: it is none, or can't be read; with every fault.
+    """
+    if config is None:
+        return None
+    if isinstance(config, (str, os.PathLike)):
+        return IPUConfig.from_pretrained(config).for_pod_type()
+    if not isinstance(config, IPUConfig):
+        raise ConfigurationError(
+            "config must be an ipufit.IPUConfig, the path of one, or None, got "
+            f"{type(config).__name__}. Read a dict with ipufit.IPUConfig.from_dict(...)."
+        )
+    config.check()
+    return copy.deepcopy(config.for_pod_type())
+
+
+def check_config(config: IPUConfig, asked: Any, faults: Faults) -> None:
+    """Note where the arguments of ``compile`` disagree, and what can't be done yet.
+
+    Args:
+        config: what was loaded.
+        asked: the arguments.
+        faults: to which they are added.
+    """
+    for name in (TRAINING, INFERENCE):
+        with faults.collected():
+            if getattr(asked, name) is not None:
+                raise ConfigurationError(
+                    f"config and {name} both say how PopTorch runs the model. Leave one out; "
+                    f"beside {name}, fit has ipus, device_iterations and gradient_accumulation."
+                )
+    mode = output_mode_of(config)
+    with faults.collected():
+        if asked.output_mode not in (None, mode):
+            raise _disagrees("output_mode", asked.output_mode, config.output_mode)
+    with faults.collected():
+        if config.auto_loss_scaling and asked.loss_scale not in (None, "dynamic"):
+            raise ConfigurationError(
+                "loss_scale must agree with IPUConfig.auto_loss_scaling, which is True, got "
+                f"{asked.loss_scale!r}. Leave one out."
+            )
+    with faults.collected():
+        if asked.offload_optimizer_state not in (None, config.optimizer_state_offchip):
+            name, there = "offload_optimizer_state", config.optimizer_state_offchip
+            raise _disagrees(name, asked.offload_optimizer_state, there, "optimizer_state_offchip")
+    with faults.collected():
+        if asked.shard_optimizer not in (None, config.replicated_tensor_sharding):
+            name, there = "shard_optimizer", config.replicated_tensor_sharding
+            raise _disagrees(name, asked.shard_optimizer, there, "replicated_tensor_sharding")
+    with faults.collected():
+        if asked.gradient_reduction not in (None, "mean"):
+            raise ConfigurationError(
+                "gradient_reduction must agree with config, by which gradients are reduced by the "
+                f"mean, as in optimum-graphcore, got {asked.gradient_reduction!r}. Leave one out."
+            )
+    with faults.collected():
+        if asked.auto_round_ipus is False:
+            raise ConfigurationError(
+                "auto_round_ipus must agree with config, by which IPUs are rounded up to a power "
+                "of two, as in optimum-graphcore, got False. Leave one out."
+            )
+
+
+def _disagrees(name: str, given: Any, there: Any, parameter: str = "") -> ConfigurationError:
+    """An argument and a parameter, by default of the same name, that say two things."""
+    return ConfigurationError(
+        f"{name} must agree with IPUConfig.{parameter or name}, which is {there!r}, got {given!r}. "
+        "Leave it out, or change the config."
+    )
+
+
+def recomputed(config: IPUConfig, recompute: Any) -> Any:
+    """``recompute`` of ``compile``, with what the configuration says in its place.
+
+    Names of layers say which ones, where the configuration says that layers are recomputed.
+
+    Raises:
+        ConfigurationError: one says so and the other not.
+    """
+    said = config.recompute_checkpoint_every_layer
+    if recompute is None or recompute is said:
+        return said
+    is_none = recompute is False or (isinstance(recompute, (list, tuple)) and not recompute)
+    if said != is_none:
+        return recompute
+    cure = "" if said else ", or set that to True, beside which recompute may name layers"
+    raise ConfigurationError(
+        "recompute must agree with IPUConfig.recompute_checkpoint_every_layer, which is "
+        f"{said}, got {recompute!r}. Leave it out{cure}."
+    )
+
+
+def output_mode_of(config: IPUConfig) -> str:
+    """The mode of ``compile``; PopTorch's default is the final one in training."""
+    return "final" if config.output_mode == "default" else config.output_mode
+
+
+def divided(
+    config: IPUConfig,
+    module: nn.Module,
+    training: PartitionRequest,
+    inference: PartitionRequest,
+) -> Tuple[PartitionRequest, PartitionRequest]:
+    """The arguments that divide the module, with what the configuration says in their place.
+
+    Inference is sharded, as optimum-graphcore has it. A module with blocks of its own is left to
+    them where the configuration says no more than how many IPUs there are.
+
+    Raises:
+        ConfigurationError: both divide it, and not alike.
+    """
+    faults = Faults()
+    pair = []
+    has_own = training.ipus_per_replica is not None or is_annotated(module)
+    has_own = has_own and (training.stages, training.layers) == (None, None)
+    has_own = has_own and config.layers_per_ipu == [-1]
+    one, other = config.ipus_per_replica, config.inference_ipus_per_replica
+    with faults.collected():
+        if has_own and one != other:
+            raise ConfigurationError(
+                "a module with blocks of its own is on the same IPUs in training and in inference, "
+                f"but IPUConfig.ipus_per_replica is {one} and IPUConfig."
+                f"inference_ipus_per_replica {other}. Set both to the number of its IPUs."
+            )
+    # Stages of training hold for inference on as many IPUs, as they do without a configuration.
+    follows = has_own or (training.stages is not None and one == other)
+    for asked, for_inference in ((training, False), (inference, True)):
+        with faults.collected():
+            partition = config.partition(for_inference=for_inference)
+            pair.append(_divided(partition, asked, follows))
+    faults.raise_all()
+    first, second = pair
+    if config.inference_ipus_per_replica > 1 and second.strategy is None:
+        second = dataclasses.replace(second, strategy="sharded")
+    return first, second
+
+
+def _divided(partition: Partition, asked: PartitionRequest, follows: bool) -> PartitionRequest:
+    ipus, layers = partition.ipus_per_replica, list(partition.layers_per_ipu)
+    said = f"IPUConfig.{asked.name('layers_per_ipu')}"
+    if asked.stages is not None and layers != [-1]:
+        raise ConfigurationError(
+            f"{asked.name('stages')} and {said} both divide the module, the latter by {layers}. "
+            "Leave one out; [-1] in the config leaves the choice to compile."
+        )
+    if asked.layers_per_ipu is not None and list(asked.layers_per_ipu) != layers:
+        raise _disagrees(asked.name("layers_per_ipu"), asked.layers_per_ipu, layers)
+    if asked.ipus_per_replica not in (None, ipus):
+        there = asked.name("ipus_per_replica")
+        raise _disagrees("ipus_per_replica", asked.ipus_per_replica, ipus, there)
+    if asked.stages is not None or (follows and layers == [-1]):
+        said = f"IPUConfig.{asked.name('ipus_per_replica')}"
+        return dataclasses.replace(asked, ipus_per_replica=ipus, ipus_said_by=said)
+    return dataclasses.replace(
+        asked,
+        # On one IPU a list of layers says nothing.
+        layers_per_ipu=[-1] * ipus if layers == [-1] or ipus == 1 else layers,
+        prefix=f"IPUConfig.{asked.prefix}",
+    )
+
+
+def cut_layers(config: IPUConfig, module: nn.Module, asked: Any, inference: Any) -> Tuple[Any, Any]:
+    """What ``serialized_layers`` and its like for inference would say of a configuration's cuts.
+
+    A configuration names no layers. What the arguments name is meant, else what
+    :mod:`ipufit.partition.embedding_layers` finds.
+
+    Args:
+        config: says how an embedding and a projection are cut.
+        module: the user's.
+        asked, inference: the arguments, for training and inference.
+
+    Raises:
+        ConfigurationError: there is no such layer, or an argument says another number.
+    """
+    named = [("serialized_layers", asked), ("inference_serialized_layers", inference)]
+    if any(not isinstance(given, (Mapping, type(None))) for _, given in named):
+        return asked, inference
+    # A configuration has a value for everything: what it does not cut in inference is whole there.
+    cuts = [dict(asked or {}), dict((asked if inference is None else inference) or {})]
+    faults = Faults()
+    meant: Dict[str, Tuple[str, Sequence[Tuple[str, Any]]]] = {}
+    for kind in KINDS:
+        both = [_cut(config, kind, prefix) for prefix in ("", "inference_")]
+        if all(cut is None for _, cut in both):
+            continue
+        with faults.collected():
+            layer = meant_layer(module, kind, named, both)
+            meant[kind] = layer, both
+            for found, (_, given), (_, cut) in zip(cuts, named, both):
+                # An argument that says the same may have more to say, such as the mode.
+                if cut is not None and layer not in (given or {}):
+                    found[layer] = cut
+            if both[1][1] is None and inference is None:
+                cuts[1].pop(layer, None)
+    with faults.collected():
+        check_ties(module, meant)
+    faults.raise_all()
+    return (cuts[0] or asked, cuts[1]) if meant else (asked, inference)
+
+
+def _cut(config: IPUConfig, kind: str, prefix: str) -> Tuple[str, Union[int, List[int], None]]:
+    """The parameter that says how a layer is cut, and what it says; None for nothing."""
+    splits = f"{prefix}serialized_{kind}_splits_per_ipu"
+    if getattr(config, splits) is not None:
+        return f"IPUConfig.{splits}", list(getattr(config, splits))
+    factor = f"{prefix}{kind}_serialization_factor"
+    value = getattr(config, factor)
+    return f"IPUConfig.{factor}", None if value in (None, 1) else value

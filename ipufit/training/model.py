@@ -1,0 +1,959 @@
+"""Model: compile, fit, evaluate, predict. It checks its arguments and delegates."""
+
+from __future__ import annotations
+
+import os
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Collection,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
+
+import torch
+from torch import nn
+
+from ipufit.callbacks import Callback
+from ipufit.callbacks.history import History
+from ipufit.checkpoint.settings import Checkpoint
+from ipufit.core.batch import Mode
+from ipufit.core.train_config import LossScale
+from ipufit.data.adapters import Given, are_inputs
+from ipufit.engines.choice import engine_maker
+from ipufit.engines.program import Engine
+from ipufit.errors import ConfigurationError
+from ipufit.partition.request import PartitionRequest
+from ipufit.report.settings import Report
+from ipufit.tracing.validate import refuse_unrecordable
+from ipufit.training import fit, loop, on_batch
+from ipufit.training.compile import CompileRequest, compiled
+from ipufit.training.fit_data import FitRequest
+from ipufit.training.inspection import Inspected
+from ipufit.training.session import Session
+from ipufit.utils.error_collector import one_of
+from ipufit.utils.names import with_hints
+
+if TYPE_CHECKING:
+    from ipufit.analysis.tuner.lr_finder import LearningRates
+    from ipufit.analysis.tuner.trials import BatchSize
+    from ipufit.lightning.module import LightningModel
+    from ipufit.planner.partition_plan import PartitionPlan
+
+__all__ = ["Model"]
+
+
+@with_hints
+class Model(Inspected):
+    """Trains, evaluates and applies a torch module as one traced program.
+
+    The module stays the source of truth for the weights: it holds the trained values after ``fit``,
+    and current ones whenever a callback looks.
+
+    Args:
+        module: any ``torch.nn.Module``.
+        engine: "embedded", which runs in plain PyTorch; "ipu", which needs the Poplar SDK;
+            "ipu-standin", the same over a PopTorch in plain torch, to try it without an IPU; or a
+            callable that makes an engine. "auto" is what the environment variable IPUFIT_ENGINE
+            names; without it, "ipu" where SDK and IPU are, else "embedded".
+        device: where to run; the module is moved there. None leaves it where it is.
+
+    Attributes:
+        module: the user's module.
+        history: of the last ``fit``, also one that was interrupted or failed.
+        stop_training: set it to True in a callback to end ``fit`` with the present execution.
+        outputs: what the module returned in the last training execution, for each micro-batch that
+            ``output_mode`` chooses; filled for callbacks with ``wants_outputs``.
+
+    Raises:
+        ConfigurationError: the module or the engine is none, or the device is not there.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        engine: Union[str, Callable[[], Engine]] = "auto",
+        device: Union[str, torch.device, None] = None,
+    ) -> None:
+        if not isinstance(module, nn.Module):
+            raise ConfigurationError(
+                f"Model takes a torch.nn.Module object, got {module!r}. Pass an instance, such as "
+                "ipufit.Model(MyNet())."
+            )
+        refuse_unrecordable(module)
+        self.module: nn.Module = module if device is None else _moved(module, device)
+        self.history: History = History()
+        self.stop_training = False
+        self.outputs: List[Any] = []
+        self._make_engine = engine_maker(engine)
+        self._session: Optional[Session] = None
+        self._predictor: Optional[Session] = None
+
+    @classmethod
+    def from_lightning(
+        cls,
+        module: nn.Module,
+        engine: Union[str, Callable[[], Engine]] = "auto",
+        device: Union[str, torch.device, None] = None,
+    ) -> LightningModel:
+        """A model of a LightningModule, as it is: its steps, optimizers, hooks and ``self.log``.
+
+        ``fit`` runs ``training_step`` and ``validation_step``, ``evaluate`` the latter, ``test``
+        ``test_step`` and ``predict`` ``predict_step``, each as one recorded program. ``compile`` is
+        for options alone: without a call, ``configure_optimizers`` says all. Data may be a
+        LightningDataModule.
+
+        Args:
+            module: of ``lightning.pytorch`` or ``pytorch_lightning``; neither is imported.
+            engine: as for :class:`ipufit.Model`.
+            device: as for :class:`ipufit.Model`.
+
+        Raises:
+            ConfigurationError: it is none, or does what a recorded program can't, such as manual
+                optimization; all of it.
+        """
+        # Imported here: it makes a subclass of this class.
+        from ipufit.lightning.module import LightningModel
+
+        return LightningModel(module, engine, device)
+
+    def compile(
+        self,
+        optimizer: Any,
+        loss: Any = None,
+        metrics: Any = None,
+        *,
+        loss_weights: Any = None,
+        weighted_metrics: Any = None,
+        normalize: str = "samples",
+        sample_weight_reduction: str = "sum_over_batch_size",
+        lr_scheduler: Any = None,
+        lr_scheduler_interval: str = "update",
+        clipnorm: Optional[float] = None,
+        global_clipnorm: Optional[float] = None,
+        clipvalue: Optional[float] = None,
+        use_ema: bool = False,
+        ema_momentum: float = 0.99,
+        ema_overwrite_frequency: Optional[int] = None,
+        precision: Optional[str] = None,
+        loss_scale: Union[float, str, LossScale, None] = None,
+        accumulation_dtype: Union[torch.dtype, str, None] = None,
+        output_mode: Optional[str] = None,
+        output_every: Optional[int] = None,
+        gradient_reduction: Optional[str] = None,
+        stages: Union[Mapping[str, Union[int, Tuple[int, int]]], str, PartitionPlan, None] = None,
+        layers_per_ipu: Optional[Sequence[int]] = None,
+        layers: Union[str, Sequence[str], None] = None,
+        strategy: Any = None,
+        ipus_per_replica: Optional[int] = None,
+        inference_stages: Union[
+            Mapping[str, Union[int, Tuple[int, int]]], PartitionPlan, None
+        ] = None,
+        inference_layers_per_ipu: Optional[Sequence[int]] = None,
+        inference_strategy: Any = None,
+        auto_round_ipus: Optional[bool] = None,
+        serialized_layers: Optional[Mapping[str, Any]] = None,
+        inference_serialized_layers: Optional[Mapping[str, Any]] = None,
+        recompute: Union[bool, str, Sequence[str], None] = None,
+        offload_optimizer_state: Optional[bool] = None,
+        shard_optimizer: Optional[bool] = None,
+        shard_weights: bool = False,
+        detect_nan: bool = False,
+        run_eagerly: bool = False,
+        jit: str = "auto",
+        training_options: Any = None,
+        inference_options: Any = None,
+        config: Any = None,
+    ) -> None:
+        """Choose how to train. The count of updates starts anew.
+
+        Args:
+            optimizer: a name ("sgd", "adam", "adamw", "rmsprop", "lamb" or any other of
+                torch.optim), an optimizer class, a configured torch optimizer over the module's
+                parameters (its state is taken over), or a factory that is called with the trainable
+                parameters. None makes a model that can only evaluate and predict.
+            loss: a name, a module or callable ``(prediction, target)`` that returns the mean over a
+                micro-batch or one value per sample, or None when the module returns
+                ``(outputs, loss)`` itself. Several losses are a dict by name of the module's
+                outputs, or a list by position.
+            metrics: names, callables ``(prediction, target)`` or torchmetrics objects; one, a list,
+                or a dict by name; with several losses a dict or list by output. Parameters of
+                losses and metrics such as ``y_true, y_pred`` say another order.
+            loss_weights: what each of several losses is multiplied with, in the form of the losses;
+                1 by default.
+            weighted_metrics: metrics that are weighted with the sample weights.
+            normalize: what the micro-batches of an update are weighted with: "samples", "tokens"
+                (the elements that count in the loss), or "micro_batches" (all the same).
+            sample_weight_reduction: what a loss with sample weights is divided by: the number of
+                elements ("sum_over_batch_size"), or the sum of their weights
+                ("mean_with_sample_weight").
+            lr_scheduler: hyper-parameters that change from update to update; see
+                :func:`ipufit.optim.schedules.resolve_schedule`.
+            lr_scheduler_interval: "update" or "epoch": after what the schedule moves on.
+            clipnorm: bound on the norm of each parameter's gradient, applied once, after the
+                reduction over micro-batches, as torch.nn.utils.clip_grad_norm_ does. At most one
+                of the three bounds.
+            global_clipnorm: the same for the norm of all gradients together.
+            clipvalue: bound on the magnitude of every element of the gradient.
+            use_ema: keep an exponential moving average of the trained weights, which ``fit`` makes
+                the weights at its end, as in Keras.
+            ema_momentum: share of the old average in the new one.
+            ema_overwrite_frequency: make the averages the weights after every so many updates too.
+            precision: "mixed_float16" or "mixed_bfloat16" ("16-mixed", "bf16-mixed"): autocast
+                around forward and loss, weights as they are. "float16", "bfloat16", "float32",
+                "float64" ("16-true", ...): a module of that dtype, to which floating-point inputs
+                and targets are brought. None leaves all as it is.
+            loss_scale: a number, or "dynamic" or a :class:`LossScale`: the loss is multiplied with
+                it before the backward pass and the gradient divided by it; an update whose
+                gradient is not finite is skipped and counted. None is "dynamic" under
+                "mixed_float16", else no scaling.
+            accumulation_dtype: dtype in which gradients are added up over the micro-batches of an
+                update; None is that of each parameter.
+            output_mode: which outputs of a training execution come back, and so what metrics see:
+                "all"; "final", of the last micro-batch on every replica; "every_n" device
+                iterations; "sum" over the micro-batches of each replica, for callbacks. None is
+                that of ``config`` or ``training_options``, else "all".
+            output_every: the n of "every_n".
+            gradient_reduction: over the micro-batches of an update: "mean", or "sum" of their
+                means. None is that of ``training_options``, else "mean".
+            stages: modules that begin a stage, by name, with its number from 0: a stage goes on
+                until another begins, and has an IPU of its own; "after x" begins one when module x
+                has returned. A pair (number, IPU) begins one on an IPU that has an earlier stage,
+                for a weight that is there. It changes no number, only where on IPUs things are.
+                "auto" finds, when the first micro-batch is known, stages for ipus_per_replica IPUs
+                of which the slowest is as fast as it can be and which fit memory, by the estimate
+                of :meth:`plan`. A plan stands for its stages and its strategy; ``fit`` then refuses
+                micro-batches with which they need more memory than it was made for.
+            layers_per_ipu: instead of stages, how many of the repeated layers are on each IPU; -1
+                for an even share of the rest, what does not divide on the last such IPU. What
+                comes before the layers is on the first IPU, what comes after on the last; 0 for
+                an IPU that has that alone, or parts of a serialised layer. What shares a weight
+                with a module on another IPU, as the last layer of a language model does with its
+                embedding, goes back there in a further stage.
+            layers: names of the ModuleLists or Sequentials whose layers count; None finds the
+                longest of alike blocks, those with blocks of the same class, and a decoder beside
+                an encoder.
+            strategy: "pipelined", "sharded", "serial_phased", "parallel_phased" (stages are phases
+                there), or an object such as ``poptorch.PipelinedExecution(...)`` for a module with
+                blocks of its own. None is "pipelined".
+            ipus_per_replica: how many IPUs a replica has where layers are split over several. For
+                a module with blocks of its own (``poptorch.BeginBlock``, ``Block``,
+                ``BlockFunction``) it follows from them. With stages="auto", how many stages to
+                make.
+            inference_stages: stages of validation, ``evaluate`` and ``predict``; None as training.
+            inference_layers_per_ipu: the same instead of inference_stages.
+            inference_strategy: None is that of training; a pipeline that the device iterations
+                don't fill runs sharded.
+            auto_round_ipus: reserve the next power of two where ``ipus`` is none, and leave the
+                rest idle. None is what ``config`` or ``training_options`` have, else no.
+            serialized_layers: embeddings and linear layers to cut into parts, as for
+                :func:`ipufit.partition.serialize`, which this calls on the module; they stay cut.
+                Beside a ``config`` they say which layers its numbers mean.
+            inference_serialized_layers: the same for validation, ``evaluate`` and ``predict``,
+                where what is not named is whole; None is as in training.
+            recompute: layers whose values are not kept for the backward pass but computed again in
+                it: names, also patterns such as "encoder.layers.*"; or True for every repeated
+                layer. The numbers stay the same. None is what ``config`` says, else none; beside
+                one that recomputes, names say which layers.
+            offload_optimizer_state: keep the optimizer's state in host memory, and on the device
+                during an update alone: less device memory, slower updates, the same numbers. Of no
+                effect where the module is on the CPU. None is what ``config`` or
+                ``training_options`` say, else False.
+            shard_optimizer: of several processes, keep in each a part of the optimizer's state: the
+                same numbers, and less memory; see :meth:`gather_optimizer`. On IPUs, the same over
+                replicas. In one process, of no effect. None is what ``config`` says, else False.
+            shard_weights: of several processes, keep in each a part of the weights, gradients and
+                optimizer's state; weights are whole, piece by piece, while they are at work: the
+                same numbers, a model larger than one device, more to send. During ``fit`` the
+                module's own parameters are copies in host memory, which are up to date at the end
+                of an epoch and after :meth:`gather_weights`. In one process, of no effect.
+            detect_nan: look at losses, gradients and weights in every update, and if one is not
+                finite, run that update again operator by operator: ``NonFiniteLossError`` then
+                names the module, the operator, the line and the samples where it began. One process
+                and the embedded engine only; without it nothing is looked at but the losses.
+            run_eagerly: run the module itself instead of a recorded program: the same numbers,
+                slower, and open to a debugger. The same as jit="off".
+            jit: how a recorded program runs: "graph", as it was recorded, with the bits of
+                run_eagerly; "kernels", with other kernels of torch's where these are faster on this
+                machine, equal up to the order of summation; "inductor", whole updates compiled on
+                the CPU, for which the first update waits, equal likewise; "cudagraph", whole
+                executions as captured CUDA graphs, which no GPU has run yet; "off", the module
+                itself. "auto" chooses by measurement, and says in ``explain`` and History what it
+                chose.
+            training_options: ``poptorch.Options`` for training, of which a copy is used. What it
+                says of replicas, device iterations, accumulation and seed is fixed for later
+                calls; an argument that disagrees is refused. Off IPUs, what was set and what
+                becomes of it there is printed.
+            inference_options: the same for validation, ``evaluate`` and ``predict``.
+            config: an :class:`ipufit.IPUConfig`, or what its ``from_pretrained`` takes. It fixes
+                IPUs, device iterations, accumulation and seed of later calls; an argument that
+                disagrees is refused. What each parameter does here is printed.
+
+        Raises:
+            UnknownNameError: an unknown name; with the nearest known one.
+            OptimizerError: the optimizer does not fit the module, or nothing is trainable.
+            ConfigurationError: anything else that can't work, or several of these.
+        """
+        if self._session is not None and self._session.is_training:
+            raise ConfigurationError(
+                "compile was called inside fit, from a callback or the data. Call it when fit has "
+                "returned."
+            )
+        session = compiled(
+            self.module,
+            self._make_engine,
+            CompileRequest(
+                optimizer=optimizer,
+                loss=loss,
+                metrics=metrics,
+                loss_weights=loss_weights,
+                weighted_metrics=weighted_metrics,
+                normalize=normalize,
+                sample_weight_reduction=sample_weight_reduction,
+                lr_scheduler=lr_scheduler,
+                lr_scheduler_interval=lr_scheduler_interval,
+                clipnorm=clipnorm,
+                global_clipnorm=global_clipnorm,
+                clipvalue=clipvalue,
+                use_ema=use_ema,
+                ema_momentum=ema_momentum,
+                ema_overwrite_frequency=ema_overwrite_frequency,
+                precision=precision,
+                loss_scale=loss_scale,
+                accumulation_dtype=accumulation_dtype,
+                output_mode=output_mode,
+                output_every=output_every,
+                gradient_reduction=gradient_reduction,
+                auto_round_ipus=auto_round_ipus,
+                serialized_layers=serialized_layers,
+                inference_serialized_layers=inference_serialized_layers,
+                recompute=recompute,
+                offload_optimizer_state=offload_optimizer_state,
+                shard_optimizer=shard_optimizer,
+                shard_weights=shard_weights,
+                detect_nan=detect_nan,
+                run_eagerly=run_eagerly,
+                jit=jit,
+                training_options=training_options,
+                inference_options=inference_options,
+                partition=PartitionRequest(
+                    stages, layers_per_ipu, layers, strategy, ipus_per_replica
+                ),
+                inference_partition=PartitionRequest(
+                    stages=inference_stages,
+                    layers_per_ipu=inference_layers_per_ipu,
+                    strategy=inference_strategy,
+                    ipus_per_replica=None,
+                    prefix="inference_",
+                ),
+                config=config,
+            ),
+        )
+        self._retire(session)
+
+    @property
+    def optimizer(self) -> Optional[torch.optim.Optimizer]:
+        """The torch optimizer that ``compile`` made or was given, its state up to date, or None.
+
+        Under ``shard_optimizer`` it has no state in several processes: see
+        :meth:`gather_optimizer`.
+        """
+        return self._compiled("optimizer").optimizer
+
+    def gather_optimizer(self) -> Optional[torch.optim.Optimizer]:
+        """The same, with its whole state where ``shard_optimizer`` has divided it.
+
+        :attr:`optimizer` has settings alone there. Call it in all processes at the same time,
+        between fits or from a callback. The next execution leaves settings alone again; before it,
+        at the end of an epoch or between fits, the state may be changed, in all processes alike.
+        """
+        return self._compiled("gather_optimizer").gather_optimizer()
+
+    def gather_weights(self) -> nn.Module:
+        """The module, with its present weights where ``shard_weights`` has divided them.
+
+        During ``fit`` its weights are else those of the end of the last epoch. Call it in all
+        processes at the same time, from a callback. Elsewhere the module has them anyway.
+        """
+        self._compiled("gather_weights").gather_weights()
+        return self.module
+
+    def swap_ema_weights(self) -> None:
+        """Exchange the trained weights and their moving averages; called again, back.
+
+        For callbacks during ``fit``, such as
+        :class:`ipufit.callbacks.SwapEMAWeights`. Training goes on with the weights only.
+
+        Raises:
+            ConfigurationError: not inside ``fit``, or ``compile`` was not told ``use_ema=True``.
+        """
+        self._compiled("swap_ema_weights").swap_averages()
+
+    @property
+    def capture_seconds(self) -> float:
+        """Seconds spent on recording programs since ``compile``."""
+        return self._session.engine.seconds if self._session else 0.0
+
+    def fit(
+        self,
+        x: Any,
+        y: Any = None,
+        batch_size: Optional[int] = None,
+        epochs: int = 1,
+        *,
+        ipus: Optional[int] = None,
+        device_iterations: Optional[int] = None,
+        gradient_accumulation: Optional[int] = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: Optional[bool] = None,
+        class_weight: Optional[Mapping[int, float]] = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: Optional[int] = None,
+        validation_steps: Optional[int] = None,
+        validation_batch_size: Optional[int] = None,
+        validation_freq: Union[int, Collection[int]] = 1,
+        limit_train_batches: Union[int, float, None] = None,
+        limit_val_batches: Union[int, float, None] = None,
+        overfit_batches: Union[int, float, None] = None,
+        fast_dev_run: Union[bool, int] = False,
+        prefetch: Optional[int] = None,
+        inference_ipus: Optional[int] = None,
+        inference_device_iterations: Optional[int] = None,
+        callbacks: Union[Callback, Sequence[Callback], None] = (),
+        checkpoint: Union[str, os.PathLike[str], Checkpoint, None] = None,
+        resume: Union[str, os.PathLike[str], None] = None,
+        resume_changes: Union[str, Collection[str], None] = None,
+        max_restarts: int = 0,
+        report: Union[str, os.PathLike[str], Report, None] = None,
+        autoreport: bool = False,
+        autoreport_dir: Union[str, os.PathLike[str], None] = None,
+        seed: Optional[int] = None,
+        verbose: Union[int, str] = "auto",
+    ) -> History:
+        """Train.
+
+        Args:
+            x: a tensor, a NumPy array (memory-mapped ones are read a batch at a time), a DataFrame
+                or Series of pandas, or a dict, tuple or list of such, with one row per sample; a
+                map-style or iterable Dataset; a DataLoader; or any iterable of batches ``(inputs,
+                target)`` or ``(inputs, target, sample_weight)``. A loader's batch size is the
+                micro-batch; its sampler, collate_fn, workers and generator are used as they are.
+            y: targets beside tensors and arrays, in any structure, one row per sample.
+            batch_size: of tensors, arrays and datasets: the micro-batch. None is 32.
+            epochs: index of the epoch to stop before: a count when initial_epoch is 0, as in Keras.
+            ipus: total number of IPUs, of each process where there are several, a multiple of those
+                of a replica. None is that of
+                ``compile(config=...)``, else one replica.
+            device_iterations: weight updates per execution. None is that of
+                ``compile(config=...)``, else 1.
+            gradient_accumulation: micro-batches that a replica sums before an update; None as for
+                ``device_iterations``.
+            validation_split: the last fraction of tensors, arrays or a map-style dataset is held
+                out, before shuffling.
+            validation_data: evaluated after every epoch; it never disturbs training. ``(x, y)`` or
+                ``(x, y, sample_weight)`` of tensors and arrays, as a tuple or list, or any other
+                form of ``x``.
+            shuffle: tensors, arrays and map-style datasets, anew in every epoch, in an order that
+                depends on seed and epoch alone. None is True for these; a loader has its own order.
+            class_weight: weight of the samples by class index; other classes weigh 1. The target
+                holds class indices, or rows of probabilities.
+            sample_weight: how much each sample counts, beside tensors and arrays; shape (samples,)
+                or more dimensions. Integers and bools become floating point.
+            initial_epoch: index of the first epoch.
+            steps_per_epoch: weight updates of an epoch. The next epoch goes on with the data where
+                this one ends; data that runs out is read anew.
+            validation_steps: device iterations of a validation; each one starts anew.
+            validation_batch_size: of validation data without batches of its own; None is
+                ``batch_size``.
+            validation_freq: validate every so many epochs, or after the epochs of this collection,
+                counted from 1.
+            limit_train_batches: batches of an epoch to read at most, or a fraction of them as a
+                float; every epoch starts anew.
+            limit_val_batches: the same for validation; 0 for no validation.
+            overfit_batches: train on the first batches alone (a count, or a fraction as a float),
+                the same in every epoch and unshuffled, kept in memory; validate on them too if
+                there is a validation.
+            fast_dev_run: try everything: so many executions (True for one) of training and of
+                validation, one epoch, without callbacks that write files.
+            prefetch: executions that a thread prepares ahead; 0 for none. None is 1 where no code
+                of yours reads the data in this process (a DataLoader with workers, arrays mapped
+                into memory, and, where a device computes, tensors, arrays and a DataLoader over a
+                TensorDataset), else 0. What a callback changes in the data is seen by so many
+                executions later.
+            inference_ipus: total number of IPUs for validation; None is that of
+                ``compile(config=...)``, else ``ipus``.
+            inference_device_iterations: forward passes per execution of the validation; None is
+                that of the config, else ``device_iterations``.
+            callbacks: told what happens; see :class:`ipufit.callbacks.Callback`.
+            checkpoint: folder to write everything down in, so that the run can go on exactly; see
+                :class:`ipufit.Checkpoint`, of which a path is the short form.
+            resume: "auto" goes on from the latest checkpoint there, at the very update, and begins
+                anew if there is none yet; a path from that checkpoint. Model, data and arguments
+                are those of the run that wrote it.
+            resume_changes: names of what may differ from that run all the same, such as {"lr"}: it
+                is then as this call says, from the first update on. What has changed is noted in
+                ``History.params``.
+            max_restarts: so often training goes on by itself, from the last checkpoint, when a
+                device has failed that can be used again after "IPU_RESET".
+            report: folder to write down in what the run did and where its time and memory went, as
+                a page for a browser and a trace; see :class:`ipufit.Report`, of which a path is the
+                short form. On IPUs PopVision's own report goes there too.
+            autoreport: the same by the name that it has in Lightning, into ``autoreport_dir``.
+            autoreport_dir: folder of ``autoreport``; None is "autoreport" in the present one.
+            seed: of all random numbers: dropout and the like, the order of samples, and what a
+                loader draws from torch's generator in this process. None is that of
+                ``compile(config=...)``, else one drawn from that generator.
+            verbose: 0 silent, 1 a progress bar, 2 a line per epoch; "auto" is 1 in a terminal, else
+                2.
+
+        Returns:
+            The history; it is in ``self.history`` too, also when this call does not return.
+
+        Raises:
+            NotCompiledError: before ``compile``.
+            PlanError: the batch algebra does not fit; with all faults.
+            ConfigurationError: arguments that can't work, or not together; all of them.
+            DataError: data that can't be read or fed; with batch and sample where known.
+            CaptureError: the module can't be recorded; with file and line.
+            NonFiniteLossError: NaN or infinity; the state is that before the update it names.
+            CheckpointError: a checkpoint that can't be written or read, or is of another run.
+        """
+        later = "Start the second one when the first has returned."
+        session = self._trainable("fit", later)
+        asked = FitRequest(
+            x=x,
+            y=y,
+            batch_size=batch_size,
+            epochs=epochs,
+            ipus=ipus,
+            device_iterations=device_iterations,
+            gradient_accumulation=gradient_accumulation,
+            validation_split=validation_split,
+            validation_data=validation_data,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            sample_weight=sample_weight,
+            initial_epoch=initial_epoch,
+            steps_per_epoch=steps_per_epoch,
+            validation_steps=validation_steps,
+            validation_batch_size=validation_batch_size,
+            validation_freq=validation_freq,
+            limit_train_batches=limit_train_batches,
+            limit_val_batches=limit_val_batches,
+            overfit_batches=overfit_batches,
+            fast_dev_run=fast_dev_run,
+            prefetch=prefetch,
+            inference_ipus=inference_ipus,
+            inference_device_iterations=inference_device_iterations,
+            callbacks=callbacks,
+            checkpoint=checkpoint,
+            resume=resume,
+            resume_changes=resume_changes,
+            max_restarts=max_restarts,
+            report=report,
+            autoreport=autoreport,
+            autoreport_dir=autoreport_dir,
+            seed=seed,
+            verbose=verbose,
+        )
+        return fit.fit(self, session, asked)
+
+    def evaluate(
+        self,
+        x: Any,
+        y: Any = None,
+        batch_size: Optional[int] = None,
+        *,
+        sample_weight: Any = None,
+        steps: Optional[int] = None,
+        prefetch: Optional[int] = None,
+        ipus: Optional[int] = None,
+        device_iterations: Optional[int] = None,
+        callbacks: Union[Callback, Sequence[Callback], None] = (),
+        seed: Optional[int] = None,
+        verbose: Union[int, str] = "auto",
+        return_dict: bool = True,
+    ) -> Union[float, List[float], Dict[str, float]]:
+        """Loss and metrics, exact means over all samples.
+
+        Args:
+            x: as for ``fit``; never shuffled by ipufit.
+            y: as for ``fit``.
+            batch_size: as for ``fit``.
+            sample_weight: as for ``fit``.
+            steps: device iterations to read at most, from the start; None for all.
+            prefetch: as for ``fit``.
+            ipus: total number of IPUs. None is that of ``compile(config=...)``, else one replica.
+            device_iterations: forward passes per execution; None is that of the config, else 1.
+            callbacks: get the ``on_test_`` hooks.
+            seed: of random numbers drawn in eval mode, if the module draws any; None is 0, or what
+                ``compile`` has fixed.
+            verbose: 0 silent, 1 a progress bar, 2 one line; "auto" is 1 in a terminal, else 2.
+            return_dict: False for Keras' other form: the loss, or a list that begins with it.
+
+        Returns:
+            "loss" and one value per metric and logged name.
+
+        Raises:
+            NotCompiledError: before ``compile``.
+            PlanError: the batch algebra does not fit; with all faults.
+            ConfigurationError: arguments that can't work, or not together; all of them.
+            DataError: data that can't be read or fed.
+        """
+        session = self._compiled("evaluate")
+        data = Given("evaluation data", x, y, sample_weight, batch_size=batch_size)
+        how = (steps, prefetch, ipus, device_iterations, callbacks, seed, verbose)
+        one_of("return_dict", return_dict, (True, False))
+        values: Dict[str, float] = fit.infer(self, session, Mode.EVALUATE, data, how, loop.evaluate)
+        return on_batch.as_keras_returns(values, return_dict)
+
+    def predict(
+        self,
+        x: Any,
+        batch_size: Optional[int] = None,
+        *,
+        steps: Optional[int] = None,
+        prefetch: Optional[int] = None,
+        ipus: Optional[int] = None,
+        device_iterations: Optional[int] = None,
+        callbacks: Union[Callback, Sequence[Callback], None] = (),
+        seed: Optional[int] = None,
+        verbose: Union[int, str] = "auto",
+    ) -> Any:
+        """The module's outputs for all samples, in the data's order; without ``compile`` too.
+
+        Args:
+            x: as for ``fit``: inputs as a tensor, an array or a dict of such, or a tuple or list of
+                such where ``forward`` takes several; or batches of inputs, of ``(inputs, target)``
+                or of ``(inputs, target, sample_weight)``, of which all but the inputs is left
+                aside.
+            batch_size: as for ``fit``.
+            steps: device iterations to read at most, from the start; None for all.
+            prefetch: as for ``fit``.
+            ipus: total number of IPUs. None is that of ``compile(config=...)``, else one replica.
+            device_iterations: forward passes per execution; None is that of the config, else 1.
+            callbacks: get the ``on_predict_`` hooks.
+            seed: of random numbers drawn in eval mode, if the module draws any; None is 0, or what
+                ``compile`` has fixed.
+            verbose: as for ``evaluate``.
+
+        Returns:
+            The structure that the module returns, each tensor with one row per sample.
+
+        Raises:
+            PlanError: the batch algebra does not fit; with all faults.
+            ConfigurationError: arguments that can't work, or not together; all of them.
+            DataError: data that can't be read or fed, or an output without a row per sample.
+        """
+        session = self._compiled("predict")
+        data = Given(
+            "prediction data", x, batch_size=batch_size, are_inputs=are_inputs(self.module, x)
+        )
+        how = (steps, prefetch, ipus, device_iterations, callbacks, seed, verbose)
+        return fit.infer(self, session, Mode.PREDICT, data, how, loop.predict)
+
+    def predict_iter(
+        self,
+        x: Any,
+        batch_size: Optional[int] = None,
+        *,
+        steps: Optional[int] = None,
+        prefetch: Optional[int] = None,
+        ipus: Optional[int] = None,
+        device_iterations: Optional[int] = None,
+        callbacks: Union[Callback, Sequence[Callback], None] = (),
+        seed: Optional[int] = None,
+        verbose: Union[int, str] = 0,
+    ) -> Iterator[Any]:
+        """What ``predict`` returns, piece by piece: memory holds the outputs of one execution.
+
+        Args:
+            x: as for ``predict``.
+            batch_size: as for ``fit``.
+            steps: device iterations to read at most, from the start; None for all.
+            prefetch: as for ``fit``.
+            ipus: total number of IPUs. None is that of ``compile(config=...)``, else one replica.
+            device_iterations: forward passes per execution; None is that of the config, else 1.
+            callbacks: get the ``on_predict_`` hooks.
+            seed: of random numbers drawn in eval mode, if the module draws any; None is 0, or what
+                ``compile`` has fixed.
+            verbose: as for ``evaluate``.
+
+        Returns:
+            An iterator over the outputs of each execution, in order; together they have one row per
+            sample. Arguments are checked now, batches as they come.
+
+        Raises:
+            PlanError: the batch algebra does not fit; with all faults.
+            ConfigurationError: as for ``predict``, and while reading, if the model has been trained
+                or compiled in between.
+            DataError: data that can't be read or fed, or an output without a row per sample.
+        """
+        session = self._compiled("predict_iter")
+        data = Given(
+            "prediction data", x, batch_size=batch_size, are_inputs=are_inputs(self.module, x)
+        )
+        how = (steps, prefetch, ipus, device_iterations, callbacks, seed, verbose)
+        return fit.stream(self, session, data, how)
+
+    def train_on_batch(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: Optional[Mapping[int, float]] = None,
+        return_dict: bool = False,
+    ) -> Union[float, List[float], Dict[str, float]]:
+        """One weight update on one batch, on one replica.
+
+        The count of updates, the schedule, moving averages and the loss scale go on from call to
+        call; dropout draws other numbers each time. ``fit`` is faster: it takes the weights over
+        once.
+
+        Args:
+            x: inputs of one batch: tensors, arrays, or a structure of them.
+            y: targets.
+            sample_weight: how much each sample counts.
+            class_weight: how much samples count, by class index.
+            return_dict: False as in Keras: the loss, or a list that begins with it.
+
+        Returns:
+            Loss, logged values and metrics of the batch, before the update.
+
+        Raises:
+            NotCompiledError: before ``compile``.
+            ConfigurationError: inside ``fit``, or no optimizer.
+            DataError: a batch that can't be fed.
+            NonFiniteLossError: NaN or infinity; the state is that before the update.
+        """
+        one_of("return_dict", return_dict, (True, False))
+        session = self._trainable("train_on_batch")
+        batch = on_batch.as_batch(x, y, sample_weight)
+        values = on_batch.train_on_batch(session, batch, class_weight, session.seed())
+        return on_batch.as_keras_returns(values, return_dict)
+
+    def test_on_batch(
+        self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
+    ) -> Union[float, List[float], Dict[str, float]]:
+        """Loss and metrics of one batch.
+
+        Args:
+            x: inputs of one batch: tensors, arrays, or a structure of them.
+            y: targets.
+            sample_weight: how much each sample counts.
+            return_dict: False as in Keras: the loss, or a list that begins with it.
+
+        Raises:
+            NotCompiledError: before ``compile``.
+            DataError: a batch that can't be fed.
+        """
+        one_of("return_dict", return_dict, (True, False))
+        session = self._compiled("test_on_batch")
+        values = on_batch.test_on_batch(session, on_batch.as_batch(x, y, sample_weight), 0)
+        return on_batch.as_keras_returns(values, return_dict)
+
+    def predict_on_batch(self, x: Any) -> Any:
+        """The module's outputs for one batch.
+
+        Args:
+            x: inputs of one batch: tensors, arrays, or a structure of them.
+
+        Raises:
+            DataError: a batch that can't be fed.
+        """
+        session = self._compiled("predict_on_batch")
+        return on_batch.predict_on_batch(session, x if session.loss.in_module else (x,), 0)
+
+    def find_lr(
+        self,
+        x: Any,
+        y: Any = None,
+        *,
+        batch_size: Optional[int] = None,
+        min_lr: float = 1e-7,
+        max_lr: float = 10.0,
+        updates: int = 100,
+        ipus: Optional[int] = None,
+        gradient_accumulation: Optional[int] = None,
+        seed: Optional[int] = None,
+    ) -> LearningRates:
+        """Train for a moment with a learning rate that grows from update to update.
+
+        Weights, buffers, optimizer state, counters and random number generators are put back bit
+        for bit. Rates of several parameter groups keep their ratios. The optimizer must be one of
+        those whose rate can change: sgd, adam, adamw, rmsprop, lamb.
+
+        Args:
+            x: data, as for ``fit``; read anew as often as needed.
+            y: as for ``fit``.
+            batch_size: as for ``fit``.
+            min_lr: rate of the first update.
+            max_lr: rate of the last one.
+            updates: how many; fewer happen when the loss diverges, to four times its best.
+            ipus: as for ``fit``.
+            gradient_accumulation: as for ``fit``.
+            seed: as for ``fit``.
+
+        Returns:
+            Rates and losses, a suggestion and a plot.
+
+        Raises:
+            NotCompiledError: before ``compile``.
+            ConfigurationError: arguments that can't work, or inside ``fit``.
+            DataError: data that can't be read or fed, or that can be read only once.
+        """
+        # Imported here, as below: few programs look for a setting.
+        from ipufit.analysis.tuner import searches
+        from ipufit.analysis.tuner.trials import Trial
+
+        session = self._trainable("find_lr")
+        data = Given("training data", x, y, batch_size=batch_size, shuffles=True)
+        rates = (min_lr, max_lr, updates)
+        trial = Trial(session, self._make_engine)
+        return searches.find_lr(self, trial, data, rates, ipus, gradient_accumulation, seed)
+
+    def find_batch_size(
+        self,
+        x: Any,
+        y: Any = None,
+        *,
+        effective_batch_size: int,
+        start: int = 2,
+        ipus: Optional[int] = None,
+        seed: Optional[int] = None,
+    ) -> BatchSize:
+        """Look for the largest micro-batch that fits into memory, at constant samples per update.
+
+        One update is run with each size that divides the effective batch, from ``start`` on, twice
+        as large each time; ``gradient_accumulation`` makes up for the rest. All is put back as it
+        was. On a CPU memory seldom runs out, so look at the rates in ``tried`` too.
+
+        Args:
+            x: tensors, arrays or a dataset; not a loader, which has its own batch size.
+            y: as for ``fit``.
+            effective_batch_size: samples of an update, on all replicas together.
+            start: the smallest micro-batch to try.
+            ipus: as for ``fit``.
+            seed: as for ``fit``.
+
+        Returns:
+            ``batch_size`` and ``gradient_accumulation`` for ``fit``.
+
+        Raises:
+            NotCompiledError: before ``compile``.
+            ConfigurationError: arguments that can't work, inside ``fit``, or not even the smallest
+                one fits.
+            DataError: data that can't be read or fed.
+        """
+        from ipufit.analysis.tuner import searches
+        from ipufit.analysis.tuner.trials import Trial
+
+        trial = Trial(self._trainable("find_batch_size"), self._make_engine)
+        return searches.find_batch_size(trial, x, y, effective_batch_size, start, ipus, seed)
+
+    def save_weights(self, path: Union[str, os.PathLike[str]]) -> None:
+        """Write the module's weights to one file; from a callback too.
+
+        ``module.load_state_dict(safetensors.torch.load_file(path))`` reads it, without ipufit. The
+        file appears under its name only when it is complete.
+
+        Args:
+            path: ends with ".safetensors"; its folder exists.
+
+        Raises:
+            ConfigurationError: the path can't be written, or the state is not all tensors.
+        """
+        # Imported here, as below: many programs have no files of weights.
+        from ipufit.core.weights_file import save_weights
+
+        save_weights(self.module, path)
+
+    def save(self, path: Union[str, os.PathLike[str]]) -> None:
+        """Write the module's weights to one file that also says what they are of.
+
+        The same file as that of :meth:`save_weights`, with the module's class, the updates made
+        and the versions in its metadata. :func:`ipufit.load` makes a model of it.
+
+        Args:
+            path: ends with ".safetensors"; its folder exists.
+
+        Raises:
+            ConfigurationError: the path can't be written, or the state is not all tensors.
+        """
+        from ipufit.core.weights_file import described, save_weights
+
+        session = self._session
+        updates = 0 if session is None else session.updates
+        save_weights(self.module, path, described(self.module, updates))
+
+    def load_weights(self, path: Union[str, os.PathLike[str]], strict: bool = True) -> None:
+        """Read a file of weights into the module's tensors, in place; from a callback too.
+
+        Everything is compared before anything is changed.
+
+        Args:
+            path: of a safetensors file, or of one that ``torch.save(module.state_dict(), path)``
+                wrote: without unpickling anything but tensors, from torch 2.6 on.
+            strict: every name and every dtype must agree; a floating-point dtype may become a wider
+                one. False leaves out what only one side has, and converts dtypes.
+
+        Raises:
+            ConfigurationError: the file can't be read, or does not fit; with all differences.
+        """
+        from ipufit.core.weights_file import load_weights
+
+        load_weights(self.module, path, strict)
+
+    def close(self) -> None:
+        """Let go of recorded programs and of the device; ``compile`` starts anew. Safe twice."""
+        self._retire(None)
+
+    def _retire(self, successor: Optional[Session]) -> None:
+        """Another session takes the place of the present one."""
+        for session in (self._session, self._predictor):
+            if session is not None:
+                session.retire()
+        self._session, self._predictor = successor, None
+
+    def _compiled(self, name: str) -> Session:
+        if self._session is not None or not name.startswith("predict"):
+            return super()._compiled(name)
+        if self._predictor is None:
+            # Outputs need neither optimizer nor loss, which only compile can tell.
+            Model.compile(self, None, "mse")
+            self._predictor, self._session = self._session, None
+        assert self._predictor is not None
+        return self._predictor
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _moved(module: nn.Module, device: Union[str, torch.device]) -> nn.Module:
+    """The module on a device.
+
+    Raises:
+        ConfigurationError: this torch has no such device.
+    """
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
+        text = str(error).partition("\n")[0].rstrip(".")
+        raise ConfigurationError(
+            f"device must be one that torch can use here, got {str(device)!r}, of which torch "
+            f"{torch.__version__} says: {text}. Leave it out to run where the module is, or pass "
+            "device='cpu'."
+        ) from error
+    return module.to(device)

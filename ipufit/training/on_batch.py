@@ -1,0 +1,87 @@
+"""One update, one evaluation, one prediction, on a single batch."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Dict, Iterator, List, Tuple, Union
+
+from ipufit.core.batch import CombinedBatch, Mode
+from ipufit.data.adapters import Given, open_data
+from ipufit.errors import ConfigurationError
+from ipufit.training.loop import Job
+from ipufit.training.session import Session, refuse_several
+from ipufit.utils.interrupts import deferred
+from ipufit.utils.module_modes import evaluating, training
+
+__all__ = ["as_batch", "as_keras_returns", "predict_on_batch", "test_on_batch", "train_on_batch"]
+
+
+def as_batch(x: Any, y: Any, sample_weight: Any) -> Any:
+    """A batch as a loader would yield it."""
+    if sample_weight is not None:
+        return (x, y, sample_weight)
+    return x if y is None else (x, y)
+
+
+@contextlib.contextmanager
+def _running(
+    session: Session, batch: Any, mode: Mode, seed: int, class_weight: Any = None
+) -> Iterator[Tuple[Job, CombinedBatch]]:
+    """A program for this batch on one replica, and the only execution there is for it."""
+    refuse_several(session, "A call with a single batch", "Call fit, evaluate or predict.")
+    given = Given("batch", [batch], class_weight=class_weight)
+    source = open_data(given, mode, session.loss.in_module)
+    plan = session.plan(source, None, 1, 1, training=mode is Mode.TRAIN)
+    in_mode = training if mode is Mode.TRAIN else evaluating
+    with in_mode(session.module, session.loss.module):
+        job = session.start(source, plan, mode, seed, mode.value)
+        with session.running(job):
+            yield job, CombinedBatch([job.first])
+
+
+def _measured(job: Job, only: CombinedBatch) -> Dict[str, float]:
+    with deferred():
+        job.meter.add(only, job.program.run(only))
+        return dict(job.meter.values())
+
+
+def train_on_batch(session: Session, batch: Any, class_weight: Any, seed: int) -> Dict[str, float]:
+    """One weight update on one replica; its loss and metrics, before the update.
+
+    Random numbers depend on the count of updates, so each call draws others.
+    """
+    _refuse_unseen_outputs(session)
+    with _running(session, batch, Mode.TRAIN, seed, class_weight) as (job, only):
+        return _measured(job, only)
+
+
+def _refuse_unseen_outputs(session: Session) -> None:
+    every = session.recipe.output_mode.every
+    if every > 1:
+        raise ConfigurationError(
+            f"train_on_batch runs one update, but output_every={every} brings back the outputs of "
+            f"one update in {every}, so that metrics would see none. Compile with "
+            "output_mode='all', or call fit."
+        )
+
+
+def test_on_batch(session: Session, batch: Any, seed: int) -> Dict[str, float]:
+    """Loss and metrics of one batch."""
+    with _running(session, batch, Mode.EVALUATE, seed) as (job, only):
+        return _measured(job, only)
+
+
+def predict_on_batch(session: Session, batch: Any, seed: int) -> Any:
+    """The module's outputs for one batch."""
+    with _running(session, batch, Mode.PREDICT, seed) as (job, only):
+        (outputs,) = job.program.run(only).outputs
+        return outputs
+
+
+def as_keras_returns(
+    values: Dict[str, float], return_dict: bool
+) -> Union[float, List[float], Dict[str, float]]:
+    """A dict; or else the loss alone, or a list that begins with it, as Keras has it."""
+    if return_dict:
+        return values
+    return list(values.values()) if len(values) > 1 else values["loss"]

@@ -1,0 +1,215 @@
+"""How the processes of a run begin together: the same work, the same weights, parts of the data."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import socket
+from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from ipufit._version import __version__
+from ipufit.core.batch import Mode
+from ipufit.core.jit_modes import CUDAGRAPH, INDUCTOR
+from ipufit.core.plan import Plan
+from ipufit.errors import ProcessError
+from ipufit.processes import Processes, common
+from ipufit.training.arguments import FitArguments, InferenceArguments
+from ipufit.training.session import Session, refuse_several
+from ipufit.utils.random_streams import draw_seed
+
+if TYPE_CHECKING:
+    from ipufit.checkpoint.training_state import Found
+
+__all__ = ["join_fit", "join_inference"]
+
+
+def join_fit(session: Session, given: FitArguments) -> FitArguments:
+    """Agree on what is trained, and begin with what process 0 has: checkpoint, seed and weights.
+
+    Raises:
+        CheckpointError, ConfigurationError, DataError: the run can't go on from its checkpoint.
+        ProcessError: the processes want different things; nothing has been changed.
+    """
+    processes = session.processes
+    if processes.are_several:
+        processes.agree(**_facts(session, given.plan, given.source.is_portioned), **_of_fit(given))
+        _agree_on_tensors(session)
+        jit = session.recipe.jit
+        if jit in (INDUCTOR, CUDAGRAPH):
+            processes.agreed(lambda: refuse_several(session, f"jit={jit!r}", _OTHER_JIT))
+        _refuse_one_gpu_for_two(session)
+    found = _found_by_first(processes, given)
+    asked = given
+    given = processes.agreed(lambda: asked.going_on_from(found))
+    seed = processes.first(lambda: draw_seed() if given.asked_seed is None else given.asked_seed)
+    if processes.are_several:
+        _spread(session, with_optimizer=True)
+    return dataclasses.replace(given, seed=seed)
+
+
+def join_inference(session: Session, given: InferenceArguments, mode: Mode) -> None:
+    """Agree on what is evaluated or predicted, with the weights of process 0.
+
+    Raises:
+        ProcessError: the processes want different things.
+    """
+    processes = session.processes
+    if processes.are_several:
+        facts = _facts(session, given.plan, given.source.is_portioned)
+        processes.agree(call=mode.value, seed=given.seed, **facts)
+        _agree_on_tensors(session)
+        _refuse_one_gpu_for_two(session)
+        if not session.is_training:
+            _spread(session, with_optimizer=False)
+
+
+def _found_by_first(processes: Processes, given: FitArguments) -> Optional[Found]:
+    """The checkpoint to go on from, which process 0 alone reads."""
+    found: List[Found] = []
+
+    def read() -> Any:
+        if given.checkpoint is None and given.resume is None:
+            return []
+        # Imported here, as below: many runs keep no checkpoints.
+        from ipufit.checkpoint.manager import find
+
+        found.extend(each for each in [find(given.checkpoint, given.resume)] if each is not None)
+        names = [field.name for each in found for field in dataclasses.fields(each)]
+        return [{name: getattr(each, name) for name in names} for each in found]
+
+    told = processes.first(read)
+    if told and not found:
+        from ipufit.checkpoint.training_state import Found
+
+        found.extend(Found(**each) for each in told)
+    return next(iter(found), None)
+
+
+def _facts(session: Session, plan: Plan, is_portioned: bool) -> Dict[str, Any]:
+    """What all processes must have in common, by names that a user understands."""
+    module, loss = session.module, session.loss
+    facts = {
+        "version_of_ipufit": __version__,
+        "version_of_torch": torch.__version__.partition("+")[0],
+        "engine": session.engine.name,
+        "class_of_the_module": type(module).__name__,
+        "loss": [loss.reduction, loss.normalize, loss.in_module],
+        "metrics": list(session.metrics.names),
+        "settings_of_compile": {
+            name: str(value) for name, value in session.recipe.describe().items()
+        },
+        "batch_size": plan.micro_batch_size,
+        "number_of_ipus_in_each": plan.ipus,
+        "device_iterations": plan.device_iterations,
+        "gradient_accumulation": plan.gradient_accumulation,
+        "way_to_divide_the_data": is_portioned,
+    }
+    if is_portioned:
+        facts["number_of_samples"] = plan.samples
+    return facts
+
+
+def _agree_on_tensors(session: Session) -> None:
+    """Make sure that all have a module of the same form.
+
+    Raises:
+        ProcessError: naming the first parameter or buffer that differs.
+    """
+    module, processes = session.module, session.processes
+    named: List[Any] = [*module.named_parameters(), *module.named_buffers()]
+    trained = {id(p) for p in module.parameters() if p.requires_grad}
+    own = [
+        f"{name}, {tuple(t.shape)}, {t.dtype}{', trained' * (id(t) in trained)}"
+        for name, t in named
+    ]
+    if len(set(processes.gather(_digest(own)))) == 1:
+        return
+    told = processes.gather(own)
+    for number, every in enumerate(itertools.zip_longest(*told, fillvalue="nothing")):
+        if len(set(every)) > 1:
+            processes.agree(**{f"parameter_or_buffer_number_{number}": _own_or(own, number)})
+
+
+def _own_or(names: Sequence[str], number: int) -> str:
+    """One of them, or "nothing" where there are fewer."""
+    return names[number] if number < len(names) else "nothing"
+
+
+_OTHER_JIT = (
+    "It makes one piece of a whole update, in which nothing can come from outside. Use jit='auto', "
+    "'kernels' or 'graph'."
+)
+
+
+def _refuse_one_gpu_for_two(session: Session) -> None:
+    """Each process needs a GPU for itself, if it has any.
+
+    Raises:
+        ProcessError: in all processes, if two of them are on one.
+    """
+    device = next((p.device for p in session.module.parameters()), torch.device("cpu"))
+    told = session.processes.gather([socket.gethostname(), str(device)])
+    for process, place in enumerate(told):
+        if device.type == "cuda" and place in told[:process]:
+            text = (
+                f"each process needs a GPU of its own, but processes {told.index(place)} and "
+                f"{process} are both on {place[1]} of {place[0]}. Move the module to cuda:N, where "
+                "N is the number of the process on its machine: the variable LOCAL_RANK of "
+                "torchrun."
+            )
+            raise common(ProcessError(text))
+
+
+def _of_fit(given: FitArguments) -> Dict[str, Any]:
+    held_out = given.held_out
+    return {
+        "epochs": [given.first_epoch, given.last_epoch],
+        "steps_per_epoch": given.plan.fixed_updates,
+        "seed": given.asked_seed,
+        "callbacks": [type(each).__name__ for each in given.callbacks],
+        "every_updates": [each.every_updates for each in given.callbacks],
+        "number_of_validation_samples": None if held_out is None else held_out[1].samples,
+        "validation_epochs": _digest(given.validation_epochs),
+        "checkpoint": None if given.checkpoint is None else given.checkpoint.every_updates,
+    }
+
+
+def _digest(values: Iterable[Any]) -> str:
+    text = json.dumps(list(values)).encode()
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def _spread(session: Session, with_optimizer: bool) -> None:
+    """Weights, buffers and the optimizer's state become those of process 0."""
+    modules = [session.module, *([session.loss.module] if session.loss.module is not None else [])]
+    tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+    if with_optimizer and session.optimizer is not None:
+        tensors += _state_of(session, session.optimizer)
+    with torch.no_grad():
+        session.processes.spread(tensors)
+
+
+def _state_of(session: Session, optimizer: torch.optim.Optimizer) -> List[Tensor]:
+    """The tensors in an optimizer's state, which must be of one form in all processes."""
+    groups = optimizer.param_groups
+    found: List[Tensor] = []
+    form: List[Any] = []
+    for group in groups:
+        settings = {name: value for name, value in group.items() if name != "params"}
+        form.append({name: str(value) for name, value in sorted(settings.items())})
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for name, value in sorted(state.items()):
+                is_tensor = isinstance(value, Tensor)
+                form.append([name, [*value.shape] if is_tensor else str(value)])
+                found += [value] if is_tensor else []
+    session.processes.agree(
+        class_of_the_optimizer=type(optimizer).__name__,
+        settings_and_state_of_the_optimizer=_digest(form),
+    )
+    return found

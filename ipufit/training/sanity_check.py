@@ -1,0 +1,241 @@
+"""Trials with the first micro-batch, and reasons why module or loss can't take it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from typing import Any, Iterator, Optional, Sequence, Tuple
+
+import torch
+from torch import nn
+
+from ipufit.core.batch import MicroBatch, Mode
+from ipufit.core.outputs import pick
+from ipufit.core.plan import Plan
+from ipufit.core.train_config import Precision
+from ipufit.data.source import Source
+from ipufit.data.weights import ClassWeights
+from ipufit.engines.program import Prepared, Program
+from ipufit.errors import (
+    ConfigurationError,
+    DataError,
+    DeviceError,
+    IpufitError,
+    LossError,
+    MetricError,
+    PlanError,
+)
+from ipufit.losses import LabelRange, Loss, check_labels
+from ipufit.metrics import MetricSet
+from ipufit.training.epoch_metrics import metric_target
+from ipufit.utils import tree
+from ipufit.utils.random_streams import isolated
+
+__all__ = ["FailureExplainer", "check_call", "check_class_weights", "prepare_tail", "probe"]
+
+
+@dataclasses.dataclass
+class FailureExplainer:
+    """Names the layer, the line or the label because of which a micro-batch can't be computed.
+
+    Attributes:
+        module: the user's.
+        loss: normal form.
+        mode: in which module and loss run.
+        precision: in which the module computes.
+        role: of the data, such as "training data".
+        labels: class indices that the loss takes, as far as they are known.
+    """
+
+    module: nn.Module
+    loss: Loss
+    mode: Mode
+    precision: Precision
+    role: str
+    labels: Tuple[LabelRange, ...] = ()
+
+    @contextlib.contextmanager
+    def explained(self, batches: Sequence[MicroBatch], first: Optional[int] = 0) -> Iterator[None]:
+        """Raise what the block raises as an error of ours, if more is known than it says itself.
+
+        Args:
+            batches: that the block computes, or prepares for.
+            first: number of the first of them in its epoch; None where nobody knows.
+
+        Raises:
+            DataError: a layer or an operator can't take one of them, or a label is no class.
+            LossError: the loss can't take it.
+            CaptureError: it meets a layer that the module does not register.
+        """
+        try:
+            yield
+        except Exception as error:
+            fault = self.explain(error, batches, first)
+            if fault is None:
+                raise
+            raise fault from error
+
+    def explain(
+        self, error: Exception, batches: Sequence[MicroBatch], first: Optional[int] = 0
+    ) -> Optional[IpufitError]:
+        """The error that says why, to be raised from the other one; None if that says it."""
+        if isinstance(error, IpufitError) and type(error) is not DeviceError:
+            return None
+        # Imported here: few runs fail.
+        from ipufit.tracing.failed_call import Step, explain
+
+        try:
+            self.check_labels(batches, first)
+        except DataError as fault:
+            return fault
+        with_loss = self.mode is not Mode.PREDICT or self.loss.in_module is True
+        step = Step(self.module, self.loss if with_loss else None, with_loss, self.precision)
+        return explain(error, step, batches, lambda index: self._where(first, index))
+
+    def check_labels(self, batches: Sequence[MicroBatch], first: Optional[int] = 0) -> None:
+        """Compare the labels of micro-batches with the classes of the prediction.
+
+        Raises:
+            DataError: one is no class.
+        """
+        for index, batch in enumerate(batches if self.labels else ()):
+            target = batch.unpack()[2]
+            for labels in self.labels:
+                indices = target
+                if labels.key is not None:
+                    indices = pick(target, labels.key, "the target", LossError)
+                where = self._where(first, index)
+                check_labels(labels.name, indices, labels.classes, labels.ignore_index, where)
+
+    def _where(self, first: Optional[int], index: int) -> str:
+        return f"{self.role}: " if first is None else f"{self.role}, batch {first + index}: "
+
+
+def check_call(module: nn.Module, first: MicroBatch, loss: Loss, source: Source) -> None:
+    """Hold the batch against the signature of forward, before torch's own error for it.
+
+    Raises:
+        DataError: forward can't be called with it.
+    """
+    args, kwargs, _, _ = first.unpack()
+    try:
+        signature = inspect.signature(module.forward)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        given = [*(["1 input"] if len(args) == 1 else [f"{len(args)} inputs"] if args else [])]
+        given += [f"{name}=" for name in kwargs]
+        cure = "Bring the batch into the form that forward takes."
+        if loss.in_module:
+            cure = (
+                "With loss=None every part of the batch goes to forward: pass loss= to compile, or "
+                "let forward take the target and return (outputs, loss)."
+            )
+        raise DataError(
+            f"{source.role}: {type(module).__name__}.forward{signature} can't take a batch of "
+            f"{', '.join(given)}: {error}. {cure}"
+        ) from error
+
+
+def check_class_weights(
+    weights: ClassWeights, module: nn.Module, first: MicroBatch, loss: Loss
+) -> None:
+    """Make sure that the weights are for classes that the module's outputs have.
+
+    Raises:
+        ConfigurationError: they name others.
+    """
+    # Imported here: few fits weigh classes.
+    from ipufit.tracing.layers import outputs_of
+
+    outputs = outputs_of(module, first)
+    if not isinstance(outputs, torch.Tensor) or outputs.dim() == 0:
+        return
+    width = outputs.shape[1] if outputs.dim() > 1 else 1
+    if width == 1 and loss.name not in _BINARY:
+        # A number for each sample may stand for any class.
+        return
+    classes = max(2, width)
+    others = sorted(index for index in weights.by_class if index >= classes)
+    if others:
+        shape = ", ".join(["batch", *map(str, outputs.shape[1:])])
+        raise ConfigurationError(
+            f"class_weight must name classes that the outputs have, 0 to {classes - 1} for outputs "
+            f"of shape ({shape}), got {', '.join(map(str, others))}. Leave out what is no class, "
+            "or give the module an output for each class."
+        )
+
+
+_BINARY = (
+    "bce",
+    "bce_with_logits",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "BCELoss",
+    "BCEWithLogitsLoss",
+)
+
+
+def probe(metrics: MetricSet, outputs: Any, first: MicroBatch, loss: Loss) -> None:
+    """Try the metrics on random numbers in the form of the outputs.
+
+    Raises:
+        MetricError: they can't take them, or there is no target.
+    """
+
+    def fill(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if leaf.is_floating_point() or leaf.is_complex():
+            return torch.rand(leaf.shape, dtype=leaf.dtype, device="cpu")
+        return torch.zeros(leaf.shape, dtype=leaf.dtype, device="cpu")
+
+    target, sample_weight = metric_target(first.clone(), loss)
+    if target is None:
+        raise MetricError(
+            f"the metrics {', '.join(metrics.names)} need a target, but the module computes "
+            "its own loss and the batch has no last argument, 'labels' or 'target' to take for "
+            "it. Leave the metrics out, or compute the loss outside the module."
+        )
+    with isolated(torch.device("cpu")):
+        metrics.probe(tree.map_leaves(fill, outputs), target, first.size, sample_weight)
+
+
+def prepare_tail(
+    program: Program, plan: Plan, first: MicroBatch, source: Source, explainer: FailureExplainer
+) -> Optional[Prepared]:
+    """Build for a smaller last micro-batch too, so that a module that can't take it fails now.
+
+    Returns:
+        What was recorded for it; None where no micro-batch is smaller.
+
+    Raises:
+        DataError: the module can't take it.
+    """
+    size = plan.tail.last_micro_batch_size if plan.tail else first.size
+    if plan.training and plan.fixed_updates is not None:
+        size = source.smallest or first.size
+    if size >= first.size:
+        return None
+    last = first.cut(size)
+    try:
+        return program.prepare(last)
+    except PlanError:
+        raise
+    except Exception as error:
+        fault = explainer.explain(error, [last], None)
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
+        if isinstance(fault, DataError) and fault.what:
+            reason = fault.what[len(f"{source.role}: ") :]
+        raise DataError(
+            f"the module must take every micro-batch of the {source.role}, but fails with the last "
+            f"one of an epoch, which is smaller, {_n(size)} instead of {first.size}: "
+            f"{reason}. Choose another batch_size, or drop_last=True in the loader."
+        ) from error
+
+
+def _n(samples: int) -> str:
+    return "1 sample" if samples == 1 else f"{samples} samples"

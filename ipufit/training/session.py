@@ -1,0 +1,622 @@
+"""What ``compile`` fixed, and the one place that decides which program has the device."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import warnings
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+)
+
+import torch
+from torch import nn
+
+from ipufit.core.batch import MicroBatch, Mode
+from ipufit.core.logged_values import joined_rules
+from ipufit.core.option_roles import INFERENCE, TRAINING, role_of
+from ipufit.core.plan import Plan
+from ipufit.core.train_config import Recipe
+from ipufit.data.batches import is_weighted
+from ipufit.data.casting import Casting
+from ipufit.data.pipeline import Feed
+from ipufit.data.source import Source
+from ipufit.engines.program import Engine, Program, ProgramSpec
+from ipufit.errors import CaptureError, ConfigurationError, MetricError, PlanError
+from ipufit.losses import Loss
+from ipufit.metrics import MetricSet
+from ipufit.partition.own_blocks import UncountedError
+from ipufit.partition.partition import NOT_DIVIDED, Partition, Partitions
+from ipufit.processes import Processes, current
+from ipufit.training import loop
+from ipufit.training.deferred_partition import Divider, redivided, settled
+from ipufit.training.epoch_metrics import Meter
+from ipufit.training.execution_sync import Together
+from ipufit.training.loop import Job
+from ipufit.training.run_defaults import FixedWork
+from ipufit.training.sanity_check import (
+    FailureExplainer,
+    check_call,
+    check_class_weights,
+    prepare_tail,
+    probe,
+)
+from ipufit.utils.interrupts import deferred
+from ipufit.utils.names import check_log_name
+from ipufit.utils.random_streams import draw_seed
+from ipufit.utils.verbosity import stacklevel_of_user
+
+if TYPE_CHECKING:
+    from ipufit.engines.ipu.preflight.report import PreflightReport
+    from ipufit.planner.planning import Estimator
+
+__all__ = ["Session", "refuse_several"]
+
+
+class Session:
+    """The life of a model between two calls of ``compile``.
+
+    Args:
+        module: the user's module.
+        optimizer: torch's optimizer over its parameters; None to evaluate and predict only.
+        loss: normal form.
+        metrics: normal form; copied for every use.
+        engine: builds the programs.
+        recipe: how an update is made.
+        auto_round_ipus: whether IPUs may be rounded up.
+        options: settings of the engine's own, by the argument of ``compile``.
+        partitions: how the module lies on the IPUs of a replica.
+        fixed: arguments of later calls that ``compile`` has fixed; none by default.
+        planned_memory: bytes per IPU of a plan that ``compile`` was given; None where it was none.
+
+    Attributes:
+        updates: weight updates done so far.
+        last_plan, sample: batch algebra and shapes of the last ``fit``, or None.
+        is_retired: whether the model has been compiled anew or closed.
+        around: puts something around every program, which stands for it from then on.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optional[torch.optim.Optimizer],
+        loss: Loss,
+        metrics: MetricSet,
+        engine: Engine,
+        recipe: Recipe,
+        auto_round_ipus: bool = False,
+        options: Optional[Mapping[str, Any]] = None,
+        partitions: Partitions = NOT_DIVIDED,
+        fixed: Optional[FixedWork] = None,
+        planned_memory: Optional[int] = None,
+    ) -> None:
+        self.fixed = fixed or FixedWork()
+        self._options = options or {}
+        self.partitions = partitions
+        self._divider = Divider(planned_memory)
+        self._ipus: Dict[bool, Optional[int]] = {}
+        self.module = module
+        self.engine = engine
+        self.loss = loss
+        self.casting = Casting(module, loss, recipe.precision)
+        self.metrics = metrics
+        self.updates = 0
+        self.last_plan: Optional[Plan] = None
+        self.sample: Optional[MicroBatch] = None
+        self.is_retired = False
+        self._runs = self._swaps = 0
+        self._seed: Optional[int] = None
+        self._optimizer = optimizer
+        self.recipe = recipe
+        self.auto_round_ipus = auto_round_ipus
+        self._training: Optional[Program] = None
+        self._left_out = self._outside_optimizer()
+        self.around: Callable[[Program, ProgramSpec], Program] = lambda program, spec: program
+
+    @property
+    def processes(self) -> Processes:
+        """Those that work together; of several, each has a model like this one."""
+        return current()
+
+    @property
+    def optimizer(self) -> Optional[torch.optim.Optimizer]:
+        """The torch optimizer, with the state of the running program if there is one."""
+        if self._training is not None:
+            self._training.publish()
+        return self._optimizer
+
+    @property
+    def groups(self) -> List[Dict[str, Any]]:
+        """The groups of parameters of the optimizer, with their present settings."""
+        return [] if self._optimizer is None else self._optimizer.param_groups
+
+    def gather_optimizer(self) -> Optional[torch.optim.Optimizer]:
+        """The same, whole in all processes, which call this at the same time."""
+        who = self.engine if self._training is None else self._training
+        gather = getattr(who, "gather_optimizer", None)
+        if gather is not None:
+            gather()
+        return self.optimizer
+
+    def gather_weights(self) -> None:
+        """Bring the module's weights up to date, in all processes at the same time."""
+        gather = getattr(self._training, "gather_weights", None)
+        if gather is not None:
+            gather()
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a training program has the weights."""
+        return self._training is not None
+
+    def seed(self) -> int:
+        """One seed for all single updates until the next ``compile``."""
+        if self._seed is None:
+            fixed = self.fixed.seed_or(None)
+            self._seed = draw_seed() if fixed is None else fixed
+        return self._seed
+
+    def weights_version(self) -> object:
+        """Another value after any change of the parameters, by whomever."""
+        program = self._training
+        updates = self.updates if program is None else program.updates
+        in_place = [p._version for p in self.module.parameters() if not p.is_inference()]
+        return updates, program, self._runs, self._swaps, in_place
+
+    def swap_averages(self) -> None:
+        """Exchange weights and their moving averages.
+
+        Raises:
+            ConfigurationError: there are none, or no program that keeps them.
+        """
+        if self.recipe.averaging is None or self._training is None:
+            has_none = self.recipe.averaging is None
+            missing = "use_ema=True in compile" if has_none else "a running fit"
+            raise ConfigurationError(
+                f"swap_ema_weights exchanges weights and their moving averages, which needs "
+                f"{missing}. Call it from a callback of a model compiled with use_ema=True."
+            )
+        self._training.swap_averages()
+        self._swaps += 1
+
+    def resolve_work(self, source: Source, training: bool, **arguments: Any) -> Dict[str, Any]:
+        """Fill in what ``compile`` has fixed of ipus, device_iterations and gradient_accumulation.
+
+        Args:
+            source: of which the module's own blocks are counted where IPUs are to be shared out.
+            training: False for evaluate and predict.
+            arguments: as the user has them.
+
+        Raises:
+            PlanError: an argument disagrees with what is fixed.
+        """
+        if arguments["ipus"] is not None or "ipus" in self.fixed.names(training):
+            self.partitions = self._divider.looked(self, source, training)
+        return self.fixed.resolve(training, self.partitions.of(training), **arguments)
+
+    def plan(
+        self,
+        source: Source,
+        ipus: Optional[int],
+        device_iterations: int,
+        gradient_accumulation: int,
+        training: bool,
+        fixed_updates: Optional[int] = None,
+    ) -> Plan:
+        """Check the batch algebra; a batch size that only the first batch tells counts as 1."""
+        processes = self.processes
+        source.share(processes.num_processes, processes.process_id)
+        self._ipus[training] = ipus
+        passes = training and fixed_updates is not None
+        partition = self.partitions.of(training)
+        is_pipeline = partition is not None and partition.pipelines(training, device_iterations)
+        # How many stages the module's own blocks make shows with the first micro-batch.
+        is_own = partition is not None and partition.is_own
+        make = functools.partial(
+            Plan.make,
+            stages=partition.ipus if partition is not None else 1,
+            depth=partition.depth if partition is not None else 0,
+            pipelined=is_pipeline and not is_own,
+            micro_batch_size=source.micro_batch_size or 1,
+            ipus=ipus,
+            device_iterations=device_iterations,
+            gradient_accumulation=gradient_accumulation,
+            samples=None if passes else source.samples,
+            dropped=source.dropped,
+            training=training,
+            auto_round_ipus=self.auto_round_ipus,
+            fixed_updates=fixed_updates,
+            processes=processes.num_processes,
+            process=processes.process_id,
+        )
+        try:
+            plan = make()
+        except PlanError as error:
+            raise _told_of_compile(error) from error
+        if is_pipeline and is_own:
+            plan = dataclasses.replace(plan, pipelined=True)
+        if passes and fixed_updates is not None and source.samples and not source.smallest:
+            # No batch is smaller than others, so all epochs have the same number of samples.
+            plan = dataclasses.replace(plan, samples=fixed_updates * plan.update_size)
+        return plan
+
+    def start(
+        self,
+        source: Source,
+        plan: Plan,
+        mode: Mode,
+        seed: int,
+        domain: str,
+        epoch: int = 0,
+        wants_outputs: bool = False,
+        cut_every: Sequence[int] = (),
+        prefetch: int = 0,
+        profile_folder: Optional[str] = None,
+    ) -> Job:
+        """Build and prepare a program for a loader; every fault shows before any work.
+
+        Args:
+            source: the data.
+            plan: its batch algebra.
+            mode: train, evaluate or predict.
+            seed: of all random numbers.
+            domain: keeps them apart from those of other jobs.
+            epoch: the first one.
+            cut_every: an execution ends wherever the count of this job's updates is a multiple of
+                one of these.
+            prefetch: executions to prepare ahead.
+            profile_folder: where the engine puts a profile that its own tools read, if it can.
+
+        Raises:
+            DataError: the loader's first batch can't be fed, or ``predict`` can't join the outputs.
+            CaptureError: the module can't be recorded.
+            LossError: the loss can't be trained on.
+            MetricError: the metrics don't fit the outputs and targets.
+        """
+        if mode is Mode.TRAIN:
+            self.recipe.output_mode.check(plan.device_iterations)
+        reading = (seed, domain, cut_every, prefetch, self.casting)
+        feed = Feed(source, mode, self.loss.in_module, *reading)
+        try:
+            with feed.watched():
+                first = feed.peek(epoch, plan)
+                about = (source, plan, mode, seed, domain, wants_outputs, profile_folder)
+                with self.explainer(mode, source.role).explained([first]):
+                    return self._prepared_in_a_dtype(feed, first, *about)
+        except BaseException:
+            feed.close()
+            raise
+
+    def _prepared_in_a_dtype(self, feed: Feed, first: MicroBatch, *about: Any) -> Job:
+        """The job, with whole numbers in the first dtype that module and loss run with."""
+        batch: Optional[MicroBatch] = first
+        failure: Optional[Exception] = None
+        while batch is not None:
+            try:
+                job = self._prepared(feed, batch, *about)
+            except (CaptureError, MetricError, PlanError):
+                raise
+            except Exception as error:
+                failure = failure or error
+                batch = feed.unpacker.recast()
+            else:
+                feed.unpacker.accept_dtypes(announce=self.processes.is_first)
+                return job
+        assert failure is not None
+        raise failure
+
+    def start_together(self, *args: Any, **options: Any) -> Job:
+        """The same in all processes, if it works in all.
+
+        Raises:
+            ProcessError: it fails in another one.
+        """
+        started: List[Job] = []
+
+        def start() -> Job:
+            started.append(self.start(*args, **options))
+            return started[0]
+
+        try:
+            return self.processes.agreed(start)
+        except BaseException:
+            for job in started:
+                job.feed.close()
+                self.finish(job.program)
+            raise
+
+    def _prepared(
+        self,
+        feed: Feed,
+        first: MicroBatch,
+        source: Source,
+        plan: Plan,
+        mode: Mode,
+        seed: int,
+        domain: str,
+        wants_outputs: bool,
+        profile_folder: Optional[str],
+    ) -> Job:
+        training = mode is Mode.TRAIN
+        check_call(self.module, first, self.loss, source)
+        if training and source.class_weights is not None:
+            check_class_weights(source.class_weights, self.module, first, self.loss)
+        self.partitions = self._divider.divided(self, first, training)
+        how = (mode, seed, domain, wants_outputs, profile_folder)
+        try:
+            return self._job(feed, first, source, plan, *how)
+        except UncountedError as error:
+            self.follow_blocks(error, training)
+        partition, ipus = self.partitions.of(training), self._ipus.get(training)
+        plan = redivided(plan, partition, ipus, self.auto_round_ipus)
+        return self._job(feed, first, source, plan, *how)
+
+    def _job(
+        self,
+        feed: Feed,
+        first: MicroBatch,
+        source: Source,
+        plan: Plan,
+        mode: Mode,
+        seed: int,
+        domain: str,
+        wants_outputs: bool,
+        profile_folder: Optional[str],
+    ) -> Job:
+        explainer = self.explainer(mode, source.role)
+        self.count_stages(first, mode is Mode.TRAIN)
+        plan = settled(plan, self.partitions.of(mode is Mode.TRAIN))
+        plan = dataclasses.replace(plan, micro_batch_size=feed.micro_batch_size or first.size)
+        metrics = MetricSet() if mode is Mode.PREDICT else self.metrics.fresh()
+        metrics.check_joined(self.processes.num_processes)
+        wants_outputs = bool(metrics) or wants_outputs
+        spec = self._spec(plan, mode, seed, domain, wants_outputs, profile_folder)
+        program = self.around(self.engine.build(spec), spec)
+        if mode is Mode.TRAIN:
+            self._training = program
+        try:
+            # An interrupt in the middle of a recording could leave torch recording for good.
+            with deferred():
+                prepared = program.prepare(first)
+            explainer.labels = prepared.labels
+            explainer.check_labels([first])
+            if metrics:
+                probe(metrics, prepared.outputs, first, self.loss)
+            if mode is Mode.PREDICT:
+                loop.check_rows(prepared.outputs, first.size)
+            with deferred():
+                tail = prepare_tail(program, plan, first, source, explainer)
+            rules = joined_rules(prepared.rules, tail.rules if tail is not None else {})
+            for name, rule in rules.items():
+                check_log_name(name, metrics.names, rule.exact)
+        except BaseException:
+            self.finish(program)
+            raise
+        settings = self.recipe.settings if mode is Mode.TRAIN else ()
+        meter = Meter(metrics, plan, self.loss, rules, settings)
+        weighted = source.role if mode is Mode.TRAIN and is_weighted(first) else None
+        together = Together(self.processes, plan, source.is_portioned, weighted)
+        return Job(program, plan, meter, first, feed, together, explainer, prepared.outputs)
+
+    def explainer(self, mode: Mode, role: str) -> FailureExplainer:
+        """Says why module or loss can't take a micro-batch.
+
+        Args:
+            mode: of the program that fails.
+            role: of the data.
+        """
+        return FailureExplainer(self.module, self.loss, mode, self.recipe.precision, role)
+
+    def estimator(
+        self,
+        sample: MicroBatch,
+        partition: Optional[Partition] = None,
+        recompute: Optional[Sequence[str]] = None,
+    ) -> Estimator:
+        """Says what divisions of the module take; see :class:`Estimator`.
+
+        Args:
+            sample: a micro-batch.
+            partition: whose rules are checked on the way.
+            recompute: layers from whose outputs recomputation starts; None is those of ``compile``.
+        """
+        # Imported here, as below: few models are looked at like this.
+        from ipufit.planner.planning import Estimator
+
+        names = self.recipe.recompute if recompute is None else recompute
+        how = (self._optimizer, self.recipe, sample, partition, names)
+        return Estimator(self.module, self.loss, *how)
+
+    def preflight(self, sample: MicroBatch) -> PreflightReport:
+        """Hold the model against what PopTorch says of itself.
+
+        Args:
+            sample: a micro-batch.
+        """
+        from ipufit.engines.ipu.preflight.evaluate import preflight
+
+        return preflight(self.module, self.loss, self._optimizer, self.recipe, sample)
+
+    def recomputes(self, strategy: str, stages: int) -> bool:
+        """Whether training, as compiled, has PopTorch compute activations again.
+
+        It does so in a pipeline, unless the options of its compiler say otherwise.
+        """
+        if self._optimizer is None:
+            return False
+        popart = getattr(self._options.get(TRAINING), "_Popart", None)
+        chosen = getattr(popart, "options", {}).get("autoRecomputation")
+        return strategy == "pipelined" and stages > 1 if chosen is None else bool(chosen)
+
+    def follow_blocks(self, error: UncountedError, training: bool) -> None:
+        """Divide the module as its own blocks do, which a recording has shown.
+
+        Args:
+            error: that the recording ended with; raised again where the user has set the IPUs.
+            training: what was recorded.
+        """
+        self.partitions = self._divider.followed(self, error, training)
+
+    def count_stages(self, first: MicroBatch, training: bool) -> None:
+        """Look how many stages the module's own blocks make, where they divide it."""
+        self.partitions = self._divider.counted(self, first, training)
+
+    def poptorch_strategy(self, training: bool) -> Any:
+        """The execution strategy that was set in PopTorch's options of a mode; None for none."""
+        role = TRAINING if training else INFERENCE
+        options = self._options.get(role)
+        if options is None:
+            return None
+        from ipufit.engines.ipu.poptorch_options.reading import WholeOptions
+
+        return WholeOptions(role, options).strategy
+
+    def _spec(
+        self,
+        plan: Plan,
+        mode: Mode,
+        seed: int,
+        domain: str,
+        wants_outputs: bool,
+        profile_folder: Optional[str] = None,
+    ) -> ProgramSpec:
+        fixed_seed = None if mode is Mode.TRAIN else self.fixed.inference_seed
+        # What a step of its own predicts is no (outputs, loss).
+        with_loss = mode is not Mode.PREDICT or self.loss.in_module is True
+        return ProgramSpec(
+            module=self.module,
+            loss=self.loss if with_loss else None,
+            optimizer=self._optimizer if mode is Mode.TRAIN else None,
+            plan=plan,
+            mode=mode,
+            want_outputs=wants_outputs or mode is Mode.PREDICT,
+            seed=seed if fixed_seed is None else fixed_seed[0],
+            domain=domain,
+            first_update=self.updates,
+            recipe=self.recipe,
+            options=self._options.get(role_of(mode)),
+            partition=self.partitions.of(mode is Mode.TRAIN),
+            processes=self.processes,
+            profile_folder=profile_folder,
+        )
+
+    def explain(self) -> str:
+        """How the program of this session runs, in one or two lines."""
+        from ipufit.partition.serialize import described
+
+        names = [p.device for p in self.module.parameters()]
+        device = str(names[0]) if names else "cpu"
+        how = "the module itself, eagerly" if self.recipe.run_eagerly else "one recorded program"
+        optimizer = type(self._optimizer).__name__ if self._optimizer else "no optimizer"
+        text = (
+            f"Runs {how} on the {self.engine.name} engine, device {device}, with "
+            f"{optimizer}; gradients reduced by {self.recipe.gradient_reduction}."
+        )
+        more = [f"{name}={value!r}" for name, value in self.recipe.extras().items()]
+        text += f"\nCompiled with {', '.join(more)}." if more else ""
+        text += "".join(f"\n{line}" for line in self.partitions.describe())
+        text += "".join(f"\n{line}" for line in described(self.module))
+        text += "".join(f"\n{line}" for line in self.fixed.said)
+        text += "".join(f"\n{line}" for line in self._explain_processes())
+        explain = getattr(self.engine, "explain", None)
+        particular = explain(self.recipe, self._options) if explain is not None else ()
+        return "\n".join([text, *particular])
+
+    def _explain_processes(self) -> List[str]:
+        """Which process this is, and what the processes send each other for every update."""
+        processes = self.processes
+        if not processes.are_several:
+            return []
+        if self._optimizer is None:
+            return [processes.describe()]
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        size = sum(p.numel() * p.element_size() for p in trained)
+        when = "micro-batch" if self.recipe.shard_weights else "update"
+        return [
+            f"{processes.describe()} In every {when} the gradients of all are added, {size:,} "
+            f"bytes of each; one waits {processes.timeout:g} s for another.",
+        ]
+
+    def retire(self) -> None:
+        """The model has been compiled anew, or closed: let go of what the engine keeps."""
+        self.is_retired = True
+        close = getattr(self.engine, "close", None)
+        if close is not None:
+            close()
+
+    def buffers(self) -> List[torch.Tensor]:
+        """All buffers of the module and the loss."""
+        modules = [self.module, *([self.loss.module] if self.loss.module is not None else [])]
+        return [buffer for module in modules for buffer in module.buffers()]
+
+    def finish(self, program: Program) -> None:
+        """Give the device back, and keep the count of updates; safe twice."""
+        with deferred():
+            try:
+                program.close()
+            finally:
+                if program is self._training:
+                    self.updates = program.updates
+                    self._runs += 1
+                    self._training = None
+
+    @contextlib.contextmanager
+    def running(self, job: Job) -> Iterator[Job]:
+        """The job, finished afterwards whatever happens."""
+        try:
+            with job.feed.watched():
+                yield job
+        finally:
+            try:
+                job.feed.close()
+            finally:
+                self.finish(job.program)
+
+    def _outside_optimizer(self) -> List[str]:
+        """Names of the trainable parameters that the optimizer has not."""
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        owned = {id(p) for group in groups for p in group["params"]}
+        named = self.module.named_parameters()
+        return [name for name, p in named if p.requires_grad and id(p) not in owned]
+
+    def warn_of_changes(self) -> None:
+        """Say so if a parameter became trainable after ``compile`` made the optimizer."""
+        late = [name for name in self._outside_optimizer() if name not in self._left_out]
+        if late:
+            warnings.warn(
+                f"{', '.join(late[:5])}{', ...' if len(late) > 5 else ''} became trainable after "
+                "compile made the optimizer, so fit leaves it as it is. Call compile again to "
+                "train it.",
+                UserWarning,
+                stacklevel=stacklevel_of_user(),
+            )
+
+
+def _told_of_compile(error: PlanError) -> PlanError:
+    """An error of the plan in the words of who called fit: rounding is an argument of compile."""
+    name = "auto_round_ipus"
+    faults = [fault.replace(f"{name}=True", f"compile(..., {name}=True)") for fault in error.faults]
+    return PlanError(faults, {k: v for k, v in error.suggestion.items() if k != name})
+
+
+def refuse_several(session: Session, what: str, instead: str) -> None:
+    """Refuse what works in one process alone.
+
+    Raises:
+        ConfigurationError: there are several.
+    """
+    processes = session.processes
+    if processes.are_several:
+        raise ConfigurationError(
+            f"{what} works in one process, but this is process {processes.process_id} of "
+            f"{processes.num_processes}. {instead}"
+        )

@@ -1,0 +1,126 @@
+"""Held-out data, evaluated after the epochs of a fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+import torch
+
+from ipufit.callbacks import CallbackList
+from ipufit.core.batch import MicroBatch, Mode
+from ipufit.core.plan import Plan
+from ipufit.data.batches import Unpacker
+from ipufit.data.source import Source
+from ipufit.errors import DataError, IpufitError
+from ipufit.training import loop
+from ipufit.training.session import Session
+from ipufit.utils.module_modes import evaluating
+from ipufit.utils.names import in_validation
+from ipufit.utils.random_streams import isolated
+
+__all__ = ["Validation"]
+
+
+class Validation:
+    """Evaluates held-out data after each epoch of a fit, with random numbers of its own."""
+
+    def __init__(
+        self, session: Session, source: Source, plan: Plan, seed: int, prefetch: int = 0
+    ) -> None:
+        self._session = session
+        self._source = source
+        self._plan = plan
+        self._seed = seed
+        self._prefetch = prefetch
+        # Steps that are written for validation name their values for it.
+        self._has_own_names = session.loss.in_module == "whole"
+        self._names: Optional[List[str]] = None
+        self._directions: Dict[str, str] = {}
+
+    def named(self, name: str, trained: Sequence[str]) -> str:
+        """What a value of it is called beside those of training, whose names these are."""
+        return in_validation(name, self._has_own_names, trained)
+
+    def names(self, trained: Sequence[str]) -> List[str]:
+        """What its values are called, as far as they are known before the first."""
+        known = self._names if self._has_own_names and self._names is not None else trained
+        return [self.named(name, trained) for name in known]
+
+    def directions(self, trained: Sequence[str], known: Mapping[str, str]) -> Dict[str, str]:
+        """Whether "min" or "max" of its values is the best, as far as it is known.
+
+        Args:
+            trained: names of the values of training.
+            known: the same of training.
+        """
+        own = self._directions if self._has_own_names else known
+        return {self.named(name, trained): way for name, way in own.items()}
+
+    def check(self, trained_on: MicroBatch) -> None:
+        """Find out before training whether this data can be evaluated, without reading the loader.
+
+        What is recorded for that is kept for the first evaluation.
+
+        Raises:
+            DataError: it is empty, can't be fed, or the module takes the training data only.
+            CaptureError: the module can't be recorded in eval mode.
+        """
+        if self._source.micro_batches == 0:
+            raise self._source.no_batches(0)
+        with isolated(torch.device("cpu")):
+            preview = self._source.preview()
+        if not preview:
+            return
+        session = self._session
+        unpacker = Unpacker(self._source, Mode.EVALUATE, session.loss.in_module, session.casting)
+        example = unpacker(preview[0], 0)
+        source = Source(preview, self._source.role)
+        try:
+            with evaluating(self._session.module, self._session.loss.module):
+                plan = dataclasses.replace(self._plan, fixed_updates=None)
+                job = self._session.start(source, plan, Mode.EVALUATE, self._seed, "check")
+                self._names, self._directions = job.meter.names, job.meter.directions
+                self._session.finish(job.program)
+        except Exception as error:
+            what = error.what if isinstance(error, DataError) else ""
+            if _form(example) == _form(trained_on) or (isinstance(error, IpufitError) and not what):
+                raise
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
+            if what:
+                reason = what.partition(": ")[2]
+            raise DataError(
+                f"the module must take the {source.role} like the training data, but it failed "
+                f"with {reason}. It got {_shapes(example)}, in training {_shapes(trained_on)}. "
+                "Bring both into one form in the dataset or collate_fn."
+            ) from (error.__cause__ if what else error)
+
+    def run(self, epoch: int, callbacks: CallbackList) -> Dict[str, float]:
+        """Loss and metrics over all samples."""
+        session = self._session
+        kept = [(buffer, buffer.clone()) for buffer in session.buffers()]
+        with evaluating(session.module, session.loss.module):
+            job = session.start(
+                self._source,
+                self._plan,
+                Mode.EVALUATE,
+                self._seed,
+                "validation",
+                epoch,
+                prefetch=self._prefetch,
+            )
+            try:
+                with session.running(job):
+                    return loop.evaluate(job, callbacks, epoch)
+            finally:
+                # A module may count in eval mode too; looking must not change training.
+                for buffer, value in kept:
+                    buffer.copy_(value)
+
+
+def _form(batch: MicroBatch) -> Tuple[Any, ...]:
+    return (batch.structure, tuple((leaf.shape[1:], leaf.dtype) for leaf in batch.leaves))
+
+
+def _shapes(batch: MicroBatch) -> str:
+    return " and ".join(f"{tuple(leaf.shape)} {leaf.dtype}" for leaf in batch.leaves)

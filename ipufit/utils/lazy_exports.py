@@ -1,0 +1,36 @@
+"""Names of a package that are imported when they are asked for, so that it loads quickly."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any, Callable, List, Mapping, Optional, Tuple
+
+__all__ = ["on_use"]
+
+
+def on_use(
+    package: str, homes: Mapping[str, str], moved: Optional[Mapping[str, str]] = None
+) -> Tuple[Callable[[str], Any], Callable[[], List[str]]]:
+    """``__getattr__`` and ``__dir__`` of a package (PEP 562).
+
+    Type checkers must not see them, or any name would be right for them: they belong in the other
+    branch of ``if TYPE_CHECKING:``, which imports the names.
+
+    Args:
+        package: its name.
+        homes: by name, the module that it is imported from.
+        moved: by a name of an earlier version, where it is now; using one is an error that says so.
+    """
+    module = sys.modules[package]
+
+    def of_package(name: str) -> Any:
+        if moved is not None and name in moved:
+            raise AttributeError(f"{package}.{name} is {moved[name]} now. Write that instead.")
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(homes[name]), name)
+        setattr(module, name, value)
+        return value
+
+    return of_package, lambda: sorted({*vars(module), *homes})

@@ -1,0 +1,119 @@
+"""Try something out on a model, and leave no trace."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import sys
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ipufit.utils.interrupts import deferred
+
+__all__ = [
+    "copied_state",
+    "cuda_in_use",
+    "everything_kept",
+    "generator_states",
+    "generators_kept",
+    "generators_of",
+    "set_generators",
+]
+
+
+def cuda_in_use() -> bool:
+    """Whether anything has used CUDA yet; asking for more would start it."""
+    cuda: Any = torch.cuda
+    return bool(cuda.is_initialized())
+
+
+def generator_states() -> Dict[str, Any]:
+    """Of the generators of torch, Python and NumPy, as far as they are in use."""
+    numpy: Any = sys.modules.get("numpy")
+    found: Dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if numpy is not None:
+        found["numpy"] = numpy.random.get_state()
+    if cuda_in_use():
+        found["cuda"] = torch.cuda.get_rng_state_all()
+    return found
+
+
+def set_generators(states: Mapping[str, Any]) -> None:
+    """Let them go on from there."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """Leave the generators of torch, Python and NumPy (if it is loaded) as they were found."""
+    states = generator_states()
+    try:
+        yield
+    finally:
+        set_generators(states)
+
+
+@contextlib.contextmanager
+def everything_kept(
+    modules: Sequence[Optional[nn.Module]],
+    optimizer: Optional[torch.optim.Optimizer],
+    loader: Any = None,
+) -> Iterator[None]:
+    """Put back, bit for bit, weights, buffers, optimizer state and random number generators.
+
+    Args:
+        modules: the module, and the loss where it is one; None is passed over.
+        optimizer: torch's, or None.
+        loader: generators that it and its samplers have for themselves are put back too.
+    """
+    tensors = [
+        tensor
+        for module in modules
+        if module is not None
+        for tensor in (*module.parameters(), *module.buffers())
+    ]
+    values = [tensor.detach().clone() for tensor in tensors]
+    drawing = [(generator, generator.get_state()) for generator in generators_of(loader)]
+    state = None if optimizer is None else copied_state(optimizer)
+    with generators_kept():
+        try:
+            yield
+        finally:
+            with deferred(), torch.no_grad():
+                for tensor, value in zip(tensors, values):
+                    tensor.copy_(value)
+                for generator, value in drawing:
+                    generator.set_state(value)
+                if optimizer is not None and state is not None:
+                    optimizer.load_state_dict(state)
+
+
+def copied_state(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
+    """A copy of ``optimizer.state_dict()``; tensors that shared memory have their own in it."""
+    copied: Dict[str, Any] = _copied(optimizer.state_dict())
+    return copied
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) is dict:
+        return {key: _copied(each) for key, each in value.items()}
+    return copy.deepcopy(value)
+
+
+def generators_of(loader: Any) -> List[torch.Generator]:
+    """Those of a DataLoader and of its samplers, each once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = [loader, getattr(loader, "sampler", None), batch_sampler]
+    owners.append(getattr(batch_sampler, "sampler", None))
+    found = {id(g): g for g in (getattr(owner, "generator", None) for owner in owners)}
+    return [g for g in found.values() if isinstance(g, torch.Generator)]

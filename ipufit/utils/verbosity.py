@@ -1,0 +1,62 @@
+"""How much is printed, and which line of the user's a warning shows."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any, Mapping, Union
+
+from ipufit.errors import ConfigurationError
+from ipufit.utils.locations import PACKAGE
+
+__all__ = ["resolve_verbose", "say_dev_run", "stacklevel_of_user"]
+
+# Blocks of ours are entered through contextlib.
+_OURS = (PACKAGE, contextlib.__file__)
+
+
+def stacklevel_of_user() -> int:
+    """The ``stacklevel`` with which a warning of the caller's shows the user's line."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def resolve_verbose(verbose: Union[int, str]) -> int:
+    """0 silent, 1 a bar, 2 a line per epoch; "auto" is 1 where stderr is a terminal, else 2.
+
+    Raises:
+        ConfigurationError: anything else.
+    """
+    if verbose == "auto":
+        return 1 if sys.stderr.isatty() or "ipykernel" in sys.modules else 2
+    if isinstance(verbose, bool):
+        return int(verbose)
+    if verbose in (0, 1, 2) and isinstance(verbose, int):
+        return verbose
+    raise ConfigurationError(
+        f"verbose must be 0 (silent), 1 (bar), 2 (one line an epoch) or 'auto', got {verbose!r}."
+    )
+
+
+def say_dev_run(notes: Mapping[str, Any], validates: bool) -> None:
+    """Tell that this is a dry run, and what it leaves out.
+
+    Args:
+        notes: of the run, for History.
+        validates: whether there is a validation.
+    """
+    count = notes.get("fast_dev_run")
+    if not count:
+        return
+    # Imported here: nobody needs it who prints nothing.
+    from tqdm.auto import tqdm
+
+    executions = f"{count} execution{'s' if count > 1 else ''}"
+    left_out = notes["left_out_callbacks"]
+    tqdm.write(
+        f"fast_dev_run: 1 epoch of {executions}{', validation likewise' if validates else ''}; "
+        + (f"left out: {', '.join(left_out)}" if left_out else "no callback left out"),
+        file=sys.stderr,
+    )
