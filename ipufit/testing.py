@@ -9,7 +9,7 @@ import torch
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
 from ipufit.core.train_config import outputs_wanted
-from ipufit.engines.program import Anchors, Prepared, ProgramSpec, TrainState
+from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, TrainState
 from ipufit.utils.fault_injection import Fault, inject
 
 __all__ = ["Fault", "RecordingEngine", "RecordingProgram", "inject"]
@@ -42,7 +42,7 @@ class RecordingEngine:
 class RecordingProgram:
     """Takes every batch, returns losses of zero, and echoes the first input as output.
 
-    It gives back what the recipe asks for: outputs as ``output_mode`` chooses them, the schedule's
+    It gives back what the config asks for: outputs as ``output_mode`` chooses, the schedule's
     learning rate, the loss scale at its start. No update is skipped, and nothing is averaged.
 
     Attributes:
@@ -77,7 +77,7 @@ class RecordingProgram:
         self.examples.append(example)
         return Prepared(self._echo(example).to("meta"))
 
-    def run(self, batch: CombinedBatch) -> Anchors:
+    def run(self, batch: CombinedBatch) -> ExecutionResult:
         """Remember the batch."""
         self.calls.append("run")
         self.executions.append(batch)
@@ -86,20 +86,20 @@ class RecordingProgram:
         places, outputs = self._outputs(batch)
         losses = 0 if self.spec.mode is Mode.PREDICT else count
         zeros = torch.zeros(losses, dtype=torch.float64)
-        return Anchors(zeros, outputs, places, settings=settings)
+        return ExecutionResult(zeros, outputs, places, settings=settings)
 
     def _train(self, batch: CombinedBatch) -> Dict[str, float]:
         plan = self.spec.plan
         updates = -(-len(batch.micro_batches) // plan.micro_batches_per_update)
         self.updates += updates
-        recipe = self.spec.recipe
+        config = self.spec.config
         settings = {}
-        if recipe.schedule is not None:
-            rows = recipe.schedule.rows(updates, batch.accumulation_steps(plan))
+        if config.schedule is not None:
+            rows = config.schedule.rows(updates, batch.accumulation_steps(plan))
             self.rows += rows
             settings["learning_rate"] = float(rows[-1][0]["lr"])
-        if recipe.loss_scale is not None:
-            settings["loss_scale"] = recipe.loss_scale.initial
+        if config.loss_scale is not None:
+            settings["loss_scale"] = config.loss_scale.initial
         return settings
 
     def _outputs(self, batch: CombinedBatch) -> Tuple[Sequence[int], List[Any]]:
@@ -109,7 +109,7 @@ class RecordingProgram:
             return (), []
         if self.spec.mode is not Mode.TRAIN:
             return range(len(echoes)), echoes
-        plan, mode = self.spec.plan, self.spec.recipe.output_mode
+        plan, mode = self.spec.plan, self.spec.config.output_mode
         if mode.kind == "sum":
             sums = [echo.clone() for echo in echoes[: plan.replicas]]
             for place, echo in enumerate(echoes[plan.replicas :], plan.replicas):

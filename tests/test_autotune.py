@@ -252,7 +252,7 @@ def test_a_model_that_is_tuned_has_the_same_numbers(described, monkeypatch, way)
     assert described
     wins = way == "inductor"
     assert history.params["jit"] == way
-    (said,) = engine.explain(model._session.recipe, {})
+    (said,) = engine.explain(model._session.config, {})
     assert said.endswith("and are kept." if wins else "and are not used.")
     assert (len(described) > 40) is wins
 

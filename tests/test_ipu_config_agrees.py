@@ -210,7 +210,7 @@ def test_an_argument_that_disagrees_is_refused(given, options, text):
 def test_recompute_may_say_which_layers_a_configuration_means(said, asked, names):
     config = IPUConfig(recompute_checkpoint_every_layer=said)
     model = compiled(Stack(), config=config, recompute=asked)
-    assert model._session.recipe.recompute == names
+    assert model._session.config.recompute == names
 
 
 def test_a_module_without_repeated_layers_follows_the_advice():
@@ -220,7 +220,7 @@ def test_a_module_without_repeated_layers_follows_the_advice():
     text = fault(compiled, net, config=config)
     assert text.endswith("Name the layers: recompute=['encoder', 'decoder'].")
     model = compiled(net, config=config, recompute=["1"])
-    assert model._session.recipe.recompute == ("1",)
+    assert model._session.config.recompute == ("1",)
     ran(model)
 
 
@@ -231,7 +231,7 @@ def test_what_agrees_is_fine():
         gradient_reduction="mean",
         auto_round_ipus=True,
     )
-    assert model._session.recipe.gradient_reduction == "mean"
+    assert model._session.config.gradient_reduction == "mean"
     assert model._session.auto_round_ipus is True
     assert compiled(Stack(), config=IPUConfig())._session.auto_round_ipus is True
     assert compiled(Stack())._session.auto_round_ipus is False

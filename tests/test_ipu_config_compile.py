@@ -153,7 +153,7 @@ def test_the_output_mode_is_that_of_training(given, mode):
     """PopTorch's default is the final one there."""
     model, engine = recorded(IPUConfig(output_mode=given))
     fit(model)
-    assert engine.programs[0].spec.recipe.output_mode.kind == mode
+    assert engine.programs[0].spec.config.output_mode.kind == mode
     recorded(IPUConfig(output_mode=given), output_mode=mode)
 
 
@@ -169,7 +169,7 @@ def test_automatic_loss_scaling_is_a_dynamic_scale_here():
     """On the embedded engine; PopTorch has its own."""
     model, engine = recorded(IPUConfig(auto_loss_scaling=True))
     fit(model)
-    assert engine.programs[0].spec.recipe.loss_scale == ipufit.LossScale()
+    assert engine.programs[0].spec.config.loss_scale == ipufit.LossScale()
     recorded(IPUConfig(auto_loss_scaling=True), loss_scale="dynamic")
     model = ipufit.Model(net().half(), engine="ipu-standin")
     model.compile("sgd", "cross_entropy", config=IPUConfig(auto_loss_scaling=True))
@@ -375,7 +375,7 @@ def test_every_layer_is_computed_again(capsys):
     """Which is said; and bits stay as they are (test_recomputation.py)."""
     model = ipufit.Model(Language())
     model.compile("sgd", "mse", config=IPUConfig(recompute_checkpoint_every_layer=True))
-    assert model._session.recipe.recompute == ("body.0", "body.1")
+    assert model._session.config.recompute == ("body.0", "body.1")
 
 
 @pytest.mark.parametrize(
@@ -517,7 +517,7 @@ def seen(engine_name, capsys, **given):
         return str(error), None
     fit(model, validation_data=(X, Y))
     specs = [
-        (p.spec.plan, p.spec.recipe, p.spec.seed if config.seed is not None else None)
+        (p.spec.plan, p.spec.config, p.spec.seed if config.seed is not None else None)
         for p in engine.programs
     ]
     return (specs, options, str(model.module)), capsys.readouterr().out

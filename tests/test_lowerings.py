@@ -119,7 +119,7 @@ def test_other_kernels_give_the_numbers_up_to_summation_order(kind, what):
     net = kind()
     one, _, told = fitted(net, jit="graph")
     other, engine, history = fitted(net, jit="kernels")
-    assert what in engine.explain(other._session.recipe, {})[0]
+    assert what in engine.explain(other._session.config, {})[0]
     assert (told.params["jit"], history.params["jit"]) == ("graph", "kernels")
     for name, value in one.module.state_dict().items():
         torch.testing.assert_close(other.module.state_dict()[name], value, rtol=1e-4, atol=2e-5)
@@ -209,7 +209,7 @@ def test_auto_takes_what_is_measured_to_be_faster(choice, way, monkeypatch):
     fastest_is(monkeypatch, choice)
     model, engine, history = fitted(Pictures())
     assert history.params["jit"] == engine.way == way
-    (why,) = engine.explain(model._session.recipe, {})
+    (why,) = engine.explain(model._session.config, {})
     if way == "graph":
         assert why.startswith("Runs the graph as it was recorded: ")
         assert why.endswith(" with channels last would not be faster.")
@@ -232,7 +232,7 @@ def test_kernels_that_compute_something_else_are_not_used(monkeypatch):
     monkeypatch.setattr(module, "pictures_last", wrong)
     model, engine, history = fitted(Pictures(), jit="kernels")
     assert history.params["jit"] == "graph"
-    (why,) = engine.explain(model._session.recipe, {})
+    (why,) = engine.explain(model._session.config, {})
     assert why == "Runs the graph as it was recorded: other kernels give other numbers."
 
 
@@ -247,7 +247,7 @@ def test_what_is_said_is_about_the_last_fit(monkeypatch):
     for size, way in ((8, "graph"), (16, "kernels"), (8, "graph")):
         history = model.fit(*pictures(70), batch_size=size, seed=1, verbose=0)
         assert history.params["jit"] == engine.way == way
-        (why,) = engine.explain(model._session.recipe, {})
+        (why,) = engine.explain(model._session.config, {})
         assert ("as it was recorded" in why) == (way == "graph")
 
 
@@ -260,7 +260,7 @@ def test_small_programs_and_float64_stay_as_recorded():
         x = x.to(next(net.parameters()).dtype)
         model.fit(x, y, batch_size=8, verbose=0)
         assert engine.way == "graph"
-        assert engine.explain(model._session.recipe, {}) == []
+        assert engine.explain(model._session.config, {}) == []
 
 
 class Draws(nn.Module):
@@ -297,7 +297,7 @@ def test_what_goes_by_the_layout_keeps_it(kind):
     """Also evaluation, where nothing is drawn, has the numbers of the module itself."""
     net = kind()
     one, engine, told = fitted(net, jit="kernels")
-    said = engine.explain(one._session.recipe, {})
+    said = engine.explain(one._session.config, {})
     assert not any("channels last" in sentence for sentence in said)
     _, _, history = fitted(net, jit="off")
     torch.testing.assert_close(told.history["loss"], history.history["loss"], rtol=1e-5, atol=0)

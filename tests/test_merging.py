@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import ipufit
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
-from ipufit.core.train_config import OutputMode, Recipe
+from ipufit.core.train_config import OutputMode, TrainConfig
 from ipufit.engines.embedded.batching import decision
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.engines.program import ProgramSpec
@@ -356,7 +356,7 @@ def execution(mode, merged, at_once):
         mode=Mode.TRAIN,
         want_outputs=True,
         seed=0,
-        recipe=Recipe(output_mode=OutputMode(mode)),
+        config=TrainConfig(output_mode=OutputMode(mode)),
     )
     program = engine.build(spec)
     batch = CombinedBatch(

@@ -302,6 +302,6 @@ def test_the_recording_engine_remembers_every_call():
     assert [state.updates for state in program.written] == [2]
     assert [example.size for example in program.examples] == [4, 4]
     assert program.closed == 1
-    assert program.spec.recipe.clip.norm == 1.0
+    assert program.spec.config.clip.norm == 1.0
     assert history.history["loss_scale"] == [8.0]
     assert history.history["skipped_updates"] == [0.0]

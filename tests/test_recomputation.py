@@ -400,7 +400,7 @@ def test_layers_are_found_by_pattern_and_by_structure():
     def layers(recompute, kind=Sequences):
         model = ipufit.Model(made(kind))
         model.compile("sgd", "cross_entropy", recompute=recompute)
-        return model._session.recipe.recompute
+        return model._session.config.recompute
 
     encoder = tuple(f"encoder.layers.{i}" for i in range(2))
     decoder = tuple(f"decoder.layers.{i}" for i in range(2))

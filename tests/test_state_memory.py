@@ -203,7 +203,7 @@ def located(value):
 def test_who_says_where_the_state_is(options, offloads):
     model = ipufit.Model(nn.Linear(4, 3), engine="embedded")
     model.compile("adam", "cross_entropy", **options)
-    assert model._session.recipe.offload_optimizer_state is offloads
+    assert model._session.config.offload_optimizer_state is offloads
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def _recomputation(session: Session, given: Any) -> _Recomputation:
         UnknownNameError: a layer that there is not.
         ConfigurationError: anything else that can't work.
     """
-    compiled = session.recipe.recompute
+    compiled = session.config.recompute
     if given is None:
         return _Recomputation(compiled, session.recomputes)
     if isinstance(given, bool):

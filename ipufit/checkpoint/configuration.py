@@ -45,7 +45,7 @@ from ipufit.utils import tree
 
 if TYPE_CHECKING:
     from ipufit.core.batch import MicroBatch
-    from ipufit.core.train_config import Recipe
+    from ipufit.core.train_config import TrainConfig
     from ipufit.data.source import Source
     from ipufit.losses import Loss
     from ipufit.metrics import MetricSet
@@ -209,12 +209,12 @@ class RunData:
     updates: Optional[int]
 
 
-def compiled_configuration(recipe: Recipe, loss: Loss, metrics: MetricSet) -> Configuration:
+def compiled_configuration(config: TrainConfig, loss: Loss, metrics: MetricSet) -> Configuration:
     """Return the part of the configuration that ``compile`` fixed, as plain JSON."""
-    schedule = recipe.schedule
+    schedule = config.schedule
     # First the arguments of ``compile`` that were given, then those that are always there.
     return {
-        **{name: value for name, value in recipe.describe().items() if name not in _SAME_NUMBERS},
+        **{name: value for name, value in config.describe().items() if name not in _SAME_NUMBERS},
         **_loss(loss),
         "metrics": {name: _described(each) for name, each in metrics.fresh().by_name().items()},
         "lr_scheduler": None if schedule is None else _described(schedule.configuration),

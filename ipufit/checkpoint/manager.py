@@ -199,7 +199,7 @@ class Keeper:
         assert checkpoint is not None
         if self._resumption.restarts:
             return []  # This very call has begun it.
-        changes = self._processes.first(
+        changes = self._processes.run_on_rank_zero(
             lambda: [dataclasses.asdict(each) for each in self._begun.changes_since(checkpoint)]
         )
         return [ConfigurationChange(**change) for change in changes]
@@ -280,7 +280,7 @@ class Keeper:
             **self._begun.document(self._session),
         }
         document, tensors = parts_of(fit, self._session, self._callbacks, about)
-        if not self._processes.is_first:
+        if not self._processes.is_rank_zero:
             return
         self._store.write(name, document, tensors)
         also: List[str] = [] if self._best.name is None else [self._best.name]
@@ -297,6 +297,6 @@ class Keeper:
             f"{epoch}, which is written down in {self._settings.folder!r}. Call it again with "
             "resume='auto' to go on."
         )
-        if self._processes.is_first:
+        if self._processes.is_rank_zero:
             print(f"ipufit: {message}", file=sys.stderr)
         self._signals.end(message)

@@ -29,7 +29,7 @@ from ipufit.checkpoint.export_weights import joined, split
 from ipufit.checkpoint.optimizers import check_optimizer, optimizer_differences
 from ipufit.checkpoint.reading import Contents
 from ipufit.checkpoint.store import Store
-from ipufit.core.batch import Place
+from ipufit.core.batch import DataCursor
 from ipufit.core.weights_file import differences
 from ipufit.engines.program import TrainState
 from ipufit.errors import CheckpointError, ConfigurationError
@@ -111,7 +111,7 @@ def parts_of(
 def _divides(fit: Fit) -> bool:
     """Whether it is ipufit that divides the data, or one process that reads all of it."""
     together = fit.job.together
-    return together.is_portioned or not together.processes.are_several
+    return together.is_portioned or not together.processes.is_distributed
 
 
 def _apart(processes: Processes, tree: Mapping[str, Any]) -> List[Dict[str, Any]]:
@@ -246,7 +246,7 @@ class Found:
         states = [meter["metrics"], *(each["metrics"] for each in self.tree.get("apart", []))]
         if len(states) == processes.num_processes:
             meter["metrics"] = states[processes.process_id]
-        elif processes.is_first:
+        elif processes.is_rank_zero:
             meter["metrics"] = metrics.joined(states)
         else:
             meter["metrics"] = metrics.fresh().state_dict()
@@ -353,7 +353,7 @@ class RunConfiguration:
                 LightningModule the session would begin an epoch.
         """
         begin = {
-            **compiled_configuration(session.recipe, session.loss, job.meter.metrics),
+            **compiled_configuration(session.config, session.loss, job.meter.metrics),
             **data_configuration(data, job.first),
             **_mutable(session),
         }
@@ -397,7 +397,7 @@ class RunConfiguration:
 def _mutable(session: Session) -> Configuration:
     optimizer = session.optimizer
     assert optimizer is not None
-    return mutable_configuration(session.module, optimizer, session.recipe.schedule)
+    return mutable_configuration(session.module, optimizer, session.config.schedule)
 
 
 def _check_fits(
@@ -524,11 +524,11 @@ def _restore_callbacks(callbacks: Sequence[Callback], states: Sequence[Tuple[str
             callback.load_state_dict(state)
 
 
-def _place(state: Mapping[str, Any]) -> Place:
+def _place(state: Mapping[str, Any]) -> DataCursor:
     number, batches = state["number"], state["batches"]
     if type(number) is not int or type(batches) is not int or min(number, batches) < 0:
         raise ValueError(f"its place in the data is {number!r}, {batches!r}")
-    return Place(number, batches, list(state["generators"]), state["own"])
+    return DataCursor(number, batches, list(state["generators"]), state["own"])
 
 
 def _restore_program(
@@ -567,7 +567,7 @@ def _settings_after(
 ) -> Tuple[Dict[str, Any], Any]:
     """The optimizer's state and that of the schedule, with the settings that are others now."""
     optimizer, state = checkpoint.tree["optimizer"], checkpoint.tree["schedule"]
-    schedule, live = session.recipe.schedule, session.groups
+    schedule, live = session.config.schedule, session.groups
     names = {name for group in live for name in group} - {"params"}
     hyperparameters = names & changed
     is_scheduled_anew = "lr_scheduler" in changed

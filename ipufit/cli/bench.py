@@ -153,7 +153,7 @@ def _measure(
                     _note(way, session, engine)
             except (CaptureError, ConfigurationError) as error:
                 # Such as detect_nan, which has no compiled form, or what only run_eagerly runs.
-                is_wanted = isinstance(error, CaptureError) and session.recipe.jit != OFF
+                is_wanted = isinstance(error, CaptureError) and session.config.jit != OFF
                 if is_wanted or way is ways[0]:
                     raise
                 way.refused = str(error)
@@ -170,7 +170,7 @@ def _note(way: _Way, session: Session, engine: Engine) -> None:
     if way.jit is None or explain is None:
         return
     way.ran_as = OFF if way.jit == OFF else getattr(engine, "way", None)
-    way.said = list(explain(dataclasses.replace(session.recipe, jit=way.jit), {}))
+    way.said = list(explain(dataclasses.replace(session.config, jit=way.jit), {}))
 
 
 def _check(way: _Way, session: Session) -> None:
@@ -181,8 +181,8 @@ def _check(way: _Way, session: Session) -> None:
     """
     check = getattr(session.engine, "check", None)
     if way.jit is not None and check is not None:
-        recipe = dataclasses.replace(session.recipe, jit=way.jit)
-        check(session.module, session.optimizer, session.loss, recipe)
+        config = dataclasses.replace(session.config, jit=way.jit)
+        check(session.module, session.optimizer, session.loss, config)
 
 
 def _round(way: _Way, job: Job, seconds: float) -> None:
@@ -240,7 +240,7 @@ def _result(ways: List[_Way], session: Session, plan: Plan) -> Dict[str, Any]:
         "engine": session.engine.name,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "compiled": session.recipe.jit if base.jit is not None else None,
+        "compiled": session.config.jit if base.jit is not None else None,
         "update_size": plan.update_size,
         "device_iterations": plan.device_iterations,
         "rounds": _ROUNDS,
@@ -279,7 +279,7 @@ def _dtype(session: Session) -> torch.dtype:
     """The coarsest in which anything is computed."""
     coarse = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
     found = {each.dtype for each in session.module.parameters()}
-    precision = session.recipe.precision
+    precision = session.config.precision
     found.update(each for each in (precision.autocast, precision.inputs) if each is not None)
     return next((each for each in coarse if each in found), torch.float32)
 

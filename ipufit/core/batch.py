@@ -16,14 +16,14 @@ from ipufit.utils import tree
 
 __all__ = [
     "CombinedBatch",
+    "DataCursor",
     "MicroBatch",
     "Mode",
-    "Place",
-    "Share",
-    "by_process",
-    "dealt",
+    "ProcessShard",
+    "counts_by_rank",
+    "local_indices",
     "loss_counts",
-    "own_numbers",
+    "split_by_update",
 ]
 
 T = TypeVar("T")
@@ -58,7 +58,9 @@ class MicroBatch:
     )
 
     @staticmethod
-    def all_in(leaves: Sequence[Tensor], structure: tree.Structure, size: int) -> List[MicroBatch]:
+    def split_rows(
+        leaves: Sequence[Tensor], structure: tree.Structure, size: int
+    ) -> List[MicroBatch]:
         """Those of one size that tensors hold, one after another along the first dimension."""
         columns = [torch.split(leaf, size) for leaf in leaves]
         found = [MicroBatch(own, structure, size) for own in zip(*columns)]
@@ -67,7 +69,7 @@ class MicroBatch:
         return found
 
     @staticmethod
-    def joined(batches: Sequence[MicroBatch], which: Sequence[int]) -> List[Tensor]:
+    def concat_leaves(batches: Sequence[MicroBatch], which: Sequence[int]) -> List[Tensor]:
         """These leaves of several of one size, one after another along the first dimension.
 
         No copy is made of what lies so in memory.
@@ -80,7 +82,7 @@ class MicroBatch:
                 return [whole[i][start:end] for i in which]
         return [torch.cat([batch.leaves[i] for batch in batches]) for i in which]
 
-    def lies_with(self, other: MicroBatch) -> bool:
+    def shares_storage_with(self, other: MicroBatch) -> bool:
         """Whether both are rows of the same tensors, and so alike in all but their values."""
         place, others = self._place, other._place
         return place is not None and others is not None and place[0] is others[0]
@@ -106,7 +108,7 @@ class MicroBatch:
         args, kwargs, target, sample_weight = tree.unflatten(self.leaves, self.structure)
         return args, kwargs, target, sample_weight
 
-    def cut(self, size: int) -> MicroBatch:
+    def head(self, size: int) -> MicroBatch:
         """Its first samples."""
         leaves = tuple(leaf[:size] if leaf.dim() else leaf for leaf in self.leaves)
         return MicroBatch(leaves, self.structure, size)
@@ -124,7 +126,7 @@ class MicroBatch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class DataCursor:
     """Where the data stands.
 
     Attributes:
@@ -158,7 +160,7 @@ class CombinedBatch:
     """
 
     micro_batches: Sequence[MicroBatch]
-    place: Optional[Place] = None
+    place: Optional[DataCursor] = None
     layout: Optional[Sequence[Sequence[int]]] = None
     order: int = 0
 
@@ -189,14 +191,14 @@ class CombinedBatch:
         last = [max(place for place, size in enumerate(u) if size) for u in layout]
         return [place // plan.all_replicas + 1 for place in last]
 
-    def shares(self, plan: Plan) -> List[Share]:
+    def shares(self, plan: Plan) -> List[ProcessShard]:
         """What of each update is this process's own."""
         layout = self.layout if self.layout is not None else self.sizes(plan)
-        return [Share.of(plan, tuple(update)) for update in layout]
+        return [ProcessShard.of(plan, tuple(update)) for update in layout]
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
+class ProcessShard:
     """The part of an update that one process computes.
 
     Attributes:
@@ -213,7 +215,7 @@ class Share:
 
     @staticmethod
     @functools.lru_cache(maxsize=64)
-    def of(plan: Plan, sizes: Tuple[int, ...]) -> Share:
+    def of(plan: Plan, sizes: Tuple[int, ...]) -> ProcessShard:
         """That of this process.
 
         Args:
@@ -222,15 +224,15 @@ class Share:
         """
         there = [place for place, size in enumerate(sizes) if size]
         own = [i for i, place in enumerate(there) if plan.owner(place) == plan.process]
-        return Share(
+        return ProcessShard(
             tuple(sizes[place] for place in there),
             tuple(there[i] for i in own),
             tuple(own),
-            max(by_process(sizes, plan)),
+            max(counts_by_rank(sizes, plan)),
         )
 
 
-def by_process(update: Sequence[int], plan: Plan, size: Optional[int] = None) -> List[int]:
+def counts_by_rank(update: Sequence[int], plan: Plan, size: Optional[int] = None) -> List[int]:
     """How many micro-batches of an update each process has.
 
     Args:
@@ -244,7 +246,7 @@ def by_process(update: Sequence[int], plan: Plan, size: Optional[int] = None) ->
     return counts
 
 
-def own_numbers(shares: Sequence[Share]) -> List[int]:
+def local_indices(shares: Sequence[ProcessShard]) -> List[int]:
     """Which micro-batches of an execution, of all processes in stream order, are the own ones."""
     numbers, begin = [], 0
     for share in shares:
@@ -253,7 +255,7 @@ def own_numbers(shares: Sequence[Share]) -> List[int]:
     return numbers
 
 
-def dealt(own: Iterable[T], shares: Sequence[Share]) -> List[List[T]]:
+def split_by_update(own: Iterable[T], shares: Sequence[ProcessShard]) -> List[List[T]]:
     """What stands for the own micro-batches of an execution, update by update."""
     rest = iter(own)
     return [list(itertools.islice(rest, len(share.own))) for share in shares]

@@ -10,7 +10,7 @@ from torch import Tensor
 from ipufit.core.outputs import listed
 from ipufit.errors import ConfigurationError
 
-__all__ = ["as_weights", "spread", "spread_shape", "total"]
+__all__ = ["as_weights", "broadcast_weights", "spread_shape", "total"]
 
 
 def as_weights(weight: Any, kind: Type[ConfigurationError]) -> Tensor:
@@ -46,7 +46,7 @@ def spread_shape(weight: Tensor, shape: Sequence[int]) -> bool:
     return tuple(weight.shape) == tuple(shape[: weight.dim()])
 
 
-def spread(
+def broadcast_weights(
     weight: Tensor, shape: Sequence[int], where: str, kind: Type[ConfigurationError]
 ) -> Tensor:
     """View weights so that they multiply values of some shape.

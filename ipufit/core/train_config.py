@@ -20,7 +20,7 @@ __all__ = [
     "LossScale",
     "OutputMode",
     "Precision",
-    "Recipe",
+    "TrainConfig",
     "outputs_wanted",
     "refuse_metrics_of_sums",
     "refuse_sums_of_shares",
@@ -134,7 +134,7 @@ class OutputMode:
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class TrainConfig:
     """How an update is made, as ``compile`` fixed it.
 
     Attributes:

@@ -67,7 +67,7 @@ class Unpacker:
         last = self._last
         if last is not None and raw.structure is self._picked and self._are_like_the_last(raw):
             leaves = self._cast(raw.leaves[: self._used])
-            return MicroBatch.all_in(leaves, last.structure, last.size)
+            return MicroBatch.split_rows(leaves, last.structure, last.size)
         return [self._picked_one(each, index + i) for i, each in enumerate(raw.apart())]
 
     def _picked_one(self, one: Picked, index: int) -> MicroBatch:

@@ -8,7 +8,7 @@ import functools
 import itertools
 from typing import Any, Callable, Generator, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
-from ipufit.core.batch import CombinedBatch, MicroBatch, Mode, Place
+from ipufit.core.batch import CombinedBatch, DataCursor, MicroBatch, Mode
 from ipufit.core.plan import Plan
 from ipufit.data.batches import Unpacker, executions, portioned_executions
 from ipufit.data.casting import Casting
@@ -39,7 +39,7 @@ class _Sought(NamedTuple):
         updates: of the epoch that are done.
     """
 
-    place: Place
+    place: DataCursor
     updates: int
 
 
@@ -86,13 +86,13 @@ class Feed:
         self._open: Optional[Generator[Any, None, None]] = None
         self._ahead: Optional[Iterator[Any]] = None
         self._ahead_epoch = -1
-        self._place = Place(0, 0)
+        self._place = DataCursor(0, 0)
         self.tells_place = False
         self._sought: Optional[_Sought] = None
         # Of several processes: what all of them read, and where the passes over it begin.
         self._ledger: Optional[Ledger] = None
         self._portion: Optional[Portion] = None
-        self._begun: List[Tuple[int, Place]] = []
+        self._begun: List[Tuple[int, DataCursor]] = []
         self._process: Optional[int] = None
 
     def _start(self, epoch: int, plan: Plan) -> Iterator[Any]:
@@ -136,7 +136,7 @@ class Feed:
         stream = DataStream(self._seed, self._domain, number)
         key = stream_key(self._seed, self._domain, "order", number)
         read, generators = done, self._source.generator_states()
-        self._place = Place(number, read, generators)
+        self._place = DataCursor(number, read, generators)
         portion = self._portion = self._portion_of(plan, stream, self._place)
         if self._process is not None:
             # Whatever is drawn for the samples themselves is drawn anew in each process.
@@ -149,7 +149,7 @@ class Feed:
             for raw in self._source.epoch(stream, key, self._horizon, portion):
                 for each in raw.apart() if isinstance(raw, Picked) and read < skip else [raw]:
                     read += batch_count(each)
-                    self._place = Place(number, read, generators)
+                    self._place = DataCursor(number, read, generators)
                     if read > skip:
                         yield each
                     elif read == skip:
@@ -157,7 +157,7 @@ class Feed:
                     del each
                 del raw
 
-    def _portion_of(self, plan: Plan, stream: DataStream, begin: Place) -> Optional[Portion]:
+    def _portion_of(self, plan: Plan, stream: DataStream, begin: DataCursor) -> Optional[Portion]:
         """What this process reads of the pass that begins; None for all."""
         if self._ledger is None:
             return None
@@ -173,7 +173,7 @@ class Feed:
                 return
             number, skip, done = number + 1, 0, 0
 
-    def seek(self, place: Place, updates: int, fed: int) -> None:
+    def seek(self, place: DataCursor, updates: int, fed: int) -> None:
         """Let the next epoch to be read begin in its middle, as another run has left it.
 
         Args:
@@ -185,7 +185,7 @@ class Feed:
         self._sought = _Sought(place, updates)
         self._updates = fed
 
-    def after(self, epoch: int, last: Optional[Place]) -> Optional[Place]:
+    def after(self, epoch: int, last: Optional[DataCursor]) -> Optional[DataCursor]:
         """Where the data stands after an epoch whose last execution left it there."""
         if self._ahead is not None:
             # Its first batch was looked at.
@@ -193,7 +193,7 @@ class Feed:
         if self._open is not None:
             return last  # a pass that the next epoch goes on with
         own = self._source.own_place(between_epochs=True)
-        return Place(epoch + 1, 0, self._source.generator_states(), own)
+        return DataCursor(epoch + 1, 0, self._source.generator_states(), own)
 
     def peek(self, epoch: int, plan: Plan) -> MicroBatch:
         """The first micro-batch of an epoch, which starts here and goes on where it is read next.
@@ -294,7 +294,7 @@ class Feed:
         if plan.fixed_updates is not None and done < plan.fixed_updates:
             raise self._source.too_few(done, plan.fixed_updates, epoch, plan.training)
 
-    def _here(self) -> Place:
+    def _here(self) -> DataCursor:
         """Where the data stands after the last execution that was read."""
         if self._ledger is None:
             return self._place

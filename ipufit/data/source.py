@@ -18,7 +18,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from ipufit.core.batch import Place
+from ipufit.core.batch import DataCursor
 from ipufit.data.arrays import ArrayLoader
 from ipufit.data.in_memory import held_rows
 from ipufit.data.loaders import (
@@ -240,7 +240,7 @@ class Source:
     def _generators(self) -> List[torch.Generator]:
         return generators_of(self.loader) if reads_as_torch(self.loader) else []
 
-    def go_to(self, place: Place) -> Tuple[int, int]:
+    def go_to(self, place: DataCursor) -> Tuple[int, int]:
         """Let the next pass be the one that a run was in.
 
         Returns:

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
 from ipufit.core.logged_values import LogRule
 from ipufit.core.plan import Plan
-from ipufit.core.train_config import Recipe
+from ipufit.core.train_config import TrainConfig
 from ipufit.losses import LabelRange, Loss
 from ipufit.partition.partition import Partition
 from ipufit.processes import ALONE, Processes
 
-__all__ = ["Anchors", "Engine", "Prepared", "Program", "ProgramSpec", "TrainState"]
+__all__ = ["Engine", "ExecutionResult", "Prepared", "Program", "ProgramSpec", "TrainState"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,14 +39,14 @@ class Prepared:
 
 
 @dataclasses.dataclass(frozen=True)
-class Anchors:
+class ExecutionResult:
     """What one execution hands back to the host.
 
     Attributes:
         losses: one value per micro-batch, float64, on the host. Empty when predicting. A program
             tells those of its own process; what the loop hands on has those of all.
         outputs: the module's outputs, on the host, of the micro-batches in ``places``, or one per
-            replica when the recipe adds them up; empty when the spec wants none.
+            replica when the configuration adds them up; empty when the spec wants none.
         places: which micro-batches of the execution, of this process, the outputs belong to.
         counts: how much each loss stands for, float64: tokens, or the weight of samples. None where
             it stands for the samples.
@@ -108,7 +108,7 @@ class ProgramSpec:
         seed: seed of every random number inside the program.
         domain: keeps this program's random numbers apart from those of other programs.
         first_update: update counter at the start.
-        recipe: how an update is made.
+        config: how an update is made.
         options: settings of the engine's own, as the user gave them, or None.
         partition: how the module lies on the IPUs of a replica; None for one IPU.
         processes: those that work together on every update.
@@ -125,7 +125,7 @@ class ProgramSpec:
     seed: int
     domain: str = "train"
     first_update: int = 0
-    recipe: Recipe = dataclasses.field(default_factory=Recipe)
+    config: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     options: Any = None
     partition: Optional[Partition] = None
     processes: Processes = ALONE
@@ -134,12 +134,12 @@ class ProgramSpec:
     @property
     def run_eagerly(self) -> bool:
         """Whether the user's module itself runs, without capture."""
-        return self.recipe.run_eagerly
+        return self.config.run_eagerly
 
     @property
     def divides_weights(self) -> bool:
         """Whether each of several processes has a part of the weights."""
-        return self.recipe.shard_weights and self.processes.are_several
+        return self.config.shard_weights and self.processes.is_distributed
 
 
 class Program(Protocol):
@@ -170,7 +170,7 @@ class Program(Protocol):
         """
         ...
 
-    def run(self, batch: CombinedBatch) -> Anchors:
+    def run(self, batch: CombinedBatch) -> ExecutionResult:
         """One execution.
 
         Raises:
@@ -206,8 +206,8 @@ class Program(Protocol):
 class Engine(Protocol):
     """Builds programs. One engine belongs to one compiled model and may keep what it has recorded.
 
-    It may have more: ``check(module, optimizer, loss, recipe, options, partitions)``, which refuses
-    at ``compile`` what it can't do; ``explain(recipe, options)``, sentences on what is particular
+    It may have more: ``check(module, optimizer, loss, config, options, partitions)``, which refuses
+    at ``compile`` what it can't do; ``explain(config, options)``, sentences on what is particular
     to it; ``way``, the value of ``jit`` by which training runs; ``takes_options``, true if
     ``training_options`` mean something to it; ``options_of(config)``, those that an IPUConfig asks
     for, by the argument of ``compile``; ``computes_on_host(module)``, whether its programs take the

@@ -15,7 +15,7 @@ from ipufit.core.plan import Plan
 from ipufit.core.plan_checks import round_up
 from ipufit.data.batches import Unpacker
 from ipufit.data.source import Source
-from ipufit.engines.program import Anchors, Program
+from ipufit.engines.program import ExecutionResult, Program
 from ipufit.errors import CaptureError, PlanError
 from ipufit.lightning.loaders import Execution, Executions
 from ipufit.lightning.module.detect import lightning_parts
@@ -63,7 +63,7 @@ class Done:
     outputs: List[Any]
 
     @staticmethod
-    def of(anchors: Anchors, combined: CombinedBatch) -> Done:
+    def of(anchors: ExecutionResult, combined: CombinedBatch) -> Done:
         """From what a program tells."""
         sizes = [micro_batch.size for micro_batch in combined.micro_batches]
         logged = {}
@@ -201,7 +201,7 @@ class Programs:
     def _begin_epoch(self, program: Program, trainer: Any) -> None:
         assert self._first is not None
         program.publish()
-        schedule, metrics = self._session.recipe.schedule, trainer.callback_metrics
+        schedule, metrics = self._session.config.schedule, trainer.callback_metrics
         if schedule is not None:
             schedule.end_epoch({name: value.item() for name, value in metrics.items()})
         self._epoch = trainer.current_epoch

@@ -8,7 +8,7 @@ from ipufit.callbacks.history import History
 from ipufit.core.batch import CombinedBatch, MicroBatch
 from ipufit.core.logged_values import LogRule
 from ipufit.core.plan import Plan
-from ipufit.engines.program import Anchors, Program
+from ipufit.engines.program import ExecutionResult, Program
 from ipufit.metrics import MetricSet
 from ipufit.report.recorder import recorded
 from ipufit.report.settings import Report
@@ -64,7 +64,7 @@ class TrainingReport:
         """
         session = self._session
         session.last_plan, session.sample = plan, stripped(first)
-        meter = self._meter = Meter(MetricSet(), plan, session.loss, rules, session.recipe.settings)
+        meter = self._meter = Meter(MetricSet(), plan, session.loss, rules, session.config.settings)
         self._history.params = {
             "epochs": self._epochs,
             "updates": plan.updates_per_epoch,
@@ -82,7 +82,7 @@ class TrainingReport:
         self._epoch = epoch
         self._recorder.begin_epoch(epoch)
 
-    def add(self, batch: CombinedBatch, anchors: Anchors) -> None:
+    def add(self, batch: CombinedBatch, anchors: ExecutionResult) -> None:
         """An execution has ended."""
         assert self._meter is not None
         self.clock.turn("metrics")

@@ -132,7 +132,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
             ConfigurationError: the Trainer or the module asks for what can't be honoured.
         """
         self._trainer, self._accumulation = trainer, trainer.accumulate_grad_batches
-        if current().are_several:
+        if current().is_distributed:
             raise ConfigurationError(
                 f"IPUStrategy trains in one process, but this is one of {current().num_processes}. "
                 "Use ipufit.Model.from_lightning, which trains in several."

@@ -8,7 +8,7 @@ from typing import Dict, Optional, Tuple, Union
 import torch
 from torch import Tensor
 
-from ipufit.core.sample_weights import spread
+from ipufit.core.sample_weights import broadcast_weights
 from ipufit.errors import LossError
 
 __all__ = ["Elements", "LabelRange", "LossTerm", "constant", "nothing_counts"]
@@ -75,7 +75,7 @@ class Elements:
         """The sum of values, shape (), at least float32; a weight of zero hides inf and nan."""
         values = self.values.to(torch.promote_types(self.values.dtype, torch.float32))
         if weight is not None:
-            spreaded = spread(weight, values.shape, where, LossError)
+            spreaded = broadcast_weights(weight, values.shape, where, LossError)
             # Multiplied by zero, inf would be nan.
             values = (values * spreaded.to(values.dtype)).masked_fill(spreaded == 0, 0.0)
         return values.sum()
@@ -86,7 +86,7 @@ class Elements:
             if isinstance(self.shares, float):
                 return constant(self.values.numel() * self.shares, self.values)
             return self.shares.sum(dtype=torch.float64)
-        wide = spread(weight, self.values.shape, where, LossError).double()
+        wide = broadcast_weights(weight, self.values.shape, where, LossError).double()
         if isinstance(self.shares, float):
             return wide.expand(self.values.shape).sum() * self.shares
         return (wide * self.shares).sum()

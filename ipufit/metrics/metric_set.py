@@ -156,7 +156,7 @@ class MetricSet:
 
     def whole(self, processes: Processes) -> MetricSet:
         """This set as if it had seen what those of all processes have."""
-        if not processes.are_several or not self._metrics:
+        if not processes.is_distributed or not self._metrics:
             return self
         found = self.fresh()
         found.load_state_dict(self.joined(processes.gather(self.state_dict(), "metrics")))

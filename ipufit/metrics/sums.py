@@ -8,7 +8,7 @@ from typing import Any, Callable, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ipufit.core.sample_weights import as_weights, spread
+from ipufit.core.sample_weights import as_weights, broadcast_weights
 from ipufit.errors import MetricError
 from ipufit.losses import describe_tensor
 from ipufit.metrics.values import Values
@@ -46,7 +46,7 @@ def sums(name: str, values: Tensor, kept: Optional[Tensor], weight: Any) -> Tupl
     if weight is None:
         values = values if kept is None else values[kept]
         return float(values.sum()), values.numel()
-    spreaded = spread(
+    spreaded = broadcast_weights(
         as_weights(weight, MetricError), values.shape, f"metric {name!r}", MetricError
     )
     wide = spreaded.double().expand(values.shape)

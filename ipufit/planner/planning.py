@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ipufit.core.batch import MicroBatch
-from ipufit.core.train_config import Recipe
+from ipufit.core.train_config import TrainConfig
 from ipufit.errors import PartitionError
 from ipufit.losses import Loss
 from ipufit.partition.partition import Partition
@@ -52,7 +52,7 @@ class Estimator:
         module: the user's.
         loss: its normal form.
         optimizer: None for a model that only evaluates and predicts.
-        recipe: precision and accumulation.
+        config: precision and accumulation.
         sample: a micro-batch.
         partition: whose rules are checked on the way; None for one that is yet to be found.
         recompute: layers from whose outputs recomputation starts, besides the inputs of stages.
@@ -67,20 +67,20 @@ class Estimator:
         module: nn.Module,
         loss: Loss,
         optimizer: Optional[torch.optim.Optimizer],
-        recipe: Recipe,
+        config: TrainConfig,
         sample: MicroBatch,
         partition: Optional[Partition] = None,
         recompute: Sequence[str] = (),
     ) -> None:
         groups = optimizer.param_groups if optimizer is not None else []
         trained = [p for group in groups for p in group["params"] if p.requires_grad]
-        precision, wide = recipe.precision, recipe.accumulation_dtype
+        precision, wide = config.precision, config.accumulation_dtype
         trace = measure(module, loss, sample, trained, precision, partition, recompute)
         modules = {"net": module}
         if loss.module is not None:
             modules["loss_module"] = loss.module
         states = state_bytes(optimizer) if optimizer is not None else {}
-        if recipe.offload_optimizer_state:
+        if config.offload_optimizer_state:
             states = dict.fromkeys(states, 0)
         self._module = module
         self._costs = Costs(trace, modules, states, wide)

@@ -54,7 +54,7 @@ class Group:
         known = current()
         if (known.process_id, known.num_processes) != (self.number, self.count):
             says = "nothing of other processes"
-            if known.are_several:
+            if known.is_distributed:
                 says = f"process {known.process_id} of {known.num_processes}"
             raise error(
                 "a training model must reach the other processes that options.Distributed speaks "

@@ -109,7 +109,7 @@ def collect_parts(
         A new tensor on the device of the part, or None where nobody wants it.
     """
     assert lengths[processes.process_id] == len(part)
-    wants = everywhere or processes.is_first
+    wants = everywhere or processes.is_rank_zero
     cuts = [0]
     for length in lengths:
         cuts.append(cuts[-1] + length)

@@ -67,7 +67,7 @@ class Processes:
     timeout: float = TIMEOUT
 
     def __post_init__(self) -> None:
-        if not self.are_several:
+        if not self.is_distributed:
             return
         # Imported here: one process connects to nobody.
         from ipufit.processes.connection import Link
@@ -82,18 +82,18 @@ class Processes:
         return link
 
     @property
-    def are_several(self) -> bool:
+    def is_distributed(self) -> bool:
         """Whether there is more than one."""
         return self.num_processes > 1
 
     @property
-    def is_first(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this is the one that prints and writes."""
         return self.process_id == 0
 
     def describe(self) -> str:
         """One line for reports."""
-        if not self.are_several:
+        if not self.is_distributed:
             return "One process."
         return (
             f"Process {self.process_id} of {self.num_processes}, started by {self.launcher}, "
@@ -107,7 +107,7 @@ class Processes:
             ProcessError: another process did not come in time, or this one has left.
             ConfigurationError: the user's torch.distributed has other numbers, or there is none.
         """
-        if self.are_several:
+        if self.is_distributed:
             self.link.connect()
 
     def gather(self, value: Any, at: str = "") -> List[Any]:
@@ -119,7 +119,7 @@ class Processes:
         Raises:
             ProcessError: the others do something else, or are gone.
         """
-        if not self.are_several:
+        if not self.is_distributed:
             return [value]
         message = pack([at, value])
         first = self._gather_bytes(message[:FRAME].ljust(FRAME, b"\0"))
@@ -149,7 +149,7 @@ class Processes:
         """
         assert len(counts) == self.num_processes
         assert counts[self.process_id] == len(tensor)
-        if not self.are_several:
+        if not self.is_distributed:
             return [tensor]
         longest = max(counts)
         row = tensor.shape[1:]
@@ -168,7 +168,7 @@ class Processes:
 
         Half precision is summed in float32 on the host, and rounded once; for bool it means "any".
         """
-        if not self.are_several:
+        if not self.is_distributed:
             return
         sent: List[Tuple[Tensor, List[Tensor]]] = []
         rows = [summable(each) for each in tensors]
@@ -182,9 +182,9 @@ class Processes:
         for tensor, row in zip(tensors, rows):
             give_back(tensor, row)
 
-    def spread(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Each tensor becomes that of process 0, in place, whatever its dtype."""
-        if not self.are_several:
+        if not self.is_distributed:
             return
         sent: List[Tuple[Tensor, List[Tensor]]] = []
         plain = [_plain(each) for each in tensors]
@@ -196,20 +196,20 @@ class Processes:
                     start(distributed.broadcast, bucket, 0, like=bucket)
                     sent.append((bucket, parts))
         _unpack_buckets(sent)
-        if not self.is_first:
+        if not self.is_rank_zero:
             for tensor, each in zip(tensors, plain):
                 give_back(tensor, each)
 
-    def first(self, make: Callable[[], T]) -> T:
+    def run_on_rank_zero(self, make: Callable[[], T]) -> T:
         """What ``make`` returns in process 0, which alone calls it: a tree as for gather.
 
         Raises:
             Exception: that of ``make``, in process 0.
             ProcessError: it failed there, in the others.
         """
-        if not self.are_several:
+        if not self.is_distributed:
             return make()
-        if self.is_first:
+        if self.is_rank_zero:
             return self._first_here(make)
         answer = self._receive()
         if "error" in answer:
@@ -217,14 +217,14 @@ class Processes:
         result: T = answer["result"]
         return result
 
-    def agreed(self, make: Callable[[], T]) -> T:
+    def run_on_all_ranks(self, make: Callable[[], T]) -> T:
         """What ``make`` returns, in each process its own, if it fails in none.
 
         Raises:
             Exception: that of ``make``, where it failed.
             ProcessError: it failed in another process only.
         """
-        if not self.are_several:
+        if not self.is_distributed:
             return make()
         error = None
         try:
@@ -239,7 +239,7 @@ class Processes:
                 raise self._failed(process, text)
         return result
 
-    def agree(self, **facts: Any) -> None:
+    def assert_equal_across_ranks(self, **facts: Any) -> None:
         """Make sure that all processes have the same.
 
         Args:
@@ -247,7 +247,7 @@ class Processes:
         Raises:
             ProcessError: in all processes, with the first that differs.
         """
-        if not self.are_several:
+        if not self.is_distributed:
             return
         told: List[Dict[str, Any]] = self.gather(facts, "agreement")
         for process, theirs in enumerate(told):
@@ -259,7 +259,7 @@ class Processes:
                     raise self._disagreed(name.replace("_", " "), first, process, theirs[name])
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
+    def propagate_errors(self) -> Iterator[None]:
         """Whoever leaves the block by an error of its own tells the others, which do not wait.
 
         An error with ``is_common`` true is one that all of them have. After any other this process
@@ -268,7 +268,7 @@ class Processes:
         try:
             yield
         except BaseException as error:
-            if self.are_several and not getattr(error, "is_common", False):
+            if self.is_distributed and not getattr(error, "is_common", False):
                 self.link.tell(error)
             raise
 

@@ -45,7 +45,7 @@ def current() -> Processes:
         if known.link.is_connected:
             return known  # which initialised torch.distributed itself, perhaps
     found = _find()
-    if not found.are_several:
+    if not found.is_distributed:
         return ALONE
     key = dataclasses.astuple(found)
     return _known.setdefault(key, found)

@@ -39,7 +39,7 @@ def environment(session: Session) -> Dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "cores": str(os.cpu_count()),
     }
-    if session.processes.are_several:
+    if session.processes.is_distributed:
         found["processes"] = session.processes.describe()
         found["report"] = "seconds, memory and warnings of process 0; losses and samples of all"
     return found

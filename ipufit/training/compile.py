@@ -12,7 +12,7 @@ from ipufit.core.jit_modes import resolve_jit
 from ipufit.core.option_roles import INFERENCE, TRAINING
 from ipufit.core.train_config import (
     LossScale,
-    Recipe,
+    TrainConfig,
     refuse_metrics_of_sums,
     refuse_sums_of_shares,
     resolve_averaging,
@@ -120,7 +120,9 @@ def compiled(
     shard = request.shard_optimizer
     if shard is None:
         # Replicas of one process have one state anyway.
-        shard = config is not None and config.replicated_tensor_sharding and current().are_several
+        shard = (
+            config is not None and config.replicated_tensor_sharding and current().is_distributed
+        )
         shard = shard or request.shard_weights is True
     # optimum-graphcore rounds whatever its configuration says.
     rounds = config is not None if request.auto_round_ipus is None else request.auto_round_ipus
@@ -207,23 +209,23 @@ def _checked(
             f"engine must make an object with a method build(spec), got {engine!r}. Pass for "
             "example engine='embedded'."
         )
-    recipe = Recipe(schedule=schedule, **settings)
+    train_config = TrainConfig(schedule=schedule, **settings)
     options = {TRAINING: request.training_options, INFERENCE: request.inference_options}
     printed: List[str] = []
     fixed = FixedWork()
     if pair is not None:
-        recipe, printed, sentences = pair.applied(engine, recipe, partitions)
+        train_config, printed, sentences = pair.applied(engine, train_config, partitions)
         fixed = FixedWork.of_options(pair.training, pair.inference, sentences)
     if config is not None:
         from ipufit.engines.ipu.ipu_config.report import in_short
         from ipufit.partition.serialize import described
 
-        recipe, options = _configured(config, engine, recipe, options)
+        train_config, options = _configured(config, engine, train_config, options)
         printed, fixed = [in_short(config, engine.name)], FixedWork.of(config)
         printed += described(module)
     check = getattr(engine, "check", None)
     if check is not None:
-        check(module, optimizer, resolved, recipe, options, partitions)
+        check(module, optimizer, resolved, train_config, options, partitions)
     for text in printed:
         print(text)
     return Session(
@@ -232,7 +234,7 @@ def _checked(
         resolved,
         metrics,
         engine,
-        recipe,
+        train_config,
         request.auto_round_ipus is True,
         options,
         partitions,
@@ -242,15 +244,15 @@ def _checked(
 
 
 def _configured(
-    config: IPUConfig, engine: Engine, recipe: Recipe, options: Dict[str, Any]
-) -> Tuple[Recipe, Dict[str, Any]]:
+    config: IPUConfig, engine: Engine, train_config: TrainConfig, options: Dict[str, Any]
+) -> Tuple[TrainConfig, Dict[str, Any]]:
     """What else a configuration changes: settings of the engine, or what stands for them here."""
     options_of = getattr(engine, "options_of", None)
     if options_of is not None:
-        return recipe, options_of(config)
-    if config.auto_loss_scaling and recipe.loss_scale is None:
-        recipe = dataclasses.replace(recipe, loss_scale=LossScale())
-    return recipe, options
+        return train_config, options_of(config)
+    if config.auto_loss_scaling and train_config.loss_scale is None:
+        train_config = dataclasses.replace(train_config, loss_scale=LossScale())
+    return train_config, options
 
 
 def _what(
@@ -279,7 +281,7 @@ def _what(
 
 
 def _how(module: nn.Module, request: CompileRequest, faults: Faults) -> Dict[str, Any]:
-    """The recipe, but for the schedule, which needs an optimizer that is known to be good."""
+    """The TrainConfig, but for the schedule, which needs an optimizer that is known to be good."""
     settings: Dict[str, Any] = {"gradient_reduction": request.gradient_reduction}
     with faults.collected():
         one_of("gradient_reduction", request.gradient_reduction, ("mean", "sum"))

@@ -20,7 +20,7 @@ from typing import (
 from ipufit.core.batch import CombinedBatch, MicroBatch, loss_counts
 from ipufit.core.logged_values import LogRule, Running, joined_rules
 from ipufit.core.plan import Plan
-from ipufit.engines.program import Anchors
+from ipufit.engines.program import ExecutionResult
 from ipufit.losses import Loss
 from ipufit.metrics import MetricSet
 from ipufit.metrics.pending_batches import Seen
@@ -133,7 +133,7 @@ class Meter:
         self._settings = {str(name): float(value) for name, value in state["settings"].items()}
         self.metrics.load_state_dict(state["metrics"])
 
-    def add(self, batch: CombinedBatch, anchors: Anchors) -> None:
+    def add(self, batch: CombinedBatch, anchors: ExecutionResult) -> None:
         """What an execution gave."""
         self._settle()
         by_update = batch.sizes(self._plan)
@@ -162,7 +162,7 @@ class Meter:
         if self.metrics:
             self.metrics.update_all(self._seen(batch, anchors))
 
-    def _seen(self, batch: CombinedBatch, anchors: Anchors) -> List[Seen]:
+    def _seen(self, batch: CombinedBatch, anchors: ExecutionResult) -> List[Seen]:
         """What metrics see of the micro-batches whose outputs came back."""
         seen: List[Seen] = []
         structure, is_target_last = None, False
@@ -181,7 +181,7 @@ class Meter:
 
     def _add_logged(
         self,
-        anchors: Anchors,
+        anchors: ExecutionResult,
         sizes: Sequence[_Share],
         counts: Sequence[_Share],
         lengths: Sequence[int],
@@ -261,7 +261,7 @@ class Meter:
 
     def whole_values(self, processes: Processes) -> Dict[str, float]:
         """The same over the samples of all processes, which ask at the same time."""
-        if processes.are_several:
+        if processes.is_distributed:
             return self._with(self.metrics.whole(processes))
         return dict(self.values())
 

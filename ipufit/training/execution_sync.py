@@ -8,11 +8,11 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence
 import torch
 from torch import Tensor
 
-from ipufit.core.batch import CombinedBatch, dealt
+from ipufit.core.batch import CombinedBatch, split_by_update
 from ipufit.core.logged_values import LogRule
 from ipufit.core.plan import Plan
 from ipufit.data.weights import has_weight, zero_update
-from ipufit.engines.program import Anchors, Program
+from ipufit.engines.program import ExecutionResult, Program
 from ipufit.errors import NonFiniteLossError, ProcessError
 from ipufit.processes import Processes, common
 from ipufit.utils import tree
@@ -54,7 +54,7 @@ class Together:
         Where data comes in parts of its own length, the epoch ends with the longest of them.
         """
         self._batches = 0
-        if not self.processes.are_several or self.is_portioned:
+        if not self.processes.is_distributed or self.is_portioned:
             yield from batches
             return
         plan, group = self._plan, self._plan.own_micro_batches_per_update
@@ -78,14 +78,14 @@ class Together:
             own = CombinedBatch([]) if batch is None else batch
             yield dataclasses.replace(own, layout=layout)
 
-    def run(self, program: Program, batch: CombinedBatch) -> Anchors:
+    def run(self, program: Program, batch: CombinedBatch) -> ExecutionResult:
         """One execution, and what it gave in all processes; outputs are those of this one.
 
         Raises:
             NonFiniteLossError: in all processes, if it is in one.
             ProcessError: they do not read the same order of samples.
         """
-        if not self.processes.are_several:
+        if not self.processes.is_distributed:
             return program.run(batch)
         if self._weighted is not None:
             self._refuse_zero_update(batch, self._weighted)
@@ -106,7 +106,7 @@ class Together:
     def _refuse_zero_update(self, batch: CombinedBatch, role: str) -> None:
         """As one process would: a sample of any process may be the one that counts."""
         shares = batch.shares(self._plan)
-        counts = list(map(any, dealt(map(has_weight, batch.micro_batches), shares)))
+        counts = list(map(any, split_by_update(map(has_weight, batch.micro_batches), shares)))
         told = self.processes.gather(counts, "weights of samples")
         for share, *seen in zip(shares, *told):
             first = self._batches
@@ -122,8 +122,8 @@ class Together:
         raise common(NonFiniteLossError(message, update, value)) from own
 
     def _joined(
-        self, anchors: Anchors, batch: CombinedBatch, told: Sequence[Dict[str, Any]]
-    ) -> Anchors:
+        self, anchors: ExecutionResult, batch: CombinedBatch, told: Sequence[Dict[str, Any]]
+    ) -> ExecutionResult:
         """The numbers of all micro-batches, in stream order."""
         order = self._in_order(batch)
         losses = [told[process]["losses"][index] for process, index in order]
@@ -160,7 +160,7 @@ class Together:
     def share_buffers(self, program: Program) -> None:
         """The module's buffers become in all processes those of the first replica of all."""
         share = getattr(program, "share_buffers", None)
-        if share is not None and self.processes.are_several:
+        if share is not None and self.processes.is_distributed:
             share()
 
     def outputs(self, batch: CombinedBatch, outputs: Sequence[Any], like: Any) -> List[Any]:
@@ -171,7 +171,7 @@ class Together:
             outputs: of the own ones.
             like: the outputs of one, for a process that has none.
         """
-        if not self.processes.are_several:
+        if not self.processes.is_distributed:
             return list(outputs)
         order = self._in_order(batch)
         sizes: List[List[int]] = [[] for _ in range(self._plan.processes)]
@@ -195,7 +195,7 @@ class Together:
 
 
 def _numbers(
-    order: int, anchors: Optional[Anchors], lost: Optional[NonFiniteLossError]
+    order: int, anchors: Optional[ExecutionResult], lost: Optional[NonFiniteLossError]
 ) -> Dict[str, Any]:
     """What one process says of an execution."""
     if anchors is None:

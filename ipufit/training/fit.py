@@ -50,15 +50,15 @@ def fit(model: Model, session: Session, asked: FitRequest) -> History:
     """
     processes = session.processes
     session.casting.start_call()
-    with processes.told():
-        given = processes.agreed(lambda: FitArguments.check(session, asked))
+    with processes.propagate_errors():
+        given = processes.run_on_all_ranks(lambda: FitArguments.check(session, asked))
         with contextlib.ExitStack() as stack:
             if given.checkpoint is not None:
                 # Imported here, as below: many runs keep no checkpoints.
                 from ipufit.checkpoint.lock import locked
 
-                folder = given.checkpoint.folder if processes.is_first else None
-                processes.agreed(lambda: folder and stack.enter_context(locked(folder)))
+                folder = given.checkpoint.folder if processes.is_rank_zero else None
+                processes.run_on_all_ranks(lambda: folder and stack.enter_context(locked(folder)))
             return _fit_again(model, session, join_fit(session, given))
 
 
@@ -85,7 +85,7 @@ def _fit_again(model: Model, session: Session, given: FitArguments) -> History:
 
 def _fit(model: Model, session: Session, given: FitArguments) -> History:
     # Of several processes the first one writes down what they do.
-    if given.report is None or not session.processes.is_first:
+    if given.report is None or not session.processes.is_rank_zero:
         return _train(model, session, given, None)
     # Imported here: few runs are written down.
     from ipufit.report.recorder import recorded
@@ -124,7 +124,7 @@ def _train(
             run = {"first_update": job.program.updates, "first_epoch": given.first_epoch}
             keeper = _keeper(model, session, given, run)
             run = run if keeper is None else keeper.run
-            session.processes.agreed(lambda: _check(session, job, given, validation))
+            session.processes.run_on_all_ranks(lambda: _check(session, job, given, validation))
             # Those that prefetch may be further on; all have looked at the first update.
             refuse_other_order(session.processes.gather(job.feed.order, "order of samples"))
             _expect(job, given)
@@ -137,7 +137,7 @@ def _train(
                 "prefetch": given.prefetch,
                 **given.notes,
             }
-            if given.level and session.processes.is_first:
+            if given.level and session.processes.is_rank_zero:
                 say_dev_run(given.notes, validation is not None)
             if given.found is not None:
                 model.history.params["resumed"] = given.found.described
@@ -149,7 +149,7 @@ def _train(
                 model.history,
                 validation.run if validation is not None else None,
                 lambda: model.stop_training,
-                session.recipe.schedule,
+                session.config.schedule,
                 given.validation_epochs.__contains__,
                 keeper,
                 functools.partial(_agree_to_stop, model, session.processes),
@@ -201,7 +201,7 @@ def describe_run(session: Session, plan: Plan, seed: int, dropped: int = 0) -> D
         dropped: samples of every epoch that the loader leaves out.
     """
     return {
-        **session.recipe.describe(),
+        **session.config.describe(),
         "jit": _way(session),
         "engine": session.engine.name,
         "seed": seed,
@@ -244,7 +244,7 @@ def _updates_to_come(job: Job, given: FitArguments) -> Optional[int]:
 
 def _way(session: Session) -> str:
     """How the program ran: with jit="auto", what was chosen."""
-    return getattr(session.engine, "way", None) or session.recipe.jit
+    return getattr(session.engine, "way", None) or session.config.jit
 
 
 def _updates_per_epoch(plan: Plan, source: Source) -> Optional[int]:
@@ -262,7 +262,7 @@ def _check(
     """Find out now what would fail at the end of an epoch, or in the middle of one."""
     if validation is not None:
         validation.check(job.first)
-    schedule = session.recipe.schedule
+    schedule = session.config.schedule
     updates = _updates_per_epoch(job.plan, given.source)
     if schedule is not None and updates is not None:
         coming = min(updates * (given.last_epoch - given.first_epoch), _CHECKED_UPDATES)
@@ -288,7 +288,7 @@ def infer(
     run: Callable[[Job, CallbackList], Any],
 ) -> Any:
     """Check everything, and evaluate or predict."""
-    with session.processes.told():
+    with session.processes.propagate_errors():
         given = _checked(session, mode, data, how)
         with evaluating(model.module, session.loss.module):
             job = _inference_job(session, given, mode)
@@ -302,14 +302,16 @@ def infer(
 
 def _checked(session: Session, mode: Mode, data: Given, how: Tuple[Any, ...]) -> InferenceArguments:
     session.casting.start_call()
-    given = session.processes.agreed(lambda: InferenceArguments.check(session, mode, data, *how))
+    given = session.processes.run_on_all_ranks(
+        lambda: InferenceArguments.check(session, mode, data, *how)
+    )
     join_inference(session, given, mode)
     return given
 
 
 def stream(model: Model, session: Session, data: Given, how: Tuple[Any, ...]) -> Iterator[Any]:
     """Check everything, and predict piece by piece, as it is asked for."""
-    with session.processes.told():
+    with session.processes.propagate_errors():
         return _stream(model, session, _checked(session, Mode.PREDICT, data, how))
 
 
@@ -348,7 +350,7 @@ def _inference_job(session: Session, given: InferenceArguments, mode: Mode) -> J
 
 
 def _agree_to_stop(model: Model, processes: Processes) -> None:
-    if processes.are_several:
+    if processes.is_distributed:
         model.stop_training = any(processes.gather(bool(model.stop_training), "stop"))
 
 
@@ -368,7 +370,7 @@ def _callbacks(
     validation: Optional[Validation] = None,
 ) -> CallbackList:
     """The user's, then History, then the progress bar, as in Keras; one of the user's is enough."""
-    is_first = session.processes.is_first
+    is_first = session.processes.is_rank_zero
     users = [callback for callback in given.callbacks if is_first or not callback.only_reports]
     metrics = [] if mode is Mode.PREDICT else [*job.meter.names, *job.meter.settings]
     directions = {name: way for name, way in job.meter.directions.items() if name in metrics}

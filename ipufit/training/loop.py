@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ipufit.callbacks import CallbackList
 from ipufit.callbacks.history import History
-from ipufit.core.batch import CombinedBatch, MicroBatch, Place
+from ipufit.core.batch import CombinedBatch, DataCursor, MicroBatch
 from ipufit.core.plan import Plan
 from ipufit.data.pipeline import Feed, Stage
-from ipufit.engines.program import Anchors, Program
+from ipufit.engines.program import ExecutionResult, Program
 from ipufit.errors import DataError, NonFiniteLossError
 from ipufit.training.epoch_metrics import Meter
 from ipufit.training.execution_sync import Together
@@ -82,7 +82,7 @@ class Job(Measurement):
         with deferred(), self.explainer.explained([self.first]):
             self.program.prepare(self.first)
 
-    def run(self, batch: CombinedBatch) -> Anchors:
+    def run(self, batch: CombinedBatch) -> ExecutionResult:
         """One execution, and what it gave in all processes; outputs are those of this one."""
         with self._computing(batch):
             return self.together.run(self.program, batch)
@@ -98,7 +98,7 @@ class Job(Measurement):
     @contextlib.contextmanager
     def _computing(self, batch: CombinedBatch) -> Iterator[None]:
         """Uninterrupted, and with the layer or the line that can't take what the block computes."""
-        first = None if self.together.processes.are_several else self._batches
+        first = None if self.together.processes.is_distributed else self._batches
         with deferred(), self.explainer.explained(batch.micro_batches, first):
             yield
         self._batches += len(batch.micro_batches)
@@ -139,7 +139,7 @@ class Fit:
     may_stop: bool = False
     recorder: Optional[Recorder] = None
     named: Callable[[str], str] = "val_{}".format
-    place: Optional[Place] = dataclasses.field(default=None, init=False)
+    place: Optional[DataCursor] = dataclasses.field(default=None, init=False)
     _process: SameProcess = dataclasses.field(default_factory=SameProcess, init=False)
     _non_finite: Optional[NonFiniteLossError] = dataclasses.field(default=None, init=False)
 

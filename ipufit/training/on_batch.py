@@ -56,7 +56,7 @@ def train_on_batch(session: Session, batch: Any, class_weight: Any, seed: int) -
 
 
 def _refuse_unseen_outputs(session: Session) -> None:
-    every = session.recipe.output_mode.every
+    every = session.config.output_mode.every
     if every > 1:
         raise ConfigurationError(
             f"train_on_batch runs one update, but output_every={every} brings back the outputs of "

@@ -36,18 +36,22 @@ def join_fit(session: Session, given: FitArguments) -> FitArguments:
         ProcessError: the processes want different things; nothing has been changed.
     """
     processes = session.processes
-    if processes.are_several:
-        processes.agree(**_facts(session, given.plan, given.source.is_portioned), **_of_fit(given))
+    if processes.is_distributed:
+        processes.assert_equal_across_ranks(
+            **_facts(session, given.plan, given.source.is_portioned), **_of_fit(given)
+        )
         _agree_on_tensors(session)
-        jit = session.recipe.jit
+        jit = session.config.jit
         if jit in (INDUCTOR, CUDAGRAPH):
-            processes.agreed(lambda: refuse_several(session, f"jit={jit!r}", _OTHER_JIT))
+            processes.run_on_all_ranks(lambda: refuse_several(session, f"jit={jit!r}", _OTHER_JIT))
         _refuse_one_gpu_for_two(session)
     found = _found_by_first(processes, given)
     asked = given
-    given = processes.agreed(lambda: asked.going_on_from(found))
-    seed = processes.first(lambda: draw_seed() if given.asked_seed is None else given.asked_seed)
-    if processes.are_several:
+    given = processes.run_on_all_ranks(lambda: asked.going_on_from(found))
+    seed = processes.run_on_rank_zero(
+        lambda: draw_seed() if given.asked_seed is None else given.asked_seed
+    )
+    if processes.is_distributed:
         _spread(session, with_optimizer=True)
     return dataclasses.replace(given, seed=seed)
 
@@ -59,9 +63,9 @@ def join_inference(session: Session, given: InferenceArguments, mode: Mode) -> N
         ProcessError: the processes want different things.
     """
     processes = session.processes
-    if processes.are_several:
+    if processes.is_distributed:
         facts = _facts(session, given.plan, given.source.is_portioned)
-        processes.agree(call=mode.value, seed=given.seed, **facts)
+        processes.assert_equal_across_ranks(call=mode.value, seed=given.seed, **facts)
         _agree_on_tensors(session)
         _refuse_one_gpu_for_two(session)
         if not session.is_training:
@@ -82,7 +86,7 @@ def _found_by_first(processes: Processes, given: FitArguments) -> Optional[Found
         names = [field.name for each in found for field in dataclasses.fields(each)]
         return [{name: getattr(each, name) for name in names} for each in found]
 
-    told = processes.first(read)
+    told = processes.run_on_rank_zero(read)
     if told and not found:
         from ipufit.checkpoint.training_state import Found
 
@@ -101,7 +105,7 @@ def _facts(session: Session, plan: Plan, is_portioned: bool) -> Dict[str, Any]:
         "loss": [loss.reduction, loss.normalize, loss.in_module],
         "metrics": list(session.metrics.names),
         "settings_of_compile": {
-            name: str(value) for name, value in session.recipe.describe().items()
+            name: str(value) for name, value in session.config.describe().items()
         },
         "batch_size": plan.micro_batch_size,
         "number_of_ipus_in_each": plan.ipus,
@@ -132,7 +136,9 @@ def _agree_on_tensors(session: Session) -> None:
     told = processes.gather(own)
     for number, every in enumerate(itertools.zip_longest(*told, fillvalue="nothing")):
         if len(set(every)) > 1:
-            processes.agree(**{f"parameter_or_buffer_number_{number}": _own_or(own, number)})
+            processes.assert_equal_across_ranks(
+                **{f"parameter_or_buffer_number_{number}": _own_or(own, number)}
+            )
 
 
 def _own_or(names: Sequence[str], number: int) -> str:
@@ -191,7 +197,7 @@ def _spread(session: Session, with_optimizer: bool) -> None:
     if with_optimizer and session.optimizer is not None:
         tensors += _state_of(session, session.optimizer)
     with torch.no_grad():
-        session.processes.spread(tensors)
+        session.processes.broadcast(tensors)
 
 
 def _state_of(session: Session, optimizer: torch.optim.Optimizer) -> List[Tensor]:
@@ -208,7 +214,7 @@ def _state_of(session: Session, optimizer: torch.optim.Optimizer) -> List[Tensor
                 is_tensor = isinstance(value, Tensor)
                 form.append([name, [*value.shape] if is_tensor else str(value)])
                 found += [value] if is_tensor else []
-    session.processes.agree(
+    session.processes.assert_equal_across_ranks(
         class_of_the_optimizer=type(optimizer).__name__,
         settings_and_state_of_the_optimizer=_digest(form),
     )

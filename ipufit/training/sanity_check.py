@@ -220,7 +220,7 @@ def prepare_tail(
         size = source.smallest or first.size
     if size >= first.size:
         return None
-    last = first.cut(size)
+    last = first.head(size)
     try:
         return program.prepare(last)
     except PlanError:

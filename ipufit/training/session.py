@@ -25,7 +25,7 @@ from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.logged_values import joined_rules
 from ipufit.core.option_roles import INFERENCE, TRAINING, role_of
 from ipufit.core.plan import Plan
-from ipufit.core.train_config import Recipe
+from ipufit.core.train_config import TrainConfig
 from ipufit.data.batches import is_weighted
 from ipufit.data.casting import Casting
 from ipufit.data.pipeline import Feed
@@ -71,7 +71,7 @@ class Session:
         loss: normal form.
         metrics: normal form; copied for every use.
         engine: builds the programs.
-        recipe: how an update is made.
+        config: how an update is made.
         auto_round_ipus: whether IPUs may be rounded up.
         options: settings of the engine's own, by the argument of ``compile``.
         partitions: how the module lies on the IPUs of a replica.
@@ -92,7 +92,7 @@ class Session:
         loss: Loss,
         metrics: MetricSet,
         engine: Engine,
-        recipe: Recipe,
+        config: TrainConfig,
         auto_round_ipus: bool = False,
         options: Optional[Mapping[str, Any]] = None,
         partitions: Partitions = NOT_DIVIDED,
@@ -107,7 +107,7 @@ class Session:
         self.module = module
         self.engine = engine
         self.loss = loss
-        self.casting = Casting(module, loss, recipe.precision)
+        self.casting = Casting(module, loss, config.precision)
         self.metrics = metrics
         self.updates = 0
         self.last_plan: Optional[Plan] = None
@@ -116,7 +116,7 @@ class Session:
         self._runs = self._swaps = 0
         self._seed: Optional[int] = None
         self._optimizer = optimizer
-        self.recipe = recipe
+        self.config = config
         self.auto_round_ipus = auto_round_ipus
         self._training: Optional[Program] = None
         self._left_out = self._outside_optimizer()
@@ -178,8 +178,8 @@ class Session:
         Raises:
             ConfigurationError: there are none, or no program that keeps them.
         """
-        if self.recipe.averaging is None or self._training is None:
-            has_none = self.recipe.averaging is None
+        if self.config.averaging is None or self._training is None:
+            has_none = self.config.averaging is None
             missing = "use_ema=True in compile" if has_none else "a running fit"
             raise ConfigurationError(
                 f"swap_ema_weights exchanges weights and their moving averages, which needs "
@@ -283,7 +283,7 @@ class Session:
             MetricError: the metrics don't fit the outputs and targets.
         """
         if mode is Mode.TRAIN:
-            self.recipe.output_mode.check(plan.device_iterations)
+            self.config.output_mode.check(plan.device_iterations)
         reading = (seed, domain, cut_every, prefetch, self.casting)
         feed = Feed(source, mode, self.loss.in_module, *reading)
         try:
@@ -309,7 +309,7 @@ class Session:
                 failure = failure or error
                 batch = feed.unpacker.recast()
             else:
-                feed.unpacker.accept_dtypes(announce=self.processes.is_first)
+                feed.unpacker.accept_dtypes(announce=self.processes.is_rank_zero)
                 return job
         assert failure is not None
         raise failure
@@ -327,7 +327,7 @@ class Session:
             return started[0]
 
         try:
-            return self.processes.agreed(start)
+            return self.processes.run_on_all_ranks(start)
         except BaseException:
             for job in started:
                 job.feed.close()
@@ -401,7 +401,7 @@ class Session:
         except BaseException:
             self.finish(program)
             raise
-        settings = self.recipe.settings if mode is Mode.TRAIN else ()
+        settings = self.config.settings if mode is Mode.TRAIN else ()
         meter = Meter(metrics, plan, self.loss, rules, settings)
         weighted = source.role if mode is Mode.TRAIN and is_weighted(first) else None
         together = Together(self.processes, plan, source.is_portioned, weighted)
@@ -414,7 +414,7 @@ class Session:
             mode: of the program that fails.
             role: of the data.
         """
-        return FailureExplainer(self.module, self.loss, mode, self.recipe.precision, role)
+        return FailureExplainer(self.module, self.loss, mode, self.config.precision, role)
 
     def estimator(
         self,
@@ -432,8 +432,8 @@ class Session:
         # Imported here, as below: few models are looked at like this.
         from ipufit.planner.planning import Estimator
 
-        names = self.recipe.recompute if recompute is None else recompute
-        how = (self._optimizer, self.recipe, sample, partition, names)
+        names = self.config.recompute if recompute is None else recompute
+        how = (self._optimizer, self.config, sample, partition, names)
         return Estimator(self.module, self.loss, *how)
 
     def preflight(self, sample: MicroBatch) -> PreflightReport:
@@ -444,7 +444,7 @@ class Session:
         """
         from ipufit.engines.ipu.preflight.evaluate import preflight
 
-        return preflight(self.module, self.loss, self._optimizer, self.recipe, sample)
+        return preflight(self.module, self.loss, self._optimizer, self.config, sample)
 
     def recomputes(self, strategy: str, stages: int) -> bool:
         """Whether training, as compiled, has PopTorch compute activations again.
@@ -502,7 +502,7 @@ class Session:
             seed=seed if fixed_seed is None else fixed_seed[0],
             domain=domain,
             first_update=self.updates,
-            recipe=self.recipe,
+            config=self.config,
             options=self._options.get(role_of(mode)),
             partition=self.partitions.of(mode is Mode.TRAIN),
             processes=self.processes,
@@ -515,32 +515,32 @@ class Session:
 
         names = [p.device for p in self.module.parameters()]
         device = str(names[0]) if names else "cpu"
-        how = "the module itself, eagerly" if self.recipe.run_eagerly else "one recorded program"
+        how = "the module itself, eagerly" if self.config.run_eagerly else "one recorded program"
         optimizer = type(self._optimizer).__name__ if self._optimizer else "no optimizer"
         text = (
             f"Runs {how} on the {self.engine.name} engine, device {device}, with "
-            f"{optimizer}; gradients reduced by {self.recipe.gradient_reduction}."
+            f"{optimizer}; gradients reduced by {self.config.gradient_reduction}."
         )
-        more = [f"{name}={value!r}" for name, value in self.recipe.extras().items()]
+        more = [f"{name}={value!r}" for name, value in self.config.extras().items()]
         text += f"\nCompiled with {', '.join(more)}." if more else ""
         text += "".join(f"\n{line}" for line in self.partitions.describe())
         text += "".join(f"\n{line}" for line in described(self.module))
         text += "".join(f"\n{line}" for line in self.fixed.said)
         text += "".join(f"\n{line}" for line in self._explain_processes())
         explain = getattr(self.engine, "explain", None)
-        particular = explain(self.recipe, self._options) if explain is not None else ()
+        particular = explain(self.config, self._options) if explain is not None else ()
         return "\n".join([text, *particular])
 
     def _explain_processes(self) -> List[str]:
         """Which process this is, and what the processes send each other for every update."""
         processes = self.processes
-        if not processes.are_several:
+        if not processes.is_distributed:
             return []
         if self._optimizer is None:
             return [processes.describe()]
         trained = [p for p in self.module.parameters() if p.requires_grad]
         size = sum(p.numel() * p.element_size() for p in trained)
-        when = "micro-batch" if self.recipe.shard_weights else "update"
+        when = "micro-batch" if self.config.shard_weights else "update"
         return [
             f"{processes.describe()} In every {when} the gradients of all are added, {size:,} "
             f"bytes of each; one waits {processes.timeout:g} s for another.",
@@ -615,7 +615,7 @@ def refuse_several(session: Session, what: str, instead: str) -> None:
         ConfigurationError: there are several.
     """
     processes = session.processes
-    if processes.are_several:
+    if processes.is_distributed:
         raise ConfigurationError(
             f"{what} works in one process, but this is process {processes.process_id} of "
             f"{processes.num_processes}. {instead}"

@@ -52,7 +52,7 @@ def work():
     model = ipufit.Model(nn.Sequential(*[layer for both in layers for layer in both]))
     model.compile("sgd", "mse")
     processes = ipufit.distributed()
-    if not processes.are_several:
+    if not processes.is_distributed:
         update_runner.UpdateMaker._gradients = timed
     x = torch.randn(24 * BATCH * processes.num_processes, WIDTH)
     model.fit(x, x, batch_size=BATCH, verbose=0)

@@ -509,7 +509,7 @@ def test_several_processes_are_refused(monkeypatch):
     """They would have to search together."""
 
     class Several:
-        are_several, process_id, num_processes = True, 1, 4
+        is_distributed, process_id, num_processes = True, 1, 4
 
     monkeypatch.setattr(nan_detection, "current", Several)
     with pytest.raises(ConfigurationError) as caught:

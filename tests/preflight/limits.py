@@ -8,7 +8,7 @@ from torch import nn
 
 import ipufit.optim
 from ipufit import poptorch
-from ipufit.core.train_config import Averaging, Clip, LossScale, Precision, Recipe
+from ipufit.core.train_config import Averaging, Clip, LossScale, Precision, TrainConfig
 from ipufit.engines.ipu.preflight.evaluate import preflight
 from tests.preflight.looked_at import LOSS, Calls, batch_of, report_of, tensors
 
@@ -23,12 +23,14 @@ def calls(bad, good):
     return lambda: keys(report_of(bad)), lambda: keys(report_of(good))
 
 
-def trained(module, first, optimizer=None, recipe=None, **kwargs):
+def trained(module, first, optimizer=None, config=None, **kwargs):
     """What is said of a model that learns."""
     weights = [*module.parameters(), nn.Parameter(torch.zeros(1))]
     optimizer = optimizer or torch.optim.SGD(weights, lr=0.1)
     args = () if first is None else (first,)
-    return keys(preflight(module, LOSS, optimizer, recipe or Recipe(), batch_of(*args, **kwargs)))
+    return keys(
+        preflight(module, LOSS, optimizer, config or TrainConfig(), batch_of(*args, **kwargs))
+    )
 
 
 def layers(bad, good, x):
@@ -49,9 +51,9 @@ def optimizers(bad, good):
 def recipes(bad, good, kind=torch.optim.RMSprop):
     """Two ways of making updates."""
 
-    def said(recipe):
+    def said(config):
         net = nn.Linear(4, 3)
-        return trained(net, X[0], kind(net.parameters(), lr=0.1), recipe)
+        return trained(net, X[0], kind(net.parameters(), lr=0.1), config)
 
     return lambda: said(bad), lambda: said(good)
 
@@ -343,7 +345,7 @@ OPTIMIZERS = {
     },
 }
 
-_PLAIN = Recipe()
+_PLAIN = TrainConfig()
 
 
 def _with(**changed):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ipufit.core.batch import MicroBatch
-from ipufit.core.train_config import Precision, Recipe
+from ipufit.core.train_config import Precision, TrainConfig
 from ipufit.engines.ipu.preflight.evaluate import of_calls, preflight
 from ipufit.engines.ipu.preflight.recording import record
 from ipufit.engines.ipu.preflight.table import FACTS, Table
@@ -78,7 +78,7 @@ def batch_of(*args, **kwargs):
 
 def report_of(function):
     """What is said of a function."""
-    return preflight(Calls(function), LOSS, None, Recipe(), batch_of(**tensors(function)))
+    return preflight(Calls(function), LOSS, None, TrainConfig(), batch_of(**tensors(function)))
 
 
 def calls_of(function):

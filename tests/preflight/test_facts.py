@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ipufit
-from ipufit.core.train_config import Recipe
+from ipufit.core.train_config import TrainConfig
 from ipufit.engines.ipu.optimizers import check_optimizer
 from ipufit.engines.ipu.preflight.evaluate import preflight
 from ipufit.engines.ipu.preflight.facts import LIMITED, SUPPORTED, UNKNOWN, UNSUPPORTED
@@ -80,7 +80,7 @@ def test_a_type_is_supported_by_its_row_alone(key):
     x = torch.zeros(2, 3, dtype=getattr(torch, key))
 
     def said(facts):
-        return preflight(nn.Identity(), LOSS, None, Recipe(), batch_of(x), Table(facts))
+        return preflight(nn.Identity(), LOSS, None, TrainConfig(), batch_of(x), Table(facts))
 
     assert not said(FACTS).findings
     missing = said([fact for fact in FACTS if fact.key != key]).unknown
@@ -106,9 +106,9 @@ def test_an_optimizer_is_supported_by_its_row_alone_and_by_the_engine(key):
     """What preflight says and what fit refuses must be the same."""
     net = nn.Linear(4, 3)
     optimizer = OPTIMIZERS[key](net.parameters(), lr=0.1)
-    given = (net, LOSS, optimizer, Recipe(), batch_of(X))
+    given = (net, LOSS, optimizer, TrainConfig(), batch_of(X))
     assert not preflight(*given).findings
-    check_optimizer(optimizer, Recipe())
+    check_optimizer(optimizer, TrainConfig())
     without = Table([fact for fact in FACTS if fact.key != key])
     assert keys(preflight(*given, without)) == {"another class"}
 
@@ -122,15 +122,15 @@ def test_the_engine_refuses_the_settings_that_preflight_does(key):
     optimizer = kind(net.parameters(), lr=0.1, **momentum)
     optimizer.param_groups[0][key] = 0.5 if key == "dampening" else True
     fact = next(fact for fact in FACTS if fact.key == key)
-    assert keys(preflight(net, LOSS, optimizer, Recipe(), batch_of(X))) == {key}
+    assert keys(preflight(net, LOSS, optimizer, TrainConfig(), batch_of(X))) == {key}
     with pytest.raises(OptimizerError, match=re.escape(fact.says)):
-        check_optimizer(optimizer, Recipe())
+        check_optimizer(optimizer, TrainConfig())
 
 
 def test_an_optimizer_of_another_kind_can_not_run():
     """PopTorch runs no Python code of an optimizer."""
     net = nn.Linear(4, 3)
-    given = (net, LOSS, torch.optim.Adagrad(net.parameters()), Recipe(), batch_of(X))
+    given = (net, LOSS, torch.optim.Adagrad(net.parameters()), TrainConfig(), batch_of(X))
     (finding,) = preflight(*given).unsupported
     assert (finding.what, finding.verdict) == ("Adagrad", UNSUPPORTED)
     assert "SGD, Adam, AdamW, RMSprop, LAMB" in finding.fact.says

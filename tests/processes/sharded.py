@@ -34,7 +34,7 @@ def net():
     torch.manual_seed(US.process_id)
     found = nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 4))
     assert sum(p.numel() for p in found.parameters()) == ODD
-    if US.is_first:
+    if US.is_rank_zero:
         torch.manual_seed(11)
         for parameter in found.parameters():
             nn.init.normal_(parameter, std=0.3)
@@ -307,7 +307,7 @@ def writes():
             checkpointed(shards, f"{name}-{shards}", 2, optimizer=name)
         whole = compiled(False, optimizer=name)
         fit(whole, 4)
-        if US.is_first:
+        if US.is_rank_zero:
             save_file({"weights": weights(whole)}, os.path.join(FOLDER, f"{name}.safetensors"))
 
 
@@ -318,7 +318,7 @@ def resumes():
         for wrote in (True, False):
             for shards in (True, False):
                 copied = f"{name}-{wrote}-{shards}-{US.num_processes}"
-                if US.is_first:
+                if US.is_rank_zero:
                     source = os.path.join(FOLDER, f"{name}-{wrote}")
                     shutil.copytree(source, os.path.join(FOLDER, copied))
                 US.gather(None)

@@ -14,7 +14,7 @@ COLLECTIVES = """
 
     us = current()
     me, count = us.process_id, us.num_processes
-    assert us is current() and us.are_several and us.is_first == (me == 0)
+    assert us is current() and us.is_distributed and us.is_rank_zero == (me == 0)
     assert not torch.distributed.is_initialized()
     assert us.describe() == (
         f"Process {me} of {count}, started by a launcher that sets RANK, number {me} on this "
@@ -77,44 +77,46 @@ COLLECTIVES = """
     spread = [torch.full((2, 3), me + 1, dtype=dtype).t() for dtype in dtypes]
     spread += [torch.full((7 * 10**6,), me), torch.zeros(0), torch.tensor(float(me))]
     spread.append(torch.nn.Parameter(torch.full((3,), float(me))))
-    us.spread(spread)
+    us.broadcast(spread)
     for each, dtype in zip(spread, dtypes):
         assert each.equal(torch.ones(3, 2, dtype=dtype)) and each.stride() == (1, 3)
     assert spread[-4].sum() == 0 and spread[-2].item() == 0 and spread[-1].sum() == 0
-    us.add([]), us.spread([])
+    us.add([]), us.broadcast([])
 
     # What the first one makes.
-    assert us.first(lambda: {"from": me, "long": (1,) * 3000})== {"from": 0, "long": (1,) * 3000}
+    assert us.run_on_rank_zero(lambda: {"from": me, "long": (1,) * 3000}) == {
+        "from": 0, "long": (1,) * 3000
+    }
     def fails():
         assert me == 0
         raise DataError("the file is empty.")
     for _ in range(2):
         try:
-            us.first(fails)
+            us.run_on_rank_zero(fails)
         except (DataError, ProcessError) as error:
             assert error.is_common
             print(type(error).__name__, error)
 
     # One fails, and the group goes on.
-    assert us.agreed(lambda: me) == me
+    assert us.run_on_all_ranks(lambda: me) == me
     def fails_in_2():
         if me == 2:
             raise DataError("row 7 is NaN.")
     try:
-        with us.told():
-            us.agreed(fails_in_2)
+        with us.propagate_errors():
+            us.run_on_all_ranks(fails_in_2)
     except (DataError, ProcessError) as error:
         print(type(error).__name__, error)
 
-    us.agree(seed=5, batch_size=[1, {"a": 2}])
+    us.assert_equal_across_ranks(seed=5, batch_size=[1, {"a": 2}])
     for facts in (
         {"seed": 5, "number_of_rows": 10 + me // 2},
         {"model": "ab"[me % 2]},
         {"a" * (me + 1): 1},
     ):
         try:
-            with us.told():
-                us.agree(**facts)
+            with us.propagate_errors():
+                us.assert_equal_across_ranks(**facts)
         except ProcessError as error:
             assert error.is_common
             print(error)

@@ -23,7 +23,7 @@ BEGIN = """
 
     def ends(run):
         try:
-            with us.told():
+            with us.propagate_errors():
                 run()
         except ProcessError as error:
             print(error, flush=True)

@@ -115,7 +115,7 @@ OTHERS = """
         say(run(data=data, engine=engine, iterations=1))
 
     # A run that goes on from a checkpoint of its first epoch.
-    folder = us.first(tempfile.mkdtemp)
+    folder = us.run_on_rank_zero(tempfile.mkdtemp)
     norm = {"between": [nn.BatchNorm1d(6)], "samples": 36}
     whole = run(**norm)
     run(**norm, epochs=1, fit={"checkpoint": folder})
@@ -143,7 +143,7 @@ OTHERS = """
 
     ExecutableCache.keep, ExecutableCache.find = keeping, finding
     options = poptorch.Options().showCompilationProgressBar(False)
-    options.enableExecutableCaching(us.first(tempfile.mkdtemp))
+    options.enableExecutableCaching(us.run_on_rank_zero(tempfile.mkdtemp))
     run(samples=24, epochs=1, compiled={"training_options": options})
     say(us.gather(seen))
 

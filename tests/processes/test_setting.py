@@ -62,18 +62,18 @@ def test_one_process_does_everything_alone(environment):
     us = current()
     assert us is ALONE
     assert (us.process_id, us.num_processes, us.local_id) == (0, 1, 0)
-    assert us.is_first
-    assert not us.are_several
+    assert us.is_rank_zero
+    assert not us.is_distributed
     assert us.describe() == "One process."
     value = object()
     us.connect()
     us.add([])
-    us.spread([])
-    us.agree(seed=1)
+    us.broadcast([])
+    us.assert_equal_across_ranks(seed=1)
     assert us.gather(value) == [value]
-    assert us.first(lambda: value) is value
-    assert us.agreed(lambda: value) is value
-    with pytest.raises(KeyError), us.told():
+    assert us.run_on_rank_zero(lambda: value) is value
+    assert us.run_on_all_ranks(lambda: value) is value
+    with pytest.raises(KeyError), us.propagate_errors():
         raise KeyError
 
 

@@ -62,7 +62,7 @@ def checked_sample(
         check_call(module, sample, loss, Source([], "check"))
         if not loss.in_module and sample.unpack()[2] is None:
             loss = None
-    precision = session.recipe.precision if session is not None else Precision()
+    precision = session.config.precision if session is not None else Precision()
     optimizer = session.optimizer if session is not None else None
     caller = users_frame(frame, everywhere=True)
     partitions = session.partitions if session is not None else NOT_DIVIDED

@@ -80,7 +80,7 @@ def check_invariance(
         if tolerance.rtol is None and trial.dtype == "float64":
             tolerance = dataclasses.replace(tolerance, rtol=_RTOL)
         # What is added up is no mean that could stay the same.
-        has_loss = session.recipe.gradient_reduction == "mean"
+        has_loss = session.config.gradient_reduction == "mean"
         settings = tuple(
             _held_against(results[0], result, tolerance, has_loss) for result in results
         )
@@ -134,8 +134,8 @@ class _Trial:
         self._dtype = dtype
         self._size = size
         self._batch = _cast(batch, dtype)
-        self._recipe = dataclasses.replace(
-            session.recipe,
+        self._config = dataclasses.replace(
+            session.config,
             averaging=None,
             schedule=None,
             output_mode=OutputMode(),
@@ -147,8 +147,8 @@ class _Trial:
             jit=OFF,
         )
         if dtype is not None:
-            self._recipe = dataclasses.replace(
-                self._recipe, precision=Precision(), loss_scale=None, accumulation_dtype=None
+            self._config = dataclasses.replace(
+                self._config, precision=Precision(), loss_scale=None, accumulation_dtype=None
             )
 
     @property
@@ -186,7 +186,7 @@ class _Trial:
             for begin in range(0, self._size, size)
         ] * _UPDATES
         engine = self._make_engine()
-        own = Session(module, optimizer, loss, MetricSet(), engine, self._recipe)
+        own = Session(module, optimizer, loss, MetricSet(), engine, self._config)
         source = open_data(Given("sample", pieces), Mode.TRAIN, loss.in_module)
         plan = Plan.make(
             micro_batch_size=size,
@@ -210,7 +210,7 @@ class _Trial:
         module, _, loss = self._copies()
         with training(module, loss.module):
             batch = sample_of(self._batch, loss.in_module, "check_invariance", target=True)
-            return causes_of(module, loss, batch, self._recipe.gradient_reduction)
+            return causes_of(module, loss, batch, self._config.gradient_reduction)
 
 
 def _held_against(

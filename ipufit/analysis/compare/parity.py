@@ -50,7 +50,7 @@ def compare(
     source = open_data(Given("sample", [batch]), Mode.TRAIN, session.loss.in_module)
     plan = session.plan(source, None, 1, 1, training=True)
     # A compiled update tells nothing of its operators, and would be compiled only for this.
-    jit = GRAPH if session.recipe.jit == INDUCTOR else None
+    jit = GRAPH if session.config.jit == INDUCTOR else None
     with Trial(session, beside, jit).running(source, plan, 0, lambda own: None) as job:
         program: Any = job.program
         with deferred():

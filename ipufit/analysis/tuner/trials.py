@@ -91,12 +91,12 @@ class Trial:
         assert optimizer is not None
         modules = [session.module, session.loss.module]
         with everything_kept(modules, optimizer, source.loader), training(*modules):
-            recipe = dataclasses.replace(
-                session.recipe,
+            config = dataclasses.replace(
+                session.config,
                 averaging=None,
                 schedule=schedule(optimizer),
                 output_mode=OutputMode(),
-                jit=session.recipe.jit if self._jit is None else self._jit,
+                jit=session.config.jit if self._jit is None else self._jit,
             )
             trial = Session(
                 session.module,
@@ -104,7 +104,7 @@ class Trial:
                 session.loss,
                 MetricSet(),
                 self._make_engine(),
-                recipe,
+                config,
                 session.auto_round_ipus,
             )
             job = trial.start(source, plan, Mode.TRAIN, seed, "train")

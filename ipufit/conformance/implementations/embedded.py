@@ -13,7 +13,7 @@ from ipufit.conformance.scenario import Net, Observed, Scenario
 from ipufit.conformance.settings import Optimizer
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
 from ipufit.core.plan import Plan
-from ipufit.core.train_config import OutputMode, Recipe
+from ipufit.core.train_config import OutputMode, TrainConfig
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.engines.program import ProgramSpec
 from ipufit.losses import resolve_loss
@@ -81,7 +81,7 @@ def _micro_batch(scenario: Scenario, x: Tensor, y: Tensor) -> MicroBatch:
 def _spec(scenario: Scenario, net: Net) -> ProgramSpec:
     """The program that does the scenario."""
     every = scenario.period if scenario.mode == "EveryN" else 1
-    recipe = Recipe(
+    config = TrainConfig(
         gradient_reduction=scenario.reduction.lower(),
         output_mode=OutputMode(_MODES[scenario.mode], every),
     )
@@ -100,7 +100,7 @@ def _spec(scenario: Scenario, net: Net) -> ProgramSpec:
         mode=Mode.TRAIN if scenario.training else Mode.PREDICT,
         want_outputs=True,
         seed=0,
-        recipe=recipe,
+        config=config,
     )
 
 

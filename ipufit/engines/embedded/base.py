@@ -33,7 +33,7 @@ class BaseProgram:
     def __init__(self, engine: EmbeddedEngine, spec: ProgramSpec) -> None:
         self._engine = engine
         self._spec = spec
-        check_precision(spec.recipe.precision, spec.module)
+        check_precision(spec.config.precision, spec.module)
         self._step = step = engine.step_module(spec.module, spec.loss)
         self._parameters: Dict[str, nn.Parameter] = dict(step.named_parameters())
         self._buffers: Dict[str, Tensor] = dict(step.named_buffers())
@@ -59,14 +59,14 @@ class BaseProgram:
         """What is recorded for each."""
         found: List[Recorded] = []
         for batch, previous in zip(batches, (None, *batches)):
-            alike = previous is not None and batch.lies_with(previous)
+            alike = previous is not None and batch.shares_storage_with(previous)
             found.append(found[-1] if alike else self._recorded(batch))
         return found
 
     def _is_here(self, batches: Sequence[MicroBatch]) -> bool:
         """Whether all are on the device."""
         for batch, previous in zip(batches, (None, *batches)):
-            if previous is not None and batch.lies_with(previous):
+            if previous is not None and batch.shares_storage_with(previous):
                 continue
             if any(leaf.device != self._device for leaf in batch.leaves):
                 return False

@@ -34,7 +34,7 @@ from ipufit.core.precision import (
     try_out,
     without_autocast,
 )
-from ipufit.core.train_config import Recipe
+from ipufit.core.train_config import TrainConfig
 from ipufit.engines.embedded import timing
 from ipufit.engines.embedded.cuda_graphs.capture import GraphMaker
 from ipufit.engines.embedded.cuda_graphs.policy import check_cudagraph
@@ -184,7 +184,9 @@ class EmbeddedEngine:
         self._recorded: OrderedDict[Tuple[Any, ...], Recorded] = OrderedDict()
         self._steps: Dict[Tuple[int, int], StepModule] = {}
 
-    def check(self, module: nn.Module, optimizer: Any, loss: Any, recipe: Recipe, *_: Any) -> None:
+    def check(
+        self, module: nn.Module, optimizer: Any, loss: Any, config: TrainConfig, *_: Any
+    ) -> None:
         """Refuse what can't work, at ``compile``.
 
         Raises:
@@ -194,16 +196,16 @@ class EmbeddedEngine:
                 again operator by operator.
         """
         check_keyed_devices([*module.named_parameters(), *module.named_buffers()])
-        if recipe.detect_nan:
-            refuse_detection(recipe)
-        if recipe.shard_optimizer and optimizer is not None and current().are_several:
+        if config.detect_nan:
+            refuse_detection(config)
+        if config.shard_optimizer and optimizer is not None and current().is_distributed:
             # Imported here, as below: what few models need.
             from ipufit.engines.embedded.zero.optimizer import refuse_whole
 
-            refuse_whole(optimizer, recipe)
-        if recipe.jit == CUDAGRAPH and self.tape is None:
+            refuse_whole(optimizer, config)
+        if config.jit == CUDAGRAPH and self.tape is None:
             check_cudagraph(module)
-        if recipe.jit == INDUCTOR:
+        if config.jit == INDUCTOR:
             refuse_missing()
 
     def choices(self) -> Dict[str, str]:
@@ -228,7 +230,7 @@ class EmbeddedEngine:
             if is_training:
                 return programs.DividedTrainingProgram(self, spec)
             return programs.DividedInferenceProgram(self, spec)
-        if is_training and spec.recipe.shard_optimizer and spec.processes.are_several:
+        if is_training and spec.config.shard_optimizer and spec.processes.is_distributed:
             from ipufit.engines.embedded.zero.training import ShardedTrainingProgram
 
             return ShardedTrainingProgram(self, spec)
@@ -264,21 +266,21 @@ class EmbeddedEngine:
     ) -> Recorded:
         """The recorded micro-batch for the example's shapes; recorded now if it is new."""
         step = self.step_module(spec.module, spec.loss)
-        recipe = spec.recipe
-        scaled = recipe.loss_scale is not None and layout is not None
-        recompute = recipe.recompute if layout is not None else ()
+        config = spec.config
+        scaled = config.loss_scale is not None and layout is not None
+        recompute = config.recompute if layout is not None else ()
         frozen, held = fingerprint(step)
         key: Tuple[object, ...] = (
             frozen,
             spec.mode,
             spec.want_outputs,
-            recipe.jit,
+            config.jit,
             id(step),
             example.structure,
             tuple(trained),
             _partition(layout(trained)) if layout else (),
             tuple((t.shape, t.dtype, t.device, t.stride()) for t in [*state, *example.leaves]),
-            (recipe.precision, scaled, recompute, spec.divides_weights),
+            (config.precision, scaled, recompute, spec.divides_weights),
             autocast_state(state[0].device if state else torch.device("cpu")),
         )
         if key not in self._recorded:
@@ -291,7 +293,7 @@ class EmbeddedEngine:
                 with_loss,
                 spec.want_outputs,
                 layout,
-                recipe.precision,
+                config.precision,
                 scaled,
                 spec.partition,
                 recompute,
@@ -301,7 +303,13 @@ class EmbeddedEngine:
                 arguments.append(torch.ones((), dtype=torch.float64, device=arguments[-1].device))
             names = (*trained, *fixed) if spec.divides_weights else None
             run, random, lowered, graph = self._make(
-                micro, step, arguments, recipe.jit, recompute, names, spec.processes.are_several
+                micro,
+                step,
+                arguments,
+                config.jit,
+                recompute,
+                names,
+                spec.processes.is_distributed,
             )
             self.hints.update(micro.hints)
             key = (fingerprint(step)[0], *key[1:])
@@ -338,10 +346,10 @@ class EmbeddedEngine:
         def make(
             merged: MergedStep, arguments: Sequence[Tensor]
         ) -> Tuple[Callable[..., List[Tensor]], Optional[fx.GraphModule]]:
-            run, _, lowered, _ = self._make(merged, step, arguments, spec.recipe.jit, ())
+            run, _, lowered, _ = self._make(merged, step, arguments, spec.config.jit, ())
             return run, lowered.graph
 
-        key = (total, spec.recipe.accumulation_dtype)
+        key = (total, spec.config.accumulation_dtype)
         if key not in recorded.merging:
             from ipufit.engines.embedded.batching import decide
 
@@ -418,11 +426,11 @@ class EmbeddedEngine:
             return INDUCTOR
         return None if self.lowered is None else self.lowered.way
 
-    def explain(self, recipe: Recipe, options: Mapping[str, Any]) -> List[str]:
+    def explain(self, config: TrainConfig, options: Mapping[str, Any]) -> List[str]:
         """What is particular about how it runs, in sentences.
 
         Args:
-            recipe: how an update is made.
+            config: how an update is made.
             options: those of an IPU; here there are none.
         """
         said = [said_of(self.hints)] if self.hints else []
@@ -430,20 +438,20 @@ class EmbeddedEngine:
             said.append(self.lowered.why)
         said += [self.replaying] if self.replaying is not None else []
         said += [self.merging.said] if self.merging is not None else []
-        if recipe.offload_optimizer_state:
+        if config.offload_optimizer_state:
             in_host = isinstance(self.state_memory, HostMemory)
             said.append(_OFFLOADED if in_host else _NOT_OFFLOADED)
-        if recipe.shard_optimizer:
-            said.append(_sharded(recipe))
+        if config.shard_optimizer:
+            said.append(_sharded(config))
         said += [self.overlap.said()] if self.overlap is not None else []
         said += self.compiled.said() if self.compiled is not None else []
         said += self.autotuner.said() if self.autotuner is not None else []
-        if self.recomputed is None or not recipe.recompute:
+        if self.recomputed is None or not config.recompute:
             return said
         repeated, before, after = self.recomputed
         return [
             *said,
-            f"The backward pass computes {repeated} operators of {len(recipe.recompute)} layers "
+            f"The backward pass computes {repeated} operators of {len(config.recompute)} layers "
             f"again: values of a micro-batch take {_mebibytes(after)} at most, "
             f"{_mebibytes(before)} without.",
         ]
@@ -460,16 +468,16 @@ class EmbeddedEngine:
             self.seconds = before + time.perf_counter() - start
 
 
-def _sharded(recipe: Recipe) -> str:
+def _sharded(config: TrainConfig) -> str:
     processes = current()
-    if not processes.are_several:
-        name = "shard_weights" if recipe.shard_weights else "shard_optimizer"
+    if not processes.is_distributed:
+        name = "shard_weights" if config.shard_weights else "shard_optimizer"
         return _NOT_SHARDED.format(name)
     from ipufit.engines.embedded.zero.optimizer import needs_whole_gradient
 
-    why = needs_whole_gradient(recipe)
+    why = needs_whole_gradient(config)
     what, gets = "The optimizer's state lies", "its part of the gradients' sum"
-    if recipe.shard_weights:
+    if config.shard_weights:
         what = "Weights and the optimizer's state lie"
         gets = f"whole weights while they are read, and {gets}"
     elif why is not None:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Dict, Optional, Sequence, Set
 
 from torch import Tensor
 
-from ipufit.core.batch import Share, own_numbers
+from ipufit.core.batch import ProcessShard, local_indices
 from ipufit.core.train_config import outputs_wanted
 from ipufit.engines.embedded.execution_outputs import Collected
 from ipufit.engines.embedded.flat_optimizer import Rows
 from ipufit.engines.embedded.nan_detection import explained
 from ipufit.engines.embedded.training_state import LiveState, Snapshot
 from ipufit.engines.embedded.update_runner import Update, UpdateMaker
-from ipufit.engines.program import Anchors, ProgramSpec
+from ipufit.engines.program import ExecutionResult, ProgramSpec
 from ipufit.errors import NonFiniteLossError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Execution:
         maker: UpdateMaker,
         updates: Sequence[Update],
         rows: Rows,
-        shares: Optional[Sequence[Share]] = None,
+        shares: Optional[Sequence[ProcessShard]] = None,
         replay: Optional[Replay] = None,
     ) -> None:
         self._shares = shares
@@ -68,15 +68,15 @@ class Execution:
         if not self._spec.want_outputs:
             return set()
         plan, shares = self._spec.plan, self._shares
-        mode, per_update = self._spec.recipe.output_mode, plan.micro_batches_per_update
+        mode, per_update = self._spec.config.output_mode, plan.micro_batches_per_update
         if shares is None:
             count = sum(len(update) for update in self._updates)
             return set(outputs_wanted(mode, count, per_update, plan.replicas))
         count = sum(len(share.sizes) for share in shares)
         wanted = set(outputs_wanted(mode, count, per_update, plan.all_replicas))
-        return {index for index, place in enumerate(own_numbers(shares)) if place in wanted}
+        return {index for index, place in enumerate(local_indices(shares)) if place in wanted}
 
-    def run(self) -> Anchors:
+    def run(self) -> ExecutionResult:
         """All updates.
 
         Raises:
@@ -91,7 +91,7 @@ class Execution:
             return anchors
         return self._run_late()
 
-    def _run_watched(self, replay: Replay) -> Anchors:
+    def _run_watched(self, replay: Replay) -> ExecutionResult:
         """The same, with what is not finite traced to where it began."""
         start, snapshot = self._live.updates, self._live.snapshot()
         try:
@@ -106,7 +106,7 @@ class Execution:
             raise explained(error, replay, self._updates[lost], before) from None
         return collected.to_anchors(self._engine, self._settings())[0]
 
-    def _run_late(self) -> Anchors:
+    def _run_late(self) -> ExecutionResult:
         snapshot = self._live.snapshot()
         left_out: Set[int] = set()
         while True:
@@ -142,7 +142,7 @@ class Execution:
             left_out: updates known to have a gradient that is not finite; None to look at once.
         """
         plan = self._spec.plan
-        is_sum = self._spec.recipe.output_mode.kind == "sum"
+        is_sum = self._spec.config.output_mode.kind == "sum"
         collected = Collected(plan.replicas if is_sum else 0)
         first = 0
         for index, update in enumerate(updates):
@@ -189,7 +189,7 @@ def settings_of(spec: ProgramSpec, live: LiveState, rows: Rows) -> Dict[str, flo
         rows: the settings of the optimizer for each update of it.
     """
     settings = {}
-    if spec.recipe.schedule is not None:
+    if spec.config.schedule is not None:
         settings["learning_rate"] = float(rows[-1][0]["lr"])
     if live.scaler is not None:
         settings["loss_scale"] = live.scaler.value

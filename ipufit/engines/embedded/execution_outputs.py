@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ipufit.core.logged_values import LogRule, joined_rules
-from ipufit.engines.program import Anchors
+from ipufit.engines.program import ExecutionResult
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
@@ -63,7 +63,7 @@ class Collected:
 
     def to_anchors(
         self, engine: EmbeddedEngine, settings: Optional[Mapping[str, float]] = None
-    ) -> Tuple[Anchors, List[bool]]:
+    ) -> Tuple[ExecutionResult, List[bool]]:
         """Everything an execution hands back, in one copy, and which gradients were finite."""
         with engine.clock.during("anchors"):
             return self.anchors(engine.transfer.to_host(self.tensors()), settings)
@@ -87,7 +87,7 @@ class Collected:
 
     def anchors(
         self, tensors: Sequence[Tensor], settings: Optional[Mapping[str, float]] = None
-    ) -> Tuple[Anchors, List[bool]]:
+    ) -> Tuple[ExecutionResult, List[bool]]:
         """What :meth:`tensors` gave, once it is on the host, as anchors."""
         host = iter(tensors)
         values = next(host).to(torch.float64) if self.numbers else torch.empty(0)
@@ -98,7 +98,7 @@ class Collected:
         ]
         losses, counts, logged, rules = self._unpack(values)
         return (
-            Anchors(
+            ExecutionResult(
                 losses, outputs, self.places, counts, logged, rules, settings or {}, self.skipped
             ),
             finite,

@@ -8,7 +8,7 @@ from typing import Dict, List, Optional, Sequence, Tuple, Union
 import torch
 from torch import Tensor
 
-from ipufit.core.batch import Share, loss_counts
+from ipufit.core.batch import ProcessShard, loss_counts
 from ipufit.engines.program import ProgramSpec
 from ipufit.processes import Processes
 from ipufit.processes.collectives import add_parts
@@ -26,13 +26,13 @@ class Reduction:
     def __init__(self, spec: ProgramSpec) -> None:
         assert spec.loss is not None
         self._micro_batch_size = spec.plan.micro_batch_size
-        self._is_sum = spec.recipe.gradient_reduction == "sum"
+        self._is_sum = spec.config.gradient_reduction == "sum"
         self._loss_is_sum = spec.loss.reduction == "sum"
         self._equally = spec.loss.normalize == "micro_batches"
-        self._dtype = spec.recipe.accumulation_dtype
+        self._dtype = spec.config.accumulation_dtype
         self._known: Dict[object, Tuple[List[float], float]] = {}
 
-    def start(self, sizes: Sequence[int], share: Optional[Share] = None) -> GradientSum:
+    def start(self, sizes: Sequence[int], share: Optional[ProcessShard] = None) -> GradientSum:
         """A sum over micro-batches of these sizes, or over a process's share of an update."""
         key = tuple(sizes) if share is None else share
         if key not in self._known:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Sequence
 
 import torch
 
-from ipufit.core.batch import CombinedBatch, MicroBatch, Mode, own_numbers
+from ipufit.core.batch import CombinedBatch, MicroBatch, Mode, local_indices
 from ipufit.engines.embedded.base import BaseProgram, on_host
 from ipufit.engines.embedded.execution_outputs import Collected
-from ipufit.engines.program import Anchors, ProgramSpec, TrainState
+from ipufit.engines.program import ExecutionResult, ProgramSpec, TrainState
 from ipufit.tracing.grad_step import public_name
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class InferenceProgram(BaseProgram):
         fixed = [*self._parameters, *self._buffers]
         return self._engine.record(self._spec, example, (), fixed, self._state, None)
 
-    def run(self, batch: CombinedBatch) -> Anchors:
+    def run(self, batch: CombinedBatch) -> ExecutionResult:
         """One execution. Replicas share the module's buffers: inference does not set them apart."""
         collected = Collected()
         micro_batches = batch.micro_batches
@@ -42,7 +42,7 @@ class InferenceProgram(BaseProgram):
         with self._computing(programs):
             numbers: Sequence[int] = range(len(micro_batches))
             if batch.layout is not None:
-                numbers = own_numbers(batch.shares(self._spec.plan))
+                numbers = local_indices(batch.shares(self._spec.plan))
             for place, (micro_batch, recorded) in enumerate(zip(micro_batches, programs)):
                 self._seed(recorded, self._passes + numbers[place])
                 result = list(recorded.run(*self._state, *micro_batch.leaves))

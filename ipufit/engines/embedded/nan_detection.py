@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Optional, Sequence, Tuple
 from torch import Tensor
 
 from ipufit.core.jit_modes import INDUCTOR
-from ipufit.core.train_config import Recipe
+from ipufit.core.train_config import TrainConfig
 from ipufit.engines.embedded.training_state import LiveState
 from ipufit.errors import ConfigurationError, NonFiniteLossError
 from ipufit.processes import current
@@ -28,19 +28,19 @@ __all__ = [
 _BEFORE = "The weights, buffers and optimizer state are those from before that update."
 
 
-def refuse_detection(recipe: Recipe) -> None:
+def refuse_detection(config: TrainConfig) -> None:
     """Make sure that an update can be run again operator by operator.
 
     Raises:
         ConfigurationError: it can't.
     """
-    if recipe.jit == INDUCTOR:
+    if config.jit == INDUCTOR:
         raise ConfigurationError(
             "detect_nan=True looks at every update while it is made, but jit='inductor' compiles "
             "whole updates, got both. Leave one of them out."
         )
     processes = current()
-    if processes.are_several:
+    if processes.is_distributed:
         raise ConfigurationError(
             "detect_nan=True works in one process, but this is process "
             f"{processes.process_id} of {processes.num_processes}. Leave it out, or train in one "

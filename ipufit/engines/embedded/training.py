@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ipufit.core.batch import CombinedBatch, MicroBatch, Share, dealt
+from ipufit.core.batch import CombinedBatch, MicroBatch, ProcessShard, split_by_update
 from ipufit.core.jit_modes import AUTO, INDUCTOR, KERNELS
 from ipufit.core.precision import warn_of_vanishing_eps
 from ipufit.engines.embedded.base import BaseProgram, on_host
@@ -28,7 +28,7 @@ from ipufit.engines.embedded.overlapped_reduction import Overlap, buckets_of
 from ipufit.engines.embedded.replicas import put_back
 from ipufit.engines.embedded.training_state import LiveState, Snapshot
 from ipufit.engines.embedded.update_runner import Update, UpdateMaker
-from ipufit.engines.program import Anchors, Prepared, ProgramSpec, TrainState
+from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, TrainState
 from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.tracing.fingerprint import FrozenValues
 from ipufit.tracing.flat_storage import Block, FlatStorage
@@ -73,7 +73,7 @@ class TrainingProgram(BaseProgram):
         warn_of_vanishing_eps(spec.optimizer)
         engine.replaying, engine.replays = None, False
         engine.lowered = engine.merging = None
-        makes_graphs = graph_maker(engine, spec.recipe, self._device)
+        makes_graphs = graph_maker(engine, spec.config, self._device)
         self._live = self._make_live(tabled=makes_graphs is not None)
         self._captured: Optional[CapturedExecutions] = None
         if makes_graphs is not None:
@@ -88,10 +88,10 @@ class TrainingProgram(BaseProgram):
             self._live,
             self._device,
             self._seed,
-            at_once=spec.recipe.detect_nan or (self._device.type == "cpu" and not engine.as_device),
+            at_once=spec.config.detect_nan or (self._device.type == "cpu" and not engine.as_device),
         )
         self._replay: Optional[Replay] = None
-        if spec.recipe.detect_nan:
+        if spec.config.detect_nan:
             from ipufit.engines.embedded.replay_update import Replay
 
             self._replay = Replay(spec, self._step, self._live, self._seed)
@@ -104,10 +104,10 @@ class TrainingProgram(BaseProgram):
         self._frozen_values = None if spec.run_eagerly else FrozenValues(self._step)
 
     def _make_compiled(self) -> None:
-        jit, engine = self._spec.recipe.jit, self._engine
-        several = self._spec.processes.are_several
+        jit, engine = self._spec.config.jit, self._engine
+        several = self._spec.processes.is_distributed
         is_auto = jit == AUTO and self._maker.at_once and missing() is None
-        is_auto = is_auto and not several and not self._spec.recipe.detect_nan
+        is_auto = is_auto and not several and not self._spec.config.detect_nan
         if jit != INDUCTOR and not is_auto:
             return
         from ipufit.engines.embedded.autotune import JitAutotuner
@@ -125,26 +125,26 @@ class TrainingProgram(BaseProgram):
             self._autotuner.expect(updates)
 
     def _make_live(self, tabled: bool) -> LiveState:
-        spec, engine, recipe = self._spec, self._engine, self._spec.recipe
+        spec, engine, config = self._spec, self._engine, self._spec.config
         self._memory = engine.state_memory = state_memory(
-            recipe.offload_optimizer_state, self._device, engine.as_device
+            config.offload_optimizer_state, self._device, engine.as_device
         )
         return LiveState(
             self._make_updater(tabled),
-            Scaler(recipe.loss_scale, engine.scale) if recipe.loss_scale else None,
+            Scaler(config.loss_scale, engine.scale) if config.loss_scale else None,
             engine.replicas.recall(
-                spec.plan.replicas, self._buffers, apart=not spec.processes.is_first
+                spec.plan.replicas, self._buffers, apart=not spec.processes.is_rank_zero
             ),
             spec.first_update,
         )
 
     def _make_updater(self, tabled: bool) -> Updater:
-        recipe = self._spec.recipe
-        scheduled = None if recipe.schedule is None else recipe.schedule.names
+        config = self._spec.config
+        scheduled = None if config.schedule is None else config.schedule.names
         return updater_for(
             self._optimizer,
             self._engine.optimizer_graphs,
-            Finish(recipe.clip, recipe.accumulation_dtype),
+            Finish(config.clip, config.accumulation_dtype),
             scheduled,
             self._memory,
             tabled and scheduled is not None,
@@ -157,7 +157,7 @@ class TrainingProgram(BaseProgram):
 
     def _lay_out(self, names: Sequence[str]) -> List[Block]:
         named = [(name, self._parameters[name]) for name in names]
-        if not self._spec.processes.are_several:
+        if not self._spec.processes.is_distributed:
             return self._live.updater.layout(named)
         layout = self._live.updater.layout
         return [block for bucket in buckets_of(named) for block in layout(bucket)]
@@ -197,7 +197,7 @@ class TrainingProgram(BaseProgram):
             self._live.storage.release()
             raise
         self._reached = reached
-        rule = self._spec.recipe.averaging
+        rule = self._spec.config.averaging
         if rule is not None:
             storage, averages = self._live.storage, self._engine.averages
             self._live.averages = Averages(rule, storage.blocks, storage.flats, averages)
@@ -255,7 +255,7 @@ class TrainingProgram(BaseProgram):
         if (
             plan.own_micro_batches_per_update == 1
             or example.size != plan.micro_batch_size
-            or self._spec.recipe.jit not in (AUTO, KERNELS)
+            or self._spec.config.jit not in (AUTO, KERNELS)
             or self._captured is not None
         ):
             return None
@@ -269,7 +269,7 @@ class TrainingProgram(BaseProgram):
             self._live.replicas,
         )
 
-    def run(self, batch: CombinedBatch) -> Anchors:
+    def run(self, batch: CombinedBatch) -> ExecutionResult:
         """One execution: every update in turn, its micro-batches in stream order."""
         if self._live.averages is not None and self._live.averages.swapped:
             raise ConfigurationError(
@@ -286,7 +286,7 @@ class TrainingProgram(BaseProgram):
         if work:
             self._maker.merged = self._find_merged(work[0][0])
         updates, shares = self._by_update(work, batch)
-        start, schedule = self.updates, self._spec.recipe.schedule
+        start, schedule = self.updates, self._spec.config.schedule
         before = schedule.snapshot() if schedule is not None else None
         rows: Rows = [self._optimizer.param_groups] * len(updates)
         if schedule is not None:
@@ -335,14 +335,14 @@ class TrainingProgram(BaseProgram):
 
     def _by_update(
         self, work: Update, batch: CombinedBatch
-    ) -> Tuple[List[Update], Optional[List[Share]]]:
+    ) -> Tuple[List[Update], Optional[List[ProcessShard]]]:
         """The micro-batches of each update, and what they are of those of all processes."""
         plan = self._spec.plan
         if batch.layout is None:
             group = plan.micro_batches_per_update
             return [work[i : i + group] for i in range(0, len(work), group)], None
         shares = batch.shares(plan)
-        return [*dealt(work, shares)], shares
+        return [*split_by_update(work, shares)], shares
 
     def stage(self, batch: CombinedBatch) -> CombinedBatch:
         """Start to bring a batch to the device, ahead of its execution."""
@@ -353,8 +353,8 @@ class TrainingProgram(BaseProgram):
         updates: Sequence[Update],
         rows: Rows,
         batch: CombinedBatch,
-        shares: Optional[Sequence[Share]],
-    ) -> Anchors:
+        shares: Optional[Sequence[ProcessShard]],
+    ) -> ExecutionResult:
         if self._captured is None:
             return self._compute(updates, rows, shares)
         anchors = self._captured.run(updates, rows, batch)
@@ -364,8 +364,8 @@ class TrainingProgram(BaseProgram):
         return anchors
 
     def _compute(
-        self, updates: Sequence[Update], rows: Rows, shares: Optional[Sequence[Share]] = None
-    ) -> Anchors:
+        self, updates: Sequence[Update], rows: Rows, shares: Optional[Sequence[ProcessShard]] = None
+    ) -> ExecutionResult:
         """Operator by operator."""
         if not self._is_here([batch for update in updates for batch, _ in update]):
             with self._engine.clock.during("to_device"):
@@ -441,7 +441,7 @@ class TrainingProgram(BaseProgram):
         buffers = [replica for several in gathered for replica in several]
         optimizer = self._optimizer_state()
         averages = self._live.averages.by_name() if self._live.averages is not None else {}
-        schedule = self._spec.recipe.schedule
+        schedule = self._spec.config.schedule
         return TrainState(
             weights,
             buffers,
@@ -463,7 +463,7 @@ class TrainingProgram(BaseProgram):
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(state.weights[public_name(name)])
-            if not self._spec.processes.is_first:
+            if not self._spec.processes.is_rank_zero:
                 names = {public_name(name): name for name in self._buffers}
                 first = {names[name]: value for name, value in state.buffers[0].items()}
                 put_back(self._buffers, first)
@@ -481,13 +481,13 @@ class TrainingProgram(BaseProgram):
         }
         if self._live.scaler is not None and state.loss_scale is not None:
             self._live.scaler.state = ScaleState(*state.loss_scale)
-        if self._spec.recipe.schedule is not None and state.schedule is not None:
-            self._spec.recipe.schedule.load_state_dict(state.schedule)
+        if self._spec.config.schedule is not None and state.schedule is not None:
+            self._spec.config.schedule.load_state_dict(state.schedule)
         self._live.updates = state.updates
 
     def share_buffers(self) -> None:
         """The module's buffers become those of the first replica of all."""
-        self._spec.processes.spread(list(self._buffers.values()))
+        self._spec.processes.broadcast(list(self._buffers.values()))
 
     def swap_averages(self) -> None:
         """Exchange weights and averages; without averages, nothing."""

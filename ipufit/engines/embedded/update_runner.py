@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Callable, Iterator, List, Optional, Sequence, 
 import torch
 from torch import Tensor
 
-from ipufit.core.batch import MicroBatch, Share
+from ipufit.core.batch import MicroBatch, ProcessShard
 from ipufit.engines.embedded.execution_outputs import Collected
 from ipufit.engines.embedded.gradient_reduction import GradientSum, Reduction
 from ipufit.engines.embedded.nan_detection import refuse_gradients, refuse_weights
@@ -67,11 +67,11 @@ class UpdateMaker:
         self._device = device
         self._seed = seed
         self._reduction = Reduction(spec)
-        self._clips = bool(spec.recipe.clip)
+        self._clips = bool(spec.config.clip)
         self.at_once = at_once
         self._scales = scales
         self._processes = spec.processes
-        self._detects = spec.recipe.detect_nan
+        self._detects = spec.config.detect_nan
         self.counted = False
         self.compiled: Optional[CompiledUpdates] = None
         self.merged: Optional[Merged] = None
@@ -84,7 +84,7 @@ class UpdateMaker:
         wanted: Set[int],
         collected: Collected,
         left_out: Optional[bool],
-        share: Optional[Share] = None,
+        share: Optional[ProcessShard] = None,
     ) -> None:
         """One update.
 
@@ -139,7 +139,7 @@ class UpdateMaker:
         first: int,
         wanted: Set[int],
         collected: Collected,
-        share: Optional[Share],
+        share: Optional[ProcessShard],
     ) -> List[Tensor]:
         """Reduced over the micro-batches of one update, one flat tensor per block."""
         live = self._live
@@ -215,7 +215,7 @@ class UpdateMaker:
     def _add_others(
         self,
         total: GradientSum,
-        share: Optional[Share],
+        share: Optional[ProcessShard],
         collected: Collected,
         reported: int,
         sums: Optional[BucketSums] = None,
@@ -247,7 +247,7 @@ class UpdateMaker:
         if self.at_once and total.is_suspect():
             self.refuse_common(losses, share)
 
-    def refuse_common(self, losses: Sequence[float], share: Share) -> None:
+    def refuse_common(self, losses: Sequence[float], share: ProcessShard) -> None:
         """In all processes, refuse the coming update for the first loss that is not finite, if any.
 
         Args:
@@ -282,7 +282,7 @@ class UpdateMaker:
         for start in range(0, len(update), merged.count):
             batches = [batch for batch, _ in update[start : start + merged.count]]
             result = merged(self._live.states[0], batches)
-            losses = result.losses() if self.at_once and not self._processes.are_several else []
+            losses = result.losses() if self.at_once and not self._processes.is_distributed else []
             if not all(map(math.isfinite, losses)):
                 for value in losses:
                     self.refuse_non_finite(value)

@@ -58,7 +58,7 @@ def set_replicas(
             "Distributed.configureProcessId out, and start the processes with torchrun, mpirun or "
             "PopRun, or call ipufit.distributed."
         )
-    if processes.are_several:
+    if processes.is_distributed:
         group.configureProcessId(processes.process_id, processes.num_processes)
     else:
         group.disable()

@@ -12,7 +12,7 @@ from torch import nn
 
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.option_roles import role_of
-from ipufit.core.train_config import Recipe
+from ipufit.core.train_config import TrainConfig
 from ipufit.engines.ipu.config_options import engine_options
 from ipufit.engines.ipu.device import OWNER, alone
 from ipufit.engines.ipu.executable import Unit
@@ -74,14 +74,14 @@ class IpuEngine:
         module: nn.Module,
         optimizer: Optional[torch.optim.Optimizer],
         loss: Loss,
-        recipe: Recipe,
+        train_config: TrainConfig,
         options: Dict[str, Any],
         partitions: Partitions,
     ) -> None:
         """Refuse at ``compile`` what an IPU can't do.
 
         Args:
-            module, optimizer, loss, recipe: as ``compile`` resolved them.
+            module, optimizer, loss, config: as ``compile`` resolved them.
             options: by the argument's name.
             partitions: of the module over IPUs.
 
@@ -90,7 +90,7 @@ class IpuEngine:
         """
         for role, given in options.items():
             check_options(self.sdk, given, role)
-        check_request(module, optimizer, loss, recipe, self.wide)
+        check_request(module, optimizer, loss, train_config, self.wide)
 
     def options_of(self, config: IPUConfig) -> Dict[str, Any]:
         """Options that a configuration asks for, by the argument of ``compile``."""
@@ -160,15 +160,15 @@ class IpuEngine:
         while self._inference:
             self._destroy(self._inference.popitem(last=False)[1][0])
 
-    def explain(self, recipe: Recipe, options: Mapping[str, Any]) -> List[str]:
+    def explain(self, train_config: TrainConfig, options: Mapping[str, Any]) -> List[str]:
         """What is particular about how it runs, in sentences.
 
         Args:
-            recipe: how an update is made.
+            config: how an update is made.
             options: as for :meth:`check`.
         """
         lines = []
-        schedule = recipe.schedule
+        schedule = train_config.schedule
         if schedule is not None and schedule.per_update:
             lines.append(
                 f"{schedule.name} changes settings with every update, and a device takes them "
@@ -176,10 +176,10 @@ class IpuEngine:
             )
         elif schedule is not None:
             lines.append(f"{schedule.name} changes settings between epochs: no call is split.")
-        if recipe.output_mode.kind != "all":
+        if train_config.output_mode.kind != "all":
             lines.append(
-                f"output_mode={recipe.output_mode.kind!r} chooses on the host: the device hands "
-                "back all outputs, because losses come back from every micro-batch."
+                f"output_mode={train_config.output_mode.kind!r} chooses on the host: the device "
+                "hands back all outputs, because losses come back from every micro-batch."
             )
         for role, given in options.items():
             names = ignored_options(self.sdk, given)

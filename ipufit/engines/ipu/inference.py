@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Dict, List, Optional, Sequence
 
 import torch
 
-from ipufit.core.batch import CombinedBatch, MicroBatch, by_process
+from ipufit.core.batch import CombinedBatch, MicroBatch, counts_by_rank
 from ipufit.engines.ipu.device import OWNER, alone
 from ipufit.engines.ipu.distributed_options import fixes_replicas
 from ipufit.engines.ipu.executable import Result, Unit
@@ -16,7 +16,7 @@ from ipufit.engines.ipu.options import seed_of
 from ipufit.engines.ipu.padding import padded
 from ipufit.engines.ipu.results import anchors_of
 from ipufit.engines.ipu.size import Size
-from ipufit.engines.program import Anchors, Prepared, ProgramSpec, TrainState
+from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, TrainState
 from ipufit.tracing.grad_step import public_name
 
 if TYPE_CHECKING:
@@ -46,14 +46,14 @@ class InferenceProgram:
     def _unit(self, example: MicroBatch) -> Unit:
         size = self._size
         if example.size != size.micro_batch:
-            several = self._spec.processes.are_several or fixes_replicas(self._engine.sdk)
+            several = self._spec.processes.is_distributed or fixes_replicas(self._engine.sdk)
             size = Size(1, 1, size.replicas if several else 1, example.size)
         return self._engine.inference_unit(self._spec, size, example)
 
     @alone
     def prepare(self, example: MicroBatch) -> Prepared:
         """Compile for micro-batches like this one, and bring the present weights over."""
-        if self._spec.processes.are_several and example.size < self._size.micro_batch:
+        if self._spec.processes.is_distributed and example.size < self._size.micro_batch:
             # Others may have begun with a full one: all compile the same programs in one order.
             self._unit(padded(example, self._size.micro_batch))
         unit = self._unit(example)
@@ -68,7 +68,7 @@ class InferenceProgram:
         return Prepared(outputs, traced.reported.rules, traced.labels)
 
     @alone
-    def run(self, batch: CombinedBatch) -> Anchors:
+    def run(self, batch: CombinedBatch) -> ExecutionResult:
         """One execution."""
         if batch.layout is not None:
             return self._run_together(batch)
@@ -83,12 +83,12 @@ class InferenceProgram:
             results += self._run_alike(unit, alike)
         return anchors_of(results, self._spec, {})
 
-    def _run_together(self, batch: CombinedBatch) -> Anchors:
+    def _run_together(self, batch: CombinedBatch) -> ExecutionResult:
         """Micro-batches of one size after those of another, as often as any process needs it."""
         plan, work, layout = self._spec.plan, batch.micro_batches, batch.layout or ()
         found: Dict[int, Result] = {}
         for size in sorted({each for update in layout for each in update if each}, reverse=True):
-            columns = zip(*(by_process(update, plan, size) for update in layout))
+            columns = zip(*(counts_by_rank(update, plan, size) for update in layout))
             counts = [sum(column) for column in columns]
             places = [place for place, each in enumerate(work) if each.size == size]
             alike = [work[place] for place in places]
@@ -107,7 +107,7 @@ class InferenceProgram:
         """A micro-batch to repeat, in a process that has none of this size."""
         assert self._example is not None
         example = padded(self._example, max(size, self._example.size))
-        return example if example.size == size else example.cut(size)
+        return example if example.size == size else example.head(size)
 
     def _run_alike(self, unit: Unit, work: Sequence[MicroBatch]) -> List[Result]:
         count = unit.size.micro_batches

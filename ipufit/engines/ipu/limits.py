@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ipufit.core.jit_modes import AUTO
 from ipufit.core.plan import Plan
 from ipufit.core.precision import autocast_state
-from ipufit.core.train_config import Recipe
+from ipufit.core.train_config import TrainConfig
 from ipufit.engines.embedded.flat_optimizer import refuse_step_hooks
 from ipufit.engines.ipu.optimizers import check_optimizer
 from ipufit.engines.ipu.preflight.facts import Fact
@@ -32,27 +32,27 @@ def check_request(
     module: nn.Module,
     optimizer: Optional[torch.optim.Optimizer],
     loss: Loss,
-    recipe: Recipe,
+    config: TrainConfig,
     wide: bool,
 ) -> None:
     """Make sure that ``compile`` asks for nothing that an IPU can't do.
 
     Args:
-        module, optimizer, loss, recipe: as ``compile`` resolved them.
+        module, optimizer, loss, config: as ``compile`` resolved them.
         wide: whether float64 is kept.
 
     Raises:
         ConfigurationError: it does; several faults as one error.
     """
     faults = Faults()
-    for name, fact in refused(recipe):
+    for name, fact in refused(config):
         with faults.collected():
             raise ConfigurationError(
                 f"an IPU can't run {name}: {fact.says}. {fact.cure}, or use engine='embedded'."
             )
     with faults.collected():
         if optimizer is not None:
-            check_optimizer(optimizer, recipe)
+            check_optimizer(optimizer, config)
     with faults.collected():
         _check_tensors(module, loss, wide)
     faults.raise_all()
@@ -106,13 +106,13 @@ def check_trained(
     refuse_shared_memory(trained, parameters, buffers)
 
 
-def refused(recipe: Recipe) -> Iterator[Tuple[str, Fact]]:
-    """What of a recipe an IPU can't do, as it is written in ``compile``, with the facts."""
-    clip, scale, precision = recipe.clip, recipe.loss_scale, recipe.precision
+def refused(config: TrainConfig) -> Iterator[Tuple[str, Fact]]:
+    """Settings of ``compile`` that an IPU can't honour, as they are written, with the facts."""
+    clip, scale, precision = config.clip, config.loss_scale, config.precision
     for name, bound in (("clipnorm", clip.norm), ("clipvalue", clip.value)):
         if bound is not None:
             yield f"{name}={bound:g}", SETTINGS[name]
-    if recipe.averaging is not None:
+    if config.averaging is not None:
         yield "use_ema=True", SETTINGS["use_ema"]
     if precision.autocast is not None:
         yield f"precision={precision.name!r}", SETTINGS["autocast"]
@@ -120,15 +120,15 @@ def refused(recipe: Recipe) -> Iterator[Tuple[str, Fact]]:
         yield f"precision={precision.name!r}", SETTINGS["precision"]
     if scale is not None and scale.dynamic and precision.autocast is None:
         yield f"loss_scale={scale.describe()!r}", SETTINGS["loss_scale"]
-    if recipe.accumulation_dtype not in (None, torch.float16, torch.float32):
-        dtype = str(recipe.accumulation_dtype).replace("torch.", "")
+    if config.accumulation_dtype not in (None, torch.float16, torch.float32):
+        dtype = str(config.accumulation_dtype).replace("torch.", "")
         yield f"accumulation_dtype={dtype!r}", SETTINGS["accumulation_dtype"]
-    if recipe.detect_nan:
+    if config.detect_nan:
         yield "detect_nan=True", SETTINGS["detect_nan"]
-    if recipe.run_eagerly:
+    if config.run_eagerly:
         yield "run_eagerly=True or jit='off'", SETTINGS["run_eagerly"]
-    elif recipe.jit != AUTO:
-        yield f"jit={recipe.jit!r}", SETTINGS["jit"]
+    elif config.jit != AUTO:
+        yield f"jit={config.jit!r}", SETTINGS["jit"]
 
 
 def _check_tensors(module: nn.Module, loss: Loss, wide: bool) -> None:

@@ -92,8 +92,8 @@ class Host:
         """Those of floating point become those of process 0; the host counts all others alike."""
         own = [buffer for buffer in self.buffers().values() if buffer.is_floating_point()]
         common = [plain(buffer) for buffer in own]
-        processes.spread(common)
-        if not processes.is_first:
+        processes.broadcast(common)
+        if not processes.is_rank_zero:
             with torch.no_grad():
                 for buffer, value in zip(own, common):
                     buffer.copy_(value)
@@ -157,7 +157,7 @@ class Trained:
         # Before PopTorch gives them classes of its own.
         self._kinds = [(t, type(t)) for t in (*parameters.values(), *step.buffers())]
         self.optimizer = DeviceOptimizer(
-            sdk, spec.optimizer, parameters, host.trained, spec.recipe, scheduled
+            sdk, spec.optimizer, parameters, host.trained, spec.config, scheduled
         )
         with told(sdk, "wrapping the module"):
             executor = sdk.trainingModel(step, options=options, optimizer=self.optimizer.own)

@@ -8,7 +8,7 @@ from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Type
 import torch
 from torch import Tensor, nn
 
-from ipufit.core.train_config import Recipe
+from ipufit.core.train_config import TrainConfig
 from ipufit.engines.ipu.preflight.optimizers import ParameterGroup, refused_settings
 from ipufit.engines.ipu.preflight.settings import CLIPPED, SETTINGS
 from ipufit.errors import OptimizerError
@@ -52,7 +52,7 @@ def _names(kinds: Sequence[Type[torch.optim.Optimizer]]) -> str:
     return ", ".join(kind.__name__ for kind in kinds)
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
     """Make sure that a device can do what this optimizer does.
 
     Raises:
@@ -76,7 +76,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
             "them alike, or use engine='embedded'."
         )
     unbounded = SETTINGS["global_clipnorm"].applies(kind)
-    if recipe.clip.global_norm is not None and unbounded:
+    if config.clip.global_norm is not None and unbounded:
         raise OptimizerError(
             f"an IPU clips the gradients of {', '.join(CLIPPED)} only, got global_clipnorm with "
             f"{kind.__name__}. Leave it out, choose one of these, or use engine='embedded'."
@@ -91,7 +91,7 @@ class DeviceOptimizer:
         optimizer: torch's; its state is read and written, its ``step`` is never called.
         parameters: those that are trained, by the names that the program has for them.
         originals: the parameter of torch's optimizer for each of these names.
-        recipe: clipping, loss scale and the type of accumulators.
+        config: clipping, loss scale and the type of accumulators.
         scheduled: settings that will change; all others are constants of the program where they
             have PopTorch's default.
 
@@ -107,7 +107,7 @@ class DeviceOptimizer:
         optimizer: torch.optim.Optimizer,
         parameters: Mapping[str, nn.Parameter],
         originals: Mapping[str, nn.Parameter],
-        recipe: Recipe,
+        config: TrainConfig,
         scheduled: FrozenSet[str],
     ) -> None:
         self._torchs = optimizer
@@ -128,20 +128,20 @@ class DeviceOptimizer:
         # A group without any parameter that is trained would be none to PopTorch.
         self._used = [i for i, group in enumerate(groups) if group["params"]]
         self._sent = [self._values(optimizer.param_groups[i]) for i in self._used]
-        self.own = self._make(sdk, [groups[i] for i in self._used], recipe)
+        self.own = self._make(sdk, [groups[i] for i in self._used], config)
 
-    def _make(self, sdk: Any, groups: List[Dict[str, Any]], recipe: Recipe) -> Any:
+    def _make(self, sdk: Any, groups: List[Dict[str, Any]], config: TrainConfig) -> Any:
         kind = getattr(sdk.optim, self._kind.__name__)
         own = [{n: g[n] for n in ("params", *sorted(self._explicit))} for g in groups]
         more = {name: groups[0][name] for name in sorted(self._explicit)}
         if self._kind is LAMB:
             more["bias_correction"] = self._torchs.param_groups[0]["bias_correction"]
-        if recipe.clip.global_norm is not None:
-            more["max_grad_norm"] = recipe.clip.global_norm
-        if recipe.loss_scale is not None:
-            more["loss_scaling"] = recipe.loss_scale.initial
-        if recipe.accumulation_dtype is not None:
-            more["accum_type"] = recipe.accumulation_dtype
+        if config.clip.global_norm is not None:
+            more["max_grad_norm"] = config.clip.global_norm
+        if config.loss_scale is not None:
+            more["loss_scaling"] = config.loss_scale.initial
+        if config.accumulation_dtype is not None:
+            more["accum_type"] = config.accumulation_dtype
         return kind(own, **more)
 
     def _values(self, group: Mapping[str, Any]) -> Dict[str, Any]:

@@ -67,7 +67,7 @@ def make_options(sdk: Any, given: Any, spec: ProgramSpec, size: Size) -> Any:
     if training:
         options.Training.gradientAccumulation(size.accumulation)
         kind = sdk.ReductionType.Sum
-        if spec.recipe.gradient_reduction == "mean":
+        if spec.config.gradient_reduction == "mean":
             kind = sdk.ReductionType.Mean
         options.Training.accumulationAndReplicationReductionType(kind)
         _offload(sdk, options, spec)
@@ -87,11 +87,15 @@ def _offload(sdk: Any, options: Any, spec: ProgramSpec) -> None:
 
     What the options say of either holds.
     """
-    recipe, locations = spec.recipe, options.TensorLocations
+    config, locations = spec.config, options.TensorLocations
     shares = spec.plan.all_replicas > 1
     asked = (
-        ("Optimizer", recipe.offload_optimizer_state, recipe.shard_optimizer and shares),
-        ("Weight", False, recipe.shard_weights and shares),
+        (
+            "Optimizer",
+            config.offload_optimizer_state,
+            config.shard_optimizer and shares,
+        ),
+        ("Weight", False, config.shard_weights and shares),
     )
     known = locations.toDict()
     for what, offloads, shards in asked:

@@ -82,7 +82,7 @@ def samples_stand_apart(spec: ProgramSpec, example: MicroBatch) -> bool:
     try:
         with torch.no_grad(), isolated(_HOST):
             net, loss = copy.deepcopy((spec.module, spec.loss))
-            return _stand_apart(net, loss, spec.recipe.precision, example, half)
+            return _stand_apart(net, loss, spec.config.precision, example, half)
     except IpufitError:
         return False
     except Exception:  # the user's module, which may want the device

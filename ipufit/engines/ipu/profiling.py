@@ -73,7 +73,7 @@ def _folder(spec: ProgramSpec) -> str:
 
 def _beside(spec: ProgramSpec, size: Size) -> List[str]:
     """The folder within that one of a program that is not the main one."""
-    main, schedule = Size.of(spec.plan), spec.recipe.schedule
+    main, schedule = Size.of(spec.plan), spec.config.schedule
     if schedule is not None and schedule.per_update:
         main = dataclasses.replace(main, iterations=1)
     if size == main:

@@ -71,7 +71,7 @@ class Programs:
         assert self.example is not None
         example = self.example
         if size.micro_batch != example.size:
-            example = example.cut(size.micro_batch)
+            example = example.head(size.micro_batch)
         self.leave()
         self._meet()
         engine, spec = self._engine, self._spec
@@ -179,7 +179,7 @@ class Programs:
 
         They are about to take them from the host, as those of one process do.
         """
-        if self._spec.processes.are_several and self.changes_buffers:
+        if self._spec.processes.is_distributed and self.changes_buffers:
             self._host.share_buffers(self._spec.processes)
 
     def follow_the_optimizer(self) -> None:
@@ -220,6 +220,6 @@ def _send_weights(executor: Any) -> None:
 
 def _scheduled(spec: ProgramSpec) -> FrozenSet[str]:
     """Settings of the optimizer that a schedule changes, as the groups have them."""
-    schedule = spec.recipe.schedule
+    schedule = spec.config.schedule
     names = schedule.names if schedule is not None else frozenset()
     return frozenset("betas" if name.startswith("beta") else name for name in names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import List, Optional, Sequence, Tuple
 
-from ipufit.core.batch import by_process
+from ipufit.core.batch import counts_by_rank
 from ipufit.engines.embedded.gradient_reduction import Reduction
 from ipufit.engines.ipu.module_copy import Trained
 from ipufit.engines.ipu.padding import padding_needed, samples_stand_apart
@@ -103,7 +103,7 @@ class Shapes:
             return [1.0] * len(sizes)
         # PopTorch divides by the replicas of all processes.
         divisor = size.per_update * self._spec.plan.processes
-        if self._spec.recipe.gradient_reduction != "mean":
+        if self._spec.config.gradient_reduction != "mean":
             divisor = 1
         return [share * divisor for share in self._reduction.coefficients(sizes)]
 
@@ -130,7 +130,7 @@ class Shapes:
         """
         plan = self._spec.plan
         sizes = [each for each in update if each]
-        counts = by_process(update, plan)
+        counts = counts_by_rank(update, plan)
         own = counts[0]
         if len(set(sizes)) == 1 and set(counts) == {own} and own % size.replicas == 0:
             smaller = dataclasses.replace(

@@ -11,7 +11,7 @@ from ipufit.core.batch import Mode
 from ipufit.core.logged_values import LogRule, joined_rules
 from ipufit.core.train_config import outputs_wanted
 from ipufit.engines.ipu.executable import Result
-from ipufit.engines.program import Anchors, ProgramSpec
+from ipufit.engines.program import ExecutionResult, ProgramSpec
 from ipufit.utils import tree
 
 __all__ = ["anchors_of"]
@@ -21,7 +21,7 @@ def anchors_of(
     results: Sequence[Result],
     spec: ProgramSpec,
     settings: Mapping[str, float],
-) -> Anchors:
+) -> ExecutionResult:
     """What came back from the micro-batches of an execution.
 
     Args:
@@ -38,7 +38,7 @@ def anchors_of(
         for result in results:
             rules = joined_rules(rules, result.reported.rules)
     counted = any(result.reported.counted for result in results)
-    return Anchors(
+    return ExecutionResult(
         torch.tensor([r.numbers[0] for r in results] if has_loss else [], dtype=torch.float64),
         outputs,
         places,
@@ -63,7 +63,7 @@ def _outputs(results: Sequence[Result], spec: ProgramSpec) -> Tuple[List[Any], L
         return [], []
     if spec.mode is not Mode.TRAIN:
         return [result.outputs for result in results], list(range(len(results)))
-    plan, mode = spec.plan, spec.recipe.output_mode
+    plan, mode = spec.plan, spec.config.output_mode
     if mode.kind == "sum":
         return [
             _sum([result.outputs for result in results[replica :: plan.replicas]])

@@ -178,8 +178,8 @@ class IpuStep(nn.Module):
         self._loss = loss
         self._mode = spec.mode
         self.wants_outputs = spec.want_outputs
-        self.precision = spec.recipe.precision
-        self._recompute = spec.recipe.recompute
+        self.precision = spec.config.precision
+        self._recompute = spec.config.recompute
         self._form = form
         self._partition = spec.partition
         # In a tuple: it is no part of this module.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
-from ipufit.core.batch import CombinedBatch, MicroBatch, Share, dealt
+from ipufit.core.batch import CombinedBatch, MicroBatch, ProcessShard, split_by_update
 from ipufit.core.precision import check_precision, warn_of_vanishing_eps
 from ipufit.engines.ipu.device import alone
 from ipufit.engines.ipu.executable import Result, Unit, cut_rows
@@ -22,7 +22,7 @@ from ipufit.engines.ipu.program_cache import Programs
 from ipufit.engines.ipu.program_selector import Shapes
 from ipufit.engines.ipu.results import anchors_of
 from ipufit.engines.ipu.size import Size
-from ipufit.engines.program import Anchors, Prepared, ProgramSpec, TrainState
+from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, TrainState
 from ipufit.errors import ConfigurationError, LossError, NonFiniteLossError
 from ipufit.tracing.fingerprint import FrozenValues, fingerprint
 from ipufit.tracing.grad_step import StepModule, public_name
@@ -45,7 +45,7 @@ class _Update:
     """
 
     layout: Sequence[int]
-    share: Share
+    share: ProcessShard
     own: List[MicroBatch]
 
 
@@ -76,12 +76,12 @@ class TrainingProgram:
         check_trained(
             spec.optimizer, list(self._host.trained), self._host.parameters, self._host.buffers()
         )
-        check_precision(spec.recipe.precision, spec.module)
+        check_precision(spec.config.precision, spec.module)
         warn_of_vanishing_eps(spec.optimizer)
         # What it does depends on all that these hold.
         self._whole = StepModule(spec.module, spec.loss)
         self._size = Size.of(spec.plan)
-        schedule = spec.recipe.schedule
+        schedule = spec.config.schedule
         if schedule is not None and schedule.per_update:
             # Settings change between calls only.
             self._size = dataclasses.replace(self._size, iterations=1)
@@ -129,7 +129,7 @@ class TrainingProgram:
             if example.size == self._size.micro_batch:
                 return _prepared(program.unit, example.size)
         sizes = shapes.last_sizes()
-        if sizes is None and self._spec.processes.are_several:
+        if sizes is None and self._spec.processes.is_distributed:
             # Not all of them may have begun with a smaller one, and they compile together.
             return _prepared(programs.built(self._size).unit, example.size)
         if sizes is None or sizes[-1] != example.size:
@@ -157,13 +157,13 @@ class TrainingProgram:
                 )
 
     @alone
-    def run(self, batch: CombinedBatch) -> Anchors:
+    def run(self, batch: CombinedBatch) -> ExecutionResult:
         """One execution: every update in turn, its micro-batches in stream order."""
         self._host.refuse_changes()
         self._frozen_values.look()
         self._programs.follow_the_optimizer()
         updates = self._by_update(batch)
-        schedule, start = self._spec.recipe.schedule, self.updates
+        schedule, start = self._spec.config.schedule, self.updates
         before = schedule.snapshot() if schedule is not None else None
         rows: Sequence[Any] = [self._optimizer.param_groups] * len(updates)
         if schedule is not None:
@@ -183,7 +183,7 @@ class TrainingProgram:
         plan = self._spec.plan
         layouts = batch.sizes(plan) if batch.layout is None else batch.layout
         shares = batch.shares(plan)
-        own = dealt(batch.micro_batches, shares)
+        own = split_by_update(batch.micro_batches, shares)
         return [_Update(*each) for each in zip(layouts, shares, own)]
 
     def _run_all(self, updates: Sequence[_Update], rows: Sequence[Any]) -> List[Result]:
@@ -240,7 +240,7 @@ class TrainingProgram:
             if not math.isfinite(result.numbers[0]) and self._lost is None:
                 lost = first + place // max(1, len(results) // updates)
                 self._lost = (lost, result.numbers[0])
-        if not self._spec.processes.are_several:
+        if not self._spec.processes.is_distributed:
             self._refuse_lost()
         return results
 
@@ -253,7 +253,7 @@ class TrainingProgram:
         if self._lost is None:
             return
         lost, value = self._lost
-        what = "execution" if self._spec.processes.are_several else "call"
+        what = "execution" if self._spec.processes.is_distributed else "call"
         raise NonFiniteLossError(
             f"the loss must be finite, but it became {value} in update {lost}. An IPU can't go "
             f"back: the weights and the optimizer state are those after update "
@@ -263,12 +263,12 @@ class TrainingProgram:
             value,
         )
 
-    def _anchors(self, results: List[Result], rows: Sequence[Any]) -> Anchors:
+    def _anchors(self, results: List[Result], rows: Sequence[Any]) -> ExecutionResult:
         settings: Dict[str, float] = {}
-        if self._spec.recipe.schedule is not None:
+        if self._spec.config.schedule is not None:
             settings["learning_rate"] = float(rows[-1][0]["lr"])
-        if self._spec.recipe.loss_scale is not None:
-            settings["loss_scale"] = self._spec.recipe.loss_scale.initial
+        if self._spec.config.loss_scale is not None:
+            settings["loss_scale"] = self._spec.config.loss_scale.initial
         return anchors_of(results, self._spec, settings)
 
     @alone
@@ -284,8 +284,8 @@ class TrainingProgram:
         """
         self.publish()
         buffers = {public_name(name): plain(b) for name, b in self._host.buffers().items()}
-        self._spec.processes.spread(list(buffers.values()))
-        schedule, scale = self._spec.recipe.schedule, self._spec.recipe.loss_scale
+        self._spec.processes.broadcast(list(buffers.values()))
+        schedule, scale = self._spec.config.schedule, self._spec.config.loss_scale
         return TrainState(
             {public_name(name): plain(p) for name, p in self._host.parameters.items()},
             [buffers],
@@ -306,8 +306,8 @@ class TrainingProgram:
             for name, buffer in self._host.buffers().items():
                 buffer.copy_(state.buffers[0][public_name(name)])
         self._optimizer.load_state_dict(state.optimizer)
-        if self._spec.recipe.schedule is not None and state.schedule is not None:
-            self._spec.recipe.schedule.load_state_dict(state.schedule)
+        if self._spec.config.schedule is not None and state.schedule is not None:
+            self._spec.config.schedule.load_state_dict(state.schedule)
         self._programs.updates = state.updates
         self._programs.note_published()
 

@@ -137,7 +137,7 @@ def set_up(module: Any, loaders: Loaders, stage: str, facts: object) -> Iterator
         return None
 
     with attached(module, facts, no_log("setup")):
-        current().first(prepare)
+        current().run_on_rank_zero(prepare)
         for owner in owners:
             owner.setup(stage=stage)
         if hasattr(module, "configure_model"):

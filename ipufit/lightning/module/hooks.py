@@ -54,7 +54,7 @@ class ModuleHooks(Callback):
                 "testing": lambda: stage == "test",
                 "predicting": lambda: stage == "predict",
                 "sanity_checking": False,
-                "is_global_zero": lambda: self._process().is_first,
+                "is_global_zero": lambda: self._process().is_rank_zero,
                 "global_rank": lambda: self._process().process_id,
                 "world_size": lambda: self._process().num_processes,
                 "lightning_module": module,

@@ -503,7 +503,7 @@ def test_hooks_that_are_not_called_name_what_a_trainer_has(hook, cure):
 
 def test_several_processes_are_refused(monkeypatch):
     """A Trainer would hand each of them all the data."""
-    several = type("Several", (), {"are_several": True, "num_processes": 4})()
+    several = type("Several", (), {"is_distributed": True, "num_processes": 4})()
     monkeypatch.setattr("ipufit.lightning.strategy.current", lambda: several)
     with pytest.raises(ConfigurationError) as caught:
         by_ipufit(Classifier(), "fit", BATCHES, max_epochs=1)

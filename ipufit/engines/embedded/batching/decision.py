@@ -117,21 +117,21 @@ def _check_request(
     spec: ProgramSpec, step: StepModule, example: MicroBatch, state: Sequence[Tensor]
 ) -> None:
     """What needs no look at the module."""
-    recipe, loss = spec.recipe, spec.loss
+    config, loss = spec.config, spec.loss
     assert loss is not None
     if loss.in_module:
         raise RefusalError("the module computes its own loss, from a whole micro-batch")
-    if recipe.loss_scale is not None:
+    if config.loss_scale is not None:
         raise RefusalError("the loss is scaled")
-    if recipe.accumulation_dtype is not None:
+    if config.accumulation_dtype is not None:
         raise RefusalError("accumulation_dtype asks for a sum over micro-batches")
-    if recipe.recompute:
+    if config.recompute:
         raise RefusalError("recompute asks for less memory, and a larger batch holds more")
     tensors = [*state, *example.leaves]
     if (
         computes_in_half(tensors)
         or autocast_state(tensors[0].device)[0]
-        or recipe.precision.autocast
+        or config.precision.autocast
     ):
         raise RefusalError("half precision rounds a larger batch to other numbers")
     for name, parameter in step.named_parameters():
@@ -212,7 +212,7 @@ class _Work:
             self._example,
             count,
             self._spec.want_outputs,
-            self._spec.recipe.precision,
+            self._spec.config.precision,
             micro.reached,
             micro.blocks,
             self._early(total),
@@ -226,7 +226,7 @@ class _Work:
 
     def _early(self, total: int) -> float:
         """What the gradients of an update may be multiplied with on the way."""
-        if self._spec.processes.are_several:
+        if self._spec.processes.is_distributed:
             # Others may not merge theirs.
             return 1.0
         return Reduction(self._spec).early([self._example.size] * total)
@@ -246,7 +246,7 @@ class _Work:
     def _forward(self, count: int) -> Tuple[fx.GraphModule, OutputShape]:
         """The module's forward for so many micro-batches, recorded."""
         leaves = self._example.leaves[: forward_leaves(self._example)]
-        cast = with_inputs_in(self._spec.recipe.precision, (list(leaves), None, None, None))[0]
+        cast = with_inputs_in(self._spec.config.precision, (list(leaves), None, None, None))[0]
         arguments = [*self._state, *(torch.cat([leaf] * count) for leaf in cast)]
         forward = Forward(self._step, self._loss, self._names, len(self._trained), self._example)
         with _explained(f"forward can't take {count * self._example.size} samples at once"):
@@ -271,7 +271,7 @@ class _Work:
             True,
             spec.want_outputs,
             lambda names: micro.blocks,
-            spec.recipe.precision,
+            spec.config.precision,
             False,
         )
         with _explained("the gradient of forward is not that of its operators"):

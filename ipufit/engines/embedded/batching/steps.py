@@ -241,7 +241,7 @@ class MergedStep:
 
     def arguments(self, batches: Sequence[MicroBatch]) -> List[Tensor]:
         """The leaves of all micro-batches; each in one tensor where it has rows."""
-        joined = dict(zip(self._rows, MicroBatch.joined(batches, self._rows)))
+        joined = dict(zip(self._rows, MicroBatch.concat_leaves(batches, self._rows)))
         found: List[Tensor] = []
         for i in range(len(self._example.leaves)):
             found += [joined[i]] if i in joined else [batch.leaves[i] for batch in batches]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ipufit.core.jit_modes import AUTO, CUDAGRAPH
-from ipufit.core.train_config import Recipe
+from ipufit.core.train_config import TrainConfig
 from ipufit.engines.embedded.cuda_graphs.capture import CudaGraphs, GraphMaker, why_no_graphs
 from ipufit.errors import ConfigurationError
 
@@ -38,14 +38,14 @@ def check_cudagraph(module: nn.Module) -> None:
 
 
 def graph_maker(
-    engine: EmbeddedEngine, recipe: Recipe, device: torch.device
+    engine: EmbeddedEngine, config: TrainConfig, device: torch.device
 ) -> Optional[GraphMaker]:
     """What captures the executions of a program; None where they run as they were recorded."""
-    if recipe.jit not in (AUTO, CUDAGRAPH):
+    if config.jit not in (AUTO, CUDAGRAPH):
         return None
     if engine.tape is not None:
         return engine.tape(device)
     # No GPU has run them yet, so nobody gets them unasked.
-    if recipe.jit == AUTO or device.type != "cuda" or why_no_graphs() is not None:
+    if config.jit == AUTO or device.type != "cuda" or why_no_graphs() is not None:
         return None
     return CudaGraphs(device)

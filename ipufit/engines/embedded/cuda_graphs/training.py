@@ -26,7 +26,7 @@ from ipufit.engines.embedded.host_transfer import pack, unpack
 from ipufit.engines.embedded.loss_scale import ScaleState
 from ipufit.engines.embedded.training_state import LiveState, Snapshot
 from ipufit.engines.embedded.update_runner import Update, UpdateMaker
-from ipufit.engines.program import Anchors, ProgramSpec
+from ipufit.engines.program import ExecutionResult, ProgramSpec
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
@@ -128,7 +128,9 @@ class CapturedExecutions:
         with torch.no_grad():
             return StagedBatch(batch.micro_batches, batch.place, sent=inputs.send(leaves))
 
-    def run(self, updates: Sequence[Update], rows: Rows, batch: CombinedBatch) -> Optional[Anchors]:
+    def run(
+        self, updates: Sequence[Update], rows: Rows, batch: CombinedBatch
+    ) -> Optional[ExecutionResult]:
         """One execution; None if it is not captured, or bad: then nothing has changed.
 
         Args:
@@ -160,18 +162,18 @@ class CapturedExecutions:
 
     def _why_not(self, updates: Sequence[Update]) -> Optional[str]:
         """Why these are not captured, as the end of a sentence."""
-        recipe, live = self._spec.recipe, self._live
+        config, live = self._spec.config, self._live
         if not isinstance(live.updater, RuleUpdater):
             name = type(self._spec.optimizer).__name__
             return f"the step of {name} is torch's own, which counts on the host"
-        if recipe.detect_nan:
+        if config.detect_nan:
             return "detect_nan looks at every update while it is made"
-        if recipe.offload_optimizer_state:
+        if config.offload_optimizer_state:
             return "the optimizer's state is in host memory between updates"
         if any(flat.device != self._device for flat in live.storage.flats):
             return "the module is on several devices"
         half = (torch.float16, torch.bfloat16)
-        sums = [recipe.accumulation_dtype or flat.dtype for flat in live.storage.flats]
+        sums = [config.accumulation_dtype or flat.dtype for flat in live.storage.flats]
         if live.scaler is not None and any(dtype in half for dtype in sums):
             return "a loss scale that is a tensor rounds otherwise in a half-precision gradient"
         if not all(keeps_its_form(leaf, self._device) for leaf in _leaves(updates)):
@@ -183,7 +185,7 @@ class CapturedExecutions:
             return
         self._reason = reason
         self._engine.replaying = f"Runs no CUDA graphs: {reason}."
-        if self._spec.recipe.jit == CUDAGRAPH:
+        if self._spec.config.jit == CUDAGRAPH:
             warnings.warn(
                 f"jit='cudagraph' runs this program as jit='graph' does: {reason}.",
                 UserWarning,
@@ -194,7 +196,7 @@ class CapturedExecutions:
         self, updater: RuleUpdater, updates: Sequence[Update], rows: Rows, tables: Sequence[Tensor]
     ) -> Optional[_Captured]:
         """The graph for such an execution; captured now if it comes for the second time."""
-        live, averaging = self._live, self._spec.recipe.averaging
+        live, averaging = self._live, self._spec.config.averaging
         every = averaging.overwrite_every if averaging is not None else None
         key = (
             tuple(id(recorded) for update in updates for _, recorded in update),
@@ -274,7 +276,7 @@ class CapturedExecutions:
         graph = self._capture_work(work, len(draws))
         return _Captured(graph, placed, inputs, static, *made[0], list(draws))
 
-    def _replay(self, captured: _Captured, rows: Rows) -> Optional[Anchors]:
+    def _replay(self, captured: _Captured, rows: Rows) -> Optional[ExecutionResult]:
         live, updater = self._live, self._live.updater
         assert isinstance(updater, RuleUpdater)
         before = self._counters(updater)

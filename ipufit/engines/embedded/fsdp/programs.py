@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple, Ty
 import torch
 from torch import Tensor, nn
 
-from ipufit.core.batch import CombinedBatch, MicroBatch, by_process
+from ipufit.core.batch import CombinedBatch, MicroBatch, counts_by_rank
 from ipufit.engines.embedded.external_changes import refuse_replaced
 from ipufit.engines.embedded.fsdp.running import DividedRun
 from ipufit.engines.embedded.fsdp.updater import DividedUpdater
@@ -17,7 +17,7 @@ from ipufit.engines.embedded.profiling.profile import DIVIDED
 from ipufit.engines.embedded.zero.optimizer import PartedUpdater
 from ipufit.engines.embedded.zero.state import cuts_of
 from ipufit.engines.embedded.zero.training import ShardedTrainingProgram
-from ipufit.engines.program import Anchors, ProgramSpec, TrainState
+from ipufit.engines.program import ExecutionResult, ProgramSpec, TrainState
 from ipufit.errors import ConfigurationError, NonFiniteLossError
 from ipufit.tracing.flat_storage import Block, FlatStorage
 
@@ -54,7 +54,7 @@ class DividedTrainingProgram(ShardedTrainingProgram):
             len(blocks),
             self._spec.processes,
             self._device,
-            self._spec.recipe.accumulation_dtype,
+            self._spec.config.accumulation_dtype,
         )
         return self._weights
 
@@ -97,7 +97,7 @@ class DividedTrainingProgram(ShardedTrainingProgram):
                 "on_epoch_begin."
             )
 
-    def run(self, batch: CombinedBatch) -> Anchors:
+    def run(self, batch: CombinedBatch) -> ExecutionResult:
         """One execution.
 
         Raises:
@@ -164,12 +164,12 @@ class DividedInferenceProgram(InferenceProgram):
         self._events = recorded.lowered.run.events
         return recorded
 
-    def run(self, batch: CombinedBatch) -> Anchors:
+    def run(self, batch: CombinedBatch) -> ExecutionResult:
         """One execution; a process without a micro-batch brings its parts to those of others."""
         anchors = super().run(batch)
         plan, layout = self._spec.plan, batch.layout
         assert layout is not None
-        counts = [sum(each) for each in zip(*(by_process(update, plan) for update in layout))]
+        counts = [sum(each) for each in zip(*(counts_by_rank(update, plan) for update in layout))]
         for _ in range(max(counts) - counts[plan.process]):
             with torch.no_grad():
                 self._weights.idle(self._events)

@@ -66,9 +66,9 @@ def describe(
     Raises:
         UnfitError: they can't be compiled.
     """
-    recipe, plan = spec.recipe, spec.plan
+    config, plan = spec.config, spec.plan
     updater, graph = live.updater, recorded.graph
-    _refuse_recipe(spec, live)
+    _refuse_config(spec, live)
     assert isinstance(updater, RuleUpdater)
     assert graph is not None
     if recorded.random:
@@ -87,7 +87,7 @@ def describe(
     written = Memories(graph.graph).changed
     sizes = [example.size] * plan.micro_batches_per_update
     factors, share = Reduction(spec).shares(sizes)
-    dtype = recipe.accumulation_dtype
+    dtype = config.accumulation_dtype
     form = UpdateForm(
         source=source,
         code=code,
@@ -104,20 +104,20 @@ def describe(
         factors=tuple(factors),
         share=share,
         dtype=None if dtype is None else str(dtype).replace("torch.", ""),
-        clip=(recipe.clip.value, recipe.clip.norm, recipe.clip.global_norm),
+        clip=(config.clip.value, config.clip.norm, config.clip.global_norm),
     )
     return Described(form, rest, constants)
 
 
-def _refuse_recipe(spec: ProgramSpec, live: LiveState) -> None:
-    recipe, optimizer = spec.recipe, type(spec.optimizer).__name__
+def _refuse_config(spec: ProgramSpec, live: LiveState) -> None:
+    config, optimizer = spec.config, type(spec.optimizer).__name__
     if not isinstance(live.updater, RuleUpdater):
         raise UnfitError(f"{optimizer} runs through its own step")
-    if recipe.loss_scale is not None:
+    if config.loss_scale is not None:
         raise UnfitError(
             "whether an update is skipped at a loss scale is decided between two programs"
         )
-    if recipe.recompute:
+    if config.recompute:
         raise UnfitError("the compiler would merge what recompute computes twice")
     if isinstance(live.updater.memory, HostMemory):
         raise UnfitError(

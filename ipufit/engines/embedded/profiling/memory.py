@@ -53,15 +53,15 @@ def fixed_bytes(
     count = plan.own_micro_batches_per_update * plan.device_iterations
     wanted = 0
     if spec.want_outputs:
-        mode, per_update = spec.recipe.output_mode, plan.own_micro_batches_per_update
+        mode, per_update = spec.config.output_mode, plan.own_micro_batches_per_update
         wanted = len(outputs_wanted(mode, count, per_update, plan.replicas))
         # Those that are added up are added to the first ones.
         wanted = min(wanted, plan.replicas) if mode.kind == "sum" else wanted
     # What an update goes back to where a loss is not finite; or an execution, where the host
     # looks at losses behind it.
     snapshot = buffers
-    if not at_once or spec.recipe.detect_nan:
-        snapshot = 2 * buffers if spec.recipe.detect_nan else buffers
+    if not at_once or spec.config.detect_nan:
+        snapshot = 2 * buffers if spec.config.detect_nan else buffers
         snapshot += bytes_in(storage.flats) + optimizer + averages
     return {
         "weights": weights,
@@ -77,7 +77,7 @@ def fixed_bytes(
 
 def _gradient_bytes(spec: ProgramSpec, flats: Sequence[Tensor]) -> int:
     """Of what gradients are added up in."""
-    dtype = spec.recipe.accumulation_dtype
+    dtype = spec.config.accumulation_dtype
     return sum(flat.numel() * _size(dtype or flat.dtype) for flat in flats)
 
 

@@ -204,7 +204,7 @@ class Profiling:
 
     def _dtype(self) -> torch.dtype:
         """In which most is computed."""
-        return self.spec.recipe.precision.autocast or self.live.storage.flats[0].dtype
+        return self.spec.config.precision.autocast or self.live.storage.flats[0].dtype
 
     def _notes(self) -> Iterator[str]:
         if self.captured:
@@ -217,7 +217,7 @@ class Profiling:
     def _memory(
         self, watched: WatchedRun, places: Dict[str, Place], results: Sequence[Tensor]
     ) -> Dict[str, Any]:
-        recipe, merged = self.spec.recipe, self.maker.merged
+        config, merged = self.spec.config, self.maker.merged
         runs = self.spec.plan.own_micro_batches_per_update
         if merged is not None and merged.graph is not None:
             watched, places = self._watched_merged(merged, merged.graph), {}
@@ -232,8 +232,8 @@ class Profiling:
             points.append((operator, place.module, place.direction, held))
         blocks = len(self.live.storage.blocks)
         gradients = bytes_in(results[len(results) - blocks :])
-        if runs > 1 and recipe.accumulation_dtype is not None:
-            added = [g.to(recipe.accumulation_dtype) for g in results[len(results) - blocks :]]
+        if runs > 1 and config.accumulation_dtype is not None:
+            added = [g.to(config.accumulation_dtype) for g in results[len(results) - blocks :]]
             points.append(("aten.add_.Tensor", GRADIENTS, "backward", gradients + bytes_in(added)))
         update = self.live.updater.recorded()
         during = 0 if update is None else peak_bytes(update)

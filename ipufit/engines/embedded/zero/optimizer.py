@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.core.jit_modes import CUDAGRAPH, INDUCTOR
-from ipufit.core.train_config import Clip, Recipe
+from ipufit.core.train_config import Clip, TrainConfig
 from ipufit.engines.embedded.clipping import Finish, clipped
 from ipufit.engines.embedded.flat_optimizer import Graphs, RuleUpdater, refuse_step_hooks
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
@@ -27,41 +27,41 @@ from ipufit.tracing.flat_storage import Block, FlatStorage, Slot, flatten_like, 
 __all__ = ["PartedUpdater", "needs_whole_gradient", "refuse_whole"]
 
 
-def needs_whole_gradient(recipe: Recipe) -> Optional[str]:
-    """What of the recipe each process needs the whole gradient for; None where a part is enough."""
-    if recipe.clip.global_norm is not None or recipe.clip.norm is not None:
+def needs_whole_gradient(config: TrainConfig) -> Optional[str]:
+    """Setting for which each process needs the whole gradient; None where a part is enough."""
+    if config.clip.global_norm is not None or config.clip.norm is not None:
         return "a bound on its norm"
-    if recipe.loss_scale is not None:
+    if config.loss_scale is not None:
         return "a loss scale"
     return None
 
 
-def refuse_whole(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+def refuse_whole(optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
     """Make sure that the optimizer's state, and weights if asked for, can lie in parts.
 
     Raises:
         ConfigurationError: its step is torch's own, or another way to run keeps it whole.
     """
-    name = "shard_weights" if recipe.shard_weights else "shard_optimizer"
+    name = "shard_weights" if config.shard_weights else "shard_optimizer"
     if rule_for(optimizer) is None:
         raise ConfigurationError(
             f"{name}=True needs an optimizer that ipufit has as a program of its own, but "
             f"got {type(optimizer).__name__}, whose own step works on whole parameters. Use sgd, "
             f"adam, adamw, rmsprop or lamb, or leave {name} out."
         )
-    if recipe.jit in (INDUCTOR, CUDAGRAPH):
+    if config.jit in (INDUCTOR, CUDAGRAPH):
         raise ConfigurationError(
             f"{name}=True needs a program that meets the other processes within an "
-            f"update, but got jit={recipe.jit!r}, which has whole updates as one. Use jit='auto', "
+            f"update, but got jit={config.jit!r}, which has whole updates as one. Use jit='auto', "
             f"or leave {name} out."
         )
-    if recipe.shard_weights and recipe.run_eagerly:
+    if config.shard_weights and config.run_eagerly:
         raise ConfigurationError(
             "shard_weights=True needs a recorded program, in which weights are whole only while "
             "they are read, but got run_eagerly=True or jit='off', which runs the module itself. "
             "Leave one of them out."
         )
-    if recipe.shard_weights and recipe.averaging is not None:
+    if config.shard_weights and config.averaging is not None:
         raise ConfigurationError(
             "shard_weights=True keeps each weight once, in one process, but use_ema=True exchanges "
             "whole weights for their averages. Use shard_optimizer=True with it, or leave use_ema "
@@ -83,7 +83,7 @@ class PartedUpdater(RuleUpdater):
         optimizer: torch.optim.Optimizer,
         rule: Type[Rule],
         graphs: Graphs,
-        recipe: Recipe,
+        config: TrainConfig,
         scheduled: Optional[Container[str]],
         memory: StateMemory,
         parts: StateParts,
@@ -91,11 +91,11 @@ class PartedUpdater(RuleUpdater):
     ) -> None:
         refuse_step_hooks(optimizer)
         decays = scheduled is not None and "weight_decay" in scheduled
-        self.takes_parts = needs_whole_gradient(recipe) is None
-        by_norm = recipe.clip.global_norm is not None or recipe.clip.norm is not None
+        self.takes_parts = needs_whole_gradient(config) is None
+        by_norm = config.clip.global_norm is not None or config.clip.norm is not None
         # A norm is that of whole gradients, so it is bounded before the rest.
-        self._bound = recipe.clip if by_norm else Clip()
-        finish = Finish(Clip() if by_norm else recipe.clip, recipe.accumulation_dtype)
+        self._bound = config.clip if by_norm else Clip()
+        finish = Finish(Clip() if by_norm else config.clip, config.accumulation_dtype)
         super().__init__(optimizer, rule, graphs, finish, decays, memory)
         self._parts = parts
         self._processes = processes

@@ -147,7 +147,7 @@ class StateParts:
         found: Dict[Tensor, Any] = {}
         flats = self._whole(names, parts, everywhere, not everywhere)
         rule = rule_for(self.optimizer)
-        for name in names if everywhere or self._processes.is_first else ():
+        for name in names if everywhere or self._processes.is_rank_zero else ():
             part = parts[name]
             parameter, group = part.slot.parameter, self.optimizer.param_groups[part.group]
             own: Dict[str, Any] = {

@@ -38,14 +38,14 @@ class ShardedTrainingProgram(TrainingProgram):
         super().__init__(engine, spec)
 
     def _make_updater(self, tabled: bool) -> Updater:
-        recipe, rule = self._spec.recipe, rule_for(self._optimizer)
+        config, rule = self._spec.config, rule_for(self._optimizer)
         assert rule is not None
         self._updater = self.updater_class(
             self._optimizer,
             rule,
             self._engine.optimizer_graphs,
-            recipe,
-            None if recipe.schedule is None else recipe.schedule.names,
+            config,
+            None if config.schedule is None else config.schedule.names,
             self._memory,
             self._parts,
             self._spec.processes,
@@ -69,7 +69,9 @@ class ShardedTrainingProgram(TrainingProgram):
 
     def _take_over_changes(self) -> None:
         changed = self._published.is_changed
-        self._spec.processes.agree(state_of_the_optimizer="changed" if changed else "as it was")
+        self._spec.processes.assert_equal_across_ranks(
+            state_of_the_optimizer="changed" if changed else "as it was"
+        )
         if changed:
             self._let_go()
 

@@ -130,7 +130,7 @@ def lists(engine: str) -> Dict[str, Row]:
 
 
 def _over_processes(engine: str) -> bool:
-    return engine not in ("ipu", "ipu-standin") and current().are_several
+    return engine not in ("ipu", "ipu-standin") and current().is_distributed
 
 
 def changed(config: IPUConfig) -> Dict[str, Any]:

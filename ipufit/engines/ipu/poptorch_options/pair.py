@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, List, Optional, Tuple
 
 from ipufit.core.option_roles import INFERENCE, TRAINING
-from ipufit.core.train_config import LossScale, Recipe
+from ipufit.core.train_config import LossScale, TrainConfig
 from ipufit.engines.ipu.poptorch_options.reading import WholeOptions
 from ipufit.engines.ipu.poptorch_options.report import Lists, lists
 from ipufit.errors import ConfigurationError
@@ -81,33 +81,33 @@ class OptionPair:
         return asked
 
     def applied(
-        self, engine: Any, recipe: Recipe, partitions: Partitions
-    ) -> Tuple[Recipe, List[str], List[str]]:
+        self, engine: Any, config: TrainConfig, partitions: Partitions
+    ) -> Tuple[TrainConfig, List[str], List[str]]:
         """On an engine without options of its own: what stands for them, and what is said of it.
 
         Returns:
-            the recipe, texts to print, and sentences for ``explain``.
+            the TrainConfig, texts to print, and sentences for ``explain``.
 
         Raises:
             ConfigurationError: it would be another run without them.
         """
         if getattr(engine, "takes_options", False):
-            return recipe, [], []
+            return config, [], []
         name = getattr(engine, "name", "given")
         found: List[Lists] = []
         for options in self.given:
             options.refuse_other_processes()
             is_divided = partitions.of(not options.is_inference) is not None
             found.append(lists(options, is_divided))
-        if self.training is not None and self.training.scales_loss and recipe.loss_scale is None:
-            recipe = dataclasses.replace(recipe, loss_scale=LossScale())
+        if self.training is not None and self.training.scales_loss and config.loss_scale is None:
+            config = dataclasses.replace(config, loss_scale=LossScale())
         printed = [rows.text(name) for rows in found if rows.text(name)]
         said = [
             f"Of {rows.role}, these change nothing on {name}: {', '.join(rows.none)}."
             for rows in found
             if rows.none
         ]
-        return recipe, printed, said
+        return config, printed, said
 
 
 def _agreed(asked: Any, name: str, said: Any, by: str) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.core.batch import MicroBatch
-from ipufit.core.train_config import Recipe
+from ipufit.core.train_config import TrainConfig
 from ipufit.engines.ipu.preflight.facts import SUPPORTED, UNKNOWN, Fact, Place
 from ipufit.engines.ipu.preflight.losses import LEFT_OUT
 from ipufit.engines.ipu.preflight.operator_call import Call, Seen
@@ -36,7 +36,7 @@ def preflight(
     module: nn.Module,
     loss: Loss,
     optimizer: Optional[torch.optim.Optimizer],
-    recipe: Recipe,
+    config: TrainConfig,
     batch: MicroBatch,
     table: Optional[Table] = None,
 ) -> PreflightReport:
@@ -46,7 +46,7 @@ def preflight(
         module: the user's.
         loss: its normal form.
         optimizer: None for a model that only evaluates and predicts.
-        recipe: what else ``compile`` was told.
+        config: what else ``compile`` was told.
         batch: a micro-batch.
         table: the facts; None for all.
     """
@@ -57,7 +57,7 @@ def preflight(
         loss,
         batch,
         trains,
-        recipe.precision,
+        config.precision,
         lambda name: table.knows(_OPERATORS, name),
     )
     findings = [
@@ -72,7 +72,7 @@ def preflight(
             *_of_bodies(table, recording),
             *_of_optimizer(table, optimizer),
         ]
-    findings += _of_recipe(recipe, optimizer)
+    findings += _of_config(config, optimizer)
     if recording.is_loss_left_out:
         findings.append(Finding(LEFT_OUT, "a loss without a target", "loss"))
     kinds = {call.name for call in recording.calls}
@@ -208,13 +208,13 @@ def _of_optimizer(table: Table, optimizer: Any) -> Iterator[Finding]:
                     yield Finding(fact, f"{kind.__name__} with {key}={settings[key]}")
 
 
-def _of_recipe(recipe: Recipe, optimizer: Any) -> Iterator[Finding]:
+def _of_config(config: TrainConfig, optimizer: Any) -> Iterator[Finding]:
     # Imported here: the engine builds on the facts.
     from ipufit.engines.ipu.limits import refused
 
-    for name, fact in refused(recipe):
+    for name, fact in refused(config):
         yield Finding(fact, name)
     bound = SETTINGS["global_clipnorm"]
-    has_bound = optimizer is not None and recipe.clip.global_norm is not None
+    has_bound = optimizer is not None and config.clip.global_norm is not None
     if has_bound and bound.applies(type(optimizer)):
         yield Finding(bound, f"global_clipnorm with {type(optimizer).__name__}")

@@ -141,7 +141,7 @@ class ModuleMetrics:
         """
         objects = self.turn_to(role)
         own: Dict[str, Any] = {}
-        if processes is not None and processes.are_several and objects:
+        if processes is not None and processes.is_distributed and objects:
             own = {path: stored(metric, path) for path, metric in objects.items()}
             told = processes.gather(own, "metrics")
             for path, metric in objects.items():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ipufit.core.batch import CombinedBatch, MicroBatch
 from ipufit.core.logged_values import joined_rules
-from ipufit.engines.program import Anchors, Prepared, Program, ProgramSpec
+from ipufit.engines.program import ExecutionResult, Prepared, Program, ProgramSpec
 from ipufit.errors import ConfigurationError, MetricError
 from ipufit.lightning.module.metrics.calls import Calls, find_calls
 from ipufit.lightning.module.metrics.objects import ModuleMetrics, Objects, metric_at, number, quiet
@@ -75,18 +75,18 @@ class MeasuredProgram:
         return Prepared(outputs, rules)
 
     def _check(self, key: Calls) -> None:
-        mode = self._spec.recipe.output_mode
+        mode = self._spec.config.output_mode
         if self._role == "train" and (mode.kind != "all" or mode.every > 1):
             raise ConfigurationError(
                 f"self.{key.calls[0].path} is updated with what the program hands out for every "
                 f"micro-batch, which needs output_mode='all', got {mode.kind!r}. Leave output_mode "
                 "and output_every out."
             )
-        if self._spec.processes.are_several:
+        if self._spec.processes.is_distributed:
             for path, metric in self._metrics.called(self._role).items():
                 refuse_unjoined(metric, f"self.{path}", self._spec.processes.num_processes)
 
-    def run(self, batch: CombinedBatch) -> Anchors:
+    def run(self, batch: CombinedBatch) -> ExecutionResult:
         """One execution; the values of its micro-batches are among what it logs.
 
         Raises:
