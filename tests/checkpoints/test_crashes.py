@@ -252,7 +252,7 @@ def test_one_that_another_process_removed_is_no_failure(tmp_path):
 
 KILLED = """
 import os, sys
-from ipufit.checkpoints import Files, Store
+from ipufit.checkpoint import Files, Store
 from tests.checkpoints.written import written
 
 class Killed(Files):

@@ -21,7 +21,7 @@ from ipufit.errors import CheckpointError
 X, Y = torch.randn(8, 3), torch.randint(0, 2, (8,))
 HOLDS = """
 import sys, time
-from ipufit.checkpoints.lock import locked
+from ipufit.checkpoint.lock import locked
 with locked(sys.argv[1]):
     if "forks" in sys.argv:
         import os

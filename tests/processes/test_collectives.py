@@ -8,7 +8,7 @@ from tests.processes.launching import on_one_python, run_processes
 
 COLLECTIVES = """
     import torch
-    from ipufit.checkpoints.encoding import encode
+    from ipufit.utils.codec import encode
     from ipufit.errors import DataError, ProcessError
     from ipufit.processes import current
 
