@@ -125,6 +125,18 @@ def test_a_plain_fit_does_without(part, fitted):
     assert _loaded(part, fitted) == []
 
 
+def test_the_translation_of_a_lightning_module_needs_no_lightning():
+    """It looks at the module's own classes; importing ipufit.lightning registers an accelerator."""
+    code = (
+        "import sys\n"
+        "sys.modules['lightning'] = sys.modules['pytorch_lightning'] = None\n"
+        "import ipufit.lightning_module as translation\n"
+        "print(translation.LightningModel.__name__, 'ipufit.lightning' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["LightningModel", "False"]
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_dir_has_all_public_names_before_they_are_imported(package, told):
     assert set(sys.modules[package].__all__) <= set(told[1][package])

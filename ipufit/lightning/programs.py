@@ -18,11 +18,11 @@ from ipufit.data.source import Source
 from ipufit.engines.program import ExecutionResult, Program
 from ipufit.errors import CaptureError, PlanError
 from ipufit.lightning.loaders import Execution, Executions
-from ipufit.lightning.module.detect import lightning_parts
-from ipufit.lightning.module.model import LightningModel
-from ipufit.lightning.module.patch import replaced
 from ipufit.lightning.packages import part
 from ipufit.lightning.reporting import TrainingReport
+from ipufit.lightning_module.detect import lightning_parts
+from ipufit.lightning_module.model import LightningModel
+from ipufit.lightning_module.patch import replaced
 from ipufit.partition.own_blocks import UncountedError
 from ipufit.partition.partition import Partition
 from ipufit.training.sanity_check import prepare_tail

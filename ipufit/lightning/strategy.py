@@ -15,12 +15,12 @@ from ipufit.core.option_roles import INFERENCE, TRAINING, role_of
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
 from ipufit.lightning.loaders import Execution, Executions
-from ipufit.lightning.module.model import LightningModel
-from ipufit.lightning.module.optimizers import configured
-from ipufit.lightning.module.steps import acting_as
 from ipufit.lightning.packages import part
 from ipufit.lightning.programs import Done, Programs, Work
 from ipufit.lightning.reporting import TrainingReport
+from ipufit.lightning_module.model import LightningModel
+from ipufit.lightning_module.optimizers import configured
+from ipufit.lightning_module.steps import acting_as
 from ipufit.processes import current
 from ipufit.report.settings import Report, refuse_report, resolve_report
 from ipufit.training import loop

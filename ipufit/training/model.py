@@ -44,7 +44,7 @@ from ipufit.utils.names import with_hints
 if TYPE_CHECKING:
     from ipufit.analysis.tuner.lr_finder import LearningRates
     from ipufit.analysis.tuner.trials import BatchSize
-    from ipufit.lightning.module import LightningModel
+    from ipufit.lightning_module import LightningModel
     from ipufit.planner.partition_plan import PartitionPlan
 
 __all__ = ["Model"]
@@ -120,7 +120,7 @@ class Model(Inspected):
                 optimization; all of it.
         """
         # Imported here: it makes a subclass of this class.
-        from ipufit.lightning.module import LightningModel
+        from ipufit.lightning_module import LightningModel
 
         return LightningModel(module, engine, device)
 

@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler
 
 import ipufit
 from ipufit.errors import CaptureError, ConfigurationError, LossError
-from ipufit.lightning.module.unsupported import _MODULE
+from ipufit.lightning_module.unsupported import _MODULE
 from tests.integrations.lightning.twins import (
     Classifier,
     by_lightning,
@@ -513,7 +513,7 @@ def test_lightning_is_not_imported():
     import sys
 
     code = (
-        "import sys, ipufit, ipufit.lightning.module\n"
+        "import sys, ipufit, ipufit.lightning_module\n"
         "print(sorted(n for n in sys.modules if n.partition('.')[0] in "
         "('lightning', 'pytorch_lightning', 'lightning_fabric')))"
     )

@@ -6,9 +6,9 @@ import contextlib
 from typing import Any, Iterator, List, Mapping, Optional
 
 from ipufit.errors import ConfigurationError
-from ipufit.lightning.module.detect import is_data_module, overrides
-from ipufit.lightning.module.logging import attached, no_log
-from ipufit.lightning.module.unsupported import refuse_data_hooks
+from ipufit.lightning_module.detect import is_data_module, overrides
+from ipufit.lightning_module.logging import attached, no_log
+from ipufit.lightning_module.unsupported import refuse_data_hooks
 from ipufit.processes import current
 
 __all__ = ["Loaders", "loaders_for"]

@@ -8,10 +8,10 @@ import torch
 
 from ipufit.callbacks import Callback
 from ipufit.callbacks.callback import Logs
-from ipufit.lightning.module.detect import overrides
-from ipufit.lightning.module.logging import Log, attached, hook_log, no_log
-from ipufit.lightning.module.metrics import ModuleMetrics
-from ipufit.lightning.module.trainer_proxy import RunFacts
+from ipufit.lightning_module.detect import overrides
+from ipufit.lightning_module.logging import Log, attached, hook_log, no_log
+from ipufit.lightning_module.metrics import ModuleMetrics
+from ipufit.lightning_module.trainer_proxy import RunFacts
 
 __all__ = ["ModuleHooks"]
 

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from ipufit.core.logged_values import LogRule
 from ipufit.errors import ConfigurationError
-from ipufit.lightning.module.detect import is_collection, is_metric, metrics_in
-from ipufit.lightning.module.metrics.calls import Call, Calls, OfBatch, Place
-from ipufit.lightning.module.metrics.values import MetricValue
-from ipufit.lightning.module.patch import replaced
-from ipufit.lightning.module.trainer_proxy import refuse_here
+from ipufit.lightning_module.detect import is_collection, is_metric, metrics_in
+from ipufit.lightning_module.metrics.calls import Call, Calls, OfBatch, Place
+from ipufit.lightning_module.metrics.values import MetricValue
+from ipufit.lightning_module.patch import replaced
+from ipufit.lightning_module.trainer_proxy import refuse_here
 from ipufit.utils import tree
 
 __all__ = ["MetricCalls"]

@@ -10,9 +10,9 @@ from torch import nn
 
 from ipufit.core.logged_values import LogRule, check_value, report
 from ipufit.errors import ConfigurationError
-from ipufit.lightning.module.detect import is_collection, is_metric, lightning_parts
-from ipufit.lightning.module.metrics import MetricCalls, MetricValue
-from ipufit.lightning.module.patch import replaced
+from ipufit.lightning_module.detect import is_collection, is_metric, lightning_parts
+from ipufit.lightning_module.metrics import MetricCalls, MetricValue
+from ipufit.lightning_module.patch import replaced
 from ipufit.utils.names import check_log_name
 
 __all__ = ["Log", "Notes", "attached", "hook_log", "no_log", "step_log"]

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from ipufit.core.logged_values import LogRule, report
 from ipufit.errors import CaptureError, ConfigurationError, LossError
-from ipufit.lightning.module.detect import overrides, parameters_of, parts_without_metrics
-from ipufit.lightning.module.logging import Notes, attached, no_log, step_log
-from ipufit.lightning.module.metrics import MetricCalls
-from ipufit.lightning.module.trainer_proxy import BatchIndex, StepFacts
+from ipufit.lightning_module.detect import overrides, parameters_of, parts_without_metrics
+from ipufit.lightning_module.logging import Notes, attached, no_log, step_log
+from ipufit.lightning_module.metrics import MetricCalls
+from ipufit.lightning_module.trainer_proxy import BatchIndex, StepFacts
 from ipufit.partition.own_blocks import blocks_without_end
 from ipufit.utils import tree
 

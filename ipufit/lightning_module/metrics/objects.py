@@ -8,8 +8,8 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Set, Tuple
 from torch import Tensor, nn
 
 from ipufit.errors import ConfigurationError, MetricError
-from ipufit.lightning.module.detect import is_collection, metrics_in
-from ipufit.lightning.module.metrics.calls import Calls
+from ipufit.lightning_module.detect import is_collection, metrics_in
+from ipufit.lightning_module.metrics.calls import Calls
 from ipufit.metrics.stored import is_plain, joined, restore, stored
 from ipufit.metrics.sums import shapes
 from ipufit.processes import Processes

@@ -15,14 +15,14 @@ from ipufit.core.batch import Mode
 from ipufit.engines.choice import engine_maker
 from ipufit.engines.program import Engine, Program, ProgramSpec
 from ipufit.errors import ConfigurationError
-from ipufit.lightning.module.data import Loaders, loaders_for, set_up
-from ipufit.lightning.module.detect import lightning_parts, overrides
-from ipufit.lightning.module.hooks import ModuleHooks
-from ipufit.lightning.module.metrics import EpochMetrics, MeasuredProgram, ModuleMetrics
-from ipufit.lightning.module.optimizers import configured
-from ipufit.lightning.module.steps import Steps, acting_as, steps_of
-from ipufit.lightning.module.trainer_proxy import NotKnownYetError, RunFacts
-from ipufit.lightning.module.unsupported import refuse_module
+from ipufit.lightning_module.data import Loaders, loaders_for, set_up
+from ipufit.lightning_module.detect import lightning_parts, overrides
+from ipufit.lightning_module.hooks import ModuleHooks
+from ipufit.lightning_module.metrics import EpochMetrics, MeasuredProgram, ModuleMetrics
+from ipufit.lightning_module.optimizers import configured
+from ipufit.lightning_module.steps import Steps, acting_as, steps_of
+from ipufit.lightning_module.trainer_proxy import NotKnownYetError, RunFacts
+from ipufit.lightning_module.unsupported import refuse_module
 from ipufit.losses.module_loss import WHOLE_BATCH
 from ipufit.metrics import MetricSet
 from ipufit.training.model import Model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Dict
 
 from ipufit.errors import ConfigurationError
-from ipufit.lightning.module.detect import base_of, overrides, parameters_of
+from ipufit.lightning_module.detect import base_of, overrides, parameters_of
 from ipufit.utils.error_collector import Faults
 
 __all__ = ["refuse_data_hooks", "refuse_module"]

@@ -8,8 +8,8 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ipufit.errors import ConfigurationError
-from ipufit.lightning.module.detect import overrides
-from ipufit.lightning.module.logging import attached, no_log
+from ipufit.lightning_module.detect import overrides
+from ipufit.lightning_module.logging import attached, no_log
 from ipufit.optim.schedules.resolve import AtEpochEnd, EveryBatches
 
 __all__ = ["configured"]

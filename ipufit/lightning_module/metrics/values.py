@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn, Optional
 
-from ipufit.lightning.module.trainer_proxy import refuse_here
+from ipufit.lightning_module.trainer_proxy import refuse_here
 from ipufit.utils import tree
 
 __all__ = ["MetricValue"]

@@ -7,7 +7,7 @@ import math
 from typing import Any, Dict, Optional, Sequence, Tuple
 
 from ipufit.errors import MetricError
-from ipufit.lightning.module.metrics.objects import (
+from ipufit.lightning_module.metrics.objects import (
     ModuleMetrics,
     Objects,
     has_seen,

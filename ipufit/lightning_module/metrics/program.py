@@ -15,8 +15,8 @@ from ipufit.core.batch import CombinedBatch, MicroBatch
 from ipufit.core.logged_values import joined_rules
 from ipufit.engines.program import ExecutionResult, Prepared, Program, ProgramSpec
 from ipufit.errors import ConfigurationError, MetricError
-from ipufit.lightning.module.metrics.calls import Calls, find_calls
-from ipufit.lightning.module.metrics.objects import ModuleMetrics, Objects, metric_at, number, quiet
+from ipufit.lightning_module.metrics.calls import Calls, find_calls
+from ipufit.lightning_module.metrics.objects import ModuleMetrics, Objects, metric_at, number, quiet
 from ipufit.metrics.stored import refuse_unjoined
 from ipufit.metrics.sums import shapes
 from ipufit.utils import tree
