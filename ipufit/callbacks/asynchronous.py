@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from typing import TYPE_CHECKING, Any, Dict, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 from ipufit.callbacks.callback import Callback, Logs
 from ipufit.callbacks.callback_list import checked
 from ipufit.callbacks.checks import whole
 from ipufit.callbacks.model_checkpoint import ModelCheckpoint
 from ipufit.errors import ConfigurationError, NonFiniteLossError
-
-if TYPE_CHECKING:
-    from ipufit.training.model import Model
 
 __all__ = ["Asynchronous"]
 
@@ -102,7 +99,7 @@ class Asynchronous(Callback):
         finally:
             self._raise_error()
 
-    def set_model(self, model: Model) -> None:
+    def set_model(self, model: Any) -> None:
         """For the callback as well."""
         super().set_model(model)
         self.callback.set_model(model)

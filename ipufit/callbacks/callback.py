@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Dict, Mapping, Optional, Tuple
+from typing import Any, Dict, Mapping, Optional, Tuple
 
-if TYPE_CHECKING:
-    from ipufit.errors import NonFiniteLossError
-    from ipufit.training.model import Model
+from ipufit.errors import NonFiniteLossError
 
 __all__ = ["Callback", "Logs"]
 
@@ -57,8 +55,9 @@ class Callback:
         self.model: Any = None
         self.params: Dict[str, Any] = {}
 
-    def set_model(self, model: Model) -> None:
-        """Called before any other hook."""
+    # Any, so that an override may name ipufit.Model or whatever it really needs.
+    def set_model(self, model: Any) -> None:
+        """Called with the :class:`ipufit.Model` before any other hook."""
         self.model = model
 
     def set_params(self, params: Dict[str, Any]) -> None:

@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Sequence
+from typing import Any, Dict, Iterable, List, Optional, Protocol, Sequence
+
+import torch
+from torch import nn
 
 from ipufit.callbacks.callback import Callback
+from ipufit.callbacks.history import History
 from ipufit.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from ipufit.training.model import Model
-
-__all__ = ["CallbackList", "checked"]
+__all__ = ["CallbackList", "CallbackModel", "checked"]
 
 _ENDS = ("on_train_end", "on_test_end", "on_predict_end", "close")
+
+
+class CallbackModel(Protocol):
+    """The part of :class:`ipufit.Model` that the callbacks of this package and the loop rely on.
+
+    Attributes:
+        module: the user's module.
+        history: of the last ``fit``.
+        stop_training: ends ``fit`` with the present execution where it is True.
+        outputs: the module's, of the last execution, for callbacks with ``wants_outputs``.
+    """
+
+    module: nn.Module
+    history: History
+    stop_training: bool
+    outputs: List[Any]
+
+    @property
+    def optimizer(self) -> Optional[torch.optim.Optimizer]:
+        """The torch optimizer with its present state."""
+        ...
+
+    @property
+    def capture_seconds(self) -> float:
+        """Seconds spent on recording so far."""
+        ...
+
+    def swap_ema_weights(self) -> None:
+        """Exchange weights and their moving averages."""
+        ...
+
+    def save_weights(self, path: str) -> None:
+        """Write the weights to a file."""
+        ...
 
 
 class CallbackList:
@@ -26,7 +61,9 @@ class CallbackList:
         ConfigurationError: an element is not a callback.
     """
 
-    def __init__(self, callbacks: Sequence[Callback], model: Model, params: Dict[str, Any]) -> None:
+    def __init__(
+        self, callbacks: Sequence[Callback], model: CallbackModel, params: Dict[str, Any]
+    ) -> None:
         self.params = params
         self.callbacks: List[Callback] = checked(callbacks)
         self._model = model

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from ipufit.callbacks import history_files, history_plot
 from ipufit.callbacks.callback import Callback, Logs
 from ipufit.callbacks.monitor_mode import direction_of
 from ipufit.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from ipufit.training.model import Model
 
 __all__ = ["History"]
 
@@ -47,7 +44,7 @@ class History(Callback):
         # For each list in history, the places in epoch that its values belong to.
         self._places: Dict[str, List[int]] = {}
 
-    def set_model(self, model: Model) -> None:
+    def set_model(self, model: Any) -> None:
         """Without the model, a history can be copied and stored."""
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:

@@ -45,11 +45,10 @@ from ipufit.utils import tree
 
 if TYPE_CHECKING:
     from ipufit.core.batch import MicroBatch
-    from ipufit.core.train_config import TrainConfig
+    from ipufit.core.train_config import HyperparameterSchedule, TrainConfig
     from ipufit.data.source import Source
     from ipufit.losses import Loss
     from ipufit.metrics import MetricSet
-    from ipufit.optim.schedules import Schedule
 
 __all__ = [
     "CHANGEABLE",
@@ -239,7 +238,7 @@ def data_configuration(data: RunData, first: MicroBatch) -> Configuration:
 
 
 def mutable_configuration(
-    module: nn.Module, optimizer: torch.optim.Optimizer, schedule: Optional[Schedule]
+    module: nn.Module, optimizer: torch.optim.Optimizer, schedule: Optional[HyperparameterSchedule]
 ) -> Configuration:
     """Return the part of the configuration that callbacks may change while a run goes on.
 
@@ -256,7 +255,7 @@ def mutable_configuration(
 
 
 def _hyperparameters(
-    optimizer: torch.optim.Optimizer, schedule: Optional[Schedule]
+    optimizer: torch.optim.Optimizer, schedule: Optional[HyperparameterSchedule]
 ) -> List[Dict[str, Any]]:
     """Return the settings of each parameter group, without those that a schedule computes."""
     result = []

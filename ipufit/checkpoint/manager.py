@@ -10,7 +10,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, FrozenSet, Iterator, List, Mapping, Optional, Sequence
 
 from ipufit.callbacks import Callback
-from ipufit.callbacks.callback_list import missing
+from ipufit.callbacks.callback_list import CallbackModel, missing
 from ipufit.callbacks.monitor_mode import direction_of
 from ipufit.checkpoint.configuration import ConfigurationChange, RunData
 from ipufit.checkpoint.names import name_of
@@ -24,7 +24,6 @@ from ipufit.utils.verbosity import stacklevel_of_user
 
 if TYPE_CHECKING:
     from ipufit.training.loop import Fit
-    from ipufit.training.model import Model
     from ipufit.training.session import Session
 
 __all__ = ["Keeper", "Resumption", "find"]
@@ -123,7 +122,7 @@ class Keeper:
 
     def __init__(
         self,
-        model: Model,
+        model: CallbackModel,
         session: Session,
         settings: Optional[Checkpoint],
         resumption: Resumption,

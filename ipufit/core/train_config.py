@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Protocol, Sequence, Tuple, Union
 
 import torch
 
 from ipufit.core.jit_modes import AUTO, OFF
 from ipufit.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from ipufit.optim.schedules import Schedule
-
 __all__ = [
     "Averaging",
     "Clip",
+    "HyperparameterSchedule",
     "LossScale",
     "OutputMode",
     "Precision",
@@ -31,6 +29,72 @@ __all__ = [
     "resolve_output_mode",
     "resolve_precision",
 ]
+
+
+class HyperparameterSchedule(Protocol):
+    """Settings of an optimizer over the updates of a run.
+
+    :class:`ipufit.optim.schedules.Schedule` implements it and documents each method.
+    """
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        ...
+
+    @property
+    def names(self) -> FrozenSet[str]:
+        """Settings of the parameter groups that are known to change."""
+        ...
+
+    @property
+    def per_update(self) -> bool:
+        """True if settings change with every update, False if they do at epoch ends alone."""
+        ...
+
+    @property
+    def follows_values(self) -> bool:
+        """True if settings depend on values of the run, not on updates and epochs alone."""
+        ...
+
+    @property
+    def configuration(self) -> Dict[str, Any]:
+        """Everything that determines the settings of all updates."""
+        ...
+
+    def rows(
+        self, updates: int, accumulation_steps: Sequence[int] = ()
+    ) -> List[List[Dict[str, Any]]]:
+        """Settings by update and parameter group for the coming updates, which count as done."""
+        ...
+
+    def check(self, updates: int, epoch: Sequence[int] = ()) -> None:
+        """Refuse coming updates that have no usable values; nothing changes."""
+        ...
+
+    def end_epoch(self, logs: Mapping[str, float]) -> None:
+        """Move on where settings change at epoch ends."""
+        ...
+
+    def advance_to(self, updates: int, epochs: int) -> None:
+        """Bring a schedule that has not begun to where it is after so many updates and epochs."""
+        ...
+
+    def snapshot(self) -> Any:
+        """Copy everything, the optimizer's settings included."""
+        ...
+
+    def restore(self, snapshot: Any) -> None:
+        """Go back to a snapshot, exactly."""
+        ...
+
+    def state_dict(self) -> Dict[str, Any]:
+        """Return the state that a checkpoint stores."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a stored state, settings included."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +226,7 @@ class TrainConfig:
     precision: Precision = dataclasses.field(default_factory=Precision)
     loss_scale: Optional[LossScale] = None
     averaging: Optional[Averaging] = None
-    schedule: Optional[Schedule] = None
+    schedule: Optional[HyperparameterSchedule] = None
     output_mode: OutputMode = dataclasses.field(default_factory=OutputMode)
     recompute: Tuple[str, ...] = ()
     offload_optimizer_state: bool = False

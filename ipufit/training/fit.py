@@ -8,6 +8,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 from ipufit.callbacks import Callback, CallbackList
+from ipufit.callbacks.callback_list import CallbackModel
 from ipufit.callbacks.history import History
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
@@ -30,7 +31,6 @@ from ipufit.utils.verbosity import say_dev_run, stacklevel_of_user
 if TYPE_CHECKING:
     from ipufit.checkpoint.manager import Keeper
     from ipufit.report.recorder import Recorder
-    from ipufit.training.model import Model
 
 __all__ = ["describe_run", "fit", "infer", "stream"]
 
@@ -43,7 +43,7 @@ _HERE = "IPU_RESET"
 _CHECKED_UPDATES = 10_000
 
 
-def fit(model: Model, session: Session, asked: FitRequest) -> History:
+def fit(model: CallbackModel, session: Session, asked: FitRequest) -> History:
     """Check everything, and train; the history is the model's too, also when this does not return.
 
     A device that can be used again gets another chance, where that was asked for.
@@ -62,7 +62,7 @@ def fit(model: Model, session: Session, asked: FitRequest) -> History:
             return _fit_again(model, session, join_fit(session, given))
 
 
-def _fit_again(model: Model, session: Session, given: FitArguments) -> History:
+def _fit_again(model: CallbackModel, session: Session, given: FitArguments) -> History:
     session.warn_of_changes()
     for restart in range(1, given.max_restarts + 1):
         try:
@@ -83,7 +83,7 @@ def _fit_again(model: Model, session: Session, given: FitArguments) -> History:
     return _fit(model, session, given)
 
 
-def _fit(model: Model, session: Session, given: FitArguments) -> History:
+def _fit(model: CallbackModel, session: Session, given: FitArguments) -> History:
     # Of several processes the first one writes down what they do.
     if given.report is None or not session.processes.is_rank_zero:
         return _train(model, session, given, None)
@@ -96,7 +96,7 @@ def _fit(model: Model, session: Session, given: FitArguments) -> History:
 
 
 def _train(
-    model: Model, session: Session, given: FitArguments, recorder: Optional[Recorder]
+    model: CallbackModel, session: Session, given: FitArguments, recorder: Optional[Recorder]
 ) -> History:
     model.stop_training = False
     model.outputs = []
@@ -169,7 +169,7 @@ def _train(
 
 
 def _keeper(
-    model: Model, session: Session, given: FitArguments, run: Dict[str, Any]
+    model: CallbackModel, session: Session, given: FitArguments, run: Dict[str, Any]
 ) -> Optional[Keeper]:
     if given.checkpoint is None and given.found is None:
         return None
@@ -280,7 +280,7 @@ def _accumulation_steps(plan: Plan, source: Source, updates: int) -> List[int]:
 
 
 def infer(
-    model: Model,
+    model: CallbackModel,
     session: Session,
     mode: Mode,
     data: Given,
@@ -309,13 +309,15 @@ def _checked(session: Session, mode: Mode, data: Given, how: Tuple[Any, ...]) ->
     return given
 
 
-def stream(model: Model, session: Session, data: Given, how: Tuple[Any, ...]) -> Iterator[Any]:
+def stream(
+    model: CallbackModel, session: Session, data: Given, how: Tuple[Any, ...]
+) -> Iterator[Any]:
     """Check everything, and predict piece by piece, as it is asked for."""
     with session.processes.propagate_errors():
         return _stream(model, session, _checked(session, Mode.PREDICT, data, how))
 
 
-def _stream(model: Model, session: Session, given: InferenceArguments) -> Iterator[Any]:
+def _stream(model: CallbackModel, session: Session, given: InferenceArguments) -> Iterator[Any]:
     """Between two pieces the module is in the mode of its owner."""
     modules = (model.module, session.loss.module)
     with evaluating(*modules):
@@ -349,7 +351,7 @@ def _inference_job(session: Session, given: InferenceArguments, mode: Mode) -> J
     )
 
 
-def _agree_to_stop(model: Model, processes: Processes) -> None:
+def _agree_to_stop(model: CallbackModel, processes: Processes) -> None:
     if processes.is_distributed:
         model.stop_training = any(processes.gather(bool(model.stop_training), "stop"))
 
@@ -361,7 +363,7 @@ def _may_stop(callback: Callback) -> bool:
 
 
 def _callbacks(
-    model: Model,
+    model: CallbackModel,
     session: Session,
     given: Union[FitArguments, InferenceArguments],
     job: Job,

@@ -28,7 +28,7 @@ from ipufit.utils.verbosity import stacklevel_of_user
 
 if TYPE_CHECKING:
     from ipufit.checkpoint.manager import Keeper
-    from ipufit.optim.schedules import Schedule
+    from ipufit.core.train_config import HyperparameterSchedule
     from ipufit.report.recorder import Recorder
 
 __all__ = ["Fit", "Job", "Measurement", "check_rows", "evaluate", "predict", "predictions"]
@@ -132,7 +132,7 @@ class Fit:
     history: History
     validate: Optional[Callable[[int, CallbackList], Dict[str, float]]]
     stopped: Callable[[], bool]
-    schedule: Optional[Schedule] = None
+    schedule: Optional[HyperparameterSchedule] = None
     validates: Callable[[int], bool] = lambda epoch: True
     keeper: Optional[Keeper] = None
     agree_to_stop: Callable[[], None] = lambda: None
