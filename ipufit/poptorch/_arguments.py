@@ -8,8 +8,8 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 import torch
 from torch import Tensor
 
+from ipufit.poptorch._argument_match import ADVICE, compare, compare_keys
 from ipufit.poptorch._errors import error
-from ipufit.poptorch._likeness import ADVICE, compare, compare_keys
 from ipufit.poptorch._parsers import (
     flattenTensorStructure,
     reconstructTensorStructure,
@@ -24,9 +24,9 @@ class Arguments:
     """The arguments of one call, bound to the parameters of forward.
 
     Attributes:
-        args: those that are passed by position, defaults among them.
-        names: what each of them is called in messages.
-        kwargs: those that must be passed by name.
+        args: the positional arguments, defaults among them.
+        names: names of the positional arguments in messages.
+        kwargs: the keyword-only arguments.
     """
 
     def __init__(
@@ -34,28 +34,28 @@ class Arguments:
         args: Tuple[Any, ...],
         names: Sequence[str],
         kwargs: Mapping[str, Any],
-        given: Optional[Tuple[Any, Any]] = None,
+        original: Optional[Tuple[Any, Any]] = None,
     ) -> None:
         self.args = args
         self.names = tuple(names)
         self.kwargs = dict(kwargs)
-        self._given = given
+        self._original = original
         self._warned = False
 
     def tensors(self, like: Optional[Arguments] = None) -> List[Tensor]:
-        """All tensors, flat: dense in memory, without a gradient.
+        """Return all tensors in one list: dense in memory, without a gradient.
 
         Args:
-            like: those that the model was compiled with; they give the order of a dict's keys.
+            like: arguments that the model was compiled with, which fix the order of a dict's keys.
         """
         return _flat((self.args, self.kwargs), like)
 
     def callers(self, like: Optional[Arguments] = None) -> List[Tensor]:
-        """The caller's own tensors in the same order: an in-place change is written into these."""
-        return _flat(self._given or (self.args, self.kwargs), like)
+        """Return the caller's own tensors in the order of :meth:`tensors`, for changes in place."""
+        return _flat(self._original or (self.args, self.kwargs), like)
 
     def tensor_names(self) -> List[str]:
-        """What each of ``tensors()`` is called in messages."""
+        """Return the name in messages of each of the ``tensors()``."""
         named: List[str] = []
         for name, value in [*zip(self.names, self.args), *self.kwargs.items()]:
             count = len(flattenTensorStructure(value))
@@ -64,18 +64,18 @@ class Arguments:
         return named
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
-        """Arguments for forward with these tensors in place of ``tensors()``."""
+        """Return arguments for forward with these tensors in place of ``tensors()``."""
         args, kwargs = reconstructTensorStructure((self.args, self.kwargs), tensors)
         return args, kwargs
 
     def without_values(self) -> Arguments:
-        """The same with tensors of device "meta": all that later calls are compared with."""
+        """Return a copy with tensors of device "meta", with which later calls are compared."""
         empty = [torch.empty_like(tensor, device="meta") for tensor in self.tensors()]
         args, kwargs = self.rebuild(empty)
         return Arguments(args, self.names, kwargs)
 
     def check_like(self, compiled: Arguments) -> None:
-        """Refuse what the compiled program could not honour.
+        """Refuse arguments for which the program was not compiled.
 
         Raises:
             Error: another number of arguments, type, length, key, dtype, shape or value.

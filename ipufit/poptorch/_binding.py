@@ -84,7 +84,7 @@ class ArgumentParser:
             )
         used = [tensor.detach().contiguous() for tensor in tensors]
         new_args, new_kwargs = reconstructTensorStructure(structure, used)
-        return Arguments(new_args, names, new_kwargs, given=structure)
+        return Arguments(new_args, names, new_kwargs, original=structure)
 
     def _bound(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -12,6 +12,7 @@ from ipufit.poptorch._arguments import Arguments
 from ipufit.poptorch._combined_batch import CombinedBatch
 from ipufit.poptorch._counters import Counters
 from ipufit.poptorch._device import Device
+from ipufit.poptorch._dtype_cast import check_input, narrowed, narrowed_output
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._execution import Execution, Shape
 from ipufit.poptorch._group import Group
@@ -19,7 +20,6 @@ from ipufit.poptorch._hooks import _OverwriteContextManager, compile_hooks
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._loss_scale import ScalingSettings
 from ipufit.poptorch._modes import outside_inference_mode
-from ipufit.poptorch._narrowing import check_input, narrowed, narrowed_output
 from ipufit.poptorch._optimizer import DeviceOptimizer
 from ipufit.poptorch._placement import placed
 from ipufit.poptorch._precision import keeps_float64

@@ -1,4 +1,4 @@
-"""A wrapped model: compiled at its first call, called as often as one likes, weights in step."""
+"""Executor of a wrapped model: compiles it at its first call, runs it, and synchronises weights."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from ipufit.poptorch import _saving, poptorch_core, profiling
 from ipufit.poptorch._arguments import Arguments
 from ipufit.poptorch._binding import ArgumentParser
+from ipufit.poptorch._compatibility import check_fits, check_state
 from ipufit.poptorch._compiled import Compiled
+from ipufit.poptorch._device_allocation import DeviceAllocation, acquire
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._files import Path
-from ipufit.poptorch._fitting import check_fits, check_state
 from ipufit.poptorch._host import Host, check_module
 from ipufit.poptorch._inspection import Inspection
-from ipufit.poptorch._leases import Lease, acquire
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._optimizer_link import OptimizerLink
 from ipufit.poptorch._options.ignored import report_ignored
@@ -43,7 +43,7 @@ _NO_PROGRAM = (
 
 
 class PoplarExecutor(Inspection):
-    """What :func:`trainingModel` and :func:`inferenceModel` return; not to be made directly.
+    """Model returned by :func:`trainingModel` and :func:`inferenceModel`; not to be made directly.
 
     Args:
         model: the module that is called, a shallow copy of the user's.
@@ -70,7 +70,7 @@ class PoplarExecutor(Inspection):
         self._options = of_model(options, training)
         self._parser = ArgumentParser(model)
         self._executable: Optional[Compiled] = None
-        self._lease: Optional[Lease] = None
+        self._allocation: Optional[DeviceAllocation] = None
         self._groupings: Dict[str, ReplicaGrouping] = {}
         self._anchors: Dict[str, Tensor] = {}
         # Of the next device iteration's random numbers; None until it is drawn.
@@ -81,8 +81,8 @@ class PoplarExecutor(Inspection):
         if training:
             check_module(self._user_model)
             # A look at the parameters of a wrapped model would ask this object, unfinished.
-            own = optimizer or SGD(self._user_model.parameters(), lr=0.01)
-            self._optimizer = OptimizerLink(self._options, own)
+            used_optimizer = optimizer or SGD(self._user_model.parameters(), lr=0.01)
+            self._optimizer = OptimizerLink(self._options, used_optimizer)
         elif optimizer is not None:
             raise AssertionError("Optimizer should be None for inference, got one. Leave it out.")
         self._options._freeze()
@@ -97,7 +97,7 @@ class PoplarExecutor(Inspection):
 
     @property
     def options(self) -> Options:
-        """A frozen copy of the options that were given."""
+        """A frozen copy of the options."""
         return self._options
 
     def __repr__(self) -> str:
@@ -122,7 +122,7 @@ class PoplarExecutor(Inspection):
     # Compiling.
 
     def isCompiled(self) -> bool:
-        """Whether there is a program: compiled, and not destroyed."""
+        """Return True if there is a program: compiled, and not destroyed."""
         return self._executable is not None
 
     def _program(self) -> Compiled:
@@ -132,7 +132,7 @@ class PoplarExecutor(Inspection):
 
     @spanned
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Record the program for inputs like these, without computing anything of their values.
+        """Record the program for inputs like these, without computing anything with their values.
 
         Args:
             args, kwargs: as for the model's forward; combined batches.
@@ -151,7 +151,7 @@ class PoplarExecutor(Inspection):
     def _set_program(
         self, arguments: Arguments, saved: Optional[_saving.Saved] = None, filename: Path = ""
     ) -> None:
-        """Record the program, or take that of a file."""
+        """Record the program, or use the one from a file."""
         check_module(self._user_model)
         poptorch_core._validateOptions(self._options.toDict())
         report_ignored(self._options)
@@ -188,7 +188,7 @@ class PoplarExecutor(Inspection):
     def compileAndExport(
         self, filename: Path, *args: Any, export_model: bool = True, **kwargs: Any
     ) -> None:
-        """Compile, and save.
+        """Compile the model and save it.
 
         Args:
             filename: as for :meth:`save`.
@@ -229,7 +229,7 @@ class PoplarExecutor(Inspection):
 
     @spanned
     def loadExecutable(self, filename: Path) -> None:
-        """Take the program of a file instead of compiling; weights stay those of the module.
+        """Load the program from a file instead of compiling; weights stay those of the module.
 
         Args:
             filename: written by :meth:`save`, from a model with the same weights and options.
@@ -252,14 +252,14 @@ class PoplarExecutor(Inspection):
 
     @spanned
     def destroy(self) -> None:
-        """Give the program back, and the user's model as it was before it was wrapped."""
+        """Free the program and the device, and unwrap the user's model."""
         if self._executable is None:
             return
         self._let_go()
         self._host.unwrap()
 
     def _let_go(self) -> None:
-        """Give the program and the device back; what they have learnt goes to the host."""
+        """Free the program and the device, after reading weights and optimizer state back."""
         if self._executable is None:
             return
         if self._training:
@@ -269,9 +269,9 @@ class PoplarExecutor(Inspection):
     def _forget(self) -> None:
         if self._optimizer is not None:
             self._optimizer.release()
-        if self._lease is not None:
-            self._lease.release()
-        self._executable = self._lease = None
+        if self._allocation is not None:
+            self._allocation.release()
+        self._executable = self._allocation = None
 
     def __del__(self) -> None:
         # Not of an object that was never finished, nor when Python itself is being taken down.
@@ -302,7 +302,7 @@ class PoplarExecutor(Inspection):
         if not self.isCompiled():
             self._compile(arguments)
         program = self._program()
-        if self._lease is None:
+        if self._allocation is None:
             self.attachToDevice()
         if not self._training and self._host.is_behind():
             logger.debug("Implicit copyWeightsToDevice()")
@@ -322,17 +322,17 @@ class PoplarExecutor(Inspection):
         if self._training:
             self._host.trained()
         if self._optimizer is not None:
-            self._optimizer.ran()
+            self._optimizer.mark_updated()
 
     # Weights.
 
     @spanned
     def copyWeightsToHost(self) -> None:
-        """Device to host: parameters and buffers of the user's model."""
+        """Copy the device's weights into the parameters and buffers of the user's model."""
         self._host.pull(self._program().device)
 
     def copyWeightsToHostIfNeeded(self) -> bool:
-        """Device to host, if the host's are out of date; whether they were."""
+        """Copy the device's weights to the host if they are newer, and return True in that case."""
         if not self._host.is_dirty:
             return False
         logger.debug("Implicit copyWeightsToHost()")
@@ -341,14 +341,14 @@ class PoplarExecutor(Inspection):
 
     @spanned
     def copyWeightsToDevice(self) -> None:
-        """Host to device: what training has made of the device's weights is overwritten."""
+        """Copy the host's weights to the device, where they overwrite what training has changed."""
         device = self._program().device
         if self._optimizer is not None:
             self._optimizer.refresh()
         self._host.push(device)
 
     def copyNamedBuffersToDevice(self) -> None:
-        """Host to device: the buffers that ``updatableNamedBuffers`` names."""
+        """Copy the buffers that ``updatableNamedBuffers`` names to the device."""
         device = self._program().device
         names = self._options._Popart.options.get("updatableNamedBuffers")
         if names is None:
@@ -359,44 +359,44 @@ class PoplarExecutor(Inspection):
         self._host.push_buffers(device, names)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> Any:
-        """Load into the user's model, and on to the device if attached.
+        """Load weights into the user's model, and copy them to the device if it is attached.
 
         Args:
             state_dict, strict: as for :meth:`torch.nn.Module.load_state_dict`.
         """
         result = self._user_model.load_state_dict(state_dict, strict)
-        if self._lease is not None:
+        if self._allocation is not None:
             self.copyWeightsToDevice()
         return result
 
     @spanned
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Go on with these settings, or with another optimizer.
+        """Use new settings of the optimizer, or another optimizer, from the next run on.
 
         Args:
             optimizer: the same one with other values, or a new one of the same kind.
         """
         if self._optimizer is None:
             raise error("an inference model has no optimizer. Wrap it with poptorch.trainingModel.")
-        self._optimizer.set(optimizer, self._lease is not None)
+        self._optimizer.set(optimizer, self._allocation is not None)
 
     # The device.
 
     def isAttachedToDevice(self) -> bool:
-        """Whether the program has its device."""
-        return self._lease is not None
+        """Return True if the program has its device."""
+        return self._allocation is not None
 
     def attachToDevice(self) -> None:
-        """Take the device, and bring weights, optimizer state and random state over."""
+        """Acquire the device, and copy weights, optimizer state and random state to it."""
         self._program()
         if self._options.connection_type == ConnectionType.Never:
             raise AssertionError("Trying to attach to an offline device (ConnectionType.Never)")
-        if self._lease is not None:
+        if self._allocation is not None:
             raise error("Device is already attached. Ask isAttachedToDevice() first.")
         self._attach()
 
     def _attach_or_forget(self) -> None:
-        """Attach a program that is new; without a device nothing has been compiled."""
+        """Attach a new program to its device; if that fails, there is no compiled program."""
         try:
             self._attach()
         except BaseException:
@@ -406,22 +406,22 @@ class PoplarExecutor(Inspection):
     def _attach(self) -> None:
         program = self._program()
         program.group.check(program.device)
-        self._lease = acquire(self._options, program.placement.ipus)
+        self._allocation = acquire(self._options, program.placement.ipus)
         self.copyWeightsToDevice()
         if self._optimizer is not None:
-            self._optimizer.begun()
+            self._optimizer.attach()
 
     def detachFromDevice(self) -> None:
-        """Bring weights, optimizer state and random state back, and let the device go."""
+        """Copy weights, optimizer state and random state to the host, and release the device."""
         self._program()
-        if self._lease is None:
+        if self._allocation is None:
             raise error("Device is not attached. Ask isAttachedToDevice() first.")
         if self._training:
             self.copyWeightsToHostIfNeeded()
         if self._optimizer is not None:
             self._optimizer.refresh()
-        self._lease.release()
-        self._lease = None
+        self._allocation.release()
+        self._allocation = None
 
     @property
     def rng_state(self) -> List[int]:

@@ -1,4 +1,4 @@
-"""Recorded programs as JSON: node by node, with operators by name."""
+"""Recorded programs as JSON: a list of nodes with operators by name."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
 def _is_name(text: Any) -> bool:
-    """Whether it may stand in the source that fx makes of a program."""
+    """Return True for a text that may be a name in the source that fx generates."""
     return isinstance(text, str) and bool(_IDENTIFIER.match(text)) and not keyword.iskeyword(text)
 
 
 def graph_to_json(graph: fx.GraphModule) -> Tuple[Dict[str, Any], Dict[str, Tensor]]:
-    """A recorded program as JSON, and the tensors that the JSON refers to.
+    """Convert a recorded program to JSON and the tensors that the JSON refers to.
 
     Raises:
         Error: the program calls something that a file can't name.
@@ -51,7 +51,7 @@ def graph_to_json(graph: fx.GraphModule) -> Tuple[Dict[str, Any], Dict[str, Tens
 
 
 def graph_from_json(content: Dict[str, Any], tensors: Dict[str, Tensor]) -> fx.GraphModule:
-    """The program of some JSON.
+    """Read a program from JSON.
 
     Raises:
         InvalidContent: it is none.
@@ -63,7 +63,7 @@ def graph_from_json(content: Dict[str, Any], tensors: Dict[str, Tensor]) -> fx.G
 
 
 def writes_graphs(encoder: Encoder) -> None:
-    """Let an encoder take programs too."""
+    """Register handlers for programs and their nodes with an encoder."""
 
     def graph(module: fx.GraphModule) -> Any:
         nodes = []
@@ -82,20 +82,20 @@ def writes_graphs(encoder: Encoder) -> None:
 
 
 def _node_to_json(node: fx.Node, encoder: Encoder) -> Dict[str, Any]:
-    made: Dict[str, Any] = {"op": node.op, "name": node.name}
+    entry: Dict[str, Any] = {"op": node.op, "name": node.name}
     if node.op == "call_function":
-        made["target"] = _function_name(node.target)
+        entry["target"] = _function_name(node.target)
     elif node.op == "get_attr":
-        made["target"] = node.target
+        entry["target"] = node.target
     elif node.op not in ("placeholder", "output"):
         raise error(
             f"the recorded program holds a node of kind {node.op!r} ({node.target}), which a file "
             "can't hold. Save the module's state_dict() instead."
         )
     if node.op in ("call_function", "output"):
-        made["args"] = [encoder.encode(item) for item in node.args]
-        made["kwargs"] = [[name, encoder.encode(item)] for name, item in node.kwargs.items()]
-    return made
+        entry["args"] = [encoder.encode(item) for item in node.args]
+        entry["kwargs"] = [[name, encoder.encode(item)] for name, item in node.kwargs.items()]
+    return entry
 
 
 def _attribute(module: nn.Module, name: str) -> Any:
@@ -134,16 +134,16 @@ def _function(name: Any) -> Callable[..., Any]:
     parts = name.split(".") if isinstance(name, str) else []
     if len(parts) != 3 or parts[0] not in _NAMESPACES or parts[1] in _REFUSED:
         raise InvalidContent(f"{name!r} is not an operator that a program may call")
-    found: Any = torch.ops
+    target: Any = torch.ops
     for part in parts:
-        found = getattr(found, part, None) if _IDENTIFIER.match(part) else None
-    if not isinstance(found, OpOverload):
+        target = getattr(target, part, None) if _IDENTIFIER.match(part) else None
+    if not isinstance(target, OpOverload):
         raise InvalidContent(f"this torch ({torch.__version__}) has no operator {name!r}")
-    return found
+    return target
 
 
 def reads_graphs(decoder: Decoder) -> None:
-    """Let a decoder take programs too."""
+    """Register handlers for programs and their nodes with a decoder."""
     # The nodes so far of the program that is being read; a program may hold others.
     open_graphs: List[Dict[str, fx.Node]] = []
 
@@ -155,13 +155,13 @@ def reads_graphs(decoder: Decoder) -> None:
     def graph(content: Any) -> fx.GraphModule:
         root = nn.Module()
         for name, value in _pairs(content, "attributes"):
-            made = decoder.decode(value)
+            decoded = decoder.decode(value)
             if not _is_name(name) or hasattr(root, name):
                 raise InvalidContent(f"{name!r} can't be a name in a program")
-            if isinstance(made, Tensor):
-                root.register_buffer(name, made.detach())
-            elif isinstance(made, fx.GraphModule):
-                root.add_module(name, made)
+            if isinstance(decoded, Tensor):
+                root.register_buffer(name, decoded.detach())
+            elif isinstance(decoded, fx.GraphModule):
+                root.add_module(name, decoded)
             else:
                 raise InvalidContent(f"{name!r} is neither a tensor nor a program")
         result = fx.Graph()
@@ -185,10 +185,10 @@ def reads_graphs(decoder: Decoder) -> None:
 
 
 def _entries(content: Any, key: str) -> List[Any]:
-    found = content.get(key) if isinstance(content, dict) else None
-    if not isinstance(found, list):
+    entries = content.get(key) if isinstance(content, dict) else None
+    if not isinstance(entries, list):
         raise InvalidContent(f"a program has no {key}")
-    return found
+    return entries
 
 
 def _pairs(content: Any, key: str) -> List[Tuple[Any, Any]]:
@@ -199,13 +199,13 @@ def _pairs(content: Any, key: str) -> List[Tuple[Any, Any]]:
 
 
 def _add_node(
-    graph: fx.Graph, root: nn.Module, entry: Any, decoder: Decoder, made: Dict[str, fx.Node]
+    graph: fx.Graph, root: nn.Module, entry: Any, decoder: Decoder, nodes: Dict[str, fx.Node]
 ) -> None:
     if not isinstance(entry, dict):
         raise InvalidContent("a node of a program has no kind")
     kind, name = entry.get("op"), str(entry.get("name"))
     # A name becomes part of the source of the compiled program.
-    if not _is_name(name) or name in made:
+    if not _is_name(name) or name in nodes:
         raise InvalidContent(f"{name!r} can't be the name of a value in a program")
     args: Tuple[Any, ...] = ()
     kwargs: Dict[str, Any] = {}
@@ -225,4 +225,4 @@ def _add_node(
         target = name
     else:
         raise InvalidContent(f"{kind!r} is not a kind of node")
-    made[name] = graph.create_node(kind, target, args, kwargs, name=name)
+    nodes[name] = graph.create_node(kind, target, args, kwargs, name=name)

@@ -1,4 +1,4 @@
-"""Optimizer state of a parameter that groups of replicas hold copies of: one tensor for all."""
+"""Optimizer state of a parameter with several copies, one for each group of replicas."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 from ipufit.poptorch._optimizer_base import DeviceState
 
-__all__ = ["joined", "split"]
+__all__ = ["merge_parts", "split_parts"]
 
 # For each such parameter, the names of its copies.
 Copies = Mapping[str, Sequence[str]]
 
 
 def _renamed(name: str, copies: Copies) -> Dict[str, Sequence[str]]:
-    """The state's name for all copies, and its names for each, if this is the first copy's."""
+    """Map the merged name of a state tensor to its parts' names, if this is the first part."""
     for parameter, parts in copies.items():
         if name.endswith(f"___{parts[0]}"):
             prefix = name[: -len(parts[0])]
@@ -24,33 +24,33 @@ def _renamed(name: str, copies: Copies) -> Dict[str, Sequence[str]]:
     return {}
 
 
-def joined(state: DeviceState, copies: Copies) -> DeviceState:
-    """State of copies along a new first dimension, as the parameter itself has it.
+def merge_parts(state: DeviceState, copies: Copies) -> DeviceState:
+    """Stack the state of a parameter's copies along a new first dimension, as the parameter has it.
 
-    Hyper-parameters are the same for all copies: there is one of them.
+    Hyper-parameters are equal for all copies, so that one of them is returned.
     """
-    tensors = _joined(state["ipu_state"] or {}, copies, True)
-    return {"ipu_state": tensors, "ipu_param": _joined(state["ipu_param"] or {}, copies, False)}
+    tensors = _merge(state["ipu_state"] or {}, copies, True)
+    return {"ipu_state": tensors, "ipu_param": _merge(state["ipu_param"] or {}, copies, False)}
 
 
-def _joined(values: Mapping[str, Tensor], copies: Copies, every: bool) -> Dict[str, Tensor]:
+def _merge(values: Mapping[str, Tensor], copies: Copies, every: bool) -> Dict[str, Tensor]:
     result: Dict[str, Tensor] = dict(values)
     for name in values:
         for whole, names in _renamed(name, copies).items():
-            own = [result.pop(each) for each in names]
-            result[whole] = torch.stack(own) if every else own[0]
+            parts = [result.pop(each) for each in names]
+            result[whole] = torch.stack(parts) if every else parts[0]
     return result
 
 
-def split(state: DeviceState, copies: Copies) -> DeviceState:
-    """What :func:`joined` made of it."""
+def split_parts(state: DeviceState, copies: Copies) -> DeviceState:
+    """Split the result of :func:`merge_parts` into the state of each copy."""
     return {
-        "ipu_state": _split(state.get("ipu_state") or {}, copies, True),
-        "ipu_param": _split(state.get("ipu_param") or {}, copies, False),
+        "ipu_state": _split_values(state.get("ipu_state") or {}, copies, True),
+        "ipu_param": _split_values(state.get("ipu_param") or {}, copies, False),
     }
 
 
-def _split(values: Mapping[str, Tensor], copies: Copies, every: bool) -> Dict[str, Tensor]:
+def _split_values(values: Mapping[str, Tensor], copies: Copies, every: bool) -> Dict[str, Tensor]:
     result: Dict[str, Tensor] = {}
     for name, value in values.items():
         for whole, parts in copies.items():

@@ -1,4 +1,4 @@
-"""What the optimizers of the front end share: marks of what may change, and state on the device."""
+"""Base class of the optimizers in ``optim``: variable hyper-parameters and state on the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ipufit.poptorch._logging import logger
 
-__all__ = ["DeviceState", "Optimizer", "StateSync", "VariableAttributes", "given"]
+__all__ = ["DeviceState", "Optimizer", "StateSync", "VariableAttributes", "explicit_arguments"]
 
 # Tensors by their names on the device, under "ipu_state" and "ipu_param".
 DeviceState = Mapping[str, Optional[Mapping[str, Tensor]]]
@@ -18,11 +18,11 @@ _DEVICE = ("ipu_state", "ipu_param")
 
 
 class VariableAttributes:
-    """Which hyper-parameters may change after compilation; the others are constants of the program.
+    """Records which hyper-parameters may change after compilation; the others are constants.
 
     Args:
-        variable_attributes: names of those that may change.
-        allowed_attributes: names of all there are.
+        variable_attributes: names of the hyper-parameters that may change.
+        allowed_attributes: names of all hyper-parameters of the optimizer.
     """
 
     def __init__(self, variable_attributes: List[str], allowed_attributes: List[str]) -> None:
@@ -30,11 +30,11 @@ class VariableAttributes:
         self._allowed_attributes = allowed_attributes
 
     def isConstant(self, attr: str) -> bool:
-        """Whether it is a constant; True for a name that is not known."""
+        """Return True for a constant hyper-parameter and for an unknown name."""
         return attr not in self._variable_attributes
 
     def markAsConstant(self, attr: str) -> None:
-        """Make it a constant.
+        """Make a hyper-parameter a constant of the compiled program.
 
         Raises:
             AssertionError: there is no hyper-parameter of this name.
@@ -43,7 +43,7 @@ class VariableAttributes:
         self._variable_attributes = [a for a in self._variable_attributes if a != attr]
 
     def markAsVariable(self, attr: str) -> None:
-        """Let it change.
+        """Let a hyper-parameter change after compilation.
 
         Raises:
             AssertionError: there is no hyper-parameter of this name.
@@ -82,7 +82,7 @@ class Optimizer:
         self._sync: Optional[StateSync] = None
 
     def state_dict(self) -> Dict[str, Any]:
-        """What torch gives, with the device's state under "ipu_state" and "ipu_param".
+        """Return torch's state dict with the device's state under "ipu_state" and "ipu_param".
 
         Both are None until the optimizer has been on a device. Reads the device if it ran since.
         """
@@ -91,7 +91,7 @@ class Optimizer:
         return self.get_state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave; the device gets it with the next run.
+        """Load what :meth:`state_dict` returned; the device gets it with the next run.
 
         Raises:
             RuntimeError: the dict is empty, or holds nothing of a device. Nothing has changed then.
@@ -102,14 +102,14 @@ class Optimizer:
         self.set_state_dict(state)
 
     def get_state_dict(self) -> Dict[str, Any]:
-        """As :meth:`state_dict`, with what is here already: the device is not read."""
-        own = {
+        """Return the state dict that the host has already, without reading the device."""
+        device_state = {
             key: None if value is None else dict(value) for key, value in self._state_dict.items()
         }
-        return {**own, **torch.optim.Optimizer.state_dict(self)}  # type: ignore[arg-type]
+        return {**device_state, **torch.optim.Optimizer.state_dict(self)}  # type: ignore[arg-type]
 
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the device's part alone.
+        """Load the entries "ipu_state" and "ipu_param" alone.
 
         Raises:
             RuntimeError: the dict is empty, or holds nothing of a device.
@@ -122,11 +122,11 @@ class Optimizer:
         self.host_state_is_dirty = False
 
     def has_state(self) -> bool:
-        """Whether there is state of a device here."""
+        """Return True if the host has state of a device."""
         return all(self._state_dict.get(key) is not None for key in _DEVICE)
 
     def __getstate__(self) -> Dict[str, Any]:
-        """For copies: with everything but the executor."""
+        """Return everything but the link to the executor, for copies and pickles."""
         state: Dict[str, Any] = torch.optim.Optimizer.__getstate__(self)  # type: ignore[arg-type]
         names = [name for name in self._child_only if name in self.__dict__]
         state.update({name: self.__dict__[name] for name in names})
@@ -138,7 +138,7 @@ class Optimizer:
         return state
 
     def _settle(self, explicit: Mapping[str, Any], **defaults: Any) -> None:
-        """Keep the global settings, and mark what was passed explicitly as variable.
+        """Set the global settings, and mark the arguments that were passed explicitly as variable.
 
         Raises:
             AssertionError: a type of accumulator that is neither float16 nor float32.
@@ -156,26 +156,26 @@ class Optimizer:
 
 
 class StateSync:
-    """Keeps what an optimizer knows of its state in step with the device.
+    """Synchronises the optimizer state on the host with that on the device.
 
-    The executor makes one for every optimizer it is given, before or after compilation, and says
-    what happens; for an optimizer of torch.optim, whose state stays on the device, nothing comes
-    of it. In the order of a life:
+    The executor makes one for every optimizer that it gets, before or after compilation, and
+    reports events to it. For an optimizer of torch.optim, whose state stays on the device, all
+    methods do nothing. They are called in this order:
 
-    * :meth:`begun`, once the compiled program and the settings stand on the device: after
-      compilation, after attaching again, and when the optimizer takes over from another one;
+    * :meth:`attach`, once the compiled program and the settings are on the device: after
+      compilation, after attaching again, and when the optimizer replaces another one;
     * :meth:`send`, before every run;
-    * :meth:`ran`, after every run;
+    * :meth:`mark_updated`, after every run;
     * :meth:`refresh`, before weights are written to the device or the device is detached from;
-    * :meth:`close`, before the program is destroyed, and when another optimizer takes over.
+    * :meth:`close`, before the program is destroyed, and when another optimizer replaces this one.
 
-    Without a device (``ConnectionType.Never``) none of it is called, and the state stays None.
+    Without a device (``ConnectionType.Never``) none of them is called, and the state stays None.
 
     Args:
-        optimizer: any; it is bound to this object until closed.
-        read: gives the device's state as new tensors of the host.
-        write: puts state on the device; state that it does not find stays as it is there. It
-            reads weights first that are newer on the device than here.
+        optimizer: any optimizer; it is bound to this object until :meth:`close`.
+        read: returns the device's state as new tensors of the host.
+        write: writes state to the device; state that is missing from its argument stays as it is
+            on the device. Weights that are newer on the device are read first.
     """
 
     def __init__(
@@ -191,58 +191,58 @@ class StateSync:
         if self._optimizer is not None:
             self._optimizer._sync = self
 
-    def begun(self) -> None:
-        """Write the state that the optimizer brings along; if it has none, the device's is new.
+    def attach(self) -> None:
+        """Write the state that the optimizer has; without any, the device starts with new state.
 
         A program that stands on the device once more still has its state and its numbers, which
         may be newer than what was read of them: then only what was loaded since is written.
         """
-        own = self._optimizer
-        if own is None:
+        optimizer = self._optimizer
+        if optimizer is None:
             return
         if not self._stands:
-            own.ipu_state_is_dirty = own.has_state()
-            own.host_state_is_dirty = not own.ipu_state_is_dirty
+            optimizer.ipu_state_is_dirty = optimizer.has_state()
+            optimizer.host_state_is_dirty = not optimizer.ipu_state_is_dirty
             self._stands = True
         self.send()
 
-    def ran(self) -> None:
-        """The device has changed its state."""
+    def mark_updated(self) -> None:
+        """Record that the device has changed its state."""
         if self._optimizer is not None:
             self._optimizer.host_state_is_dirty = True
 
     def send(self) -> None:
-        """Write what the device does not have."""
-        own = self._optimizer
-        if own is None:
+        """Write state that the device does not have yet."""
+        optimizer = self._optimizer
+        if optimizer is None:
             return
-        if own.ipu_state_is_dirty and own.has_state():
-            self._write(own._state_dict)
+        if optimizer.ipu_state_is_dirty and optimizer.has_state():
+            self._write(optimizer._state_dict)
             logger.debug(
                 "Writing optimiser state tensors from host to IPU memory: "
-                f"{_counted(own._state_dict)}."
+                f"{_counted(optimizer._state_dict)}."
             )
-        own.ipu_state_is_dirty = False
+        optimizer.ipu_state_is_dirty = False
 
     def refresh(self) -> None:
-        """Read what is newer on the device."""
-        own = self._optimizer
-        if own is None:
+        """Read the state if the device's is newer."""
+        optimizer = self._optimizer
+        if optimizer is None:
             return
-        if not own.host_state_is_dirty:
+        if not optimizer.host_state_is_dirty:
             logger.debug("Using cached optimiser state dict: the device has not run since.")
             return
         state = self._read()
         logger.debug(f"Writing optimiser state tensors from IPU to host: {_counted(state)}.")
-        own.set_state_dict(state)
-        own.ipu_state_is_dirty = False
+        optimizer.set_state_dict(state)
+        optimizer.ipu_state_is_dirty = False
 
     def close(self) -> None:
-        """Read what is newer, and let go of the optimizer; safe twice."""
-        own = self._optimizer
-        if own is not None and own._sync is self:
+        """Read state that is newer on the device and unbind the optimizer; safe to call twice."""
+        optimizer = self._optimizer
+        if optimizer is not None and optimizer._sync is self:
             self.refresh()
-            own._sync = None
+            optimizer._sync = None
         self._optimizer = None
 
 
@@ -251,8 +251,8 @@ def _counted(state: DeviceState) -> str:
     return f"{tensors} state tensors, {numbers} numbers"
 
 
-def given(arguments: Mapping[str, Any]) -> Dict[str, Any]:
-    """Of the local variables that a constructor starts with, the arguments that are not None."""
+def explicit_arguments(arguments: Mapping[str, Any]) -> Dict[str, Any]:
+    """Return a constructor's arguments that are not None, from its ``locals()``."""
     return {
         name: value
         for name, value in arguments.items()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ipufit.poptorch._compiled import Compiled
-from ipufit.poptorch._grouped_state import joined, split
+from ipufit.poptorch._grouped_state import merge_parts, split_parts
 from ipufit.poptorch._host import Host
 from ipufit.poptorch._loss_scale import AutomaticLossScale, ScalingSettings
 from ipufit.poptorch._modes import outside_inference_mode
@@ -26,11 +26,11 @@ __all__ = ["OptimizerLink"]
 
 
 def _nothing() -> None:
-    """Without a program there is nothing to exchange."""
+    """Exchange no weights, because there is no program."""
 
 
 class OptimizerLink:
-    """Carries settings and state between an optimizer and the device.
+    """Transfers settings and state between an optimizer and the device.
 
     Args:
         options: of the executor.
@@ -53,7 +53,7 @@ class OptimizerLink:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The present one."""
+        """The optimizer in use."""
         return self._optimizer
 
     def _read(self, optimizer: torch.optim.Optimizer) -> Settings:
@@ -68,18 +68,19 @@ class OptimizerLink:
 
     @outside_inference_mode
     def bind(self, program: Compiled, trained: Sequence[Sequence[str]], host: Host) -> None:
-        """Give the program its updates.
+        """Create the device's optimizer for a program that was just compiled.
 
         Args:
             program: just compiled.
             trained: names of the parameters that want a gradient, by group.
             host: where the weights are.
         """
-        device, reached = program.device, set(program.recorded.reached)
+        device, with_gradient = program.device, set(program.recorded.reached)
         # A device takes state together with the weights.
         self._exchange_weights = functools.partial(host.exchange, device)
         groups = [
-            list(device.parts([name for name in group if name in reached])) for group in trained
+            list(device.parts([name for name in group if name in with_gradient]))
+            for group in trained
         ]
         training = self._options.Training
         scaling = ScalingSettings.of(self._options._Popart.options)
@@ -107,7 +108,7 @@ class OptimizerLink:
 
     def _read_state(self) -> DeviceState:
         assert self._device is not None
-        return joined(self._device.state(), self._parts)
+        return merge_parts(self._device.state(), self._parts)
 
     def _write_along(self, state: DeviceState) -> None:
         self._exchange_weights()
@@ -115,10 +116,10 @@ class OptimizerLink:
 
     def _write(self, state: DeviceState) -> None:
         assert self._device is not None
-        self._device.load_state(split(state, self._parts))
+        self._device.load_state(split_parts(state, self._parts))
 
     def set(self, optimizer: torch.optim.Optimizer, attached: bool) -> None:
-        """Go on with these settings, or with another optimizer.
+        """Take over new settings of the optimizer, or another optimizer.
 
         Raises:
             Error: the program can't. Nothing has changed then.
@@ -136,14 +137,14 @@ class OptimizerLink:
             self._optimizer = optimizer
             if self._device is not None:
                 self._sync = self._new_sync()
-                self._sync.begun()
+                self._sync.attach()
         if attached:
             self.send()
 
-    def begun(self) -> None:
-        """The program stands on the device."""
+    def attach(self) -> None:
+        """Write settings and state once the program is on the device."""
         if self._sync is not None:
-            self._sync.begun()
+            self._sync.attach()
             self._sync.send()
 
     def send(self) -> None:
@@ -151,10 +152,10 @@ class OptimizerLink:
         if self._sync is not None:
             self._sync.send()
 
-    def ran(self) -> None:
-        """The device has changed its state."""
+    def mark_updated(self) -> None:
+        """Record that the device has changed its state."""
         if self._sync is not None:
-            self._sync.ran()
+            self._sync.mark_updated()
 
     def refresh(self) -> None:
         """Device to host: state that the host does not have."""
@@ -162,18 +163,18 @@ class OptimizerLink:
             self._sync.refresh()
 
     def state(self) -> DeviceState:
-        """The device's state, with what was loaded and not yet sent."""
+        """Return the device's state, with what was loaded and not yet sent."""
         assert self._device is not None
         self.send()
         return self._device.state()
 
     def restore(self, state: DeviceState) -> None:
-        """Put state on the device that is newer than what the optimizer has."""
+        """Write state to the device that is newer than the optimizer's."""
         self._write(state)
-        self.ran()
+        self.mark_updated()
 
     def release(self) -> None:
-        """The program goes: what it knows goes to the optimizer."""
+        """Give the device's state to the optimizer, because the program is being destroyed."""
         if self._sync is not None:
             self._sync.close()
         self._sync = self._device = None

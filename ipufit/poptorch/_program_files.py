@@ -14,7 +14,14 @@ from ipufit.poptorch._codec import InvalidContent
 from ipufit.poptorch._devices import uses_ipu_model
 from ipufit.poptorch._graph_files import CALL_CPU
 from ipufit.poptorch._logging import logger
-from ipufit.poptorch._operators.bodies import Body, Like, bodies_in, everywhere, register, renumber
+from ipufit.poptorch._operators.bodies import (
+    Body,
+    TensorSpec,
+    bodies_in,
+    everywhere,
+    register,
+    renumber,
+)
 from ipufit.poptorch._recorded import Outputs, Recorded
 from ipufit.poptorch._tracing import Trace
 from ipufit.poptorch.options import Options
@@ -73,7 +80,7 @@ def program_from_values(values: Mapping[str, Any]) -> Recorded:
             raise InvalidContent("it holds no program")
         trace = Trace(bool(values["training"]))
         trace.blocks.entered = [(name, ipu) for name, ipu in values["entered"]]
-        trace.kept.extend(_bodies(values["bodies"], graph))
+        trace.keep_alive.extend(_bodies(values["bodies"], graph))
         constants = list(values["constants"])
         computed = [bool(each) for each in values["computed"]]
         if [constant is None for constant in constants] != computed:
@@ -103,7 +110,7 @@ def _bodies(entries: Any, graph: fx.GraphModule) -> List[Body]:
     numbers: Dict[int, int] = {}
     for number, inner, results in entries:
         renumber(inner, numbers)
-        body = Body(inner, [Like(tensor.shape, tensor.dtype) for tensor in results])
+        body = Body(inner, [TensorSpec(tensor.shape, tensor.dtype) for tensor in results])
         register(body)
         bodies.append(body)
         numbers[number] = body.number

@@ -39,7 +39,7 @@ class Trace:
     Attributes:
         training: whether it is a training model.
         blocks: where the model says that its operators go.
-        kept: what has to live as long as the recorded graph.
+        keep_alive: objects that must live as long as the recorded graph.
         losses: number of tensors that were said to be losses.
         activations: names of what its operators make.
     """
@@ -47,7 +47,7 @@ class Trace:
     def __init__(self, training: bool) -> None:
         self.training = training
         self.blocks = Blocks()
-        self.kept: List[object] = []
+        self.keep_alive: List[object] = []
         self.losses = 0
         self.activations = Activations()
         self._losses: List[_Loss] = []

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ipufit.poptorch._plain import as_plain, reduced_as_plain
+from ipufit.poptorch._unwrapped import as_plain, reduced_as_plain
 from ipufit.poptorch._weights import WeightSource, WeightSync
 
 __all__ = [

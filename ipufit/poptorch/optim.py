@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ipufit.optim.lamb import lamb_update
 from ipufit.poptorch._logging import logger
-from ipufit.poptorch._optimizer_base import Optimizer, VariableAttributes, given
+from ipufit.poptorch._optimizer_base import Optimizer, VariableAttributes, explicit_arguments
 
 __all__ = ["LAMB", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "VariableAttributes", "logger"]
 
@@ -32,9 +32,9 @@ _MOMENTS: Dict[str, Any] = {
 }
 
 
-def _torchs(explicit: Dict[str, Any], own: Iterable[str]) -> Dict[str, Any]:
-    """The arguments that torch's constructor takes."""
-    return {name: value for name, value in explicit.items() if name not in own}
+def _torchs(explicit: Dict[str, Any], device_only: Iterable[str]) -> Dict[str, Any]:
+    """Return the explicit arguments that torch's constructor accepts."""
+    return {name: value for name, value in explicit.items() if name not in device_only}
 
 
 class SGD(Optimizer, torch.optim.SGD):
@@ -93,7 +93,7 @@ class SGD(Optimizer, torch.optim.SGD):
         velocity_accum_type: Optional[torch.dtype] = None,
         max_grad_norm: Optional[float] = None,
     ) -> None:
-        explicit = given(locals())
+        explicit = explicit_arguments(locals())
         Optimizer.__init__(self)
         torch.optim.SGD.__init__(self, **_torchs(explicit, SGD._child_only))
         if use_combined_accum:
@@ -154,7 +154,7 @@ class Adam(Optimizer, torch.optim.Adam):
         second_order_momentum_accum_type: Optional[torch.dtype] = None,
         max_grad_norm: Optional[float] = None,
     ) -> None:
-        explicit = given(locals())
+        explicit = explicit_arguments(locals())
         Optimizer.__init__(self)
         torch.optim.Adam.__init__(self, **_torchs(explicit, Adam._child_only))
         self._settle(explicit, loss_scaling=1.0, **_MOMENTS, max_grad_norm=math.inf)
@@ -199,7 +199,7 @@ class AdamW(Optimizer, torch.optim.AdamW):
         second_order_momentum_accum_type: Optional[torch.dtype] = None,
         max_grad_norm: Optional[float] = None,
     ) -> None:
-        explicit = given(locals())
+        explicit = explicit_arguments(locals())
         Optimizer.__init__(self)
         torch.optim.AdamW.__init__(self, **_torchs(explicit, AdamW._child_only))
         self._settle(
@@ -253,7 +253,7 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
         second_order_momentum_accum_type: Optional[torch.dtype] = None,
         use_tf_variant: Optional[bool] = None,
     ) -> None:
-        explicit = given(locals())
+        explicit = explicit_arguments(locals())
         Optimizer.__init__(self)
         torch.optim.RMSprop.__init__(self, **_torchs(explicit, RMSprop._child_only))
         self._settle(explicit, loss_scaling=1.0, **_MOMENTS, use_tf_variant=False)
@@ -292,7 +292,7 @@ class LAMB(Optimizer, torch.optim.Optimizer):
         first_order_momentum_accum_type: Optional[torch.dtype] = None,
         second_order_momentum_accum_type: Optional[torch.dtype] = None,
     ) -> None:
-        explicit = given(locals())
+        explicit = explicit_arguments(locals())
         Optimizer.__init__(self)
         defaults = {
             "lr": 1e-3,

@@ -12,8 +12,8 @@ from typing import Any, Callable, ContextManager, Type, TypeVar
 import torch
 
 from ipufit.poptorch._logging import logger
-from ipufit.poptorch._plain import reduced_as_plain
 from ipufit.poptorch._tracing import tracing
+from ipufit.poptorch._unwrapped import reduced_as_plain
 
 __all__ = ["Channel", "logger"]
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from ipufit import poptorch
-from ipufit.poptorch._grouped_state import joined, split
+from ipufit.poptorch._grouped_state import merge_parts, split_parts
 
 
 class Rows(nn.Module):
@@ -67,11 +67,11 @@ def test_only_a_whole_name_is_that_of_a_parameter():
         },
         "ipu_param": {"lr___w[0]": torch.tensor(1.0), "lr___w[1]": torch.tensor(1.0)},
     }
-    whole = joined(state, copies)
+    whole = merge_parts(state, copies)
     assert whole["ipu_state"]["Accl1___w"].tolist() == [[1.0, 1.0], [0.0, 0.0]]
     assert set(whole["ipu_state"]) == {"Accl1___w", "Accl1___down"}
     assert whole["ipu_param"] == {"lr___w": torch.tensor(1.0)}
-    back = split(whole, copies)
+    back = split_parts(whole, copies)
     for kind, values in state.items():
         assert set(back[kind]) == set(values)
         assert all(torch.equal(back[kind][name], value) for name, value in values.items())

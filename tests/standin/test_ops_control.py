@@ -235,7 +235,7 @@ def test_loops_and_branches_are_refused_in_training():
 
 def test_bodies_live_as_long_as_their_recording():
     recorded = record(loop(2, lambda a: a + 1), torch.zeros(1))
-    (body,) = recorded.trace.kept
+    (body,) = recorded.trace.keep_alive
     graph, reference = recorded.graph, weakref.ref(body)
     del body, recorded
     gc.collect()

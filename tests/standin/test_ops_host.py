@@ -131,7 +131,7 @@ def test_what_the_host_can_not_compute_is_refused(call, training, text):
 
 def test_a_graph_does_not_outlive_its_functions():
     recorded = record(poptorch.CPU(lambda x: x, "f"), torch.ones(1))
-    recorded.trace.kept.clear()
+    recorded.trace.keep_alive.clear()
     with pytest.raises(poptorch.Error, match=r"the function of a poptorch\.CPU is gone"):
         recorded(torch.ones(1))
 

@@ -206,7 +206,7 @@ def test_copies_have_the_settings_but_no_executor(kind):
     reads = []
     sync = optim_sync(optimizer, reads)
     optimizer.set_state_dict({"ipu_state": {}, "ipu_param": {"a": torch.ones(())}})
-    sync.ran()
+    sync.mark_updated()
     for other in (copy.copy(optimizer), copy.deepcopy(optimizer)):
         assert other.loss_scaling == 4.0
         assert not other.variable_attrs.isConstant("loss_scaling")

@@ -469,7 +469,7 @@ class Life:
         self.sync.send()
         self.device.apply(gradients(self.updates))
         self.updates += 1
-        self.sync.ran()
+        self.sync.mark_updated()
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
@@ -485,7 +485,7 @@ def test_state_is_none_until_there_is_a_device(kind):
 
 def test_the_device_is_read_only_if_it_ran_since(caplog):
     life = Life(made(optim.Adam, lr=0.1))
-    life.sync.begun()
+    life.sync.attach()
     assert not life.optimizer.state_dict()["ipu_state"]["Accl1___w"].any()
     assert life.notes == ["read"]
     with caplog.at_level(logging.DEBUG, "poptorch::python"):
@@ -502,7 +502,7 @@ def test_the_device_is_read_only_if_it_ran_since(caplog):
 def test_transfers_are_logged(caplog):
     life = Life(made(optim.Adam, lr=0.1))
     with caplog.at_level(logging.DEBUG, "poptorch::python"):
-        life.sync.begun()
+        life.sync.attach()
         state = life.optimizer.state_dict()
         life.optimizer.load_state_dict(state)
         life.sync.send()
@@ -514,7 +514,7 @@ def test_transfers_are_logged(caplog):
 
 def test_loaded_state_is_written_with_the_next_run():
     life = Life(made(optim.Adam, lr=0.1))
-    life.sync.begun()
+    life.sync.attach()
     life.run()
     state = life.optimizer.state_dict()
     life.run()
@@ -531,7 +531,7 @@ def test_loaded_state_is_written_with_the_next_run():
 
 def test_a_dict_that_was_changed_changes_nothing_until_it_is_loaded():
     life = Life(made(optim.Adam, lr=0.1))
-    life.sync.begun()
+    life.sync.attach()
     state = life.optimizer.state_dict()
     state["ipu_state"].clear()
     assert "Step___w" in life.optimizer.state_dict()["ipu_state"]
@@ -539,12 +539,12 @@ def test_a_dict_that_was_changed_changes_nothing_until_it_is_loaded():
 
 def test_an_optimizer_with_state_brings_it_along():
     life = Life(made(optim.Adam, lr=0.1))
-    life.sync.begun()
+    life.sync.attach()
     life.run()
     other = made(optim.Adam, lr=0.1)
     other.load_state_dict(life.optimizer.state_dict())
     second = Life(other)
-    second.sync.begun()
+    second.sync.attach()
     other.state_dict()
     assert second.notes == ["write"]
     second.run()
@@ -553,25 +553,25 @@ def test_an_optimizer_with_state_brings_it_along():
 
 def test_an_optimizer_that_is_replaced_keeps_the_last_state_and_lets_go():
     life = Life(made(optim.Adam, lr=0.1))
-    life.sync.begun()
+    life.sync.attach()
     life.run()
     life.sync.close()
     life.sync.close()
     assert life.notes == ["read"]
     life.device.apply(gradients(1))
-    life.sync.ran()
+    life.sync.mark_updated()
     assert life.optimizer.state_dict()["ipu_state"]["Step___w"] == 1
     assert life.notes == ["read"]
     second = made(optim.Adam, lr=0.1)
     sync = StateSync(second, life.read, life.write)
-    sync.begun()
+    sync.attach()
     assert second.state_dict()["ipu_state"]["Step___w"] == 2
 
 
 def test_an_optimizer_that_belongs_to_another_executor_is_not_taken_from_it():
     first = Life(made(optim.Adam, lr=0.1))
     second = Life(first.optimizer)
-    second.sync.begun()
+    second.sync.attach()
     first.sync.close()
     first.optimizer.state_dict()
     assert (first.notes, second.notes) == ([], ["read"])
@@ -580,19 +580,19 @@ def test_an_optimizer_that_belongs_to_another_executor_is_not_taken_from_it():
 def test_a_program_that_is_attached_again_takes_only_what_was_loaded_since():
     """What was read before is older than settings that came in between."""
     life = Life(made(optim.Adam, lr=0.1))
-    life.sync.begun()
+    life.sync.attach()
     life.run()
     life.sync.refresh()
     life.optimizer.param_groups[0]["lr"] = 0.5
     life.device.set(settings_of(life.optimizer))
-    life.sync.begun()
+    life.sync.attach()
     assert life.notes == ["read"]
     life.run()
     found = life.optimizer.state_dict()
     assert found["ipu_param"]["learningRate___specific___w"] == 0.5
     life.sync.refresh()
     life.optimizer.load_state_dict(found)
-    life.sync.begun()
+    life.sync.attach()
     assert life.notes == ["read", "read", "write"]
 
 
@@ -600,7 +600,7 @@ def test_a_program_that_is_attached_again_takes_only_what_was_loaded_since():
 def test_the_state_of_torchs_optimizers_stays_on_the_device(kind):
     optimizer = made(kind, lr=0.1)
     life = Life(optimizer)
-    life.sync.begun()
+    life.sync.attach()
     life.run()
     life.sync.refresh()
     life.sync.close()
@@ -639,7 +639,7 @@ def test_state_of_no_device_is_refused_before_anything_changes(state, text):
 def test_a_checkpoint_goes_through_a_file(tmp_path):
     """Learning rates come with it, and the file holds nothing that has to be unpickled."""
     life = Life(made(optim.Adam, lr=1.0))
-    life.sync.begun()
+    life.sync.attach()
     scheduler = ExponentialLR(life.optimizer, 0.5)
     life.optimizer._opt_called, life.optimizer._step_count = True, 1
     life.run()
@@ -651,7 +651,7 @@ def test_a_checkpoint_goes_through_a_file(tmp_path):
     other.load_state_dict(state)
     assert other.param_groups[0]["lr"] == 0.5
     second = Life(other)
-    second.sync.begun()
+    second.sync.attach()
     second.run()
     found = other.state_dict()
     assert found["ipu_param"]["learningRate___specific___w"] == 0.5

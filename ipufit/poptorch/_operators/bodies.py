@@ -18,7 +18,7 @@ from ipufit.poptorch._tracing import tracing
 
 __all__ = [
     "Body",
-    "Like",
+    "TensorSpec",
     "bodies_in",
     "body_of",
     "everywhere",
@@ -28,40 +28,40 @@ __all__ = [
 ]
 
 
-class Like(NamedTuple):
-    """What a tensor looks like."""
+class TensorSpec(NamedTuple):
+    """Shape and dtype of a tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 class Body:
-    """A recorded function of its inputs and of what it takes from around it.
+    """A recorded function of its inputs and of tensors captured from the graph around it.
 
     Attributes:
-        number: what the graph around it calls it by.
+        number: identifies the body in the nodes that call it.
         graph: computes a list of tensors from the inputs, then the captured tensors.
-        results: what its results look like.
+        results: shape and dtype of each result.
     """
 
-    def __init__(self, graph: fx.GraphModule, results: Sequence[Union[Tensor, Like]]) -> None:
+    def __init__(self, graph: fx.GraphModule, results: Sequence[Union[Tensor, TensorSpec]]) -> None:
         self.graph = graph
-        self.results = [Like(result.shape, result.dtype) for result in results]
+        self.results = [TensorSpec(result.shape, result.dtype) for result in results]
         self.number = _number()
         self._half = makes_half(graph)
         self._writes = any(_writes(node) for node in graph.graph.nodes)
 
     def run(self, inputs: Sequence[Tensor], captured: Sequence[Tensor]) -> List[Tensor]:
-        """Compute the results; nothing that is given is changed.
+        """Compute the results without changing the inputs or the captured tensors.
 
-        They may be, or be views of, what is given.
+        Results may be arguments, or views of them.
         """
-        given = [*inputs, *captured]
+        arguments = [*inputs, *captured]
         if self._writes:
-            given = [tensor.clone() for tensor in given]
+            arguments = [tensor.clone() for tensor in arguments]
         # The mode of the program around this operator does not reach into it.
-        with torch.no_grad(), half_computed(self._half, given):
-            return list(self.graph(*given))
+        with torch.no_grad(), half_computed(self._half, arguments):
+            return list(self.graph(*arguments))
 
 
 # Held by the recording that made them, so that they go with it.
@@ -74,22 +74,22 @@ def _number() -> int:
 
 
 def body_of(number: int) -> Body:
-    """The body of this number.
+    """Return the body with this number.
 
     Raises:
         Error: the recording that made it is gone.
     """
-    found = _BODIES.get(number)
-    if found is None:
+    body = _BODIES.get(number)
+    if body is None:
         raise error(
             "the body of a poptorch.for_loop or poptorch.cond is gone: expected the model that "
             "recorded it to be alive. Compile the model again."
         )
-    return found
+    return body
 
 
 def _writes(node: fx.Node) -> bool:
-    """Whether the node changes one of its arguments."""
+    """Return True if a node changes one of its arguments."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return False
@@ -100,7 +100,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 class _Lift(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes an input of every tensor that comes from around the body."""
+    """Turns every tensor captured from around a body into an input of the body's graph."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -130,13 +130,14 @@ class _Lift(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def record(
     function: Callable[..., Any], inputs: Sequence[Tensor], what: str
 ) -> Tuple[Body, List[Tensor]]:
-    """Call the function once and record what it does.
+    """Call a function once and record its operators as a graph.
 
     Args:
-        function: of as many tensors as there are inputs; it gets copies of them, and may use
+        function: takes as many tensors as there are inputs; it gets copies of them, and may use
             other tensors of the recording under way.
-        inputs: like what it will be called with.
-        what: what messages call it.
+        inputs: tensors of the shapes and dtypes that the body will be called with.
+        what: what error messages call the function.
+
     Returns:
         The body, and the captured tensors in the order in which it wants them.
     Raises:
@@ -148,11 +149,11 @@ def record(
     results: List[Tensor] = []
 
     # The first argument is there so that there is one.
-    def traced(_: Tensor, *given: Tensor) -> List[Tensor]:
+    def traced(_: Tensor, *arguments: Tensor) -> List[Tensor]:
         lift = _Lift(tracer())
         lifts.append(lift)
         with lift:
-            results.extend(_tensors(function(*given), what))
+            results.extend(_tensors(function(*arguments), what))
             for result in results:
                 lift.lift(result)
         return list(results)
@@ -166,7 +167,7 @@ def record(
     register(body)
     trace = tracing()
     if trace is not None:
-        trace.kept.append(body)
+        trace.keep_alive.append(body)
     return body, captured
 
 
@@ -213,15 +214,15 @@ def _gather_inputs(graph: fx.GraphModule, count: int) -> List[Tensor]:
 
 
 def everywhere(graph: fx.GraphModule) -> Iterator[fx.GraphModule]:
-    """The graph and, at any depth, the bodies that it calls."""
+    """Yield a graph and, at any depth, the graphs of the bodies that it calls."""
     yield graph
     for node in graph.graph.nodes:
         for number in _called(node):
             yield from everywhere(body_of(number).graph)
 
 
-def _places(node: fx.Node) -> Tuple[int, ...]:
-    """Which arguments of a node are the numbers of bodies."""
+def _body_positions(node: fx.Node) -> Tuple[int, ...]:
+    """Return the positions of the arguments of a node that are numbers of bodies."""
     from ipufit.poptorch._operators import control
 
     if node.target is control.REPEAT:
@@ -230,17 +231,17 @@ def _places(node: fx.Node) -> Tuple[int, ...]:
 
 
 def _called(node: fx.Node) -> List[int]:
-    return [int(node.args[place]) for place in _places(node)]  # type: ignore[arg-type]
+    return [int(node.args[place]) for place in _body_positions(node)]  # type: ignore[arg-type]
 
 
 def bodies_in(graph: fx.GraphModule) -> Dict[int, Body]:
-    """The bodies that a graph calls, at any depth, by number; inner ones first."""
+    """Map numbers to the bodies that a graph calls, at any depth; inner bodies come first."""
     numbers = {n for g in everywhere(graph) for node in g.graph.nodes for n in _called(node)}
     return {number: body_of(number) for number in sorted(numbers)}
 
 
 def register(body: Body) -> None:
-    """Let graphs call the body by its number, as long as somebody holds it."""
+    """Let graphs call the body by its number, for as long as something references it."""
     _BODIES[body.number] = body
 
 
@@ -255,6 +256,6 @@ def renumber(graph: fx.GraphModule, numbers: Mapping[int, int]) -> None:
         KeyError: it calls one that is not there.
     """
     for node in graph.graph.nodes:
-        for place in _places(node):
+        for place in _body_positions(node):
             node.update_arg(place, numbers[node.args[place]])
     graph.recompile()

@@ -7,8 +7,8 @@ from typing import Any, Callable, List, Sequence
 import torch
 from torch import Tensor
 
+from ipufit.poptorch._dtype_cast import DEVICE_DTYPES
 from ipufit.poptorch._errors import error
-from ipufit.poptorch._narrowing import DEVICE_DTYPES
 from ipufit.poptorch._operators.bodies import Body, body_of, record
 from ipufit.poptorch._operators.library import define
 from ipufit.poptorch._tracing import Trace, tracing
@@ -20,15 +20,15 @@ def _on_device(dtype: torch.dtype) -> torch.dtype:
     return DEVICE_DTYPES.get(dtype, dtype)
 
 
-def _fresh(results: Sequence[Tensor], given: Sequence[Tensor]) -> List[Tensor]:
-    """The results, copied where they share memory: an operator's results must not."""
-    seen = {_storage(tensor) for tensor in given}
-    fresh = []
+def _without_aliases(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> List[Tensor]:
+    """Copy the results that share memory with an input or another result, which torch forbids."""
+    storages = {_storage(tensor) for tensor in inputs}
+    separate = []
     for result in results:
-        where = _storage(result)
-        fresh.append(result.clone() if where in seen else result)
-        seen.add(where)
-    return fresh
+        storage = _storage(result)
+        separate.append(result.clone() if storage in storages else result)
+        storages.add(storage)
+    return separate
 
 
 def _storage(tensor: Tensor) -> int:
@@ -38,11 +38,11 @@ def _storage(tensor: Tensor) -> int:
 def _run_repeat(
     inputs: List[Tensor], captured: List[Tensor], count: int, body: int
 ) -> List[Tensor]:
-    found = body_of(body)
+    recorded = body_of(body)
     state = list(inputs)
     for _ in range(count):
-        state = found.run(state, captured)
-    return _fresh(state, [*inputs, *captured])
+        state = recorded.run(state, captured)
+    return _without_aliases(state, [*inputs, *captured])
 
 
 REPEAT = define(
@@ -61,10 +61,10 @@ def _run_branch(
     then_body: int,
     else_body: int,
 ) -> List[Tensor]:
-    taken, inputs, captured = then_body, then_inputs, then_captured
+    number, inputs, captured = then_body, then_inputs, then_captured
     if not condition.item():
-        taken, inputs, captured = else_body, else_inputs, else_captured
-    return _fresh(body_of(taken).run(inputs, captured), [*inputs, *captured])
+        number, inputs, captured = else_body, else_inputs, else_captured
+    return _without_aliases(body_of(number).run(inputs, captured), [*inputs, *captured])
 
 
 def _shape_branch(condition: Tensor, *rest: Any) -> List[Tensor]:
@@ -134,16 +134,18 @@ def for_loop(count: int, body: Callable[..., Any], inputs: List[Tensor]) -> List
             state = _listed(body(*[tensor.clone() for tensor in state]))
         return state
     _inference_only(trace, "for_loop")
-    recorded, captured = record(_settled(body, inputs), inputs, "the body of poptorch.for_loop")
+    recorded, captured = record(
+        _checked_loop_body(body, inputs), inputs, "the body of poptorch.for_loop"
+    )
     with torch.no_grad():
         return list(REPEAT(inputs, captured, count, recorded.number))
 
 
-def _settled(body: Callable[..., Any], inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    """The body, with results that can be its next inputs."""
+def _checked_loop_body(body: Callable[..., Any], inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    """Wrap the body of a loop to check and convert its results, so that they can be its inputs."""
 
-    def settled(*given: Tensor) -> List[Any]:
-        results = _listed(body(*given))
+    def checked(*arguments: Tensor) -> List[Any]:
+        results = _listed(body(*arguments))
         if len(results) != len(inputs):
             raise error(
                 f"the body of poptorch.for_loop must return as many tensors as it takes, expected "
@@ -151,21 +153,21 @@ def _settled(body: Callable[..., Any], inputs: Sequence[Tensor]) -> Callable[...
             )
         return [_like(r, i, n) for n, (r, i) in enumerate(zip(results, inputs))]
 
-    return settled
+    return checked
 
 
-def _like(result: Any, given: Tensor, position: int) -> Any:
+def _like(result: Any, expected: Tensor, position: int) -> Any:
     if not isinstance(result, Tensor):
         return result
-    same = _on_device(result.dtype) == _on_device(given.dtype) and result.shape == given.shape
+    same = _on_device(result.dtype) == _on_device(expected.dtype) and result.shape == expected.shape
     if not same:
         raise error(
             f"the body of poptorch.for_loop must return tensors like its inputs: expected "
-            f"{tuple(given.shape)} {_on_device(given.dtype)} at index {position}, got "
+            f"{tuple(expected.shape)} {_on_device(expected.dtype)} at index {position}, got "
             f"{tuple(result.shape)} {_on_device(result.dtype)}. Convert or reshape it where the "
             "body ends."
         )
-    return result.to(given.dtype)
+    return result.to(expected.dtype)
 
 
 def cond(
@@ -221,36 +223,36 @@ def cond(
             f"poptorch.cond expects the condition to be a tensor of one element, got {got}. "
             "Reduce it with torch.all or torch.any."
         )
-    taken, taken_captured = record(then_body, then_inps, "then_body of poptorch.cond")
-    other, other_captured = record(
-        _matched(else_body, taken), else_inps, "else_body of poptorch.cond"
+    then_recorded, then_captured = record(then_body, then_inps, "then_body of poptorch.cond")
+    else_recorded, else_captured = record(
+        _checked_else_body(else_body, then_recorded), else_inps, "else_body of poptorch.cond"
     )
     with torch.no_grad():
         return list(
             BRANCH(
                 condition,
                 then_inps,
-                taken_captured,
+                then_captured,
                 else_inps,
-                other_captured,
-                taken.number,
-                other.number,
+                else_captured,
+                then_recorded.number,
+                else_recorded.number,
             )
         )
 
 
-def _matched(body: Callable[..., Any], taken: Body) -> Callable[..., Any]:
-    """The body, with results like those of the other one."""
+def _checked_else_body(body: Callable[..., Any], then_recorded: Body) -> Callable[..., Any]:
+    """Wrap a branch's second body to check its results and convert them to the first's dtypes."""
 
-    def matched(*given: Tensor) -> List[Any]:
-        results = _listed(body(*given))
-        if len(results) != len(taken.results):
+    def checked(*arguments: Tensor) -> List[Any]:
+        results = _listed(body(*arguments))
+        if len(results) != len(then_recorded.results):
             raise error(
                 "then_body and else_body of poptorch.cond must return the same number of "
-                f"tensors, got {len(taken.results)} and {len(results)}. Return a tensor "
+                f"tensors, got {len(then_recorded.results)} and {len(results)}. Return a tensor "
                 "unchanged where one of them has nothing to compute."
             )
-        for position, (result, expected) in enumerate(zip(results, taken.results)):
+        for position, (result, expected) in enumerate(zip(results, then_recorded.results)):
             if not isinstance(result, Tensor):
                 continue
             same = _on_device(result.dtype) == _on_device(expected.dtype)
@@ -262,7 +264,8 @@ def _matched(body: Callable[..., Any], taken: Body) -> Callable[..., Any]:
                     "Convert or reshape one of them at the end of its body."
                 )
         return [
-            r.to(e.dtype) if isinstance(r, Tensor) else r for r, e in zip(results, taken.results)
+            r.to(e.dtype) if isinstance(r, Tensor) else r
+            for r, e in zip(results, then_recorded.results)
         ]
 
-    return matched
+    return checked

@@ -129,7 +129,7 @@ class CPU:
         self.out_shapes = [tensor.shape for tensor in results]
         call = _Call(self, results)
         _CALLS[id(call)] = call
-        trace.kept.append(call)
+        trace.keep_alive.append(call)
         with torch.no_grad():
             outputs = _CALL_CPU(list(input), id(call))
         return outputs[0] if isinstance(returned, Tensor) else outputs

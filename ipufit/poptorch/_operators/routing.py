@@ -6,7 +6,7 @@ from typing import Any, Mapping, Sequence
 
 from torch import Tensor
 
-from ipufit.poptorch._operators import refused, slices
+from ipufit.poptorch._operators import slices, unsupported
 from ipufit.poptorch._operators.casting import cast
 from ipufit.poptorch._operators.losses import LOSSES
 from ipufit.poptorch._operators.masks import with_bool_masks
@@ -17,7 +17,7 @@ __all__ = ["call"]
 
 
 def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a torch function as the device would compute it, and note a loss.
+    """Call a torch function as the device would compute it, and mark its result if it is a loss.
 
     For a TorchFunctionMode that is active while a model is recorded: whatever torch function is
     called comes here.
@@ -25,11 +25,11 @@ def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     Raises:
         Error: torch accepts the call, a model for IPUs can't have it.
     """
-    refused.check(func, args, kwargs)
+    unsupported.check(func, args, kwargs)
     if func is Tensor.__getitem__ and slices.has_tensor_bounds(args[1]):
         return slices.getitem(args[0], args[1])
-    args, given = cast(func, args, kwargs)
-    args = with_bool_masks(func, args, given)
-    result = REPLACED.get(func, func)(*args, **given)
+    args, kwargs = cast(func, args, kwargs)
+    args = with_bool_masks(func, args, kwargs)
+    result = REPLACED.get(func, func)(*args, **kwargs)
     trace = tracing()
     return trace.mark_loss(result) if func in LOSSES and trace is not None else result

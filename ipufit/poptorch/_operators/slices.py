@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ipufit.poptorch._dtype_cast import DEVICE_DTYPES
 from ipufit.poptorch._errors import error
-from ipufit.poptorch._narrowing import DEVICE_DTYPES
 from ipufit.poptorch._operators.recorder import node_of, tracer
 from ipufit.poptorch._tracing import tracing
 

@@ -1,4 +1,4 @@
-"""Whether the program of a file is one for this model."""
+"""Check that a program from a file is compatible with the model that loads it."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def check_fits(
     """Refuse a program that was compiled for another kind of model, or other options.
 
     Args:
-        saved: what the file holds.
-        filename: it.
-        training, options, groupings: of the executor.
+        saved: content of the file.
+        filename: path of the file, for messages.
+        training, options, groupings: those of the executor.
 
     Raises:
         Error: what differs, and how.
     """
     if saved.recorded.trace.training != training:
-        theirs, own = ("inference", "training") if training else ("training", "inference")
+        theirs, ours = ("inference", "training") if training else ("training", "inference")
         raise error(
-            f"{filename} holds a program for {theirs}, and this model is for {own}. Wrap the "
+            f"{filename} holds a program for {theirs}, and this model is for {ours}. Wrap the "
             f"module with poptorch.{theirs}Model."
         )
     differing = _differing(saved.options, options, training)
@@ -71,18 +71,18 @@ def check_fits(
         )
 
 
-def _differing(saved: Options, own: Options, training: bool) -> List[str]:
+def _differing(saved: Options, current: Options, training: bool) -> List[str]:
     texts = []
-    groups: List[Any] = [(saved, own, _COMPILED_FOR)]
+    groups: List[Any] = [(saved, current, _COMPILED_FOR)]
     if training:
-        groups.append((saved.Training, own.Training, _COMPILED_FOR_IN_TRAINING))
+        groups.append((saved.Training, current.Training, _COMPILED_FOR_IN_TRAINING))
     for theirs, ours, names in groups:
         for name, setter in names.items():
             left, right = getattr(theirs, name), getattr(ours, name)
             if left != right:
                 texts.append(f"{setter} was {left!r}, and is {right!r}")
     if training:
-        scalings = [ScalingSettings.of(options._Popart.options) for options in (saved, own)]
+        scalings = [ScalingSettings.of(options._Popart.options) for options in (saved, current)]
         if scalings[0] != scalings[1]:
             texts.append(f"automatic loss scaling was {scalings[0]}, and is {scalings[1]}")
     return texts
@@ -94,8 +94,8 @@ def check_state(
     """Refuse a program that was compiled for other weights.
 
     Args:
-        saved: what the file holds.
-        filename: it.
+        saved: content of the file.
+        filename: path of the file, for messages.
         state: the device's parameters and buffers by name.
         trained: names of the parameters of the executor's optimizer.
 

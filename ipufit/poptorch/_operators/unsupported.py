@@ -1,4 +1,4 @@
-"""What torch computes and a PopTorch model can't: refused before it is recorded."""
+"""Refuse calls of torch functions that a model for IPUs can't contain, before they are recorded."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ipufit.poptorch._errors import error
-from ipufit.poptorch._operators.arguments import named
 
 __all__ = ["check"]
 
-Given = Dict[str, Any]
+Arguments = Dict[str, Any]
 
 
-def _upsampling(given: Given) -> None:
-    mode = given.get("mode", "nearest")
-    tensor = given.get("input")
+def _upsampling(arguments: Arguments) -> None:
+    mode = arguments.get("mode", "nearest")
+    tensor = arguments.get("input")
     if mode in ("linear", "trilinear"):
         dims = {"linear": "1d", "trilinear": "3d"}[mode]
         raise error(
             f"Unsupported upsample mode aten::upsample_{mode}{dims}: currently only 'nearest' is "
             "supported for this input. Use mode='nearest', or bilinear on a 4-dimensional input."
         )
-    if mode == "bicubic" and given.get("align_corners"):
+    if mode == "bicubic" and arguments.get("align_corners"):
         raise error("Only support align_corners=False. Leave it out for mode='bicubic'.")
-    scale = given.get("scale_factor")
+    scale = arguments.get("scale_factor")
     if mode == "bilinear" and scale is not None and isinstance(tensor, Tensor):
         scales = list(scale) if isinstance(scale, (list, tuple)) else [scale]
         if len(set(scales)) > 1:
@@ -42,8 +41,8 @@ def _upsampling(given: Given) -> None:
             )
 
 
-def _bincount(given: Given) -> None:
-    minlength = given.get("minlength", 0)
+def _bincount(arguments: Arguments) -> None:
+    minlength = arguments.get("minlength", 0)
     if not isinstance(minlength, int) or minlength < 1:
         raise error(
             "Bincount `minlength` must be specified and must be a constant. On the IPU MK2 "
@@ -52,20 +51,20 @@ def _bincount(given: Given) -> None:
         )
 
 
-def _one_hot(given: Given) -> None:
-    if given.get("num_classes", -1) == -1:
+def _one_hot(arguments: Arguments) -> None:
+    if arguments.get("num_classes", -1) == -1:
         raise error(
             "OneHot num classes must be specified and must be constant. Got -1, which torch finds "
             "out from the values: give num_classes."
         )
 
 
-def _ctc(given: Given) -> None:
-    if given.get("reduction", "mean") in ("none", 0):
+def _ctc(arguments: Arguments) -> None:
+    if arguments.get("reduction", "mean") in ("none", 0):
         raise error(
             'CTCLoss with reduction="none" is currently not supported. Use "mean" or "sum".'
         )
-    targets = given.get("targets")
+    targets = arguments.get("targets")
     if isinstance(targets, Tensor) and targets.dim() == 1:
         raise error(
             "CTCLoss with concatenated targets is not supported: expected targets of shape "
@@ -73,9 +72,9 @@ def _ctc(given: Given) -> None:
         )
 
 
-def _class_weights(operator: str) -> Callable[[Given], None]:
-    def check(given: Given) -> None:
-        if given.get("weight") is not None:
+def _class_weights(operator: str) -> Callable[[Arguments], None]:
+    def check(arguments: Arguments) -> None:
+        if arguments.get("weight") is not None:
             raise error(
                 f'Parameter "weight" is unsupported for aten::{operator}. Compute the loss with '
                 'reduction="none", multiply it by weight[target] and pass the sum to '
@@ -85,39 +84,39 @@ def _class_weights(operator: str) -> Callable[[Given], None]:
     return check
 
 
-def _embedding(given: Given) -> None:
+def _embedding(arguments: Arguments) -> None:
     for name in ("scale_grad_by_freq", "sparse"):
-        if given.get(name):
+        if arguments.get(name):
             raise error(f"Unsupported aten::embedding operation: {name}=True. Leave it out.")
 
 
-def _embedding_bag(given: Given) -> None:
+def _embedding_bag(arguments: Arguments) -> None:
     for name in ("scale_grad_by_freq", "sparse"):
-        if given.get(name):
+        if arguments.get(name):
             raise error(f"Unsupported aten::embedding_bag operation: {name}=True. Leave it out.")
-    if given.get("padding_idx") is not None:
+    if arguments.get("padding_idx") is not None:
         raise error(
             "Unsupported aten::embedding_bag operation: padding_idx parameter is unsupported. "
             "Keep the row at zero yourself."
         )
 
 
-def _matrix_norm(given: Given) -> None:
-    order = given.get("ord", "fro")
+def _matrix_norm(arguments: Arguments) -> None:
+    order = arguments.get("ord", "fro")
     if order in (2, -2, "nuc"):
         what = "nuclear norm" if order == "nuc" else "2-norm"
         raise error(f"Matrix {what} is not supported. Use ord='fro', 1, -1, inf or -inf.")
 
 
-def _lstm(given: Given) -> None:
+def _lstm(arguments: Arguments) -> None:
     # Packed sequences come in another order.
-    if not isinstance(given.get("hx"), (list, tuple)) or "batch_first" not in given:
+    if not isinstance(arguments.get("hx"), (list, tuple)) or "batch_first" not in arguments:
         return
     rules = (
-        (not given["has_biases"], "LSTM without biases not supported. Use bias=True."),
-        (given["num_layers"] != 1, "Only LSTM with 1 layer supported. Stack several modules."),
-        (given["dropout"] != 0, "LSTM only supports dropout = 0.0."),
-        (given["bidirectional"], "bidirectional LSTM not supported. Use two modules and flip."),
+        (not arguments["has_biases"], "LSTM without biases not supported. Use bias=True."),
+        (arguments["num_layers"] != 1, "Only LSTM with 1 layer supported. Stack several modules."),
+        (arguments["dropout"] != 0, "LSTM only supports dropout = 0.0."),
+        (arguments["bidirectional"], "bidirectional LSTM not supported. Use two modules and flip."),
     )
     for broken, text in rules:
         if broken:
@@ -187,11 +186,12 @@ _CHECKS: Dict[Any, Any] = {
 
 
 def check(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise what PopTorch raises for this call of a torch function, if it does.
+    """Refuse a call of a torch function that PopTorch doesn't support.
 
     Raises:
-        Error: torch accepts it, a model for IPUs can't have it.
+        Error: torch accepts the call, but a model for IPUs can't contain it.
     """
     entry = _CHECKS.get(func)
     if entry is not None:
-        entry[1](named(entry[0], args, kwargs))
+        names, check_call = entry
+        check_call({**dict(zip(names, args)), **kwargs})

@@ -1,4 +1,4 @@
-"""Objects whose class was exchanged for a subclass, and what they are without it."""
+"""View and pickle an object as its original class while its class is exchanged for a subclass."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["as_plain", "reduced_as_plain"]
 
 @contextlib.contextmanager
 def as_plain(value: Any, plain: Type[Any]) -> Iterator[None]:
-    """Inside, the object is of its own class.
+    """Give an object its original class back inside the block.
 
     Args:
-        value: whose class was exchanged.
-        plain: its own.
+        value: the object, whose class was exchanged.
+        plain: its original class.
     """
     exchanged = type(value)
     value.__class__ = plain
@@ -27,7 +27,7 @@ def as_plain(value: Any, plain: Type[Any]) -> Iterator[None]:
 
 
 def reduced_as_plain(value: Any, plain: Type[Any], protocol: Any) -> Union[str, Tuple[Any, ...]]:
-    """What ``__reduce_ex__`` gives for the object of its own class: what is read back is plain."""
+    """Return ``__reduce_ex__`` of the original class, so that unpickling gives a plain object."""
     with as_plain(value, plain):
         reduced: Union[str, Tuple[Any, ...]] = value.__reduce_ex__(protocol)
     if isinstance(reduced, str):

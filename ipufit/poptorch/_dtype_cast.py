@@ -1,4 +1,4 @@
-"""The number types of the device: what comes in as what, and what goes out."""
+"""Data types of a device, and the casts of inputs and outputs to them."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def check_input(tensor: Tensor, name: str) -> None:
         Error: it has no elements, or its dtype is not in ``DEVICE_DTYPES``.
     """
     if tensor.dtype not in DEVICE_DTYPES:
-        known = ", ".join(sorted(str(dtype)[len("torch.") :] for dtype in DEVICE_DTYPES))
+        supported = ", ".join(sorted(str(dtype)[len("torch.") :] for dtype in DEVICE_DTYPES))
         raise error(
             f"Unsupported input type {tensor.dtype} of the input {name}. Convert it to one of "
-            f"{known}; a complex tensor fits as torch.view_as_real(tensor)."
+            f"{supported}; a complex tensor fits as torch.view_as_real(tensor)."
         )
     if not tensor.numel():
         raise error(
@@ -55,7 +55,7 @@ def check_input(tensor: Tensor, name: str) -> None:
 
 
 def narrowed(tensor: Tensor) -> Tensor:
-    """An input as the recorded program reads it: float64 and bfloat16 as float32.
+    """Cast an input to what the recorded program reads: float64 and bfloat16 become float32.
 
     int64 stays, although the device has int32: torch's operators index with int64.
     """
@@ -64,10 +64,10 @@ def narrowed(tensor: Tensor) -> Tensor:
 
 
 def output_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which an output of this type leaves the device."""
+    """Return the dtype in which an output of this dtype leaves the device."""
     return _OUTPUTS.get(dtype, dtype)
 
 
 def narrowed_output(tensor: Tensor) -> Tensor:
-    """An output as it leaves the device: int64 as int32, float64 as float32, bfloat16 as half."""
+    """Cast an output as a device does: int64 to int32, float64 to float32, bfloat16 to half."""
     return tensor.to(output_dtype(tensor.dtype))
