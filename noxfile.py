@@ -30,18 +30,22 @@ TESTED = f".[{','.join(TESTED_EXTRAS)}]"
 TAG = "-py3-none-any.whl"
 # What is run against the wheel: some seconds, and a little of every part.
 WHEEL_TESTS = [
-    f"tests/test_{part}.py" for part in ("import", "plan", "counts", "weights", "data_forms")
+    f"tests/{part}.py"
+    for part in (
+        *("test_import", "core/test_plan", "core/test_weights"),
+        *("data/test_data_forms", "training/test_counts"),
+    )
 ]
 # What shows that an extra works, by its name: test files and folders, or scripts.
 EXTRA_CHECKS = {
-    "plot": ("tests/test_history.py", "tests/test_lr_finder.py"),
-    "pandas": ("tests/test_history.py",),
-    "tensorboard": ("tests/test_callbacks_tensorboard.py",),
-    "hub": ("tests/test_ipu_config_files.py",),
+    "plot": ("tests/callbacks/test_history.py", "tests/analysis/tuner/test_lr_finder.py"),
+    "pandas": ("tests/callbacks/test_history.py",),
+    "tensorboard": ("tests/callbacks/test_tensorboard.py",),
+    "hub": ("tests/engines/ipu/ipu_config/test_files.py",),
     "report": ("tests/report",),
-    "completion": ("tests/commands/test_completion.py",),
-    "sklearn": ("tests/integrations/sklearn",),
-    "lightning": ("tests/integrations/lightning",),
+    "completion": ("tests/cli/test_completion.py",),
+    "sklearn": ("tests/sklearn",),
+    "lightning": ("tests/lightning",),
     "examples": tuple(
         f"examples/{name}.py"
         for name in ("digits", "hugging_face", "lightning_module", "scikit_learn_estimator")
@@ -56,11 +60,14 @@ OLDEST_PYTHON = PROJECT["requires-python"].replace(">=", "")
 NEWEST_PYTHON = PROJECT["classifiers"][-1].rpartition(" ")[2]
 # What depends on the version of Python most: frames, tracebacks, bytecode, threads, start-up.
 NEWEST_TESTS = [
-    f"tests/test_{part}.py"
+    f"tests/{part}.py"
     for part in (
-        *("unreadable_data", "traps", "bad_batches", "bad_loaders", "bad_losses", "bad_modules"),
-        *("import", "data_forms", "prefetch", "callback_list", "progress", "checkpoints"),
-        *("resume", "merging_rules", "run_script", "random_numbers"),
+        *("test_import", "callbacks/test_callback_list", "callbacks/test_progress"),
+        *("checkpoint/test_checkpoints", "checkpoint/test_resume", "cli/test_run_script"),
+        *("data/test_bad_batches", "data/test_bad_loaders", "data/test_data_forms"),
+        *("data/test_prefetch", "data/test_unreadable_data", "losses/test_bad_losses"),
+        *("engines/embedded/batching/test_merging_rules", "tracing/test_bad_modules"),
+        *("training/test_random_numbers", "training/test_traps"),
     )
 ]
 
@@ -75,11 +82,6 @@ def oldest(requirements: list[str]) -> list[str]:
     return [re.sub(r"^([\w.-]+)>=", r"\1==", requirement) for requirement in requirements]
 
 
-def model_suite() -> list[str]:
-    """List the files whose tests run on either engine."""
-    return sorted(map(str, Path("tests").glob("test_*.py")))
-
-
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the tests on this Python with the pinned torch."""
@@ -87,7 +89,7 @@ def tests(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *PARALLEL, *session.posargs)
     if not session.posargs:
         # Those of Model once more, on the stand-in for an IPU.
-        session.run("python", "-m", "pytest", "--engine=ipu-standin", *PARALLEL, *model_suite())
+        session.run("python", "-m", "pytest", "--engine=ipu-standin", *PARALLEL)
 
 
 @nox.session
@@ -97,14 +99,14 @@ def exhaustive(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "--exhaustive", *PARALLEL, *session.posargs)
     if not session.posargs:
         standin = ("--exhaustive", "--engine=ipu-standin")
-        session.run("python", "-m", "pytest", *standin, *PARALLEL, *model_suite())
+        session.run("python", "-m", "pytest", *standin, *PARALLEL)
 
 
 @nox.session
 def lowerings(session: nox.Session) -> None:
     """Run what compiles programs, every point of it, which takes minutes."""
     session.install("-e", ".", *group("test", "torch"))
-    suite = sorted(map(str, Path("tests").glob("test_*_compiled.py")))
+    suite = sorted(map(str, Path("tests").glob("**/test_*_compiled.py")))
     session.run("python", "-m", "pytest", "--exhaustive", *suite, *session.posargs)
 
 
@@ -216,7 +218,7 @@ def keras(session: nox.Session) -> None:
 def diagnose(session: nox.Session) -> None:
     """Run all tests of the checks, those on models of the transformers library included."""
     session.install("-e", ".", *group("diagnose", "torch"))
-    folders = ("tests/check", "tests/diagnose")
+    folders = ("tests/analysis", "tests/tracing/test_detect_nan.py")
     session.run("python", "-m", "pytest", "--exhaustive", *folders, *session.posargs)
 
 
@@ -224,7 +226,8 @@ def diagnose(session: nox.Session) -> None:
 def integrations(session: nox.Session) -> None:
     """Run what is tested with other libraries: Lightning, scikit-learn, transformers, notebooks."""
     session.install("-e", ".", *group("integrations", "torch"))
-    options = ("--exhaustive", "-m", "not long", "tests/integrations")
+    folders = ("tests/integrations", "tests/lightning", "tests/sklearn")
+    options = ("--exhaustive", "-m", "not long", *folders)
     session.run("python", "-m", "pytest", *options, *PARALLEL, *session.posargs)
 
 

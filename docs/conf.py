@@ -29,7 +29,7 @@ exclude_patterns = [".*", "build", "dist"]
 nitpicky = True
 smartquotes = False  # `"` means itself in a sentence about code
 
-# Anchors are those of a code host: tests/test_reference_pages.py knows the same.
+# Anchors are those of a code host: tests/pages/test_reference_pages.py knows the same.
 myst_heading_anchors = 4
 
 html_theme = "furo"

@@ -32,10 +32,16 @@ MANY = 6
 IS_OLDEST = sys.version_info < (3, 9)
 EXAMPLES, ALL_EXAMPLES = 200, 2000
 
-# The tests of this folder itself are those of Model, which run on either engine.
-MODEL_SUITE = pathlib.Path(__file__).parent
-BROWSER = MODEL_SUITE / "browser"
+TESTS = pathlib.Path(__file__).parent
+BROWSER = TESTS / "browser"
 ENGINES = ("embedded", "ipu-standin")
+# Folders whose tests choose their engines themselves, or need none. Every other test runs on the
+# engine that --engine names, unless it is marked as both_engines.
+OWN_ENGINES = (
+    *("against_keras", "analysis/check", "analysis/compare", "bench", "browser", "cli"),
+    *("conformance", "integrations", "lightning", "pages", "poptorch", "processes", "report"),
+    "sklearn",
+)
 
 
 def pytest_addoption(parser):
@@ -44,7 +50,8 @@ def pytest_addoption(parser):
         "--engine",
         choices=ENGINES,
         default=ENGINES[0],
-        help="what runs the models of tests/test_*.py that choose no engine themselves",
+        help="run the tests of Model alone, their models on this engine; by default all tests, "
+        f"and those on {ENGINES[0]}",
     )
     parser.addoption(
         "--exhaustive",
@@ -66,8 +73,17 @@ def pytest_configure(config):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Leave out what needs a browser, unless it is asked for."""
-    return True if collection_path == BROWSER and not _wants_browser(config) else None
+    """Leave out what needs a browser, unless it is asked for, and what runs on no other engine."""
+    if collection_path == BROWSER and not _wants_browser(config):
+        return True
+    is_other = config.getoption("--engine") != ENGINES[0]
+    return True if is_other and _has_own_engine(collection_path) else None
+
+
+def _has_own_engine(path):
+    """Whether tests of this file or folder choose their engines themselves, by its place."""
+    parts = path.relative_to(TESTS).parts if TESTS in path.parents else ()
+    return any(parts[: len(own)] == own for own in (tuple(f.split("/")) for f in OWN_ENGINES))
 
 
 def pytest_report_header(config):
@@ -85,13 +101,13 @@ def pytest_collection_modifyitems(config, items):
         marker = item.get_closest_marker("embedded_only")
         if marker is not None and not (len(marker.args) == 1 and marker.args[0].strip()):
             raise pytest.UsageError(f"{item.nodeid}: embedded_only needs one reason")
-    if config.getoption("--exhaustive"):
-        return
-    if config.getoption("--engine") != ENGINES[0]:
+    is_other = config.getoption("--engine") != ENGINES[0]
+    if is_other:
         done = [item for item in items if item.get_closest_marker("both_engines")]
         config.hook.pytest_deselected(items=done)
         items[:] = [item for item in items if not item.get_closest_marker("both_engines")]
-    is_other = config.getoption("--engine") != ENGINES[0]
+    if config.getoption("--exhaustive"):
+        return
     many = SAMPLE_OF_OLDEST if IS_OLDEST else SAMPLE_OF_OTHER if is_other else 1
     tests = [item.nodeid.partition("[")[0] for item in items]
     points, places = collections.Counter(tests), collections.Counter()
@@ -131,7 +147,7 @@ def engine(request, monkeypatch):
     A test marked ``embedded_only(reason)`` is about what an IPU can't do, or does otherwise.
     """
     name = request.config.getoption("--engine")
-    if request.path.parent != MODEL_SUITE:
+    if _has_own_engine(request.path):
         yield name
         return
     monkeypatch.setenv("IPUFIT_ENGINE", name)

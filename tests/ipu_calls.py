@@ -16,7 +16,7 @@ from ipufit.engines import ipu
 from ipufit.poptorch import optim
 
 SURFACE = json.loads(
-    (Path(__file__).parent / "standin" / "surface.json").read_text(encoding="utf-8")
+    (Path(__file__).parent / "poptorch" / "surface.json").read_text(encoding="utf-8")
 )
 _ENGINE = (str(Path(ipu.__file__).parent), str(Path(partition.__file__).parent))
 

@@ -7,11 +7,11 @@ import urllib.request
 from unittest import mock
 
 import torch
-from told import Gives
 
 import ipufit
 from ipufit import callbacks as given_callbacks
 from ipufit.callbacks import Callback, CallbackList, LambdaCallback
+from tests.told import Gives
 
 from . import FLIPS, Ledger, Made, With, X, Y, files, folder, linear, of, recorded
 

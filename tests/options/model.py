@@ -688,7 +688,7 @@ of("Model.check", checked, x=(None, (X, Y)))
 
 
 def from_lightning(**options):
-    """The refusal of what is no LightningModule: tests/integrations/lightning has real ones."""
+    """The refusal of what is no LightningModule: tests/lightning has real ones."""
     return ipufit.Model.from_lightning(**{"module": nn.Linear(4, 3), **options})
 
 

@@ -22,3 +22,17 @@ def test_every_session_is_in_the_table():
     ]
     assert len(sessions) > 10
     assert [name for name in sessions if f"`{name}`" not in PAGE] == []
+
+
+# Tests of the house as a whole: with others, of its pages and scripts, and in a browser.
+OF_THE_WHOLE = {"against_keras", "bench", "browser", "integrations", "options", "pages"}
+
+
+def test_tests_lie_where_what_they_test_lies():
+    """Who changes a module finds its tests by its place."""
+    folders = {path.parent.relative_to(ROOT / "tests") for path in ROOT.glob("tests/**/test_*.py")}
+    assert len(folders) > 20
+    rooms = [folder for folder in folders if folder.parts and folder.parts[0] not in OF_THE_WHOLE]
+    assert [str(room) for room in rooms if not (ROOT / "ipufit" / room).is_dir()] == []
+    flat = {path.name for path in ROOT.glob("tests/test_*.py")}
+    assert flat == {"test_advice.py", "test_import.py"}

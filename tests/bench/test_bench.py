@@ -1,0 +1,255 @@
+"""The benchmark: it times nothing that trains something else, and reports what was measured."""
+
+import contextlib
+import itertools
+import math
+
+import pytest
+import torch
+
+from tests.bench import costs as bench_costs
+from tests.bench import curves, shares
+from tests.bench.__main__ import Extent, check, measured, tables
+from tests.bench.costs import (
+    Cost,
+    cost_table,
+    curve_costs,
+    import_cost,
+    memory_costs,
+    share_costs,
+    start_cost,
+)
+from tests.bench.curves import CURVES, Curve, medians, one_round
+from tests.bench.peers import BY_HAND, COMPILED, OWN, PEERS
+from tests.bench.report import Result, points_table, table, write
+from tests.bench.running import Running
+from tests.bench.workloads import WORKLOADS
+
+TINY = Extent(rounds=2, epochs=1, updates=16, curve_rounds=1, curve_updates=4, times=1)
+
+
+def has_fused_adam():
+    """Whether this torch has it for the CPU."""
+    try:
+        torch.optim.Adam([torch.zeros(1)], fused=True)
+    except RuntimeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize(
+    "peer", [*(n for n in PEERS if n.startswith(OWN) and n != COMPILED), BY_HAND]
+)
+def test_peers_train_the_same(peer, workload):
+    """Those that need nothing but torch; `nox -s bench` compares all before it times any."""
+    if peer == BY_HAND and not has_fused_adam():
+        pytest.skip("this torch has no fused Adam for the CPU")
+    work = WORKLOADS[workload]
+    _, wanted = PEERS["eager loop, DataLoader"](work)
+    _, own = PEERS[peer](work)
+    check(workload, peer, own(3), "by hand", wanted(3))
+
+
+def test_a_peer_that_trains_something_else_is_not_timed():
+    check("mlp", "one", [2.0, 1.001], "other", [2.0, 1.0])
+    for losses in ([2.0, 1.01], [2.0, float("nan")]):
+        with pytest.raises(SystemExit) as caught:
+            check("mlp", "one", losses, "other", [2.0, 1.0])
+        assert str(caught.value) == (
+            f"mlp: the loss of one in update 1 is {losses[1]}, but that of other is 1.0: they do "
+            "not train the same."
+        )
+
+
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_peers_are_measured_in_processes_of_their_own(shared):
+    extent = Extent(**{**vars(TINY), "shared": shared})
+    found = measured(["mlp"], [OWN, "eager loop, DataLoader"], extent)
+    assert [(result.workload, result.peer) for result in found] == [
+        ("mlp", "ipufit"),
+        ("mlp", "eager loop, DataLoader"),
+    ]
+    for result in found:
+        assert len(result.seconds) == TINY.rounds
+        assert min(result.seconds) > 0
+        assert (result.peak is None) == shared
+
+
+def test_a_process_that_ends_ends_the_benchmark():
+    with pytest.raises(SystemExit, match="nobody ended with 1"):
+        measured(["mlp"], ["nobody"], TINY)
+
+
+def test_the_table_has_medians_and_ratios_round_by_round():
+    first = Result("mlp", "ipufit", [1e-4, 2e-4, 4e-4], 2**20)
+    other = Result("mlp", "loop", [3e-4, 2e-4, 4e-4], None)
+    assert table([first, other]).splitlines()[2:] == [
+        "| ipufit | 200 | 1.00 (1.00 to 1.00) | 1 |",
+        "| loop | 300 | 1.00 (1.00 to 3.00) |  |",
+    ]
+
+
+def test_curves_go_from_point_to_point_and_line_to_line():
+    """So that what the machine does at the time meets the lines of a point alike."""
+    told = []
+
+    def timer(line, point):
+        return lambda: told.append((line, point)) or float(len(told))
+
+    timers = [[timer(line, point) for point in (1, 2)] for line in "ab"]
+    assert one_round(timers) == [[1.0, 3.0], [2.0, 4.0]]
+    assert told == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_every_curve_can_be_measured(name, monkeypatch):
+    """On few and small points, one epoch each."""
+    if name == "width" and not has_fused_adam():
+        pytest.skip("this torch has no fused Adam for the CPU")
+    curve = CURVES[name]
+    monkeypatch.setattr(curves, "_SAMPLES", (256,))
+    curves._all_vectors.cache_clear()
+    small = Curve(name, curve.title, curve.unit, (1, 2), curve.lines)
+    if name == "samples":
+        small = Curve(name, curve.title, curve.unit, (64, 128), curve.lines)
+    found = one_round(curves.made(small, 4))
+    curves._all_vectors.cache_clear()
+    assert len(found) == len(curve.lines)
+    assert all(len(line) == 2 and min(line) > 0 for line in found)
+
+
+def test_the_median_of_a_curve_is_taken_point_by_point():
+    assert medians([[1.0, 5.0], [3.0, 4.0], [2.0, 9.0]]) == [2.0, 5.0]
+
+
+def test_the_table_of_a_curve():
+    lines = [("ipufit", [1e-6, 2.5e-4]), ("loop", [3.14e-5, 1.0])]
+    assert points_table("width", "µs an update", (64, 128), lines).splitlines() == [
+        "| width | ipufit, µs an update | loop, µs an update |",
+        "| ---: | ---: | ---: |",
+        "| 64 | 1.0 | 31.4 |",
+        "| 128 | 250 | 1000000 |",
+    ]
+
+
+def test_a_bound_that_does_not_hold_is_said_not_to():
+    held = Cost("one", [0.1, 0.3, 0.2], " s", 0.2)
+    broken = Cost("two", [0.05, 0.07], "%", 0.05)
+    unknown = Cost("three", [math.nan], " x", 1.3)
+    assert cost_table([held, broken, unknown]).splitlines()[2:] == [
+        "| one | 0.20 s (0.10 s to 0.30 s) | 0.20 s | yes |",
+        "| two | 6.0 % (5.0 % to 7.0 %) | 5.0 % | **no** |",
+        "| three | nan x (nan x to nan x) | 1.30 x | **no** |",
+    ]
+
+
+def test_memory_is_held_against_the_loop_by_hand(monkeypatch):
+    """Each time in new processes, which do nothing else."""
+    peaks = {OWN: iter([110.0, 130.0] * len(WORKLOADS)), BY_HAND: itertools.repeat(100.0)}
+    asked = []
+
+    class Process(contextlib.nullcontext):
+        def __init__(self, module, peer):
+            super().__init__(self)
+            self.peer = peer
+
+        def ask(self, **what):
+            asked.append((self.peer, what.pop("workload")))
+            assert what == {"do": "rounds", "epochs": 3, "updates": 0}
+            return {"seconds": [1.0], "peak": next(peaks[self.peer])}
+
+    monkeypatch.setattr(bench_costs, "Running", Process)
+    assert memory_costs(2) == [
+        Cost(f"peak memory of the {name}, times the eager loop's", [1.1, 1.3], " x", 1.1)
+        for name in WORKLOADS
+    ]
+    assert asked == [(peer, name) for name in WORKLOADS for peer in (OWN, BY_HAND) * 2]
+
+
+def test_the_costs_of_the_curves():
+    """The replicas round by round; of longer executions the worst point of the medians."""
+    replicas, executions = curve_costs(
+        [[4.0, 3.0, 3.0, 2.0], [4.0, 2.0, 3.0, 2.0], [4.0, 2.0, 2.5, 2.0]], [[1.0, 2.0, 3.0]]
+    )
+    assert (replicas.values, replicas.holds) == ([3.0], False)
+    assert (executions.values, executions.holds) == ([1.5], False)
+
+
+@pytest.mark.long
+def test_fresh_processes_tell_of_import_and_start():
+    for cost in (import_cost(1), start_cost(1), *memory_costs(1)):
+        assert len(cost.values) == 1
+        assert 0 < cost.median < 600
+
+
+@pytest.mark.parametrize("name", shares.SHARES)
+def test_every_share_can_be_measured(name, capsys):
+    value = shares.SHARES[name](WORKLOADS["mlp"].of(8))()
+    assert -1 < value < math.inf
+    assert capsys.readouterr() == ("", "")
+    assert len(share_costs([value], [value], [value])) == len(shares.SHARES)
+
+
+def test_the_wait_for_data_is_measured():
+    """Of slow data it is most of the time."""
+    import time
+
+    from tests.bench.fitted import compiled, seconds_of_epochs
+
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            time.sleep(0.02)
+            return torch.zeros(784), 0
+
+    with shares.waits() as waited:
+        fit = seconds_of_epochs(compiled(WORKLOADS["mlp"].module()), Slow(), None, batch_size=4)
+        epochs = fit(2)
+    assert len(waited) == 2
+    assert 8 * 0.02 <= waited[1] <= epochs[1]
+
+
+def test_the_curves_answer_as_a_process():
+    with Running("tests.bench.curves") as running:
+        (values,) = running.ask(curve="replicas", updates=2)["values"]
+    assert len(values) == 4
+
+
+def test_what_was_measured_takes_the_place_of_what_was(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# Words\n\n<!-- measured -->\n\nold\n", encoding="utf-8")
+    rounds = {"replicas": {"ipufit": [[1e-4] * 4]}}
+    results = [Result("mlp", OWN, [1.0], None)]
+    parts = tables(results, rounds, [Cost("one", [0.1], " s", 0.2)])
+    write(page, ["note", *parts])
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("# Words\n\n<!-- measured -->\n\nnote\n\n![")
+    assert "\n\n## mlp\n\n| peer |" in text
+    assert [line for line in text.splitlines() if line.startswith("#")] == [
+        *("# Words", "## mlp", "## Curves", "## Costs"),
+    ]
+
+
+def test_the_plots_are_drawn(tmp_path):
+    """The same figures make the same files, small ones."""
+    pytest.importorskip("matplotlib")
+    from tests.bench.plots import plot_curves, plot_ratios
+
+    results = [
+        Result(name, peer, [1e-4, 2e-4], None) for name in WORKLOADS for peer in (OWN, BY_HAND)
+    ]
+    found = {
+        name: {line.name: [[1e-4] * len(curve.points)] for line in curve.lines}
+        for name, curve in CURVES.items()
+    }
+    for draw, values in ((plot_ratios, results), (plot_curves, found)):
+        drawn = []
+        for path in (tmp_path / "one.svg", tmp_path / "two.svg"):
+            draw(values, path)
+            drawn.append(path.read_bytes())
+        assert drawn[0] == drawn[1]
+        assert b"<svg" in drawn[0]
+        assert len(drawn[0]) < 100_000

@@ -1,0 +1,146 @@
+"""jit="inductor", compiled: the numbers of the graph, within what a compiler may do.
+
+Compiling takes 10 to 30 s on a quiet core, so few of these run without --exhaustive.
+"""
+
+import copy
+
+import pytest
+import torch
+
+from ipufit.engines.embedded.inductor import build_spec, requirements
+from ipufit.errors import ConfigurationError, NonFiniteLossError
+from tests.engines.embedded.inductor.test_inductor import (
+    NETS,
+    OPTIMIZERS,
+    TOLERANCE,
+    embedded,
+    plain_cnn,
+    reasons,
+)
+from tests.fitting import Plan, assert_close, assert_equal, fit
+from tests.nets import MLP, data
+
+pytestmark = [
+    pytest.mark.both_engines,
+    pytest.mark.skipif(
+        requirements.missing() is not None, reason=f"jit='inductor' needs {requirements.missing()}"
+    ),
+]
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """A directory of compiled programs of its own."""
+    monkeypatch.setenv("IPUFIT_CACHE_DIR", str(tmp_path))
+    return tmp_path / "compiled"
+
+
+def trained(jit, x, y, plan=None):
+    torch.manual_seed(0)
+    model, engine = embedded(plain_cnn(), OPTIMIZERS["adam"], jit=jit, metrics=["accuracy"])
+    return model, engine, fit(model, x, y, plan or Plan(4, 2, 1, 2)).history
+
+
+def test_compiled_updates_are_those_of_the_graph_and_are_kept(cached):
+    """Buffers of two replicas, outputs and a tail; then once more, from the directory."""
+    x, y = data(29)
+    graph, _, expected = trained("graph", x, y)
+    found = []
+    for origin in ("compiled by TorchInductor in", "compiled by TorchInductor before, and kept"):
+        model, engine, history = trained("inductor", x, y)
+        assert_close(model.module, graph.module, TOLERANCE)
+        assert history["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
+        assert history["accuracy"] == expected["accuracy"]
+        (said,) = reasons(engine)
+        assert said.startswith(f"Full updates run {origin}")
+        found.append(said)
+    assert found[0].endswith("as nothing was cached yet; smaller ones run as recorded.")
+    bad = x.clone()
+    bad[9] = float("nan")
+    before = copy.deepcopy(model.module)
+    with pytest.raises(NonFiniteLossError):
+        fit(model, bad[8:], y[8:], Plan(4, 2, 1, 2))
+    assert_equal(model.module, before)
+
+
+def test_the_text_of_a_compiler_that_fails_is_told(cached, monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "/bin/false")
+    x, y = data(8)
+    model, _ = embedded(MLP().double(), "sgd")
+    with pytest.raises(
+        ConfigurationError,
+        match=r"(?s)compiles the program, but TorchInductor could not: .*jit='gr",
+    ):
+        fit(model, x, y)
+    assert list(cached.glob("making-*")) == []
+
+
+# Of float32, a few dozen updates of Adam make of the last bit no more than this.
+NARROW = 1e-4
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    ("net", "optimizer", "dtype", "plan"),
+    [
+        ("mlp", "adam", torch.float64, Plan(4, 3, 2)),
+        ("mlp", "sgd", torch.float32, Plan(4, 3)),
+        ("mlp", "lamb", torch.float64, Plan(4, 1, 1, 2)),
+        ("transformer", "adamw", torch.float64, Plan(4, 2)),
+        # The bias of attention's keys has a gradient of rounding alone, which Adam would enlarge.
+        ("transformer", "sgd", torch.float32, Plan(4, 2)),
+        ("running", "rmsprop", torch.float64, Plan(3, 2, 2)),
+        ("cnn", "sgd", torch.float32, Plan(4, 2, 2)),
+    ],
+)
+@pytest.mark.long
+def test_compiled_updates_of_many_kinds(net, optimizer, dtype, plan, cached):
+    x, y = data(25)
+    nets = []
+    for jit in ("graph", "inductor"):
+        torch.manual_seed(0)
+        start = NETS[net]()
+        if net != "running":
+            start = start.to(dtype)
+        model, engine = embedded(start, OPTIMIZERS[optimizer], jit=jit)
+        fit(model, x.to(dtype), y, plan)
+        nets.append(model.module)
+    assert engine.compiled.is_ready
+    assert_close(nets[1], nets[0], TOLERANCE if dtype == torch.float64 else NARROW)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("threads", [1, 2])
+def test_onednns_matrix_product_is_compiled_for_any_matrix(threads, cached, monkeypatch):
+    """Of weights that change, and of matrices in another memory order."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(build_spec, "onednn_products", _all_by_onednn)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        x, y = data(24)
+        nets = []
+        for jit in ("graph", "inductor"):
+            torch.manual_seed(0)
+            model, engine = embedded(MLP(), OPTIMIZERS["adam"], jit=jit)
+            fit(model, x.float(), y, Plan(4, 3))
+            nets.append(model.module)
+    finally:
+        torch.set_num_threads(before)
+    assert engine.compiled.is_ready
+    assert_close(nets[1], nets[0], NARROW)
+
+
+def _all_by_onednn(graph):
+    linear, transposed = torch.ops.mkldnn._linear_pointwise.default, torch.ops.aten.t.default
+    products = [node for node in graph.nodes if node.target is torch.ops.aten.mm.default]
+    assert len(products) == 3
+    for node in products:
+        left, right = node.args
+        with graph.inserting_before(node):
+            weight = graph.call_function(transposed, (right,))
+            new = graph.call_function(linear, (left, weight, None, "none", [], ""))
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)

@@ -1,0 +1,137 @@
+"""Every option of every public function changes something: none is silently ignored."""
+
+import functools
+import importlib
+import inspect
+
+import pytest
+
+import ipufit
+from ipufit.callbacks import Callback
+from ipufit.engines.program import Engine, Program
+from tests.engines import embedded_only
+from tests.options import FLIPS, callbacks, config, model, observed, parts
+
+__all__ = ["callbacks", "config", "model", "parts"]
+
+MODULES = ["ipufit", "ipufit.testing"]
+
+# A subclass that implements an inherited interface is called by the library, not by the user, so
+# the arguments of these methods are no options.
+INTERFACES = [Callback, Program, Engine]
+CALLED_BY_US = {name for interface in INTERFACES for name in vars(interface) if name[0] != "_"}
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch):
+    """Where tests run side by side, tqdm would cut its lines within a rate, which differs."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+def public():
+    """Public functions and classes by their shortest full name, without "ipufit."."""
+    found, waiting, seen = {}, list(MODULES), set()
+    while waiting:
+        place = waiting.pop(0)
+        module = importlib.import_module(place)
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.ismodule(value):
+                waiting.append(value.__name__)
+            elif id(value) not in seen:
+                seen.add(id(value))
+                found[f"{place}.{name}"[len("ipufit.") :]] = value
+    return found
+
+
+def functions():
+    """Every public function, constructor and method, by name."""
+    found = public()
+    for name, value in found.items():
+        if not inspect.isclass(value):
+            yield name, value
+            continue
+        # Bases that are not public themselves are parts of the class.
+        bases = [kind for kind in value.__mro__[1:] if kind.__module__.startswith("ipufit.")]
+        parts = [value, *(kind for kind in bases if kind not in found.values())]
+        members = {own: member for kind in reversed(parts) for own, member in vars(kind).items()}
+        for own, member in members.items():
+            member = getattr(member, "__func__", member)
+            if not inspect.isfunction(member) or (own.startswith("_") and own != "__init__"):
+                continue
+            if own == "__init__":
+                yield name, member
+            elif own not in CALLED_BY_US or name in ("Plan", "schedules.Schedule"):
+                yield f"{name}.{own}", member
+
+
+def options():
+    """(function, option) of all of them."""
+    return {
+        (name, option)
+        for name, function in functions()
+        for option in inspect.signature(function).parameters
+        if option not in ("self", "cls")
+    }
+
+
+def default(function, option):
+    """The option's default value, or what says that there is none."""
+    return inspect.signature(dict(functions())[function]).parameters[option].default
+
+
+def twice(observe, given):
+    """What is seen, which must be the same when nothing is flipped."""
+    found = observed(observe, given)
+    assert observed(observe, given) == found
+    return found
+
+
+@functools.lru_cache(maxsize=None)
+def baseline(observe):
+    """The same with no option at all, once for all flips; None where one is required."""
+    try:
+        inspect.signature(observe).bind()
+    except TypeError:
+        return None
+    return twice(observe, {})
+
+
+def test_every_option_has_a_flip():
+    """A new option comes with the proof that it does something."""
+    assert len(options()) > 250
+    assert options() - set(FLIPS) == set()
+
+
+def test_every_flip_has_an_option():
+    """A flip of what is gone would go on passing."""
+    assert set(FLIPS) - options() == set()
+
+
+@pytest.mark.parametrize(("function", "option"), FLIPS)
+@embedded_only("its models run eagerly, because hundreds of them are compiled")
+def test_the_option_changes_something(function, option):
+    """A result, a report or an exception; and the same value twice changes nothing."""
+    observe, name, flip = FLIPS[function, option]
+    value, changed = flip.values
+    is_default = not flip.also and default(function, option) is value
+    one = baseline(observe) if is_default else None
+    if one is None:
+        one = twice(observe, {name: value, **flip.also})
+    assert one != observed(observe, {name: changed, **flip.also})
+
+
+def test_the_walk_reaches_all_kinds():
+    """If it went no further than the first module, nothing above would notice."""
+    names = {name for name, _ in functions()}
+    for name in (
+        "Model.fit",
+        "callbacks.EarlyStopping",
+        "optim.LAMB",
+        "schedules.resolve_schedule",
+        "errors.PlanError",
+        "testing.RecordingProgram",
+        "History.from_json",
+    ):
+        assert name in names
+    assert inspect.isclass(ipufit.Model)

@@ -1,0 +1,93 @@
+"""Several runs in one process, and copies of a process that is training."""
+
+import os
+import threading
+
+import pytest
+import torch
+
+import ipufit
+from ipufit.callbacks import Callback
+from tests.checkpoint.test_resume import Case, assert_same, state
+from tests.fitting import skipping_refusals
+from tests.nets import CNN, MLP
+
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes can't be forked here")
+
+
+def test_two_fits_in_two_threads_have_the_bits_of_two_in_turn(tmp_path):
+    """With random numbers and checkpoints, of which torch and the process have one each."""
+    cases = [Case(CNN, seed=5), Case(MLP, seed=6, prefetch=1), Case(CNN, seed=7, ipus=2)]
+    together = threading.Barrier(len(cases))
+    made = {}
+
+    class Meets(Callback):
+        def on_train_begin(self, logs=None):
+            together.wait()
+
+    def model_of(case):
+        torch.manual_seed(3)
+        model = ipufit.Model(case.net().double())
+        with skipping_refusals():
+            model.compile("adam", "cross_entropy", ["accuracy"])
+        return model
+
+    def fit(number, model, **options):
+        case = cases[number]
+        with skipping_refusals():
+            model.fit(case.train(), **case.fit, **options)
+        made[number] = model
+
+    expected = []
+    for number, case in enumerate(cases):
+        fit(number, model_of(case))
+        expected.append(state(made.pop(number)))
+    threads = []
+    for number, case in enumerate(cases):
+        options = {"callbacks": [Meets()], "checkpoint": tmp_path / str(number)}
+        arguments = (number, model_of(case))
+        threads.append(threading.Thread(target=fit, args=arguments, kwargs=options))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, wanted in enumerate(expected):
+        assert_same(made[number], wanted)
+
+
+class Forks(Callback):
+    """Makes a copy of the process in the middle of training, which raises what comes of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.process = self.parent = None
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 4 and self.process is None:
+            self.parent = os.getpid()
+            self.process = os.fork()
+
+
+@forks
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_copy_of_the_process_does_not_go_on(prefetch, tmp_path):
+    """It has no threads, and would write the same files; the one that was copied is unharmed."""
+    case = Case(MLP, seed=5, prefetch=prefetch)
+    told = tmp_path / "told"
+    callback = Forks()
+    try:
+        model = case.run(callbacks=[callback], checkpoint=tmp_path / "run")
+    except Exception as error:
+        if os.getpid() == callback.parent:
+            raise
+        told.write_text(f"{type(error).__name__}: {error}")
+        os._exit(3)
+    if os.getpid() != callback.parent:
+        os._exit(4)
+    assert os.WEXITSTATUS(os.waitpid(callback.process, 0)[1]) == 3
+    assert told.read_text() == (
+        f"ConfigurationError: a run goes on in the process that it was begun in "
+        f"({callback.parent}), but this is a copy of it, made by fork ({callback.process}). End "
+        "the copy with os._exit, or start another process by spawn."
+    )
+    assert_same(model, state(case.run()))
