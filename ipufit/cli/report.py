@@ -64,16 +64,16 @@ def _do(options: argparse.Namespace) -> int:
         return _tell([Run.read(folder) for folder in options.folders])
     path = _free(options)
     if path is None:
-        from ipufit.report.build import make
+        from ipufit.report.build import write_page
 
         (folder,) = options.folders
-        make(folder)
+        write_page(folder)
         path = _own_page(folder)
     else:
         from ipufit.report.files import write_text
-        from ipufit.report.page import page_of
+        from ipufit.report.page import render_page
 
-        write_text(path, page_of([Run.read(folder) for folder in options.folders]))
+        write_text(path, render_page([Run.read(folder) for folder in options.folders]))
     sys.stdout.write(f"{path}\n")
     if options.open:
         import webbrowser
@@ -122,8 +122,8 @@ def _free(options: argparse.Namespace) -> Optional[str]:
 
 
 def _tell(runs: List[Any]) -> int:
-    from ipufit.report.summary_json import outline_of
+    from ipufit.report.build import summarize_run
 
-    told = {"runs": [outline_of(run) for run in runs]}
+    told = {"runs": [summarize_run(run) for run in runs]}
     sys.stdout.write(json.dumps(told, indent=2, allow_nan=False) + "\n")
     return 0

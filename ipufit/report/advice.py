@@ -1,4 +1,4 @@
-"""What the numbers of a run say against it, and what to do."""
+"""Advice from the numbers of a run: what slows it down or spoils it, and what to do."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ _NAMES = {
 
 
 def advised(facts: Facts, rows: Rows) -> List[Dict[str, Any]]:
-    """Warnings with their cures.
+    """Derive advice, each with its cure, from the facts and executions of a run.
 
     Args:
         facts: of the run, as ``run.json`` has them; a run that has just begun lacks most of them.
         rows: of its executions, by column.
     """
-    found: List[_Said] = []
+    advice: List[_Said] = []
     if "params" in facts:
-        found += _of_time(facts)
-        found += _of_work(facts, rows)
-        found += _of_values(facts)
+        advice += _of_time(facts)
+        advice += _of_work(facts, rows)
+        advice += _of_values(facts)
     if "missing" not in facts.get("plan", {"missing": ""}):
-        found += _of_stages(facts["plan"], facts.get("params", {}))
+        advice += _of_stages(facts["plan"], facts.get("params", {}))
     return [
         {"kind": "advice", "text": text, "cure": cure, "category": "", "place": "", "count": 1}
-        for text, cure in found
+        for text, cure in advice
     ]
 
 
@@ -169,9 +169,9 @@ def _of_stages(plan: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[_
         yield from _of_pipeline(plan, params)
     if not plan["fits"] and (len(stages) > 1 or params.get("engine") == "ipu"):
         places = plan.get("places", ())
-        taken = by_ipu([stage["memory"] for stage in stages], places)
-        need, room = max(taken), plan["memory"]
-        largest = taken.index(need)
+        memory = by_ipu([stage["memory"] for stage in stages], places)
+        need, room = max(memory), plan["memory"]
+        largest = memory.index(need)
         of = f"{size(need)} of {size(room)}"
         yield (
             f"What is on IPU {largest} is estimated to need {of}."

@@ -1,4 +1,4 @@
-"""A run as a trace, for viewers such as Perfetto."""
+"""Trace of a run in the Trace Event Format, for viewers such as Perfetto."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ipufit.report.rows import Rows, columns_of
 from ipufit.report.run import Run
 from ipufit.utils.phase_timer import PHASES
 
-__all__ = ["MOST_COUNTS", "MOST_PHASES", "MOST_TASKS", "trace_of"]
+__all__ = ["MOST_COUNTS", "MOST_PHASES", "MOST_TASKS", "render_trace"]
 
 
 class Lane:
-    """One thread of the picture, whose events come in the order of time and never overlap.
+    """A thread of the trace, whose events come in the order of time and never overlap.
 
     Clocks are read one after another, so that what follows without a gap may seem to begin before
     its forerunner ends, by less than a microsecond: it is drawn from that end on.
@@ -36,7 +36,7 @@ class Lane:
     def add(
         self, name: str, begin: int, length: int, args: Optional[Mapping[str, object]] = None
     ) -> int:
-        """One event, in nanoseconds; nothing is drawn of one that takes no time.
+        """Add an event, in nanoseconds; nothing is drawn of one that takes no time.
 
         Returns:
             Where it begins: no earlier than the end of the one before.
@@ -50,24 +50,24 @@ class Lane:
     def within(
         self, name: str, begin: int, length: int, args: Optional[Mapping[str, object]] = None
     ) -> None:
-        """One that lies within the last one."""
+        """Add an event that lies within the last one."""
         more = f',"args":{_text(args)}' if args else ""
         times = f'"ts":{_microseconds(begin)},"dur":{_microseconds(length)}'
         self._events.put(f'{{"name":{_text(name)},"ph":"X",{self._where},{times}{more}}}')
 
 
 class Events:
-    """The events of a trace, as text from the beginning: there may be many."""
+    """Collects the events of a trace as JSON texts, since there may be many."""
 
     def __init__(self) -> None:
         self._texts: List[str] = []
 
     def put(self, text: str) -> None:
-        """One event in JSON."""
+        """Add an event that is JSON already."""
         self._texts.append(text)
 
     def lane(self, process: int, thread: int, name: str) -> Lane:
-        """A thread of a process."""
+        """Name a thread of a process and return its lane."""
         self._name("thread_name", process, thread, name=name)
         self._name("thread_sort_index", process, thread, sort_index=thread)
         return Lane(self, process, thread)
@@ -82,19 +82,19 @@ class Events:
         self.put(_text(event))
 
     def count(self, process: int, name: str, at: int, value: float) -> None:
-        """A value from here on; one that is no finite number is left out."""
+        """Set a counter from this time on; a value that is not finite is left out."""
         if math.isfinite(value):
             times = f'"ts":{_microseconds(at)},"args":{{"value":{value:.7g}}}'
             self.put(f'{{"name":{_text(name)},"ph":"C","pid":{process},{times}}}')
 
     def text(self, about: Mapping[str, object]) -> str:
-        """All of them, with what is to be known about them."""
+        """Return the whole trace, with remarks about it."""
         head = f'{{"displayTimeUnit":"ms","otherData":{_text(about)},"traceEvents":[\n'
         return head + ",\n".join(self._texts) + "\n]}\n"
 
 
 def _microseconds(nanoseconds: int) -> str:
-    """The format's unit, to the nanosecond."""
+    """Format nanoseconds in microseconds, the unit of the format."""
     whole, rest = divmod(nanoseconds, 1000)
     return f"{whole}.{rest:03d}".rstrip("0") if rest else str(whole)
 
@@ -113,10 +113,10 @@ _HOST, _PIPELINE, _OPERATORS = 1, 2, 3
 _DIRECTIONS = ("forward", "backward", "optimizer")
 
 
-def trace_of(run: Run) -> str:
-    """A trace in JSON of the Trace Event Format, below 20 MB.
+def render_trace(run: Run) -> str:
+    """Render a run as JSON of the Trace Event Format, below 20 MB.
 
-    What is drawn how, where that is not as it was measured, is said under ``otherData``.
+    Where events are not drawn as they were measured, ``otherData`` says how.
 
     Args:
         run: also one that is not over.
@@ -135,7 +135,7 @@ def trace_of(run: Run) -> str:
 
 
 def _host(events: Events, run: Run, about: Dict[str, Any]) -> None:
-    """Epochs and executions as they came, and what they gave."""
+    """Draw epochs, executions and counters of the host."""
     events.process(_HOST, "host")
     epochs = run.facts["epochs"]
     about["phases"] = (
@@ -158,27 +158,27 @@ def _host(events: Events, run: Run, about: Dict[str, Any]) -> None:
 
 
 def _rows(columns: Dict[str, List[float]], about: Dict[str, Any]) -> List[Dict[str, Any]]:
-    """The executions, with their seconds in all."""
+    """Return the executions, each with the sum of its seconds."""
     if sum(1 for name in PHASES for seconds in columns[name] if seconds) > MOST_PHASES:
         about["executions"] = "Two in a row are drawn as one."
         rows = Rows(len(columns["begin"]) // 2 * 2)
         rows.take(columns, math.inf)
         columns = columns_of(rows.flat)
-    found = []
+    executions = []
     for values in zip(*columns.values()):
         row: Dict[str, Any] = dict(zip(columns, values))
         row["seconds"] = sum(row[name] for name in PHASES)
-        found.append(row)
-    return found
+        executions.append(row)
+    return executions
 
 
-def _unfinished(lane: Lane, rows: Sequence[Mapping[str, Any]], known: Set[int]) -> None:
-    """The epoch in which a run stands, or in which it ended."""
-    own = [row for row in rows if row["epoch"] not in known]
-    if own:
-        begin, end = own[0]["begin"], own[-1]["begin"] + own[-1]["seconds"]
-        args = {"first_update": int(own[0]["first_update"]), "finished": False}
-        lane.add(f"epoch {own[0]['epoch']:.0f}", _time(begin), _time(end - begin), args)
+def _unfinished(lane: Lane, rows: Sequence[Mapping[str, Any]], finished_epochs: Set[int]) -> None:
+    """Draw the epoch in which a run stands, or in which it broke off."""
+    unfinished = [row for row in rows if row["epoch"] not in finished_epochs]
+    if unfinished:
+        begin, end = unfinished[0]["begin"], unfinished[-1]["begin"] + unfinished[-1]["seconds"]
+        args = {"first_update": int(unfinished[0]["first_update"]), "finished": False}
+        lane.add(f"epoch {unfinished[0]['epoch']:.0f}", _time(begin), _time(end - begin), args)
 
 
 def _executions(
@@ -193,7 +193,7 @@ def _executions(
 
 
 def _back(rows: Sequence[Mapping[str, Any]], last: int) -> List[Mapping[str, Any]]:
-    """The rows of the epoch whose last one this is."""
+    """Return the rows of the epoch that ends with the row at index ``last``."""
     first = last
     while first and rows[first - 1]["epoch"] == rows[last]["epoch"]:
         first -= 1
@@ -212,16 +212,16 @@ def _execution(lane: Lane, row: Mapping[str, Any]) -> None:
             begin += length
 
 
-def _rest(lane: Lane, own: Sequence[Mapping[str, Any]], epoch: Mapping[str, Any]) -> None:
-    """What an epoch did after its last execution.
+def _rest(lane: Lane, epoch_rows: Sequence[Mapping[str, Any]], epoch: Mapping[str, Any]) -> None:
+    """Draw what an epoch did after its last execution.
 
     Nothing is drawn where rows of two epochs are joined, or the epoch began in an earlier part of
-    the run: whose the seconds are is not known then.
+    the run: the seconds can't be told apart then.
     """
-    if sum(row["executions"] for row in own) != epoch["executions"]:
+    if sum(row["executions"] for row in epoch_rows) != epoch["executions"]:
         return
     for name in sorted(PHASES, key=lambda name: name != "validation"):
-        length = _time(epoch["phases"][name]) - sum(_time(row[name]) for row in own)
+        length = _time(epoch["phases"][name]) - sum(_time(row[name]) for row in epoch_rows)
         # What is left of rounding is no event.
         if length > 1000:
             lane.add(name, lane.end, length, {"after the executions of epoch": epoch["epoch"]})
@@ -248,7 +248,7 @@ def _counters(events: Events, rows: Sequence[Mapping[str, Any]], about: Dict[str
 
 
 def _pipeline(events: Events, run: Run, about: Dict[str, Any]) -> None:
-    """One update on the IPUs of a replica, by estimate."""
+    """Draw the estimated pipeline of one update on the IPUs of a replica."""
     line = run.facts.get("plan", {}).get("timeline")
     if line is None:
         return
@@ -279,14 +279,14 @@ def _pipeline(events: Events, run: Run, about: Dict[str, Any]) -> None:
 
 
 def _mean_update(rows: Mapping[str, List[float]]) -> float:
-    """Seconds that the program takes for one update; 0 where there is none."""
+    """Return the mean seconds of an update in the program; 0 without updates."""
     updates = sum(rows["updates"])
     return sum(rows["compute"]) / updates if updates else 0.0
 
 
-def _operators(events: Events, found: Mapping[str, Any], about: Dict[str, Any]) -> None:
-    """The operators of one micro-batch."""
-    if not found.get("rows"):
+def _operators(events: Events, operators: Mapping[str, Any], about: Dict[str, Any]) -> None:
+    """Draw the operators of one micro-batch, a lane for each direction."""
+    if not operators.get("rows"):
         return
     events.process(_OPERATORS, "operators (one micro-batch)")
     about["operators"] = (
@@ -294,16 +294,16 @@ def _operators(events: Events, found: Mapping[str, Any], about: Dict[str, Any]) 
         "one after another, in the order of the report's table."
     )
     lanes: Dict[str, Lane] = {}
-    for row in found["rows"]:
+    for row in operators["rows"]:
         way = row["direction"]
         if way not in lanes:
-            known = [*_DIRECTIONS, *(name for name in lanes if name not in _DIRECTIONS), way]
-            lanes[way] = events.lane(_OPERATORS, known.index(way) + 1, way)
+            directions = [*_DIRECTIONS, *(name for name in lanes if name not in _DIRECTIONS), way]
+            lanes[way] = events.lane(_OPERATORS, directions.index(way) + 1, way)
         names = ("module", "kind", "calls", "flops", "bytes", "source", "file", "line")
         args = {name: row[name] for name in names if row.get(name) not in (None, "")}
         lanes[way].add(row["operator"], lanes[way].end, _time(row["seconds"]), args)
 
 
 def _time(seconds: float) -> int:
-    """In nanoseconds."""
+    """Convert seconds to nanoseconds."""
     return round(seconds * 1e9)

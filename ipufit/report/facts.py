@@ -1,11 +1,13 @@
-"""What a report says of a model and of the machine, in plain values."""
+"""Facts of a report in plain values: the machine, the module, its stages, the warnings of a run."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import platform
-from typing import Any, Dict, List, Optional, Tuple
+import warnings
+from typing import Any, Dict, Iterator, List, Optional, TextIO, Tuple, Type, Union
 
 import torch
 from torch import nn
@@ -20,16 +22,16 @@ from ipufit.planner.partition_plan import PartitionPlan
 from ipufit.tracing.layers import layers_of, note_calls, output_shapes
 from ipufit.training.session import Session
 
-__all__ = ["environment", "layers", "partition", "totals"]
+__all__ = ["CapturedWarnings", "environment", "layers", "partition", "totals"]
 
 
 def environment(session: Session) -> Dict[str, str]:
-    """Versions, the device and the processes."""
+    """Describe versions, the device and the processes of a run."""
     device = next((p.device for p in session.module.parameters()), torch.device("cpu"))
     name = str(device)
     if device.type == "cuda":
         name = f"{device} ({torch.cuda.get_device_name(device)})"
-    found = {
+    facts = {
         "ipufit": __version__,
         "torch": torch.__version__,
         "Python": platform.python_version(),
@@ -40,19 +42,19 @@ def environment(session: Session) -> Dict[str, str]:
         "cores": str(os.cpu_count()),
     }
     if session.processes.is_distributed:
-        found["processes"] = session.processes.describe()
-        found["report"] = "seconds, memory and warnings of process 0; losses and samples of all"
-    return found
+        facts["processes"] = session.processes.describe()
+        facts["report"] = "seconds, memory and warnings of process 0; losses and samples of all"
+    return facts
 
 
 def layers(module: nn.Module, sample: MicroBatch) -> List[Dict[str, Any]]:
-    """The tree of layers, with the file and line of each one's forward."""
-    found = layers_of(module)
+    """List the layers of a module, with the file and line of the forward of each."""
+    tree = layers_of(module)
     shapes, used, failure = output_shapes(module, sample)
     if failure is None:
-        note_calls(found, shapes, used)
+        note_calls(tree, shapes, used)
     rows = []
-    for layer in found:
+    for layer in tree:
         file, line = _forward_of(layer.module)
         rows.append(
             {
@@ -71,7 +73,7 @@ def layers(module: nn.Module, sample: MicroBatch) -> List[Dict[str, Any]]:
 
 
 def _forward_of(module: nn.Module) -> Tuple[Optional[str], Optional[int]]:
-    """Where forward is written, unless that is in torch."""
+    """Return file and line of a layer's forward; None for layers of torch."""
     forward = type(module).forward
     if getattr(forward, "__module__", "torch").partition(".")[0] == "torch":
         return None, None
@@ -82,7 +84,7 @@ def _forward_of(module: nn.Module) -> Tuple[Optional[str], Optional[int]]:
 
 
 def totals(module: nn.Module) -> Dict[str, int]:
-    """Numbers of parameters."""
+    """Count the parameters of a module, all and those that are trained."""
     every = list(module.parameters())
     return {
         "parameters": sum(p.numel() for p in every),
@@ -91,7 +93,7 @@ def totals(module: nn.Module) -> Dict[str, int]:
 
 
 def _least(plan: PartitionPlan, utilisation: float) -> Optional[int]:
-    """The accumulation that reaches it, if any does."""
+    """Return the least accumulation that reaches a utilisation; None if none does."""
     try:
         return plan.least_accumulation(utilisation)
     except IpufitError:
@@ -99,21 +101,21 @@ def _least(plan: PartitionPlan, utilisation: float) -> Optional[int]:
 
 
 def partition(session: Session, plan: Plan) -> Dict[str, Any]:
-    """The stages as :meth:`ipufit.Model.plan` has them, and the timeline of one update."""
-    asked = PartitionRequest(None, None, None, None, None)
+    """Plan the stages as :meth:`ipufit.Model.plan` does, with the timeline of one update."""
+    request = PartitionRequest(None, None, None, None, None)
     if session.partitions.of(True) is None:
         # As it runs: on one IPU.
-        asked = PartitionRequest(ipus_per_replica=1)
+        request = PartitionRequest(ipus_per_replica=1)
     try:
-        found = planned(
-            session, None, asked, (None, plan.gradient_accumulation), ("grouped", None, None)
+        partition_plan = planned(
+            session, None, request, (None, plan.gradient_accumulation), ("grouped", None, None)
         )
     except IpufitError as error:
         return {"missing": str(error)}
-    line = found.timeline()
+    line = partition_plan.timeline()
     return {
-        **found.to_dict(),
-        "least_accumulation": {str(used): _least(found, used) for used in (0.8, 0.9)},
+        **partition_plan.to_dict(),
+        "least_accumulation": {str(used): _least(partition_plan, used) for used in (0.8, 0.9)},
         "timeline": {
             "tasks": [
                 [task.stage, task.micro_batch, task.is_backward, task.begin, task.end]
@@ -121,6 +123,71 @@ def partition(session: Session, plan: Plan) -> Dict[str, Any]:
             ],
             "total": line.total,
             "utilisation": line.utilisation,
-            "schedule": found.planned.schedule,
+            "schedule": partition_plan.planned.schedule,
         },
     }
+
+
+# Of a run that warns without end, the kinds of warnings that are kept.
+_MOST = 200
+
+
+class CapturedWarnings:
+    """Counts the warnings of a run, which are shown as ever."""
+
+    def __init__(self) -> None:
+        self._counts: Dict[Tuple[str, str, str], int] = {}
+        self.left_out = 0
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Count the warnings that are shown in the block."""
+        shown = warnings.showwarning
+
+        def show(
+            message: Union[Warning, str],
+            category: Type[Warning],
+            filename: str,
+            lineno: int,
+            file: Optional[TextIO] = None,
+            line: Optional[str] = None,
+        ) -> None:
+            self._count(str(message), category.__name__, f"{filename}:{lineno}")
+            shown(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show
+        try:
+            yield
+        finally:
+            # Whoever has put another one in its place keeps it.
+            if warnings.showwarning is show:
+                warnings.showwarning = shown
+
+    def _count(self, text: str, category: str, place: str) -> None:
+        key = (text, category, place)
+        if key not in self._counts and len(self._counts) >= _MOST:
+            self.left_out += 1
+            return
+        self._counts[key] = self._counts.get(key, 0) + 1
+
+    def to_entries(self) -> List[Dict[str, Any]]:
+        """Return the warnings as ``run.json`` has them."""
+        entries: List[Dict[str, Any]] = [
+            {
+                "kind": "warning",
+                "text": text,
+                "cure": "",
+                "category": category,
+                "place": place,
+                "count": count,
+            }
+            for (text, category, place), count in self._counts.items()
+        ]
+        if self.left_out:
+            text = f"{self.left_out} more warnings, of other texts, are not kept."
+            entries.append(_plain(text))
+        return entries
+
+
+def _plain(text: str) -> Dict[str, Any]:
+    return {"kind": "warning", "text": text, "cure": "", "category": "", "place": "", "count": 1}

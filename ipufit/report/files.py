@@ -16,7 +16,7 @@
 - ``first_update``: counter at the beginning. ``total_updates``: expected; None if unknown.
 - ``layers``: the module's tree: ``name``, ``depth``, ``kind``, ``parameters``, ``trainable``,
   ``shape``, ``notes``, and ``file`` and ``line`` of its forward, or None.
-- ``plan``: what PartitionPlan.to_dict gives, with ``timeline``: ``tasks`` (lists of stage,
+- ``plan``: the dict of PartitionPlan.to_dict, with ``timeline``: ``tasks`` (lists of stage,
   micro-batch, whether it is backward, begin and end), ``total``, ``utilisation`` and
   ``schedule``, and ``least_accumulation`` for utilisations of 0.8 and 0.9, or None where none
   reaches it; or ``{"missing": why}``.
@@ -74,7 +74,7 @@ POPVISION = "popvision"
 
 
 def write_text(path: str, text: str) -> None:
-    """Write a file that a reader finds whole, or as it was before."""
+    """Write a text file atomically: a reader sees all of it, or the file before."""
     partial = f"{path}.part"
     with open(partial, "w", encoding="utf-8") as file:
         file.write(text)
@@ -82,7 +82,7 @@ def write_text(path: str, text: str) -> None:
 
 
 def plain(value: Any) -> Any:
-    """The same in what JSON has: numbers that are not finite, and objects, become text."""
+    """Convert a value to types that JSON has: numbers that are not finite, and objects, to text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if value is None or isinstance(value, (bool, int, str)):
@@ -95,13 +95,13 @@ def plain(value: Any) -> Any:
 
 
 def append_rows(path: str, numbers: array[float]) -> None:
-    """Write rows after those of the file."""
+    """Append rows to the file."""
     with open(path, "ab") as file:
         file.write(_little(numbers).tobytes())
 
 
 def write_rows(path: str, numbers: array[float]) -> None:
-    """Write these rows in place of those of the file."""
+    """Replace the rows of the file, atomically."""
     partial = f"{path}.part"
     with open(partial, "wb") as file:
         file.write(_little(numbers).tobytes())
@@ -117,7 +117,7 @@ def _little(numbers: array[float]) -> array[float]:
 
 
 def read_facts(folder: str) -> Dict[str, Any]:
-    """``run.json`` of a folder.
+    """Read ``run.json`` of a folder.
 
     Raises:
         ConfigurationError: there is none, or it is something else.
@@ -126,23 +126,23 @@ def read_facts(folder: str) -> Dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             facts = json.load(file)
-        found = facts["format"]
+        file_format = facts["format"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigurationError(
             f"a report must be a folder that fit(report=...) has written, but {path!r} can't be "
             f"read ({type(error).__name__}: {error}). Pass such a folder."
         ) from error
-    if found != FORMAT:
+    if file_format != FORMAT:
         raise ConfigurationError(
-            f"a report must have the format {FORMAT!r}, but that of {path!r} is {found!r}. Read it "
-            "with the version of ipufit that wrote it."
+            f"a report must have the format {FORMAT!r}, but that of {path!r} is {file_format!r}. "
+            "Read it with the version of ipufit that wrote it."
         )
     assert isinstance(facts, dict)
     return facts
 
 
 def read_rows(folder: str) -> Dict[str, List[float]]:
-    """The columns of ``executions.f64`` of a folder; without that file, empty ones."""
+    """Read the columns of ``executions.f64`` of a folder; they are empty without that file."""
     numbers = array("d")
     try:
         with open(os.path.join(folder, EXECUTIONS), "rb") as file:

@@ -1,4 +1,4 @@
-"""The page of a run that goes on, for a browser on this machine."""
+"""HTTP server that shows the page of a run that goes on to browsers on this machine."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _Stamp = Tuple[Optional[Tuple[int, int, int]], ...]
 
 
 class NotYetError(Exception):
-    """There is nothing to show; the text says why."""
+    """Raised while there is no page to show; the text says why."""
 
 
 class Watched:
-    """What a browser gets to see of a folder; made anew when its files have changed.
+    """Pages and news of a report's folder, made anew when its files have changed.
 
     Another process writes them at the same time: ``run.json`` is replaced as a whole, and of the
     table of executions an unfinished last row is not read.
@@ -65,11 +65,11 @@ class Watched:
     ) -> None:
         self.folder = folder
         self._makers = {"page": page or _page, "state": state or _state}
-        self._made: Dict[str, Tuple[_Stamp, bytes]] = {}
+        self._cache: Dict[str, Tuple[_Stamp, bytes]] = {}
         self._lock = threading.Lock()
 
     def page(self) -> bytes:
-        """The page, which asks for :meth:`state` from then on.
+        """Return the page, which asks for :meth:`state` from then on.
 
         Raises:
             NotYetError: there is nothing to show.
@@ -77,7 +77,7 @@ class Watched:
         return self._fresh("page")
 
     def state(self) -> bytes:
-        """What brings the page up to date.
+        """Return the JSON that brings an open page up to date.
 
         Raises:
             NotYetError: there is nothing to show.
@@ -89,9 +89,9 @@ class Watched:
         with self._lock:
             # Looked at before the files are read, so that no later change is missed.
             stamp = self._stamp()
-            if self._made.get(what, (None, b""))[0] != stamp:
-                self._made[what] = (stamp, self._makers[what](self._run()).encode("utf-8"))
-            return self._made[what][1]
+            if self._cache.get(what, (None, b""))[0] != stamp:
+                self._cache[what] = (stamp, self._makers[what](self._run()).encode("utf-8"))
+            return self._cache[what][1]
 
     def _stamp(self) -> _Stamp:
         return tuple(_stamp_of(os.path.join(self.folder, name)) for name in (FACTS, EXECUTIONS))
@@ -109,24 +109,24 @@ class Watched:
 
 
 def _stamp_of(path: str) -> Optional[Tuple[int, int, int]]:
-    """Another value after any change of a file; None without one."""
+    """Return a value that differs after any change of a file; None without a file."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def _page(run: Run) -> str:
-    from ipufit.report.page import page_of
+    from ipufit.report.page import render_page
 
-    return page_of([run], live=True)
+    return render_page([run], live=True)
 
 
 def _state(run: Run) -> str:
-    from ipufit.report.page import state_of
+    from ipufit.report.page import render_state
 
-    return state_of(run)
+    return render_state(run)
 
 
 class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
@@ -172,19 +172,19 @@ class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
 
     @property
     def url(self) -> str:
-        """What a browser opens."""
+        """The address that a browser opens."""
         return f"http://{ADDRESS}:{self.server_port}/"
 
     @property
     def hosts(self) -> Tuple[str, ...]:
-        """What a browser that has been told the address calls this server."""
+        """Host headers of browsers that were given the address of this server."""
         names = (ADDRESS, "localhost")
         ports = (f":{self.server_port}", *([""] if self.server_port == 80 else []))
         return tuple(f"{name}{port}" for name in names for port in ports)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """One request."""
+    """Answers one request."""
 
     server: Server
     server_version, sys_version = "ipufit", ""
@@ -192,25 +192,25 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     timeout = 10
 
     def do_GET(self) -> None:
-        """Answer."""
+        """Answer with the page or its news, to requests for this host alone."""
         # A page of another site whose name was made to lead here says that name.
         if (self.headers.get("Host") or "").lower() not in self.server.hosts:
             self._answer(403, _TEXT, f"Open {self.server.url} instead.\n".encode("ascii"))
             return
-        known = {
+        routes = {
             "/": (_HTML, self.server.watched.page),
             "/state": (_JSON, self.server.watched.state),
         }
         path = self.path.partition("?")[0]
-        if path not in known:
+        if path not in routes:
             self._answer(404, _TEXT, b"There is / and /state.\n")
             return
-        kind, make = known[path]
+        kind, make = routes[path]
         try:
             body = make()
         except NotYetError as reason:
             text = str(reason)
-            self._answer(503, kind, _waiting(text) if kind == _HTML else _said(text))
+            self._answer(503, kind, _waiting(text) if kind == _HTML else _missing_json(text))
         except Exception as error:
             # Whoever reads the terminal can tell us where it was.
             traceback.print_exc()
@@ -229,7 +229,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def send_error(
         self, code: int, message: Optional[str] = None, explain: Optional[str] = None
     ) -> None:
-        """Refuse what is no request of a browser."""
+        """Refuse a request that no browser makes."""
         self.close_connection = True
         self._answer(code, _TEXT, b"Only GET and HEAD.\n")
 
@@ -249,7 +249,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def _waiting(text: str) -> bytes:
-    """What a browser shows while there is no page; it asks again by itself."""
+    """Render the page that waits for a run; it asks again by itself."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta http-equiv="refresh" content="2"><title>Waiting for a run</title></head>'
@@ -257,5 +257,5 @@ def _waiting(text: str) -> bytes:
     ).encode("utf-8", "replace")
 
 
-def _said(text: str) -> bytes:
+def _missing_json(text: str) -> bytes:
     return json.dumps({"missing": text}).encode("ascii")

@@ -1,4 +1,4 @@
-"""A profiler of torch's that looks on while a run goes on."""
+"""Profiling of a run with torch.profiler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def refuse_profiler(profiler: Any) -> None:
-    """Find out before any work whether it can look on.
+    """Refuse, before any work, a profiler that could not watch the run.
 
     Args:
         profiler: a ``torch.profiler.profile``; None for none.
@@ -45,9 +45,10 @@ def refuse_profiler(profiler: Any) -> None:
 
 
 class NamingClock(Clock):
-    """A clock that lets a profiler see executions and phases by name.
+    """Clock that shows a profiler executions and phases as named ranges.
 
-    Those are "ipufit execution", from when its data is there, and "ipufit compute" and the like.
+    Their names are "ipufit execution", which begins when its data is there, "ipufit compute", and
+    so on for every phase.
     """
 
     def __init__(self) -> None:
@@ -59,7 +60,7 @@ class NamingClock(Clock):
         return _Named(self, place)
 
     def turn(self, phase: str) -> None:
-        """What follows belongs to this phase, up to the next turn."""
+        """Begin a phase, which lasts up to the next turn."""
         turned, self._turned = self._turned, None
         if turned is not None:
             turned.__exit__(None, None, None)
@@ -69,7 +70,7 @@ class NamingClock(Clock):
             self._turned.__enter__()
 
     def reading(self, values: Iterator[T]) -> Iterator[T]:
-        """The values; what is done with each, up to :meth:`executed`, is an execution."""
+        """Yield the values, each within an execution that :meth:`executed` ends."""
         for value in super().reading(values):
             self._execution = _name("execution")
             self._execution.__enter__()
@@ -81,7 +82,7 @@ class NamingClock(Clock):
             del value
 
     def executed(self) -> None:
-        """The execution is over; safe twice."""
+        """End the execution; safe twice."""
         self.turn("other")
         execution, self._execution = self._execution, None
         if execution is not None:
@@ -89,7 +90,7 @@ class NamingClock(Clock):
 
 
 class _Named(Span):
-    """A phase that a profiler sees."""
+    """Span of a phase that a profiler sees as a named range."""
 
     __slots__ = ("_open", "_phase")
 
@@ -114,7 +115,7 @@ def _name(what: str) -> Any:
 
 
 class Profiler:
-    """Starts, steps and stops it.
+    """Starts, steps and stops the user's profiler.
 
     Args:
         profiler: a ``torch.profiler.profile``; None for none.
@@ -132,19 +133,19 @@ class Profiler:
         self.clock = self._names or Clock()
 
     def start(self) -> None:
-        """Training begins."""
+        """Start the profiler as training begins."""
         if self._profiler is not None:
             self._profiler.start()
             self._runs = True
 
     def step(self) -> None:
-        """An execution is over."""
+        """Step the profiler after an execution."""
         if self._runs and self._names is not None:
             self._names.executed()
             self._profiler.step()
 
     def stop(self) -> None:
-        """Training is over; safe twice.
+        """Stop the profiler and write its trace; safe twice.
 
         Warns:
             UserWarning: the profiler has nothing to show.

@@ -1,4 +1,4 @@
-"""Writes down what a ``fit`` does while it does it."""
+"""The recorder, which writes a run down for its report while it goes on."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ import torch
 from ipufit.errors import ConfigurationError, IpufitError
 from ipufit.report import facts
 from ipufit.report.advice import advised
-from ipufit.report.build import make
-from ipufit.report.captured_warnings import Heard
+from ipufit.report.build import write_page
 from ipufit.report.files import (
     EXECUTIONS,
     FACTS,
@@ -85,7 +84,7 @@ def recorded(session: Session, report: Report, goes_on_from: Optional[int]) -> I
     engine: Any = session.engine
     has_clock = hasattr(engine, "clock")
     try:
-        with recorder.heard.listening():
+        with recorder.warnings.listening():
             if has_clock:
                 engine.clock = recorder.clock
             yield recorder
@@ -102,7 +101,7 @@ def recorded(session: Session, report: Report, goes_on_from: Optional[int]) -> I
 
 
 class Recorder:
-    """What one ``fit`` does.
+    """Writes down the facts and executions of one ``fit``.
 
     Args:
         session: of the model.
@@ -111,7 +110,7 @@ class Recorder:
 
     Attributes:
         clock: of this run.
-        heard: the warnings of it.
+        warnings: counts the warnings of this run.
 
     Raises:
         ConfigurationError: the folder can't be written.
@@ -122,7 +121,7 @@ class Recorder:
         self._report = report
         self._profiler = Profiler(report.profiler, report.folder)
         self.clock = self._profiler.clock
-        self.heard = Heard()
+        self.warnings = facts.CapturedWarnings()
         self._rows = Rows()
         self._earlier = 0.0
         self._earlier_phases = dict.fromkeys(PHASES, 0.0)
@@ -149,7 +148,7 @@ class Recorder:
         self._device = next((p.device for p in session.module.parameters()), torch.device("cpu"))
         self._job: Optional[Measurement] = None
         self._history: Optional[History] = None
-        self._written, self._joined = len(self._rows.flat), self._rows.joined
+        self._written, self._halvings = len(self._rows.flat), self._rows.halvings
         self._flushed = self._wrote = self._writing = 0.0
         self._memory = in_use(self._device)
         self._is_lost = False
@@ -169,8 +168,8 @@ class Recorder:
             return
         self._rows.take(read_rows(self._report.folder), update)
         epochs = before["epochs"]
-        kept = [each for each in epochs if each["first_update"] + each["updates"] <= update]
-        self._facts.update(begun=before["begun"], epochs=kept)
+        finished = [each for each in epochs if each["first_update"] + each["updates"] <= update]
+        self._facts.update(begun=before["begun"], epochs=finished)
         self._earlier, self._earlier_phases = float(before["seconds"]), before["phases"]
 
     @property
@@ -179,21 +178,21 @@ class Recorder:
         return time.perf_counter() - self._from
 
     def _mark(self) -> None:
-        """What follows is counted from here."""
+        """Count time and samples from this moment on."""
         self._rows.count_from(self.clock.look())
         if self._job is not None:
             self._before = self._counted(self._job.meter)
         self._begin_row()
 
     def _begin_row(self) -> None:
-        """The next row begins when the clock was last looked at."""
+        """Begin a row at the last reading of the clock."""
         begins = self.clock.since
         self._begins = begins - self._from
         self._due = begins + _SHORTEST if self._added >= _FIRST else -math.inf
         self._pending = 0
 
     def begin(self, job: Measurement, history: History, updates: Optional[int]) -> None:
-        """Everything is prepared, and training begins.
+        """Write down what the run is made of, when all is prepared for training.
 
         Args:
             job: of the training.
@@ -216,7 +215,7 @@ class Recorder:
         self._profiler.start()
 
     def _look(self, job: Measurement) -> None:
-        """What the module is made of, and where it would lie."""
+        """Write down the layers of the module and the stages that they would lie in."""
         session = self._session
         self._facts.update(
             layers=facts.layers(session.module, job.first),
@@ -224,7 +223,7 @@ class Recorder:
         )
 
     def begin_epoch(self, epoch: int) -> None:
-        """An epoch begins, or goes on in its middle."""
+        """Begin an epoch, or go on in the middle of one."""
         assert self._job is not None
         meter = self._job.meter
         self._mark()
@@ -237,7 +236,7 @@ class Recorder:
         self._executions = 0
 
     def executed(self) -> None:
-        """One execution is over, callbacks included."""
+        """Count an execution that is over, callbacks included."""
         self._pending += 1
         if time.perf_counter() >= self._due:
             self._add_row()
@@ -245,12 +244,12 @@ class Recorder:
             self._step()
 
     def end_executions(self) -> None:
-        """An epoch has no more of them; what follows belongs to none."""
+        """Add the last row of an epoch: time from here on belongs to no execution."""
         if self._pending:
             self._add_row()
 
     def _add_row(self) -> None:
-        """All executions since the last row."""
+        """Add a row for all executions since the last one."""
         assert self._job is not None
         meter, seconds = self._job.meter, self.clock.look()
         before, self._before = self._before, self._counted(meter)
@@ -280,16 +279,16 @@ class Recorder:
             self._safely(self._flush)
 
     def _counted(self, meter: Meter) -> Tuple[float, ...]:
-        """Of this epoch: updates, samples, skipped updates, losses and what they weigh."""
+        """Return the sums of this epoch: updates, samples, skipped updates, losses and weights."""
         return (meter.updates, meter.samples, meter.skipped, *meter.sums)
 
     def _learning_rate(self) -> float:
-        """That of the first group of parameters."""
+        """The learning rate of the first group of parameters; nan where there is none."""
         groups = self._session.groups
         return float(groups[0].get("lr", math.nan)) if groups else math.nan
 
     def end_epoch(self) -> None:
-        """An epoch is over, callbacks included."""
+        """Write down an epoch that is over, callbacks included."""
         assert self._job is not None
         meter, seconds = self._job.meter, self.clock.read()
         spent = [after - before for after, before in zip(seconds, self._at_epoch)]
@@ -311,7 +310,7 @@ class Recorder:
         self._safely(self._flush, *([self._write] if is_due else []))
 
     def _safely(self, *steps: Callable[[], None]) -> None:
-        """Write; where the disk refuses, training goes on without its report."""
+        """Run steps that write; if the disk refuses, training goes on without its report."""
         if self._is_lost:
             return
         with self.clock.during("report"):
@@ -328,7 +327,7 @@ class Recorder:
                 )
 
     def _profiled(self) -> Dict[str, Any]:
-        """One micro-batch, operator by operator."""
+        """Time one micro-batch operator by operator; else say why that can't be done."""
         assert self._job is not None
         if not self._report.operators:
             return {"missing": "they were not asked for: Report(operators=False)"}
@@ -337,7 +336,7 @@ class Recorder:
             name = self._session.engine.name
             return {"missing": f"the {name} engine can't time single operators"}
         try:
-            found: Dict[str, Any] = profile(self._job.first)
+            operators: Dict[str, Any] = profile(self._job.first)
         except IpufitError as error:
             return {"missing": str(error)}
         except Exception as error:
@@ -350,15 +349,15 @@ class Recorder:
                 stacklevel=2,
             )
             return {"missing": why}
-        return found
+        return operators
 
     def _flush(self) -> None:
         """Write the rows that are new."""
         self._flushed = self._now
         self._memory = in_use(self._device)
         flat, path = self._rows.flat, self._path(EXECUTIONS)
-        if self._rows.joined != self._joined:
-            self._joined = self._rows.joined
+        if self._rows.halvings != self._halvings:
+            self._halvings = self._rows.halvings
             write_rows(path, flat)
         elif len(flat) > self._written:
             append_rows(path, flat[self._written :])
@@ -380,14 +379,14 @@ class Recorder:
                 explain=explained.splitlines(),
                 history=_values(history),
             )
-        self._facts["warnings"] = self.heard.told()
+        self._facts["warnings"] = self.warnings.to_entries()
         self._facts["warnings"] += advised(self._facts, columns_of(self._rows.flat))
         write_text(self._path(FACTS), json.dumps(plain(self._facts), allow_nan=False))
         self._wrote = self._now
         self._writing = self._wrote - begun
 
     def end(self, error: Optional[BaseException]) -> None:
-        """The run is over: make the report.
+        """Close the report of a run that is over, and make its page.
 
         Args:
             error: that ended it; None where it came to its end.
@@ -400,11 +399,11 @@ class Recorder:
             self._facts["status"] = "interrupted"
         else:
             self._facts.update(status="failed", error=f"{type(error).__name__}: {error}")
-        self._safely(self._flush, self._write, lambda: make(self._report.folder))
+        self._safely(self._flush, self._write, lambda: write_page(self._report.folder))
 
 
 def _values(history: History) -> Dict[str, Any]:
-    """Those of every epoch, each with the place of its epoch, and those logged per update."""
+    """Return the values of every epoch, each with the place of its epoch, and the logged ones."""
     return {
         "epoch": list(history.epoch),
         "history": {

@@ -1,4 +1,4 @@
-"""The executions of a run as a table of bounded length."""
+"""Table of bounded length for the executions of a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MOST_ROWS = 20_000
 
 
 class Rows:
-    """A row for every execution, or, of a long run, for several in a row.
+    """Table with a row for every execution or, in a long run, for several in a row.
 
     A row of several has the sum of their numbers and seconds, the mean of their losses over
     samples, the largest memory, and the last learning rate and loss scale.
@@ -45,13 +45,13 @@ class Rows:
 
     Attributes:
         each: executions of a full row.
-        joined: how often rows were joined.
+        halvings: how often every second row was merged into the one before it.
     """
 
     def __init__(self, most: int = MOST_ROWS) -> None:
         self._flat = array("d")
         self.each = 1
-        self.joined = 0
+        self.halvings = 0
         self._most = most
         self._open: List[float] = []
         # What came since the last look: numbers up to the phases, then seconds since the beginning.
@@ -68,12 +68,12 @@ class Rows:
         return len(self.flat) // _WIDTH
 
     def count_from(self, seconds: Sequence[float]) -> None:
-        """The next execution begins when so many seconds, by phase, have passed."""
+        """Begin the next execution at these seconds, by phase."""
         self._settle()
         self._before = list(seconds)
 
     def add_later(self, numbers: Sequence[float], seconds: Sequence[float]) -> None:
-        """One execution, between two that must not wait; it is added when somebody looks.
+        """Queue an execution without delay; it is added when the table is read.
 
         Args:
             numbers: in the order of COLUMNS, up to the phases.
@@ -91,7 +91,7 @@ class Rows:
             self._before = after
 
     def add(self, row: Sequence[float]) -> None:
-        """One execution, its values in the order of COLUMNS."""
+        """Add an execution, its values in the order of COLUMNS."""
         self._settle()
         self._add(row)
 
@@ -99,14 +99,14 @@ class Rows:
         if self.each == 1:
             self._flat.extend(row)
         else:
-            self._open = _joined(self._open, row) if self._open else list(row)
+            self._open = _merge_rows(self._open, row) if self._open else list(row)
             if self._open[_AT["executions"]] >= self.each:
                 self.close()
         if len(self._flat) // _WIDTH >= self._most:
             self._halve()
 
     def close(self) -> None:
-        """Let the last row be what it is."""
+        """End the last row, though executions are missing from it."""
         self._settle()
         if self._open:
             self._flat.extend(self._open)
@@ -117,13 +117,13 @@ class Rows:
         for place in range(0, len(self._flat), 2 * _WIDTH):
             first = self._flat[place : place + _WIDTH]
             second = self._flat[place + _WIDTH : place + 2 * _WIDTH]
-            flat.extend(_joined(first, second) if second else first)
+            flat.extend(_merge_rows(first, second) if second else first)
         self._flat = flat
         self.each *= 2
-        self.joined += 1
+        self.halvings += 1
 
     def take(self, columns: Dict[str, List[float]], before: float) -> None:
-        """Begin with the rows of an earlier part of the run, those before an update."""
+        """Take over the rows of an earlier part of the run, up to an update."""
         rows = zip(*(columns[name] for name in COLUMNS))
         for row in rows:
             if row[_AT["first_update"]] < before:
@@ -133,8 +133,8 @@ class Rows:
             self._halve()
 
 
-def _joined(first: Sequence[float], second: Sequence[float]) -> List[float]:
-    """Two rows that follow each other as one."""
+def _merge_rows(first: Sequence[float], second: Sequence[float]) -> List[float]:
+    """Merge two rows that follow each other."""
     row = list(first)
     for place in _SUMS:
         row[place] = first[place] + second[place]
@@ -146,12 +146,12 @@ def _joined(first: Sequence[float], second: Sequence[float]) -> List[float]:
     for name in ("learning_rate", "loss_scale"):
         row[_AT[name]] = second[_AT[name]]
     memory = [each[_AT["memory"]] for each in (first, second)]
-    known = [value for value in memory if not math.isnan(value)]
-    row[_AT["memory"]] = max(known, default=math.nan)
+    sizes = [value for value in memory if not math.isnan(value)]
+    row[_AT["memory"]] = max(sizes, default=math.nan)
     return row
 
 
 def columns_of(flat: Sequence[float]) -> Dict[str, List[float]]:
-    """The columns of a table by name; an unfinished last row is left out."""
+    """Return the columns of a table by name; an unfinished last row is left out."""
     end = len(flat) - len(flat) % _WIDTH
     return {name: list(flat[place:end:_WIDTH]) for name, place in _AT.items()}

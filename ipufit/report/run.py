@@ -1,18 +1,20 @@
-"""A run as its report has it."""
+"""A run as its report has it, with sums and stretches of its executions."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, List
+import math
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 from ipufit.report.files import read_facts, read_rows
+from ipufit.utils.phase_timer import PHASES
 
-__all__ = ["Run"]
+__all__ = ["APART", "Run", "binned", "ends", "samples_per_second", "total"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What is known of one run.
+    """Facts and executions of one run.
 
     Attributes:
         folder: of its report.
@@ -26,9 +28,60 @@ class Run:
 
     @staticmethod
     def read(folder: str) -> Run:
-        """From its folder, also while it is being written.
+        """Read a run from its folder, also while it is being written.
 
         Raises:
             ConfigurationError: there is no report.
         """
         return Run(folder, read_facts(folder), read_rows(folder))
+
+
+# No part of the work on samples.
+APART = ("capture", "validation", "report")
+_SUMS = ("executions", "updates", "samples", "skipped", *PHASES)
+
+
+def total(run: Run, name: str) -> float:
+    """Sum a column over all executions."""
+    return math.fsum(run.rows[name])
+
+
+def samples_per_second(run: Run) -> Optional[float]:
+    """Return the rate of training: without capture, validation and the report itself."""
+    spent = math.fsum(total(run, phase) for phase in PHASES if phase not in APART)
+    return total(run, "samples") / spent if spent > 0 else None
+
+
+def ends(rows: Mapping[str, Sequence[float]]) -> List[float]:
+    """Return when every execution was over, in seconds since the run began."""
+    return [sum(row) for row in zip(rows["begin"], *(rows[phase] for phase in PHASES))]
+
+
+def binned(rows: Mapping[str, Sequence[float]], most: int) -> List[Dict[str, float]]:
+    """Sum executions over at most so many stretches.
+
+    Args:
+        rows: executions, by column.
+        most: stretches.
+
+    Returns:
+        For each stretch the sums of numbers and seconds, ``begin`` and ``first_update`` of the
+        first execution, ``update`` and ``end`` after the last, seconds ``working`` on samples, and
+        the largest ``memory``.
+    """
+    length = len(rows["begin"])
+    size = max(1, math.ceil(length / most))
+    over = ends(rows)
+    stretches = []
+    for start in range(0, length, size):
+        stop = min(start + size, length)
+        one: Dict[str, float] = {name: math.fsum(rows[name][start:stop]) for name in _SUMS}
+        one["begin"], one["first_update"] = rows["begin"][start], rows["first_update"][start]
+        one["working"] = math.fsum(one[phase] for phase in PHASES if phase not in APART)
+        last = stop - 1
+        one["end"] = over[last]
+        one["update"] = rows["first_update"][last] + rows["updates"][last]
+        sizes = [value for value in rows["memory"][start:stop] if not math.isnan(value)]
+        one["memory"] = max(sizes, default=math.nan)
+        stretches.append(one)
+    return stretches

@@ -1,4 +1,4 @@
-"""What ``fit(report=)`` takes."""
+"""Settings of a report: the argument ``fit(report=)``, and its checks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Report:
             ``torch_trace.json``, unless it has a handler of its own.
 
     Attributes:
-        folder, overwrite, operators, profiler: as given.
+        folder, overwrite, operators, profiler: the arguments.
 
     Raises:
         ConfigurationError: an argument can't work.
@@ -71,7 +71,7 @@ class Report:
 
 
 def resolve_report(report: Any, autoreport: Any, autoreport_dir: Any) -> Optional[Report]:
-    """What ``fit`` was given, in one form.
+    """Bring the arguments of ``fit`` about reports into one form.
 
     Args:
         report: a path, a Report, or None.
@@ -79,7 +79,7 @@ def resolve_report(report: Any, autoreport: Any, autoreport_dir: Any) -> Optiona
         autoreport_dir: Lightning's name of the folder.
 
     Raises:
-        ConfigurationError: they are something else, or do not fit together.
+        ConfigurationError: they are of other types, or contradict each other.
     """
     one_of("autoreport", autoreport, (True, False))
     if report is not None and (autoreport or autoreport_dir is not None):
@@ -105,7 +105,7 @@ def resolve_report(report: Any, autoreport: Any, autoreport_dir: Any) -> Optiona
 
 
 def refuse_report(report: Report, resumes: bool) -> None:
-    """Find out before any work what would fail at its end.
+    """Refuse, before any work, a report that could not be made at its end.
 
     Args:
         report: that is asked for.
@@ -125,8 +125,8 @@ def refuse_report(report: Report, resumes: bool) -> None:
         raise ConfigurationError(
             f"report must be a folder, but {report.folder!r} is a file. Pass another path."
         )
-    taken = [f for f in (FACTS, EXECUTIONS) if os.path.exists(os.path.join(report.folder, f))]
-    if taken and not (report.overwrite or resumes):
+    existing = [f for f in (FACTS, EXECUTIONS) if os.path.exists(os.path.join(report.folder, f))]
+    if existing and not (report.overwrite or resumes):
         raise ConfigurationError(
             f"report={report.folder!r} holds the report of another run. Pass another folder, or "
             f"report=ipufit.Report({report.folder!r}, overwrite=True)."

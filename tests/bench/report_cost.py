@@ -122,7 +122,7 @@ def once(work: Workload) -> Tuple[float, float]:
 
         return mock.patch.object(owner, name, run)
 
-    times = timed(recorder.Recorder, "_profiled"), timed(recorder, "make")
+    times = timed(recorder.Recorder, "_profiled"), timed(recorder, "write_page")
     with tempfile.TemporaryDirectory() as folder, times[0], times[1]:
         fit(work, 1, 4, Report(folder, overwrite=True))
     return found["_profiled"], found["make"]

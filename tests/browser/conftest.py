@@ -10,7 +10,7 @@ import types
 
 import pytest
 
-from ipufit.report.page import page_of
+from ipufit.report.page import render_page
 from tests.report.made import HOSTILE, long, trained, with_operators
 
 CHROMIUM, CHROMEDRIVER = "/usr/bin/chromium", "/usr/bin/chromedriver"
@@ -87,7 +87,7 @@ def addresses(runs, tmp_path_factory):
     found = {}
     for name, shown in pages.items():
         path = folder / f"{name}.html"
-        path.write_text(page_of(shown), encoding="utf-8")
+        path.write_text(render_page(shown), encoding="utf-8")
         found[name] = path.as_uri()
     return found
 

@@ -4,7 +4,7 @@ import base64
 import pathlib
 import tempfile
 
-from ipufit.report.page import page_of
+from ipufit.report.page import render_page
 from tests.browser.conftest import opened_browser, show, wait_for
 from tests.report.made import trained
 
@@ -61,7 +61,7 @@ def main():
             for run, lr in (("fast", 0.01), ("slow", 0.0015))
         )
         for page, runs in (("one", [fast]), ("two", [fast, slow])):
-            (folder / f"{page}.html").write_text(page_of(runs), encoding="utf-8")
+            (folder / f"{page}.html").write_text(render_page(runs), encoding="utf-8")
         show(browser, (folder / "one.html").as_uri())
         take(browser, "report-curves", "#curves", "#chart-epoch-0", 1000, False)
         take(browser, "report-pipeline", "#pipeline", "#chart-timeline", 1000, True)

@@ -7,7 +7,7 @@ import threading
 import pytest
 from selenium.webdriver.common.by import By
 
-from ipufit.report.page import page_of, state_of
+from ipufit.report.page import render_page, render_state
 from tests.browser.conftest import come_to, complaints, requests, show, wait_for
 from tests.report.made import with_operators
 
@@ -23,7 +23,7 @@ class Server:
     """Serves a page, and the state of a run as it is set."""
 
     def __init__(self, run):
-        self.page, self.state = page_of([run], live=True), state_of(run)
+        self.page, self.state = render_page([run], live=True), render_state(run)
         self.asked = 0
         outer = self
 
@@ -99,7 +99,7 @@ def test_a_page_follows_a_run_to_its_end(browser, server, run):
             {"kind": "advice", "text": "Slow.", "cure": "Hurry.", "place": "", "count": 1}
         ],
     }
-    server.state = state_of(dataclasses.replace(later, facts=facts))
+    server.state = render_state(dataclasses.replace(later, facts=facts))
     wait_for(browser, f"{_LAST} === 12")
     after = browser.execute_script(_WHERE)
     assert after[0] == before[0]
@@ -128,7 +128,7 @@ def test_a_page_follows_a_run_to_its_end(browser, server, run):
     drawn = "return document.querySelectorAll('#chart-operators .bars .point').length"
     assert wait_for(browser, drawn) == 13
     assert len(browser.find_elements(By.CSS_SELECTOR, "#choices-operators > .tools button")) == 4
-    server.state = state_of(with_operators(dataclasses.replace(run)))
+    server.state = render_state(with_operators(dataclasses.replace(run)))
     wait_for(
         browser, "return document.getElementById('live-shown').textContent.startsWith('finished')"
     )
@@ -171,7 +171,7 @@ def test_a_run_that_has_just_begun_is_followed(browser, run):
     try:
         show(browser, server.address)
         assert browser.execute_script("return figures().length") == 0
-        server.state = state_of(with_operators(run))
+        server.state = render_state(with_operators(run))
         wait_for(browser, "return figures().length > 10")
         for figure in browser.execute_script("return figures().map((f) => f.id)"):
             come_to(browser, figure)

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import ipufit
-from ipufit.report.build import make
-from ipufit.report.chrome import MOST_COUNTS, MOST_TASKS, trace_of
+from ipufit.report.build import write_page
+from ipufit.report.chrome import MOST_COUNTS, MOST_TASKS, render_trace
 from ipufit.report.files import TRACE
 from ipufit.report.run import Run
 from tests.report.runs_made import AFTER, EACH, busy_rows, made, written
@@ -23,7 +23,7 @@ def events_of(run):
     def refuse(name):
         raise AssertionError(f"{name} is no JSON")
 
-    trace = json.loads(trace_of(run), parse_constant=refuse)
+    trace = json.loads(render_trace(run), parse_constant=refuse)
     check(trace["traceEvents"])
     return trace["traceEvents"], trace["otherData"]
 
@@ -237,7 +237,7 @@ def test_the_longest_table_stays_below_its_size(zero):
         rows[name] = [0.0] * 20_000
     line = {**TIMELINE, "tasks": [[i % 4, i, False, i / 7, (i + 1) / 7] for i in range(30_000)]}
     run = Run("runs/1", made(plan={"timeline": line}).facts, rows)
-    text = trace_of(run)
+    text = render_trace(run)
     assert len(text) < 20e6
     trace = json.loads(text)
     about = trace["otherData"]
@@ -284,8 +284,8 @@ def test_a_fit_leaves_its_trace_beside_the_facts(tmp_path):
 
 def test_making_it_again_gives_the_same_trace(tmp_path):
     folder = written(tmp_path / "run")
-    make(str(folder))
+    write_page(str(folder))
     first = (folder / TRACE).read_text()
-    make(str(folder))
+    write_page(str(folder))
     assert (folder / TRACE).read_text() == first
-    assert first == trace_of(Run.read(str(folder)))
+    assert first == render_trace(Run.read(str(folder)))

@@ -60,7 +60,7 @@ def told(name, jit, how, monkeypatch, folder):
         return dict(found)
 
     monkeypatch.setattr(recorder.Recorder, "_profiled", kept)
-    monkeypatch.setattr(recorder, "make", lambda folder: None)
+    monkeypatch.setattr(recorder, "write_page", lambda folder: None)
     fitted(name, jit, how, report=folder)
     return found["memory"]
 

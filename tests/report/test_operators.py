@@ -29,7 +29,7 @@ from tests.tape import Tapes
 @pytest.fixture(autouse=True)
 def no_page(monkeypatch):
     """The page has tests of its own."""
-    monkeypatch.setattr(recorder, "make", lambda folder: None)
+    monkeypatch.setattr(recorder, "write_page", lambda folder: None)
 
 
 def fitted(folder, make=CNN, engine=EmbeddedEngine, dtype=torch.float64, compiling=None, **how):

@@ -12,9 +12,9 @@ import re
 import pytest
 
 from ipufit.errors import ConfigurationError
-from ipufit.report.page import document, page_of, state_of
-from ipufit.report.page.charts import thinned
+from ipufit.report.page import document, render_page, render_state
 from ipufit.report.page.html import Cell, Column, data, element, table
+from ipufit.report.page.sections import thinned
 from ipufit.report.rows import COLUMNS
 from ipufit.report.run import Run
 from ipufit.utils.phase_timer import PHASES
@@ -83,11 +83,11 @@ def cells(page, name):
 
 
 def test_fit_writes_the_page(run):
-    """It is what page_of makes, and has every section in the navigation."""
+    """It is what render_page makes, and has every section in the navigation."""
     with open(f"{run.folder}/report.html", encoding="utf-8") as file:
         text = file.read()
-    assert text == page_of([Run.read(run.folder)])
-    page = Page(page_of([run]))
+    assert text == render_page([Run.read(run.folder)])
+    page = Page(render_page([run]))
     anchors = [each["href"] for each in page.named("a") if each["href"].startswith("#")]
     sections = ["summary", "curves", "time", "pipeline", "memory", "operators", "layers"]
     assert anchors == ["#main", *(f"#{name}" for name in sections)]
@@ -97,7 +97,7 @@ def test_fit_writes_the_page(run):
 
 def test_every_chart_has_a_place_and_words(run):
     """A figure that is named and described by elements that are there, and the facts to draw it."""
-    page = Page(page_of([with_operators(run)]))
+    page = Page(render_page([with_operators(run)]))
     figures = page.named("figure")
     assert [each["data-chart"] for each in figures] == list(page.facts["charts"])
     assert len(figures) > 10
@@ -108,7 +108,7 @@ def test_every_chart_has_a_place_and_words(run):
 
 def test_the_loss_of_every_execution_is_in_the_page(run):
     """To six digits, by updates and by seconds."""
-    (series,) = Page(page_of([run])).facts["charts"]["loss"]["series"]
+    (series,) = Page(render_page([run])).facts["charts"]["loss"]["series"]
     assert series["y"] == pytest.approx(run.rows["loss"], rel=1e-5)
     assert series["x"][0] == [float(i + 1) for i in range(len(series["y"]))]
     phases = zip(*(run.rows[phase] for phase in PHASES))
@@ -118,7 +118,7 @@ def test_the_loss_of_every_execution_is_in_the_page(run):
 
 def test_the_numbers_of_the_pipeline_are_those_of_the_plan(run):
     """Every task is drawn where the plan has it, and the shares have all their digits."""
-    text = page_of([run])
+    text = render_page([run])
     line = run.facts["plan"]["timeline"]
     found = dict(re.findall(r'<data value="(.*?)" id="plan-(.*?)">', text))
     named = {name: float(value) for value, name in found.items()}
@@ -136,7 +136,7 @@ def test_the_numbers_of_the_pipeline_are_those_of_the_plan(run):
 
 def test_times_by_phase_add_up(run):
     """The table has every phase; its last row is the length of the run."""
-    page = page_of([long(run)])
+    page = render_page([long(run)])
     rows = cells(page, "table-phases")
     assert rows[0] == ["phase", "time", "share"]
     assert rows[3] == ["compute", "43.2 s", "73.8 %"]
@@ -146,7 +146,7 @@ def test_times_by_phase_add_up(run):
 
 def test_operators_are_grouped_and_held_against_the_peak(run):
     """By operator, by module and by line; shares of what the machine reached."""
-    page = page_of([with_operators(run)])
+    page = render_page([with_operators(run)])
     first = cells(page, "table-operators-operator")[1]
     assert first[:4] == ["convolution_backward", "backward", "2", "1.51 ms"]
     assert first[4:] == ["50.3 %", "2.7 M", "1.8 GFLOP/s", "2.0 %", "283.2 KiB", "1.7 %"]
@@ -163,7 +163,7 @@ def test_memory_over_a_micro_batch_stands_on_what_is_there_all_the_time(run):
     """The sum of all areas at the highest place is the total."""
     run = with_operators(run)
     found = run.facts["operators"]["memory"]
-    series = Page(page_of([run])).facts["charts"]["memory-operators"]["series"]
+    series = Page(render_page([run])).facts["charts"]["memory-operators"]["series"]
     highest = max(sum(each["y"][place] for each in series) for place in range(13))
     assert highest * 1024 == pytest.approx(found["total"], rel=1e-5)
 
@@ -200,8 +200,8 @@ def test_names_stay_text(run, hostile):
     }
     run = with_operators(dataclasses.replace(run, folder=f"/x/{hostile}", facts=facts), hostile)
     for runs in ([run], [run, run]):
-        plain = Page(page_of(runs).replace(hostile, ""))
-        page = Page(page_of(runs))
+        plain = Page(render_page(runs).replace(hostile, ""))
+        page = Page(render_page(runs))
         assert any(hostile in text for text in page.texts)
         assert [tag for tag, _ in page.elements] == [tag for tag, _ in plain.elements]
         assert not page.named("img")
@@ -224,7 +224,7 @@ def test_facts_can_stand_in_a_script():
 
 def test_only_its_own_scripts_may_run(run):
     """The policy names both by their digests, and nothing may be fetched."""
-    page = Page(page_of([run]))
+    page = Page(render_page([run]))
     (policy,) = [m["content"] for m in page.named("meta") if "http-equiv" in m]
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
     plotly = gzip.decompress(base64.b64decode(page.scripts["text/plain"]))
@@ -232,14 +232,14 @@ def test_only_its_own_scripts_may_run(run):
     digests = [base64.b64encode(hashlib.sha256(text).digest()).decode() for text in (own, plotly)]
     assert rules["script-src"] == " ".join(f"'sha256-{digest}'" for digest in digests)
     assert rules["default-src"] == rules["connect-src"] == "'none'"
-    live = Page(page_of([run], live=True))
+    live = Page(render_page([run], live=True))
     (policy,) = [m["content"] for m in live.named("meta") if "http-equiv" in m]
     assert dict(rule.split(" ", 1) for rule in policy.split("; "))["connect-src"] == "'self'"
 
 
 def test_the_text_is_there_before_any_script(run):
     """A browser shows what it has read while the scripts still come."""
-    text = page_of([run])
+    text = render_page([run])
     assert text.count("<script") == 3
     assert text.index("</footer>") < text.index("<script")
 
@@ -259,7 +259,7 @@ def test_a_curve_of_many_points_says_how_it_is_drawn(run):
     """And one of fewer does not; all points are in the page either way."""
     said = "Drawn by the smallest and the largest of every stretch; zooming in shows all."
     for executions, is_said in ((2000, False), (2001, True)):
-        page = Page(page_of([long(run, executions)]))
+        page = Page(render_page([long(run, executions)]))
         assert len(page.facts["charts"]["loss"]["series"][0]["y"]) == executions
         assert (said in "".join(page.texts)) == is_said
     assert page.facts["points"] == 2000
@@ -269,8 +269,8 @@ def test_a_long_run_stays_small(run):
     """The longest that is kept, with half as many logged values, and two of them."""
     run = long(with_operators(run), 20_000)
     for runs in ([run], [run, run]):
-        assert len(page_of(runs).encode("utf-8")) < LIMIT
-    assert len(state_of(run)) < LIMIT / 4
+        assert len(render_page(runs).encode("utf-8")) < LIMIT
+    assert len(render_state(run)) < LIMIT / 4
 
 
 def test_many_of_everything_stay_small(run):
@@ -295,7 +295,7 @@ def test_many_of_everything_stay_small(run):
     plan = facts["plan"]
     tasks = [[i % 4, i // 8, i % 8 > 3, i, i + 1] for i in range(8000)]
     facts["plan"] = {**plan, "timeline": {**plan["timeline"], "tasks": tasks, "total": 8001}}
-    text = page_of([dataclasses.replace(run, facts=facts)])
+    text = render_page([dataclasses.replace(run, facts=facts)])
     assert len(text.encode("utf-8")) < LIMIT
     texts = "".join(Page(text).texts)
     assert "The last 100 of 6,000 epochs" in texts
@@ -318,18 +318,18 @@ def test_what_is_missing_says_why(run, status):
         if status == "running"
         else "the run ended before it was known"
     )
-    text = page_of([empty])
+    text = render_page([empty])
     assert text.count(f"Not shown: {why}.") == 7
     assert ("ValueError: no" in text) == (status == "failed")
-    assert Page(page_of([empty, run])).facts["charts"]
-    assert json.loads(state_of(empty))["status"] == status
+    assert Page(render_page([empty, run])).facts["charts"]
+    assert json.loads(render_state(empty))["status"] == status
 
 
 def test_a_page_of_a_run_that_goes_on_says_when_it_was_made(run):
     """Unless it follows the run by itself."""
     facts = {**run.facts, "status": "running"}
     texts = [
-        " ".join("".join(Page(page_of([Run(run.folder, facts, run.rows)], live)).texts).split())
+        " ".join("".join(Page(render_page([Run(run.folder, facts, run.rows)], live)).texts).split())
         for live in (False, True)
     ]
     assert "running when this page was made embedded engine, cpu" in texts[0]
@@ -340,10 +340,10 @@ def test_what_only_some_runs_have_is_shown_where_it_is(run):
     """Skipped updates, and the profile of an IPU."""
     facts = {**run.facts, "popvision": "/p/<v>"}
     rows = {**run.rows, "skipped": [2.0, *run.rows["skipped"][1:]]}
-    text = page_of([Run(run.folder, facts, rows)])
+    text = render_page([Run(run.folder, facts, rows)])
     assert "<dt>Updates that were skipped</dt><dd>2</dd>" in text
     assert "PopVision&#x27;s Graph Analyser opens the profile in /p/&lt;v&gt;." in text
-    plain = page_of([run])
+    plain = render_page([run])
     assert "skipped" not in plain.partition("<main")[2].partition("</main>")[0]
 
 
@@ -352,7 +352,7 @@ def test_a_point_of_several_executions_says_so(run):
     rows = {**run.rows, "executions": [4.0] * len(run.rows["loss"])}
     facts = {**run.facts, "params": {"weights": ["x" * 9] * 1000}}
     facts["operators"] = {"rows": []}
-    text = page_of([Run(run.folder, facts, rows)])
+    text = render_page([Run(run.folder, facts, rows)])
     count = len(rows["loss"])
     assert f"{4 * count} executions in {count} points: loss " in text
     assert "xxx … (10,998 characters; run.json has them)" in text
@@ -362,7 +362,7 @@ def test_a_point_of_several_executions_says_so(run):
 def test_reasons_are_passed_on(run):
     """Where a part of the facts says why it is missing."""
     facts = {**run.facts, "operators": {"missing": "no <time>"}, "plan": {"missing": "No plan."}}
-    text = page_of([dataclasses.replace(run, facts=facts)])
+    text = render_page([dataclasses.replace(run, facts=facts)])
     assert text.count("Not shown: no &lt;time&gt;.") == 2
     assert text.count("Not shown: No plan.") == 2
 
@@ -373,7 +373,7 @@ def test_numbers_that_are_not_finite_leave_a_gap(run):
     values = {"loss": [[0, "nan"], [1, "inf"]], "val_loss": [[0, "nan"], [1, 2.5]]}
     facts["history"] = {"epoch": [0, 1], "history": values, "updates": {}}
     rows = {**run.rows, "loss": [math.nan, *run.rows["loss"][1:]]}
-    text = page_of([dataclasses.replace(run, facts=facts, rows=rows)])
+    text = render_page([dataclasses.replace(run, facts=facts, rows=rows)])
     charts = Page(text).facts["charts"]
     assert charts["loss"]["series"][0]["y"][0] is None
     assert charts["epoch-0"]["series"][0]["y"] == [None, None]
@@ -396,7 +396,7 @@ def test_warnings_come_first_with_their_cures(run):
     }
     advice = {"kind": "advice", "text": "Waits.", "cure": "Prefetch.", "count": 1}
     facts = {**run.facts, "warnings": [said, advice]}
-    text = page_of([dataclasses.replace(run, facts=facts)])
+    text = render_page([dataclasses.replace(run, facts=facts)])
     assert Page(text).named("section")[0]["id"] == "warnings"
     body = text.partition('<section id="warnings"')[2].partition("</section>")[0]
     plain = re.sub("<[^>]*>+", "|", body)
@@ -404,7 +404,7 @@ def test_warnings_come_first_with_their_cures(run):
         *("Advice", "Waits.", "What to do: ", "Prefetch."),
         *("Warnings", "Slow.", "UserWarning · a.py:3 · 3 times"),
     ]
-    assert "warnings" not in [each["id"] for each in Page(page_of([run])).named("section")]
+    assert "warnings" not in [each["id"] for each in Page(render_page([run])).named("section")]
 
 
 def test_two_runs_stand_side_by_side(run):
@@ -421,7 +421,7 @@ def test_two_runs_stand_side_by_side(run):
         "plan": plan,
     }
     second = dataclasses.replace(long(dataclasses.replace(first, facts=facts)), folder="/x/second")
-    text = page_of([first, second])
+    text = render_page([first, second])
     page = Page(text)
     assert [each["id"] for each in page.named("section")] == [
         *("summary", "curves", "time", "plans", "operators"),
@@ -442,16 +442,16 @@ def test_two_runs_stand_side_by_side(run):
 def test_runs_with_the_same_name_have_their_paths(run):
     """And the same run twice is told apart too."""
     other = dataclasses.replace(run, folder="/elsewhere/run")
-    names = [s["name"] for s in Page(page_of([run, other])).facts["charts"]["loss"]["series"]]
+    names = [s["name"] for s in Page(render_page([run, other])).facts["charts"]["loss"]["series"]]
     assert names == [run.folder, "/elsewhere/run"]
-    names = [s["name"] for s in Page(page_of([run, run])).facts["charts"]["loss"]["series"]]
+    names = [s["name"] for s in Page(render_page([run, run])).facts["charts"]["loss"]["series"]]
     assert names == [f"{run.folder} (1)", f"{run.folder} (2)"]
 
 
 def test_a_state_has_the_parts_of_the_page(run):
     """The same markup and the same facts."""
-    state = json.loads(state_of(run))
-    text = page_of([run], live=True)
+    state = json.loads(render_state(run))
+    text = render_page([run], live=True)
     assert state["status"] == "finished"
     assert all(state["sections"][name] in text for name in state["order"])
     assert state["charts"] == Page(text).facts["charts"]
@@ -495,7 +495,7 @@ def test_without_plotly_the_page_says_what_to_install(run, monkeypatch):
     monkeypatch.setattr(document.importlib.util, "find_spec", lambda name: None)
     document.library.cache_clear()
     with pytest.raises(ConfigurationError) as caught:
-        page_of([run])
+        render_page([run])
     document.library.cache_clear()
     assert str(caught.value) == (
         "the page of a report draws its curves with plotly, which is not installed. Run: "
@@ -505,13 +505,13 @@ def test_without_plotly_the_page_says_what_to_install(run, monkeypatch):
 
 def test_time_over_a_long_run_is_that_of_its_executions(run):
     """Areas of means, from the first update to the last; a short run has a bar for each."""
-    chart = Page(page_of([long(run)])).facts["charts"]["phases-executions"]
+    chart = Page(render_page([long(run)])).facts["charts"]["phases-executions"]
     assert {series["style"] for series in chart["series"]} == {"area"}
     compute = next(series for series in chart["series"] if series["name"] == "compute")
     (x,), y = compute["x"], compute["y"]
     assert (x[0], x[-1], len(x), len(y)) == (1, 40_001, 151, 151)
     seconds = long(run).rows["compute"]
     assert y[0] == pytest.approx(1000 * sum(seconds[:67]) / 67, rel=1e-4)
-    short = Page(page_of([run])).facts["charts"]["phases-executions"]
+    short = Page(render_page([run])).facts["charts"]["phases-executions"]
     assert {series["style"] for series in short["series"]} == {"bar"}
     assert short["series"][0]["x"][0] == [str(i + 1) for i in range(len(run.rows["loss"]))]

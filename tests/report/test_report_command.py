@@ -20,7 +20,7 @@ from tests.report.runs_made import AFTER, EACH, written
 def page(monkeypatch):
     """A page that says of which runs it is made, in place of the long one."""
     fake = types.ModuleType("ipufit.report.page")
-    fake.page_of = lambda runs, live=False: " ".join(run.facts["title"] for run in runs)
+    fake.render_page = lambda runs, live=False: " ".join(run.facts["title"] for run in runs)
     monkeypatch.setitem(sys.modules, "ipufit.report.page", fake)
 
 

@@ -57,7 +57,7 @@ def test_a_long_run_has_few_rows_and_the_same_sums(count):
 def test_a_short_run_has_all_its_rows():
     """Nothing is joined that need not be."""
     rows = filled(7)
-    assert (len(rows), rows.each, rows.joined) == (7, 1, 0)
+    assert (len(rows), rows.each, rows.halvings) == (7, 1, 0)
     assert list(rows.flat)[: len(COLUMNS)] == pytest.approx(row(0), nan_ok=True)
 
 

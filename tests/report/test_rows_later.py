@@ -30,6 +30,10 @@ def test_rows_that_are_added_later_are_those_that_are_added_at_once(count):
             assert later.flat == at_once.flat
     later.close()
     at_once.close()
-    assert (len(later), later.joined, later.each) == (len(at_once), at_once.joined, at_once.each)
+    assert (len(later), later.halvings, later.each) == (
+        len(at_once),
+        at_once.halvings,
+        at_once.each,
+    )
     assert columns_of(later.flat) == columns_of(at_once.flat)
     assert sum(columns_of(later.flat)["executions"]) == count

@@ -31,11 +31,11 @@ class Counting:
     def __init__(self):
         self.pages = self.states = 0
 
-    def page_of(self, run):
+    def render_page(self, run):
         self.pages += 1
         return f"<!doctype html><title>{run.facts['title']}</title>"
 
-    def state_of(self, run):
+    def render_state(self, run):
         self.states += 1
         return json.dumps({"status": run.facts["status"], "rows": len(run.rows["begin"])})
 
@@ -47,7 +47,7 @@ def making():
 
 @contextlib.contextmanager
 def serving(folder, making):
-    watched = Watched(str(folder), making.page_of, making.state_of)
+    watched = Watched(str(folder), making.render_page, making.render_state)
     with Server(watched, 0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -211,7 +211,7 @@ def test_a_page_that_fails_ends_nothing(tmp_path, making, capfd):
         raise ZeroDivisionError("<so>")
 
     written(tmp_path / "run")
-    making.page_of = fail
+    making.render_page = fail
     with serving(tmp_path / "run", making) as server:
         status, about, body = ask(server)
         assert (status, body) == (500, b"The page can't be made: ZeroDivisionError: <so>\n")
@@ -236,13 +236,13 @@ def test_a_run_that_writes_as_fast_as_it_can_never_shows_half_of_anything(tmp_pa
                 write_text(str(folder / FACTS), json.dumps(facts))
             rounds.append(len(data))
 
-    def state_of(run):
+    def render_state(run):
         lengths = {len(column) for column in run.rows.values()}
         assert len(lengths) == 1
         assert run.rows["first_update"] == list(range(*lengths))
         return json.dumps([len(run.facts["title"]), *lengths])
 
-    making.state_of = state_of
+    making.render_state = render_state
     written(folder, 2, 30)
     writer = threading.Thread(target=write)
     with serving(folder, making) as server:
@@ -304,8 +304,8 @@ def test_a_file_can_not_be_watched(tmp_path, capsys):
 
 def test_the_page_is_asked_to_be_live(tmp_path, monkeypatch):
     fake = types.ModuleType("ipufit.report.page")
-    fake.page_of = lambda runs, live: f"{len(runs)} {live}"
-    fake.state_of = lambda run: run.facts["status"]
+    fake.render_page = lambda runs, live: f"{len(runs)} {live}"
+    fake.render_state = lambda run: run.facts["status"]
     monkeypatch.setitem(sys.modules, "ipufit.report.page", fake)
     watched = Watched(str(written(tmp_path / "run")))
     assert (watched.page(), watched.state()) == (b"1 True", b"finished")

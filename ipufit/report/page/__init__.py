@@ -1,5 +1,9 @@
-"""The page of a report: one HTML file that needs nothing else, of one run or of several."""
+"""The page of a report: one HTML file that needs nothing else, of one run or of several.
 
-from ipufit.report.page.document import page_of, state_of
+``document`` puts it together, ``html`` escapes, ``assets`` has the scripts, and each other module
+makes a section of a :class:`~ipufit.report.run.Run`. Nothing here looks at a model or at a fit.
+"""
 
-__all__ = ["page_of", "state_of"]
+from ipufit.report.page.document import render_page, render_state
+
+__all__ = ["render_page", "render_state"]

@@ -1,4 +1,4 @@
-"""Several runs side by side."""
+"""Sections of a page that compares several runs."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ import math
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipufit.report.page import texts
-from ipufit.report.page.charts import Chart, Series, figure, rounded
 from ipufit.report.page.curves import curves
-from ipufit.report.page.html import Cell, Column, Html, element, joined, table
-from ipufit.report.page.measurements import LOOKS, PHASE_NAMES, used_phases
+from ipufit.report.page.html import Cell, Column, Html, element, join_parts, table
 from ipufit.report.page.operators import TOGETHER, grouped
+from ipufit.report.page.phases import LOOKS, PHASE_NAMES, used_phases
 from ipufit.report.page.pipeline import stage_title
-from ipufit.report.page.sections import Section, choices, lacking, note
-from ipufit.report.page.summary import final_values, headline, param_text
-from ipufit.report.page.warnings import notices
+from ipufit.report.page.sections import (
+    Chart,
+    Section,
+    Series,
+    choices,
+    figure,
+    lacking,
+    note,
+    rounded,
+)
+from ipufit.report.page.summary import final_values, headline, notices, param_text
 from ipufit.report.run import Run
 from ipufit.utils.phase_timer import PHASES
 
-__all__ = ["compared"]
+__all__ = ["comparison_sections"]
 
 Named = Sequence[Tuple[str, Run]]
 
@@ -35,12 +42,12 @@ _PLAN = {
 }
 
 
-def compared(runs: Named) -> List[Section]:
-    """The sections of a comparison."""
+def comparison_sections(runs: Named) -> List[Section]:
+    """Make all sections of the comparison."""
     sections = [_summary(runs)]
-    said = _warnings(runs)
-    if said.body:
-        sections.insert(0, said)
+    warnings = _warnings(runs)
+    if warnings.body:
+        sections.insert(0, warnings)
     return [*sections, curves(runs), _phases(runs), _plans(runs), _operators(runs)]
 
 
@@ -49,7 +56,7 @@ def _heads(runs: Named, first: str, is_number: bool = False) -> List[Column]:
 
 
 def _marked(name: str, shown: Sequence[str]) -> List[Any]:
-    """A row of a value of every run; where they differ, that is said."""
+    """Return a row with a value of every run, which says whether they differ."""
     differs = len(set(shown)) > 1
     if not differs:
         return [name, *shown, "same"]
@@ -70,11 +77,11 @@ def _summary(runs: Named) -> Section:
     if values is not None:
         body.append(values)
     for key, title in (("environment", "Environment"), ("params", "Settings")):
-        found = [run.facts.get(key, {}) for _, run in runs]
-        names = list(dict.fromkeys(name for each in found for name in each))
+        groups = [run.facts.get(key, {}) for _, run in runs]
+        names = list(dict.fromkeys(name for each in groups for name in each))
         rows = [
             _marked(
-                name, [param_text(each[name]) if name in each else texts.DASH for each in found]
+                name, [param_text(each[name]) if name in each else texts.DASH for each in groups]
             )
             for name in names
         ]
@@ -82,23 +89,23 @@ def _summary(runs: Named) -> Section:
         rows.sort(key=lambda row: row[-1] == "same")
         if rows:
             body.append(table(f"table-{key}", title, heads, rows))
-    return Section("summary", "Summary", joined(body))
+    return Section("summary", "Summary", join_parts(body))
 
 
 def _values(runs: Named) -> Optional[Html]:
-    found = [{value[0]: value for value in final_values(run.facts)} for _, run in runs]
-    names = list(dict.fromkeys(name for each in found for name in each))
+    by_run = [{value[0]: value for value in final_values(run.facts)} for _, run in runs]
+    names = list(dict.fromkeys(name for each in by_run for name in each))
     rows = []
     for name in names:
         row: List[Any] = [name]
-        for each in found:
+        for each in by_run:
             _, last, best, epoch, _ = each.get(name, ("", math.nan, None, None, ""))
             row.append(Cell(texts.number(last) if name in each else texts.DASH, last))
-            known = best is not None and not math.isnan(best)
+            has_best = best is not None and not math.isnan(best)
             row.append(
                 Cell(
-                    f"{texts.number(best)} ({epoch})" if known else texts.DASH,
-                    best if known else None,
+                    f"{texts.number(best)} ({epoch})" if has_best else texts.DASH,
+                    best if has_best else None,
                 )
             )
         rows.append(row)
@@ -111,36 +118,36 @@ def _values(runs: Named) -> Optional[Html]:
 def _warnings(runs: Named) -> Section:
     parts = []
     for name, run in runs:
-        said = notices(run.facts, "h4")
-        if said:
-            parts += [element("h3", name), said]
-    return Section("warnings", "Warnings and advice", joined(parts))
+        shown = notices(run.facts, "h4")
+        if shown:
+            parts += [element("h3", name), shown]
+    return Section("warnings", "Warnings and advice", join_parts(parts))
 
 
 def _phases(runs: Named) -> Section:
-    known = [(name, run.facts["phases"]) for name, run in runs if "phases" in run.facts]
-    if not known:
+    measured = [(name, run.facts["phases"]) for name, run in runs if "phases" in run.facts]
+    if not measured:
         why = lacking(runs[0][1].facts, "phases")
-        return Section("time", "Time", joined(why))
-    used = [p for p in PHASES if any(p in used_phases(phases) for _, phases in known)]
-    wholes = [math.fsum(map(texts.real, phases.values())) for _, phases in known]
+        return Section("time", "Time", join_parts(why))
+    used = [p for p in PHASES if any(p in used_phases(phases) for _, phases in measured)]
+    wholes = [math.fsum(map(texts.real, phases.values())) for _, phases in measured]
     unit, unit_name = texts.scale(max(wholes), "seconds")
-    names = [name for name, _ in known]
+    names = [name for name, _ in measured]
     series = [
         Series(
             PHASE_NAMES[phase],
-            [[rounded(texts.real(phases.get(phase, 0)) / unit, 5) for _, phases in known]],
+            [[rounded(texts.real(phases.get(phase, 0)) / unit, 5) for _, phases in measured]],
             names,
             LOOKS.index(phase),
             "bar",
         )
         for phase in used
     ]
-    said = [f"{name} {texts.seconds(whole)}" for name, whole in zip(names, wholes)]
+    lengths = [f"{name} {texts.seconds(whole)}" for name, whole in zip(names, wholes)]
     chart = Chart(
         "phases",
         "Time of the whole runs by phase",
-        f"{', '.join(said)}.",
+        f"{', '.join(lengths)}.",
         series,
         (unit_name,),
         "",
@@ -152,7 +159,7 @@ def _phases(runs: Named) -> Section:
     rows = []
     for phase in PHASES:
         row: List[Any] = [PHASE_NAMES[phase]]
-        for (_, phases), whole in zip(known, wholes):
+        for (_, phases), whole in zip(measured, wholes):
             spent = texts.real(phases.get(phase, 0.0))
             part = spent / whole if whole else 0.0
             row += [Cell(texts.seconds(spent), spent), Cell(texts.share(part), part)]
@@ -161,40 +168,42 @@ def _phases(runs: Named) -> Section:
     columns = [Column("phase")]
     for name in names:
         columns += [Column(f"{name}, time", True), Column(f"{name}, share", True)]
-    body = joined(figure(chart), table("table-phases", "Time by phase", columns, rows, foot=foot))
+    body = join_parts(
+        figure(chart), table("table-phases", "Time by phase", columns, rows, foot=foot)
+    )
     return Section("time", "Time", body, [chart])
 
 
 def _plans(runs: Named) -> Section:
     title = "Plans"
-    known = [(name, run.facts["plan"]) for name, run in runs if lacking(run.facts, "plan") is None]
+    plans = [(name, run.facts["plan"]) for name, run in runs if lacking(run.facts, "plan") is None]
     parts: List[Html] = []
     for name, run in runs:
         why = lacking(run.facts, "plan")
         if why is not None:
             parts += [element("h3", name), why]
-    if known:
+    if plans:
         rows = [
-            _marked(what, [_said(plan.get(key)) for _, plan in known])
+            _marked(what, [_plan_text(plan.get(key)) for _, plan in plans])
             for key, what in _PLAN.items()
         ]
-        rows.append(_marked("stages", [str(len(plan["stages"])) for _, plan in known]))
+        rows.append(_marked("stages", [str(len(plan["stages"])) for _, plan in plans]))
         for key, what in (("utilisation", "utilisation"), ("total", "length of an update")):
-            rows.append(_marked(what, [_timed(plan, key) for _, plan in known]))
-        most = [max(stage["memory"] for stage in plan["stages"]) for _, plan in known]
+            rows.append(_marked(what, [_timed(plan, key) for _, plan in plans]))
+        most = [max(stage["memory"] for stage in plan["stages"]) for _, plan in plans]
         rows.append(_marked("memory of the largest stage", [texts.size(each) for each in most]))
-        count = max(len(plan["stages"]) for _, plan in known)
+        count = max(len(plan["stages"]) for _, plan in plans)
         for place in range(count):
             rows.append(
-                _marked(f"stage {place} begins with", [_stage(plan, place) for _, plan in known])
+                _marked(f"stage {place} begins with", [_stage(plan, place) for _, plan in plans])
             )
-        columns = [Column("what"), *(Column(name) for name, _ in known), Column("all the same?")]
+        columns = [Column("what"), *(Column(name) for name, _ in plans), Column("all the same?")]
         parts.append(note("Estimates from the work of every operator; no IPU has run them."))
         parts.append(table("table-plans", "The plans", columns, rows, sorts=False))
-    return Section("plans", title, joined(parts))
+    return Section("plans", title, join_parts(parts))
 
 
-def _said(value: Any) -> str:
+def _plan_text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return param_text(value)
@@ -216,36 +225,36 @@ def _stage(plan: Mapping[str, Any], place: int) -> str:
 def _operators(runs: Named) -> Section:
     title = "Operators"
     parts: List[Html] = []
-    known = []
+    measured = []
     for name, run in runs:
         why = lacking(run.facts, "operators")
         if why is None:
-            known.append((name, run.facts["operators"]["rows"]))
+            measured.append((name, run.facts["operators"]["rows"]))
         else:
             parts += [element("h3", name), why]
-    if len(known) < 2:
-        return Section("operators", title, joined(parts))
+    if len(measured) < 2:
+        return Section("operators", title, join_parts(parts))
     tables = {}
     for name, heads, key in (
         ("operator", ("operator", "direction"), _operator),
         ("place", ("operator", "direction", "module"), _placed),
     ):
-        works = [dict(grouped(rows, key)) for _, rows in known]
+        works = [dict(grouped(rows, key)) for _, rows in measured]
         keys = sorted(
-            dict.fromkeys(each for found in works for each in found),
+            dict.fromkeys(each for groups in works for each in groups),
             key=lambda each: -max(w[each].seconds if each in w else 0.0 for w in works),
         )
         body = [_ratios(each, works) for each in keys[:_MOST]]
         columns = [Column(head) for head in heads]
-        columns += [Column(run_name, True) for run_name, _ in known]
-        first = known[0][0]
-        columns += [Column(f"{run_name} / {first}", True) for run_name, _ in known[1:]]
+        columns += [Column(run_name, True) for run_name, _ in measured]
+        first = measured[0][0]
+        columns += [Column(f"{run_name} / {first}", True) for run_name, _ in measured[1:]]
         caption = {"operator": "Time of operators"}.get(name, "Time of operators, by module")
         button = {"operator": "by operator"}.get(name, "by operator and module")
         tables[button] = table(f"table-operators-{name}", caption, columns, body)
     parts.append(note("Seconds of one micro-batch; a ratio above 1 took longer."))
     parts.append(choices("operators", TOGETHER, tables))
-    return Section("operators", title, joined(parts))
+    return Section("operators", title, join_parts(parts))
 
 
 def _operator(row: Mapping[str, Any]) -> Tuple[str, ...]:
@@ -257,7 +266,7 @@ def _placed(row: Mapping[str, Any]) -> Tuple[str, ...]:
 
 
 def _ratios(key: Tuple[str, ...], works: Sequence[Dict[Tuple[str, ...], Any]]) -> List[Any]:
-    spent = [found[key].seconds if key in found else None for found in works]
+    spent = [groups[key].seconds if key in groups else None for groups in works]
     row: List[Any] = list(key)
     row += [
         Cell(texts.seconds(each), each) if each is not None else Cell(texts.DASH, 0.0)

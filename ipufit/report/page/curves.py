@@ -1,4 +1,4 @@
-"""Loss, metrics and settings over the updates and epochs of one run or of several."""
+"""Curves of loss, metrics and settings over the updates and epochs of one run or of several."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ import math
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from ipufit.report.page import texts
-from ipufit.report.page.charts import DRAWN, Chart, Series, figure, rounded, thinned
-from ipufit.report.page.html import Cell, Column, Html, element, joined, table
-from ipufit.report.page.measurements import ends, total
-from ipufit.report.page.sections import Section, lacking, note
-from ipufit.report.run import Run
+from ipufit.report.page.html import Cell, Column, Html, element, join_parts, table
+from ipufit.report.page.sections import (
+    DRAWN,
+    Chart,
+    Section,
+    Series,
+    figure,
+    lacking,
+    note,
+    rounded,
+    thinned,
+)
+from ipufit.report.run import Run, ends, total
 
 __all__ = ["curves"]
 
@@ -25,17 +33,17 @@ _X = ("update", "seconds since the run began")
 
 
 def curves(runs: Named) -> Section:
-    """The section.
+    """Make the section of curves.
 
     Args:
-        runs: with their names; that of a single run is not shown.
+        runs: with their names; the name of a single run is not shown.
     """
-    charts = [chart for chart in _of_executions(runs) if chart is not None]
+    charts = [chart for chart in _execution_charts(runs) if chart is not None]
     names = _names(runs)
-    charts += [_of_epoch(runs, name, i) for i, name in enumerate(names[:_MOST_VALUES])]
+    charts += [_epoch_chart(runs, name, i) for i, name in enumerate(names[:_MOST_VALUES])]
     logged = sorted({name for _, run in runs for name in _updates(run)})
     shown = logged[:_MOST_LOGGED]
-    charts += [_of_logged(runs, name, place) for place, name in enumerate(shown)]
+    charts += [_logged_chart(runs, name, place) for place, name in enumerate(shown)]
     body: List[Optional[Html]] = []
     if not charts:
         why = lacking(runs[0][1].facts, "history")
@@ -52,35 +60,35 @@ def curves(runs: Named) -> Section:
             body.append(note(f"{len(left_out)} more {what} are not drawn: {', '.join(left_out)}."))
     if len(runs) == 1:
         body.append(_table_of_epochs(runs[0][1]))
-    return Section("curves", "Curves", joined(body), charts)
+    return Section("curves", "Curves", join_parts(body), charts)
 
 
 def _label(runs: Named, name: str, what: str = "") -> str:
-    """What a line is called: of a single run without the run's name."""
+    """Return the label of a line; a single run is not named in it."""
     if len(runs) == 1:
         return what or name
     return f"{name}, {what}" if what else name
 
 
 def _ends(run: Run) -> Tuple[List[Any], List[Any]]:
-    """Updates made after every execution, and when it was over."""
+    """Return the count of updates after every execution, and when it was over."""
     rows = run.rows
     updates = [int(a + b) for a, b in zip(rows["first_update"], rows["updates"])]
     return updates, [rounded(end, 6) for end in ends(rows)]
 
 
-def _of_executions(runs: Named) -> Iterator[Optional[Chart]]:
+def _execution_charts(runs: Named) -> Iterator[Optional[Chart]]:
     yield _losses(runs)
     yield _settings(runs, "learning_rate", "Learning rate")
     yield _settings(runs, "loss_scale", "Loss scale")
 
 
 def _losses(runs: Named) -> Optional[Chart]:
-    series, said = [], []
+    series, summaries = [], []
     for look, (name, run) in enumerate(runs):
         values = [rounded(value, 6) for value in run.rows["loss"]]
-        known = [value for value in values if value is not None]
-        if not known:
+        finite = [value for value in values if value is not None]
+        if not finite:
             continue
         series.append(
             Series(_label(runs, name, "" if len(runs) > 1 else "loss"), _ends(run), values, look)
@@ -88,21 +96,21 @@ def _losses(runs: Named) -> Optional[Chart]:
         count = total(run, "executions")
         points = f" in {len(values):,} points" if count > len(values) else ""
         text = (
-            f"{count:,.0f} executions{points}: loss {texts.number(known[0])} at first, "
-            f"{texts.number(known[-1])} at last, {texts.number(min(known))} at least."
+            f"{count:,.0f} executions{points}: loss {texts.number(finite[0])} at first, "
+            f"{texts.number(finite[-1])} at last, {texts.number(min(finite))} at least."
         )
-        if len(known) < len(values):
-            text += f" {len(values) - len(known):,} values are not finite, and left out."
+        if len(finite) < len(values):
+            text += f" {len(values) - len(finite):,} values are not finite, and left out."
         if len(values) > DRAWN:
             text += " Drawn by the smallest and the largest of every stretch; zooming in shows all."
-        said.append(text if len(runs) == 1 else f"{name}: {text}")
+        summaries.append(text if len(runs) == 1 else f"{name}: {text}")
     if not series:
         return None
     smallest = min(value for each in series for value in each.y if value is not None)
     return Chart(
         "loss",
         "Loss of every execution",
-        " ".join(said),
+        " ".join(summaries),
         series,
         _X,
         "loss",
@@ -114,30 +122,30 @@ def _losses(runs: Named) -> Optional[Chart]:
 
 
 def _settings(runs: Named, column: str, title: str) -> Optional[Chart]:
-    series, said = [], []
+    series, summaries = [], []
     for look, (name, run) in enumerate(runs):
         values = [rounded(value) for value in run.rows[column]]
         if all(value is None for value in values):
             continue
-        kept = _changes(values)
-        places = [[x[place] for place in kept] for x in _ends(run)]
-        y = [values[place] for place in kept]
+        changed = _changes(values)
+        places = [[x[place] for place in changed] for x in _ends(run)]
+        y = [values[place] for place in changed]
         x, y = _both_thinned(places, y)
         series.append(
             Series(_label(runs, name, title.lower() if len(runs) == 1 else ""), x, y, look, "step")
         )
-        known = [value for value in values if value is not None]
-        text = f"{texts.number(known[0])} at first, {texts.number(known[-1])} at last."
-        if min(known) == max(known):
-            text = f"{texts.number(known[0])} all the time."
-        said.append(text if len(runs) == 1 else f"{name}: {text}")
+        finite = [value for value in values if value is not None]
+        text = f"{texts.number(finite[0])} at first, {texts.number(finite[-1])} at last."
+        if min(finite) == max(finite):
+            text = f"{texts.number(finite[0])} all the time."
+        summaries.append(text if len(runs) == 1 else f"{name}: {text}")
     if not series:
         return None
     positive = all(v is None or v > 0 for each in series for v in each.y)
     return Chart(
         column.replace("_", "-"),
         title,
-        " ".join(said),
+        " ".join(summaries),
         series,
         _X,
         title.lower(),
@@ -148,7 +156,7 @@ def _settings(runs: Named, column: str, title: str) -> Optional[Chart]:
 
 
 def _changes(values: Sequence[Any]) -> List[int]:
-    """Places at which a value is not that of both neighbours: the others lie on a line."""
+    """Return the places where a value differs from a neighbour: the others lie on a line."""
     last = len(values) - 1
     return [
         place
@@ -158,10 +166,10 @@ def _changes(values: Sequence[Any]) -> List[int]:
 
 
 def _both_thinned(places: Sequence[Sequence[Any]], y: Sequence[Any]) -> Tuple[List[Any], List[Any]]:
-    """Points by each way to count places."""
+    """Thin points whose places are counted in several ways."""
     both = list(zip(*places))
-    kept, values = thinned(both, y)
-    return [[each[way] for each in kept] for way in range(len(places))], values
+    points, values = thinned(both, y)
+    return [[each[way] for each in points] for way in range(len(places))], values
 
 
 def _history(run: Run) -> Tuple[List[int], Dict[str, List[Tuple[int, Any]]]]:
@@ -170,19 +178,19 @@ def _history(run: Run) -> Tuple[List[int], Dict[str, List[Tuple[int, Any]]]]:
 
 
 def _epoch_ends(run: Run) -> List[Any]:
-    """When every epoch of the history was over."""
+    """Return when every epoch of the history was over."""
     over = {each["epoch"]: each["begin"] + each["seconds"] for each in run.facts["epochs"]}
     return [rounded(over.get(epoch), 6) for epoch in _history(run)[0]]
 
 
 def _names(runs: Named) -> List[str]:
-    """Of the values of epochs, those of validation with those of training."""
+    """Return the names of values of epochs; validation shares the name of training."""
     keys = (key for _, run in runs for key in _history(run)[1])
     return list(dict.fromkeys(key[4:] if key.startswith("val_") else key for key in keys))
 
 
-def _of_epoch(runs: Named, name: str, place: int) -> Chart:
-    series, said = [], []
+def _epoch_chart(runs: Named, name: str, place: int) -> Chart:
+    series, summaries = [], []
     for look, (run_name, run) in enumerate(runs):
         epochs, values = _history(run)
         ends = _epoch_ends(run)
@@ -197,15 +205,15 @@ def _of_epoch(runs: Named, name: str, place: int) -> Chart:
             look_of_line = look if len(runs) > 1 else is_validation
             style = "dashed" if is_validation else "line"
             series.append(Series(_label(runs, run_name, what), x, y, look_of_line, style))
-            known = [value for value in y if value is not None]
-            if known:
+            finite = [value for value in y if value is not None]
+            if finite:
                 text = (
-                    f"{what} {texts.number(known[0])} at first, {texts.number(known[-1])} at last"
+                    f"{what} {texts.number(finite[0])} at first, {texts.number(finite[-1])} at last"
                 )
-                said.append(text if len(runs) == 1 else f"{run_name}, {text}")
-    known = [value for each in series for value in each.y if value is not None]
-    log = bool(known) and min(known) > 0
-    text = "; ".join(said)
+                summaries.append(text if len(runs) == 1 else f"{run_name}, {text}")
+    finite = [value for each in series for value in each.y if value is not None]
+    log = bool(finite) and min(finite) > 0
+    text = "; ".join(summaries)
     return Chart(
         f"epoch-{place}",
         f"{name}, by epoch",
@@ -220,12 +228,12 @@ def _of_epoch(runs: Named, name: str, place: int) -> Chart:
 
 
 def _updates(run: Run) -> Dict[str, List[Tuple[int, Any]]]:
-    found: Dict[str, List[Tuple[int, Any]]] = run.facts.get("history", {}).get("updates", {})
-    return found
+    updates: Dict[str, List[Tuple[int, Any]]] = run.facts.get("history", {}).get("updates", {})
+    return updates
 
 
-def _of_logged(runs: Named, name: str, place: int) -> Chart:
-    series, said = [], []
+def _logged_chart(runs: Named, name: str, place: int) -> Chart:
+    series, summaries = [], []
     for look, (run_name, run) in enumerate(runs):
         values = _updates(run).get(name)
         if not values:
@@ -233,19 +241,19 @@ def _of_logged(runs: Named, name: str, place: int) -> Chart:
         full = [rounded(value) for _, value in values]
         x, y = thinned([update for update, _ in values], full)
         series.append(Series(_label(runs, run_name, "" if len(runs) > 1 else name), [x], y, look))
-        known = [value for value in full if value is not None]
+        finite = [value for value in full if value is not None]
         text = f"{len(values):,} values"
-        if known:
-            text += f" from {texts.number(min(known))} to {texts.number(max(known))}"
+        if finite:
+            text += f" from {texts.number(min(finite))} to {texts.number(max(finite))}"
         if len(y) < len(full):
             text += ", drawn by the smallest and the largest of every stretch"
-        said.append(f"{text}." if len(runs) == 1 else f"{run_name}: {text}.")
-    known = [value for each in series for value in each.y if value is not None]
-    log = bool(known) and min(known) > 0
+        summaries.append(f"{text}." if len(runs) == 1 else f"{run_name}: {text}.")
+    finite = [value for each in series for value in each.y if value is not None]
+    log = bool(finite) and min(finite) > 0
     return Chart(
         f"logged-{place}",
         f"{name}, as logged",
-        " ".join(said),
+        " ".join(summaries),
         series,
         ("update",),
         name,
@@ -259,14 +267,14 @@ def _table_of_epochs(run: Run) -> Optional[Html]:
     if not epochs:
         return None
     names = list(values)
-    found = {name: dict(values[name]) for name in names}
+    by_place = {name: dict(values[name]) for name in names}
     took = {each["epoch"]: each["seconds"] for each in run.facts["epochs"]}
     rows = []
     first = max(0, len(epochs) - _MOST_EPOCHS)
     for place, epoch in itertools.islice(enumerate(epochs), first, None):
         row = [Cell(texts.count(epoch + 1), epoch + 1)]
         for name in names:
-            value = found[name].get(place)
+            value = by_place[name].get(place)
             row.append(Cell(texts.number(value), None if value is None else texts.real(value)))
         seconds = took.get(epoch, math.nan)
         row.append(Cell(texts.seconds(seconds), seconds))

@@ -1,4 +1,4 @@
-"""The page as a whole."""
+"""The page as a whole, with its scripts and what they may do."""
 
 from __future__ import annotations
 
@@ -6,26 +6,49 @@ import base64
 import dataclasses
 import functools
 import gzip
+import hashlib
 import importlib.util
 import os
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from ipufit.errors import ConfigurationError
-from ipufit.report.page.charts import DRAWN
-from ipufit.report.page.comparison import compared
+from ipufit.report.page.comparison import comparison_sections
 from ipufit.report.page.curves import curves
-from ipufit.report.page.html import Html, data, element, joined
+from ipufit.report.page.html import Html, data, element, join_parts
 from ipufit.report.page.memory import memory
 from ipufit.report.page.operators import layers, operators
 from ipufit.report.page.phases import phases
 from ipufit.report.page.pipeline import pipeline
-from ipufit.report.page.policy import digest, policy
-from ipufit.report.page.sections import Section
-from ipufit.report.page.summary import status, summary
-from ipufit.report.page.warnings import warned
+from ipufit.report.page.sections import DRAWN, Section
+from ipufit.report.page.summary import status, summary, warnings_section
 from ipufit.report.run import Run
 
-__all__ = ["page_of", "state_of"]
+__all__ = ["digest", "policy", "render_page", "render_state"]
+
+
+def digest(script: bytes) -> str:
+    """Return the digest by which a Content-Security-Policy names a script."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script).digest()).decode('ascii')}'"
+
+
+def policy(scripts: Sequence[str], live: bool) -> str:
+    """Return a Content-Security-Policy: own scripts alone, and no other server.
+
+    Args:
+        scripts: digests of those that may run; no other does, whatever gets into the page.
+        live: whether the page may ask where it came from how the run goes on.
+    """
+    rules = {
+        "default-src": "'none'",
+        "script-src": " ".join(scripts),
+        # plotly.js sets the look of what it draws.
+        "style-src": "'unsafe-inline'",
+        "img-src": "data: blob:",
+        "connect-src": "'self'" if live else "'none'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    return "; ".join(f"{name} {value}" for name, value in rules.items())
 
 
 _FILE = os.path.join("package_data", "plotly.min.js")
@@ -48,7 +71,7 @@ class Library:
 
 @functools.lru_cache(maxsize=1)
 def library() -> Library:
-    """Read and packed once per process.
+    """Read and pack plotly.js, once per process.
 
     Raises:
         ConfigurationError: plotly is not installed.
@@ -86,8 +109,8 @@ _FOOT = "Made by ipufit. Drawn by plotly.js, which is in this file; nothing is f
 _SCRIPTS = ("start.js", "tables.js", "charts.js", "turns.js", "live.js", "main.js")
 
 
-def page_of(runs: Sequence[Run], live: bool = False) -> str:
-    """The whole page.
+def render_page(runs: Sequence[Run], live: bool = False) -> str:
+    """Render the whole page.
 
     Args:
         runs: one, or several to compare.
@@ -149,20 +172,20 @@ def page_of(runs: Sequence[Run], live: bool = False) -> str:
     return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
 
 
-def state_of(run: Run) -> str:
-    """JSON with which a page of ``page_of([run], live=True)`` brings itself up to date."""
+def render_state(run: Run) -> str:
+    """Render the JSON with which a page that was made with ``live=True`` updates itself."""
     content = _content([run], live=True)
     return data({**content, "status": str(run.facts["status"])})
 
 
 def _content(runs: Sequence[Run], live: bool) -> Dict[str, Any]:
-    """What changes while a run goes on, in plain values."""
+    """Return the parts of the page that change while a run goes on, in plain values."""
     if len(runs) == 1:
         sections = _sections(runs[0])
         subtitle = _subtitle(runs[0], live)
     else:
-        sections = compared(_named(runs))
-        subtitle = joined(f"{len(runs)} runs, side by side")
+        sections = comparison_sections(_named(runs))
+        subtitle = join_parts(f"{len(runs)} runs, side by side")
     return {
         "subtitle": subtitle,
         "navigation": _navigation(sections),
@@ -175,7 +198,7 @@ def _content(runs: Sequence[Run], live: bool) -> Dict[str, Any]:
 def _sections(run: Run) -> List[Section]:
     facts = run.facts
     sections = [
-        warned(facts),
+        warnings_section(facts),
         summary(run),
         curves([("", run)]),
         phases(run),
@@ -216,11 +239,13 @@ def _subtitle(run: Run, live: bool) -> Html:
     how: Optional[str] = None
     if run.facts["status"] == "running" and not live:
         how = " when this page was made"
-    return joined(element("span", run.folder, class_="folder"), " ", status(run), how, " ", where)
+    return join_parts(
+        element("span", run.folder, class_="folder"), " ", status(run), how, " ", where
+    )
 
 
 def _named(runs: Sequence[Run]) -> List[Tuple[str, Run]]:
-    """Runs by the names of their folders; by their whole paths, where these are the same."""
+    """Name runs by their folders, or by whole paths where folders share a name."""
     short = [os.path.basename(os.path.normpath(run.folder)) for run in runs]
     if len(set(short)) < len(short):
         short = [run.folder for run in runs]

@@ -7,7 +7,7 @@ import html
 import json
 from typing import Any, List, Optional, Sequence, Union
 
-__all__ = ["Cell", "Column", "Html", "Part", "Row", "data", "element", "joined", "table"]
+__all__ = ["Cell", "Column", "Html", "Part", "Row", "data", "element", "join_parts", "table"]
 
 _EMPTY = ("br", "col", "link", "meta")
 
@@ -22,13 +22,13 @@ Part = Union[str, None, Sequence[Optional[str]]]
 
 
 def element(tag: str, /, *parts: Part, **attributes: Any) -> Html:
-    """One element.
+    """Render one element.
 
     Args:
         tag: its name.
         parts: what is in it: text, Html, lists of them, or None for nothing.
         attributes: by name: a final "_" is left out, any other becomes "-". True is an attribute
-            without value; of None and False nothing is written.
+            without value; None and False are left out.
     """
     head = tag
     for key, value in attributes.items():
@@ -38,26 +38,26 @@ def element(tag: str, /, *parts: Part, **attributes: Any) -> Html:
         head += f" {key}" if value is True else f' {key}="{html.escape(str(value))}"'
     if tag in _EMPTY:
         return Html(f"<{head}>")
-    return Html(f"<{head}>{joined(*parts)}</{tag}>")
+    return Html(f"<{head}>{join_parts(*parts)}</{tag}>")
 
 
-def joined(*parts: Part) -> Html:
-    """These parts one after the other."""
-    found: List[str] = []
+def join_parts(*parts: Part) -> Html:
+    """Concatenate parts; text is escaped, None is left out."""
+    markup: List[str] = []
     for part in parts:
         if part is None:
             continue
         if isinstance(part, Html):
-            found.append(part)
+            markup.append(part)
         elif isinstance(part, str):
-            found.append(html.escape(part))
+            markup.append(html.escape(part))
         else:
-            found.append(joined(*part))
-    return Html("".join(found))
+            markup.append(join_parts(*part))
+    return Html("".join(markup))
 
 
 def data(value: Any) -> str:
-    """JSON that may stand in an element ``script`` and says nothing there but what it is."""
+    """Render JSON that can't end the element ``script`` in which it stands."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     # Line separators are escaped by json already.
     for char in "<>&":
@@ -70,9 +70,9 @@ class Column:
     """A column of a table.
 
     Attributes:
-        title: of its head.
+        title: text of its head.
         is_number: whether it is set to the right, and sorted by value.
-        about: what it is, where the title is too short for that.
+        about: a longer explanation of the title, shown as its tooltip.
     """
 
     title: str
@@ -82,12 +82,12 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What stands in a table.
+    """Content of one field of a table.
 
     Attributes:
         shown: text or Html.
         value: to sort by; None for the text.
-        mark: a class of its own.
+        mark: an additional CSS class.
     """
 
     shown: str
@@ -106,7 +106,7 @@ def table(
     sorts: bool = True,
     foot: Row = (),
 ) -> Html:
-    """A table, in a frame that scrolls by itself; the first column is the head of each row.
+    """Render a table in a frame that scrolls; the first column is the head of each row.
 
     Args:
         name: of the element.

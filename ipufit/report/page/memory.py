@@ -1,4 +1,4 @@
-"""Where the memory goes: by stage, by operator, and of the process."""
+"""Section about memory: of stages, over the operators, and of the process."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from typing import Any, List, Mapping, Optional
 
 from ipufit.planner.costs import by_ipu
 from ipufit.report.page import texts
-from ipufit.report.page.charts import POINTS, Chart, Series, figure, rounded
-from ipufit.report.page.html import Cell, Column, Html, Row, element, joined, table
-from ipufit.report.page.measurements import binned
+from ipufit.report.page.html import Cell, Column, Html, Row, element, join_parts, table
 from ipufit.report.page.pipeline import stage_title
-from ipufit.report.page.sections import Section, lacking, note
-from ipufit.report.run import Run
+from ipufit.report.page.sections import (
+    POINTS,
+    Chart,
+    Section,
+    Series,
+    figure,
+    lacking,
+    note,
+    rounded,
+)
+from ipufit.report.run import Run, binned
 
 __all__ = ["memory"]
 
@@ -22,7 +29,7 @@ _POINTS = 400
 
 
 def memory(run: Run) -> Section:
-    """The section."""
+    """Make the section."""
     charts: List[Chart] = []
     body: List[Optional[Html]] = []
     for title, part in (
@@ -31,13 +38,13 @@ def memory(run: Run) -> Section:
         ("In use during the run", _of_process(run, charts)),
     ):
         body += [element("h3", title), part]
-    return Section("memory", "Memory", joined(body), charts)
+    return Section("memory", "Memory", join_parts(body), charts)
 
 
 def _parts(plan: Mapping[str, Any], stage: Mapping[str, Any]) -> List[int]:
-    """Bytes of a stage, in the order of _PARTS."""
-    kept = stage["activations_recomputed" if plan["recompute"] else "activations_kept"]
-    return [stage["weight_bytes"], stage["gradient_bytes"], stage["optimizer_bytes"], kept]
+    """Return the bytes of a stage, in the order of _PARTS."""
+    activations = stage["activations_recomputed" if plan["recompute"] else "activations_kept"]
+    return [stage["weight_bytes"], stage["gradient_bytes"], stage["optimizer_bytes"], activations]
 
 
 def _of_stages(facts: Mapping[str, Any], charts: List[Chart]) -> Html:
@@ -46,16 +53,16 @@ def _of_stages(facts: Mapping[str, Any], charts: List[Chart]) -> Html:
         return why
     plan = facts["plan"]
     titles = [stage_title(i, stage) for i, stage in enumerate(plan["stages"])]
-    found = [_parts(plan, stage) for stage in plan["stages"]]
-    unit, name = texts.scale(max(map(sum, found)), "bytes")
+    stage_sizes = [_parts(plan, stage) for stage in plan["stages"]]
+    unit, name = texts.scale(max(map(sum, stage_sizes)), "bytes")
     series = [
-        Series(part, [[rounded(sizes[i] / unit, 6) for sizes in found]], titles, 2 * i, "bar")
+        Series(part, [[rounded(sizes[i] / unit, 6) for sizes in stage_sizes]], titles, 2 * i, "bar")
         for i, part in enumerate(_PARTS)
     ]
-    most = max(map(sum, found))
+    most = max(map(sum, stage_sizes))
     largest = "The largest stage takes"
     if plan.get("places"):
-        shared = by_ipu([sum(sizes) for sizes in found], plan["places"])
+        shared = by_ipu([sum(sizes) for sizes in stage_sizes], plan["places"])
         most = max(shared)
         largest = f"IPU {shared.index(most)}, with all its stages, takes"
     summary = (
@@ -77,7 +84,7 @@ def _of_stages(facts: Mapping[str, Any], charts: List[Chart]) -> Html:
     )
     charts.append(chart)
     rows = []
-    for i, (title, sizes) in enumerate(zip(titles, found)):
+    for i, (title, sizes) in enumerate(zip(titles, stage_sizes)):
         whole = sum(sizes)
         rows.append(
             [
@@ -87,7 +94,7 @@ def _of_stages(facts: Mapping[str, Any], charts: List[Chart]) -> Html:
             ]
         )
     columns = [Column("stage"), *(Column(part, True) for part in _PARTS), Column("all", True)]
-    return joined(
+    return join_parts(
         figure(chart), table("table-memory-stages", "Memory of every stage", columns, rows)
     )
 
@@ -96,12 +103,12 @@ def _of_operators(facts: Mapping[str, Any], charts: List[Chart]) -> Html:
     why = lacking(facts, "operators")
     if why is not None:
         return why
-    found = facts["operators"].get("memory")
-    if not found:
+    memory = facts["operators"].get("memory")
+    if not memory:
         return element("p", "Not shown: it was not counted.", class_="missing")
-    fixed = {name: texts.real(found["fixed"].get(name, 0)) for name in _FIXED}
-    curve = found["curve"]
-    unit, name = texts.scale(texts.real(found["total"]), "bytes")
+    fixed = {name: texts.real(memory["fixed"].get(name, 0)) for name in _FIXED}
+    curve = memory["curve"]
+    unit, name = texts.scale(texts.real(memory["total"]), "bytes")
     places = _highest(curve)
     x = [[place + 1 for place in places]]
     series = [
@@ -121,8 +128,8 @@ def _of_operators(facts: Mapping[str, Any], charts: List[Chart]) -> Html:
     )
     at = max(range(len(curve)), key=lambda place: float(curve[place][3]), default=None)
     summary = (
-        f"{texts.size(found['total'])} at most: {texts.size(sum(fixed.values()))} all the time and "
-        f"{texts.size(found['peak'])} of values in between"
+        f"{texts.size(memory['total'])} at most: {texts.size(sum(fixed.values()))} all the time "
+        f"and {texts.size(memory['peak'])} of values in between"
     )
     if at is not None:
         operator, module, direction, _ = curve[at]
@@ -140,18 +147,18 @@ def _of_operators(facts: Mapping[str, Any], charts: List[Chart]) -> Html:
     charts.append(chart)
     sizes = [
         *fixed.items(),
-        ("values of operators, at most", texts.real(found["peak"])),
-        ("all, at most", texts.real(found["total"])),
+        ("values of operators, at most", texts.real(memory["peak"])),
+        ("all, at most", texts.real(memory["total"])),
     ]
     rows: List[Row] = [[part, Cell(texts.size(size), size)] for part, size in sizes]
     columns = [Column("part"), Column("memory", True)]
-    return joined(
+    return join_parts(
         figure(chart), table("table-memory-parts", "Memory of one micro-batch", columns, rows)
     )
 
 
 def _highest(curve: Any) -> List[int]:
-    """Places to draw: all, or of every stretch the highest."""
+    """Return the places to draw: all, or the highest of every stretch."""
     size = math.ceil(len(curve) / POINTS) if curve else 1
     return [
         max(range(start, min(start + size, len(curve))), key=lambda place: float(curve[place][3]))
@@ -160,21 +167,21 @@ def _highest(curve: Any) -> List[int]:
 
 
 def _of_process(run: Run, charts: List[Chart]) -> Html:
-    found = [each for each in binned(run.rows, _POINTS) if not math.isnan(each["memory"])]
-    if not found:
+    stretches = [each for each in binned(run.rows, _POINTS) if not math.isnan(each["memory"])]
+    if not stretches:
         return element("p", "Not shown: this system does not say.", class_="missing")
-    most = max(each["memory"] for each in found)
+    most = max(each["memory"] for each in stretches)
     unit, name = texts.scale(most, "bytes")
     is_gpu = "cuda" in str(run.facts.get("environment", {}).get("device", ""))
     what = "Memory of the GPU in tensors" if is_gpu else "Memory of the process"
     ways: List[List[Any]] = [
-        [int(each["update"]) for each in found],
-        [rounded(each["end"], 6) for each in found],
+        [int(each["update"]) for each in stretches],
+        [rounded(each["end"], 6) for each in stretches],
     ]
-    y = [rounded(each["memory"] / unit, 5) for each in found]
+    y = [rounded(each["memory"] / unit, 5) for each in stretches]
     summary = (
-        f"{texts.size(found[0]['memory'])} at first, {texts.size(found[-1]['memory'])} at last, "
-        f"{texts.size(most)} at most."
+        f"{texts.size(stretches[0]['memory'])} at first, {texts.size(stretches[-1]['memory'])} at "
+        f"last, {texts.size(most)} at most."
     )
     chart = Chart(
         "memory-process",
@@ -190,4 +197,4 @@ def _of_process(run: Run, charts: List[Chart]) -> Html:
     about = "Looked at twice a second"
     if not is_gpu:
         about += "; the data, Python and its libraries are part of it"
-    return joined(figure(chart), note(f"{about}."))
+    return join_parts(figure(chart), note(f"{about}."))

@@ -1,4 +1,4 @@
-"""Operators by time, and the tree of layers with what their operators take."""
+"""Sections about operators by time, and about the time of every layer."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ import os
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ipufit.report.page import texts
-from ipufit.report.page.charts import Chart, Series, figure, rounded
-from ipufit.report.page.html import Cell, Column, Html, Part, Row, element, joined, table
-from ipufit.report.page.sections import Section, choices, lacking, note
+from ipufit.report.page.html import Cell, Column, Html, Part, Row, element, join_parts, table
+from ipufit.report.page.sections import (
+    Chart,
+    Section,
+    Series,
+    choices,
+    figure,
+    lacking,
+    note,
+    rounded,
+)
 
 __all__ = ["TOGETHER", "Work", "grouped", "layers", "operators", "place_of"]
 
@@ -32,7 +40,7 @@ _COLUMNS = (
 
 @dataclasses.dataclass
 class Work:
-    """What some operators take together."""
+    """Sums over some operators."""
 
     calls: float = 0.0
     seconds: float = 0.0
@@ -40,7 +48,7 @@ class Work:
     bytes: float = 0.0
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """One more operator."""
+        """Add an operator."""
         for field in dataclasses.fields(self):
             value = texts.real(row.get(field.name))
             if value == value:
@@ -51,7 +59,7 @@ Key = Tuple[str, ...]
 
 
 def place_of(row: Mapping[str, Any]) -> str:
-    """File and line, short."""
+    """Return the file name and line of an operator or layer; "" if unknown."""
     file, line = row.get("file"), row.get("line")
     if not file:
         return ""
@@ -88,20 +96,20 @@ _GROUPS: Tuple[Tuple[str, Tuple[str, ...], Callable[[Mapping[str, Any]], Key]], 
 def grouped(
     rows: Sequence[Mapping[str, Any]], key: Callable[[Mapping[str, Any]], Key]
 ) -> List[Tuple[Key, Work]]:
-    """Operators with the same key together, those that take longest first."""
-    found: Dict[Key, Work] = {}
+    """Sum operators by key, sorted by descending time."""
+    by_key: Dict[Key, Work] = {}
     for row in rows:
-        found.setdefault(key(row), Work()).add(row)
-    return sorted(found.items(), key=lambda item: -item[1].seconds)
+        by_key.setdefault(key(row), Work()).add(row)
+    return sorted(by_key.items(), key=lambda item: -item[1].seconds)
 
 
 def operators(facts: Mapping[str, Any]) -> Section:
-    """The section."""
+    """Make the section of operators."""
     why = lacking(facts, "operators")
     if why is not None:
         return Section("operators", "Operators", why)
-    found = facts["operators"]
-    rows = found["rows"]
+    timing = facts["operators"]
+    rows = timing["rows"]
     if not rows:
         none = element("p", "Not shown: the micro-batch has no operators.", class_="missing")
         return Section("operators", "Operators", none)
@@ -111,7 +119,7 @@ def operators(facts: Mapping[str, Any]) -> Section:
     for name, heads, key in _GROUPS:
         columns = [*(Column(head) for head in heads), *_COLUMNS]
         groups = grouped(rows, key)
-        body: List[Row] = [[*of, *_cells(work, whole, found)] for of, work in groups[:_MOST]]
+        body: List[Row] = [[*of, *_cells(work, whole, timing)] for of, work in groups[:_MOST]]
         caption = {"each": "Every operator"}.get(name, f"Operators by {name}")
         left_out = groups[_MOST:]
         if left_out:
@@ -123,25 +131,25 @@ def operators(facts: Mapping[str, Any]) -> Section:
         button = {"each": "each alone"}.get(name, f"by {name}")
         tables[button] = table(f"table-operators-{name}", caption, columns, body)
     parts: List[Part] = [
-        _about(found, whole),
+        _about(timing, whole),
         figure(chart),
         choices("operators", TOGETHER, tables),
     ]
-    return Section("operators", "Operators", joined(*parts), [chart])
+    return Section("operators", "Operators", join_parts(*parts), [chart])
 
 
-def _about(found: Mapping[str, Any], whole: float) -> Html:
-    peak = found.get("peak") or {}
+def _about(timing: Mapping[str, Any], whole: float) -> Html:
+    peak = timing.get("peak") or {}
     parts = [
-        f"One micro-batch of {texts.count(found.get('micro_batch_size'))} samples, operator by "
-        f"operator, on {found.get('device', 'this machine')}"
-        + (f" with jit={found['way']!r}" if found.get("way") else "")
+        f"One micro-batch of {texts.count(timing.get('micro_batch_size'))} samples, operator by "
+        f"operator, on {timing.get('device', 'this machine')}"
+        + (f" with jit={timing['way']!r}" if timing.get("way") else "")
         + f": {texts.seconds(whole)} in all."
     ]
-    if found.get("timed"):
-        parts.append(f"Timed {str(found['timed']).rstrip('.')}.")
-    if found.get("note"):
-        parts.append(str(found["note"]).rstrip(".") + ".")
+    if timing.get("timed"):
+        parts.append(f"Timed {str(timing['timed']).rstrip('.')}.")
+    if timing.get("note"):
+        parts.append(str(timing["note"]).rstrip(".") + ".")
     if peak:
         parts.append(
             f"The peaks are {texts.rate(peak.get('flops'), 'FLOP')} and "
@@ -151,8 +159,8 @@ def _about(found: Mapping[str, Any], whole: float) -> Html:
     return note(" ".join(parts))
 
 
-def _cells(work: Work, whole: float, found: Mapping[str, Any]) -> List[Cell]:
-    peak = found.get("peak") or {}
+def _cells(work: Work, whole: float, timing: Mapping[str, Any]) -> List[Cell]:
+    peak = timing.get("peak") or {}
     spent = work.seconds
     flops = work.flops / spent if spent and work.flops else None
     moved = work.bytes / spent if spent and work.bytes else None
@@ -169,11 +177,11 @@ def _cells(work: Work, whole: float, found: Mapping[str, Any]) -> List[Cell]:
     ]
 
 
-def _of_peak(reached: Optional[float], peak: Any) -> Cell:
+def _of_peak(rate: Optional[float], peak: Any) -> Cell:
     most = texts.real(peak)
-    if reached is None or not most > 0:
+    if rate is None or not most > 0:
         return Cell(texts.DASH, 0.0)
-    return Cell(texts.share(reached / most), reached / most)
+    return Cell(texts.share(rate / most), rate / most)
 
 
 def _bars(rows: Sequence[Mapping[str, Any]], whole: float) -> Chart:
@@ -186,9 +194,9 @@ def _bars(rows: Sequence[Mapping[str, Any]], whole: float) -> Chart:
     series = []
     for direction in directions:
         look = _LOOKS.get(direction, 2)
-        own = [i for i, (key, _) in enumerate(groups) if key[1] == direction]
-        values = [rounded(groups[i][1].seconds / unit, 5) for i in own]
-        series.append(Series(direction, [values], [titles[i] for i in own], look, "bar"))
+        indices = [i for i, (key, _) in enumerate(groups) if key[1] == direction]
+        values = [rounded(groups[i][1].seconds / unit, 5) for i in indices]
+        series.append(Series(direction, [values], [titles[i] for i in indices], look, "bar"))
     first = sum(work.seconds for _, work in groups)
     summary = (
         f"These {len(groups)} take {texts.share(first / whole if whole else 0.0)} of the time of "
@@ -209,22 +217,22 @@ def _bars(rows: Sequence[Mapping[str, Any]], whole: float) -> Chart:
 
 
 def layers(facts: Mapping[str, Any]) -> Section:
-    """The tree of layers, with the operators of each one and of those in it."""
+    """Make the section of layers: their tree, each with the operators inside it."""
     why = lacking(facts, "layers")
     if why is not None:
         return Section("layers", "Layers", why)
-    found = facts["layers"][:_LAYERS]
+    tree = facts["layers"][:_LAYERS]
     rows = facts.get("operators", {}).get("rows")
     work = _by_layer(rows) if rows is not None else {}
     body = []
-    for place, layer in enumerate(found):
-        follows = found[place + 1]["depth"] if place + 1 < len(found) else 0
+    for place, layer in enumerate(tree):
+        follows = tree[place + 1]["depth"] if place + 1 < len(tree) else 0
         body.append(_row(layer, work.get(layer["name"]), rows is not None, follows))
     heads = ["layer", "class", "output", "parameters", "time", "FLOPs", "written in", "notes"]
     numbers = ("parameters", "time", "FLOPs")
     caption = "The tree of layers"
-    if len(facts["layers"]) > len(found):
-        caption += f": the first {len(found):,} of {len(facts['layers']):,}"
+    if len(facts["layers"]) > len(tree):
+        caption += f": the first {len(tree):,} of {len(facts['layers']):,}"
     head = [
         element("th", name, scope="col", class_="number" if name in numbers else None)
         for name in heads
@@ -250,26 +258,26 @@ def layers(facts: Mapping[str, Any]) -> Section:
         if rows is not None
         else "Time and FLOPs are not shown, because single operators were not timed."
     )
-    return Section("layers", "Layers", joined(about, shown))
+    return Section("layers", "Layers", join_parts(about, shown))
 
 
 def _by_layer(rows: Sequence[Mapping[str, Any]]) -> Dict[str, Work]:
-    """What the operators of every layer take, those of layers in it included."""
-    found: Dict[str, Work] = {"": Work()}
+    """Sum operators by layer, those of inner layers included."""
+    by_layer: Dict[str, Work] = {"": Work()}
     for row in rows:
-        found[""].add(row)
+        by_layer[""].add(row)
         parts = str(row.get("module") or "").split(".")
         for end in range(1, len(parts) + 1):
             name = ".".join(parts[:end])
             if name:
-                found.setdefault(name, Work()).add(row)
-    return found
+                by_layer.setdefault(name, Work()).add(row)
+    return by_layer
 
 
 def _row(layer: Mapping[str, Any], work: Optional[Work], timed: bool, follows: int) -> Html:
     depth = int(layer["depth"])
     name = str(layer["name"]) or "the module"
-    own = name.rpartition(".")[2] if depth > 1 else name
+    last_name = name.rpartition(".")[2] if depth > 1 else name
     head: List[Optional[Html]] = []
     if follows > depth:
         head.append(
@@ -282,7 +290,7 @@ def _row(layer: Mapping[str, Any], work: Optional[Work], timed: bool, follows: i
                 aria_expanded="true",
             )
         )
-    head.append(element("span", own, title=name))
+    head.append(element("span", last_name, title=name))
     place = place_of(layer)
     counted = work or Work()
     trained = layer["trainable"]

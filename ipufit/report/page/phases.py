@@ -1,33 +1,47 @@
-"""Where the time went, by phase."""
+"""Section about time, by phase."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 from ipufit.report.page import texts
-from ipufit.report.page.charts import Chart, Series, figure, rounded
-from ipufit.report.page.html import Cell, Column, Html, Part, Row, joined, table
-from ipufit.report.page.measurements import (
-    LOOKS,
-    PHASE_NAMES,
-    binned,
-    samples_per_second,
-    used_phases,
-)
-from ipufit.report.page.sections import Section, lacking, note
-from ipufit.report.run import Run
+from ipufit.report.page.html import Cell, Column, Html, Part, Row, join_parts, table
+from ipufit.report.page.sections import Chart, Section, Series, figure, lacking, note, rounded
+from ipufit.report.run import Run, binned, samples_per_second
 from ipufit.utils.phase_timer import PHASES
 
-__all__ = ["phases"]
+__all__ = ["LOOKS", "PHASE_NAMES", "phases", "used_phases"]
+
+# What a phase is called.
+PHASE_NAMES = {
+    "data": "waiting for data",
+    "to_device": "host to device",
+    "compute": "compute",
+    "anchors": "anchors to host",
+    "metrics": "loss and metrics",
+    "callbacks": "callbacks",
+    "checkpoint": "checkpoints",
+    "capture": "capture",
+    "validation": "validation",
+    "report": "this report",
+    "other": "the rest",
+}
+# Of each phase the number of its colour and pattern: what a run is for has the plain one.
+LOOKS = ("compute", *(phase for phase in PHASES if phase != "compute"))
 
 # Bars, other stretches, and points of a line, at most.
 _BARS, _STRETCHES, _POINTS = 30, 150, 400
 
 
+def used_phases(seconds: Mapping[str, Any]) -> List[str]:
+    """Return the phases that took any time, in their order."""
+    return [phase for phase in PHASES if seconds.get(phase)]
+
+
 def phases(run: Run) -> Section:
-    """The section."""
+    """Make the section."""
     facts = run.facts
     why = lacking(facts, "phases")
     if why is not None:
@@ -42,7 +56,7 @@ def phases(run: Run) -> Section:
         ),
         [figure(chart) for chart in charts],
     ]
-    return Section("time", "Time", joined(*body), charts)
+    return Section("time", "Time", join_parts(*body), charts)
 
 
 def _table(seconds: Dict[str, Any]) -> Html:
@@ -62,7 +76,7 @@ def _table(seconds: Dict[str, Any]) -> Html:
 def _stacked(
     name: str, title: str, stretches: Sequence[Dict[str, float]], edges: Sequence[int], x: str
 ) -> Optional[Chart]:
-    """Seconds by phase, of stretches that follow each other: bars, or areas where there are many.
+    """Chart seconds by phase over consecutive stretches, as bars or, if many, as areas.
 
     Args:
         name: of the chart.
@@ -108,23 +122,23 @@ def _by_epoch(run: Run) -> Optional[Chart]:
         edges.append(part[0]["epoch"] + 1)
     edges.append(epochs[-1]["epoch"] + 2)
     chart = _stacked("phases-epochs", "Time of every epoch", stretches, edges, "epoch")
-    return _of_means(chart, size, "epochs")
+    return _note_means(chart, size, "epochs")
 
 
 def _by_execution(run: Run) -> Optional[Chart]:
-    found = binned(run.rows, _STRETCHES)
-    if not found:
+    binned_executions = binned(run.rows, _STRETCHES)
+    if not binned_executions:
         return None
-    stretches = [{p: each[p] / each["executions"] for p in PHASES} for each in found]
-    edges = [int(each["first_update"]) + 1 for each in found]
-    edges.append(int(found[-1]["update"]) + 1)
+    stretches = [{p: each[p] / each["executions"] for p in PHASES} for each in binned_executions]
+    edges = [int(each["first_update"]) + 1 for each in binned_executions]
+    edges.append(int(binned_executions[-1]["update"]) + 1)
     title = "Time of an execution, over the run"
     chart = _stacked("phases-executions", title, stretches, edges, "update")
-    return _of_means(chart, max(each["executions"] for each in found), "executions")
+    return _note_means(chart, max(each["executions"] for each in binned_executions), "executions")
 
 
-def _of_means(chart: Optional[Chart], size: float, what: str) -> Optional[Chart]:
-    """The same, which says so where a place stands for several."""
+def _note_means(chart: Optional[Chart], size: float, what: str) -> Optional[Chart]:
+    """Say in a chart's summary that each place is the mean of several, if it is."""
     if chart is None or size <= 1:
         return chart
     text = f"Every place is the mean of up to {texts.count(size)} {what}. {chart.summary}"
@@ -132,19 +146,19 @@ def _of_means(chart: Optional[Chart], size: float, what: str) -> Optional[Chart]
 
 
 def _throughput(run: Run) -> Optional[Chart]:
-    found = [each for each in binned(run.rows, _POINTS) if each["working"] > 0]
-    if not found:
+    stretches = [each for each in binned(run.rows, _POINTS) if each["working"] > 0]
+    if not stretches:
         return None
-    y = [rounded(each["samples"] / each["working"], 5) for each in found]
-    known = [value for value in y if value is not None]
+    y = [rounded(each["samples"] / each["working"], 5) for each in stretches]
+    finite = [value for value in y if value is not None]
     ways: List[List[Any]] = [
-        [int(each["update"]) for each in found],
-        [rounded(each["end"], 6) for each in found],
+        [int(each["update"]) for each in stretches],
+        [rounded(each["end"], 6) for each in stretches],
     ]
     mean = samples_per_second(run)
     summary = (
-        f"{texts.speed(min(known))} samples per second at least, "
-        f"{texts.speed(max(known))} at most; {texts.speed(mean)} over the whole "
+        f"{texts.speed(min(finite))} samples per second at least, "
+        f"{texts.speed(max(finite))} at most; {texts.speed(mean)} over the whole "
         "run. Recording the program, validation and this report are left out."
     )
     series = [Series("samples per second", ways, y)]

@@ -1,4 +1,4 @@
-"""The pipeline of one update, IPU by IPU, as the plan estimates it."""
+"""Section about the pipeline of one update, IPU by IPU, as the plan estimates it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any, List, Mapping, Sequence
 
 from ipufit.planner.pipeline_schedule import simulate
 from ipufit.report.page import texts
-from ipufit.report.page.charts import Chart, Series, figure, rounded
-from ipufit.report.page.html import Cell, Column, Html, element, joined, table
-from ipufit.report.page.sections import Section, lacking, note
+from ipufit.report.page.html import Cell, Column, Html, element, join_parts, table
+from ipufit.report.page.sections import Chart, Section, Series, figure, lacking, note, rounded
 from ipufit.report.page.summary import pairs
 
 __all__ = ["pipeline", "stage_title"]
@@ -20,14 +19,14 @@ _PASSES = ("forward", "backward")
 
 
 def stage_title(number: int, stage: Mapping[str, Any]) -> str:
-    """What a stage is called, as the plan's table has it."""
+    """Return the title of a stage, as the plan's table has it."""
     ipu = stage.get("ipu", number)
     where = "" if ipu == number else f" on IPU {ipu}"
     return f"{number}: {stage['name'] or 'the start'}{where}"
 
 
 def pipeline(facts: Mapping[str, Any]) -> Section:
-    """The section."""
+    """Make the section."""
     title = "Pipeline"
     why = lacking(facts, "plan")
     if why is not None:
@@ -47,7 +46,7 @@ def pipeline(facts: Mapping[str, Any]) -> Section:
     ]
     if len(plan["stages"]) == 1:
         body[2] = note("There is one stage, so nothing waits for another one.")
-    return Section("pipeline", title, joined(body), [chart])
+    return Section("pipeline", title, join_parts(body), [chart])
 
 
 def _numbers(plan: Mapping[str, Any]) -> List[Any]:
@@ -55,7 +54,7 @@ def _numbers(plan: Mapping[str, Any]) -> List[Any]:
     used = line["utilisation"]
     places = plan.get("places")
     of_stages = f"Stages, on {1 + max(places)} IPUs" if places else "Stages, an IPU each"
-    found = [
+    entries = [
         (of_stages, str(len(plan["stages"]))),
         ("Replicas", str(plan["replicas"])),
         ("Micro-batches of an update", str(plan["gradient_accumulation"])),
@@ -68,17 +67,17 @@ def _numbers(plan: Mapping[str, Any]) -> List[Any]:
     for wish, count in least.items():
         if len(plan["stages"]) > 1:
             text = "never" if count is None else f"gradient_accumulation={count}"
-            found.append((f"{texts.share(wish)} busy from", text))
-    return found
+            entries.append((f"{texts.share(wish)} busy from", text))
+    return entries
 
 
 def _exact(name: str, value: float, text: str) -> Html:
-    """A number of the plan, with all its digits for programs."""
+    """Render a number of the plan, with all its digits for programs."""
     return element("data", text, value=repr(float(value)), id=f"plan-{name}")
 
 
 def _hint(plan: Mapping[str, Any]) -> str:
-    """What stages of equal work would reach, and the closed form."""
+    """Compare the utilisation with that of equal stages and with the closed form."""
     stages, count = len(plan["stages"]), plan["gradient_accumulation"]
     if plan.get("places"):
         return (
@@ -112,17 +111,17 @@ def _timeline(plan: Mapping[str, Any]) -> Chart:
     titles = [stage_title(i, stage) for i, stage in enumerate(plan["stages"])]
     series = []
     for back, name in enumerate(_PASSES):
-        own = [task for task in tasks if bool(task[2]) == bool(back)]
+        of_pass = [task for task in tasks if bool(task[2]) == bool(back)]
         series.append(
             Series(
                 name,
-                [[rounded(task[4] - task[3], 9) for task in own]],
-                [task[0] for task in own],
+                [[rounded(task[4] - task[3], 9) for task in of_pass]],
+                [task[0] for task in of_pass],
                 4 * back,
                 "task",
-                [str(task[1]) for task in own],
-                [rounded(task[3], 9) for task in own],
-                [f"{name} of micro-batch {task[1]} on stage {titles[task[0]]}" for task in own],
+                [str(task[1]) for task in of_pass],
+                [rounded(task[3], 9) for task in of_pass],
+                [f"{name} of micro-batch {task[1]} on stage {titles[task[0]]}" for task in of_pass],
             )
         )
     summary = (
@@ -145,18 +144,18 @@ def _timeline(plan: Mapping[str, Any]) -> Chart:
 
 
 def _tasks(plan: Mapping[str, Any]) -> Html:
-    """When every stage works, for who can't see the picture."""
+    """Tabulate when every stage works, for readers who can't see the picture."""
     line = plan["timeline"]
     rows = []
     for number, stage in enumerate(plan["stages"]):
-        own: Sequence[Any] = [task for task in line["tasks"] if task[0] == number]
+        of_stage: Sequence[Any] = [task for task in line["tasks"] if task[0] == number]
         forward, backward = (
-            math.fsum(task[4] - task[3] for task in own if bool(task[2]) == back)
+            math.fsum(task[4] - task[3] for task in of_stage if bool(task[2]) == back)
             for back in (False, True)
         )
         busy = (forward + backward) / line["total"] if line["total"] else 1.0
-        begin = min((task[3] for task in own), default=0.0)
-        end = max((task[4] for task in own), default=0.0)
+        begin = min((task[3] for task in of_stage), default=0.0)
+        end = max((task[4] for task in of_stage), default=0.0)
         cells = [Cell(texts.number(value), value) for value in (forward, backward, begin, end)]
         rows.append(
             [

@@ -1,4 +1,4 @@
-"""What ran, how it ended, and what came out."""
+"""First sections of the page: the outcome of a run, its warnings and advice."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ from typing import Any, List, Mapping, Optional, Sequence, Tuple
 from ipufit.callbacks.history_plot import best_place
 from ipufit.callbacks.monitor_mode import direction_of
 from ipufit.report.page import texts
-from ipufit.report.page.html import Cell, Column, Html, Row, element, joined, table
-from ipufit.report.page.measurements import samples_per_second, total
+from ipufit.report.page.html import Cell, Column, Html, Row, element, join_parts, table
 from ipufit.report.page.sections import Section, note
-from ipufit.report.run import Run
+from ipufit.report.run import Run, samples_per_second, total
 
-__all__ = ["final_values", "headline", "pairs", "param_text", "status", "summary"]
+__all__ = [
+    "final_values",
+    "headline",
+    "notices",
+    "pairs",
+    "param_text",
+    "status",
+    "summary",
+    "warnings_section",
+]
 
 _STATUS = {
     "running": "running",
@@ -31,7 +39,7 @@ _RATE = (
 
 
 def status(run: Run) -> Html:
-    """How it ended, as a word with a mark beside it."""
+    """Render the status of a run, as a word with a mark beside it."""
     name = str(run.facts["status"])
     return element(
         "span", _STATUS.get(name, name), class_=f"status {_STATUS.get(name, '')}".strip()
@@ -39,7 +47,7 @@ def status(run: Run) -> Html:
 
 
 def when(text: Any) -> Html:
-    """A moment, as people write it; in UTC."""
+    """Render a moment as people write it, in UTC."""
     try:
         moment = datetime.datetime.fromisoformat(str(text))
         shown = f"{moment:%Y-%m-%d %H:%M:%S} {moment:%Z}".strip()
@@ -49,46 +57,46 @@ def when(text: Any) -> Html:
 
 
 def headline(run: Run) -> List[Tuple[str, Html]]:
-    """What everybody asks first."""
+    """Return the key figures of a run, by name."""
     facts = run.facts
-    made, whole = total(run, "updates"), facts.get("total_updates")
+    done, whole = total(run, "updates"), facts.get("total_updates")
     first = texts.real(facts.get("first_update", 0))
-    updates = texts.count(made)
-    if isinstance(whole, int) and whole > made:
+    updates = texts.count(done)
+    if isinstance(whole, int) and whole > done:
         updates += f" of {whole:,}"
     if first > 0:
         updates += f", the first after {texts.count(first)}"
     rate = samples_per_second(run)
-    found = [
+    entries = [
         ("Status", status(run)),
         ("Begun", when(facts["begun"])),
-        ("Took", joined(texts.seconds(facts.get("seconds")))),
-        ("Epochs", joined(texts.count(len(facts["epochs"])))),
-        ("Updates", joined(updates)),
-        ("Executions", joined(texts.count(total(run, "executions")))),
-        ("Samples", joined(texts.count(total(run, "samples")))),
-        ("Samples per second", joined(texts.speed(rate))),
+        ("Took", join_parts(texts.seconds(facts.get("seconds")))),
+        ("Epochs", join_parts(texts.count(len(facts["epochs"])))),
+        ("Updates", join_parts(updates)),
+        ("Executions", join_parts(texts.count(total(run, "executions")))),
+        ("Samples", join_parts(texts.count(total(run, "samples")))),
+        ("Samples per second", join_parts(texts.speed(rate))),
     ]
     skipped = total(run, "skipped")
     if skipped:
-        found.append(("Updates that were skipped", joined(texts.count(skipped))))
+        entries.append(("Updates that were skipped", join_parts(texts.count(skipped))))
     if "totals" in facts:
         totals = facts["totals"]
         text = f"{texts.count(totals['parameters'])}"
         if totals["trainable"] != totals["parameters"]:
             text += f", {texts.count(totals['trainable'])} of them trained"
-        found.append(("Parameters", joined(text)))
-    return found
+        entries.append(("Parameters", join_parts(text)))
+    return entries
 
 
 def final_values(facts: Mapping[str, Any]) -> List[Tuple[str, float, Optional[float], Any, str]]:
-    """Of every value of epochs: its name, the last, the best, its epoch, and which way is better.
+    """List the values of epochs: name, last, best, epoch of the best, and which way is better.
 
-    Where nobody knows which way a value is better, there is no best.
+    There is no best of a value whose better direction is unknown.
     """
     history = facts.get("history", {"epoch": [], "history": {}})
     directions = facts.get("params", {}).get("directions")
-    found = []
+    rows = []
     for name, values in history["history"].items():
         numbers = [texts.real(value) for _, value in values]
         if not numbers:
@@ -98,19 +106,19 @@ def final_values(facts: Mapping[str, Any]) -> List[Tuple[str, float, Optional[fl
         best, epoch = None, None
         if place is not None:
             best, epoch = numbers[place], history["epoch"][values[place][0]] + 1
-        found.append((name, numbers[-1], best, epoch, direction or ""))
-    return found
+        rows.append((name, numbers[-1], best, epoch, direction or ""))
+    return rows
 
 
 def pairs(values: Sequence[Tuple[str, str]], name: str) -> Html:
-    """Names and what belongs to them."""
+    """Render a list of names with their values."""
     return element(
         "dl", [element("div", element("dt", n), element("dd", v)) for n, v in values], class_=name
     )
 
 
 def param_text(value: Any) -> str:
-    """A parameter of the run; of a very long one the beginning."""
+    """Format a parameter of the run, cut where it is very long."""
     text = _param_text(value)
     if len(text) <= _LONGEST:
         return text
@@ -128,7 +136,7 @@ def _param_text(value: Any) -> str:
 
 
 def summary(run: Run) -> Section:
-    """The first section."""
+    """Make the first section."""
     facts = run.facts
     body: List[Html] = [pairs(headline(run), "headline")]
     if facts.get("error"):
@@ -176,19 +184,19 @@ def summary(run: Run) -> Section:
             )
     if samples_per_second(run) is not None:
         body.insert(1, note(_RATE))
-    return Section("summary", "Summary", joined(body))
+    return Section("summary", "Summary", join_parts(body))
 
 
 def _table_of_values(values: Sequence[Tuple[str, float, Optional[float], Any, str]]) -> Html:
     rows: List[Row] = []
     for name, last, best, epoch, direction in values:
-        known = best is not None and not math.isnan(best)
+        has_best = best is not None and not math.isnan(best)
         rows.append(
             [
                 name,
                 Cell(texts.number(last), last),
-                Cell(texts.number(best), best) if known else Cell(texts.DASH),
-                Cell(texts.count(epoch), epoch) if known else Cell(texts.DASH),
+                Cell(texts.number(best), best) if has_best else Cell(texts.DASH),
+                Cell(texts.count(epoch), epoch) if has_best else Cell(texts.DASH),
                 {"min": "smaller", "max": "larger"}.get(direction, "not known"),
             ]
         )
@@ -200,3 +208,40 @@ def _table_of_values(values: Sequence[Tuple[str, float, Optional[float], Any, st
         Column("better is"),
     ]
     return table("table-values", "Values of the last epoch, and the best", columns, rows)
+
+
+def warnings_section(facts: Mapping[str, Any]) -> Section:
+    """Make the section of warnings; its body is empty where there are none."""
+    return Section("warnings", "Warnings and advice", notices(facts, "h3"))
+
+
+def notices(facts: Mapping[str, Any], heading: str) -> Html:
+    """Render advice and then warnings of Python, with their cures.
+
+    Args:
+        facts: facts of the run.
+        heading: HTML element of the titles.
+    """
+    entries: List[Mapping[str, Any]] = list(facts.get("warnings", ()))
+    parts: List[Html] = []
+    for title, kind in (("Advice", "advice"), ("Warnings", "warning")):
+        of_kind = [each for each in entries if (each["kind"] == "advice") == (kind == "advice")]
+        if of_kind:
+            parts.append(element(heading, title))
+            parts.append(element("ul", [_notice(each) for each in of_kind], class_="notices"))
+    return join_parts(parts)
+
+
+def _notice(entry: Mapping[str, Any]) -> Html:
+    where = [str(part) for part in (entry.get("category"), entry.get("place")) if part]
+    if entry.get("count", 1) > 1:
+        where.append(f"{entry['count']:,} times")
+    return element(
+        "li",
+        element("p", str(entry["text"])),
+        element("p", element("strong", "What to do: "), str(entry["cure"]))
+        if entry["cure"]
+        else None,
+        element("p", " · ".join(where), class_="place") if where else None,
+        class_="advice" if entry["kind"] == "advice" else "warning",
+    )

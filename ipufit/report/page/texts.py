@@ -1,4 +1,4 @@
-"""Numbers of a report as text."""
+"""Numbers of a report formatted as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SIZES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "bytes"))
 
 
 def real(value: Any) -> float:
-    """A number of a report; JSON has "nan" and "inf" as text, and None where nothing is known."""
+    """Convert a number of run.json, where "nan" and "inf" are text, and None is unknown (nan)."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -23,117 +23,117 @@ def real(value: Any) -> float:
 
 
 def number(value: Any) -> str:
-    """Any number, with five digits that count.
+    """Format any number with five significant digits.
 
     >>> number(0.123456789), number(1234567.0), number("nan"), number(3), number(None)
     ('0.12346', '1,234,567', 'nan', '3', '–')
     """
     if value is None:
         return DASH
-    found = real(value)
-    if not math.isfinite(found):
-        return str(found)
-    if found == int(found) and abs(found) < 1e15:
-        return f"{int(found):,}"
-    return f"{found:,.0f}" if 1e5 <= abs(found) < 1e15 else f"{found:.5g}"
+    as_float = real(value)
+    if not math.isfinite(as_float):
+        return str(as_float)
+    if as_float == int(as_float) and abs(as_float) < 1e15:
+        return f"{int(as_float):,}"
+    return f"{as_float:,.0f}" if 1e5 <= abs(as_float) < 1e15 else f"{as_float:.5g}"
 
 
 def count(value: Any) -> str:
-    """A whole number.
+    """Format a whole number.
 
     >>> count(12000.0), count(None), count("nan")
     ('12,000', '–', '–')
     """
-    found = real(value)
-    return f"{found:,.0f}" if math.isfinite(found) else DASH
+    as_float = real(value)
+    return f"{as_float:,.0f}" if math.isfinite(as_float) else DASH
 
 
 def seconds(value: Any) -> str:
-    """A time.
+    """Format a duration.
 
     >>> seconds(0.00042), seconds(0.0123), seconds(1.5), seconds(75.2), seconds(7384), seconds(0)
     ('420 µs', '12.3 ms', '1.50 s', '1 min 15 s', '2 h 03 min', '0 s')
     """
-    found = real(value)
-    if not math.isfinite(found):
+    as_float = real(value)
+    if not math.isfinite(as_float):
         return DASH
-    if found == 0:
+    if as_float == 0:
         return "0 s"
-    if abs(found) >= 3599.5:
-        hours, minutes = divmod(round(found / 60), 60)
+    if abs(as_float) >= 3599.5:
+        hours, minutes = divmod(round(as_float / 60), 60)
         return f"{hours:,} h {minutes:02} min"
-    if abs(found) >= 59.95:
-        minutes, rest = divmod(round(found), 60)
+    if abs(as_float) >= 59.95:
+        minutes, rest = divmod(round(as_float), 60)
         return f"{minutes} min {rest:02} s"
     for unit, name in _TIMES:
-        if abs(found) >= 0.9995 * unit or name == "µs":
-            part = found / unit
+        if abs(as_float) >= 0.9995 * unit or name == "µs":
+            part = as_float / unit
             digits = max(0, 2 - math.floor(math.log10(abs(part)) + 1e-3)) if part else 0
             return f"{part:.{min(digits, 2)}f} {name}"
     raise AssertionError
 
 
 def size(value: Any) -> str:
-    """Bytes.
+    """Format a number of bytes.
 
     >>> size(2048.0), size(None)
     ('2.0 KiB', '–')
     """
-    found = real(value)
-    return texts.size(round(found)) if math.isfinite(found) else DASH
+    as_float = real(value)
+    return texts.size(round(as_float)) if math.isfinite(as_float) else DASH
 
 
 def work(value: Any) -> str:
-    """FLOPs.
+    """Format a number of FLOPs.
 
     >>> work(1500), work(None)
     ('1.5 k', '–')
     """
-    found = real(value)
-    return texts.flops(round(found)) if math.isfinite(found) else DASH
+    as_float = real(value)
+    return texts.flops(round(as_float)) if math.isfinite(as_float) else DASH
 
 
 def rate(value: Any, unit: str) -> str:
-    """So much in a second.
+    """Format an amount per second.
 
     >>> rate(2.5e9, "FLOP"), rate(None, "B")
     ('2.5 GFLOP/s', '–')
     """
-    found = real(value)
-    if not math.isfinite(found):
+    as_float = real(value)
+    if not math.isfinite(as_float):
         return DASH
-    text = texts.flops(round(found))
+    text = texts.flops(round(as_float))
     return f"{text}{unit}/s" if " " in text else f"{text} {unit}/s"
 
 
 def speed(value: Any) -> str:
-    """Samples per second.
+    """Format samples per second.
 
     >>> speed(23833.4), speed(12.34), speed(None)
     ('23,833', '12.3', '–')
     """
-    found = real(value)
-    if not math.isfinite(found):
+    as_float = real(value)
+    if not math.isfinite(as_float):
         return DASH
-    return f"{found:,.0f}" if found >= 1000 else f"{found:.3g}"
+    return f"{as_float:,.0f}" if as_float >= 1000 else f"{as_float:.3g}"
 
 
 def share(value: Any) -> str:
-    """A part of a whole, in percent.
+    """Format a part of a whole in percent.
 
     >>> share(0.5), share(None)
     ('50.0 %', '–')
     """
-    found = real(value)
-    return texts.share(found) if math.isfinite(found) else DASH
+    as_float = real(value)
+    return texts.share(as_float) if math.isfinite(as_float) else DASH
 
 
 def scale(most: float, sort: str) -> Tuple[float, str]:
-    """What to divide by, and the unit, so that the largest of some values is a short number.
+    """Choose a divisor and its unit so that the largest of some values is a short number.
 
     >>> scale(0.02, "seconds"), scale(3000, "bytes")
     ((0.001, 'ms'), (1024.0, 'KiB'))
     """
     units: Tuple[Tuple[float, str], ...] = _TIMES if sort == "seconds" else _SIZES
-    found: Optional[Tuple[float, str]] = next((u for u in units if most >= u[0]), None)
-    return found or units[-1]
+    unit: Optional[Tuple[float, str]] = next((u for u in units if most >= u[0]), None)
+    return unit or units[-1]
