@@ -5,7 +5,8 @@ A run that a plain torch loop or ipufit has begun goes on in PopTorch, and the o
 
 from __future__ import annotations
 
-from typing import Any, Dict, Mapping, Tuple, Type
+import functools
+from typing import Any, Dict, Mapping, Tuple, Type, cast
 
 import torch
 from torch import Tensor, nn
@@ -83,10 +84,7 @@ def torch_state(
             done = float(found[_STEP + name].reshape(-1)[0])
         if done == 0:
             return {}
-        # An engine takes time to import, and may not be needed.
-        from ipufit.engines.embedded.flat_optimizer import torchs_step
-
-        own["step"] = torchs_step(kind, done, torch.device("cpu"))
+        own["step"] = make_step_counter(kind, done, torch.device("cpu"))
     return own
 
 
@@ -163,3 +161,22 @@ def _owned(optimizer: torch.optim.Optimizer, module: nn.Module) -> Dict[str, nn.
             f"{len(found)} of them. Pass the module that PopTorch is given to train."
         )
     return found
+
+
+def make_step_counter(kind: Type[torch.optim.Optimizer], value: float, device: torch.device) -> Any:
+    """Make a step counter of this torch's type: a 0-dim tensor, or a number in old versions."""
+    counter = _step_counter(cast(Any, kind), torch.get_default_dtype())
+    if isinstance(counter, Tensor):
+        return counter.new_full((), value, device=device)
+    return type(counter)(value)
+
+
+@functools.lru_cache(maxsize=None)
+def _step_counter(kind: Any, default: torch.dtype) -> Any:
+    # `default` is there for the cache: torch makes its counter of it. Loading a number as state
+    # shows what torch turns it into.
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = kind([parameter], lr=0.0)
+    optimizer.state[parameter] = {"step": 1}
+    optimizer.__setstate__(optimizer.__getstate__())
+    return optimizer.state[parameter]["step"]

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit.tracing.capture import capture
-from ipufit.tracing.grad_step import StepModule, attributes_kept
+from ipufit.tracing.grad_step import MicroStep, StepModule, attributes_kept
 from ipufit.tracing.node_meta import graph_in_recording
 from ipufit.tracing.source_map import ModuleCall, Origin, Whereabouts
 from ipufit.utils import tree
 
-if TYPE_CHECKING:
-    from ipufit.engines.embedded.engine import Recorded
-
-__all__ = ["Call", "Calls", "NotedRun", "noted"]
+__all__ = ["Call", "Calls", "NotedRun", "trace_calls"]
 
 
 @dataclasses.dataclass
@@ -103,19 +100,19 @@ def _names_after(graph: fx.Graph, node: Optional[fx.Node]) -> List[str]:
     return names[::-1]
 
 
-def noted(recorded: Recorded, step: StepModule, arguments: Sequence[Tensor]) -> List[Call]:
-    """The calls that a recording was made of, by recording it again.
+def trace_calls(micro: MicroStep, step: StepModule, arguments: Sequence[Tensor]) -> List[Call]:
+    """List the operator calls that a traced micro-batch was made of, by tracing it again.
 
     Args:
-        recorded: the first time.
+        micro: the function that was traced.
         step: the user's module with the loss.
-        arguments: of the recording; their values are not looked at.
+        arguments: the tensors to trace with; their values are not looked at.
     """
     calls = Calls(step, keeps=False)
 
     def watched(*tensors: Tensor) -> List[Tensor]:
         with calls.listed():
-            return recorded.micro(*tensors)
+            return micro(*tensors)
 
     with attributes_kept(step):
         capture(watched, arguments)

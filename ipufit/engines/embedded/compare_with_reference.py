@@ -18,7 +18,7 @@ from ipufit.engines.embedded.training_state import LiveState
 from ipufit.errors import ConfigurationError
 from ipufit.tracing.comparison import Comparison, Difference
 from ipufit.tracing.grad_step import StepModule, attributes_kept, public_name
-from ipufit.tracing.source_trace import Call, Calls, noted
+from ipufit.tracing.source_trace import Call, Calls, trace_calls
 from ipufit.tracing.tolerance import Tolerance, distance
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Comparing:
             )
         given = self._arguments()
         eager, results, state = self._eagerly(reference == "float64")
-        calls = noted(recorded, self.step, given)
+        calls = trace_calls(recorded.micro, self.step, given)
         run = _ComparedRun(recorded.graph, self._pairs(calls, eager), self._add)
         self.seed()
         own = list(without_autocast(run.run, given)(*given))

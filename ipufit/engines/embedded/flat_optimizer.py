@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from typing import (
     Any,
     Callable,
@@ -16,7 +15,6 @@ from typing import (
     Sequence,
     Tuple,
     Type,
-    cast,
 )
 
 import torch
@@ -29,10 +27,11 @@ from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.engines.embedded.traced_optimizer import OwnStepUpdater
 from ipufit.errors import OptimizerError
 from ipufit.optim.rules import Rule, rule_for
+from ipufit.optim.state import make_step_counter
 from ipufit.tracing.capture import capture
 from ipufit.tracing.flat_storage import Block, FlatStorage, flat_of, group_alike
 
-__all__ = ["Graphs", "RuleUpdater", "Updater", "refuse_step_hooks", "torchs_step", "updater_for"]
+__all__ = ["Graphs", "RuleUpdater", "Updater", "refuse_step_hooks", "updater_for"]
 
 
 # Recorded updates, by all that they depend on.
@@ -429,7 +428,7 @@ class RuleUpdater:
                     own[name] = slot.window(whole)
                 if self._kind.counted:
                     device = slot.parameter.device if on_device else torch.device("cpu")
-                    own["step"] = torchs_step(type(self._optimizer), updates, device)
+                    own["step"] = make_step_counter(type(self._optimizer), updates, device)
 
     def held(self) -> List[Tensor]:
         """The tensors of the state, where it is between two updates."""
@@ -481,20 +480,3 @@ def _numbers(group: Mapping[str, Any]) -> Dict[str, Any]:
         for name, value in group.items()
         if name != "params"
     }
-
-
-def torchs_step(kind: Type[torch.optim.Optimizer], value: float, device: torch.device) -> Any:
-    """A step counter of this torch's type: a 0-dim tensor, or a number in old versions."""
-    own = _torchs_step(cast(Any, kind), torch.get_default_dtype())
-    return own.new_full((), value, device=device) if isinstance(own, Tensor) else type(own)(value)
-
-
-@functools.lru_cache(maxsize=None)
-def _torchs_step(kind: Any, default: torch.dtype) -> Any:
-    # `default` is there for the cache: torch makes its counter of it. Loading a number as state
-    # shows what torch turns it into.
-    parameter = nn.Parameter(torch.zeros(1))
-    optimizer = kind([parameter], lr=0.0)
-    optimizer.state[parameter] = {"step": 1}
-    optimizer.__setstate__(optimizer.__getstate__())
-    return optimizer.state[parameter]["step"]

@@ -15,7 +15,7 @@ from ipufit.errors import NonFiniteValue
 from ipufit.tracing.find_nonfinite import NonFiniteSearch
 from ipufit.tracing.grad_step import StepModule, attributes_kept
 from ipufit.tracing.source_map import Whereabouts
-from ipufit.tracing.source_trace import NotedRun, noted
+from ipufit.tracing.source_trace import NotedRun, trace_calls
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.engine import Recorded
@@ -87,7 +87,7 @@ class Replay:
         names = [*recorded.micro.trained, *recorded.micro.fixed]
         tensors = dict(zip(names, state))
         if as_recorded and recorded.graph is not None:
-            run = NotedRun(recorded.graph, noted(recorded, self.step, arguments))
+            run = NotedRun(recorded.graph, trace_calls(recorded.micro, self.step, arguments))
             search = NonFiniteSearch(run.now, batch, tensors)
             with search:
                 results = without_autocast(run.run, arguments)(*arguments)

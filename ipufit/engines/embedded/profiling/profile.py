@@ -25,7 +25,7 @@ from ipufit.errors import CaptureError
 from ipufit.tracing.liveness import peak_bytes
 from ipufit.tracing.node_meta import is_backward
 from ipufit.tracing.source_map import Origin
-from ipufit.tracing.source_trace import noted
+from ipufit.tracing.source_trace import trace_calls
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import Merged
@@ -181,7 +181,7 @@ class Profiling:
         with warnings.catch_warnings():
             # Heard when the program was recorded.
             warnings.simplefilter("ignore")
-            calls = noted(recorded, self.step, given)
+            calls = trace_calls(recorded.micro, self.step, given)
         places = places_of(graph, recorded.graph, calls)
         rows = rows_of(watched.looked, places, timer.seconds)
         return {

@@ -9,8 +9,8 @@ from typing import Any, Dict, List, Mapping, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ipufit.engines.embedded.flat_optimizer import torchs_step
 from ipufit.optim.rules import rule_for
+from ipufit.optim.state import make_step_counter
 from ipufit.processes import Processes
 from ipufit.processes.collectives import collect_parts
 from ipufit.tracing.flat_storage import Block, Slot
@@ -160,7 +160,7 @@ class StateParts:
             if rule is not None and rule.counted:
                 on_device = group.get("capturable") or group.get("fused")
                 device = parameter.device if on_device else torch.device("cpu")
-                own["step"] = torchs_step(type(self.optimizer), part.updates, device)
+                own["step"] = make_step_counter(type(self.optimizer), part.updates, device)
         return found
 
     def gather_optimizer(self, more: Mapping[str, Part]) -> None:
