@@ -73,8 +73,8 @@ NOT_FOR_A_PLAIN_UPDATE = (
     *(
         f"ipufit.engines.embedded.{name}"
         for name in (
-            *("batching", "compare_with_reference", "cuda_graphs.training", "fsdp", "profiling"),
-            *("replay_update", "zero"),
+            *("batching", "compare_with_reference", "fsdp", "passes.collective_hooks", "profiling"),
+            *("programs.cuda_graph", "programs.fsdp", "programs.zero", "replay_update", "zero"),
         )
     ),
 )
@@ -116,7 +116,7 @@ def test_what_some_programs_need_is_imported_on_use(part, added):
 
 def test_a_fit_adds_the_engine(fitted):
     """So that the next test looks at something."""
-    assert {"ipufit.engines.embedded.training", "ipufit.tracing.grad_step"} <= set(fitted)
+    assert {"ipufit.engines.embedded.programs.training", "ipufit.tracing.grad_step"} <= set(fitted)
 
 
 @pytest.mark.parametrize("part", [*NOT_FOR_A_PLAIN_FIT, *NOT_FOR_A_PLAIN_UPDATE])

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import ipufit
-from ipufit.engines.embedded.fsdp.graph import FILL, FREE, SUM, with_meetings
 from ipufit.engines.embedded.fsdp.weights import pieces_of
+from ipufit.engines.embedded.passes.collective_hooks import FILL, FREE, SUM, with_meetings
 from ipufit.engines.embedded.passes.hoist_gradients import gradients_early
 from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.tracing.capture import capture

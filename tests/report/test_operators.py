@@ -10,14 +10,14 @@ from torch import nn
 
 import ipufit
 from ipufit.engines.embedded.engine import EmbeddedEngine
-from ipufit.engines.embedded.fsdp.programs import DividedTrainingProgram
 from ipufit.engines.embedded.passes.select_kernels import lower
 from ipufit.engines.embedded.profiling import profile, timers
 from ipufit.engines.embedded.profiling.memory import thinned
 from ipufit.engines.embedded.profiling.node_sources import places_of
 from ipufit.engines.embedded.profiling.profile import Profiling
 from ipufit.engines.embedded.profiling.profiling_interpreter import WatchedRun
-from ipufit.engines.embedded.training import TrainingProgram
+from ipufit.engines.embedded.programs.fsdp import DividedTrainingProgram
+from ipufit.engines.embedded.programs.training import TrainingProgram
 from ipufit.report import recorder
 from ipufit.tracing.capture import capture
 from ipufit.tracing.source_map import Origin

@@ -8,7 +8,7 @@ from torch import nn
 
 import ipufit
 from ipufit.callbacks import TerminateOnNaN
-from ipufit.engines.embedded import engine as engine_module
+from ipufit.engines.embedded import context as context_module
 from ipufit.engines.embedded import nan_detection
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.engines.embedded.training_state import LiveState
@@ -385,7 +385,7 @@ def test_a_fault_of_the_recording_alone_is_found_in_it(monkeypatch, way):
         graph.recompile()
         return graph
 
-    monkeypatch.setattr(engine_module, "capture", faulty)
+    monkeypatch.setattr(context_module, "capture", faulty)
     error = error_of(built(nets.MLP, **way()), *nets.data(8))
     assert (error.operator, error.found.cause) == ("aten.div.Scalar", "forward")
 

@@ -215,7 +215,7 @@ def test_dropout_between_layers_does_not_depend_on_device_iterations():
 
 def recorded_by(model):
     """The graphs of a model that has trained and predicted."""
-    graphs = [each.graph for each in model._session.engine._recorded.values()]
+    graphs = [each.graph for each in model._session.engine._traced.values()]
     return [list(graph.graph.nodes) for graph in graphs]
 
 

@@ -700,7 +700,7 @@ def test_recordings_do_not_grow_without_bound():
     for length in range(3, 80):
         model.predict([torch.zeros(1, 1, length)], verbose=0)
     assert engine.captures == 77
-    assert len(engine._recorded) == 64
+    assert len(engine._traced) == 64
 
 
 class Annealed(MLP):

@@ -10,10 +10,10 @@ from ipufit.core.batch import MicroBatch
 from ipufit.core.jit_modes import GRAPH, INDUCTOR
 from ipufit.engines.embedded.inductor.compilation import CompilerError
 from ipufit.engines.embedded.timing import fastest
+from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.errors import ConfigurationError, NonFiniteLossError
 
 if TYPE_CHECKING:
-    from ipufit.engines.embedded.engine import Recorded
     from ipufit.engines.embedded.inductor.compiled import CompiledUpdates
 
 __all__ = ["JitAutotuner", "Trial"]
@@ -49,7 +49,7 @@ class JitAutotuner:
         self.compiled = compiled
         self._clock = clock
         self._updates_to_come = 0
-        self._recorded: Optional[Recorded] = None
+        self._recorded: Optional[TracedStep] = None
         self._example: Optional[MicroBatch] = None
         self._choice: Optional[str] = None
         self._is_compiling = False
@@ -72,7 +72,7 @@ class JitAutotuner:
         """So many updates are to come."""
         self._updates_to_come = updates
 
-    def enter(self, recorded: Recorded, example: MicroBatch) -> None:
+    def enter(self, recorded: TracedStep, example: MicroBatch) -> None:
         """Look for a library of this program.
 
         Args:

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import difflib
 import operator
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, fx
@@ -14,15 +14,13 @@ from torch import Tensor, fx
 from ipufit.core.batch import MicroBatch
 from ipufit.core.precision import without_autocast
 from ipufit.core.train_config import Precision
+from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.training_state import LiveState
 from ipufit.errors import ConfigurationError
 from ipufit.tracing.comparison import Comparison, Difference
 from ipufit.tracing.grad_step import StepModule, attributes_kept, public_name
 from ipufit.tracing.source_trace import Call, Calls, trace_calls
 from ipufit.tracing.tolerance import Tolerance, distance
-
-if TYPE_CHECKING:
-    from ipufit.engines.embedded.engine import Recorded
 
 __all__ = ["Comparing"]
 
@@ -44,7 +42,7 @@ class Comparing:
 
     step: StepModule
     live: LiveState
-    recorded: Recorded
+    recorded: TracedStep
     batch: MicroBatch
     seed: Callable[[], None]
     tolerance: Tolerance

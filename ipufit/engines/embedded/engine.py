@@ -2,78 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import functools
 import itertools
-import time
-import warnings
-from collections import OrderedDict
 from typing import (
-    TYPE_CHECKING,
     Any,
-    Callable,
     Dict,
-    Iterator,
     List,
     Mapping,
     Optional,
-    Sequence,
-    Tuple,
 )
 
 import torch
-from torch import Tensor, fx, nn
+from torch import nn
 
-from ipufit.core.batch import MicroBatch, Mode
-from ipufit.core.jit_modes import CUDAGRAPH, GRAPH, INDUCTOR, OFF
-from ipufit.core.precision import (
-    autocast_state,
-    computes_in_half,
-    mixes_double,
-    try_out,
-    without_autocast,
-)
+from ipufit.core.batch import Mode
+from ipufit.core.jit_modes import CUDAGRAPH, INDUCTOR
 from ipufit.core.train_config import TrainConfig
 from ipufit.engines.embedded import timing
-from ipufit.engines.embedded.cuda_graphs.capture import GraphMaker
+from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.cuda_graphs.policy import check_cudagraph
-from ipufit.engines.embedded.flat_optimizer import Graphs
-from ipufit.engines.embedded.host_transfer import Transfer
 from ipufit.engines.embedded.inductor.requirements import refuse_missing
-from ipufit.engines.embedded.inference import InferenceProgram
-from ipufit.engines.embedded.loss_scale import ScaleState
 from ipufit.engines.embedded.nan_detection import refuse_detection
-from ipufit.engines.embedded.optimizer_state_location import HostMemory, StateMemory
-from ipufit.engines.embedded.overlapped_reduction import Overlap
-from ipufit.engines.embedded.passes.select_kernels import Lowered, lower
-from ipufit.engines.embedded.replicas import ReplicaMemory
-from ipufit.engines.embedded.training import TrainingProgram
+from ipufit.engines.embedded.optimizer_state_location import HostMemory
+from ipufit.engines.embedded.programs.inference import InferenceProgram
+from ipufit.engines.embedded.programs.training import TrainingProgram
 from ipufit.engines.program import Program, ProgramSpec
-from ipufit.losses import Loss
 from ipufit.processes import current
-from ipufit.tracing.capture import capture, uses_random_numbers
 from ipufit.tracing.compiler_hints import said_of
-from ipufit.tracing.fingerprint import fingerprint, note_writes
-from ipufit.tracing.flat_storage import Block
-from ipufit.tracing.grad_step import MicroStep, StepModule, attributes_kept
-from ipufit.tracing.ipu_only import for_this_engine
-from ipufit.tracing.liveness import peak_bytes
-from ipufit.tracing.recompute import recompute_layers
-from ipufit.tracing.results import OutputShape, Reported
-from ipufit.tracing.untraced_random import refuse_draws
-from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 from ipufit.utils.random_streams import check_keyed_devices
 
-if TYPE_CHECKING:
-    from ipufit.engines.embedded.autotune import JitAutotuner
-    from ipufit.engines.embedded.batching import Decision, Merged
-    from ipufit.engines.embedded.batching.steps import MergedStep
-    from ipufit.engines.embedded.fsdp.weights import DividedWeights
-    from ipufit.engines.embedded.inductor.compiled import CompiledUpdates, Libraries
-    from ipufit.engines.embedded.zero.state import StateParts
-
-__all__ = ["EmbeddedEngine", "Recorded"]
+__all__ = ["EmbeddedEngine"]
 
 _OFFLOADED = "The optimizer's state is in host memory, and on the device during updates alone."
 _NOT_OFFLOADED = (
@@ -83,106 +40,11 @@ _NOT_OFFLOADED = (
 _NOT_SHARDED = "{} changes nothing in one process, where all replicas have one state."
 _SHARDED = "{} in parts over {} processes; each gets {}."
 
-# Recordings that are kept for later programs; the least recently used go first.
-_KEPT = 64
 
-
-@dataclasses.dataclass(frozen=True)
-class Recorded:
-    """One micro-batch, ready to run.
-
-    Attributes:
-        run: takes weights, other state, batch leaves and a loss scale if there is one; returns the
-            reported numbers, outputs and flat gradients.
-        lowered: how it does so.
-        micro: what was recorded.
-        outputs: how the output tensors become the module's outputs.
-        reached: names of the parameters that a gradient reaches.
-        random: whether it may draw random numbers.
-        held: objects whose identity the recording depends on.
-        graph: what ``run`` runs; None where it runs the module itself.
-        merging: what was decided about several like it at once, by all that this depends on.
-    """
-
-    run: Callable[..., List[Tensor]]
-    lowered: Lowered
-    micro: MicroStep
-    outputs: OutputShape
-    reached: Tuple[str, ...]
-    random: bool
-    held: Tuple[object, ...]
-    graph: Optional[fx.GraphModule]
-    merging: Dict[object, Decision] = dataclasses.field(default_factory=dict)
-
-    def reported(self) -> Reported:
-        """What the numbers of the last run are.
-
-        The module itself, run without a recording, may report something else every time.
-        """
-        return self.micro.reported
-
-
-class EmbeddedEngine:
-    """Builds programs for one compiled model, and keeps what it has recorded for the next one.
-
-    Attributes:
-        captures: number of recordings made so far.
-        seconds: time spent on them, in seconds.
-        clock: is told what the time goes to.
-        transfer: the way to the host; counts the copies.
-        replicas: buffers of every replica as the last training program left them.
-        optimizer_graphs: recorded optimizer updates, by all that they depend on.
-        averages: moving averages of weights as the last training program left them, by name.
-        scale: the loss scale as the last training program left it.
-        as_device: treat the host as a device of its own: look at losses after an execution, and
-            keep in other memory what is to be there.
-        tape: makes what captures work on a host that is treated as a device; None: nothing does.
-        replaying: what became of CUDA graphs in the last training program; None where nothing did.
-        replays: whether it captured any.
-        state_memory: where the optimizer's state of the last training program is between updates.
-        state_parts: this process's part of the optimizer's state, where it lies in parts and no
-            program has it.
-        divided: the weights, where each process has a part and a training program lives.
-        overlap: says when several processes add gradients that are in several buckets.
-        hints: marks for an IPU that were seen in forward.
-        lowered: how full micro-batches of the last training program run; None before one came.
-        libraries: compiled updates that are loaded.
-        compiled: those of the last training program; None where none were asked for.
-        autotuner: chooses between these and what is recorded; None where that is settled.
-        recomputed: of the last training recording, the number of operators that run twice, and how
-            many bytes its values take at most without and with that; None without recomputation.
-        merging: whether the last training program makes larger batches of micro-batches; None where
-            an update has but one.
-    """
+class EmbeddedEngine(EngineContext):
+    """Builds programs for one compiled model, and keeps what it has recorded for the next one."""
 
     name = "embedded"
-
-    def __init__(self) -> None:
-        self.captures = 0
-        self.seconds = 0.0
-        self.clock: NoClock = NO_CLOCK
-        self.transfer = Transfer()
-        self.replicas = ReplicaMemory()
-        self.optimizer_graphs: Graphs = {}
-        self.averages: Dict[str, Tensor] = {}
-        self.scale: Optional[ScaleState] = None
-        self.as_device = False
-        self.tape: Optional[Callable[[torch.device], GraphMaker]] = None
-        self.replaying: Optional[str] = None
-        self.replays = False
-        self.state_memory = StateMemory()
-        self.state_parts: Optional[StateParts] = None
-        self.divided: Optional[DividedWeights] = None
-        self.overlap: Optional[Overlap] = None
-        self.hints: Dict[str, None] = {}
-        self.recomputed: Optional[Tuple[int, int, int]] = None
-        self.lowered: Optional[Lowered] = None
-        self.libraries: Libraries = {}
-        self.compiled: Optional[CompiledUpdates] = None
-        self.autotuner: Optional[JitAutotuner] = None
-        self.merging: Optional[Decision] = None
-        self._recorded: OrderedDict[Tuple[Any, ...], Recorded] = OrderedDict()
-        self._steps: Dict[Tuple[int, int], StepModule] = {}
 
     def check(
         self, module: nn.Module, optimizer: Any, loss: Any, config: TrainConfig, *_: Any
@@ -225,13 +87,13 @@ class EmbeddedEngine:
         """A program for the spec. Recording happens when the first micro-batch of a shape comes."""
         is_training = spec.mode is Mode.TRAIN
         if spec.divides_weights:
-            from ipufit.engines.embedded.fsdp import programs
+            from ipufit.engines.embedded.programs import fsdp
 
             if is_training:
-                return programs.DividedTrainingProgram(self, spec)
-            return programs.DividedInferenceProgram(self, spec)
+                return fsdp.DividedTrainingProgram(self, spec)
+            return fsdp.DividedInferenceProgram(self, spec)
         if is_training and spec.config.shard_optimizer and spec.processes.is_distributed:
-            from ipufit.engines.embedded.zero.training import ShardedTrainingProgram
+            from ipufit.engines.embedded.programs.zero import ShardedTrainingProgram
 
             return ShardedTrainingProgram(self, spec)
         return (TrainingProgram if is_training else InferenceProgram)(self, spec)
@@ -240,181 +102,14 @@ class EmbeddedEngine:
         """Another engine that runs what this one has recorded, and remembers no training."""
         other = EmbeddedEngine()
         other.as_device, other.tape, other.libraries = self.as_device, self.tape, self.libraries
-        other._recorded, other._steps = self._recorded, self._steps
+        other._traced, other._decisions = self._traced, self._decisions
+        other._steps = self._steps
         return other
 
     def gather_optimizer(self) -> None:
         """Give torch's optimizer the whole state, if it lies in parts."""
         if self.state_parts is not None:
             self.state_parts.gather_optimizer({})
-
-    def step_module(self, module: nn.Module, loss: Optional[Loss]) -> StepModule:
-        """The user's module and loss in one; always the same one for the same two."""
-        key = (id(module), id(loss))
-        if key not in self._steps:
-            self._steps[key] = StepModule(module, loss)
-        return self._steps[key]
-
-    def record(
-        self,
-        spec: ProgramSpec,
-        example: MicroBatch,
-        trained: Sequence[str],
-        fixed: Sequence[str],
-        state: Sequence[Tensor],
-        layout: Optional[Callable[[Sequence[str]], Sequence[Block]]],
-    ) -> Recorded:
-        """The recorded micro-batch for the example's shapes; recorded now if it is new."""
-        step = self.step_module(spec.module, spec.loss)
-        config = spec.config
-        scaled = config.loss_scale is not None and layout is not None
-        recompute = config.recompute if layout is not None else ()
-        frozen, held = fingerprint(step)
-        key: Tuple[object, ...] = (
-            frozen,
-            spec.mode,
-            spec.want_outputs,
-            config.jit,
-            id(step),
-            example.structure,
-            tuple(trained),
-            _partition(layout(trained)) if layout else (),
-            tuple((t.shape, t.dtype, t.device, t.stride()) for t in [*state, *example.leaves]),
-            (config.precision, scaled, recompute, spec.divides_weights),
-            autocast_state(state[0].device if state else torch.device("cpu")),
-        )
-        if key not in self._recorded:
-            with_loss = spec.mode is not Mode.PREDICT
-            micro = MicroStep(
-                step,
-                trained,
-                fixed,
-                example,
-                with_loss,
-                spec.want_outputs,
-                layout,
-                config.precision,
-                scaled,
-                spec.partition,
-                recompute,
-            )
-            arguments = [*state, *example.leaves]
-            if scaled:
-                arguments.append(torch.ones((), dtype=torch.float64, device=arguments[-1].device))
-            names = (*trained, *fixed) if spec.divides_weights else None
-            run, random, lowered, graph = self._make(
-                micro,
-                step,
-                arguments,
-                config.jit,
-                recompute,
-                names,
-                spec.processes.is_distributed,
-            )
-            self.hints.update(micro.hints)
-            key = (fingerprint(step)[0], *key[1:])
-            self._recorded[key] = Recorded(
-                run, lowered, micro, micro.outputs, micro.reached, random, held, graph
-            )
-            if len(self._recorded) > _KEPT:
-                self._recorded.popitem(last=False)
-        self._recorded.move_to_end(key)
-        return self._recorded[key]
-
-    def merge(
-        self,
-        spec: ProgramSpec,
-        example: MicroBatch,
-        recorded: Recorded,
-        names: Tuple[Sequence[str], Sequence[str]],
-        state: Sequence[Tensor],
-        replicas: Sequence[Mapping[str, Tensor]],
-    ) -> Optional[Merged]:
-        """What runs several micro-batches like the example at once; None where that may differ.
-
-        Args:
-            spec: what is built.
-            example: a full micro-batch.
-            recorded: what is recorded for it.
-            names: of trained parameters, and of all other state.
-            state: in their order.
-            replicas: buffers of each.
-        """
-        total = spec.plan.own_micro_batches_per_update
-        step = self.step_module(spec.module, spec.loss)
-
-        def make(
-            merged: MergedStep, arguments: Sequence[Tensor]
-        ) -> Tuple[Callable[..., List[Tensor]], Optional[fx.GraphModule]]:
-            run, _, lowered, _ = self._make(merged, step, arguments, spec.config.jit, ())
-            return run, lowered.graph
-
-        key = (total, spec.config.accumulation_dtype)
-        if key not in recorded.merging:
-            from ipufit.engines.embedded.batching import decide
-
-            with self.timed():
-                recorded.merging[key] = decide(spec, step, example, recorded, names, state, make)
-        self.merging = recorded.merging[key].among(replicas, total)
-        return self.merging.merged
-
-    def _make(
-        self,
-        micro: Callable[..., List[Tensor]],
-        step: StepModule,
-        arguments: Sequence[Tensor],
-        jit: str,
-        recompute: Sequence[str],
-        divided: Optional[Sequence[str]] = None,
-        several: bool = False,
-    ) -> Tuple[Callable[..., List[Tensor]], bool, Lowered, Optional[fx.GraphModule]]:
-        """What to run, whether it may draw random numbers, how it runs, and what was recorded.
-
-        Args:
-            divided: names of the first arguments, where these are weights in parts.
-            several: whether gradients go to other processes.
-        """
-        if jit == OFF:
-            # Once on copies, to see the outputs and which parameters a gradient reaches.
-            with attributes_kept(step), for_this_engine():
-                try_out(micro, arguments)
-            return micro, True, Lowered(micro, OFF, ""), None
-        with self.timed(), attributes_kept(step) as changed:
-            record = functools.partial(capture, micro, arguments)
-            with for_this_engine(), note_writes(step), refuse_draws(step, record):
-                graph = record()
-            if recompute:
-                self._recompute(graph)
-        self.captures += 1
-        if changed:
-            warnings.warn(
-                f"forward sets {', '.join(sorted(set(changed)))}, but it runs once, to be "
-                "recorded, and the attribute keeps the value that it has now. To carry a value "
-                "from one micro-batch to the next, register a buffer and change it in place; to "
-                "run forward every time, use compile(..., run_eagerly=True).",
-                UserWarning,
-                stacklevel=2,
-            )
-        blocks = len(micro.blocks) if isinstance(micro, MicroStep) else 0
-        if divided is not None:
-            from ipufit.engines.embedded.fsdp.running import DividedRun
-
-            kept = Lowered(DividedRun(graph, divided, blocks), GRAPH, "")
-            run = without_autocast(kept.run, arguments)
-            return run, uses_random_numbers(graph), kept, graph
-        with self.timed():
-            lowered = lower(graph, arguments, jit, blocks if several and blocks > 1 else 0)
-        run = without_autocast(lowered.run, arguments)
-        values = [node.meta.get("val") for node in graph.graph.nodes]
-        on_cpu = arguments[-1].device.type == "cpu"
-        if (on_cpu and computes_in_half(values)) or mixes_double(arguments):
-            try_out(run, arguments)
-        return run, uses_random_numbers(graph), lowered, graph
-
-    def _recompute(self, graph: fx.GraphModule) -> None:
-        before = peak_bytes(graph)
-        repeated = recompute_layers(graph)
-        self.recomputed = (repeated, before, peak_bytes(graph))
 
     @property
     def way(self) -> Optional[str]:
@@ -456,17 +151,6 @@ class EmbeddedEngine:
             f"{_mebibytes(before)} without.",
         ]
 
-    @contextlib.contextmanager
-    def timed(self) -> Iterator[None]:
-        """Count the time of the block as spent on recording."""
-        # Of a block within a block, the outer one counts.
-        before, start = self.seconds, time.perf_counter()
-        try:
-            with self.clock.during("capture"):
-                yield
-        finally:
-            self.seconds = before + time.perf_counter() - start
-
 
 def _sharded(config: TrainConfig) -> str:
     processes = current()
@@ -487,7 +171,3 @@ def _sharded(config: TrainConfig) -> str:
 
 def _mebibytes(size: int) -> str:
     return f"{size / 2**20:.3g} MiB"
-
-
-def _partition(blocks: Sequence[Block]) -> Tuple[Tuple[str, ...], ...]:
-    return tuple(tuple(slot.name for slot in block.slots) for block in blocks)

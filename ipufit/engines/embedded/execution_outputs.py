@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ipufit.core.logged_values import LogRule, joined_rules
+from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.program import ExecutionResult
 
 if TYPE_CHECKING:
-    from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
     from ipufit.tracing.results import Reported
 
 __all__ = ["Collected"]
@@ -34,13 +34,13 @@ class Collected:
 
     def __init__(self, replicas: int = 0) -> None:
         self.numbers: List[Tuple[Sequence[Reported], Tensor]] = []
-        self.outputs: List[Tuple[Recorded, List[Tensor]]] = []
+        self.outputs: List[Tuple[TracedStep, List[Tensor]]] = []
         self.places: List[int] = []
         self.finite: List[Tensor] = []
         self.skipped = 0
         self._replicas = replicas
 
-    def add_outputs(self, recorded: Recorded, tensors: List[Tensor], place: int) -> None:
+    def add_outputs(self, recorded: TracedStep, tensors: List[Tensor], place: int) -> None:
         """Keep the outputs of a micro-batch of this execution, or add them to its replica's sum."""
         if not self._replicas:
             self.outputs.append((recorded, tensors))
@@ -60,13 +60,6 @@ class Collected:
             for kinds, numbers in self.numbers[begin:]
         ]
         return torch.cat(found) if found else torch.empty(0, dtype=torch.float64)
-
-    def to_anchors(
-        self, engine: EmbeddedEngine, settings: Optional[Mapping[str, float]] = None
-    ) -> Tuple[ExecutionResult, List[bool]]:
-        """Everything an execution hands back, in one copy, and which gradients were finite."""
-        with engine.clock.during("anchors"):
-            return self.anchors(engine.transfer.to_host(self.tensors()), settings)
 
     def tensors(self) -> List[Tensor]:
         """All that goes to the host."""

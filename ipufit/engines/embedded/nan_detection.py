@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Optional, Sequence, Tuple
+import math
+from typing import Optional, Sequence, Tuple
 
 from torch import Tensor
 
@@ -13,19 +14,16 @@ from ipufit.errors import ConfigurationError, NonFiniteLossError
 from ipufit.processes import current
 from ipufit.tracing.grad_step import public_name
 
-if TYPE_CHECKING:
-    from ipufit.engines.embedded.replay_update import Replay
-    from ipufit.engines.embedded.update_runner import Update
-
 __all__ = [
-    "explained",
+    "STATE_IS_FROM_BEFORE",
     "first_non_finite",
     "refuse_detection",
     "refuse_gradients",
+    "refuse_loss",
     "refuse_weights",
 ]
 
-_BEFORE = "The weights, buffers and optimizer state are those from before that update."
+STATE_IS_FROM_BEFORE = "The weights, buffers and optimizer state are those from before that update."
 
 
 def refuse_detection(config: TrainConfig) -> None:
@@ -48,6 +46,30 @@ def refuse_detection(config: TrainConfig) -> None:
         )
 
 
+def refuse_loss(live: LiveState, value: float) -> None:
+    """Make sure that a loss of the coming update is a number.
+
+    Raises:
+        NonFiniteLossError: it is not.
+    """
+    if math.isfinite(value):
+        return
+    cause = (
+        "Look for a learning rate that is too high, a log or division of zero, or non-finite data."
+    )
+    if not all(bool(flat.isfinite().all()) for flat in live.storage.flats):
+        cause = (
+            "Weights were not finite before it: the gradient of an earlier update was "
+            "not, though its loss was. Look for a square root or a power at zero."
+        )
+    raise NonFiniteLossError(
+        f"the loss must be finite, but it became {value} in update {live.updates}. "
+        f"{STATE_IS_FROM_BEFORE} {cause}",
+        live.updates,
+        value,
+    )
+
+
 def refuse_gradients(live: LiveState, gradients: Sequence[Tensor]) -> None:
     """Make sure that the gradients of the coming update are finite.
 
@@ -58,7 +80,7 @@ def refuse_gradients(live: LiveState, gradients: Sequence[Tensor]) -> None:
     if value is not None:
         raise NonFiniteLossError(
             f"the gradient must be finite, but that of {name!r} became {value} in update "
-            f"{live.updates}. {_BEFORE}",
+            f"{live.updates}. {STATE_IS_FROM_BEFORE}",
             live.updates,
             value,
         )
@@ -77,7 +99,7 @@ def refuse_weights(live: LiveState) -> None:
 
         raise NonFiniteLossError(
             f"the weights must be finite, but {name!r} became {value} in update {live.updates}. "
-            f"{_BEFORE}",
+            f"{STATE_IS_FROM_BEFORE}",
             live.updates,
             value,
             NonFiniteValue("optimizer", parameter=name),
@@ -102,19 +124,3 @@ def first_non_finite(
             if bad.numel():
                 return public_name(slot.name), float(bad.reshape(-1)[0])
     return None, None
-
-
-def explained(
-    error: NonFiniteLossError, replay: Replay, update: Update, offset: int
-) -> NonFiniteLossError:
-    """The same error, with where it began.
-
-    Args:
-        error: of the coming update.
-        replay: from the state before it.
-        update: its micro-batches.
-        offset: samples of the execution before them.
-    """
-    found = error.found or replay.find(update, offset)
-    text = f"{str(error).partition(_BEFORE)[0]}{_BEFORE} {found.describe()}"
-    return NonFiniteLossError(text, error.update, error.value, found)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, List, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence, Tuple
 
 from torch import Tensor
 
 from ipufit.core.precision import without_autocast
-from ipufit.engines.embedded.nan_detection import first_non_finite
+from ipufit.engines.embedded.nan_detection import STATE_IS_FROM_BEFORE, first_non_finite
+from ipufit.engines.embedded.traced_step import Seeding, TracedStep, Update
 from ipufit.engines.embedded.training_state import LiveState
 from ipufit.engines.program import ProgramSpec
-from ipufit.errors import NonFiniteValue
+from ipufit.errors import NonFiniteLossError, NonFiniteValue
 from ipufit.tracing.find_nonfinite import NonFiniteSearch
 from ipufit.tracing.grad_step import StepModule, attributes_kept
 from ipufit.tracing.source_map import Whereabouts
 from ipufit.tracing.source_trace import NotedRun, trace_calls
-
-if TYPE_CHECKING:
-    from ipufit.engines.embedded.engine import Recorded
-    from ipufit.engines.embedded.update_runner import Seeding, Update
 
 __all__ = ["Replay"]
 
@@ -39,6 +36,20 @@ class Replay:
     step: StepModule
     live: LiveState
     seed: Seeding
+
+    def explain(self, error: NonFiniteLossError, update: Update, offset: int) -> NonFiniteLossError:
+        """Add to an error where the value that is not finite began.
+
+        Args:
+            error: of the coming update.
+            update: its micro-batches.
+            offset: samples of the execution before them.
+        """
+        origin = error.found or self.find(update, offset)
+        text = str(error).partition(STATE_IS_FROM_BEFORE)[0]
+        return NonFiniteLossError(
+            f"{text}{STATE_IS_FROM_BEFORE} {origin.describe()}", error.update, error.value, origin
+        )
 
     def find(self, update: Update, offset: int) -> NonFiniteValue:
         """What made it, by running the module itself, and else by running the recording.
@@ -78,7 +89,7 @@ class Replay:
         return None
 
     def _micro_batch(
-        self, recorded: Recorded, state: Sequence[Tensor], batch: Any, as_recorded: bool
+        self, recorded: TracedStep, state: Sequence[Tensor], batch: Any, as_recorded: bool
     ) -> Tuple[Optional[NonFiniteValue], List[Tensor]]:
         """The cause, if something is not finite, and the gradients."""
         scaler = self.live.scaler

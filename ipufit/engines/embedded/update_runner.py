@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import TYPE_CHECKING, Callable, Iterator, List, Optional, Sequence, Set, Tuple, Union
+from typing import TYPE_CHECKING, Iterator, List, Optional, Sequence, Set, Union
 
 import torch
 from torch import Tensor
 
-from ipufit.core.batch import MicroBatch, ProcessShard
+from ipufit.core.batch import ProcessShard
 from ipufit.engines.embedded.execution_outputs import Collected
 from ipufit.engines.embedded.gradient_reduction import GradientSum, Reduction
-from ipufit.engines.embedded.nan_detection import refuse_gradients, refuse_weights
+from ipufit.engines.embedded.nan_detection import (
+    refuse_gradients,
+    refuse_loss,
+    refuse_weights,
+)
 from ipufit.engines.embedded.overlapped_reduction import BucketSums, Overlap
 from ipufit.engines.embedded.replicas import copy_of, put_back
+from ipufit.engines.embedded.traced_step import Seeding, TracedStep, Update
 from ipufit.engines.embedded.training_state import LiveState
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import NonFiniteLossError
@@ -22,16 +27,9 @@ from ipufit.processes import common
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import Merged
-    from ipufit.engines.embedded.engine import Recorded
     from ipufit.engines.embedded.inductor.compiled import CompiledUpdates
 
-__all__ = ["Update", "UpdateMaker"]
-
-# The micro-batches of an update, each with what is recorded for it.
-Update = Sequence[Tuple[MicroBatch, "Recorded"]]
-
-# Starts the random numbers of a micro-batch, given its update and its place in it.
-Seeding = Callable[["Recorded", int, int], None]
+__all__ = ["UpdateMaker"]
 
 
 class UpdateMaker:
@@ -177,7 +175,7 @@ class UpdateMaker:
             outputs, own = rest[: len(rest) - blocks], rest[len(rest) - blocks :]
             kind = recorded.reported()
             if self.at_once and share is None:
-                self.refuse_non_finite((numbers[0] if numbers.dim() else numbers).item())
+                refuse_loss(self._live, (numbers[0] if numbers.dim() else numbers).item())
             collected.numbers.append(([kind], numbers))
             if first + index in wanted:
                 collected.add_outputs(recorded, outputs, first + index)
@@ -198,7 +196,7 @@ class UpdateMaker:
 
     @contextlib.contextmanager
     def _met(
-        self, sums: Optional[BucketSums], recorded: Recorded, total: GradientSum
+        self, sums: Optional[BucketSums], recorded: TracedStep, total: GradientSum
     ) -> Iterator[None]:
         """A micro-batch runs, whose gradients go to the other processes as they come."""
         meeting = recorded.lowered.meeting
@@ -264,7 +262,7 @@ class UpdateMaker:
         if not every:
             return
         try:
-            self.refuse_non_finite(min(every)[1])
+            refuse_loss(self._live, min(every)[1])
         except NonFiniteLossError as error:
             common(error)
             raise
@@ -285,7 +283,7 @@ class UpdateMaker:
             losses = result.losses() if self.at_once and not self._processes.is_distributed else []
             if not all(map(math.isfinite, losses)):
                 for value in losses:
-                    self.refuse_non_finite(value)
+                    refuse_loss(self._live, value)
             collected.numbers.append((result.kinds, result.numbers))
             for place in range(len(batches)) if wanted else ():
                 if first + start + place in wanted:
@@ -306,27 +304,3 @@ class UpdateMaker:
         count = lost.to(torch.float32).reshape(1)
         self._processes.add([count])
         return torch.where(count > 0, math.inf, 0.0)
-
-    def refuse_non_finite(self, value: float) -> None:
-        """Make sure that a loss of the coming update is a number.
-
-        Raises:
-            NonFiniteLossError: it is not.
-        """
-        if math.isfinite(value):
-            return
-        cause = (
-            "Look for a learning rate that is too high, a log or division of zero, or "
-            "non-finite data."
-        )
-        if not all(bool(flat.isfinite().all()) for flat in self._live.storage.flats):
-            cause = (
-                "Weights were not finite before it: the gradient of an earlier update was "
-                "not, though its loss was. Look for a square root or a power at zero."
-            )
-        raise NonFiniteLossError(
-            f"the loss must be finite, but it became {value} in update {self._live.updates}. The "
-            "weights, buffers and optimizer state are those from before that update. " + cause,
-            self._live.updates,
-            value,
-        )

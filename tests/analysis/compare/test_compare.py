@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ipufit
-from ipufit.engines.embedded import engine as engine_module
+from ipufit.engines.embedded import context as context_module
 from ipufit.errors import ConfigurationError, NotCompiledError
 from ipufit.tracing.comparison import Comparison, Difference
 from ipufit.tracing.tolerance import DEFAULTS, Tolerance, distance
@@ -63,7 +63,7 @@ def places(net):
     """The operators of what is recorded for a net: name, operator, and whether it is backward."""
     model = built(net, jit="graph")
     model.compare(SAMPLE)
-    (recorded,) = model._session.engine._recorded.values()
+    (recorded,) = model._session.engine._traced.values()
     return [
         (node.name, str(node.target))
         for node in recorded.graph.graph.nodes
@@ -102,7 +102,7 @@ def with_fault(monkeypatch, place):
         graph.recompile()
         return graph
 
-    monkeypatch.setattr(engine_module, "capture", capture)
+    monkeypatch.setattr(context_module, "capture", capture)
 
 
 # Found out at collection, so that each fault is a test of its own.
@@ -170,7 +170,7 @@ def test_a_fault_of_a_lowering_is_told_apart(monkeypatch):
 
         return type(lowered)(run, "kernels", "Runs 3 matrix products by oneDNN.")
 
-    monkeypatch.setattr(engine_module, "lower", lower)
+    monkeypatch.setattr(context_module, "lower", lower)
     found = built(nets.MLP).compare(SAMPLE)
     assert {each.kind for each in found.differences} == {"lowering"}
     assert found.first.name == "gradient layers.0.weight"
@@ -195,10 +195,10 @@ def test_it_is_what_fit_runs():
     model = built(nets.CNN)
     model.fit(*nets.data(8), batch_size=4, verbose=0)
     engine = model._session.engine
-    (before,) = engine._recorded.values()
+    (before,) = engine._traced.values()
     captures = engine.captures
     assert model.compare(SAMPLE).ok
-    assert list(engine._recorded.values()) == [before]
+    assert list(engine._traced.values()) == [before]
     assert engine.captures == captures
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Callable, List, Optional, Sequence, Tuple
+from typing import Callable, List, Optional, Sequence, Tuple
 
 from torch import Tensor, fx
 
 from ipufit.core.batch import MicroBatch
 from ipufit.engines.embedded.batching.steps import MergedStep
+from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.tracing.results import Reported
-
-if TYPE_CHECKING:
-    from ipufit.engines.embedded.engine import Recorded
 
 __all__ = ["Merged", "MergedResult"]
 
@@ -67,14 +65,14 @@ class Merged:
 
     run: Callable[..., List[Tensor]]
     step: MergedStep
-    base: Recorded
+    base: TracedStep
     count: int
     blocks: int
     reads: Tuple[str, ...]
     factor: float = 1.0
     graph: Optional[fx.GraphModule] = None
 
-    def takes(self, recorded: Sequence[Recorded]) -> bool:
+    def takes(self, recorded: Sequence[TracedStep]) -> bool:
         """Whether an update of micro-batches recorded like this can be made of it."""
         whole = bool(recorded) and not len(recorded) % self.count
         return whole and all(each is self.base for each in recorded)

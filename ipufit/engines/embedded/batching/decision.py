@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from typing import TYPE_CHECKING, Callable, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Callable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, fx
@@ -18,6 +18,7 @@ from ipufit.engines.embedded.batching.proof import prove
 from ipufit.engines.embedded.batching.steps import Forward, MergedStep, Replayed, forward_leaves
 from ipufit.engines.embedded.gradient_reduction import Reduction
 from ipufit.engines.embedded.replicas import same
+from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.program import ProgramSpec
 from ipufit.losses import Loss
 from ipufit.tracing.capture import capture
@@ -27,9 +28,6 @@ from ipufit.tracing.graph_signature import Written
 from ipufit.tracing.liveness import peak_bytes
 from ipufit.tracing.rebinding import public_name
 from ipufit.tracing.results import OutputShape
-
-if TYPE_CHECKING:
-    from ipufit.engines.embedded.engine import Recorded
 
 __all__ = ["MOST_BYTES", "Decision", "decide"]
 
@@ -75,7 +73,7 @@ def decide(
     spec: ProgramSpec,
     step: StepModule,
     example: MicroBatch,
-    recorded: Recorded,
+    recorded: TracedStep,
     names: Tuple[Sequence[str], Sequence[str]],
     state: Sequence[Tensor],
     make: Make,
@@ -168,7 +166,7 @@ class _Work:
         spec: ProgramSpec,
         step: StepModule,
         example: MicroBatch,
-        recorded: Recorded,
+        recorded: TracedStep,
         names: Tuple[Sequence[str], Sequence[str]],
         state: Sequence[Tensor],
     ) -> None:

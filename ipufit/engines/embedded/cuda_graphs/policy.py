@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Optional
+from typing import Callable, Optional
 
 import torch
 from torch import nn
@@ -11,9 +11,6 @@ from ipufit.core.jit_modes import AUTO, CUDAGRAPH
 from ipufit.core.train_config import TrainConfig
 from ipufit.engines.embedded.cuda_graphs.capture import CudaGraphs, GraphMaker, why_no_graphs
 from ipufit.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from ipufit.engines.embedded.engine import EmbeddedEngine
 
 __all__ = ["check_cudagraph", "graph_maker"]
 
@@ -38,13 +35,13 @@ def check_cudagraph(module: nn.Module) -> None:
 
 
 def graph_maker(
-    engine: EmbeddedEngine, config: TrainConfig, device: torch.device
+    config: TrainConfig, device: torch.device, tape: Optional[Callable[[torch.device], GraphMaker]]
 ) -> Optional[GraphMaker]:
     """What captures the executions of a program; None where they run as they were recorded."""
     if config.jit not in (AUTO, CUDAGRAPH):
         return None
-    if engine.tape is not None:
-        return engine.tape(device)
+    if tape is not None:
+        return tape(device)
     # No GPU has run them yet, so nobody gets them unasked.
     if config.jit == AUTO or device.type != "cuda" or why_no_graphs() is not None:
         return None

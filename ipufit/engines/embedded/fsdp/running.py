@@ -7,8 +7,8 @@ from typing import Callable, List, Optional, Sequence
 
 from torch import Tensor, fx
 
-from ipufit.engines.embedded.fsdp.graph import SUM, Event, with_meetings
 from ipufit.engines.embedded.fsdp.weights import DividedWeights
+from ipufit.engines.embedded.passes.collective_hooks import SUM, Event, with_meetings
 from ipufit.engines.embedded.passes.direct_calls import call_shortly
 from ipufit.engines.embedded.passes.simplify import tidy
 from ipufit.errors import CaptureError

@@ -14,7 +14,7 @@ from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ipufit.engines.embedded.fsdp.graph import FILL, SUM, Event
+from ipufit.engines.embedded.passes.collective_hooks import FILL, SUM, Event
 from ipufit.processes import Processes
 from ipufit.processes.collectives import PartSum, part_of, start_joining
 from ipufit.processes.messages import as_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
-from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Sequence, Tuple
 
 import torch
 from torch import Tensor, fx
@@ -17,13 +17,11 @@ from ipufit.engines.embedded.inductor.update_spec import BlockForm, SlotForm, Up
 from ipufit.engines.embedded.optimizer_state_location import HostMemory
 from ipufit.engines.embedded.passes.onednn_matmul import onednn_products
 from ipufit.engines.embedded.passes.simplify import tidy
+from ipufit.engines.embedded.traced_step import TracedStep
+from ipufit.engines.embedded.training_state import LiveState
 from ipufit.engines.program import ProgramSpec
 from ipufit.tracing import recurrent
 from ipufit.tracing.aliases import Memories
-
-if TYPE_CHECKING:
-    from ipufit.engines.embedded.engine import Recorded
-    from ipufit.engines.embedded.training_state import LiveState
 
 __all__ = ["Described", "UnfitError", "describe"]
 
@@ -53,7 +51,7 @@ class Described:
 
 
 def describe(
-    spec: ProgramSpec, live: LiveState, recorded: Recorded, example: MicroBatch
+    spec: ProgramSpec, live: LiveState, recorded: TracedStep, example: MicroBatch
 ) -> Described:
     """The form of updates whose micro-batches are all like an example.
 

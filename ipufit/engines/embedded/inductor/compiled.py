@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Set
+from typing import Any, Callable, Dict, List, Optional, Set
 
 from torch import Tensor
 
@@ -17,14 +17,12 @@ from ipufit.engines.embedded.inductor.compilation import Compilation, CompilerEr
 from ipufit.engines.embedded.inductor.request import Request
 from ipufit.engines.embedded.inductor.requirements import loader
 from ipufit.engines.embedded.inductor.store import Store, key_of
+from ipufit.engines.embedded.nan_detection import refuse_loss
+from ipufit.engines.embedded.traced_step import TracedStep, Update
 from ipufit.engines.embedded.training_state import LiveState
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import ConfigurationError
 from ipufit.tracing.flat_storage import FlatStorage
-
-if TYPE_CHECKING:
-    from ipufit.engines.embedded.engine import Recorded
-    from ipufit.engines.embedded.update_runner import Update, UpdateMaker
 
 __all__ = ["CompiledUpdates", "Libraries"]
 
@@ -44,7 +42,7 @@ class CompiledUpdates:
         spec: what is built.
         live: what the updates change.
         libraries: loaded before; takes what is loaded here.
-        maker: makes the other updates, and refuses losses that are not finite.
+        at_once: whether losses are looked at as they come, as they are here.
 
     Attributes:
         reason: why nothing is compiled, in half a sentence; None where something is.
@@ -56,14 +54,14 @@ class CompiledUpdates:
         spec: ProgramSpec,
         live: LiveState,
         libraries: Libraries,
-        maker: UpdateMaker,
+        at_once: bool,
     ) -> None:
         self._spec = spec
         self._live = live
         self._libraries = libraries
-        self._maker = maker
+        self._at_once = at_once
         self._store: Optional[Store] = None
-        self._recorded: Optional[Recorded] = None
+        self._recorded: Optional[TracedStep] = None
         self._described: Optional[Described] = None
         self._request: Optional[Request] = None
         self._running: Optional[Compilation] = None
@@ -77,7 +75,7 @@ class CompiledUpdates:
         self.reason: Optional[str] = None
         self.origin: Optional[str] = None
 
-    def start(self, recorded: Recorded, example: MicroBatch, compiles: bool = True) -> None:
+    def start(self, recorded: TracedStep, example: MicroBatch, compiles: bool = True) -> None:
         """Begin to compile, or take what is compiled already; doesn't wait.
 
         Args:
@@ -95,7 +93,7 @@ class CompiledUpdates:
         self._recorded = recorded
         self._run = self._described = self.reason = self.origin = None
         try:
-            if not self._maker.at_once:
+            if not self._at_once:
                 raise UnfitError(
                     "losses are looked at after an execution, which is then taken back"
                 )
@@ -136,7 +134,7 @@ class CompiledUpdates:
         """The digest of all that the library depends on; None where nothing can be compiled."""
         return None if self._request is None else key_of(self._request.parts())
 
-    def operators_of(self, recorded: Recorded) -> int:
+    def operators_of(self, recorded: TracedStep) -> int:
         """Count the operators of an update that runs as recorded.
 
         Args:
@@ -214,7 +212,7 @@ class CompiledUpdates:
         )
 
     def make(self, update: Update, first: int, wanted: Set[int], collected: Collected) -> None:
-        """One update, as :meth:`UpdateMaker.make` makes it.
+        """One update, with its results like those of other updates.
 
         Raises:
             NonFiniteLossError: a loss is not finite; nothing has changed.
@@ -232,7 +230,7 @@ class CompiledUpdates:
         numbers, *outputs = self._run(*inputs)
         kind, each = recorded.reported(), described.form.outputs
         for loss in _losses(numbers, len(update)):
-            self._maker.refuse_non_finite(loss)
+            refuse_loss(live, loss)
         collected.numbers.append(([kind] * len(update), numbers))
         for place in range(len(update)):
             if first + place in wanted:

@@ -21,7 +21,7 @@ from ipufit.utils.malloc_policy import freed_at_once, give_back_freed_memory
 from ipufit.utils.random_streams import isolated
 
 if TYPE_CHECKING:
-    from ipufit.engines.embedded.fsdp.graph import Meeting
+    from ipufit.engines.embedded.passes.collective_hooks import Meeting
 
 __all__ = ["Lowered", "lower"]
 
@@ -68,7 +68,7 @@ def lower(graph: fx.GraphModule, arguments: Sequence[Tensor], jit: str, sums: in
     meeting = None
     if sums:
         # Imported here: one process meets nobody.
-        from ipufit.engines.embedded.fsdp.graph import with_sums
+        from ipufit.engines.embedded.passes.collective_hooks import with_sums
 
         meeting = with_sums(recorded, sums)
     other = None if jit == GRAPH else _copy(recorded)

@@ -20,6 +20,8 @@ from ipufit.engines.embedded.profiling.node_sources import places_of
 from ipufit.engines.embedded.profiling.profiling_interpreter import Looked, TimedRun, WatchedRun
 from ipufit.engines.embedded.profiling.rows import GRADIENTS, Place, rows_of
 from ipufit.engines.embedded.profiling.timers import timer_for
+from ipufit.engines.embedded.traced_step import TracedStep
+from ipufit.engines.embedded.training_state import LiveState
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import CaptureError
 from ipufit.tracing.liveness import peak_bytes
@@ -29,8 +31,6 @@ from ipufit.tracing.source_trace import trace_calls
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import Merged
-    from ipufit.engines.embedded.engine import Recorded
-    from ipufit.engines.embedded.training_state import LiveState
     from ipufit.engines.embedded.update_runner import UpdateMaker
     from ipufit.tracing.grad_step import StepModule
 
@@ -141,7 +141,7 @@ class Profiling:
     spec: ProgramSpec
     step: StepModule
     live: LiveState
-    recorded: Recorded
+    recorded: TracedStep
     batch: MicroBatch
     maker: UpdateMaker
     seed: Callable[[], None]

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Dict, Optional, Sequence, Set
+from typing import TYPE_CHECKING, Dict, List, Optional, Sequence, Set, Tuple
 
 from torch import Tensor
 
 from ipufit.core.batch import ProcessShard, local_indices
 from ipufit.core.train_config import outputs_wanted
+from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.execution_outputs import Collected
 from ipufit.engines.embedded.flat_optimizer import Rows
-from ipufit.engines.embedded.nan_detection import explained
+from ipufit.engines.embedded.nan_detection import refuse_loss
+from ipufit.engines.embedded.traced_step import Update
 from ipufit.engines.embedded.training_state import LiveState, Snapshot
-from ipufit.engines.embedded.update_runner import Update, UpdateMaker
+from ipufit.engines.embedded.update_runner import UpdateMaker
 from ipufit.engines.program import ExecutionResult, ProgramSpec
 from ipufit.errors import NonFiniteLossError
 
 if TYPE_CHECKING:
-    from ipufit.engines.embedded.engine import EmbeddedEngine
     from ipufit.engines.embedded.replay_update import Replay
 
 __all__ = ["Execution", "settings_of"]
@@ -45,7 +46,7 @@ class Execution:
 
     def __init__(
         self,
-        engine: EmbeddedEngine,
+        engine: EngineContext,
         spec: ProgramSpec,
         live: LiveState,
         maker: UpdateMaker,
@@ -85,10 +86,7 @@ class Execution:
         if self._replay is not None:
             return self._run_watched(self._replay)
         if self._maker.at_once:
-            anchors, _ = self.attempt(self._updates, None).to_anchors(
-                self._engine, self._settings()
-            )
-            return anchors
+            return self._fetch(self.attempt(self._updates, None))[0]
         return self._run_late()
 
     def _run_watched(self, replay: Replay) -> ExecutionResult:
@@ -103,8 +101,8 @@ class Execution:
                 self._go_back(snapshot)
                 self.attempt(self._updates[:lost], None)
             before = sum(batch.size for update in self._updates[:lost] for batch, _ in update)
-            raise explained(error, replay, self._updates[lost], before) from None
-        return collected.to_anchors(self._engine, self._settings())[0]
+            raise replay.explain(error, self._updates[lost], before) from None
+        return self._fetch(collected)[0]
 
     def _run_late(self) -> ExecutionResult:
         snapshot = self._live.snapshot()
@@ -118,7 +116,7 @@ class Execution:
                 # An update before this one may have been spoilt already: no loss was looked at.
                 self._live.restore(snapshot)
                 raise
-            anchors, finite = collected.to_anchors(self._engine, self._settings())
+            anchors, finite = self._fetch(collected)
             lost = self._first_lost_of_all(anchors.losses)
             bad = next((i for i, ok in enumerate(finite) if not ok and i not in left_out), None)
             if lost is not None and (bad is None or lost <= bad):
@@ -152,8 +150,8 @@ class Execution:
             first += len(update)
         return collected
 
-    def _settings(self) -> Dict[str, float]:
-        return settings_of(self._spec, self._live, self._rows)
+    def _fetch(self, collected: Collected) -> Tuple[ExecutionResult, List[bool]]:
+        return self._engine.fetch(collected, settings_of(self._spec, self._live, self._rows))
 
     def _first_lost(self, losses: Tensor) -> Optional[int]:
         """The first update with a loss that is not finite."""
@@ -177,7 +175,7 @@ class Execution:
         if self._shares is not None:
             self._maker.refuse_common(values, self._shares[lost])
         for value in values:
-            self._maker.refuse_non_finite(value)
+            refuse_loss(self._live, value)
 
 
 def settings_of(spec: ProgramSpec, live: LiveState, rows: Rows) -> Dict[str, float]:

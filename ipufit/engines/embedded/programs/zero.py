@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Dict, Tuple, Type
+from typing import Any, Dict, Tuple, Type
 
 from ipufit.core.batch import MicroBatch
+from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.flat_optimizer import Updater
-from ipufit.engines.embedded.training import TrainingProgram
+from ipufit.engines.embedded.programs.training import TrainingProgram
 from ipufit.engines.embedded.zero.optimizer import PartedUpdater
 from ipufit.engines.embedded.zero.state import StateParts
 from ipufit.engines.program import Prepared, ProgramSpec, TrainState
 from ipufit.errors import ConfigurationError
 from ipufit.optim.rules import rule_for
-
-if TYPE_CHECKING:
-    from ipufit.engines.embedded.engine import EmbeddedEngine
 
 __all__ = ["ShardedTrainingProgram"]
 
@@ -28,7 +26,7 @@ class ShardedTrainingProgram(TrainingProgram):
 
     updater_class: Type[PartedUpdater] = PartedUpdater
 
-    def __init__(self, engine: EmbeddedEngine, spec: ProgramSpec) -> None:
+    def __init__(self, engine: EngineContext, spec: ProgramSpec) -> None:
         known = engine.state_parts
         if known is None or known.optimizer is not spec.optimizer:
             assert spec.optimizer is not None

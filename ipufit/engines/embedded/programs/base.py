@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Dict, Iterator, List, Mapping, Sequence
+from typing import Dict, Iterator, List, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ipufit.core.batch import MicroBatch
 from ipufit.core.precision import check_precision
+from ipufit.engines.embedded.context import EngineContext
+from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.program import Prepared, ProgramSpec
 from ipufit.tracing.grad_step import public_name
 from ipufit.utils.malloc_policy import keep_freed_memory
@@ -21,16 +23,13 @@ from ipufit.utils.random_streams import (
     update_key,
 )
 
-if TYPE_CHECKING:
-    from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
-
 __all__ = ["BaseProgram", "on_host"]
 
 
 class BaseProgram:
     """The tensors of a program, and what is recorded for each size of micro-batch."""
 
-    def __init__(self, engine: EmbeddedEngine, spec: ProgramSpec) -> None:
+    def __init__(self, engine: EngineContext, spec: ProgramSpec) -> None:
         self._engine = engine
         self._spec = spec
         check_precision(spec.config.precision, spec.module)
@@ -43,21 +42,21 @@ class BaseProgram:
         self._device = named[0][1].device if named else torch.device("cpu")
         if self._device.type == "cpu":
             keep_freed_memory()
-        self._by_form: Dict[object, Recorded] = {}
+        self._by_form: Dict[object, TracedStep] = {}
 
-    def _record(self, example: MicroBatch) -> Recorded:
+    def _record(self, example: MicroBatch) -> TracedStep:
         raise NotImplementedError
 
-    def _recorded(self, batch: MicroBatch) -> Recorded:
+    def _recorded(self, batch: MicroBatch) -> TracedStep:
         # The data layer sees to it that micro-batches differ in nothing but size and memory layout.
         form = (batch.size, *[leaf.stride() for leaf in batch.leaves])
         if form not in self._by_form:
             self._by_form[form] = self._record(batch.to(self._device))
         return self._by_form[form]
 
-    def _recorded_for(self, batches: Sequence[MicroBatch]) -> List[Recorded]:
+    def _recorded_for(self, batches: Sequence[MicroBatch]) -> List[TracedStep]:
         """What is recorded for each."""
-        found: List[Recorded] = []
+        found: List[TracedStep] = []
         for batch, previous in zip(batches, (None, *batches)):
             alike = previous is not None and batch.shares_storage_with(previous)
             found.append(found[-1] if alike else self._recorded(batch))
@@ -79,7 +78,7 @@ class BaseProgram:
         return Prepared(outputs, recorded.reported().rules, recorded.micro.labels or ())
 
     @contextlib.contextmanager
-    def _computing(self, recorded: Sequence[Recorded]) -> Iterator[None]:
+    def _computing(self, recorded: Sequence[TracedStep]) -> Iterator[None]:
         """Without gradients of torch's own, and with random numbers of the program's own."""
         random = any(each.random for each in recorded)
         # Torch's generator has one user at a time: without need the data pipeline is not kept from
@@ -87,7 +86,7 @@ class BaseProgram:
         with torch.no_grad(), isolated(self._device) if random else contextlib.nullcontext():
             yield
 
-    def _seed(self, recorded: Recorded, update: int, place: int = 0) -> None:
+    def _seed(self, recorded: TracedStep, update: int, place: int = 0) -> None:
         if recorded.random:
             seed_generators(self._key(update, place), self._device)
 

@@ -10,26 +10,25 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 from ipufit.core.batch import CombinedBatch
 from ipufit.core.jit_modes import CUDAGRAPH
+from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.cuda_graphs.capture import Draw, Graph, GraphMaker
 from ipufit.engines.embedded.cuda_graphs.static_inputs import Sent, Static, keeps_its_form
-from ipufit.engines.embedded.execution import Execution, settings_of
 from ipufit.engines.embedded.execution_outputs import Collected
 from ipufit.engines.embedded.flat_optimizer import Rows, RuleUpdater
 from ipufit.engines.embedded.host_transfer import pack, unpack
 from ipufit.engines.embedded.loss_scale import ScaleState
+from ipufit.engines.embedded.programs.execution import Execution, settings_of
+from ipufit.engines.embedded.traced_step import TracedStep, Update
 from ipufit.engines.embedded.training_state import LiveState, Snapshot
-from ipufit.engines.embedded.update_runner import Update, UpdateMaker
+from ipufit.engines.embedded.update_runner import UpdateMaker
 from ipufit.engines.program import ExecutionResult, ProgramSpec
-
-if TYPE_CHECKING:
-    from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
 
 __all__ = ["CapturedExecutions"]
 
@@ -95,7 +94,7 @@ class CapturedExecutions:
 
     def __init__(
         self,
-        engine: EmbeddedEngine,
+        engine: EngineContext,
         spec: ProgramSpec,
         live: LiveState,
         device: torch.device,
@@ -258,7 +257,7 @@ class CapturedExecutions:
         def work(draw: Draw) -> None:
             first, scales = live.updates, [table.unbind() for table in static.tensors[blocks:]]
 
-            def seed(recorded: Recorded, update: int, place: int) -> None:
+            def seed(recorded: TracedStep, update: int, place: int) -> None:
                 if recorded.random:
                     draw(draws[update - first, place], self._key_of(update, place))
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Sequence
+from typing import Sequence
 
 import torch
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode, local_indices
-from ipufit.engines.embedded.base import BaseProgram, on_host
+from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.execution_outputs import Collected
+from ipufit.engines.embedded.programs.base import BaseProgram, on_host
+from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.program import ExecutionResult, ProgramSpec, TrainState
 from ipufit.tracing.grad_step import public_name
-
-if TYPE_CHECKING:
-    from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
 
 __all__ = ["InferenceProgram"]
 
@@ -21,14 +20,14 @@ __all__ = ["InferenceProgram"]
 class InferenceProgram(BaseProgram):
     """Forward passes, with the loss when evaluating. Works on the module's present weights."""
 
-    def __init__(self, engine: EmbeddedEngine, spec: ProgramSpec) -> None:
+    def __init__(self, engine: EngineContext, spec: ProgramSpec) -> None:
         super().__init__(engine, spec)
         parameters = [p.detach() for p in self._parameters.values()]
         self._state = [*parameters, *self._buffers.values()]
         self.updates = spec.first_update
         self._passes = 0
 
-    def _record(self, example: MicroBatch) -> Recorded:
+    def _record(self, example: MicroBatch) -> TracedStep:
         fixed = [*self._parameters, *self._buffers]
         return self._engine.record(self._spec, example, (), fixed, self._state, None)
 
@@ -51,7 +50,7 @@ class InferenceProgram(BaseProgram):
                 if self._spec.want_outputs:
                     collected.add_outputs(recorded, result, place)
         self._passes += sum(map(len, batch.sizes(self._spec.plan)))
-        return collected.to_anchors(self._engine)[0]
+        return self._engine.fetch(collected)[0]
 
     def read_state(self) -> TrainState:
         """The module's weights and buffers."""

@@ -12,11 +12,10 @@ from torch import Tensor
 from ipufit.core.batch import CombinedBatch, MicroBatch, ProcessShard, split_by_update
 from ipufit.core.jit_modes import AUTO, INDUCTOR, KERNELS
 from ipufit.core.precision import warn_of_vanishing_eps
-from ipufit.engines.embedded.base import BaseProgram, on_host
 from ipufit.engines.embedded.clipping import Finish
+from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.cuda_graphs.policy import graph_maker
 from ipufit.engines.embedded.ema import Averages
-from ipufit.engines.embedded.execution import Execution
 from ipufit.engines.embedded.execution_outputs import Collected
 from ipufit.engines.embedded.external_changes import follow_the_module
 from ipufit.engines.embedded.flat_optimizer import Rows, Updater, updater_for
@@ -25,9 +24,12 @@ from ipufit.engines.embedded.loss_scale import Scaler, ScaleState
 from ipufit.engines.embedded.optimizer_state_location import state_memory
 from ipufit.engines.embedded.optimizer_state_version import Publication
 from ipufit.engines.embedded.overlapped_reduction import Overlap, buckets_of
+from ipufit.engines.embedded.programs.base import BaseProgram, on_host
+from ipufit.engines.embedded.programs.execution import Execution
 from ipufit.engines.embedded.replicas import put_back
+from ipufit.engines.embedded.traced_step import TracedStep, Update
 from ipufit.engines.embedded.training_state import LiveState, Snapshot
-from ipufit.engines.embedded.update_runner import Update, UpdateMaker
+from ipufit.engines.embedded.update_runner import UpdateMaker
 from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, TrainState
 from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.tracing.fingerprint import FrozenValues
@@ -41,9 +43,8 @@ from ipufit.utils.random_streams import LOCK
 if TYPE_CHECKING:
     from ipufit.engines.embedded.autotune import JitAutotuner
     from ipufit.engines.embedded.batching import Merged
-    from ipufit.engines.embedded.cuda_graphs.training import CapturedExecutions
-    from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
     from ipufit.engines.embedded.inductor.compiled import CompiledUpdates
+    from ipufit.engines.embedded.programs.cuda_graph import CapturedExecutions
     from ipufit.engines.embedded.replay_update import Replay
     from ipufit.tracing.comparison import Comparison
     from ipufit.tracing.tolerance import Tolerance
@@ -58,7 +59,7 @@ class TrainingProgram(BaseProgram):
     the program's flat tensors, and the buffers of replica 0 are the module's own.
     """
 
-    def __init__(self, engine: EmbeddedEngine, spec: ProgramSpec) -> None:
+    def __init__(self, engine: EngineContext, spec: ProgramSpec) -> None:
         super().__init__(engine, spec)
         assert spec.optimizer is not None
         assert spec.loss is not None
@@ -73,12 +74,12 @@ class TrainingProgram(BaseProgram):
         warn_of_vanishing_eps(spec.optimizer)
         engine.replaying, engine.replays = None, False
         engine.lowered = engine.merging = None
-        makes_graphs = graph_maker(engine, spec.config, self._device)
+        makes_graphs = graph_maker(spec.config, self._device, engine.tape)
         self._live = self._make_live(tabled=makes_graphs is not None)
         self._captured: Optional[CapturedExecutions] = None
         if makes_graphs is not None:
             # Imported here, as below: what few runs need.
-            from ipufit.engines.embedded.cuda_graphs.training import CapturedExecutions
+            from ipufit.engines.embedded.programs.cuda_graph import CapturedExecutions
 
             self._captured = CapturedExecutions(
                 engine, spec, self._live, self._device, makes_graphs, self._key
@@ -113,7 +114,7 @@ class TrainingProgram(BaseProgram):
         from ipufit.engines.embedded.autotune import JitAutotuner
         from ipufit.engines.embedded.inductor.compiled import CompiledUpdates
 
-        compiled = CompiledUpdates(self._spec, self._live, engine.libraries, self._maker)
+        compiled = CompiledUpdates(self._spec, self._live, engine.libraries, self._maker.at_once)
         if is_auto:
             self._autotuner = engine.autotuner = JitAutotuner(compiled)
         else:
@@ -170,7 +171,7 @@ class TrainingProgram(BaseProgram):
         tensors = [views[n] if n in views else parameters[n].detach() for n in names]
         return [*tensors, *buffers.values()]
 
-    def _record(self, example: MicroBatch) -> Recorded:
+    def _record(self, example: MicroBatch) -> TracedStep:
         state = self._live.states[0] if self._live.states else self._collect_state(self._buffers)
         fixed = [*self._frozen, *self._buffers]
         recorded = self._engine.record(

@@ -8,22 +8,23 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, counts_by_rank
+from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.external_changes import refuse_replaced
 from ipufit.engines.embedded.fsdp.running import DividedRun
 from ipufit.engines.embedded.fsdp.updater import DividedUpdater
 from ipufit.engines.embedded.fsdp.weights import DividedWeights, pieces_of
-from ipufit.engines.embedded.inference import InferenceProgram
 from ipufit.engines.embedded.profiling.profile import DIVIDED
+from ipufit.engines.embedded.programs.inference import InferenceProgram
+from ipufit.engines.embedded.programs.zero import ShardedTrainingProgram
+from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.embedded.zero.optimizer import PartedUpdater
 from ipufit.engines.embedded.zero.state import cuts_of
-from ipufit.engines.embedded.zero.training import ShardedTrainingProgram
 from ipufit.engines.program import ExecutionResult, ProgramSpec, TrainState
 from ipufit.errors import ConfigurationError, NonFiniteLossError
 from ipufit.tracing.flat_storage import Block, FlatStorage
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.batching import Merged
-    from ipufit.engines.embedded.engine import EmbeddedEngine, Recorded
 
 __all__ = ["DividedInferenceProgram", "DividedTrainingProgram"]
 
@@ -37,7 +38,7 @@ class DividedTrainingProgram(ShardedTrainingProgram):
 
     updater_class: Type[PartedUpdater] = DividedUpdater
 
-    def __init__(self, engine: EmbeddedEngine, spec: ProgramSpec) -> None:
+    def __init__(self, engine: EngineContext, spec: ProgramSpec) -> None:
         self._weights: Optional[DividedWeights] = None
         super().__init__(engine, spec)
 
@@ -65,7 +66,7 @@ class DividedTrainingProgram(ShardedTrainingProgram):
         names = [*self._trained, *self._frozen]
         return [*(views[name] for name in names), *buffers.values()]
 
-    def _record(self, example: MicroBatch) -> Recorded:
+    def _record(self, example: MicroBatch) -> TracedStep:
         recorded = super()._record(example)
         assert self._weights is not None
         assert isinstance(recorded.lowered.run, DividedRun)
@@ -142,7 +143,7 @@ class DividedTrainingProgram(ShardedTrainingProgram):
 class DividedInferenceProgram(InferenceProgram):
     """Evaluates or predicts with parts: those of the training program, if there is one."""
 
-    def __init__(self, engine: EmbeddedEngine, spec: ProgramSpec) -> None:
+    def __init__(self, engine: EngineContext, spec: ProgramSpec) -> None:
         super().__init__(engine, spec)
         self._is_own = engine.divided is None
         self._events: Sequence[Tuple[str, int]] = ()
@@ -157,7 +158,7 @@ class DividedInferenceProgram(InferenceProgram):
         views = self._weights.views
         self._state = [*(views[name] for name in self._parameters), *self._buffers.values()]
 
-    def _record(self, example: MicroBatch) -> Recorded:
+    def _record(self, example: MicroBatch) -> TracedStep:
         recorded = super()._record(example)
         assert isinstance(recorded.lowered.run, DividedRun)
         recorded.lowered.run.take(self._weights)

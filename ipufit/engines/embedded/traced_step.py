@@ -1,0 +1,55 @@
+"""A traced micro-batch and how it runs: what every program of the embedded engine is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Callable, List, Optional, Sequence, Tuple
+
+from torch import Tensor, fx
+
+from ipufit.core.batch import MicroBatch
+from ipufit.engines.embedded.passes.select_kernels import Lowered
+from ipufit.tracing.grad_step import MicroStep
+from ipufit.tracing.results import OutputShape, Reported
+
+__all__ = ["Seeding", "TracedStep", "Update"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedStep:
+    """One micro-batch, ready to run.
+
+    Attributes:
+        run: takes weights, other state, batch leaves and a loss scale if there is one; returns the
+            reported numbers, outputs and flat gradients.
+        lowered: how it does so.
+        micro: what was recorded.
+        outputs: how the output tensors become the module's outputs.
+        reached: names of the parameters that a gradient reaches.
+        random: whether it may draw random numbers.
+        held: objects whose identity the recording depends on.
+        graph: what ``run`` runs; None where it runs the module itself.
+    """
+
+    run: Callable[..., List[Tensor]]
+    lowered: Lowered
+    micro: MicroStep
+    outputs: OutputShape
+    reached: Tuple[str, ...]
+    random: bool
+    held: Tuple[object, ...]
+    graph: Optional[fx.GraphModule]
+
+    def reported(self) -> Reported:
+        """What the numbers of the last run are.
+
+        The module itself, run without a recording, may report something else every time.
+        """
+        return self.micro.reported
+
+
+# The micro-batches of an update, each with the traced step that runs it.
+Update = Sequence[Tuple[MicroBatch, TracedStep]]
+
+# Starts the random numbers of a micro-batch, given its update and its place in it.
+Seeding = Callable[[TracedStep, int, int], None]
