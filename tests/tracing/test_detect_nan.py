@@ -371,7 +371,7 @@ def test_a_sum_of_gradients_that_overflows_is_told_apart():
 @pytest.mark.parametrize("way", ["auto", "graph"], indirect=True)
 def test_a_fault_of_the_recording_alone_is_found_in_it(monkeypatch, way):
     """Where the module itself is fine, the recorded graph is run node by node."""
-    original = engine_module.capture
+    original = context_module.capture
 
     def faulty(*args):
         graph = original(*args)

@@ -93,7 +93,7 @@ def perturbed(target):
 
 def with_fault(monkeypatch, place):
     """From now on, what is recorded has a fault in this node."""
-    original = engine_module.capture
+    original = context_module.capture
 
     def capture(*args):
         graph = original(*args)
@@ -159,7 +159,7 @@ def test_a_fault_is_told_with_all_that_it_spreads_to(monkeypatch, backward):
 
 def test_a_fault_of_a_lowering_is_told_apart(monkeypatch):
     """The graph is right then, and what runs in its place is not."""
-    original = engine_module.lower
+    original = context_module.lower
 
     def lower(graph, arguments, jit, sums=0):
         lowered = original(graph, arguments, jit, sums)
