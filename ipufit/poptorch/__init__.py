@@ -5,9 +5,8 @@ from ipufit.poptorch._accessor import AsynchronousDataAccessor
 from ipufit.poptorch._dataloader import DataLoader
 from ipufit.poptorch._devices import ipuHardwareIsAvailable, ipuHardwareVersion
 from ipufit.poptorch._impl import createPoptorchError, isRunningOnIpu, poptorchAtExit
-from ipufit.poptorch._loading import load
 from ipufit.poptorch._logging import logger, setLogLevel
-from ipufit.poptorch._models import inferenceModel, trainingModel
+from ipufit.poptorch._models import inferenceModel, load, trainingModel
 from ipufit.poptorch._options.group import RENAMED as _RENAMED
 from ipufit.poptorch._parsers import (
     ATTR_PREFIX,

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
 from ipufit.poptorch._data_process import DataProcess
-from ipufit.poptorch._data_worker import Settings
+from ipufit.poptorch._data_worker import WorkerSettings
 from ipufit.poptorch._errors import error
 from ipufit.poptorch.enums import SharingStrategy
 
@@ -79,7 +79,7 @@ class AsynchronousDataAccessor:
         self.rebatched_size = rebatched_size
         self._worker = DataProcess(
             dataset,
-            Settings(
+            WorkerSettings(
                 slots=buffer_size,
                 pause=miss_sleep_time_in_ms / 1000,
                 loads_on=bool(load_indefinitely),

@@ -1,4 +1,4 @@
-"""Tensors of a program that were asked for by name."""
+"""Tensors of a program that the user has anchored by name."""
 
 from __future__ import annotations
 
@@ -9,32 +9,31 @@ from torch import Tensor
 
 from ipufit.poptorch._device import Device
 from ipufit.poptorch._errors import error
-from ipufit.poptorch._recorded import Recorded, Returned
+from ipufit.poptorch._recorded_program import MicroBatchResults, RecordedProgram
 
-__all__ = ["Anchored"]
+__all__ = ["AnchoredTensors"]
 
 _GRADIENT, _UPDATED = "Gradient___", "UpdatedVar___"
 
 
-class Anchored:
+class AnchoredTensors:
     """Finds tensors under the names that PopTorch gives them.
 
-    Those of inputs, parameters, gradients, updated parameters and the optimizer's settings are its
-    own; what lies between the operators of forward is named after torch's operators, where PopART
-    has others.
+    Inputs, parameters, gradients, updated parameters and the optimizer's settings have PopTorch's
+    names. Activations are named after torch's operators, where PopART has others.
 
     Args:
-        names: those that are wanted.
+        names: names of the anchored tensors.
         recorded: the program.
         inputs: its number of inputs.
         device: its tensors.
-        settings: gives the numbers that the device has of the optimizer, by name.
+        settings: returns the numbers that the device has of the optimizer, by name.
     """
 
     def __init__(
         self,
         names: Sequence[str],
-        recorded: Recorded,
+        recorded: RecordedProgram,
         inputs: int,
         device: Device,
         settings: Callable[[], Mapping[str, float]],
@@ -46,50 +45,52 @@ class Anchored:
         self._settings = settings
 
     def check(self) -> None:
-        """Refuse a name that this engine does not know.
+        """Refuse a name that the program does not have.
 
         Raises:
-            Error: it names it.
+            Error: the name, and where to find those there are.
         """
-        known = self.known()
+        available_names = self.available_names()
         for name in self.names:
-            if name not in known:
+            if name not in available_names:
                 raise error(
                     f"no tensor of the program is called {name!r}. This engine knows those that "
                     "getTensorNames() lists, where operators have torch's names, not PopART's."
                 )
 
-    def known(self) -> List[str]:
-        """Every name that can be asked for."""
-        reached = self._recorded.reached
+    def available_names(self) -> List[str]:
+        """Return every name that can be anchored."""
+        with_gradient = self._recorded.with_gradient
         return [
             *self._inputs,
             *self._device.names,
             *(["loss"] if self._recorded.trace.training else []),
-            *(f"{_GRADIENT}{name}" for name in reached),
-            *(f"{_UPDATED}{name}" for name in reached),
+            *(f"{_GRADIENT}{name}" for name in with_gradient),
+            *(f"{_UPDATED}{name}" for name in with_gradient),
             *self._settings(),
             *self._recorded.activations,
         ]
 
-    def inner(self) -> List[str]:
-        """Of the wanted names, those of what lies between the operators of forward."""
+    def activations(self) -> List[str]:
+        """Return the anchored names that are results of operators inside forward."""
         return [name for name in dict.fromkeys(self.names) if name in self._recorded.activations]
 
-    def of(self, replica: int, leaves: Sequence[Tensor], returned: Returned) -> Dict[str, Tensor]:
-        """What a micro-batch has of the wanted tensors."""
+    def read(
+        self, replica: int, leaves: Sequence[Tensor], returned: MicroBatchResults
+    ) -> Dict[str, Tensor]:
+        """Return copies of the anchored tensors that a micro-batch has before the update."""
         if not self.names:
             return {}
-        found = dict(zip(self._inputs, leaves))
-        found.update(zip(self._device.names, self._device.state(replica)))
-        found.update((f"{_GRADIENT}{n}", g) for n, g in returned.gradients.items())
+        tensors = dict(zip(self._inputs, leaves))
+        tensors.update(zip(self._device.names, self._device.state(replica)))
+        tensors.update((f"{_GRADIENT}{n}", g) for n, g in returned.gradients.items())
         if returned.loss is not None:
-            found["loss"] = returned.loss
-        found.update((name, torch.tensor(value)) for name, value in self._settings().items())
-        return {name: found[name].clone() for name in self.names if name in found}
+            tensors["loss"] = returned.loss
+        tensors.update((name, torch.tensor(value)) for name, value in self._settings().items())
+        return {name: tensors[name].clone() for name in self.names if name in tensors}
 
     def complete(self, replica: int, values: Mapping[str, Tensor]) -> List[Tensor]:
-        """Add what is only there after the update; in the order of the names."""
+        """Return the anchored tensors in order, with parameters as they are after the update."""
         updated = {
             f"{_UPDATED}{name}": tensor
             for name, tensor in zip(self._device.names, self._device.state(replica))

@@ -1,7 +1,7 @@
-"""Values as JSON and tensors, and back; reading runs nothing that a file names.
+"""Encoder of values as JSON and tensors, and its decoder, which runs no code that a file names.
 
-A JSON object is always a tag with its content: ``{"tuple": [...]}``. Of classes only those that the
-program has imported already are looked up, and their code is not called.
+A JSON object is always a tag with its content: ``{"tuple": [...]}``. Only classes that the program
+has already imported are looked up, and none of their code is called.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ipufit.poptorch._errors import error
 
-__all__ = ["Decoder", "Encoder", "InvalidContent", "class_path", "known_class"]
+__all__ = ["Decoder", "Encoder", "InvalidContent", "class_path", "imported_class"]
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _DEVICES = ("cpu", "cuda", "meta")
@@ -31,42 +31,42 @@ _NAMED_IN_TORCH = {
 
 
 class InvalidContent(ValueError):
-    """A file says something that it can't say."""
+    """The content of a file is malformed, or not supported."""
 
 
 def class_path(kind: type) -> str:
-    """Module and qualified name, as ``"package.module:Class.Inner"``."""
+    """Return module and qualified name of a class, as ``"package.module:Class.Inner"``."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def known_class(path: Any, base: type) -> Optional[type]:
-    """The class of a path among the imported ones; None if it is not there, or no ``base``."""
+def imported_class(path: Any, base: type) -> Optional[type]:
+    """Return an already imported subclass of ``base`` by its path, or None if there is none."""
     if not isinstance(path, str) or path.count(":") != 1:
         raise InvalidContent(f"{path!r} is not the name of a class")
     module, _, name = path.partition(":")
-    found: Any = sys.modules.get(module)
+    target: Any = sys.modules.get(module)
     for part in name.split("."):
         # vars and not getattr: an attribute may be computed.
-        found = vars(found).get(part) if isinstance(found, (type, type(sys))) else None
-    return found if isinstance(found, type) and issubclass(found, base) else None
+        target = vars(target).get(part) if isinstance(target, (type, type(sys))) else None
+    return target if isinstance(target, type) and issubclass(target, base) else None
 
 
 class Encoder:
-    """Turns values into JSON, and collects their tensors.
+    """Encodes values as JSON, with their tensors beside it.
 
     Attributes:
-        tensors: what the JSON refers to, by name.
-        handlers: for further types: (type, tag, function that returns JSON).
+        tensors: the tensors that the JSON refers to, by name.
+        handlers: encoders of further types: (type, tag, function that returns JSON).
     """
 
     def __init__(self) -> None:
         self.tensors: Dict[str, Tensor] = {}
         self.handlers: List[Tuple[type, str, Callable[[Any], Any]]] = []
         # The tensors are kept: a number of one that is gone could come again.
-        self._seen: Dict[int, Tuple[str, Tensor]] = {}
+        self._numbered: Dict[int, Tuple[str, Tensor]] = {}
 
     def encode(self, value: Any) -> Any:
-        """A value as JSON.
+        """Encode a value as JSON.
 
         Raises:
             Error: a file can't hold a value of this type.
@@ -92,13 +92,13 @@ class Encoder:
                 f"a file holds dense tensors of real numbers, got one of {tensor.dtype} and "
                 f"{tensor.layout}. Convert it before you save."
             )
-        if id(tensor) not in self._seen:
-            name = f"t{len(self._seen)}"
-            self._seen[id(tensor)] = (name, tensor)
+        if id(tensor) not in self._numbered:
+            name = f"t{len(self._numbered)}"
+            self._numbered[id(tensor)] = (name, tensor)
             # A copy: safetensors refuses tensors that share memory.
             dense = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             self.tensors[name] = dense
-        name, _ = self._seen[id(tensor)]
+        name, _ = self._numbered[id(tensor)]
         if isinstance(tensor, nn.Parameter):
             return {"parameter": [name, tensor.requires_grad]}
         return {"tensor": name}
@@ -144,10 +144,10 @@ class Encoder:
 
 
 class Decoder:
-    """The opposite of an ``Encoder``; every name in the JSON is checked.
+    """Decodes the JSON of an ``Encoder``; every name in it is checked.
 
     Attributes:
-        handlers: for further tags, a function of the JSON.
+        handlers: decoders of further tags, functions of the JSON.
     """
 
     def __init__(self, tensors: Dict[str, Tensor]) -> None:
@@ -156,7 +156,7 @@ class Decoder:
         self.handlers: Dict[str, Callable[[Any], Any]] = {}
 
     def decode(self, data: Any) -> Any:
-        """The value of some JSON.
+        """Decode a value from JSON.
 
         Raises:
             InvalidContent: no value is written like this.
@@ -181,10 +181,10 @@ class Decoder:
             raise InvalidContent(f"a value of kind {tag!r} is malformed: {reason}") from reason
 
     def _named_in_torch(self, tag: str, name: Any) -> Any:
-        found = vars(torch).get(name)
-        if not isinstance(found, _NAMED_IN_TORCH[tag]):
+        value = vars(torch).get(name)
+        if not isinstance(value, _NAMED_IN_TORCH[tag]):
             raise InvalidContent(f"{name!r} is not a {tag}")
-        return found
+        return value
 
     def _read_float(self, text: Any) -> float:
         if text not in ("inf", "-inf", "nan"):
@@ -212,10 +212,10 @@ class Decoder:
 
     def _read_enum(self, names: Any) -> Any:
         kind, name = names
-        found = known_class(f"{_ENUMS}:{kind}", enum.Enum)
-        if found is None or name not in found.__members__:  # type: ignore[attr-defined]
+        enum_class = imported_class(f"{_ENUMS}:{kind}", enum.Enum)
+        if enum_class is None or name not in enum_class.__members__:  # type: ignore[attr-defined]
             raise InvalidContent(f"{kind}.{name} is not an option")
-        return found.__members__[name]  # type: ignore[attr-defined]
+        return enum_class.__members__[name]  # type: ignore[attr-defined]
 
     def _read_shape(self, parts: Any) -> Tensor:
         dtype, shape = parts
@@ -243,7 +243,7 @@ class Decoder:
 
     def _read_mapping(self, parts: Any) -> Any:
         path, items = parts
-        kind = known_class(path, dict)
+        kind = imported_class(path, dict)
         if kind is None:
             raise InvalidContent(
                 f"it has a dict of type {path!r}, which is not imported: import it first"
@@ -262,7 +262,7 @@ class Decoder:
         values = [self.decode(item) for item in _list(items)]
         if len(values) != len(fields):
             raise InvalidContent(f"a {path!r} has {len(fields)} fields")
-        kind: Any = known_class(path, tuple)
+        kind: Any = imported_class(path, tuple)
         if kind is None or getattr(kind, "_fields", None) != tuple(fields):
             name = path.rpartition(":")[2].rpartition(".")[2]
             kind = collections.namedtuple(name, fields)  # type: ignore[misc,no-redef]

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["CombinedBatch"]
+__all__ = ["BatchDivision"]
 
 
-class CombinedBatch(NamedTuple):
+class BatchDivision(NamedTuple):
     """The numbers that say how dimension 0 is divided."""
 
     device_iterations: int = 1

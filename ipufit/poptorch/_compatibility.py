@@ -120,7 +120,9 @@ def check_state(
             f"{filename} was compiled for a model with other parameters and buffers: "
             f"{'; '.join(texts) or 'their order'}. Build the model as it was when it was saved."
         )
-    missing = sorted(set(saved.recorded.reached) - {name for group in trained for name in group})
+    missing = sorted(
+        set(saved.recorded.with_gradient) - {name for group in trained for name in group}
+    )
     if missing:
         raise error(
             f"{filename} trains {', '.join(missing)}, which the optimizer has not, or which has "

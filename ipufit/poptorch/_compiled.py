@@ -7,24 +7,24 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence
 import torch
 from torch import Tensor, nn
 
-from ipufit.poptorch._anchors import Anchored
+from ipufit.poptorch._anchors import AnchoredTensors
 from ipufit.poptorch._arguments import Arguments
-from ipufit.poptorch._combined_batch import CombinedBatch
+from ipufit.poptorch._combined_batch import BatchDivision
 from ipufit.poptorch._counters import Counters
 from ipufit.poptorch._device import Device
 from ipufit.poptorch._dtype_cast import check_input, narrowed, narrowed_output
 from ipufit.poptorch._errors import error
-from ipufit.poptorch._execution import Execution, Shape
+from ipufit.poptorch._execution import CallShape, MicroBatchRunner
 from ipufit.poptorch._group import Group
 from ipufit.poptorch._hooks import _OverwriteContextManager, compile_hooks
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._loss_scale import ScalingSettings
 from ipufit.poptorch._modes import outside_inference_mode
-from ipufit.poptorch._optimizer import DeviceOptimizer
+from ipufit.poptorch._optimizer import CompiledOptimizer
 from ipufit.poptorch._placement import placed
 from ipufit.poptorch._precision import keeps_float64
 from ipufit.poptorch._program_files import through_cache
-from ipufit.poptorch._recorded import Recorded
+from ipufit.poptorch._recorded_program import RecordedProgram
 from ipufit.poptorch._recording import record
 from ipufit.poptorch._replica_grouping import ReplicaGrouping
 from ipufit.poptorch.enums import CommGroupType, OutputMode, ReductionType
@@ -33,7 +33,7 @@ from ipufit.poptorch.options import Options
 __all__ = ["Compiled"]
 
 
-def shape_of(options: Options) -> Shape:
+def shape_of(options: Options) -> CallShape:
     """The micro-batches of a call."""
     replicas, size = options.replication_factor, options.input_group_size
     groups = replicas // size
@@ -41,7 +41,7 @@ def shape_of(options: Options) -> Shape:
         members = tuple(replica % groups for replica in range(replicas))
     else:
         members = tuple(replica // size for replica in range(replicas))
-    return Shape(
+    return CallShape(
         options.device_iterations,
         options.Training.gradient_accumulation,
         replicas,
@@ -91,7 +91,7 @@ class Compiled:
         training: bool,
         groupings: Mapping[str, ReplicaGrouping],
         trained: Sequence[Sequence[str]],
-        recorded: Optional[Recorded] = None,
+        recorded: Optional[RecordedProgram] = None,
         wide: Optional[bool] = None,
     ) -> None:
         self._options = options
@@ -103,7 +103,7 @@ class Compiled:
         self.is_synthetic = bool(options._Popart.options.get("syntheticDataMode", 0))
         self.counters.enabled = not self.is_synthetic
         self.device = Device(parameters, buffers, shape.replicas, groupings, self.wide)
-        reached = [name for group in trained for name in group]
+        trainable_names = [name for group in trained for name in group]
         leaves = self._micro_batch(arguments)
         if recorded is None:
             state = self.device.example()
@@ -112,7 +112,7 @@ class Compiled:
                 recorded = record(
                     model,
                     state,
-                    reached,
+                    trainable_names,
                     arguments.rebuild,
                     leaves,
                     training,
@@ -132,13 +132,13 @@ class Compiled:
         self._execution = self._make_execution()
         self.anchors: Dict[str, Tensor] = {}
 
-    def _find_anchored(self, inputs: int) -> Anchored:
+    def _find_anchored(self, inputs: int) -> AnchoredTensors:
         wanted = [anchor[0] for anchor in self._options.anchored_tensors.values()]
-        return Anchored(wanted, self.recorded, inputs, self.device, self._numbers)
+        return AnchoredTensors(wanted, self.recorded, inputs, self.device, self._numbers)
 
     def _numbers(self) -> Dict[str, float]:
         updates = self.device.updates
-        return updates.anchors() if isinstance(updates, DeviceOptimizer) else {}
+        return updates.anchors() if isinstance(updates, CompiledOptimizer) else {}
 
     def check_anchors(self) -> None:
         """Refuse anchors that there are not; the optimizer's names are known once it is bound.
@@ -152,11 +152,11 @@ class Compiled:
             shown = "Sum" if mode == OutputMode.Sum else OutputMode(mode).name.upper()
             logger.debug("Anchored tensor %s %s/%d", name, shown, period)
 
-    def _make_execution(self) -> Execution:
+    def _make_execution(self) -> MicroBatchRunner:
         options = self._options
         reduction = options.Training.accumulation_and_replication_reduction_type
         popart = options._Popart.options
-        return Execution(
+        return MicroBatchRunner(
             self.recorded,
             self.device,
             self._shape,
@@ -176,7 +176,7 @@ class Compiled:
     def _micro_batch(self, arguments: Arguments) -> List[Tensor]:
         """The inputs of the first micro-batch, which stand for those of all others."""
         options = self._options
-        combined = CombinedBatch(
+        combined = BatchDivision(
             options.device_iterations,
             options.replication_factor,
             options.input_group_size,
@@ -213,7 +213,7 @@ class Compiled:
     def scale(self) -> float:
         """What the gradient of the loss starts from."""
         updates = self.device.updates
-        return updates.loss_scaling if isinstance(updates, DeviceOptimizer) else 1.0
+        return updates.loss_scaling if isinstance(updates, CompiledOptimizer) else 1.0
 
     @outside_inference_mode
     def run(self, arguments: Arguments, seed: int) -> Any:
@@ -258,7 +258,7 @@ class Compiled:
 
     def tensor_names(self) -> List[str]:
         """Names that can be anchored."""
-        return self._anchored.known()
+        return self._anchored.available_names()
 
 
 def _made_up(tensor: Tensor) -> Tensor:

@@ -13,9 +13,8 @@ from typing import Any
 import torch.multiprocessing
 
 from ipufit.poptorch._batch_reader import BatchReader
-from ipufit.poptorch._data_worker import Command, Settings, serve
+from ipufit.poptorch._data_worker import Command, FiledDataset, WorkerSettings, serve
 from ipufit.poptorch._errors import error
-from ipufit.poptorch._filed_dataset import FiledDataset
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch.enums import SharingStrategy
 
@@ -43,7 +42,7 @@ class DataProcess(BatchReader):
         Error: the process doesn't start, or the dataset has no first batch.
     """
 
-    def __init__(self, dataset: Any, settings: Settings, strategy: SharingStrategy) -> None:
+    def __init__(self, dataset: Any, settings: WorkerSettings, strategy: SharingStrategy) -> None:
         self._owner = os.getpid()
         self._process: Any = None
         context: Any = torch.multiprocessing.get_context(_START_METHODS[strategy])

@@ -6,23 +6,66 @@ import contextlib
 import enum
 import gc
 import multiprocessing
+import os
+import pickle
 import random
 import signal
 import sys
+import tempfile
 import time
 import traceback
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Callable, Iterable, Iterator, List, NamedTuple, NoReturn, Optional, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    NamedTuple,
+    NoReturn,
+    Optional,
+    Tuple,
+)
 
 import torch
 from torch import Tensor
 
 from ipufit.poptorch._batch_layout import Layout
-from ipufit.poptorch._filed_dataset import FiledDataset
 from ipufit.poptorch._ring_buffer import RingBufferWriter
 
-__all__ = ["Command", "DataWorker", "Event", "Settings", "serve"]
+__all__ = ["Command", "DataWorker", "Event", "FiledDataset", "WorkerSettings", "serve"]
+
+
+class FiledDataset:
+    """A dataset in a file that has no name: only this process and the one it starts can open it.
+
+    Its tensors are in it as bytes, where multiprocessing would move them to shared memory, of which
+    there may be too little.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  # open until it has been read
+        pickle.dump(dataset, self._file, protocol=4)
+        self._file.flush()
+
+    def close(self) -> None:
+        """Let go of the file, which the other process holds."""
+        self._file.close()
+
+    def __getstate__(self) -> Dict[str, Any]:
+        return {"_handle": reduction.DupFd(self._file.fileno())}
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        self._handle = state["_handle"]
+
+    def open(self) -> Any:
+        """The dataset, in the other process."""
+        with os.fdopen(self._handle.detach(), "rb") as file:
+            file.seek(0)
+            return pickle.load(file)
 
 
 def rebatched(batches: Iterable[List[Tensor]], rows: int) -> Iterator[Tuple[int, List[Tensor]]]:
@@ -75,7 +118,7 @@ class Event(enum.Enum):
     FAILED = "failed"  # (summary, traceback), before the exception itself: the last event
 
 
-class Settings(NamedTuple):
+class WorkerSettings(NamedTuple):
     """How batches are loaded.
 
     Attributes:
@@ -117,7 +160,7 @@ class DataWorker:
     """
 
     def __init__(
-        self, dataset: Any, settings: Settings, commands: Connection, events: Connection
+        self, dataset: Any, settings: WorkerSettings, commands: Connection, events: Connection
     ) -> None:
         self._dataset = dataset
         self._settings = settings
@@ -262,7 +305,7 @@ def _iterated(dataset: Any) -> Iterator[Any]:
 
 def serve(
     dataset: Any,
-    settings: Settings,
+    settings: WorkerSettings,
     commands: Connection,
     events: Connection,
     start_method: str,

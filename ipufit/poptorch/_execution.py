@@ -16,32 +16,32 @@ import torch
 from torch import Tensor
 
 from ipufit.poptorch._activations import returning
-from ipufit.poptorch._anchors import Anchored
+from ipufit.poptorch._anchors import AnchoredTensors
 from ipufit.poptorch._counters import Counters
 from ipufit.poptorch._device import Device
-from ipufit.poptorch._floating_point import Checked
+from ipufit.poptorch._floating_point import FloatChecker
 from ipufit.poptorch._group import Group
 from ipufit.poptorch._half import half_computed, makes_half
-from ipufit.poptorch._recorded import Recorded
+from ipufit.poptorch._recorded_program import RecordedProgram
 from ipufit.poptorch.enums import OutputMode
 from ipufit.utils.random_streams import isolated, micro_batch_key, seed_generators
 
-__all__ = ["Execution", "Shape"]
+__all__ = ["CallShape", "MicroBatchRunner"]
 
 _HOST = torch.device("cpu")
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
-    """How many micro-batches a call has, and whose results come back.
+class CallShape:
+    """Number of micro-batches in a call, and which of their results come back.
 
     Attributes:
         iterations: device iterations, weight updates when training.
         accumulation: micro-batches of a replica for one update.
         replicas: copies of the model.
         input_group: for each replica, the group whose input it reads.
-        output_mode: Default stands for nothing here.
-        period: of EveryN, in device iterations.
+        output_mode: any mode but Default, which is resolved before.
+        period: the period of EveryN, in device iterations.
     """
 
     iterations: int
@@ -67,18 +67,18 @@ class Shape:
         return self.iterations - 1, self.accumulation - 1
 
     def places(self) -> Iterator[Tuple[int, int, int]]:
-        """(iteration, accumulation step, replica) in stream order."""
+        """Yield (iteration, accumulation step, replica) in stream order."""
         for iteration in range(self.iterations):
             for step in range(self.accumulation):
                 for replica in range(self.replicas):
                     yield iteration, step, replica
 
     def input_place(self, iteration: int, step: int, replica: int) -> int:
-        """Which micro-batch of the combined batch this one reads."""
+        """Return the position in the combined batch of the micro-batch that a replica reads."""
         return (iteration * self.accumulation + step) * self.groups + self.input_group[replica]
 
     def returned(self, iteration: int, step: int) -> bool:
-        """Whether the results of these micro-batches come back one by one."""
+        """Return True if the results of these micro-batches come back one by one."""
         if self.output_mode == OutputMode.All:
             return True
         if self.output_mode == OutputMode.EveryN:
@@ -87,67 +87,69 @@ class Shape:
 
 
 class _Results:
-    """What comes back of the results of the micro-batches."""
+    """Collects the results of the micro-batches that come back, or their sum."""
 
-    def __init__(self, shape: Shape, count: int) -> None:
+    def __init__(self, shape: CallShape, count: int) -> None:
         self._shape = shape
-        self._kept: List[List[Tensor]] = [[] for _ in range(count)]
+        self._tensors: List[List[Tensor]] = [[] for _ in range(count)]
         self._sums: Dict[int, List[Tensor]] = {}
 
     def add(self, place: Tuple[int, int, int], results: Sequence[Tensor]) -> bool:
-        """Take the results of one micro-batch; whether something comes back now."""
+        """Add the results of a micro-batch, and return True if something is returned after it."""
         iteration, step, replica = place
         if self._shape.output_mode == OutputMode.Sum:
-            known = self._sums.get(replica)
-            if known is None:
+            partial_sum = self._sums.get(replica)
+            if partial_sum is None:
                 self._sums[replica] = [result.clone() for result in results]
             else:
-                self._sums[replica] = [a + b for a, b in zip(known, results)]
+                self._sums[replica] = [a + b for a, b in zip(partial_sum, results)]
             return (iteration, step) == self._shape.last
         if not self._shape.returned(iteration, step):
             return False
-        for kept, result in zip(self._kept, results):
-            kept.append(result.clone())
+        for tensors, result in zip(self._tensors, results):
+            tensors.append(result.clone())
         return True
 
-    def joined(self) -> List[Tensor]:
-        """One tensor per output: several micro-batches stand along the first dimension."""
+    def concatenated(self) -> List[Tensor]:
+        """Concatenate the results of all micro-batches along dimension 0, one tensor per output."""
         if self._sums:
-            self._kept = [list(each) for each in zip(*(self._sums[r] for r in sorted(self._sums)))]
-        return [_join(tensors) for tensors in self._kept]
+            self._tensors = [
+                list(each) for each in zip(*(self._sums[r] for r in sorted(self._sums)))
+            ]
+        return [_concat(tensors) for tensors in self._tensors]
 
 
-def _join(tensors: Sequence[Tensor]) -> Tensor:
+def _concat(tensors: Sequence[Tensor]) -> Tensor:
     if len(tensors) == 1:
         return tensors[0]
     return torch.cat(list(tensors)) if tensors[0].dim() else torch.stack(list(tensors))
 
 
-class Execution:
+class MicroBatchRunner:
     """Runs a recorded micro-batch as often as a call has it.
 
     Args:
-        recorded: the micro-batch.
-        device: its tensors.
-        shape: how many there are.
+        recorded: the program of one micro-batch.
+        device: the device's tensors.
+        shape: number of micro-batches.
         group: the processes whose replicas make an update together.
-        mean: whether gradients are averaged over accumulation steps and replicas, or added up.
-        scale: what the loss's gradient starts from.
-        counters: notes when inputs and outputs are there.
+        mean: average gradients over accumulation steps and replicas instead of adding them up.
+        scale: returns the initial gradient of the loss.
+        counters: records when inputs and outputs are there.
         anchored: further tensors that come back.
         check_floats: stop at the first operator whose result is no finite number.
     """
 
     def __init__(
         self,
-        recorded: Recorded,
+        recorded: RecordedProgram,
         device: Device,
-        shape: Shape,
+        shape: CallShape,
         group: Group,
         mean: bool,
         scale: Callable[[], float],
         counters: Counters,
-        anchored: Anchored,
+        anchored: AnchoredTensors,
         check_floats: bool = False,
     ) -> None:
         self._recorded = recorded
@@ -158,18 +160,18 @@ class Execution:
         self._scale = scale
         self._counters = counters
         self._anchored = anchored
-        self._inner = anchored.inner()
+        self._inner = anchored.activations()
         graph = returning(recorded.graph, [recorded.activations[name] for name in self._inner])
-        self._run: Callable[..., Sequence[Tensor]] = Checked(graph) if check_floats else graph
+        self._run: Callable[..., Sequence[Tensor]] = FloatChecker(graph) if check_floats else graph
         self._half = makes_half(recorded.graph)
         self._outputs = sum(recorded.outputs.computed)
 
     def run(self, inputs: Sequence[Tensor], seed: int) -> List[List[Tensor]]:
-        """One call.
+        """Run all micro-batches of one call.
 
         Args:
             inputs: combined batches, the device's own copies; changed where forward changes them.
-            seed: of the first iteration's random numbers; the next one's is the next number.
+            seed: seed of the first iteration's random numbers; each iteration adds one to it.
         Returns:
             The computed outputs of forward, and the tensors that were anchored.
         """
@@ -181,11 +183,11 @@ class Execution:
         pending: List[Tuple[Tuple[int, int, int], Mapping[str, Tensor]]] = []
         parts = [_parts(tensor, shape.micro_batches) for tensor in inputs]
         self._counters.begin(len(inputs), self._outputs)
-        with contextlib.ExitStack() as held:
-            held.enter_context(torch.no_grad())
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
             if recorded.random:
-                held.enter_context(isolated(_HOST))
-            held.enter_context(half_computed(self._half, [*inputs, *self._device.state(0)]))
+                stack.enter_context(isolated(_HOST))
+            stack.enter_context(half_computed(self._half, [*inputs, *self._device.state(0)]))
             for place in shape.places():
                 started = time.perf_counter()
                 leaves = [each[shape.input_place(*place)] for each in parts]
@@ -193,25 +195,25 @@ class Execution:
                 if recorded.random:
                     self._start_random_numbers(seed, place)
                 tensors = self._micro_batch(place[2], leaves)
-                own = len(tensors) - len(self._inner)
-                returned, inner = recorded.returned(tensors[:own]), tensors[own:]
+                count = len(tensors) - len(self._inner)
+                returned, inner = recorded.returned(tensors[:count]), tensors[count:]
                 ready = time.perf_counter()
                 if results.add(place, returned.outputs):
                     self._counters.output(ready, time.perf_counter())
                 if returned.large is not None:
                     large.append(returned.large)
                 self._accumulate(total, place[2], returned.gradients)
-                found = self._anchored.of(place[2], leaves, returned)
-                pending.append((place, {**found, **dict(zip(self._inner, inner))}))
+                anchored = self._anchored.read(place[2], leaves, returned)
+                pending.append((place, {**anchored, **dict(zip(self._inner, inner))}))
                 if place[1:] == (shape.accumulation - 1, shape.replicas - 1):
                     self._update(total, large)
                     for each, values in pending:
                         anchors.add(each, self._anchored.complete(each[2], values))
                     total, large, pending = {}, [], []
-        return [results.joined(), anchors.joined()]
+        return [results.concatenated(), anchors.concatenated()]
 
     def _start_random_numbers(self, seed: int, place: Tuple[int, int, int]) -> None:
-        """Those of ``ipufit.Model`` for the same number of an update, and place in it."""
+        """Seed the generators as ``ipufit.Model`` does for this update and micro-batch."""
         iteration, step, replica = place
         within = self._group.place(step, replica, self._shape.replicas)
         seed_generators(micro_batch_key(seed + iteration, within), _HOST)
@@ -245,7 +247,7 @@ class Execution:
 
 
 def _parts(tensor: Tensor, count: int) -> List[Tensor]:
-    """The micro-batches of a combined batch, as views of it."""
+    """Return the micro-batches of a combined batch, as views of it."""
     if count == 1:
         return [tensor]
     size = tensor.shape[0] // count

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import secrets
 import sys
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Callable, Dict, List, Mapping, Optional, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,22 +20,58 @@ from ipufit.poptorch._compiled import Compiled
 from ipufit.poptorch._device_allocation import DeviceAllocation, acquire
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._files import Path
-from ipufit.poptorch._host import Host, check_module
+from ipufit.poptorch._host_weights import HostWeights, check_module
 from ipufit.poptorch._inspection import Inspection
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._optimizer_link import OptimizerLink
 from ipufit.poptorch._options.ignored import report_ignored
-from ipufit.poptorch._options.of_model import of_model
+from ipufit.poptorch._options.model_options import model_options
 from ipufit.poptorch._printing import module_repr
 from ipufit.poptorch._replica_grouping import ParameterProxy, ReplicaGrouping
-from ipufit.poptorch._results import without_backward
-from ipufit.poptorch._spans import spanned
 from ipufit.poptorch._tracing import untraced
 from ipufit.poptorch.enums import ConnectionType
 from ipufit.poptorch.optim import SGD
 from ipufit.poptorch.options import Options
 
 __all__ = ["PoplarExecutor"]
+
+
+def without_backward(result: Any) -> Any:
+    """Outputs that say why there is nothing to go back through."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise error(
+            "backward() cannot be called explicitly on outputs of a PopTorch model. If you're "
+            "using a trainingModel, the backwards pass is performed automatically when invoking "
+            "the model. If you're using an inferenceModel, you should use a trainingModel instead."
+        )
+
+    def visit(value: Any) -> None:
+        if isinstance(value, (list, tuple)):
+            for each in value:
+                visit(each)
+        elif isinstance(value, dict):
+            visit(list(value.values()))
+        elif isinstance(value, Tensor):
+            value.backward = refuse  # type: ignore[method-assign]
+
+    visit(result)
+    return result
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def spanned(method: F) -> F:
+    """Make every call a span of the method's name on the channel ``self._profiling``."""
+
+    @functools.wraps(method)
+    def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._profiling.tracepoint(method.__name__):
+            return method(self, *args, **kwargs)
+
+    return measured  # type: ignore[return-value]
+
 
 _NO_PROGRAM = (
     "Model has not been compiled or has been destroyed. Call it with inputs, or call compile(), "
@@ -67,7 +104,7 @@ class PoplarExecutor(Inspection):
         self._model = model
         self._training = training
         self._version = poptorch_version
-        self._options = of_model(options, training)
+        self._options = model_options(options, training)
         self._parser = ArgumentParser(model)
         self._executable: Optional[Compiled] = None
         self._allocation: Optional[DeviceAllocation] = None
@@ -86,7 +123,7 @@ class PoplarExecutor(Inspection):
         elif optimizer is not None:
             raise AssertionError("Optimizer should be None for inference, got one. Leave it out.")
         self._options._freeze()
-        self._host = Host(self, self._user_model, training)
+        self._host = HostWeights(self, self._user_model, training)
         kind = "trainingModel" if training else "inferenceModel"
         self._profiling = profiling.Channel(f"poptorch.{kind}")
 

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from ipufit.poptorch.poptorch_core import UnrecoverableError
 
-__all__ = ["Checked"]
+__all__ = ["FloatChecker"]
 
 # Comparisons that have no answer for a NaN.
 _ORDERING = ("aten::lt", "aten::le", "aten::gt", "aten::ge")
@@ -19,7 +19,7 @@ _ORDERING = ("aten::lt", "aten::le", "aten::gt", "aten::ge")
 _UNFILLED = ("aten::empty", "aten::new_empty")
 
 
-class Checked(fx.Interpreter):
+class FloatChecker(fx.Interpreter):
     """Runs a graph and looks at every result.
 
     NaN and infinities that come in are passed on, as a device does: moving one is no exception.

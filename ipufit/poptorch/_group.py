@@ -1,11 +1,11 @@
-"""The processes that train one model together: ``options.Distributed`` with more than one.
+"""Process group that trains one model: ``options.Distributed`` with more than one process.
 
 PopTorch hands PopART ``num_processes * replicationFactor`` as the global replication factor and
 ``process_id * replicationFactor`` as this process's first replica
 (``popart_compiler/source/Compiler.cpp`` of PopTorch 3.4). A gradient is summed over all of these
-replicas, and divided by their number where it is a mean; random numbers are apart on each of them.
-Nothing else is common: each process brings weights and inputs of its own over, and gets back what
-its own replicas have computed.
+replicas, and divided by their number where it is a mean; random numbers differ between them.
+Nothing else is shared: each process uploads weights and inputs of its own, and gets back what its
+own replicas have computed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ __all__ = ["Group"]
 
 
 class Group:
-    """All processes, as one of them sees them.
+    """All processes of a run, as one of them sees them.
 
     Args:
-        options: say how many there are, and which this is.
-        training: whether they have gradients to add up. Inference needs no other process.
+        options: number of processes, and the index of this one.
+        training: whether gradients are added up. Inference needs no other process.
 
     Attributes:
-        count: how many processes' replicas make an update.
-        number: of this one among them.
+        count: number of processes whose replicas make an update.
+        number: index of this process.
     """
 
     def __init__(self, options: Options, training: bool) -> None:
@@ -44,18 +44,18 @@ class Group:
         self._written = 0
 
     def check(self, device: Device) -> None:
-        """Make sure that the environment knows of the same processes; nobody is spoken to.
+        """Check that the environment has the same processes, without communicating.
 
         Raises:
             Error: it does not, or replicas have parameters of their own.
         """
         if not self._trains:
             return
-        known = current()
-        if (known.process_id, known.num_processes) != (self.number, self.count):
+        processes = current()
+        if (processes.process_id, processes.num_processes) != (self.number, self.count):
             says = "nothing of other processes"
-            if known.is_distributed:
-                says = f"process {known.process_id} of {known.num_processes}"
+            if processes.is_distributed:
+                says = f"process {processes.process_id} of {processes.num_processes}"
             raise error(
                 "a training model must reach the other processes that options.Distributed speaks "
                 f"of, which makes this process {self.number} of {self.count}, but the environment "
@@ -69,14 +69,14 @@ class Group:
                 f"processes train, which ipufit.poptorch does not cut up, but {device.grouped[0]!r}"
                 " has several copies. Leave replicaGrouping out, or train in one process."
             )
-        self._processes = known
+        self._processes = processes
 
     def begin(self, device: Device, **facts: Any) -> None:
-        """Make sure that all processes are about to run the same program on the same weights.
+        """Check that all processes are about to run the same program on the same weights.
 
         Args:
-            device: of this process.
-            facts: what the programs must have in common.
+            device: device of this process.
+            facts: properties that the programs must have in common.
         Raises:
             ProcessError: another process has gone.
             Error: they are not alike; an IPU would hang, or train different models.
@@ -84,26 +84,26 @@ class Group:
         if not self._trains:
             return
         assert self._processes is not None, "checked when the device was taken"
-        fresh = device.writes != self._written
-        told = self._processes.gather({"fresh": fresh, **facts})
+        rewritten = device.writes != self._written
+        reports = self._processes.gather({"fresh": rewritten, **facts})
         for name in facts:
-            for process, each in enumerate(told):
-                if each[name] != told[0][name]:
+            for process, each in enumerate(reports):
+                if each[name] != reports[0][name]:
                     shown = name.replace("_", " ")
                     raise error(
                         f"all processes must run the same program, but process 0 has {shown} "
-                        f"{told[0][name]} and process {process} has {each[name]}. Give all of "
+                        f"{reports[0][name]} and process {process} has {each[name]}. Give all of "
                         "them the same options, and inputs of the same shapes."
                     )
-        if any(each["fresh"] for each in told):
+        if any(each["fresh"] for each in reports):
             self._compare_weights(device)
         self._written = device.writes
 
     def _compare_weights(self, device: Device) -> None:
         assert self._processes is not None
-        told: List[Dict[str, str]] = self._processes.gather(_digests(device))
-        for process, each in enumerate(told):
-            for name, digest in told[0].items():
+        digests: List[Dict[str, str]] = self._processes.gather(_digests(device))
+        for process, each in enumerate(digests):
+            for name, digest in digests[0].items():
                 if each.get(name) != digest:
                     raise error(
                         "all processes must begin with the same weights, as PopTorch does not "
@@ -113,13 +113,13 @@ class Group:
                     )
 
     def add(self, gradients: Mapping[Any, Tensor]) -> None:
-        """Each becomes the sum over all processes, in place."""
+        """Sum each gradient over all processes, in place."""
         if self._trains:
             assert self._processes is not None
             self._processes.add(list(gradients.values()))
 
     def all_of(self, numbers: Sequence[Tensor]) -> List[Tensor]:
-        """The tensors of shape () that each process has as many of as this one."""
+        """Gather scalar tensors from all processes, each of which has as many of them."""
         if not self._trains or not numbers:
             return list(numbers)
         assert self._processes is not None
@@ -128,14 +128,14 @@ class Group:
         return list(torch.cat(rows))
 
     def place(self, step: int, replica: int, replicas: int) -> int:
-        """Where a micro-batch of this process stands in an update of all processes."""
+        """Return the position of a micro-batch of this process in an update of all processes."""
         return (step * self.count + self.number) * replicas + replica
 
 
 def _digests(device: Device) -> Dict[str, str]:
-    """By name, what tells the parameters from others."""
-    found = {}
+    """Hash each parameter of the device, by name."""
+    digests = {}
     for name, part in device.parts(device.parameters).items():
         data = part.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        found[name] = hashlib.sha256(data).hexdigest()[:16]
-    return found
+        digests[name] = hashlib.sha256(data).hexdigest()[:16]
+    return digests

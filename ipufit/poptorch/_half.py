@@ -39,7 +39,7 @@ _LACKING: Set[Any] = {
 
 
 def makes_half(graph: fx.GraphModule) -> bool:
-    """Whether a graph has float16 of its own: a constant, or a conversion to it."""
+    """Return True if a graph has a float16 constant, or converts something to float16."""
     return any(
         getattr(graph, node.target).dtype == _HALF
         if node.op == "get_attr"
@@ -48,20 +48,20 @@ def makes_half(graph: fx.GraphModule) -> bool:
     )
 
 
-def half_computed(made: bool, tensors: Iterable[Tensor]) -> ContextManager[Any]:
-    """While a graph runs: let every operator of torch take float16.
+def half_computed(makes_half_values: bool, tensors: Iterable[Tensor]) -> ContextManager[Any]:
+    """Let every operator take float16 while a graph runs.
 
     Args:
-        made: whether the graph makes some.
-        tensors: what the graph is given.
+        makes_half_values: whether the graph itself makes float16 tensors.
+        tensors: inputs of the graph.
     """
-    if made or _has_half(list(tensors)):
+    if makes_half_values or _has_half(list(tensors)):
         return _HalfComputed()  # type: ignore[no-untyped-call]
     return contextlib.nullcontext()
 
 
 class _HalfComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tries each operator as it is; torch knows which of them it lacks."""
+    """Calls each operator, and computes in float32 those that torch lacks for float16."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Any = None
@@ -78,13 +78,13 @@ class _HalfComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _in_single(func, args, kwargs)
 
 
-def _has_half(given: Sequence[Any]) -> bool:
-    dtypes = (value for value in given if isinstance(value, torch.dtype))
-    return _HALF in dtypes or any(tensor.dtype == _HALF for tensor in tensors_in(given))
+def _has_half(values: Sequence[Any]) -> bool:
+    dtypes = (value for value in values if isinstance(value, torch.dtype))
+    return _HALF in dtypes or any(tensor.dtype == _HALF for tensor in tensors_in(values))
 
 
 def _in_single(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call an operator on float32 copies, and give back what it would give of float16."""
+    """Call an operator on float32 copies, and round its results to float16."""
     wide: Dict[int, Tensor] = {}
 
     def widened(value: Any) -> Any:
@@ -93,26 +93,26 @@ def _in_single(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         return torch.float32 if isinstance(value, torch.dtype) and value == _HALF else value
 
     result = func(*tree_map(widened, tuple(args)), **tree_map(widened, dict(kwargs)))
-    own: Dict[int, Tensor] = {}
+    originals: Dict[int, Tensor] = {}
     for value in written(func, args, kwargs):
         if id(value) in wide:
             copy = wide[id(value)]
-            own[id(copy)] = value.copy_(copy)
+            originals[id(copy)] = value.copy_(copy)
     rounds = _rounds([*args, *kwargs.values()])
 
     def rounded(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if id(value) in own:
-            return own[id(value)]
+        if id(value) in originals:
+            return originals[id(value)]
         return value.to(_HALF) if rounds and value.dtype == torch.float32 else value
 
     return tree_map(rounded, result)
 
 
-def _rounds(given: Sequence[Any]) -> bool:
-    """Whether results are float16: by the type that was asked for, or as torch promotes types."""
-    asked = [value for value in given if isinstance(value, torch.dtype)]
-    if asked:
-        return asked[0] == _HALF
-    return not any(tensor.dtype == torch.float32 and tensor.dim() for tensor in tensors_in(given))
+def _rounds(values: Sequence[Any]) -> bool:
+    """Return True if results are float16: by a dtype argument, or by torch's type promotion."""
+    dtypes = [value for value in values if isinstance(value, torch.dtype)]
+    if dtypes:
+        return dtypes[0] == _HALF
+    return not any(tensor.dtype == torch.float32 and tensor.dim() for tensor in tensors_in(values))

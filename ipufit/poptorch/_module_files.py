@@ -1,4 +1,4 @@
-"""A module as values of a file, and a module of the same classes back.
+"""Encode a module as plain values, and rebuild a module of the same classes from them.
 
 A file may only name classes, and only those that the program has imported already are used. Neither
 their constructors nor any other code of theirs runs while reading; torch's own modules restore
@@ -14,7 +14,7 @@ from typing import Any, Dict, List, Tuple
 import torch
 from torch import Tensor, nn
 
-from ipufit.poptorch._codec import Encoder, InvalidContent, class_path, known_class
+from ipufit.poptorch._codec import Encoder, InvalidContent, class_path, imported_class
 from ipufit.poptorch._errors import Error, error
 from ipufit.poptorch._wrapped import isWrapped
 
@@ -29,7 +29,7 @@ class UnknownClass(Exception):
 
 
 class WeightsOnly(nn.Module):
-    """Stands for a module whose class is not imported: its weights under their names.
+    """Replaces a module whose class is not imported, with its weights under their names.
 
     Args:
         path: the class, as "module:name".
@@ -40,7 +40,7 @@ class WeightsOnly(nn.Module):
         self.class_path = path
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Not known.
+        """Refuse the call, because the module's code is not there.
 
         Raises:
             Error: always.
@@ -54,7 +54,7 @@ class WeightsOnly(nn.Module):
 
 
 def module_to_values(model: nn.Module) -> List[Dict[str, Any]]:
-    """A module and those in it, as values that ``write_file`` takes.
+    """Convert a module and its submodules to values that ``write_file`` takes.
 
     Raises:
         Error: it has hooks, or an attribute that a file can't hold; the message says where.
@@ -68,8 +68,8 @@ def module_to_values(model: nn.Module) -> List[Dict[str, Any]]:
 def _one(module: nn.Module, name: str, order: Dict[int, int]) -> Dict[str, Any]:
     kind = type(module)._poptorch_plain if isWrapped(module) else type(module)  # type: ignore[attr-defined]
     # What torch's own modules leave out of a file, they make anew.
-    own = getattr(kind, "__getstate__", None) if _is_torchs(kind) else None
-    state = module.__dict__ if own is None else own(module)
+    getstate = getattr(kind, "__getstate__", None) if _is_torchs(kind) else None
+    state = module.__dict__ if getstate is None else getstate(module)
     for key, value in state.items():
         if key in _OWN and key.endswith("_hooks") and value:
             raise error(
@@ -115,7 +115,7 @@ def _is_torchs(kind: type) -> bool:
 
 
 def module_from_values(values: Any) -> nn.Module:
-    """The module of ``module_to_values``, with classes that are imported in this program.
+    """Rebuild the module of ``module_to_values`` with classes that are imported in this program.
 
     Raises:
         UnknownClass: one is not.
@@ -136,7 +136,7 @@ def module_from_values(values: Any) -> nn.Module:
 
 
 def _empty(path: Any) -> nn.Module:
-    kind = known_class(path, nn.Module)
+    kind = imported_class(path, nn.Module)
     if kind is None:
         raise UnknownClass(path)
     module: nn.Module = object.__new__(kind)
@@ -179,14 +179,16 @@ def _function(path: Any) -> Any:
 
 @functools.lru_cache(maxsize=None)
 def _functions() -> Dict[str, Any]:
-    """Activations and the like, which modules keep as attributes: what computes, nothing else."""
-    found = {}
+    """Map paths to functions of torch that modules have as attributes, such as activations."""
+    functions = {}
     for name, value in vars(nn.functional).items():
-        own = getattr(value, "__module__", None) == nn.functional.__name__ and callable(value)
-        if own or isinstance(value, types.BuiltinFunctionType):
-            found[f"{nn.functional.__name__}:{name}"] = value
+        defined_here = getattr(value, "__module__", None) == nn.functional.__name__ and callable(
+            value
+        )
+        if defined_here or isinstance(value, types.BuiltinFunctionType):
+            functions[f"{nn.functional.__name__}:{name}"] = value
     for name in dir(torch._C._VariableFunctions):
         value = vars(torch).get(name)
         if not name.startswith("_") and name != "from_file" and callable(value):
-            found[f"torch:{name}"] = value
-    return found
+            functions[f"torch:{name}"] = value
+    return functions

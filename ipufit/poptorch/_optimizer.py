@@ -21,15 +21,15 @@ from ipufit.poptorch._optimizer_base import DeviceState
 from ipufit.poptorch._optimizer_changes import check_replacement
 from ipufit.poptorch._optimizer_rules import PREFIXES, counts_steps, group_of, initial, rule_of
 from ipufit.poptorch._optimizer_scalars import LOSS_SCALING, Factors, exported, imported
-from ipufit.poptorch._optimizer_settings import Settings, Value
+from ipufit.poptorch._optimizer_settings import OptimizerSettings, Value
 from ipufit.tracing.capture import capture
 from ipufit.tracing.flat_storage import Block, FlatStorage
 
-__all__ = ["DeviceOptimizer"]
+__all__ = ["CompiledOptimizer"]
 
 
 @dataclasses.dataclass
-class Member:
+class WeightState:
     """One weight.
 
     Attributes:
@@ -50,23 +50,25 @@ class Member:
 
 
 @dataclasses.dataclass
-class Part:
+class UpdateBucket:
     """Weights that lie side by side and are updated with the same numbers."""
 
-    members: List[Member]
+    members: List[WeightState]
     block: Block
     rule: Rule
     state: Dict[str, Tensor]
 
 
-def lay_out(members: Sequence[Member], rules: Sequence[Rule]) -> Tuple[FlatStorage, List[Part]]:
+def lay_out(
+    members: Sequence[WeightState], rules: Sequence[Rule]
+) -> Tuple[FlatStorage, List[UpdateBucket]]:
     """Put side by side what is updated with the same numbers; the memory of all of it moves.
 
     Args:
         members: the weights.
         rules: that of each group.
     """
-    alike: Dict[Tuple[object, ...], List[Member]] = {}
+    alike: Dict[Tuple[object, ...], List[WeightState]] = {}
     for member in members:
         weight, numbers = member.weight, tuple(member.numbers.values())
         # NaN, which may have been written, is not equal to itself.
@@ -78,7 +80,7 @@ def lay_out(members: Sequence[Member], rules: Sequence[Rule]) -> Tuple[FlatStora
         for bucket in alike.values()
     ]
     storage = FlatStorage(blocks)
-    parts: List[Part] = []
+    parts: List[UpdateBucket] = []
     for bucket, block in zip(alike.values(), storage.blocks):
         rule = rules[block.group]
         state = {
@@ -87,17 +89,17 @@ def lay_out(members: Sequence[Member], rules: Sequence[Rule]) -> Tuple[FlatStora
         }
         for member, slot in zip(bucket, block.slots):
             member.state = {name: slot.view(whole) for name, whole in state.items()}
-        parts.append(Part(bucket, block, rule, state))
+        parts.append(UpdateBucket(bucket, block, rule, state))
     return storage, parts
 
 
-def differ(members: Sequence[Member]) -> bool:
+def differ(members: Sequence[WeightState]) -> bool:
     """Say whether parameters can't be updated with the same numbers any more."""
     first = members[0]
     return any(m.updates != first.updates or m.numbers != first.numbers for m in members)
 
 
-class DeviceOptimizer:
+class CompiledOptimizer:
     """One optimizer of a compiled training program.
 
     Args:
@@ -115,7 +117,7 @@ class DeviceOptimizer:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: OptimizerSettings,
         groups: Sequence[Sequence[str]],
         parameters: Mapping[str, Tensor],
         factors: Optional[Factors] = None,
@@ -129,7 +131,7 @@ class DeviceOptimizer:
         # The device's numbers that were written to it and are not those of the settings.
         self._written: Dict[str, float] = {}
         self._graphs: Dict[Tuple[object, ...], Callable[..., Any]] = {}
-        self._parts: List[Part] = []
+        self._parts: List[UpdateBucket] = []
         self._rules = [rule_of(settings, group) for group in range(len(groups))]
         self._members = [
             self._member(name, group, parameters[name])
@@ -141,7 +143,7 @@ class DeviceOptimizer:
         self._log()
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> OptimizerSettings:
         """The present ones."""
         return self._settings
 
@@ -155,12 +157,12 @@ class DeviceOptimizer:
         """In which type gradients of a weight of this type are to be added up."""
         return self._settings.accumulator(weight)
 
-    def _member(self, name: str, group: int, weight: Tensor) -> Member:
+    def _member(self, name: str, group: int, weight: Tensor) -> WeightState:
         numbers = self._numbers(name, group)
         state = {
             key: initial(self._settings, key, weight, numbers) for key in self._rules[group].tensors
         }
-        return Member(name, group, weight, 0.0, numbers, state)
+        return WeightState(name, group, weight, 0.0, numbers, state)
 
     def _numbers(self, name: str, group: int) -> Dict[str, float]:
         return imported(self._settings, group, name, self._factors, self._written)
@@ -172,7 +174,7 @@ class DeviceOptimizer:
     def _lay_out(self) -> None:
         self._storage, self._parts = lay_out(self._members, self._rules)
 
-    def set(self, settings: Settings) -> None:
+    def set(self, settings: OptimizerSettings) -> None:
         """Take other settings; numbers that were written to the device are gone then.
 
         Raises:
@@ -283,7 +285,7 @@ class DeviceOptimizer:
         scales = {FINAL_SCALE: self.loss_scaling, UPDATE_FACTOR: self._automatic.factor}
         return {**self.numbers(), **scales}
 
-    def _named(self, member: Member) -> Dict[str, Tensor]:
+    def _named(self, member: WeightState) -> Dict[str, Tensor]:
         prefixes = PREFIXES[self._settings.kind]
         return {prefixes[key] + member.name: tensor for key, tensor in member.state.items()}
 

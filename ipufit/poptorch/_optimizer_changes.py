@@ -1,4 +1,4 @@
-"""What may change about an optimizer once its program is compiled."""
+"""Checks of an optimizer's attributes and settings once its program is compiled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ipufit.poptorch import optim
 from ipufit.poptorch._errors import Error, error
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._optimizer_reading import class_of, kind_of
-from ipufit.poptorch._optimizer_settings import Kind, Settings, Values
+from ipufit.poptorch._optimizer_settings import OptimizerKind, OptimizerSettings, Values
 
 __all__ = ["AttributeTracker", "check_replacement", "select_mean_strategy"]
 
@@ -43,7 +43,7 @@ _PLAIN = (
 
 
 class AttributeTracker:
-    """Notices attributes that appear after the first optimizer, and classes of the user's.
+    """Reports attributes that appear after the first optimizer, and user-defined subclasses.
 
     Args:
         relax: say it only in the debug log (``Options.relaxOptimizerAttributesChecks``).
@@ -53,14 +53,14 @@ class AttributeTracker:
         self._log = logger.debug if relax else logger.warning
         self._own: Set[str] = set(_TORCHS)
         self._grouped: Set[str] = {"params", *_TORCHS}
-        self._begun = False
-        self._said: Set[str] = set()
+        self._has_first = False
+        self._reported: Set[str] = set()
 
     def look(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at an optimizer that is about to be set.
+        """Check an optimizer that is about to be set.
 
-        The first one may have any attributes; one that a later one has besides is ignored, and
-        said once.
+        The first one may have any attributes; an attribute that only a later one has is ignored,
+        and reported once.
         """
         name = type(optimizer).__name__
         if type(optimizer) not in _PLAIN:
@@ -71,15 +71,18 @@ class AttributeTracker:
                 warn=True,
             )
         self._look_at_values(optimizer)
-        own = class_of(optimizer)
-        known = {*(own._child_only if own else ()), *_state_of_class(optimizer)}
-        self._find("optimizer attribute", self._own | known, optimizer.__dict__, self._own)
+        front_end_class = class_of(optimizer)
+        allowed = {
+            *(front_end_class._child_only if front_end_class else ()),
+            *_state_of_class(optimizer),
+        }
+        self._find("optimizer attribute", self._own | allowed, optimizer.__dict__, self._own)
         groups = [("default group variable", optimizer.defaults)]
         for index, group in enumerate(optimizer.param_groups):
             groups.append((f"group {index} attribute", group))
         for kind, group in groups:
             self._find(kind, self._grouped, group, self._grouped)
-        self._begun = True
+        self._has_first = True
 
     def _look_at_values(self, optimizer: torch.optim.Optimizer) -> None:
         if any(group.get("maximize") for group in optimizer.param_groups):
@@ -94,9 +97,11 @@ class AttributeTracker:
                 warn=True,
             )
 
-    def _find(self, kind: str, known: Set[str], there: Mapping[str, Any], into: Set[str]) -> None:
-        new = [name for name in there if name not in known]
-        if not self._begun:
+    def _find(
+        self, kind: str, allowed: Set[str], attributes: Mapping[str, Any], into: Set[str]
+    ) -> None:
+        new = [name for name in attributes if name not in allowed]
+        if not self._has_first:
             into.update(new)
         elif new:
             self._say(
@@ -105,24 +110,24 @@ class AttributeTracker:
             )
 
     def _say(self, text: str, warn: bool = False) -> None:
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._reported:
+            self._reported.add(text)
             (logger.warning if warn else self._log)(text)
 
 
 def _state_of_class(optimizer: torch.optim.Optimizer) -> List[str]:
-    """Attributes that the class gives to every optimizer, beside its settings."""
-    own = ["_state_dict", "ipu_state_is_dirty", "host_state_is_dirty"]
-    return own if isinstance(optimizer, optim.Optimizer) else []
+    """Return the attributes, beside its settings, that the class gives to every optimizer."""
+    names = ["_state_dict", "ipu_state_is_dirty", "host_state_is_dirty"]
+    return names if isinstance(optimizer, optim.Optimizer) else []
 
 
-def check_replacement(old: Settings, new: Settings) -> None:
-    """Make sure that a compiled program can go on with other settings.
+def check_replacement(old: OptimizerSettings, new: OptimizerSettings) -> None:
+    """Check that a compiled program can continue with other settings.
 
     Raises:
         Error: it can't; says what changed.
     """
-    pair = {Kind.SGD_COMBINED, Kind.SGD_SEPARATE}
+    pair = {OptimizerKind.SGD_COMBINED, OptimizerKind.SGD_SEPARATE}
     velocity = old.has_velocity(old.defaults), new.has_velocity(new.defaults)
     if old.kind is not new.kind and not ({old.kind, new.kind} == pair and not any(velocity)):
         raise _refused(f"its type from {old.kind.value} to {new.kind.value}")
@@ -178,7 +183,7 @@ def _refused(change: str) -> Error:
 
 
 def select_mean_strategy(optimizer: torch.optim.Optimizer, options: Any, compiled: bool) -> None:
-    """Take running means where gradients are accumulated in float16, lest their sum overflows.
+    """Use running means where gradients are accumulated in float16, lest their sum overflows.
 
     Args:
         optimizer: the one that is about to be set.
@@ -189,7 +194,7 @@ def select_mean_strategy(optimizer: torch.optim.Optimizer, options: Any, compile
         ValueError: they would have to.
     """
     half = getattr(optimizer, "accum_type", None) == torch.float16
-    if not half or kind_of(optimizer) is Kind.SGD_COMBINED:
+    if not half or kind_of(optimizer) is OptimizerKind.SGD_COMBINED:
         return
     present = options.Training.meanAccumulationAndReplicationReductionStrategy
     running = type(present).Running

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from ipufit.poptorch._compiled import Compiled
 from ipufit.poptorch._grouped_state import merge_parts, split_parts
-from ipufit.poptorch._host import Host
+from ipufit.poptorch._host_weights import HostWeights
 from ipufit.poptorch._loss_scale import AutomaticLossScale, ScalingSettings
 from ipufit.poptorch._modes import outside_inference_mode
-from ipufit.poptorch._optimizer import DeviceOptimizer
+from ipufit.poptorch._optimizer import CompiledOptimizer
 from ipufit.poptorch._optimizer_base import DeviceState, StateSync
 from ipufit.poptorch._optimizer_changes import AttributeTracker, select_mean_strategy
 from ipufit.poptorch._optimizer_reading import settings_of
 from ipufit.poptorch._optimizer_scalars import Factors
-from ipufit.poptorch._optimizer_settings import Settings
+from ipufit.poptorch._optimizer_settings import OptimizerSettings
 from ipufit.poptorch.enums import MeanReductionStrategy, ReductionType
 from ipufit.poptorch.options import Options
 
@@ -46,7 +46,7 @@ class OptimizerLink:
         self._optimizer = optimizer
         self._exchange_weights: Callable[[], None] = _nothing
         self._tracker = AttributeTracker(options._relax_optimizer_checks)
-        self._device: Optional[DeviceOptimizer] = None
+        self._device: Optional[CompiledOptimizer] = None
         self._settings = self._read(optimizer)
         self._sync: Optional[StateSync] = None
         self._parts: Dict[str, List[str]] = {}
@@ -56,7 +56,7 @@ class OptimizerLink:
         """The optimizer in use."""
         return self._optimizer
 
-    def _read(self, optimizer: torch.optim.Optimizer) -> Settings:
+    def _read(self, optimizer: torch.optim.Optimizer) -> OptimizerSettings:
         settings = settings_of(optimizer, ScalingSettings.enabled(self._options._Popart.options))
         self._tracker.look(optimizer)
         select_mean_strategy(optimizer, self._options, self._device is not None)
@@ -67,7 +67,7 @@ class OptimizerLink:
         return [group["params"] for group in self._optimizer.param_groups]
 
     @outside_inference_mode
-    def bind(self, program: Compiled, trained: Sequence[Sequence[str]], host: Host) -> None:
+    def bind(self, program: Compiled, trained: Sequence[Sequence[str]], host: HostWeights) -> None:
         """Create the device's optimizer for a program that was just compiled.
 
         Args:
@@ -75,7 +75,7 @@ class OptimizerLink:
             trained: names of the parameters that want a gradient, by group.
             host: where the weights are.
         """
-        device, with_gradient = program.device, set(program.recorded.reached)
+        device, with_gradient = program.device, set(program.recorded.with_gradient)
         # A device takes state together with the weights.
         self._exchange_weights = functools.partial(host.exchange, device)
         groups = [
@@ -91,10 +91,10 @@ class OptimizerLink:
             training.accumulation_and_replication_reduction_type == ReductionType.Mean,
             strategy == MeanReductionStrategy.Post,
         )
-        self._device = DeviceOptimizer(
+        self._device = CompiledOptimizer(
             self._settings,
             groups,
-            device.parts(program.recorded.reached),
+            device.parts(program.recorded.with_gradient),
             factors,
             None if scaling is None else AutomaticLossScale(scaling, program.recorded.counted),
         )

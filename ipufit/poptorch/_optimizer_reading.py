@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple, Type
 import torch
 
 from ipufit.poptorch import optim
-from ipufit.poptorch._optimizer_settings import Kind, Settings, Value
+from ipufit.poptorch._optimizer_settings import OptimizerKind, OptimizerSettings, Value
 
 __all__ = ["class_of", "kind_of", "settings_of"]
 
@@ -48,7 +48,7 @@ def class_of(optimizer: object) -> Optional[Type[optim.Optimizer]]:
     return None
 
 
-def kind_of(optimizer: torch.optim.Optimizer) -> Kind:
+def kind_of(optimizer: torch.optim.Optimizer) -> OptimizerKind:
     """What the device computes for this optimizer.
 
     Raises:
@@ -62,7 +62,7 @@ def kind_of(optimizer: torch.optim.Optimizer) -> Kind:
         )
     if found is optim.SGD:
         combined = getattr(optimizer, "use_combined_accum", False)
-        return Kind.SGD_COMBINED if combined else Kind.SGD_SEPARATE
+        return OptimizerKind.SGD_COMBINED if combined else OptimizerKind.SGD_SEPARATE
     if found is optim.RMSprop:
         centered = [bool(group["centered"]) for group in optimizer.param_groups]
         if any(each != centered[0] for each in centered):
@@ -70,17 +70,19 @@ def kind_of(optimizer: torch.optim.Optimizer) -> Kind:
                 "All parameter groups must have the same value for the 'centered' attribute, got "
                 f"{centered}. Use one for all."
             )
-        return Kind.RMSPROP_CENTERED if centered[0] else Kind.RMSPROP
+        return OptimizerKind.RMSPROP_CENTERED if centered[0] else OptimizerKind.RMSPROP
     if found is optim.LAMB:
         corrected = getattr(optimizer, "bias_correction", True)
-        return Kind.LAMB if corrected else Kind.LAMB_NO_BIAS
-    return Kind.ADAMW if found is optim.AdamW else Kind.ADAM
+        return OptimizerKind.LAMB if corrected else OptimizerKind.LAMB_NO_BIAS
+    return OptimizerKind.ADAMW if found is optim.AdamW else OptimizerKind.ADAM
 
 
 class _Reader:
     """Reads hyper-parameters from one optimizer."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, kind: Kind, automatic: bool) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, kind: OptimizerKind, automatic: bool
+    ) -> None:
         self._optimizer = optimizer
         self._kind = kind
         self._marks: Optional[optim.VariableAttributes]
@@ -132,7 +134,7 @@ class _Reader:
     def _fixed(self, name: str, value: object) -> bool:
         if self._marks is not None:
             return self._marks.isConstant(name)
-        if name == "weight_decay" and self._kind is Kind.ADAMW:
+        if name == "weight_decay" and self._kind is OptimizerKind.ADAMW:
             return value == 1e-2
         return name in _ALWAYS or (name in _UNLESS and value == _UNLESS[name])
 
@@ -153,7 +155,9 @@ def _pair(name: str, value: object) -> Tuple[float, float]:
     return _number(f"{name}[0]", value[0]), _number(f"{name}[1]", value[1])
 
 
-def settings_of(optimizer: torch.optim.Optimizer, automatic_loss_scaling: bool = False) -> Settings:
+def settings_of(
+    optimizer: torch.optim.Optimizer, automatic_loss_scaling: bool = False
+) -> OptimizerSettings:
     """What goes to the device.
 
     Args:
@@ -175,12 +179,12 @@ def settings_of(optimizer: torch.optim.Optimizer, automatic_loss_scaling: bool =
     groups += [(f"group {i}", group) for i, group in enumerate(optimizer.param_groups)]
     found = [read.values(names, group, place) for place, group in groups]
     scaling = read.scaling()
-    if kind is Kind.SGD_SEPARATE:
+    if kind is OptimizerKind.SGD_SEPARATE:
         for values in found:
             values["velocity_scaling"] = scaling
     first = "velocity_accum_type" if own is optim.SGD else "first_order_momentum_accum_type"
     norm = read.attribute("max_grad_norm", math.inf) if "max_grad_norm" in own._child_only else None
-    return Settings(
+    return OptimizerSettings(
         kind=kind,
         defaults=found[0],
         groups=tuple(found[1:]),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Callable, Dict, List, Mapping, Tuple
 
-from ipufit.poptorch._optimizer_settings import Kind, Settings, Values
+from ipufit.poptorch._optimizer_settings import OptimizerKind, OptimizerSettings, Values
 
 __all__ = ["LOSS_SCALING", "Factors", "exported", "imported"]
 
@@ -163,16 +163,16 @@ def _nothing(x: float, n: Numbers) -> Dict[str, float]:
     return {}
 
 
-def _scalars(settings: Settings, values: Values, factors: Factors) -> List[_Scalar]:
+def _scalars(settings: OptimizerSettings, values: Values, factors: Factors) -> List[_Scalar]:
     """The numbers of a parameter with these hyper-parameters, in the order of the device."""
     kind = settings.kind
     decay = [_plain("learningRate", "lr"), _plain("weightDecay", "weight_decay")]
-    if kind in (Kind.SGD_COMBINED, Kind.SGD_SEPARATE):
+    if kind in (OptimizerKind.SGD_COMBINED, OptimizerKind.SGD_SEPARATE):
         if not settings.has_velocity(values):
             return _without_velocity(factors)
         nesterov = bool(values["nesterov"].value and values["momentum"].value > 0)
-        return _with_velocity(factors, kind is Kind.SGD_COMBINED, nesterov)
-    if kind in (Kind.RMSPROP, Kind.RMSPROP_CENTERED):
+        return _with_velocity(factors, kind is OptimizerKind.SGD_COMBINED, nesterov)
+    if kind in (OptimizerKind.RMSPROP, OptimizerKind.RMSPROP_CENTERED):
         return [
             *decay,
             _plain("adaptiveAlpha", "alpha"),
@@ -195,18 +195,20 @@ def _name(scalar: _Scalar, parameter: str) -> str:
     return f"{scalar.prefix}___specific___{parameter}"
 
 
-def _variable(settings: Settings, values: Values, scalar: _Scalar) -> bool:
+def _variable(settings: OptimizerSettings, values: Values, scalar: _Scalar) -> bool:
     own = {**values, "loss_scaling": settings.loss_scaling}
     return any(not own[name].constant for name in scalar.of)
 
 
-def _numbers(settings: Settings, values: Values) -> Dict[str, float]:
+def _numbers(settings: OptimizerSettings, values: Values) -> Dict[str, float]:
     scaling = settings.loss_scaling.value
     numbers = {name: value.value for name, value in values.items()}
     return {**numbers, "loss_scaling": scaling, "unscaling": 1 / scaling}
 
 
-def exported(settings: Settings, group: int, parameter: str, factors: Factors) -> Dict[str, float]:
+def exported(
+    settings: OptimizerSettings, group: int, parameter: str, factors: Factors
+) -> Dict[str, float]:
     """The numbers that the device has of one parameter: what is not a constant.
 
     Args:
@@ -225,7 +227,11 @@ def exported(settings: Settings, group: int, parameter: str, factors: Factors) -
 
 
 def imported(
-    settings: Settings, group: int, parameter: str, factors: Factors, other: Mapping[str, Any]
+    settings: OptimizerSettings,
+    group: int,
+    parameter: str,
+    factors: Factors,
+    other: Mapping[str, Any],
 ) -> Dict[str, float]:
     """The hyper-parameters that these numbers make.
 

@@ -11,10 +11,10 @@ import torch
 
 from ipufit.poptorch._errors import error
 
-__all__ = ["Kind", "Settings", "Value", "Values"]
+__all__ = ["OptimizerKind", "OptimizerSettings", "Value", "Values"]
 
 
-class Kind(enum.Enum):
+class OptimizerKind(enum.Enum):
     """What the device computes; the value is the name it goes by in the log."""
 
     SGD_COMBINED = "SGD1"
@@ -51,7 +51,7 @@ Values = Mapping[str, Value]
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class OptimizerSettings:
     """All that a device knows of an optimizer; equal ones need not be sent again.
 
     Attributes:
@@ -67,7 +67,7 @@ class Settings:
         max_grad_norm: bound on the norm of all gradients together; infinite for none.
     """
 
-    kind: Kind
+    kind: OptimizerKind
     defaults: Values
     groups: Tuple[Values, ...]
     loss_scaling: Value
@@ -87,7 +87,7 @@ class Settings:
 
         The combined variant adds them to its velocity, which has the dtype of the weights.
         """
-        if self.kind is Kind.SGD_COMBINED and self.has_velocity(self.defaults):
+        if self.kind is OptimizerKind.SGD_COMBINED and self.has_velocity(self.defaults):
             return weight
         half = self.accum_type == torch.float16
         return torch.float16 if half else torch.promote_types(weight, torch.float32)

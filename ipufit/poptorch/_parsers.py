@@ -1,4 +1,4 @@
-"""Structures of tensors: what is in them, and the same structure with other tensors."""
+"""Flatten structures of tensors, and rebuild them with other tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ATTR_PREFIX = "attr:"
 
 
 class ICustomArgParser(abc.ABC):
-    """How to take an object of a type of your own apart into tensors, and to put it together.
+    """Splits objects of a custom type into tensors, and puts them together again.
 
     Both methods visit the tensors in one and the same order.
     """
@@ -43,7 +43,7 @@ class ICustomArgParser(abc.ABC):
 
     @abc.abstractmethod
     def reconstruct(self, original_structure: Any, tensor_iterator: Iterator[Tensor]) -> Any:
-        """A new object like ``original_structure``, with ``next(tensor_iterator)`` for each tensor.
+        """Return a new object like ``original_structure`` with the tensors of ``tensor_iterator``.
 
         Leave the original as it is: it stands for the arguments that the model was compiled with.
         """
@@ -55,7 +55,7 @@ _parsers: Dict[type, ICustomArgParser] = {}
 def registerCustomArgParser(
     arg_data_type: Type[Any], arg_parser: Optional[ICustomArgParser]
 ) -> None:
-    """Say how arguments and outputs of a type are taken apart, subclasses included.
+    """Register how arguments and outputs of a type and its subclasses are split into tensors.
 
     Args:
         arg_data_type: the type.
@@ -99,17 +99,17 @@ def registerGeometricCustomArgParsers() -> None:
 
 
 def parser_of(value: Any) -> Optional[ICustomArgParser]:
-    """The parser of a value's own type, or else that of the first type it is an instance of."""
+    """Return the parser of a value's type, or of the first registered type it is an instance of."""
     if not _parsers:
         return None
-    own = _parsers.get(type(value))
-    if own is not None:
-        return own
+    parser = _parsers.get(type(value))
+    if parser is not None:
+        return parser
     return next((parser for kind, parser in _parsers.items() if isinstance(value, kind)), None)
 
 
 def flattenTensorStructure(tensors: Any, canonical_structure: Any = None) -> List[Tensor]:
-    """The tensors of lists, tuples, dicts and types with a parser, in one flat list.
+    """Return the tensors of lists, tuples, dicts and types with a parser, in one flat list.
 
     Args:
         tensors: the structure; what is no tensor in it is passed over.
@@ -139,7 +139,7 @@ def _every(tensor: Tensor) -> bool:
 def reconstructTensorStructure(
     structure: Any, values: Iterable[Any], filter_fn: Callable[[Tensor], bool] = _every
 ) -> Any:
-    """The same structure with other values for its tensors; everything else is taken over.
+    """Return a copy of a structure with other tensors; everything else is copied as it is.
 
     Args:
         structure: as for ``flattenTensorStructure``.
@@ -152,25 +152,25 @@ def reconstructTensorStructure(
 
 
 class _Values:
-    """An iterator whose end is an error that says so."""
+    """An iterator that ends with an explanatory error."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         self._values = iter(values)
-        self._taken = 0
+        self._count = 0
 
     def __iter__(self) -> _Values:
         return self
 
     def __next__(self) -> Any:
         for value in self._values:
-            self._taken += 1
+            self._count += 1
             return value
         raise self.used_up()
 
     def used_up(self) -> Exception:
-        """That a structure asked for more."""
+        """Return the error for a structure with more tensors than values."""
         return error(
-            f"a structure holds more tensors than there are values for it, which are {self._taken}."
+            f"a structure holds more tensors than there are values for it, which are {self._count}."
             " Pass one value for each tensor; a custom parser's reconstruct() takes as many as its "
             "yieldTensors() yields."
         )
@@ -180,9 +180,9 @@ def _rebuilt(value: Any, values: _Values, wanted: Callable[[Tensor], bool]) -> A
     parser = parser_of(value)
     if parser is not None:
         # Its own tensors and no others: a parser may take all that its iterator holds.
-        own = iter([next(values) for _ in parser.yieldTensors(value)])
+        tensors = iter([next(values) for _ in parser.yieldTensors(value)])
         try:
-            return parser.reconstruct(value, own)
+            return parser.reconstruct(value, tensors)
         except StopIteration:
             raise values.used_up() from None
     if isinstance(value, dict):
@@ -205,7 +205,7 @@ def _rebuilt(value: Any, values: _Values, wanted: Callable[[Tensor], bool]) -> A
 
 
 def accessAttributes(attribute_id_str: str) -> Dict[str, Any]:
-    """The attributes of a custom operator.
+    """Return the attributes of a custom operator.
 
     Args:
         attribute_id_str: a JSON object, or "attr:" and the number that ``custom_op`` gave them.
@@ -218,8 +218,8 @@ def accessAttributes(attribute_id_str: str) -> Dict[str, Any]:
             f"{type(attribute_id_str).__name__}."
         )
     if attribute_id_str.startswith("{"):
-        attributes: Dict[str, Any] = json.loads(attribute_id_str)
-        return attributes
+        parsed: Dict[str, Any] = json.loads(attribute_id_str)
+        return parsed
     if not attribute_id_str.startswith(ATTR_PREFIX):
         raise ValueError(
             f"Invalid attribute_id_str: expected a JSON object or {ATTR_PREFIX!r} and a number in "
@@ -229,11 +229,11 @@ def accessAttributes(attribute_id_str: str) -> Dict[str, Any]:
     if number == id(None):
         return {}
     # The number is looked up and never followed: it is text, and might point anywhere.
-    known = importlib.import_module("ipufit.poptorch.ops").attributes_lists
-    for candidate in known:
+    attribute_lists = importlib.import_module("ipufit.poptorch.ops").attributes_lists
+    for candidate in attribute_lists:
         if id(candidate) == number:
-            found: Dict[str, Any] = candidate
-            return found
+            attributes: Dict[str, Any] = candidate
+            return attributes
     raise ValueError(
         f"Invalid attribute_id_str: no custom_op of this process has the attributes "
         f"{attribute_id_str!r}."
@@ -245,7 +245,7 @@ _next_id = itertools.count(1)
 
 
 def getIpuTensorId(x: Tensor) -> int:
-    """A number for a tensor of the model, the same one every time it is asked for.
+    """Return the number of a tensor of the model, which is the same at every call.
 
     Raises:
         Error: no model is being recorded, so that no tensor is on a device.

@@ -1,7 +1,7 @@
-"""Where blocks go: stages, phases, IPUs, and what a device would refuse about them.
+"""Placement of blocks on stages, phases and IPUs, and the checks of a device.
 
 Nothing is moved on this engine. A model that is accepted here has stages that fit its batches and
-a number of IPUs that a system can give, so that it is accepted on one.
+a number of IPUs that a system can have, so that it is accepted on one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PlacedBlock(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """How a model would lie on IPUs.
+    """Placement of a model on IPUs.
 
     Attributes:
         strategy: ``"pipelined"``, ``"sharded"`` or ``"phased"``.
@@ -50,7 +50,7 @@ class Placement:
         stages: pipeline stages, of the backward pass too; 1 for another strategy.
         ipus_per_replica: IPUs of one replica.
         ipus: IPUs that are reserved for all replicas.
-        unused: how many of those no replica uses.
+        unused: reserved IPUs that no replica uses.
     """
 
     strategy: str
@@ -109,11 +109,11 @@ _NAMES = {True: "pipelined", False: "sharded"}
 
 
 def _blocks(strategy: _IExecutionStrategy, entered: Entered) -> List[PlacedBlock]:
-    """Each entry with its stage, phase and IPU."""
-    known: Dict[Hashable, Stage] = {}
+    """Return each entry into a block with its stage, phase and IPU."""
+    stages: Dict[Hashable, Stage] = {}
     blocks = []
     for block, block_ipu in entered:
-        stage = _stage(strategy, known, block, block_ipu)
+        stage = _stage(strategy, stages, block, block_ipu)
         # The strategy's word on the IPU comes before the block's.
         ipu = stage._ipu if stage._ipu is not None else block_ipu
         if ipu is None and not isinstance(strategy, _IPhasedExecution):
@@ -135,11 +135,11 @@ def _blocks(strategy: _IExecutionStrategy, entered: Entered) -> List[PlacedBlock
 
 def _stage(
     strategy: _IExecutionStrategy,
-    known: Dict[Hashable, Stage],
+    generated_stages: Dict[Hashable, Stage],
     block: Hashable,
     ipu: Optional[int],
 ) -> Stage:
-    """The stage that a strategy gives a block; ``known`` holds those that it made up so far."""
+    """Return the stage of a block, and add those that the strategy generates to a dict."""
     named: Dict[Any, Stage] = strategy._block_map
     if named:
         if block not in named:
@@ -148,8 +148,8 @@ def _stage(
                 "it there, or leave the strategy's arguments out."
             )
         return named[block]
-    if block in known:
-        return known[block]
+    if block in generated_stages:
+        return generated_stages[block]
     assert isinstance(strategy, PipelinedExecution)  # phases are always named
     if strategy._auto_stage == enums.AutoStage.SameAsIpu:
         if ipu is None:
@@ -160,9 +160,9 @@ def _stage(
             )
         number = ipu
     else:
-        number = 1 + len(known)
-    known[block] = Stage()._setStage(number)
-    return known[block]
+        number = 1 + len(generated_stages)
+    generated_stages[block] = Stage()._setStage(number)
+    return generated_stages[block]
 
 
 def _pipeline_stages(blocks: Sequence[PlacedBlock], training: bool) -> int:

@@ -1,4 +1,4 @@
-"""A recorded program as values of a file, and back; and programs in a folder that is a cache."""
+"""Encode recorded programs as values of a file, and look them up in the executable cache."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from ipufit.poptorch._operators.bodies import (
     register,
     renumber,
 )
-from ipufit.poptorch._recorded import Outputs, Recorded
+from ipufit.poptorch._recorded_program import Outputs, RecordedProgram
 from ipufit.poptorch._tracing import Trace
 from ipufit.poptorch.options import Options
 
 __all__ = ["program_from_values", "program_to_values", "through_cache"]
 
 
-def program_to_values(recorded: Recorded) -> Dict[str, Any]:
-    """A recorded program as values that ``write_file`` takes."""
+def program_to_values(recorded: RecordedProgram) -> Dict[str, Any]:
+    """Convert a recorded program to values that ``write_file`` takes."""
     bodies = bodies_in(recorded.graph)
     # Counted from 0, so that the same program is written alike by every process.
     numbers = {number: place for place, number in enumerate(bodies)}
@@ -47,7 +47,7 @@ def program_to_values(recorded: Recorded) -> Dict[str, Any]:
         "structure": recorded.outputs.structure,
         "computed": recorded.outputs.computed,
         "constants": recorded.outputs.constants,
-        "reached": list(recorded.reached),
+        "reached": list(recorded.with_gradient),
         "changed_inputs": list(recorded.changed_inputs),
         "changed_state": list(recorded.changed_state),
         "statistics": list(recorded.statistics),
@@ -63,13 +63,13 @@ def program_to_values(recorded: Recorded) -> Dict[str, Any]:
 def _numbered(graph: fx.GraphModule, numbers: Mapping[int, int]) -> fx.GraphModule:
     if not numbers:
         return graph
-    made = fx.GraphModule(graph, copy.deepcopy(graph.graph))
-    renumber(made, numbers)
-    return made
+    copied = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    renumber(copied, numbers)
+    return copied
 
 
-def program_from_values(values: Mapping[str, Any]) -> Recorded:
-    """The program of ``program_to_values``.
+def program_from_values(values: Mapping[str, Any]) -> RecordedProgram:
+    """Rebuild the program of ``program_to_values``.
 
     Raises:
         InvalidContent: no program is written like this.
@@ -85,7 +85,7 @@ def program_from_values(values: Mapping[str, Any]) -> Recorded:
         computed = [bool(each) for each in values["computed"]]
         if [constant is None for constant in constants] != computed:
             raise InvalidContent("its outputs are either computed or constant")
-        return Recorded(
+        return RecordedProgram(
             graph,
             Outputs(values["structure"], computed, constants),
             tuple(values["reached"]),
@@ -105,7 +105,7 @@ def program_from_values(values: Mapping[str, Any]) -> Recorded:
 
 
 def _bodies(entries: Any, graph: fx.GraphModule) -> List[Body]:
-    """The bodies that a graph calls; each may call those before it."""
+    """Register the bodies that a graph calls; each may call those before it."""
     bodies: List[Body] = []
     numbers: Dict[int, int] = {}
     for number, inner, results in entries:
@@ -127,8 +127,10 @@ def _calls_python(graph: fx.GraphModule) -> bool:
     return any(schema is not None and schema.name == CALL_CPU for schema in schemas)
 
 
-def through_cache(recorded: Recorded, state: Mapping[str, Tensor], options: Options) -> Recorded:
-    """What the cache keeps in the place of this program; it keeps this one if there is none.
+def through_cache(
+    recorded: RecordedProgram, state: Mapping[str, Tensor], options: Options
+) -> RecordedProgram:
+    """Return the cached program in place of a recorded one, or add this one to the cache.
 
     Args:
         recorded: just recorded: its operators and constants are what it is known by.
@@ -153,8 +155,8 @@ def through_cache(recorded: Recorded, state: Mapping[str, Tensor], options: Opti
     shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
     key = cache.key({**values, "state": shapes})
     with cache.turn(key) if several else contextlib.nullcontext():
-        found = cache.find(key)
-        if found is not None:
-            return program_from_values(found)
+        cached = cache.find(key)
+        if cached is not None:
+            return program_from_values(cached)
         cache.keep(key, values)
     return recorded

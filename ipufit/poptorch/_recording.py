@@ -10,6 +10,7 @@ from typing import (
     Iterator,
     List,
     Mapping,
+    NamedTuple,
     Optional,
     Sequence,
     Set,
@@ -21,13 +22,12 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 
 from ipufit.errors import CaptureError
-from ipufit.poptorch._changes import changed_buffers, held_tensors
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._loss_scale import ScalingSettings, Tracked
 from ipufit.poptorch._operators import overlap
 from ipufit.poptorch._operators.bodies import everywhere
 from ipufit.poptorch._parsers import flattenTensorStructure
-from ipufit.poptorch._recorded import Outputs, Recorded, find_writes
+from ipufit.poptorch._recorded_program import Outputs, RecordedProgram, find_writes
 from ipufit.poptorch._tracing import Trace, traced
 from ipufit.poptorch._watching import watched
 from ipufit.tracing.aliases import schema_of
@@ -35,6 +35,53 @@ from ipufit.tracing.capture import capture, uses_random_numbers
 from ipufit.utils.functional import call_with
 
 __all__ = ["record"]
+
+
+# Their running statistics may be rebound; the program has them under their names all the same.
+_EXEMPT = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class ModuleTensors(NamedTuple):
+    """The very tensors that a module holds, by name."""
+
+    buffers: Dict[str, Tensor]
+    parameters: Dict[str, Tensor]
+
+
+def module_tensors(model: nn.Module) -> ModuleTensors:
+    """What the module holds now, without the buffers of batch normalisation."""
+    buffers: Dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, _EXEMPT):
+            buffers.update(module.named_buffers(prefix=path, recurse=False))
+    return ModuleTensors(buffers, dict(model.named_parameters()))
+
+
+def check_not_replaced(before: ModuleTensors, after: ModuleTensors) -> None:
+    """Refuse a forward that did not change its buffers and parameters in place.
+
+    Args:
+        before, after: of the module that was recorded, around the recording.
+    Raises:
+        Error: one was removed, or another tensor stands in its place.
+    """
+    for what, old, new in [
+        ("Buffer", before.buffers, after.buffers),
+        ("Parameter", before.parameters, after.parameters),
+    ]:
+        for name, tensor in old.items():
+            if name not in new:
+                raise error(
+                    f"{what} {name} is removed from the model when calling the forward method. "
+                    "Keep it, and change its values in place."
+                )
+            if new[name] is not tensor:
+                raise error(
+                    f"{what} {name} is reassigned within the model when calling the forward "
+                    "method. This is not supported. Consider using "
+                    f"self.{name}.copy_(src) to copy data from a source tensor, where src is the "
+                    "name of the source tensor."
+                )
 
 
 _LARGEST = 65504.0
@@ -142,9 +189,9 @@ class _Forward(nn.Module):
         self.model = model
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        before = held_tensors(self.model)
+        before = module_tensors(self.model)
         result = self.model(*args, **kwargs)
-        changed_buffers(before, held_tensors(self.model))
+        check_not_replaced(before, module_tensors(self.model))
         return result
 
 
@@ -171,7 +218,7 @@ class _Step:
         self._trace = trace
         self._wide = wide
         self.outputs = Outputs(None, [], [])
-        self.reached: Tuple[str, ...] = ()
+        self.with_gradient: Tuple[str, ...] = ()
 
     def __call__(self, *tensors: Tensor) -> List[Tensor]:
         count, training = len(self._names), self._trace.training
@@ -205,7 +252,7 @@ class _Step:
             return []
         seed = torch.ones_like(loss) * scale.to(loss.dtype)
         gradients = torch.autograd.grad([loss], weights, grad_outputs=[seed], allow_unused=True)
-        self.reached = tuple(n for n, g in zip(self._trained, gradients) if g is not None)
+        self.with_gradient = tuple(n for n, g in zip(self._trained, gradients) if g is not None)
         return [gradient for gradient in gradients if gradient is not None]
 
     def _note(
@@ -263,7 +310,7 @@ def record(
     wide: bool = False,
     scaling: Optional[ScalingSettings] = None,
     scoped: bool = True,
-) -> Recorded:
+) -> RecordedProgram:
     """Record one micro-batch.
 
     Args:
@@ -297,11 +344,11 @@ def record(
     overlaps = _overlaps(graph, len(state), len(leaves), sum(step.outputs.computed))
     writes = find_writes(graph)
     names = list(state)
-    counted = 0 if scaling is None else count_large(graph, scaling, len(step.reached))
-    return Recorded(
+    counted = 0 if scaling is None else count_large(graph, scaling, len(step.with_gradient))
+    return RecordedProgram(
         graph,
         step.outputs,
-        step.reached,
+        step.with_gradient,
         tuple(i - len(names) for i in writes.changed if len(names) <= i < len(tensors) - 1),
         tuple(names[i] for i in writes.changed if i < len(names)),
         any(uses_random_numbers(each) for each in everywhere(graph)),

@@ -1,4 +1,4 @@
-"""Modules and tensors of another class, which ask the device before they are looked at."""
+"""Wrapped classes of modules and tensors, which read newer weights from the device on access."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ipufit.poptorch._unwrapped import as_plain, reduced_as_plain
 from ipufit.poptorch._weights import WeightSource, WeightSync
 
 __all__ = [
-    "Link",
+    "ExecutorLink",
     "WrappedModel",
     "WrappedTensor",
     "isWrapped",
@@ -34,8 +34,8 @@ __all__ = [
 ]
 
 
-class Link:
-    """From a wrapped object to its executor, which it does not keep alive."""
+class ExecutorLink:
+    """Weak link from a wrapped object to its executor."""
 
     def __init__(self, source: WeightSource, sync: WeightSync) -> None:
         self.source = weakref.ref(source)
@@ -53,7 +53,7 @@ _quiet = _Quiet()
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Inside, host weights are read and written as they are, without asking the device."""
+    """Read and write host weights inside the block without asking the device."""
     _quiet.depth += 1
     try:
         yield
@@ -61,7 +61,7 @@ def quietly() -> Iterator[None]:
         _quiet.depth -= 1
 
 
-def pull(links: Tuple[Link, ...]) -> bool:
+def pull(links: Tuple[ExecutorLink, ...]) -> bool:
     if _quiet.depth:
         return False
     changed = False
@@ -74,19 +74,19 @@ def pull(links: Tuple[Link, ...]) -> bool:
 
 
 class _Wrapped:
-    """What wrapped objects have in common; the class attributes are those of one wrapping."""
+    """Common base of wrapped classes; its class attributes belong to one wrapping."""
 
     _poptorch_plain: Type[Any]
-    _poptorch_links: Tuple[Link, ...]
+    _poptorch_links: Tuple[ExecutorLink, ...]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As of the plain class, so that a file can be read without this package."""
+        """Pickle as the plain class, so that a file can be read without this package."""
         pull(self._poptorch_links)
         with quietly():
             return reduced_as_plain(self, self._poptorch_plain, protocol)
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> Any:
-        """A plain copy: the executor's weights are not its own."""
+        """Return a plain copy, because a copy does not share the executor's weights."""
         pull(self._poptorch_links)
         with as_plain(self, self._poptorch_plain), quietly():
             return copy.deepcopy(self, memo)
@@ -101,19 +101,19 @@ class WrappedTensor(_Wrapped):
         args: Tuple[Any, ...] = (),
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
-        """Every function of torch and every attribute of a tensor comes by here."""
+        """Read newer weights back before any function of torch or attribute of a tensor is used."""
         for kind in types:
             if issubclass(kind, WrappedTensor):
                 pull(kind._poptorch_links)
-        own = cls._poptorch_plain.__torch_function__
-        if own in _PLAIN_FUNCTIONS:
+        plain_function = cls._poptorch_plain.__torch_function__
+        if plain_function in _PLAIN_FUNCTIONS:
             # What comes out is a plain tensor, and an in-place function returns this very one.
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[misc]
 
     def __repr__(self, **kwargs: Any) -> str:
-        """As of the plain class."""
+        """Show the tensor like one of the plain class."""
         pull(self._poptorch_links)
         with as_plain(self, self._poptorch_plain), quietly():
             return repr(self)
@@ -125,11 +125,11 @@ _PLAIN_FUNCTIONS = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
 
 class WrappedModel(_Wrapped, nn.Module):
     def copyWeightsToHostIfNeeded(self) -> bool:
-        """Read the weights back if the device has newer ones; whether it had."""
+        """Read the weights back if the device has newer ones, and return True in that case."""
         return pull(type(self)._poptorch_links)
 
     def destroy(self) -> None:
-        """Free the device and make this a plain module again, which can be wrapped anew."""
+        """Free the device and unwrap the module, which can then be wrapped again."""
         source = type(self)._poptorch_links[0].source()
         if source is not None:
             source.destroy()
@@ -150,7 +150,7 @@ class WrappedModel(_Wrapped, nn.Module):
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
-        """As of the plain class, with plain tensors that share the host's memory."""
+        """Return the plain class's state dict, with plain tensors that share the host's memory."""
         pull(type(self)._poptorch_links)
         with quietly():
             state = super().state_dict(
@@ -164,7 +164,7 @@ class WrappedModel(_Wrapped, nn.Module):
         return state
 
     def __copy__(self) -> nn.Module:
-        """A shallow copy with the same parameters is wrapped too."""
+        """Return a shallow copy, which has the same parameters and is wrapped too."""
         wrapped = type(self)
         with as_plain(self, self._poptorch_plain):
             result: nn.Module = copy.copy(self)
@@ -173,16 +173,16 @@ class WrappedModel(_Wrapped, nn.Module):
 
 
 def isWrapped(value: Any) -> bool:
-    """Whether a module, parameter or buffer is one that a training executor has wrapped."""
+    """Return True for a module, parameter or buffer that a training executor has wrapped."""
     return isinstance(value, _Wrapped)
 
 
-def living(links: Tuple[Link, ...]) -> Tuple[Link, ...]:
+def living(links: Tuple[ExecutorLink, ...]) -> Tuple[ExecutorLink, ...]:
     return tuple(link for link in links if link.source() is not None)
 
 
-def set_links(tensor: Tensor, links: Tuple[Link, ...]) -> None:
-    """Wrap a plain tensor for these executors; none leaves it plain."""
+def set_links(tensor: Tensor, links: Tuple[ExecutorLink, ...]) -> None:
+    """Wrap a plain tensor for these executors; without any it stays plain."""
     if not links:
         return
     plain = type(tensor)
@@ -193,23 +193,23 @@ def set_links(tensor: Tensor, links: Tuple[Link, ...]) -> None:
 _classes: weakref.WeakValueDictionary[Tuple[Any, ...], type] = weakref.WeakValueDictionary()
 
 
-def subclass(name: str, mixin: type, plain: type, links: Tuple[Link, ...]) -> type:
+def subclass(name: str, mixin: type, plain: type, links: Tuple[ExecutorLink, ...]) -> type:
     key = (name, plain, tuple(id(link) for link in links))
-    found = _classes.get(key)
-    if found is not None and found._poptorch_links == links:  # type: ignore[attr-defined]
-        return found
+    wrapped = _classes.get(key)
+    if wrapped is not None and wrapped._poptorch_links == links:  # type: ignore[attr-defined]
+        return wrapped
     namespace = {
         "_poptorch_plain": plain,
         "_poptorch_links": links,
         "__module__": plain.__module__,
         "__doc__": plain.__doc__,
     }
-    made = types.new_class(name, (mixin, plain), exec_body=lambda body: body.update(namespace))
-    _classes[key] = made
-    return made
+    wrapped = types.new_class(name, (mixin, plain), exec_body=lambda body: body.update(namespace))
+    _classes[key] = wrapped
+    return wrapped
 
 
-def unwrap_tensor(tensor: Tensor, link: Link) -> None:
+def unwrap_tensor(tensor: Tensor, link: ExecutorLink) -> None:
     kind = type(tensor)
     if issubclass(kind, WrappedTensor) and link in kind._poptorch_links:
         tensor.__class__ = kind._poptorch_plain
@@ -217,20 +217,20 @@ def unwrap_tensor(tensor: Tensor, link: Link) -> None:
 
 
 def unwrap(model: nn.Module, source: Optional[WeightSource] = None) -> None:
-    """Make the module, its parameters and its buffers plain again; nothing is read back.
+    """Make the module, its parameters and its buffers plain again, without reading weights back.
 
     Args:
         source: whose wrapping goes; by default that of the module, whoever made it. Parameters
             that another executor has wrapped too stay wrapped for that one.
     """
     rewrapModelIfNecessary(model)
-    links: Tuple[Link, ...] = getattr(type(model), "_poptorch_links", ())
+    links: Tuple[ExecutorLink, ...] = getattr(type(model), "_poptorch_links", ())
     if source is not None:
         links = tuple(link for link in links if link.source() is source)
     with quietly():
         for link in links:
-            held = [reference() for reference in link.tensors]
-            for tensor in [*held, *(tensor for _, tensor in tensors_of(model))]:
+            tensors = [reference() for reference in link.tensors]
+            for tensor in [*tensors, *(tensor for _, tensor in tensors_of(model))]:
                 if tensor is not None:
                     unwrap_tensor(tensor, link)
         if links and isWrapped(model):

@@ -1,7 +1,7 @@
-"""The user's module while a device trains it: a look at its weights brings them up to date first.
+"""Wrap the user's module while a device trains it, so that reading a weight fetches it first.
 
 The object stays the user's own. Its class, and the classes of its parameters and buffers, are
-exchanged for subclasses that call the training executor back.
+replaced by subclasses that call the training executor back.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._weights import WeightSource, WeightSync
 from ipufit.poptorch._wrapped import (
-    Link,
+    ExecutorLink,
     WrappedModel,
     WrappedTensor,
     isWrapped,
@@ -51,7 +51,7 @@ def check_not_wrapped(model: nn.Module) -> None:
 
 
 def wrap(model: nn.Module, source: WeightSource, sync: WeightSync) -> None:
-    """Make the module, its parameters and its buffers call ``source`` back when looked at.
+    """Make the module, its parameters and its buffers call ``source`` back when they are read.
 
     Called again for the same source, it takes in the tensors that were put in since.
 
@@ -64,7 +64,7 @@ def wrap(model: nn.Module, source: WeightSource, sync: WeightSync) -> None:
         check_not_wrapped(model)
         if isWrapped(model):
             unwrap(model)
-        link = Link(source, sync)
+        link = ExecutorLink(source, sync)
     with quietly():
         parameters: List[Tuple[str, Tensor]] = list(model.named_parameters())
         buffers = list(model.named_buffers())
@@ -80,8 +80,8 @@ def wrap(model: nn.Module, source: WeightSource, sync: WeightSync) -> None:
         model.__class__ = subclass(f"Poptorch{plain.__name__}", WrappedModel, plain, (link,))
 
 
-def _link_of(model: nn.Module, source: WeightSource) -> Optional[Link]:
-    links: Tuple[Link, ...] = getattr(type(model), "_poptorch_links", ())
+def _link_of(model: nn.Module, source: WeightSource) -> Optional[ExecutorLink]:
+    links: Tuple[ExecutorLink, ...] = getattr(type(model), "_poptorch_links", ())
     return next((link for link in links if link.source() is source), None)
 
 
@@ -93,7 +93,7 @@ def _check_parameter(name: str, parameter: Tensor) -> None:
         )
 
 
-def _check_buffer(name: str, buffer: Tensor, link: Link) -> None:
+def _check_buffer(name: str, buffer: Tensor, link: ExecutorLink) -> None:
     _check_parameter(name, buffer)
     kind = type(buffer)
     if kind is Tensor:
@@ -111,9 +111,9 @@ def _check_buffer(name: str, buffer: Tensor, link: Link) -> None:
     )
 
 
-def _wrap_tensor(tensor: Tensor, link: Link) -> None:
+def _wrap_tensor(tensor: Tensor, link: ExecutorLink) -> None:
     kind = type(tensor)
-    links: Tuple[Link, ...] = ()
+    links: Tuple[ExecutorLink, ...] = ()
     if issubclass(kind, WrappedTensor):
         links = kind._poptorch_links
         if link in links:
@@ -126,22 +126,22 @@ def _wrap_tensor(tensor: Tensor, link: Link) -> None:
 
 
 def syncs_of(model: nn.Module) -> List[WeightSync]:
-    """Of the training executors that share weights with a module, wrapped itself or not.
+    """Return the weight syncs of the training executors that share weights with a module.
 
-    Each is asked to read back what it has newer.
+    The module need not be wrapped itself. Each executor reads newer weights back first.
     """
-    found: Dict[WeightSync, Link] = {}
+    links_by_sync: Dict[WeightSync, ExecutorLink] = {}
     for value in [model, *(tensor for _, tensor in tensors_of(model))]:
         if isWrapped(value):
-            found.update({link.sync: link for link in type(value)._poptorch_links})  # type: ignore[attr-defined]
-    pull(tuple(found.values()))
-    return list(found)
+            links_by_sync.update({link.sync: link for link in type(value)._poptorch_links})  # type: ignore[attr-defined]
+    pull(tuple(links_by_sync.values()))
+    return list(links_by_sync)
 
 
 def host_tensors(model: nn.Module) -> Dict[str, Tensor]:
-    """Plain tensors that share the memory of parameters and buffers, by name, as they are now.
+    """Return plain tensors that share the memory of parameters and buffers, by name.
 
-    A tensor of several names is there under its first.
+    A tensor with several names is returned under the first.
     """
     with quietly():
         return {name: tensor.detach() for name, tensor in tensors_of(model)}
@@ -153,14 +153,14 @@ def write_host_tensors(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     Raises:
         Error: the module has no tensor of a name, or one of another shape.
     """
-    held = host_tensors(model)
+    host = host_tensors(model)
     for name, value in values.items():
-        found = held.get(name)
-        if found is None or found.shape != value.shape:
-            what = "none" if found is None else f"one of shape {list(found.shape)}"
+        target = host.get(name)
+        if target is None or target.shape != value.shape:
+            what = "none" if target is None else f"one of shape {list(target.shape)}"
             raise error(
                 f"the device's tensor {name!r} of shape {list(value.shape)} goes back into the "
                 f"model, which has {what}. Parameters and buffers may only change in place while "
                 "the model is compiled: call destroy() on it before you replace one."
             )
-        found.copy_(value)
+        target.copy_(value)

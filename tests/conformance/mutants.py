@@ -95,7 +95,7 @@ def _dropped(original):
 
 @mutant(
     "accumulation before iteration in the batch",
-    EXECUTION + "Shape.input_place",
+    EXECUTION + "CallShape.input_place",
     "training/di=4 ga=2 R=1 *",
 )
 def _order(original):
@@ -107,19 +107,21 @@ def _order(original):
 
 @mutant(
     "replicas before accumulation in the batch",
-    EXECUTION + "Shape.input_place",
+    EXECUTION + "CallShape.input_place",
     "training/di=1 ga=2 R=2 *",
 )
 def _replicas_first(original):
     return lambda self, d, a, r: (d * self.groups + self.input_group[r]) * self.accumulation + a
 
 
-@mutant("micro-batches are worked on backwards", EXECUTION + "Shape.places", "training/*ga=1 R=1 *")
+@mutant(
+    "micro-batches are worked on backwards", EXECUTION + "CallShape.places", "training/*ga=1 R=1 *"
+)
 def _backwards(original):
     return lambda self: iter(list(original(self))[::-1])
 
 
-@mutant("EveryN begins one too early", EXECUTION + "Shape.returned", "training/*EveryN*")
+@mutant("EveryN begins one too early", EXECUTION + "CallShape.returned", "training/*EveryN*")
 def _every_early(original):
     def returned(self, d, a):
         every = self.output_mode.name == "EveryN"
@@ -128,12 +130,14 @@ def _every_early(original):
     return returned
 
 
-@mutant("EveryN ignores its period", EXECUTION + "Shape.returned", "training/*EveryN*")
+@mutant("EveryN ignores its period", EXECUTION + "CallShape.returned", "training/*EveryN*")
 def _every(original):
     return lambda self, d, a: self.output_mode.name == "EveryN" or original(self, d, a)
 
 
-@mutant("Final is the first micro-batch", EXECUTION + "Shape.returned", "training/di=4 ga=1 R=1 F*")
+@mutant(
+    "Final is the first micro-batch", EXECUTION + "CallShape.returned", "training/di=4 ga=1 R=1 F*"
+)
 def _first(original):
     def returned(self, d, a):
         final = self.output_mode.name == "Final"
@@ -143,7 +147,7 @@ def _first(original):
 
 
 @mutant(
-    "Final is one for each iteration", EXECUTION + "Shape.returned", "training/di=4 ga=1 R=1 F*"
+    "Final is one for each iteration", EXECUTION + "CallShape.returned", "training/di=4 ga=1 R=1 F*"
 )
 def _each_iteration(original):
     def returned(self, d, a):
@@ -160,9 +164,9 @@ def _replicas_in(order):
         def joined(self):
             per = self._shape.replicas
             if not self._sums:
-                for i, kept in enumerate(self._kept):
+                for i, kept in enumerate(self._tensors):
                     groups = [kept[k : k + per] for k in range(0, len(kept), per)]
-                    self._kept[i] = [tensor for group in groups for tensor in order(group)]
+                    self._tensors[i] = [tensor for group in groups for tensor in order(group)]
             return original(self)
 
         return joined
@@ -170,18 +174,18 @@ def _replicas_in(order):
     return make
 
 
-mutant("Final comes from the wrong replica", EXECUTION + "_Results.joined", "training/*R=2 Final")(
-    _replicas_in(lambda group: [group[-1]] * len(group))
-)
-mutant("Final comes from one replica only", EXECUTION + "_Results.joined", "training/*R=2 Final")(
-    _replicas_in(lambda group: group[-1:])
-)
-mutant("replicas come back in the wrong order", EXECUTION + "_Results.joined", "inference/*R=2 *")(
-    _replicas_in(lambda group: group[::-1])
-)
+mutant(
+    "Final comes from the wrong replica", EXECUTION + "_Results.concatenated", "training/*R=2 Final"
+)(_replicas_in(lambda group: [group[-1]] * len(group)))
+mutant(
+    "Final comes from one replica only", EXECUTION + "_Results.concatenated", "training/*R=2 Final"
+)(_replicas_in(lambda group: group[-1:]))
+mutant(
+    "replicas come back in the wrong order", EXECUTION + "_Results.concatenated", "inference/*R=2 *"
+)(_replicas_in(lambda group: group[::-1]))
 
 
-@mutant("Sum adds up the replicas too", EXECUTION + "_Results.joined", "training/*R=2 Sum")
+@mutant("Sum adds up the replicas too", EXECUTION + "_Results.concatenated", "training/*R=2 Sum")
 def _sum_replicas(original):
     def joined(self):
         if len(self._sums) > 1:
@@ -191,7 +195,7 @@ def _sum_replicas(original):
     return joined
 
 
-@mutant("Sum is a mean", EXECUTION + "_Results.joined", "inference/*R=1 Sum")
+@mutant("Sum is a mean", EXECUTION + "_Results.concatenated", "inference/*R=1 Sum")
 def _mean_for_sum(original):
     def joined(self):
         count = self._shape.iterations * self._shape.accumulation
@@ -216,7 +220,7 @@ def _consecutive(original):
 
 @mutant(
     "the default of training is All",
-    "ipufit.poptorch._executor:of_model",
+    "ipufit.poptorch._executor:model_options",
     "training/di=4 ga=1 R=1 Default",
 )
 def _default(original):
@@ -243,12 +247,16 @@ def _settings_of_execution(**settings):
     return make
 
 
-mutant("the sum of gradients for their mean", EXECUTION + "Execution.__init__", "reduction/*Mean*")(
-    _settings_of_execution(_mean=False)
-)
-mutant("the mean of gradients for their sum", EXECUTION + "Execution.__init__", "reduction/*Sum*")(
-    _settings_of_execution(_mean=True)
-)
+mutant(
+    "the sum of gradients for their mean",
+    EXECUTION + "MicroBatchRunner.__init__",
+    "reduction/*Mean*",
+)(_settings_of_execution(_mean=False))
+mutant(
+    "the mean of gradients for their sum",
+    EXECUTION + "MicroBatchRunner.__init__",
+    "reduction/*Sum*",
+)(_settings_of_execution(_mean=True))
 
 
 def _divided_by(count):
@@ -267,18 +275,22 @@ def _divided_by(count):
     return make
 
 
-mutant("the mean forgets the replicas", EXECUTION + "Execution._update", "reduction/*R=2*Mean*")(
-    _divided_by(lambda shape: shape.accumulation)
-)
-mutant("the mean forgets accumulation", EXECUTION + "Execution._update", "reduction/*ga=3*Mean*")(
-    _divided_by(lambda shape: shape.replicas)
-)
-mutant("the mean is over iterations too", EXECUTION + "Execution._update", "training/di=4*")(
+mutant(
+    "the mean forgets the replicas", EXECUTION + "MicroBatchRunner._update", "reduction/*R=2*Mean*"
+)(_divided_by(lambda shape: shape.accumulation))
+mutant(
+    "the mean forgets accumulation", EXECUTION + "MicroBatchRunner._update", "reduction/*ga=3*Mean*"
+)(_divided_by(lambda shape: shape.replicas))
+mutant("the mean is over iterations too", EXECUTION + "MicroBatchRunner._update", "training/di=4*")(
     _divided_by(lambda shape: shape.accumulation * shape.replicas * shape.iterations)
 )
 
 
-@mutant("the last micro-batch is the gradient", EXECUTION + "Execution._accumulate", "reduction/*")
+@mutant(
+    "the last micro-batch is the gradient",
+    EXECUTION + "MicroBatchRunner._accumulate",
+    "reduction/*",
+)
 def _last(original):
     def accumulate(self, total, replica, gradients):
         total.clear()
@@ -287,7 +299,7 @@ def _last(original):
     return accumulate
 
 
-@mutant("a gradient of one replica only", EXECUTION + "Execution._accumulate", "*R=2*")
+@mutant("a gradient of one replica only", EXECUTION + "MicroBatchRunner._accumulate", "*R=2*")
 def _one_replica(original):
     def accumulate(self, total, replica, gradients):
         factor = self._shape.replicas * (replica == 0)
@@ -364,7 +376,7 @@ def _nesterov(original):
     return update
 
 
-@mutant("momentum starts anew at every call", EXECUTION + "Execution.run", "training/*Final")
+@mutant("momentum starts anew at every call", EXECUTION + "MicroBatchRunner.run", "training/*Final")
 def _forgetful(original):
     def run(self, *args):
         updates = self._device.updates
@@ -407,7 +419,7 @@ def _unlimited(original):
 
 @mutant(
     "loss scaling is not undone",
-    "ipufit.poptorch._optimizer:DeviceOptimizer._rows",
+    "ipufit.poptorch._optimizer:CompiledOptimizer._rows",
     "optimizer/*loss_scaling*",
 )
 def _scaled(original):
@@ -457,7 +469,7 @@ def _eager(original):
 
 @mutant(
     "groups share the first rate",
-    "ipufit.poptorch._optimizer:DeviceOptimizer._numbers",
+    "ipufit.poptorch._optimizer:CompiledOptimizer._numbers",
     "weights/parameter groups*",
 )
 def _first_group(original):
@@ -513,7 +525,9 @@ def _sent(original):
 
 
 @mutant(
-    "frozen parameters are trained", "ipufit.poptorch._host:Host.trainable", "weights/what the*"
+    "frozen parameters are trained",
+    "ipufit.poptorch._host_weights:HostWeights.trainable",
+    "weights/what the*",
 )
 def _thawed(original):
     def trainable(self, groups):
@@ -533,7 +547,7 @@ def _buffers_of(device):
     return [name for name in device.names if name not in device.parameters]
 
 
-@mutant("buffers start anew at every call", EXECUTION + "Execution.run", "buffers/an inf*")
+@mutant("buffers start anew at every call", EXECUTION + "MicroBatchRunner.run", "buffers/an inf*")
 def _reset(original):
     first = {}
 
@@ -548,7 +562,11 @@ def _reset(original):
     return run
 
 
-@mutant("statistics move once per update", EXECUTION + "Execution._micro_batch", "training/BatchN*")
+@mutant(
+    "statistics move once per update",
+    EXECUTION + "MicroBatchRunner._micro_batch",
+    "training/BatchN*",
+)
 def _once(original):
     def micro_batch(self, replica, leaves):
         names = _buffers_of(self._device)
@@ -585,13 +603,15 @@ def _lost(original):
 
 
 @mutant(
-    "replicas draw the same numbers", EXECUTION + "Execution._start_random_numbers", "random/drop*"
+    "replicas draw the same numbers",
+    EXECUTION + "MicroBatchRunner._start_random_numbers",
+    "random/drop*",
 )
 def _alike(original):
     return lambda self, seed, place: original(self, seed, (*place[:2], 0))
 
 
-@mutant("calls draw the same numbers", EXECUTION + "Execution.run", "random/the same*")
+@mutant("calls draw the same numbers", EXECUTION + "MicroBatchRunner.run", "random/the same*")
 def _again(original):
     first = {}
     return lambda self, inputs, seed: original(self, inputs, first.setdefault(id(self), seed))

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from ipufit.poptorch._batch_reader import BatchReader
-from ipufit.poptorch._data_worker import Command, DataWorker, Settings, Stopped, _report
+from ipufit.poptorch._data_worker import Command, DataWorker, Stopped, WorkerSettings, _report
 
 
 class Opts:
@@ -76,7 +76,7 @@ def settings(**changes):
         **{"slots": 3, "pause": 0.0, "loads_on": True, "loads_first": False},
         **{"rows": None, "keeps_rest": False, "seed": 0},
     }
-    return Settings(**{**values, **changes})
+    return WorkerSettings(**{**values, **changes})
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from torch import nn
 
 from ipufit.poptorch import _parsers as parsers
 from ipufit.poptorch._binding import ArgumentParser
-from ipufit.poptorch._combined_batch import CombinedBatch
+from ipufit.poptorch._combined_batch import BatchDivision
 from ipufit.poptorch._dtype_cast import (
     DEVICE_DTYPES,
     check_input,
@@ -314,22 +314,22 @@ def test_a_dict_is_warned_about_once_when_compiling(caplog, fast_path):
 
 
 def test_the_factor_counts_groups_instead_of_replicas():
-    assert CombinedBatch(3, 4, 2, 5).factor == 3 * 2 * 5
-    assert CombinedBatch().factor == 1
+    assert BatchDivision(3, 4, 2, 5).factor == 3 * 2 * 5
+    assert BatchDivision().factor == 1
 
 
 def test_the_first_micro_batch_is_a_view():
-    batch = CombinedBatch(device_iterations=2, gradient_accumulation=3)
+    batch = BatchDivision(device_iterations=2, gradient_accumulation=3)
     x = torch.arange(24.0).reshape(12, 2)
     first = batch.first(x, "x")
     assert first.shape == (2, 2)
     assert first.data_ptr() == x.data_ptr()
     assert batch.check(x, "x") == 2
-    assert CombinedBatch().first(torch.tensor(3.0), "x").shape == ()
+    assert BatchDivision().first(torch.tensor(3.0), "x").shape == ()
 
 
 def test_an_uneven_batch_names_all_numbers_and_the_next_sizes():
-    batch = CombinedBatch(3, 4, 2, 2)
+    batch = BatchDivision(3, 4, 2, 2)
     text = (
         "Options.deviceIterations(3) * (Options.replicationFactor(4) / "
         "Options.inputReplicaGrouping.input_group_size(2)) * "
@@ -347,14 +347,14 @@ def test_an_uneven_batch_names_all_numbers_and_the_next_sizes():
 
 def test_a_scalar_counts_as_a_batch_of_one():
     with pytest.raises(AssertionError, match=r"^Invalid batch dimension: .*dimension \(1\)"):
-        CombinedBatch(2).first(torch.tensor(1.0), "x")
+        BatchDivision(2).first(torch.tensor(1.0), "x")
 
 
 @pytest.mark.parametrize("number", [0, -1])
 def test_a_factor_below_one_is_refused(number):
     """Options accept any whole number; a division by zero would say nothing."""
     with pytest.raises(AssertionError, match=r"which must be at least 1\. Set each of these"):
-        CombinedBatch(number).check(ONE, "x")
+        BatchDivision(number).check(ONE, "x")
 
 
 @pytest.mark.parametrize("dtype", sorted(DEVICE_DTYPES, key=str))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ipufit.poptorch import Error, optim
-from ipufit.poptorch._optimizer import DeviceOptimizer
+from ipufit.poptorch._optimizer import CompiledOptimizer
 from ipufit.poptorch._optimizer_reading import settings_of
 
 HALF = torch.float16
@@ -63,7 +63,7 @@ class Pair:
         lr = options.get("lr", 0.1)
         self.optimizer = kind(grouped(self.net, lr), **options)
         self.tensors = named(self.net)
-        self.device = DeviceOptimizer(
+        self.device = CompiledOptimizer(
             settings_of(self.optimizer), names_of(self.net, self.optimizer), self.tensors
         )
         plain = reference or kind
@@ -401,11 +401,11 @@ def test_parameters_that_are_not_reached_or_not_given_stay():
     before = copy.deepcopy(tensors)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     groups = [["first.weight", "second.weight", "frozen"]]
-    device = DeviceOptimizer(settings_of(optimizer), groups, tensors)
+    device = CompiledOptimizer(settings_of(optimizer), groups, tensors)
     device.apply(gradients(net, 0))
     changed = {name for name in tensors if not torch.equal(tensors[name], before[name])}
     assert changed == {"first.weight", "second.weight"}
-    alone = DeviceOptimizer(settings_of(optimizer), [["frozen"]], tensors)
+    alone = CompiledOptimizer(settings_of(optimizer), [["frozen"]], tensors)
     alone.apply({})
     assert alone.state() == {"ipu_state": {}, "ipu_param": {}}
 
@@ -432,7 +432,7 @@ def half_net():
 def run(kind, tensors, gradient, updates=1, **options):
     """Updates of one weight with the same gradient, multiplied by the loss scaling before."""
     parameter = tensors["w"].clone().requires_grad_()
-    device = DeviceOptimizer(settings_of(kind([parameter], **options)), [["w"]], tensors)
+    device = CompiledOptimizer(settings_of(kind([parameter], **options)), [["w"]], tensors)
     for _ in range(updates):
         device.apply({"w": gradient})
     return device
@@ -523,7 +523,9 @@ def test_settings_that_do_not_fit_the_program_change_nothing():
 def test_a_device_refuses_what_it_can_not_compute_with():
     net = Net()
     with pytest.raises(Error, match="eps to be more than zero"):
-        DeviceOptimizer(settings_of(torch.optim.Adam(net.parameters(), eps=0.0)), [[]], named(net))
+        CompiledOptimizer(
+            settings_of(torch.optim.Adam(net.parameters(), eps=0.0)), [[]], named(net)
+        )
 
 
 def test_what_is_sent_is_logged_and_the_same_is_not_sent_again(caplog):

@@ -15,7 +15,7 @@ from ipufit.poptorch._optimizer_changes import (
     select_mean_strategy,
 )
 from ipufit.poptorch._optimizer_reading import settings_of
-from ipufit.poptorch._optimizer_settings import Kind, Value
+from ipufit.poptorch._optimizer_settings import OptimizerKind, Value
 
 HALF = torch.float16
 
@@ -33,18 +33,18 @@ def settings(kind, **options):
 @pytest.mark.parametrize(
     ("kind", "options", "expected"),
     [
-        (torch.optim.SGD, {}, Kind.SGD_SEPARATE),
-        (optim.SGD, {}, Kind.SGD_SEPARATE),
-        (optim.SGD, {"use_combined_accum": True}, Kind.SGD_COMBINED),
-        (torch.optim.Adam, {}, Kind.ADAM),
-        (optim.Adam, {}, Kind.ADAM),
-        (torch.optim.AdamW, {}, Kind.ADAMW),
-        (optim.AdamW, {}, Kind.ADAMW),
-        (optim.AdamW, {"bias_correction": False}, Kind.ADAMW),
-        (torch.optim.RMSprop, {}, Kind.RMSPROP),
-        (optim.RMSprop, {"centered": True}, Kind.RMSPROP_CENTERED),
-        (optim.LAMB, {}, Kind.LAMB),
-        (optim.LAMB, {"bias_correction": False}, Kind.LAMB_NO_BIAS),
+        (torch.optim.SGD, {}, OptimizerKind.SGD_SEPARATE),
+        (optim.SGD, {}, OptimizerKind.SGD_SEPARATE),
+        (optim.SGD, {"use_combined_accum": True}, OptimizerKind.SGD_COMBINED),
+        (torch.optim.Adam, {}, OptimizerKind.ADAM),
+        (optim.Adam, {}, OptimizerKind.ADAM),
+        (torch.optim.AdamW, {}, OptimizerKind.ADAMW),
+        (optim.AdamW, {}, OptimizerKind.ADAMW),
+        (optim.AdamW, {"bias_correction": False}, OptimizerKind.ADAMW),
+        (torch.optim.RMSprop, {}, OptimizerKind.RMSPROP),
+        (optim.RMSprop, {"centered": True}, OptimizerKind.RMSPROP_CENTERED),
+        (optim.LAMB, {}, OptimizerKind.LAMB),
+        (optim.LAMB, {"bias_correction": False}, OptimizerKind.LAMB_NO_BIAS),
     ],
 )
 def test_every_supported_optimizer_has_its_kind(kind, options, expected):

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from ipufit import poptorch
 from ipufit.poptorch import Error, optim
 from ipufit.poptorch._loss_scale import AutomaticLossScale
-from ipufit.poptorch._optimizer import DeviceOptimizer
+from ipufit.poptorch._optimizer import CompiledOptimizer
 from ipufit.poptorch._optimizer_base import StateSync
 from ipufit.poptorch._optimizer_reading import settings_of
 from ipufit.poptorch._optimizer_scalars import Factors
@@ -41,7 +41,7 @@ def on_device(optimizer, weights=None, factors=None, automatic=None):
     """It, with its weights."""
     weights = tensors() if weights is None else weights
     settings = settings_of(optimizer, automatic is not None)
-    return DeviceOptimizer(settings, [NAMES], weights, factors, automatic), weights
+    return CompiledOptimizer(settings, [NAMES], weights, factors, automatic), weights
 
 
 def said(caplog):

@@ -4,7 +4,7 @@ import pytest
 
 import ipufit.poptorch as poptorch
 from ipufit.poptorch._devices import uses_ipu_model
-from ipufit.poptorch._options.of_model import of_model
+from ipufit.poptorch._options.model_options import model_options
 from ipufit.poptorch._placement import PlacedBlock, placed
 from tests.poptorch.option_texts import exactly
 
@@ -21,7 +21,7 @@ def inference(entered, strategy=None, iterations=64, overlapped=False, change=la
     if strategy is not None:
         options.setExecutionStrategy(strategy)
     change(options)
-    return placed(of_model(options, False), entered, False, overlapped)
+    return placed(model_options(options, False), entered, False, overlapped)
 
 
 def training(entered, accumulation, strategy=None):
@@ -29,7 +29,7 @@ def training(entered, accumulation, strategy=None):
     options.Training.gradientAccumulation(accumulation)
     if strategy is not None:
         options.setExecutionStrategy(strategy)
-    return placed(of_model(options, True), entered, True)
+    return placed(model_options(options, True), entered, True)
 
 
 def where(placement):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ipufit import poptorch
 from ipufit.poptorch import _wrapping as wrapping
-from ipufit.poptorch._changes import changed_buffers, held_tensors
+from ipufit.poptorch._recording import check_not_replaced, module_tensors
 from ipufit.poptorch._weights import WeightFollower, WeightSync
 from ipufit.poptorch._wrapped import isWrapped, quietly, unwrap
 from ipufit.poptorch.poptorch_core import Error
@@ -446,18 +446,18 @@ def test_a_part_or_a_container_of_a_trained_module_follows_too(net, device):
 
 
 def test_changes_in_place_are_no_changes(net):
-    before = held_tensors(net)
+    before = module_tensors(net)
     with torch.no_grad():
         net.offset += 1
         net.weight.add_(1)
-    changed_buffers(before, held_tensors(net))
+    check_not_replaced(before, module_tensors(net))
 
 
 def test_a_removed_buffer_is_an_error(net):
-    before = held_tensors(net)
+    before = module_tensors(net)
     del net.offset
     with pytest.raises(Error) as caught:
-        changed_buffers(before, held_tensors(net))
+        check_not_replaced(before, module_tensors(net))
     assert caught.value.message == (
         "Buffer offset is removed from the model when calling the forward method. Keep it, and "
         "change its values in place."
@@ -466,11 +466,11 @@ def test_a_removed_buffer_is_an_error(net):
 
 @pytest.mark.parametrize(("what", "name"), [("Buffer", "offset"), ("Parameter", "lin.weight")])
 def test_a_rebound_tensor_is_an_error(net, what, name):
-    before = held_tensors(net)
+    before = module_tensors(net)
     net.offset = net.offset.clone() if what == "Buffer" else net.offset
     net.lin.weight = nn.Parameter(torch.ones(2, 2)) if what == "Parameter" else net.lin.weight
     with pytest.raises(Error) as caught:
-        changed_buffers(before, held_tensors(net))
+        check_not_replaced(before, module_tensors(net))
     assert caught.value.message == (
         f"{what} {name} is reassigned within the model when calling the forward method. This is "
         f"not supported. Consider using self.{name}.copy_(src) to copy data from a source tensor, "
@@ -481,9 +481,9 @@ def test_a_rebound_tensor_is_an_error(net, what, name):
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d])
 def test_batch_normalisation_may_rebind_its_statistics(kind):
     model = nn.Sequential(kind(2))
-    before = held_tensors(model)
+    before = module_tensors(model)
     model[0].running_mean = torch.ones(2)
-    changed_buffers(before, held_tensors(model))
+    check_not_replaced(before, module_tensors(model))
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from ipufit.poptorch._tracing import tracing, untraced
 __all__ = ["CPU"]
 
 
-class _Call:
-    """One place in a recorded graph that calls a function of the host."""
+class _CallSite:
+    """A place in a recorded graph that calls a function of the host."""
 
     def __init__(self, caller: CPU, results: Sequence[Tensor]) -> None:
         self.caller = caller
@@ -25,36 +25,36 @@ class _Call:
 
 
 # Held by the recording that made them.
-_CALLS: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
+_CALLS: weakref.WeakValueDictionary[int, _CallSite] = weakref.WeakValueDictionary()
 
 
 def _run(inputs: List[Tensor], call: int) -> List[Tensor]:
-    found = _find(call)
+    site = _call_site(call)
     device = inputs[0].device if inputs else torch.device("cpu")
-    caller = found.caller
+    caller = site.caller
     caller.inputs = [tensor.detach().cpu().clone() for tensor in inputs]
-    caller.outputs = [torch.zeros(s, dtype=d) for s, d in zip(found.shapes, found.dtypes)]
+    caller.outputs = [torch.zeros(s, dtype=d) for s, d in zip(site.shapes, site.dtypes)]
     with torch.no_grad():
         caller.execute()
     return [tensor.to(device) for tensor in caller.outputs]
 
 
 def _shapes(inputs: List[Tensor], call: int) -> List[Tensor]:
-    found = _find(call)
+    site = _call_site(call)
     return [
         torch.empty(shape, dtype=dtype, device="meta")
-        for shape, dtype in zip(found.shapes, found.dtypes)
+        for shape, dtype in zip(site.shapes, site.dtypes)
     ]
 
 
-def _find(call: int) -> _Call:
-    found = _CALLS.get(call)
-    if found is None:
+def _call_site(call: int) -> _CallSite:
+    site = _CALLS.get(call)
+    if site is None:
         raise error(
             "the function of a poptorch.CPU is gone: expected the model that recorded it to be "
             "alive. Compile the model again."
         )
-    return found
+    return site
 
 
 _CALL_CPU = define("call_cpu(Tensor[] inputs, int call) -> Tensor[]", _run, _shapes)
@@ -105,7 +105,7 @@ class CPU:
         self.outputs = [torch.zeros(shape) for shape in self.out_shapes or []]
 
     def __call__(self, *input: Tensor, **kwargs: Any) -> Any:
-        """Call the function; in a model that is being compiled, at every run.
+        """Call the function; while a model is compiled, record a call that every run makes.
 
         Raises:
             Error: keyword arguments, something other than tensors, or a training model.
@@ -127,7 +127,7 @@ class CPU:
         results = _tensors(returned, self._ID)
         self.in_shapes = [tensor.shape for tensor in input]
         self.out_shapes = [tensor.shape for tensor in results]
-        call = _Call(self, results)
+        call = _CallSite(self, results)
         _CALLS[id(call)] = call
         trace.keep_alive.append(call)
         with torch.no_grad():
@@ -135,7 +135,7 @@ class CPU:
         return outputs[0] if isinstance(returned, Tensor) else outputs
 
     def _try(self, inputs: Sequence[Tensor]) -> Any:
-        """What it returns for zeros, computed for real beside the recording."""
+        """Call the function on zeros, outside of the recording."""
         # Fake tensors have no values, so only their shapes go in.
         looks = [(tensor.shape, tensor.dtype) for tensor in inputs]
         with untraced():

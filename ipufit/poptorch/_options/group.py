@@ -1,4 +1,4 @@
-"""What every group of options is: known names with values of known types, that can be frozen."""
+"""Base class of groups of options: fixed names, values of fixed types, and freezing."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _FROZEN = (
 RENAMED = {"anchorMode": "outputMode", "AnchorMode": "OutputMode"}
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint at the name that was probably meant, or the list of all; a sentence."""
-    known = sorted(known)
-    if RENAMED.get(name) in known:
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return a sentence that suggests the nearest name, or lists all of them."""
+    names = sorted(names)
+    if RENAMED.get(name) in names:
         return f"It is called {RENAMED[name]} in PopTorch 3.4."
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name, names, n=1)
     if close:
         return f"Did you mean {close[0]}?"
-    return f"Valid names are {', '.join(known)}." if known else "There are none."
+    return f"Valid names are {', '.join(names)}." if names else "There are none."
 
 
 def need_type(option: str, value: object, *kinds: type) -> None:
@@ -39,8 +39,8 @@ def need_type(option: str, value: object, *kinds: type) -> None:
     Raises:
         AssertionError: it is of another type.
     """
-    fits = isinstance(value, kinds) and not (isinstance(value, bool) and bool not in kinds)
-    if not fits:
+    matches = isinstance(value, kinds) and not (isinstance(value, bool) and bool not in kinds)
+    if not matches:
         expected = " or ".join(kind.__name__ for kind in kinds)
         raise AssertionError(
             f"Unexpected type {type(value).__name__} for option {option}. "
@@ -49,7 +49,7 @@ def need_type(option: str, value: object, *kinds: type) -> None:
 
 
 class OptionGroup:
-    """A dictionary of options whose keys and types are given by its defaults.
+    """A dictionary of options whose names and types are those of its defaults.
 
     Values are read as attributes (``options.device_iterations``), by name (``options.exists``,
     ``options("device_iterations")``), or all at once (``toDict``).
@@ -79,7 +79,7 @@ class OptionGroup:
             self._values[option] = value
 
     def createOrSet(self, **kwargs: object) -> None:
-        """Give options values, known ones under the rules of ``set``."""
+        """Set options; a new name is added, and an existing one follows the rules of ``set``."""
         self.checkIsFrozen()
         for option, value in kwargs.items():
             if option in self._values:
@@ -88,11 +88,11 @@ class OptionGroup:
                 self._values[option] = value
 
     def exists(self, option: str) -> bool:
-        """Whether the option has a value."""
+        """Return True if the option has a value."""
         return option in self._values
 
     def deleteIfExists(self, option: str) -> None:
-        """Leave the option without a value."""
+        """Remove the value of an option."""
         self.checkIsFrozen()
         self._values.pop(option, None)
 
@@ -124,7 +124,7 @@ class OptionGroup:
         return other
 
     def toDict(self) -> Dict[str, Any]:
-        """The values by name."""
+        """Return the values by name."""
         return self.update({})
 
     def _freeze(self) -> None:
@@ -134,7 +134,7 @@ class OptionGroup:
         self._set_frozen(False)
 
     def _set_frozen(self, frozen: bool) -> None:
-        """Freeze or thaw this group and the groups it holds."""
+        """Freeze or unfreeze this group and the groups inside it."""
         self._is_frozen = frozen
         for value in self.__dict__.values():
             if hasattr(type(value), "checkIsFrozen"):
@@ -147,8 +147,8 @@ class OptionGroup:
         # Only asked for what is not an attribute; `_values` itself is missing while a copy is made.
         values = self.__dict__.get("_values", {})
         if option.startswith("_") or option not in values:
-            known = set(values).union(name for name in dir(type(self)) if not name.startswith("_"))
-            raise AttributeError(f"There is no option {option}. {nearest(option, known)}")
+            names = set(values).union(name for name in dir(type(self)) if not name.startswith("_"))
+            raise AttributeError(f"There is no option {option}. {nearest(option, names)}")
         return values[option]
 
     def __setattr__(self, option: str, value: object) -> None:
@@ -169,12 +169,12 @@ class OptionGroup:
         self.__dict__.update(state)
 
     def __deepcopy__(self, memory: Dict[int, Any]) -> Any:
-        """A copy that can be changed, whether or not this one can."""
-        made = type(self).__new__(type(self))
-        memory[id(self)] = made
+        """Return a copy that is not frozen."""
+        copied = type(self).__new__(type(self))
+        memory[id(self)] = copied
         for name, value in self.__dict__.items():
-            made.__dict__[name] = False if name == "_is_frozen" else copy.deepcopy(value, memory)
-        return made
+            copied.__dict__[name] = False if name == "_is_frozen" else copy.deepcopy(value, memory)
+        return copied
 
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={value!r}" for name, value in self._values.items())

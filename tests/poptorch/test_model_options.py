@@ -6,7 +6,7 @@ import torch
 import ipufit.poptorch as poptorch
 from ipufit.poptorch._options import ignored as reports
 from ipufit.poptorch._options.ignored import ignored, report_ignored
-from ipufit.poptorch._options.of_model import of_model
+from ipufit.poptorch._options.model_options import model_options
 from tests.poptorch.option_texts import exactly
 
 
@@ -17,7 +17,7 @@ def test_a_model_freezes_options_and_picks_an_output_mode_in_its_copy(training, 
     options = poptorch.Options()
     options.anchorTensor("follows", "long")
     options.anchorTensor("own", "long", poptorch.OutputMode.EveryN, 2)
-    own = of_model(options, training)
+    own = model_options(options, training)
     assert own.output_mode == mode
     assert own.anchored_tensors == {
         "follows": ["long", True, mode, 1],
@@ -33,20 +33,20 @@ def test_a_model_freezes_options_and_picks_an_output_mode_in_its_copy(training, 
 def test_an_output_mode_that_was_set_is_kept():
     options = poptorch.Options().outputMode(poptorch.OutputMode.EveryN, 2).deviceIterations(4)
     options.anchorTensor("follows", "long")
-    own = of_model(options, True)
+    own = model_options(options, True)
     assert (own.output_mode, own.output_return_period) == (1, 2)
     assert own.anchored_tensors["follows"] == ["long", True, poptorch.OutputMode.EveryN, 2]
 
 
 def test_no_options_are_the_default_ones():
-    assert repr(of_model(None, True)) == repr(
+    assert repr(model_options(None, True)) == repr(
         poptorch.Options().outputMode(poptorch.OutputMode.Final)
     )
 
 
 def test_what_is_not_options_is_refused():
     with pytest.raises(poptorch.Error) as refused:
-        of_model({"deviceIterations": 1}, True)
+        model_options({"deviceIterations": 1}, True)
     assert refused.value.message == (
         "options must be poptorch.Options, got dict. Leave them out for the defaults."
     )
@@ -74,9 +74,9 @@ def test_inference_accumulates_no_gradients(strategy, text):
     options = poptorch.Options().setExecutionStrategy(strategy)
     options.Training.gradientAccumulation(2)
     with pytest.raises(poptorch.Error) as refused:
-        of_model(options, False)
+        model_options(options, False)
     assert refused.value.message == text
-    assert of_model(options, True).Training.gradient_accumulation == 2
+    assert model_options(options, True).Training.gradient_accumulation == 2
 
 
 def validated(change):

@@ -1,4 +1,4 @@
-"""The options of a model: what it makes of those that it is given."""
+"""Derive the options of a model from those that the user passes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ipufit.poptorch._errors import error
 from ipufit.poptorch._options.options import Options
 from ipufit.poptorch._options.strategies import PipelinedExecution, ShardedExecution
 
-__all__ = ["of_model"]
+__all__ = ["model_options"]
 
 
-def of_model(options: Optional[Options], training: bool) -> Options:
-    """A model's own copy of options, which are frozen; the copy is not.
+def model_options(options: Optional[Options], training: bool) -> Options:
+    """Return a model's own copy of options, and freeze the original.
 
     The output mode is picked where it is still the default, for anchored tensors too.
 
@@ -21,25 +21,25 @@ def of_model(options: Optional[Options], training: bool) -> Options:
         Error: not ``Options``, or gradient accumulation for inference.
     """
     if options is None:
-        own = Options()
+        copied = Options()
     elif isinstance(options, Options):
         options._freeze()
-        own = options.clone()
+        copied = options.clone()
     else:
         raise error(
             f"options must be poptorch.Options, got {type(options).__name__}. Leave them out for "
             "the defaults."
         )
-    if own.defaultOutputMode():
+    if copied.defaultOutputMode():
         # Training is watched by its last loss; inference is after every result.
-        own.outputMode(enums.OutputMode.Final if training else enums.OutputMode.All)
-    if not training and own.Training.gradient_accumulation != 1:
-        raise error(_accumulation_in_inference(own))
-    for anchor in own.anchored_tensors.values():
+        copied.outputMode(enums.OutputMode.Final if training else enums.OutputMode.All)
+    if not training and copied.Training.gradient_accumulation != 1:
+        raise error(_accumulation_in_inference(copied))
+    for anchor in copied.anchored_tensors.values():
         _, follows_outputs, _, _ = anchor
         if follows_outputs:
-            anchor[2:] = [enums.OutputMode(own.output_mode), own.output_return_period]
-    return own
+            anchor[2:] = [enums.OutputMode(copied.output_mode), copied.output_return_period]
+    return copied
 
 
 def _accumulation_in_inference(options: Options) -> str:

@@ -1,4 +1,4 @@
-"""A program as it was recorded, what it returns, and what it writes into."""
+"""A recorded program, its outputs, and the tensors that it changes in place."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ipufit.poptorch._parsers import reconstructTensorStructure
 from ipufit.poptorch._tracing import Trace
 from ipufit.tracing.aliases import schema_of
 
-__all__ = ["Outputs", "Recorded", "Returned", "Writes", "find_writes"]
+__all__ = ["MicroBatchResults", "Outputs", "RecordedProgram", "Writes", "find_writes"]
 
 
 @dataclasses.dataclass
 class Outputs:
-    """What forward returned: tensors of the device by place, and the rest as it was.
+    """Outputs of forward: tensors that the device computes, and everything else as forward made it.
 
     Attributes:
-        structure: what forward returned, its tensors without data.
+        structure: the return value of forward, its tensors without data.
         computed: for each tensor of the structure, whether a micro-batch computes it.
-        constants: the tensors that none computes, None elsewhere.
+        constants: the tensors that no micro-batch computes, None elsewhere.
     """
 
     structure: Any
@@ -30,14 +30,14 @@ class Outputs:
     constants: List[Optional[Tensor]]
 
     def forget(self) -> None:
-        """Let go of the tensors of the recording, which have no values; keep those of the host."""
+        """Drop the tensors of the recording, which have no values; those of the host stay."""
         self.constants = [None if t is None else t.detach().clone() for t in self.constants]
         if self.structure is not None:
             empty = [torch.empty(0) if t is None else t for t in self.constants]
             self.structure = reconstructTensorStructure(self.structure, empty)
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
-        """The same containers around the tensors that were computed."""
+        """Return what forward returned, with these tensors in place of the computed ones."""
         if self.structure is None:
             return None
         source = iter(tensors)
@@ -48,14 +48,14 @@ class Outputs:
         return reconstructTensorStructure(self.structure, every)
 
 
-class Returned(NamedTuple):
-    """What a micro-batch gives.
+class MicroBatchResults(NamedTuple):
+    """Results of one micro-batch.
 
     Attributes:
-        outputs: the computed ones of forward.
+        outputs: the computed outputs of forward.
         loss: None for inference.
         large: number of large elements of gradients; None where they are not counted.
-        gradients: by the parameter's name.
+        gradients: gradients by the parameter's name.
     """
 
     outputs: Sequence[Tensor]
@@ -65,27 +65,27 @@ class Returned(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorded:
+class RecordedProgram:
     """A micro-batch as a graph over (parameters and buffers, inputs, loss scale).
 
     Attributes:
         graph: returns the computed outputs, the loss when training, the number of large elements
-            of gradients where they are counted, and the gradients of ``reached``.
-        outputs: how its outputs become those of forward.
-        reached: the parameters that a gradient reached, when training.
-        changed_inputs: places of the inputs that forward changes.
-        changed_state: names of what forward changes of parameters and buffers.
+            of gradients where they are counted, and the gradients of ``with_gradient``.
+        outputs: how the graph's outputs become those of forward.
+        with_gradient: names of the parameters that the loss depends on, when training.
+        changed_inputs: positions of the inputs that forward changes in place.
+        changed_state: names of the parameters and buffers that forward changes in place.
         statistics: names of the buffers that only batch normalisation changes.
-        random: whether it draws random numbers.
-        overlapped: whether a transfer was asked to overlap with computing.
-        trace: what was noted meanwhile.
+        random: whether the program draws random numbers.
+        overlapped: whether a transfer is to overlap with computing.
+        trace: what the model declared while it was recorded.
         counted: number of elements of gradients of which large ones are counted.
-        activations: for names of what lies between its operators, those of the graph's nodes.
+        activations: names of the graph's nodes, by the names under which tensors can be anchored.
     """
 
     graph: fx.GraphModule
     outputs: Outputs
-    reached: Tuple[str, ...]
+    with_gradient: Tuple[str, ...]
     changed_inputs: Tuple[int, ...]
     changed_state: Tuple[str, ...]
     random: bool
@@ -95,15 +95,15 @@ class Recorded:
     activations: Mapping[str, str] = dataclasses.field(default_factory=dict)
     statistics: Tuple[str, ...] = ()
 
-    def returned(self, tensors: Sequence[Tensor]) -> Returned:
-        """What the graph returned, by what it is."""
+    def returned(self, tensors: Sequence[Tensor]) -> MicroBatchResults:
+        """Name the tensors that the graph returned."""
         outputs = sum(self.outputs.computed)
-        gradients = len(tensors) - len(self.reached)
-        return Returned(
+        gradients = len(tensors) - len(self.with_gradient)
+        return MicroBatchResults(
             tensors[:outputs],
             tensors[outputs] if self.trace.training else None,
             tensors[gradients - 1] if self.counted else None,
-            dict(zip(self.reached, tensors[gradients:])),
+            dict(zip(self.with_gradient, tensors[gradients:])),
         )
 
 
@@ -111,12 +111,12 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 class Writes(NamedTuple):
-    """Places of the placeholders that a graph changes in place.
+    """Positions of the placeholders that a graph changes in place.
 
     Attributes:
         changed: changed by operators whose purpose is to write into them.
-        statistics: running statistics that batch normalisation moves on its way, and that no
-            operator writes into otherwise.
+        statistics: running statistics that batch normalisation updates, and that no operator
+            writes into otherwise.
     """
 
     changed: Tuple[int, ...]
@@ -124,7 +124,7 @@ class Writes(NamedTuple):
 
 
 def find_writes(graph: fx.GraphModule) -> Writes:
-    """Find the placeholders that the graph changes in place, through whatever views of them."""
+    """Find the placeholders that a graph changes in place, directly or through views."""
     place: Dict[fx.Node, int] = {}
     changed: List[int] = []
     statistics: List[int] = []

@@ -15,7 +15,7 @@ from ipufit.poptorch._weights import WeightFollower, WeightSource, WeightSync
 from ipufit.poptorch._wrapped import quietly, unwrap
 from ipufit.poptorch._wrapping import host_tensors, syncs_of, wrap
 
-__all__ = ["Host", "check_module"]
+__all__ = ["HostWeights", "check_module"]
 
 
 def check_module(model: object) -> None:
@@ -36,7 +36,7 @@ def _nobody() -> None:
     """Where an executor would be."""
 
 
-class Host:
+class HostWeights:
     """Parameters and buffers of the user's module.
 
     Args:
