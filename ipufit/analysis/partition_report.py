@@ -1,4 +1,4 @@
-"""What ``Model.plan`` returns, from its arguments and what ``compile`` left."""
+"""Plan of a partition for ``Model.plan``, from its arguments and what ``compile`` fixed."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from ipufit.training.sample_batch import able_to_run, sample_for
 from ipufit.training.session import Session
 from ipufit.utils.error_collector import Faults, one_of
 
-__all__ = ["planned"]
+__all__ = ["plan_partition"]
 
 # IPUs of a replica that are looked for where nobody says how many there are: a whole POD64.
 _MOST = 64
 
 
-def planned(
+def plan_partition(
     session: Session,
     x: Any,
-    asked: PartitionRequest,
+    request: PartitionRequest,
     work: Tuple[Any, Any],
     how: Tuple[Any, Any, Any],
 ) -> PartitionPlan:
-    """Find or take the partition, and say what it takes.
+    """Search for a partition, or take the one that is passed, and estimate its costs.
 
     Args:
         session: of the model.
         x: a batch or a loader; None for the shapes of the last ``fit``.
-        asked: the arguments that divide the module.
+        request: the arguments that divide the module.
         work: ipus, gradient_accumulation.
         how: schedule, recompute, ipu_memory.
 
@@ -55,7 +55,7 @@ def planned(
     ipus, accumulation = work
     rounds = session.auto_round_ipus
     Plan.make(micro_batch_size=1, ipus=ipus, auto_round_ipus=rounds)
-    wanted = _wanted(session, asked, ipus)
+    wanted = _wanted(session, request, ipus)
     _check_work(wanted, ipus, accumulation, rounds)  # before the work of a trace
     strategy = wanted.strategy
     if schedule != SCHEDULES[0] and strategy == "sharded":
@@ -65,7 +65,7 @@ def planned(
         )
     schedule = schedule_of(strategy, schedule)
     sample = sample_for(session, x, "plan")
-    estimator = _estimator(session, sample, wanted.given, recompute.checkpoints)
+    estimator = _estimator(session, sample, wanted.partition, recompute.checkpoints)
     if wanted.counts:
 
         def again(count: int) -> bool:
@@ -73,8 +73,8 @@ def planned(
 
         costs, places = _smallest(estimator, wanted.counts, schedule, again, memory)
     else:
-        costs = estimator.given(wanted.given)
-        places = () if wanted.given is None else wanted.given.places
+        costs = estimator.given(wanted.partition)
+        places = () if wanted.partition is None else wanted.partition.places
     count = len(costs)
     if accumulation is None:
         accumulation = 2 * count - 1 if strategy == "pipelined" else 1
@@ -110,7 +110,10 @@ def planned(
 
 
 def _begins(costs: Sequence[StageCost], module: nn.Module) -> Tuple[Tuple[str, int], ...]:
-    """What ``compile(stages=...)`` takes: parts of serialised layers begin stages by themselves."""
+    """Return the argument ``stages`` of ``compile`` for these stages.
+
+    Parts of serialised layers begin stages by themselves and are left out.
+    """
     names = {name for name, _ in module.named_modules() if name}
     return tuple(
         (cost.name, stage)
@@ -121,7 +124,7 @@ def _begins(costs: Sequence[StageCost], module: nn.Module) -> Tuple[Tuple[str, i
 
 @dataclasses.dataclass(frozen=True)
 class _Recomputation:
-    """Which activations are computed again.
+    """Choice of the activations that are computed again.
 
     Attributes:
         checkpoints: layers from whose outputs it starts, besides the inputs of the stages.
@@ -132,19 +135,19 @@ class _Recomputation:
     of: Callable[[str, int], bool]
 
 
-def _recomputation(session: Session, given: Any) -> _Recomputation:
-    """As compiled, or as the plan is asked to assume.
+def _recomputation(session: Session, recompute: Any) -> _Recomputation:
+    """Resolve the argument ``recompute``; None is what was compiled.
 
     Raises:
         UnknownNameError: a layer that there is not.
         ConfigurationError: anything else that can't work.
     """
     compiled = session.config.recompute
-    if given is None:
+    if recompute is None:
         return _Recomputation(compiled, session.recomputes)
-    if isinstance(given, bool):
-        return _Recomputation(compiled if given else (), lambda strategy, count: given)
-    names = resolve_recompute(session.module, given, GRAPH)
+    if isinstance(recompute, bool):
+        return _Recomputation(compiled if recompute else (), lambda strategy, count: recompute)
+    names = resolve_recompute(session.module, recompute, GRAPH)
     return _Recomputation(names, lambda strategy, count: True)
 
 
@@ -166,36 +169,36 @@ def _checked(how: Tuple[Any, Any, Any]) -> Tuple[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
-    """Stages that are given, or how many to look for.
+    """Stages to estimate, or how many of them to search for.
 
     Attributes:
-        given: None for one IPU, and where stages are looked for.
+        partition: the stages; None for one IPU, and where stages are looked for.
         strategy: how they run.
-        counts: numbers of stages to try, ascending; empty where stages are given.
+        counts: numbers of stages to try, ascending; empty where the stages are fixed.
     """
 
-    given: Optional[Partition]
+    partition: Optional[Partition]
     strategy: str
     counts: Tuple[int, ...] = ()
 
 
-def _wanted(session: Session, asked: PartitionRequest, ipus: Optional[int]) -> _Wanted:
+def _wanted(session: Session, request: PartitionRequest, ipus: Optional[int]) -> _Wanted:
     compiled = session.partitions.training
-    if asked.strategy is not None and asked.strategy not in STRATEGIES:
-        raise UnknownNameError("strategy", str(asked.strategy), STRATEGIES)
-    if asked.strategy is None and compiled is not None:
-        asked = dataclasses.replace(asked, strategy=compiled.strategy)
-    is_given = asked.stages not in (None, AUTO) or asked.layers_per_ipu is not None
-    if is_given or asked.layers is not None:
-        return _estimated(resolve_partition(session.module, asked))
-    count = asked.ipus_per_replica
-    if asked.stages is None and count is None and compiled is not None:
+    if request.strategy is not None and request.strategy not in STRATEGIES:
+        raise UnknownNameError("strategy", str(request.strategy), STRATEGIES)
+    if request.strategy is None and compiled is not None:
+        request = dataclasses.replace(request, strategy=compiled.strategy)
+    is_given = request.stages not in (None, AUTO) or request.layers_per_ipu is not None
+    if is_given or request.layers is not None:
+        return _estimated(resolve_partition(session.module, request))
+    count = request.ipus_per_replica
+    if request.stages is None and count is None and compiled is not None:
         if not compiled.is_open:
-            return _estimated(dataclasses.replace(compiled, strategy=asked.strategy))
+            return _estimated(dataclasses.replace(compiled, strategy=request.strategy))
         count = compiled.ipus
-    request = dataclasses.replace(asked, stages=AUTO, ipus_per_replica=count or 1)
+    request = dataclasses.replace(request, stages=AUTO, ipus_per_replica=count or 1)
     resolve_partition(session.module, request)
-    strategy = asked.strategy or "pipelined"
+    strategy = request.strategy or "pipelined"
     if count is not None:
         return _Wanted(None, strategy, (int(count),))
     most = _MOST if ipus is None else int(ipus)
@@ -203,13 +206,13 @@ def _wanted(session: Session, asked: PartitionRequest, ipus: Optional[int]) -> _
 
 
 def _check_work(wanted: _Wanted, ipus: Any, accumulation: Any, rounds: bool) -> None:
-    """Hold the number of stages, where it is known, against the IPUs.
+    """Check the number of stages, where it is fixed, against the IPUs.
 
     Raises:
         PartitionError: so many IPUs can't be reserved.
         PlanError: they are no replicas of so many.
     """
-    count = wanted.given.ipus if wanted.given is not None else 1
+    count = wanted.partition.ipus if wanted.partition is not None else 1
     count = wanted.counts[0] if wanted.counts else count
     least, most = round_up(count) // 2, round_up(count)
     if ipus is None and count != most and not rounds:
@@ -224,14 +227,14 @@ def _check_work(wanted: _Wanted, ipus: Any, accumulation: Any, rounds: bool) -> 
         ipus=ipus,
         gradient_accumulation=1 if accumulation is None else accumulation,
         stages=count,
-        depth=wanted.given.stages if wanted.given is not None else count,
+        depth=wanted.partition.stages if wanted.partition is not None else count,
         pipelined=filling,
         auto_round_ipus=rounds,
     )
 
 
 def _estimated(partition: Optional[Partition]) -> _Wanted:
-    """Refuse phases.
+    """Return the stages to estimate, which must not run in phases.
 
     Raises:
         PartitionError: the strategy is none whose memory can be told.
@@ -254,7 +257,7 @@ def _smallest(
     recompute: Callable[[int], bool],
     memory: int,
 ) -> Divided:
-    """The fewest stages that fit, or else the evenest of the largest number that can be made.
+    """Return the fewest stages that fit, else the evenest of the largest possible number.
 
     Raises:
         PartitionError: not even the smallest number can be made.
@@ -262,13 +265,13 @@ def _smallest(
     evenest: Optional[Divided] = None
     for count in counts:
         try:
-            found = estimator.divided(count, schedule, recompute(count), memory)
+            stages = estimator.divided(count, schedule, recompute(count), memory)
         except PartitionError:
             if evenest is None:
                 raise
             break
-        if found is not None:
-            return found
+        if stages is not None:
+            return stages
         evenest = estimator.divided(count, schedule, recompute(count))
     assert evenest is not None
     return evenest
@@ -280,7 +283,7 @@ def _estimator(
     partition: Optional[Partition],
     checkpoints: Sequence[str],
 ) -> Estimator:
-    """Follow the batch through the module.
+    """Make an estimator by following the batch through the module.
 
     Raises:
         DataError: the module or the loss can't take it.

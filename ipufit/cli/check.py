@@ -7,7 +7,7 @@ import sys
 from types import FrameType
 from typing import Any, Callable, List, Mapping
 
-from ipufit.analysis.check.model import checked_sample
+from ipufit.analysis.check.check import checked_sample
 from ipufit.analysis.check.report import CheckReport
 from ipufit.cli.intercept_fit import first_micro_batch, looked_at
 from ipufit.training.model import Model

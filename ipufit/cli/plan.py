@@ -8,7 +8,7 @@ import sys
 from types import FrameType
 from typing import Any, Callable, List, Mapping, Optional
 
-from ipufit.analysis.partition_report import planned
+from ipufit.analysis.partition_report import plan_partition
 from ipufit.cli.intercept_fit import asked, first_micro_batch, looked_at
 from ipufit.core.plan import Plan
 from ipufit.partition.request import PartitionRequest
@@ -54,7 +54,7 @@ def plan_script(
         session.sample = stripped(sample)
         work = (given["ipus"] if ipus is None else ipus, accumulation)
         division = PartitionRequest(ipus_per_replica=per_replica)
-        found.append(planned(session, None, division, work, ("grouped", None, None)))
+        found.append(plan_partition(session, None, division, work, ("grouped", None, None)))
 
     stream = sys.stderr if as_json else None
     failed = looked_at(execute, look, "plan", printing_to=stream, in_one_line=True)

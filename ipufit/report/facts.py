@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ipufit._version import __version__
-from ipufit.analysis.partition_report import planned
+from ipufit.analysis.partition_report import plan_partition
 from ipufit.core.batch import MicroBatch
 from ipufit.core.plan import Plan
 from ipufit.errors import IpufitError
@@ -107,7 +107,7 @@ def partition(session: Session, plan: Plan) -> Dict[str, Any]:
         # As it runs: on one IPU.
         request = PartitionRequest(ipus_per_replica=1)
     try:
-        partition_plan = planned(
+        partition_plan = plan_partition(
             session, None, request, (None, plan.gradient_accumulation), ("grouped", None, None)
         )
     except IpufitError as error:

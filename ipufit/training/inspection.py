@@ -213,12 +213,12 @@ class Inspected:
             DataError: the batch can't be fed.
             CaptureError: the module can't be recorded.
         """
-        from ipufit.analysis.partition_report import planned
+        from ipufit.analysis.partition_report import plan_partition
 
         session = self._compiled("plan")
         asked = PartitionRequest(stages, layers_per_ipu, layers, strategy, ipus_per_replica)
         work = (ipus, gradient_accumulation)
-        return planned(session, x, asked, work, (schedule, recompute, ipu_memory))
+        return plan_partition(session, x, asked, work, (schedule, recompute, ipu_memory))
 
     def preflight(self, x: Any = None) -> PreflightReport:
         """Say what the model needs changed before it can run on an IPU through PopTorch 3.4.
@@ -333,7 +333,7 @@ class Inspected:
             ConfigurationError: neither a batch nor an earlier ``fit``.
             DataError: the batch can't be fed, or the module can't take it.
         """
-        from ipufit.analysis.check.model import checked
+        from ipufit.analysis.check.check import checked
 
         return checked(self.module, self._session, x, sys._getframe(1))
 

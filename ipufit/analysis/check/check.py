@@ -1,33 +1,39 @@
-"""A check of what a recording would make of a module: several runs, held against each other."""
+"""Check of what a recording would make of a module, by comparing several runs of it."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Dict, Iterator, Optional
+import types
+from typing import Any, Dict, Iterator, Optional
 
 import torch
 from torch import Tensor, nn
 
-from ipufit.analysis.check.findings import Findings
-from ipufit.analysis.check.messages import said_at, seeded_at
-from ipufit.analysis.check.output_events import Said, quiet
+from ipufit.analysis.check.messages import output_at, seeded_at
+from ipufit.analysis.check.output_events import OutputEvents, quiet
 from ipufit.analysis.check.python_state import same_values
-from ipufit.analysis.check.report import CheckReport
-from ipufit.analysis.check.runs import Subject
+from ipufit.analysis.check.report import CheckReport, Findings
+from ipufit.analysis.check.runs import ModuleUnderTest
 from ipufit.analysis.check.static_checks import mode_findings, untrained_findings
-from ipufit.analysis.check.suite import Battery
+from ipufit.analysis.check.suite import CheckSuite
 from ipufit.core.batch import MicroBatch
 from ipufit.core.train_config import Precision
+from ipufit.data.source import Source
 from ipufit.losses import Loss
 from ipufit.partition.partition import NOT_DIVIDED, Partitions
 from ipufit.tracing.capture import Frame
+from ipufit.tracing.user_lines import users_frame
+from ipufit.training.sample_batch import no_batch
+from ipufit.training.sanity_check import check_call
+from ipufit.training.session import Session
+from ipufit.training.summary import sample_of
 from ipufit.utils.module_modes import evaluating, training
 from ipufit.utils.random_streams import isolated
 
-__all__ = ["check"]
+__all__ = ["checked", "checked_sample", "run_check"]
 
 
-def check(
+def run_check(
     module: nn.Module,
     loss: Optional[Loss],
     sample: MicroBatch,
@@ -36,7 +42,7 @@ def check(
     caller: Optional[Frame],
     partitions: Partitions = NOT_DIVIDED,
 ) -> CheckReport:
-    """Run the module a few times, and report what a program would not repeat.
+    """Run the module a few times, and report what a recorded program would not repeat.
 
     Afterwards weights, buffers, optimizer, generators, attributes and modes are what they were.
 
@@ -55,31 +61,31 @@ def check(
     owned = None
     if optimizer is not None:
         owned = [p for group in optimizer.param_groups for p in group["params"]]
-    subject = Subject(module, loss, sample, precision, owned, partitions)
-    found = Findings(caller)
-    said = Said()
-    with isolated(subject.device), _put_back(subject) as pristine:
-        with quiet(said):
-            found.add(*mode_findings(subject.step))
+    tested = ModuleUnderTest(module, loss, sample, precision, owned, partitions)
+    findings = Findings(caller)
+    events = OutputEvents()
+    with isolated(tested.device), _put_back(tested) as pristine:
+        with quiet(events):
+            findings.add(*mode_findings(tested.step))
             loss_module = loss.module if loss is not None else None
             with training(module, loss_module):
-                reached = Battery(subject, pristine, found, True).run()
-            with evaluating(module, loss_module), found.noted(" in eval mode"):
-                Battery(subject, pristine, found, False).run()
-        found.add(*untrained_findings(subject.step, subject.trained, reached))
-    found.add(*(said_at(frame, how) for frame, how in said.outputs.items()))
-    found.add(*(seeded_at(frame) for frame in said.seeds))
-    return CheckReport(type(module).__name__, found.sorted(), loss is not None)
+                with_gradient = CheckSuite(tested, pristine, findings, True).run()
+            with evaluating(module, loss_module), findings.with_note(" in eval mode"):
+                CheckSuite(tested, pristine, findings, False).run()
+        findings.add(*untrained_findings(tested.step, tested.trained, with_gradient))
+    findings.add(*(output_at(frame, how) for frame, how in events.outputs.items()))
+    findings.add(*(seeded_at(frame) for frame in events.seeds))
+    return CheckReport(type(module).__name__, findings.sorted(), loss is not None)
 
 
 @contextlib.contextmanager
-def _put_back(subject: Subject) -> Iterator[Dict[str, Tensor]]:
-    """Copies of parameters and buffers, which are put back where someone has reached the own ones.
+def _put_back(tested: ModuleUnderTest) -> Iterator[Dict[str, Tensor]]:
+    """Save parameters and buffers, and restore those that the block has changed.
 
     Yields:
         The copies, by name.
     """
-    state = subject.state
+    state = tested.state
     pristine = {name: tensor.detach().clone() for name, tensor in state.items()}
     gradients = {name: tensor.grad for name, tensor in state.items() if tensor.is_leaf}
     try:
@@ -91,3 +97,57 @@ def _put_back(subject: Subject) -> Iterator[Dict[str, Tensor]]:
                     tensor.copy_(pristine[name])
             if name in gradients and tensor.grad is not gradients[name]:
                 tensor.grad = gradients[name]
+
+
+def checked(
+    module: nn.Module, session: Optional[Session], x: Any, frame: Optional[types.FrameType]
+) -> CheckReport:
+    """Check a module on a batch.
+
+    Args:
+        module: the user's.
+        session: None before ``compile``.
+        x: a batch or a loader; None for the shapes of the last ``fit``.
+        frame: of the caller.
+
+    Raises:
+        ConfigurationError: neither a batch nor an earlier ``fit``.
+        DataError: the batch can't be fed.
+    """
+    own_loss = session is not None and session.loss.in_module
+    if x is not None:
+        casting = None if session is None else session.casting
+        sample = sample_of(x, own_loss, "check", True, casting)
+    elif session is not None and session.sample is not None:
+        leaves = tuple(_random(leaf) for leaf in session.sample.leaves)
+        sample = MicroBatch(leaves, session.sample.structure, session.sample.size)
+    else:
+        raise no_batch("check")
+    return checked_sample(module, session, sample, frame)
+
+
+def checked_sample(
+    module: nn.Module,
+    session: Optional[Session],
+    sample: MicroBatch,
+    frame: Optional[types.FrameType],
+) -> CheckReport:
+    """Check a module on a micro-batch that has been read already."""
+    loss = session.loss if session is not None else None
+    if loss is not None:
+        check_call(module, sample, loss, Source([], "check"))
+        if not loss.in_module and sample.unpack()[2] is None:
+            loss = None
+    precision = session.config.precision if session is not None else Precision()
+    optimizer = session.optimizer if session is not None else None
+    caller = users_frame(frame, everywhere=True)
+    partitions = session.partitions if session is not None else NOT_DIVIDED
+    return run_check(module, loss, sample, precision, optimizer, caller, partitions)
+
+
+def _random(leaf: torch.Tensor) -> torch.Tensor:
+    """Make values for a tensor of which only the shape is known."""
+    if leaf.is_floating_point() or leaf.is_complex():
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(leaf.shape, dtype=torch.float32, generator=generator).to(leaf.dtype)
+    return torch.zeros(leaf.shape, dtype=leaf.dtype)

@@ -1,4 +1,4 @@
-"""What findings say: from errors, differences and changes to sentences."""
+"""Texts of findings, from errors, differences and changes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Iterable, Optional, Sequence, Tuple
 
 import torch
 
-from ipufit.analysis.check.finding import Finding
 from ipufit.analysis.check.python_state import Change
-from ipufit.analysis.check.trace_comparison import Difference
+from ipufit.analysis.check.report import Finding
+from ipufit.analysis.check.trace_facts import Difference
 from ipufit.errors import CaptureError
 from ipufit.tracing.capture import Frame
 from ipufit.tracing.untraced_random import advise_call, describe_draw
@@ -21,8 +21,8 @@ __all__ = [
     "drawn_at",
     "error_at",
     "generator_at",
+    "output_at",
     "outside_at",
-    "said_at",
     "seeded_at",
     "titles_of",
 ]
@@ -35,44 +35,44 @@ _STATE = (
 
 
 def error_at(error: CaptureError) -> Finding:
-    """What a recording refuses."""
+    """Report code that a recording refuses."""
     what = error.what or error.brief.rstrip(".")
     cure = error.cure or "See the text of the error that fit raises."
     place = (error.file, error.line, error.function)
     return Finding(error.kind, "error", *place, what, cure)
 
 
-def differs_at(found: Difference, causes: Iterable[str]) -> Finding:
-    """An operator that is not the same in the next call.
+def differs_at(difference: Difference, causes: Iterable[str]) -> Finding:
+    """Report an operator that is not the same in the next call.
 
     Args:
-        found: the difference.
+        difference: the difference.
         causes: titles of what forward changes.
     """
-    file, line, function = found.frame or _NOWHERE
+    file, line, function = difference.frame or _NOWHERE
     source = linecache.getline(file, line) if file and line else ""
-    named = [title for title in causes if title in found.titles or _is_in(title, source)]
+    named = [title for title in causes if title in difference.titles or _is_in(title, source)]
     cause = f" ({', '.join(dict.fromkeys(named))})" if named else ""
-    if found.kind == "program":
+    if difference.kind == "program":
         text = (
-            f"the program is another one in the next call{cause}: {found.after} where "
-            f"{found.before} was; Python chose by a value that changes, and the recording keeps "
-            "one choice"
+            f"the program is another one in the next call{cause}: {difference.after} where "
+            f"{difference.before} was; Python chose by a value that changes, and the recording "
+            "keeps one choice"
         )
         cure = "Compute both and choose with torch.where, by a buffer that is changed in place."
-    elif found.kind == "folded":
+    elif difference.kind == "folded":
         text = (
             f"a tensor that Python made changes from call to call{cause}, but is a constant of "
-            f"the program: it was {found.before}, then {found.after}"
+            f"the program: it was {difference.before}, then {difference.after}"
         )
         cure = _STATE
     else:
         text = (
             f"a Python value changes from call to call{cause}, but is a constant of the program: "
-            f"it was {found.before}, then {found.after}"
+            f"it was {difference.before}, then {difference.after}"
         )
         cure = _STATE
-    return Finding(found.kind, "error", file, line, function, text, cure)
+    return Finding(difference.kind, "error", file, line, function, text, cure)
 
 
 def _is_in(title: str, source: str) -> bool:
@@ -80,7 +80,7 @@ def _is_in(title: str, source: str) -> bool:
 
 
 def changed_at(change: Change, frame: Optional[Frame]) -> Finding:
-    """What forward leaves behind."""
+    """Report a value that forward leaves changed."""
     place = change.place
     where = frame or _NOWHERE
     if change.how == "drawn":
@@ -116,13 +116,13 @@ def changed_at(change: Change, frame: Optional[Frame]) -> Finding:
 
 
 def drawn_at(source: str, frame: Optional[Frame]) -> Finding:
-    """Random numbers that are no part of the program."""
+    """Report random numbers that are no part of the program."""
     place = frame or _NOWHERE
     return Finding("random", "error", *place, describe_draw(source), advise_call(frame))
 
 
 def generator_at(frame: Optional[Frame]) -> Finding:
-    """An operator that draws from a torch.Generator of the user's."""
+    """Report an operator that draws from a torch.Generator of the user."""
     text = (
         "random numbers are drawn from a torch.Generator of its own, which is no part of the "
         "program: neither seed= of fit nor a checkpoint reaches it"
@@ -132,14 +132,14 @@ def generator_at(frame: Optional[Frame]) -> Finding:
 
 
 def seeded_at(frame: Frame) -> Finding:
-    """A seed that is set in forward."""
+    """Report a seed that is set in forward."""
     text = "forward seeds torch's generator, but runs once, to be recorded: the seed is not kept"
     cure = "Leave the seed to fit(seed=...); every micro-batch draws from a stream of its own."
     return Finding("random", "error", *frame, text, cure)
 
 
 def outside_at(name: Optional[str], frame: Optional[Frame]) -> Finding:
-    """A tensor that wants a gradient and gets none."""
+    """Report a tensor that requires a gradient and gets none."""
     if name is not None:
         text = (
             f"{name!r} is used through a reference kept outside of the module, such as a list of "
@@ -158,8 +158,8 @@ def outside_at(name: Optional[str], frame: Optional[Frame]) -> Finding:
     return Finding("outside", "error", *(frame or _NOWHERE), text, cure, name)
 
 
-def said_at(frame: Frame, how: str) -> Finding:
-    """Output of forward."""
+def output_at(frame: Frame, how: str) -> Finding:
+    """Report output of forward."""
     text = f"forward {how} here, but it runs once, to be recorded, and says nothing afterwards"
     cure = (
         "Report the value with ipufit.log(name, value), or print it in a callback; to run forward "
@@ -169,5 +169,5 @@ def said_at(frame: Frame, how: str) -> Finding:
 
 
 def titles_of(changes: Sequence[Change]) -> Tuple[str, ...]:
-    """Of what has changed."""
+    """Return the titles of places that have changed, each once."""
     return tuple(dict.fromkeys(change.place.title for change in changes))

@@ -1,4 +1,4 @@
-"""At which line of the user's something happens: output, a seed, a tensor that is read."""
+"""Lines of user code that write output, set a seed, or read a tensor."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from ipufit.tracing.capture import Frame, numpy_error, text_error, value_error
 from ipufit.tracing.flat_storage import storage_id
 from ipufit.tracing.user_lines import is_installed, is_users, users_frame
 
-__all__ = ["Reads", "Said", "quiet"]
+__all__ = ["OutputEvents", "Reads", "quiet"]
 
 
-class Said:
+class OutputEvents:
     """Lines that print, log, warn, or seed torch's generator.
 
     Attributes:
@@ -38,20 +38,20 @@ class Said:
         self.seeds: Dict[Frame, None] = {}
 
     def out(self, how: str) -> None:
-        """Something is written now; what an installed package writes is its own matter."""
+        """Record a line that writes now, unless it is of an installed package."""
         frame = users_frame(sys._getframe(2))
         if frame is not None and not is_installed(frame[0]):
             self.outputs.setdefault(frame, how)
 
 
 class _Sink(io.TextIOBase):
-    def __init__(self, said: Said, thread: int) -> None:
-        self._said = said
+    def __init__(self, events: OutputEvents, thread: int) -> None:
+        self._events = events
         self._thread = thread
 
     def write(self, text: str) -> int:
         if text and threading.get_ident() == self._thread:
-            self._said.out("prints")
+            self._events.out("prints")
         return len(text)
 
     def writable(self) -> bool:
@@ -62,13 +62,13 @@ _SEEDS = ((torch, "manual_seed"), (torch, "seed"), (torch.random, "manual_seed")
 
 
 @contextlib.contextmanager
-def quiet(said: Said) -> Iterator[None]:
-    """Nothing that runs in the block is shown; it is noted instead."""
-    sink = _Sink(said, threading.get_ident())
+def quiet(events: OutputEvents) -> Iterator[None]:
+    """Record output and seeds of the block instead of showing them."""
+    sink = _Sink(events, threading.get_ident())
     handle = logging.Logger.handle
 
-    def noted(self: logging.Logger, record: logging.LogRecord) -> None:
-        said.out("logs")
+    def handle_record(self: logging.Logger, record: logging.LogRecord) -> None:
+        events.out("logs")
 
     def warned(message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
         frame: Optional[types.FrameType] = sys._getframe(1)
@@ -77,13 +77,13 @@ def quiet(said: Said) -> Iterator[None]:
         # torch's own warnings come from the line that calls torch, too.
         source = linecache.getline(frame.f_code.co_filename, frame.f_lineno) if frame else ""
         if frame is not None and is_users(frame.f_code.co_filename) and "warn" in source:
-            said.out("warns")
+            events.out("warns")
 
     def seeding(original: Callable[..., Any]) -> Callable[..., Any]:
         def seed(*args: Any, **kwargs: Any) -> Any:
             frame = users_frame(sys._getframe(1))
             if frame is not None:
-                said.seeds[frame] = None
+                events.seeds[frame] = None
             return original(*args, **kwargs)
 
         return seed
@@ -95,7 +95,7 @@ def quiet(said: Said) -> Iterator[None]:
         warnings.simplefilter("always")
         warnings.showwarning = warned  # type: ignore[assignment]
         stack.callback(setattr, logging.Logger, "handle", handle)
-        logging.Logger.handle = noted  # type: ignore[method-assign]
+        logging.Logger.handle = handle_record  # type: ignore[method-assign]
         for owner, name in _SEEDS:
             original = getattr(owner, name)
             stack.callback(setattr, owner, name, original)
@@ -112,10 +112,10 @@ _SHOWN = ("__repr__", "__str__", "__format__")
 
 
 class Reads(TorchFunctionMode):
-    """Notes where the user's code reads values in ways that no operator shows.
+    """Reports where user code reads values in ways that no operator shows.
 
     Args:
-        note: told of each.
+        note: called with an error for each read.
         recorder: knows the tensors that depend on what the program is given.
     """
 

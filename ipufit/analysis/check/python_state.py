@@ -1,4 +1,4 @@
-"""What Python code can change besides tensors of the program: found, compared and put back."""
+"""Snapshots of what Python code can change besides tensors of the program."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What a run has left there.
+    """Change of a value that a run has made.
 
     Attributes:
         place: where.
@@ -43,7 +43,7 @@ class Change:
 
     @property
     def holds_tensors(self) -> bool:
-        """Whether a tensor is what was set, or in it."""
+        """True if the new value is a tensor or holds one."""
         return not isinstance(self.after, PLAIN) and not _is_plain_container(self.after)
 
 
@@ -53,7 +53,7 @@ def _is_plain_container(value: Any) -> bool:
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape have the same values; nan is one."""
+    """Compare the values of two tensors of one shape; nan equals nan."""
     if one.shape != other.shape or one.layout is not torch.strided:
         return False
     return bool(((one == other) | ((one != one) & (other != other))).all())
@@ -94,12 +94,12 @@ class Snapshot:
                 self._generators[id(value)] = (place, value, state)
 
     def titles(self) -> Dict[int, str]:
-        """Where tensors are kept that are no state, by storage."""
+        """Return, by storage, where tensors lie that are no state of the module."""
         return {storage_id(tensor): place.title for place, tensor, _, _ in self._tensors.values()}
 
     def changes(self) -> List[Change]:
-        """What is another value by now; what torch's modules keep for themselves left out."""
-        found: List[Change] = []
+        """List the values that have changed, without those of torch's own modules."""
+        changes: List[Change] = []
         for owner, before in self._saved:
             now = owner.namespace()
             for name in (*before, *(name for name in now if name not in before)):
@@ -108,20 +108,20 @@ class Snapshot:
                 if place.kind == "members" or (place.is_torchs and name != "training"):
                     continue
                 if old is not new and not _equal(old, new):
-                    found.append(Change(place, "set", old, new))
+                    changes.append(Change(place, "set", old, new))
         for place, container, copy in self._contents.values():
             if not place.is_torchs and not _equal(copy, container):
-                found.append(Change(place, "grown", copy, container))
+                changes.append(Change(place, "grown", copy, container))
         for place, tensor, version, value in self._tensors.values():
             if not place.is_torchs and not same_values(tensor, value):
-                found.append(Change(place, "written", version, tensor._version))
+                changes.append(Change(place, "written", version, tensor._version))
         for place, generator, state in self._generators.values():
             if not same_state(generator_state(generator), state):
-                found.append(Change(place, "drawn", generator, generator))
-        return found
+                changes.append(Change(place, "drawn", generator, generator))
+        return changes
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore all values."""
         for _, tensor, _, value in self._tensors.values():
             if not same_values(tensor, value):
                 with torch.no_grad():
@@ -139,13 +139,13 @@ class Snapshot:
         self.restore_generators()
 
     def restore_generators(self) -> None:
-        """Put back generators alone."""
+        """Restore generators alone."""
         for _, generator, state in self._generators.values():
             set_generator(generator, state)
         self.interpreter.restore()
 
     def probe(self, change: Change) -> Callable[[], Any]:
-        """What tells, when asked again and again, at which line a change happens."""
+        """Return a function whose result differs once a change has happened."""
         place = change.place
         owner = next(o for o, _ in self._saved if o.object is place.owner and o.kind == place.kind)
 
@@ -165,7 +165,7 @@ _NOTHING = object()
 
 
 def _content(value: Any) -> Any:
-    """What changes whenever a container does; None of anything else."""
+    """Return a value that differs after any change of a container; None for other values."""
     if not isinstance(value, CONTAINERS):
         return None
     if len(value) > _MOST:
@@ -175,7 +175,7 @@ def _content(value: Any) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """A shallow copy as a plain container: classes of the user's may have more in them."""
+    """Copy a container, shallowly, to a plain one: classes of users may hold more."""
     if isinstance(value, dict):
         return dict(value)
     return set(value) if isinstance(value, set) else list(value)
@@ -206,7 +206,7 @@ def _identical(one: Any, other: Any) -> bool:
 
 
 def _equal(old: Any, new: Any) -> bool:
-    """Whether both are the same to a program: plain values by value, others by identity."""
+    """Compare as a program does: plain values by value, others by identity."""
     if old is new:
         return True
     if isinstance(old, PLAIN) and isinstance(new, PLAIN):

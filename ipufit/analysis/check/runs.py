@@ -1,4 +1,4 @@
-"""One micro-batch through module, loss and backward pass: recorded, or run on copies."""
+"""Runs of one micro-batch through module, loss and backward pass, recorded or on copies."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ipufit.tracing.ipu_only import for_this_engine
 from ipufit.tracing.recurrent import SecondGradientError, time_steps, whole_recurrent_layers
 from ipufit.utils import tree
 
-__all__ = ["Run", "Subject"]
+__all__ = ["ModuleUnderTest", "Run"]
 
 
 @dataclasses.dataclass
 class Run:
-    """What one run has shown.
+    """Result of one run.
 
     Attributes:
         operations: the program.
@@ -36,7 +36,7 @@ class Run:
         rebound: parameters and buffers that forward replaced.
         outside: parameters of the user's that are no part of the program, with the line.
         generators: lines that draw from a generator of their own.
-        reached: names of the parameters that a gradient reached; None where that is not known.
+        with_gradient: names of the parameters that got a gradient; None where that is unknown.
         results: the numbers, outputs, gradients and buffers of a run on values.
     """
 
@@ -45,17 +45,17 @@ class Run:
     rebound: List[CaptureError] = dataclasses.field(default_factory=list)
     outside: List[Tuple[Tensor, Optional[Frame]]] = dataclasses.field(default_factory=list)
     generators: List[Optional[Frame]] = dataclasses.field(default_factory=list)
-    reached: Optional[Tuple[str, ...]] = None
+    with_gradient: Optional[Tuple[str, ...]] = None
     results: Tuple[Tensor, ...] = ()
 
     @property
     def needs_values(self) -> bool:
-        """Whether it ended where the value of a tensor was asked for."""
+        """True if the run ended where the value of a tensor was needed."""
         return isinstance(self.error, CaptureError) and self.error.cause is not None
 
 
-class Subject:
-    """A module with its loss and a micro-batch, to be run as often as needed.
+class ModuleUnderTest:
+    """Module with its loss and a micro-batch, to be run as often as needed.
 
     Args:
         module: the user's.
@@ -96,7 +96,7 @@ class Subject:
         self.sample = dataclasses.replace(sample, leaves=leaves)
 
     def recorded(self, titles: Dict[int, str], training: bool, rolled: bool = False) -> Run:
-        """Record it: nothing is computed, and no value is known.
+        """Record the module: nothing is computed, and no tensor has a value.
 
         Args:
             titles: where the user keeps tensors that are no state.
@@ -120,7 +120,7 @@ class Subject:
         note: Optional[Callable[[CaptureError], None]] = None,
         around: Optional[contextlib.AbstractContextManager[Any]] = None,
     ) -> Run:
-        """Run it on copies of these tensors, with their values.
+        """Run the module on copies of these tensors, with their values.
 
         Args:
             titles: where the user keeps tensors that are no state.
@@ -147,7 +147,7 @@ class Subject:
         return run
 
     def _partition(self, training: bool) -> Optional[Partition]:
-        """None of one that fit is yet to find."""
+        """Return the partition of a mode; None if fit is yet to search for one."""
         partition = self._partitions.of(training)
         return None if partition is None or partition.is_open else partition
 
@@ -199,17 +199,17 @@ class Subject:
             run.operations = recorder.sealed()
         run.rebound = list(self._rebound)
         if with_gradients and run.error is None:
-            run.reached = micro.reached
+            run.with_gradient = micro.reached
         return run
 
 
 def _no_blocks(names: Sequence[str]) -> Sequence[Block]:
-    """Gradients need no place to be kept in."""
+    """Return no blocks: gradients need no storage of their own."""
     return ()
 
 
 def _nobody(error: CaptureError) -> None:
-    """A value that is read changes nothing in a run that has values."""
+    """Ignore a value that is read, as in a run that has values."""
 
 
 def _rolled(leaf: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Parameters that are never trained, and parts in the wrong mode, from the module alone."""
+"""Findings from the module alone: parameters never trained, and parts in the wrong mode."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 from torch import nn
 
-from ipufit.analysis.check.finding import Finding
+from ipufit.analysis.check.report import Finding
 from ipufit.tracing.capture import Frame
 from ipufit.tracing.grad_step import StepModule, public_name
 from ipufit.tracing.user_lines import users_module
 
-__all__ = ["made_at", "mode_findings", "untrained_findings"]
+__all__ = ["defined_at", "mode_findings", "untrained_findings"]
 
 _UNUSED = (
     "never gets a gradient: nothing that the loss depends on uses it",
@@ -27,17 +27,17 @@ _NOT_OWNED = (
 
 
 def untrained_findings(
-    step: StepModule, trained: Sequence[str], reached: Optional[Sequence[str]]
+    step: StepModule, trained: Sequence[str], with_gradient: Optional[Sequence[str]]
 ) -> Iterator[Finding]:
-    """Parameters that no gradient reaches, and those that the optimizer has not.
+    """Report parameters that no gradient reaches, and those that the optimizer lacks.
 
     Args:
         step: module and loss.
         trained: names of the parameters that the optimizer has.
-        reached: of those, where a gradient comes; None where that is not known.
+        with_gradient: names of those that get a gradient; None if that is unknown.
     """
-    if reached is not None:
-        unused = set(trained).difference(reached)
+    if with_gradient is not None:
+        unused = set(trained).difference(with_gradient)
         yield from _grouped(step, unused, "unused", _UNUSED)
     named = step.named_parameters()
     left_out = {n for n, p in named if p.requires_grad}.difference(trained)
@@ -47,17 +47,17 @@ def untrained_findings(
 def _grouped(
     step: StepModule, names: Set[str], kind: str, texts: Tuple[str, str]
 ) -> Iterator[Finding]:
-    """One finding for the largest modules all of whose parameters are concerned."""
+    """Report parameters by the largest modules all of whose parameters are concerned."""
     text, cure = texts
     rest = dict.fromkeys(name for name, _ in step.named_parameters() if name in names)
     for path, part in step.named_modules():
         if not path:
             continue
-        own = {f"{path}.{n}" for n, p in part.named_parameters() if p.requires_grad}
-        if len(own) > 1 and own <= set(rest):
-            for name in own:
+        inside = {f"{path}.{n}" for n, p in part.named_parameters() if p.requires_grad}
+        if len(inside) > 1 and inside <= set(rest):
+            for name in inside:
                 del rest[name]
-            count = f" ({len(own)} parameters)"
+            count = f" ({len(inside)} parameters)"
             yield _finding(step, path, kind, f"{_title(path)}{count} {text}", cure)
     for name in rest:
         yield _finding(step, name, kind, f"{_title(name)} {text}", cure)
@@ -68,12 +68,12 @@ def _title(path: str) -> str:
 
 
 def _finding(step: StepModule, path: str, kind: str, text: str, cure: str) -> Finding:
-    file, line, function = made_at(step, path) or (None, None, None)
+    file, line, function = defined_at(step, path) or (None, None, None)
     return Finding(kind, "warning", file, line, function, text, cure, public_name(path))
 
 
 def mode_findings(step: StepModule) -> Iterator[Finding]:
-    """Parts that were set to eval before fit and will be trained.
+    """Report parts that were set to eval before fit and will be trained.
 
     A part whose parameters are frozen was meant to stay as it is.
     """
@@ -116,7 +116,7 @@ def _depends_on_mode(part: nn.Module) -> bool:
 
 
 def _source(function: Any) -> Optional[Tuple[str, int, str]]:
-    """Text, first line and file of a function."""
+    """Return text, first line and file of a function."""
     try:
         function = inspect.unwrap(function)
         lines, first = inspect.getsourcelines(function)
@@ -125,16 +125,16 @@ def _source(function: Any) -> Optional[Tuple[str, int, str]]:
         return None
 
 
-def made_at(step: nn.Module, path: str) -> Optional[Frame]:
-    """The user's line that makes a part or a parameter, or else the class that it is in."""
+def defined_at(step: nn.Module, path: str) -> Optional[Frame]:
+    """Return the line of user code that makes a part or parameter, or else the class it is in."""
     parts = path.split(".")
     modules: Dict[str, nn.Module] = dict(step.named_modules())
     for count in range(len(parts) - 1, 0, -1):
         owner = type(modules.get(".".join(parts[:count]), step))
         for base in owner.__mro__:
-            found = _assignment(base, parts[count]) if users_module(base) else None
-            if found is not None:
-                return found
+            assignment = _assignment(base, parts[count]) if users_module(base) else None
+            if assignment is not None:
+                return assignment
     for count in range(len(parts), 0, -1):
         part = modules.get(".".join(parts[:count]))
         if part is not None and users_module(type(part)):

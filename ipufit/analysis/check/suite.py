@@ -1,4 +1,4 @@
-"""The runs of a check in one mode, and what follows from their differences."""
+"""Runs of a check in one mode, and the findings that follow from their differences."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Dict, List, Optional, Sequence
 
 from torch import Tensor
 
-from ipufit.analysis.check.finding import Finding
-from ipufit.analysis.check.findings import Findings
 from ipufit.analysis.check.messages import (
     changed_at,
     differs_at,
@@ -19,8 +17,9 @@ from ipufit.analysis.check.messages import (
     titles_of,
 )
 from ipufit.analysis.check.python_state import Change, Snapshot
-from ipufit.analysis.check.runs import Run, Subject
-from ipufit.analysis.check.trace_comparison import differences, same_results
+from ipufit.analysis.check.report import Finding, Findings
+from ipufit.analysis.check.runs import ModuleUnderTest, Run
+from ipufit.analysis.check.trace_facts import differences, same_results
 from ipufit.analysis.check.value_owners import Place
 from ipufit.errors import CaptureError, DataError, IpufitError, LossError
 from ipufit.tracing.capture import Frame
@@ -29,32 +28,36 @@ from ipufit.tracing.ipu_only import only_on_ipus
 from ipufit.tracing.user_lines import Lines, is_users
 from ipufit.utils.random_streams import seed_generators
 
-__all__ = ["Battery"]
+__all__ = ["CheckSuite"]
 
 # Where torch's generator starts in every run: only then may results be compared.
 _KEY = 0x1F17
 
 
-class Battery:
-    """The runs in one mode.
+class CheckSuite:
+    """Runs a module in one mode and compares the runs.
 
     Args:
-        subject: what is run.
+        tested: the module that is run.
         pristine: its state.
-        found: gets the findings.
+        findings: collects what the runs show.
         is_training: with gradients.
     """
 
     def __init__(
-        self, subject: Subject, pristine: Dict[str, Tensor], found: Findings, is_training: bool
+        self,
+        tested: ModuleUnderTest,
+        pristine: Dict[str, Tensor],
+        findings: Findings,
+        is_training: bool,
     ) -> None:
-        self._subject = subject
+        self._tested = tested
         self._pristine = pristine
-        self._found = found
+        self._findings = findings
         self._is_training = is_training
 
     def run(self) -> Optional[Sequence[str]]:
-        """All runs.
+        """Make all runs.
 
         Returns:
             Names of the parameters that a gradient reaches; None where that is not known.
@@ -62,7 +65,7 @@ class Battery:
         Raises:
             DataError: the module can't take the batch.
         """
-        snapshot = Snapshot(self._subject.step)
+        snapshot = Snapshot(self._tested.step)
         try:
             return self._run(snapshot)
         finally:
@@ -73,13 +76,13 @@ class Battery:
         changes, drawn = snapshot.changes(), snapshot.interpreter.drawn()
         snapshot.restore()
         if first.error is None or isinstance(first.error, IpufitError):
-            self._refused(first)
+            self._add_findings(first)
         has_values = False
-        reached = first.reached
+        with_gradient = first.with_gradient
         foreign = only_on_ipus(first.error)
         if first.error is not None and foreign is not None:
             text, _, cure = foreign.rpartition(". ")
-            self._found.add(_unrecordable(first.error, text, cure))
+            self._findings.add(_unrecordable(first.error, text, cure))
             return None
         if first.error is not None and not _is_about_gradients(first.error):
             read: List[CaptureError] = []
@@ -89,26 +92,26 @@ class Battery:
             snapshot.restore()
             has_values = True
             # With values, others may be reached with the next batch.
-            reached = None if first.needs_values else valued.reached
+            with_gradient = None if first.needs_values else valued.with_gradient
             if not self._is_recordable(first, valued):
                 return None
             if first.needs_values:
-                self._found.add(*map(error_at, _after(read, first.error)))
-            self._refused(valued)
+                self._findings.add(*map(error_at, _after(read, first.error)))
+            self._add_findings(valued)
             first = valued
         second = self._valued(snapshot) if has_values else self._recorded(snapshot, rolled=True)
         changes += snapshot.changes()
         drawn += snapshot.interpreter.drawn()
         snapshot.restore()
         for difference in differences(first.operations, second.operations):
-            self._found.add(differs_at(difference, ()))
+            self._findings.add(differs_at(difference, ()))
         if changes or drawn:
             self._follow(snapshot, changes, tuple(dict.fromkeys(drawn)))
-        return None if drawn else reached
+        return None if drawn else with_gradient
 
     def _recorded(self, snapshot: Snapshot, rolled: bool = False) -> Run:
-        seed_generators(_KEY, self._subject.device)
-        return self._subject.recorded(snapshot.titles(), self._is_training, rolled)
+        seed_generators(_KEY, self._tested.device)
+        return self._tested.recorded(snapshot.titles(), self._is_training, rolled)
 
     def _valued(
         self,
@@ -116,13 +119,13 @@ class Battery:
         read: Optional[List[CaptureError]] = None,
         around: Optional[Lines] = None,
     ) -> Run:
-        seed_generators(_KEY, self._subject.device)
+        seed_generators(_KEY, self._tested.device)
         note = None if read is None else read.append
         state = self._pristine
-        return self._subject.ran(snapshot.titles(), self._is_training, state, note, around)
+        return self._tested.ran(snapshot.titles(), self._is_training, state, note, around)
 
     def _is_recordable(self, recorded: Run, valued: Run) -> bool:
-        """Whether anything can be said of the module; an error of its own is the user's.
+        """Return False if nothing can be found out, because the module itself fails.
 
         Raises:
             DataError: it can't run on this batch in train mode.
@@ -131,7 +134,7 @@ class Battery:
         if error is not None and not isinstance(error, IpufitError):
             if not self._is_training:
                 return False
-            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in self._subject.sample.leaves)
+            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in self._tested.sample.leaves)
             raise DataError(
                 "check must be able to run module and loss on the batch, whose tensors have shape "
                 f"{shapes}, but that fails: {type(error).__name__}: {_line_of(error)}. Pass a "
@@ -145,30 +148,30 @@ class Battery:
                 f"{type(recorded.error).__name__}: {_line_of(recorded.error)}"
             )
             cure = "Write it with other operators, or use compile(..., run_eagerly=True)."
-            self._found.add(_unrecordable(recorded.error, text, cure))
+            self._findings.add(_unrecordable(recorded.error, text, cure))
         return True
 
-    def _refused(self, run: Run) -> None:
-        """What the run was ended by, and what it has seen on the way."""
-        self._found.add(*map(error_at, run.rebound))
-        self._found.add(*map(generator_at, run.generators))
+    def _add_findings(self, run: Run) -> None:
+        """Add the findings of one run: what ended it, and what it came upon before."""
+        self._findings.add(*map(error_at, run.rebound))
+        self._findings.add(*map(generator_at, run.generators))
         if self._is_training:
-            named = {id(p): public_name(n) for n, p in self._subject.step.named_parameters()}
+            named = {id(p): public_name(n) for n, p in self._tested.step.named_parameters()}
             for tensor, frame in run.outside:
-                self._found.add(outside_at(named.get(id(tensor)), frame))
+                self._findings.add(outside_at(named.get(id(tensor)), frame))
         error = run.error
         if isinstance(error, CaptureError):
             if error.file is not None or not run.outside:
-                self._found.add(error_at(error))
+                self._findings.add(error_at(error))
         elif isinstance(error, LossError) and run.operations:
             what, _, cure = str(error).partition(". ")
             kind = "unused" if "no gradient reached" in what else "capture"
-            self._found.add(Finding(kind, "error", None, None, None, what, cure))
+            self._findings.add(Finding(kind, "error", None, None, None, what, cure))
         elif isinstance(error, IpufitError):
             raise error
 
     def _follow(self, snapshot: Snapshot, changes: List[Change], drawn: Sequence[str]) -> None:
-        """Call it again and again, as a run without recording would, and follow every line."""
+        """Run without recording several times, and find the lines at which values change."""
         probes = {_name(change.place): snapshot.probe(change) for change in changes}
         probes.update((name, snapshot.interpreter.probes[name]) for name in drawn)
         lines = Lines(probes)
@@ -181,7 +184,7 @@ class Battery:
             if runs[-1].error is not None and not isinstance(runs[-1].error, IpufitError):
                 break
             snapshot.restore_generators()
-            before = Snapshot(self._subject.step)
+            before = Snapshot(self._tested.step)
         repeated = by_run[1:] if len(by_run) > 1 else by_run
         again = _by_place([c for part in repeated for c in part])
         # A generator was set back between the runs.
@@ -194,17 +197,17 @@ class Battery:
             unlike = differences(runs[0].operations, runs[1].operations)[:1]
             again = {**_by_place(by_run[0]), **again}
             titles = titles_of(list(again.values()))
-        self._found.add(*(differs_at(difference, titles) for difference in unlike))
+        self._findings.add(*(differs_at(difference, titles) for difference in unlike))
         for name, change in again.items():
             frames: Sequence[Optional[Frame]] = list(lines.found.get(name, ())) or [None]
-            self._found.add(*(changed_at(change, frame) for frame in frames))
+            self._findings.add(*(changed_at(change, frame) for frame in frames))
         for name in drawn:
             frames = list(lines.found[name]) or [None]
-            self._found.add(*(drawn_at(name, frame) for frame in frames))
+            self._findings.add(*(drawn_at(name, frame) for frame in frames))
 
 
 def _after(read: Sequence[CaptureError], first: Optional[BaseException]) -> List[CaptureError]:
-    """The errors from the one on that ended the recording: what lies before it was recorded.
+    """Return the errors from the one on that ended the recording: those before were recorded.
 
     Packages look whether there are values, and read them only then.
     """
@@ -223,7 +226,7 @@ def _by_place(changes: Sequence[Change]) -> Dict[str, Change]:
 
 
 def _is_about_gradients(error: BaseException) -> bool:
-    """Whether forward came to its end."""
+    """Return True for an error that came after the end of forward."""
     return isinstance(error, LossError) or (
         isinstance(error, CaptureError) and error.cause is None and error.kind == "capture"
     )
@@ -239,9 +242,9 @@ def _line_of(error: BaseException) -> str:
 
 
 def _frame_of(error: BaseException) -> Optional[Frame]:
-    """The innermost line of the user's in the traceback."""
-    found = None
+    """Return the innermost line of user code in the traceback."""
+    innermost = None
     for entry in traceback.extract_tb(error.__traceback__):
         if is_users(entry.filename):
-            found = (entry.filename, entry.lineno or 0, entry.name)
-    return found
+            innermost = (entry.filename, entry.lineno or 0, entry.name)
+    return innermost

@@ -1,13 +1,14 @@
-"""What a program is made of: its operators, the Python values in them, and whose line each is."""
+"""Recording of operators with the Python values in them and the line of user code of each."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import numbers
 import sys
 import types
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from ipufit.tracing.grad_step import MicroStep
 from ipufit.tracing.user_lines import users_frame
 from ipufit.utils import tree
 
-__all__ = ["Operation", "Recorder", "digest"]
+__all__ = ["Difference", "Operation", "Recorder", "differences", "digest", "same_results"]
 
 
 @dataclasses.dataclass
@@ -45,7 +46,7 @@ class Operation:
     titles: List[str] = dataclasses.field(default_factory=list)
 
     def seal(self) -> None:
-        """Take the fingerprints, before the next run may change the tensors."""
+        """Replace tensors by fingerprints, before the next run may change them."""
         for place, tensor in self.constants:
             self.values[place] = digest(tensor)
         self.constants = []
@@ -53,7 +54,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class _Constant:
-    """Stands for a tensor that Python made.
+    """Fingerprint of a tensor that Python made.
 
     Attributes:
         print: of its values.
@@ -68,7 +69,7 @@ class _Constant:
 
 
 def digest(tensor: Tensor) -> _Constant:
-    """A fingerprint of dtype, shape and values."""
+    """Make a fingerprint of dtype, shape and values."""
     if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.layout is not torch.strided:
         return _Constant("", "a tensor")
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
@@ -81,16 +82,16 @@ def digest(tensor: Tensor) -> _Constant:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every operator below autograd, in a recording without values and in a run with them.
+    """Records every operator below autograd, in recordings and in runs with values.
 
     Args:
-        own: tensors that the program is given: state and batch.
+        inputs: tensors that the program gets: state and batch.
         titles: where the user keeps other tensors, by storage.
-        note: told of every operator that needs the value of a tensor that depends on ``own``.
+        note: called for every operator that needs the value of a tensor that depends on ``inputs``.
 
     Attributes:
         operations: in the order of the program.
-        tainted: storages that depend on what the program is given, or on random numbers.
+        tainted: storages that depend on inputs of the program, or on random numbers.
         outside: tensors of the user's that want a gradient and are no part of the program, with
             the line that uses them.
         generators: lines that draw from a generator of their own.
@@ -99,7 +100,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(
         self,
-        own: Sequence[Tensor],
+        inputs: Sequence[Tensor],
         titles: Dict[int, str],
         note: Optional[Callable[[CaptureError], None]] = None,
     ) -> None:
@@ -114,12 +115,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._numbers: Dict[int, int] = {}
         # As long as they live, no other storage has their address.
         self._alive: List[Tensor] = []
-        for tensor in own:
-            self._know(tensor)
+        for tensor in inputs:
+            self._register(tensor)
             self.tainted.add(storage_id(tensor))
 
     def sealed(self) -> List[Operation]:
-        """The operations, all fingerprints taken; nothing of the run is held any more."""
+        """Return the operations with all fingerprints, and free the tensors of the run."""
         for operation in self.operations:
             operation.seal()
         self._alive.clear()
@@ -137,15 +138,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._freeze(value, operation) for value in (*args, *sorted(kwargs.items()))
         )
         self.operations.append(operation)
-        taken = [leaf for leaf in tree.flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        is_tainted = any(storage_id(t) in self.tainted for t in taken)
+        arguments = [leaf for leaf in tree.flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        is_tainted = any(storage_id(t) in self.tainted for t in arguments)
         is_tainted = is_tainted or draws(func, args, kwargs)
         if is_tainted and self._note is not None:
             self._say(func, args, frame)
         result = func(*args, **kwargs)
         for leaf in tree.flatten(result)[0]:
             if isinstance(leaf, Tensor):
-                self._know(leaf)
+                self._register(leaf)
                 if is_tainted:
                     self.tainted.add(storage_id(leaf))
         return result
@@ -159,7 +160,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ):
             self._note(shape_error(frame))
 
-    def _know(self, tensor: Tensor) -> None:
+    def _register(self, tensor: Tensor) -> None:
         key = storage_id(tensor)
         if key and key not in self._numbers:
             self._numbers[key] = len(self._numbers)
@@ -190,16 +191,98 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 operation.titles.append(self._titles[key])
             if tensor.requires_grad and not _in_backward():
                 self.outside.append((tensor, operation.frame))
-            self._know(tensor)
+            self._register(tensor)
             return ("constant", tensor.dtype)
         return (self._numbers[key], tensor.dtype, tuple(tensor.shape))
 
 
 def _in_backward() -> bool:
-    """Whether gradients are computed; torch.utils.checkpoint calls layers again then."""
+    """Return True while gradients are computed; torch.utils.checkpoint calls layers then."""
     frame: Optional[types.FrameType] = sys._getframe(1)
     while frame is not None:
         if frame.f_code is MicroStep._gradients.__code__:
             return True
         frame = frame.f_back
     return False
+
+
+# Of one and the same computation, what another order of summation may change.
+_RELATIVE, _ABSOLUTE = 1e-3, 1e-5
+
+# How many operators are looked at to see which of them only one program has.
+_AHEAD = 300
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """An operator that is not the same in both recordings.
+
+    Attributes:
+        kind: "constant" of a number or text, "folded" of a tensor that Python made, "program"
+            where the operators are others.
+        frame: the user's line.
+        before, after: what differs, as text.
+        titles: where the tensors are kept, of which that is known.
+    """
+
+    kind: str
+    frame: Optional[Frame]
+    before: str
+    after: str
+    titles: Tuple[str, ...]
+
+
+def differences(one: Sequence[Operation], other: Sequence[Operation]) -> List[Difference]:
+    """List changed values, up to the first operator that is another one.
+
+    A change in torch's own derivative of a line says nothing more than the line.
+    """
+    every = list(_differences(one, other))
+    with_line = [difference for difference in every if difference.frame is not None]
+    return with_line or every
+
+
+def _differences(one: Sequence[Operation], other: Sequence[Operation]) -> Iterator[Difference]:
+    has_changed = False
+    for place, (a, b) in enumerate(zip(one, other)):
+        if a.name != b.name or a.structure != b.structure:
+            if not has_changed:
+                yield _first_extra(one[place:], other[place:])
+            return
+        for before, after in zip(a.values, b.values):
+            if type(before) is type(after) and repr(before) == repr(after):
+                continue
+            has_changed = True
+            is_plain = isinstance(before, (bool, int, float, complex, str))
+            kind = "constant" if is_plain else "folded"
+            titles = tuple(dict.fromkeys((*a.titles, *b.titles)))
+            yield Difference(kind, a.frame, str(before), str(after), titles)
+            break
+    if not has_changed and len(one) != len(other):
+        shorter = min(len(one), len(other))
+        yield _first_extra(one[shorter:], other[shorter:])
+
+
+def _first_extra(one: Sequence[Operation], other: Sequence[Operation]) -> Difference:
+    """Return the first operator that only one of two programs has."""
+    keys = [[(o.name, o.frame) for o in part[:_AHEAD]] for part in (one, other)]
+    matcher = difflib.SequenceMatcher(None, keys[0], keys[1], autojunk=False)
+    a, b = one[:1], other[:1]
+    for tag, begin, end, start, stop in matcher.get_opcodes():
+        if tag != "equal":
+            a, b = one[begin:end], other[start:stop]
+            break
+    frames = [o.frame for o in (*b, *a) if o.frame is not None]
+    before, after = (part[0].name if part else "nothing" for part in (a, b))
+    return Difference("program", frames[0] if frames else None, before, after, ())
+
+
+def same_results(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Compare the numbers of two runs, within the error of another summation order."""
+    pairs: List[Tuple[Tensor, Tensor]] = list(zip(one, other))
+    return len(one) == len(other) and all(
+        a.shape == b.shape
+        and torch.allclose(a.double(), b.double(), _RELATIVE, _ABSOLUTE, equal_nan=True)
+        for a, b in pairs
+        if not (a.is_complex() or b.is_complex())
+    )

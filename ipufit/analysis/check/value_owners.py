@@ -1,4 +1,4 @@
-"""Where Python code can leave values: attributes, globals, and what functions share."""
+"""Places where Python code can leave values: attributes, globals, and closures of functions."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ DEEP = 3
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Somewhere that a name is bound.
+    """A name in the namespace of an owner.
 
     Attributes:
         title: for people, such as "Net.step" or "global COUNT".
         kind: "attribute", "global" or "members".
-        owner: whose it is.
+        owner: the object that has the name.
         name: the name.
         is_torchs: whether the owner is a module of torch's own.
     """
@@ -54,12 +54,12 @@ class Owner:
     mapping: Optional[MutableMapping[str, Any]] = None
 
     def namespace(self) -> Dict[str, Any]:
-        """What is bound there now, of what counts."""
+        """Return the values that are bound now, without those that do not count."""
         if self.mapping is not None:
-            return {k: v for k, v in list(self.mapping.items()) if self._is_kept(k, v)}
-        return {k: v for k, v in list(vars(self.object).items()) if self._is_kept(k, v)}
+            return {k: v for k, v in list(self.mapping.items()) if self._counts(k, v)}
+        return {k: v for k, v in list(vars(self.object).items()) if self._counts(k, v)}
 
-    def _is_kept(self, name: str, value: Any) -> bool:
+    def _counts(self, name: str, value: Any) -> bool:
         if self.kind == "members":
             return True
         if self.kind == "global" or isinstance(self.object, type):
@@ -70,19 +70,19 @@ class Owner:
         return name not in _MEMBERS
 
     def place(self, name: str) -> Place:
-        """That of a name."""
+        """Return the place of a name."""
         title = f"{self.title}.{name}" if self.title else name
         return Place(title, self.kind, self.object, name, self.is_torchs)
 
     def assign(self, name: str, value: Any) -> None:
-        """Bind it."""
+        """Bind a name to a value."""
         if isinstance(self.object, type):
             setattr(self.object, name, value)
         else:
             self._names()[name] = value
 
     def remove(self, name: str) -> None:
-        """Let go of it."""
+        """Unbind a name."""
         if isinstance(self.object, type):
             delattr(self.object, name)
         else:
@@ -93,7 +93,7 @@ class Owner:
 
 
 class _Cells(Dict[str, Any]):
-    """The variables that a function shares with the one around it."""
+    """Mapping of the variables in the closure of a function."""
 
     def __init__(self, function: types.FunctionType) -> None:
         super().__init__()
@@ -101,70 +101,70 @@ class _Cells(Dict[str, Any]):
         self._cells = dict(zip(function.__code__.co_freevars, cells))
 
     def items(self) -> Any:
-        found = []
+        bound = []
         for name, cell in self._cells.items():
             try:
-                found.append((name, cell.cell_contents))
+                bound.append((name, cell.cell_contents))
             except ValueError:  # not assigned yet
                 continue
-        return found
+        return bound
 
     def __setitem__(self, name: str, value: Any) -> None:
         self._cells[name].cell_contents = value
 
 
 def owners_of(step: nn.Module) -> Iterator[Owner]:
-    """Modules, what the loss calls, objects they hold, their classes and the files of these."""
-    seen: Set[int] = set()
+    """Yield modules, callables of the loss, objects in them, their classes and files."""
+    visited: Set[int] = set()
     functions: List[Any] = []
     objects: List[Any] = [*step.modules(), *getattr(step, "called", ())]
     loss = getattr(step, "_loss", None)
     functions.append(getattr(loss, "function", None))
     for part in objects:
-        if part is step or id(part) in seen:
+        if part is step or id(part) in visited:
             continue
-        seen.add(id(part))
+        visited.add(id(part))
         kind = type(part)
         is_torchs = kind.__module__.partition(".")[0] == "torch"
         yield Owner(part, kind.__name__, is_torchs=is_torchs)
         if isinstance(part, nn.Module):
             for members in _MEMBERS:
                 yield Owner(part, members, "members", mapping=vars(part)[members])
-        yield from _held(part, kind.__name__, seen, DEEP)
+        yield from _owned_objects(part, kind.__name__, visited, DEEP)
         for hooks in ("_forward_hooks", "_forward_pre_hooks"):
             functions += list(vars(part).get(hooks, {}).values())
         functions += [kind.__dict__.get(name) for name in ("forward", "__call__")]
         for base in kind.__mro__:
-            if users_module(base) and id(base) not in seen:
-                seen.add(id(base))
+            if users_module(base) and id(base) not in visited:
+                visited.add(id(base))
                 yield Owner(base, base.__name__)
-                yield from _file_of(base, seen)
+                yield from _file_of(base, visited)
                 functions += [f for f in vars(base).values() if inspect.isfunction(f)]
     for function in functions:
         function = inspect.unwrap(function) if callable(function) else None
         function = getattr(function, "__func__", function)
         if isinstance(function, types.FunctionType) and users_module(function):
-            yield from _file_of(function, seen)
-            if function.__closure__ and id(function) not in seen:
-                seen.add(id(function))
+            yield from _file_of(function, visited)
+            if function.__closure__ and id(function) not in visited:
+                visited.add(id(function))
                 yield Owner(function, "", "global", mapping=_Cells(function))
 
 
-def _file_of(thing: Any, seen: Set[int]) -> Iterator[Owner]:
+def _file_of(thing: Any, visited: Set[int]) -> Iterator[Owner]:
     module = sys.modules.get(thing.__module__)
-    if module is not None and id(module) not in seen:
-        seen.add(id(module))
+    if module is not None and id(module) not in visited:
+        visited.add(id(module))
         yield Owner(module, "", "global")
 
 
-def _held(part: Any, title: str, seen: Set[int], depth: int) -> Iterator[Owner]:
-    """Objects of the user's classes that are attributes, such as a configuration or a state."""
+def _owned_objects(part: Any, title: str, visited: Set[int], depth: int) -> Iterator[Owner]:
+    """Yield attributes of classes of the user, such as a configuration or a state."""
     for name, value in list(vars(part).items()):
         kind = type(value)
         is_object = hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType))
         if not is_object or isinstance(value, (nn.Module, Tensor)) or callable(value):
             continue
-        if users_module(kind) and id(value) not in seen and depth:
-            seen.add(id(value))
+        if users_module(kind) and id(value) not in visited and depth:
+            visited.add(id(value))
             yield Owner(value, f"{title}.{name}")
-            yield from _held(value, f"{title}.{name}", seen, depth - 1)
+            yield from _owned_objects(value, f"{title}.{name}", visited, depth - 1)

@@ -1,1 +1,1 @@
-"""Numbers held against numbers: a program against its module, one division against another."""
+"""Comparisons of numbers: a program with its module, one division of an update with another."""

@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, List, Tuple
 import torch
 from torch import Tensor, nn
 
-from ipufit.analysis.compare.invariance_causes import causes_of
+from ipufit.analysis.compare.invariance_causes import find_causes
 from ipufit.analysis.compare.invariance_report import InvarianceReport, InvarianceSetting
 from ipufit.core.batch import Mode
 from ipufit.core.jit_modes import OFF
@@ -82,14 +82,14 @@ def check_invariance(
         # What is added up is no mean that could stay the same.
         has_loss = session.config.gradient_reduction == "mean"
         settings = tuple(
-            _held_against(results[0], result, tolerance, has_loss) for result in results
+            _compare_results(results[0], result, tolerance, has_loss) for result in results
         )
         causes = () if all(each.ok for each in settings) else trial.causes()
     return InvarianceReport(settings, causes, size, _UPDATES, trial.dtype)
 
 
 def _ways(size: int) -> List[_Way]:
-    """All samples at once; several iterations; accumulated; over replicas; all of these."""
+    """Return ways to divide an update: not at all, by each option alone, and by all."""
     first = next(n for n in range(2, size + 1) if size % n == 0)
     rest = size // first
     second = next((n for n in range(2, rest + 1) if rest % n == 0 and rest > n), 1)
@@ -111,7 +111,7 @@ class _Result:
 
 
 class _Trial:
-    """Trains copies.
+    """Trains copies of the module.
 
     Args:
         session: of the model; it stays as it is.
@@ -153,7 +153,7 @@ class _Trial:
 
     @property
     def dtype(self) -> str:
-        """What the copies compute in."""
+        """Name of the dtype in which the copies compute."""
         return "its own precision" if self._dtype is None else str(self._dtype)[len("torch.") :]
 
     def _copies(self) -> Tuple[nn.Module, torch.optim.Optimizer, Loss]:
@@ -178,7 +178,7 @@ class _Trial:
         return module, optimizer, loss
 
     def run(self, way: _Way) -> _Result:
-        """Some updates."""
+        """Train a copy for some updates and return its loss and weights."""
         size, accumulation, replicas, iterations = way
         module, optimizer, loss = self._copies()
         pieces = [
@@ -186,7 +186,7 @@ class _Trial:
             for begin in range(0, self._size, size)
         ] * _UPDATES
         engine = self._make_engine()
-        own = Session(module, optimizer, loss, MetricSet(), engine, self._config)
+        copied = Session(module, optimizer, loss, MetricSet(), engine, self._config)
         source = open_data(Given("sample", pieces), Mode.TRAIN, loss.in_module)
         plan = Plan.make(
             micro_batch_size=size,
@@ -197,8 +197,8 @@ class _Trial:
             training=True,
         )
         with training(module, loss.module):
-            job = own.start(source, plan, Mode.TRAIN, 0, "train")
-            with own.running(job):
+            job = copied.start(source, plan, Mode.TRAIN, 0, "train")
+            with copied.running(job):
                 with job.executions(0) as batches:
                     for batch in batches:
                         job.meter.add(batch, job.program.run(batch))
@@ -206,14 +206,14 @@ class _Trial:
                 return _Result(way, job.meter.values()["loss"], weights)
 
     def causes(self) -> Any:
-        """What breaks it."""
+        """Find what breaks invariance, on a copy of the module."""
         module, _, loss = self._copies()
         with training(module, loss.module):
             batch = sample_of(self._batch, loss.in_module, "check_invariance", target=True)
-            return causes_of(module, loss, batch, self._config.gradient_reduction)
+            return find_causes(module, loss, batch, self._config.gradient_reduction)
 
 
-def _held_against(
+def _compare_results(
     first: _Result, result: _Result, tolerance: Tolerance, has_loss: bool
 ) -> InvarianceSetting:
     worst, parameter, ok = 0.0, "", True

@@ -1,4 +1,4 @@
-"""Which module makes a row depend on the others of its micro-batch, or draws numbers: by trying.
+"""Search for modules that make a row depend on other rows of its micro-batch, or draw numbers.
 
 Every call of a module is repeated with each half of its rows, while the modules that it calls give
 what they gave for the whole; rows that differ then are its own doing.
@@ -20,7 +20,7 @@ from ipufit.losses import Loss
 from ipufit.tracing.tolerance import Tolerance, distance
 from ipufit.utils import tree
 
-__all__ = ["causes_of"]
+__all__ = ["find_causes"]
 
 
 @dataclasses.dataclass
@@ -37,10 +37,10 @@ class _Call:
     draws: bool = False
 
 
-def causes_of(
+def find_causes(
     module: nn.Module, loss: Loss, batch: MicroBatch, gradient_reduction: str
 ) -> Tuple[InvarianceCause, ...]:
-    """What breaks it, module by module, then the loss.
+    """Find what breaks invariance, module by module and then in the loss.
 
     Args:
         module: a copy that may be changed, in the mode of training.
@@ -48,18 +48,18 @@ def causes_of(
         batch: all samples of an update.
         gradient_reduction: of ``compile``.
     """
-    found: Dict[Tuple[str, str], InvarianceCause] = {}
+    causes: Dict[Tuple[str, str], InvarianceCause] = {}
     with torch.no_grad():
         torch.manual_seed(0)
         calls = _calls(module, batch)
         for call in calls:
             cause = _cause(call, batch.size)
             if cause is not None:
-                found.setdefault((cause.module, cause.kind), cause)
+                causes.setdefault((cause.module, cause.kind), cause)
         cause = _loss_cause(loss, calls[-1], batch, gradient_reduction)
     if cause is not None:
-        found["loss", cause.kind] = cause
-    if not found:
+        causes["loss", cause.kind] = cause
+    if not causes:
         return (
             InvarianceCause(
                 "",
@@ -68,22 +68,22 @@ def causes_of(
                 "Look for what a module keeps from one call to the next, and for hooks.",
             ),
         )
-    return tuple(found.values())
+    return tuple(causes.values())
 
 
 def _calls(module: nn.Module, batch: MicroBatch) -> List[_Call]:
-    """Those of one forward pass, in the order in which they returned; the last is the module's."""
+    """Record the calls of a forward pass in the order of their returns; the module's is last."""
     done: List[_Call] = []
     stack: List[_Call] = []
     handles = []
 
     def begin(name: str, part: nn.Module, args: Any, kwargs: Any) -> None:
-        args, kwargs = tree.map_leaves(_kept, (args, dict(kwargs)))
+        args, kwargs = tree.map_leaves(_copy_tensor, (args, dict(kwargs)))
         stack.append(_Call(name, part, tuple(args), kwargs, _generators()))
 
     def end(output: Any) -> None:
         call = stack.pop()
-        call.output = tree.map_leaves(_kept, output)
+        call.output = tree.map_leaves(_copy_tensor, output)
         moved = any(not torch.equal(a, b) for a, b in zip(call.before, _generators()))
         call.draws = moved
         if stack:
@@ -93,11 +93,11 @@ def _calls(module: nn.Module, batch: MicroBatch) -> List[_Call]:
     for name, part in module.named_modules():
         handles.append(
             part.register_forward_pre_hook(
-                lambda own, args, kwargs, name=name: begin(name, own, args, kwargs),
+                lambda part, args, kwargs, name=name: begin(name, part, args, kwargs),
                 with_kwargs=True,
             )
         )
-        handles.append(part.register_forward_hook(lambda own, args, output: end(output)))
+        handles.append(part.register_forward_hook(lambda part, args, output: end(output)))
     args, kwargs, _, _ = batch.unpack()
     try:
         module(*args, **kwargs)
@@ -107,7 +107,7 @@ def _calls(module: nn.Module, batch: MicroBatch) -> List[_Call]:
     return done
 
 
-def _kept(leaf: Any) -> Any:
+def _copy_tensor(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
@@ -148,17 +148,17 @@ def _cause(call: _Call, size: int) -> Optional[InvarianceCause]:
 
 
 def _rows_differ(call: _Call, size: int) -> bool:
-    """Whether a half of the rows gives something else than in the whole."""
+    """Return True if half of the rows alone yields other values than among all rows."""
     if not any(_has_rows(leaf, size) for leaf in tree.flatten((call.args, call.kwargs))[0]):
         return False
     for begin, end in _halves(size):
-        tried = _again(call, begin, end, size)
+        tried = _call_again(call, begin, end, size)
         if tried is None:
             return False
-        result, asked = tried
+        result, inner_arguments = tried
         pairs = [(call.output, result)]
         # What the modules that it calls are given is its own doing too.
-        pairs += [((inner.args, inner.kwargs), given) for inner, given in asked]
+        pairs += [((inner.args, inner.kwargs), arguments) for inner, arguments in inner_arguments]
         for whole, part in pairs:
             if any(_differ(*leaves, begin, end, size) for leaves in _leaves(whole, part)):
                 return True
@@ -170,7 +170,7 @@ def _leaves(whole: Any, part: Any) -> Sequence[Tuple[Any, Any]]:
 
 
 def _differ(whole: Any, part: Any, begin: int, end: int, size: int) -> bool:
-    """Whether a half's tensor is another one than that half of the whole's."""
+    """Return True if the tensor of a half differs from that half of the tensor of all rows."""
     if not _has_rows(whole, size) or not isinstance(part, Tensor):
         return False
     return not _agree(part, _cut(whole, begin, end, size))
@@ -180,19 +180,20 @@ def _halves(size: int) -> Sequence[Tuple[int, int]]:
     return (0, size // 2), (size // 2, size)
 
 
-def _again(
+def _call_again(
     call: _Call, begin: int, end: int, size: int
 ) -> Optional[Tuple[Any, List[Tuple[_Call, Any]]]]:
-    """What the call gives for some rows, and what it gives the modules that it calls.
+    """Repeat a call with some rows; inner modules return what they did for these rows.
 
-    These return what they did, for these rows. None if it fails.
+    Returns:
+        The output, and the inner calls with the arguments they get now; None if the call fails.
     """
     args, kwargs = tree.map_leaves(
         lambda leaf: _cut(leaf, begin, end, size), (call.args, dict(call.kwargs))
     )
     try:
-        with _replayed(call, begin, end, size) as asked:
-            return call.module.forward(*args, **kwargs), asked
+        with _replayed(call, begin, end, size) as inner_arguments:
+            return call.module.forward(*args, **kwargs), inner_arguments
     except Exception:
         # Such as statistics of a single value.
         return None
@@ -200,24 +201,24 @@ def _again(
 
 @contextlib.contextmanager
 def _replayed(call: _Call, begin: int, end: int, size: int) -> Iterator[List[Tuple[_Call, Any]]]:
-    """Within it, the modules that the call calls give what they gave, for these rows.
+    """Make inner modules return, in the block, what they returned before for these rows.
 
     Yields:
         The calls, with the arguments that they get now.
     """
-    asked: List[Tuple[_Call, Any]] = []
+    inner_arguments: List[Tuple[_Call, Any]] = []
     modules = {id(inner.module): inner.module for inner in call.inner}
 
     def replay(coming: Iterator[_Call], *args: Any, **kwargs: Any) -> Any:
         inner = next(coming)
-        asked.append((inner, (args, kwargs)))
+        inner_arguments.append((inner, (args, kwargs)))
         return tree.map_leaves(lambda leaf: _cut(leaf, begin, end, size), inner.output)
 
     for key, part in modules.items():
         coming = iter([inner for inner in call.inner if id(inner.module) == key])
         part.__dict__["forward"] = functools.partial(replay, coming)
     try:
-        yield asked
+        yield inner_arguments
     finally:
         for part in modules.values():
             del part.__dict__["forward"]
@@ -230,7 +231,7 @@ def _has_rows(leaf: Any, size: int) -> bool:
 
 
 def _cut(leaf: Any, begin: int, end: int, size: int) -> Any:
-    """Some samples' rows: along the first dimension, several for each perhaps, or the second."""
+    """Cut the rows of some samples, along the first dimension or the second."""
     if not _has_rows(leaf, size):
         return leaf
     if leaf.shape[0] % size == 0:
@@ -247,7 +248,7 @@ def _agree(one: Tensor, other: Tensor) -> bool:
 def _loss_cause(
     loss: Loss, root: _Call, batch: MicroBatch, gradient_reduction: str
 ) -> Optional[InvarianceCause]:
-    """Whether the loss of all is what those of two halves make together."""
+    """Find out if the loss of all samples is what the losses of two halves make together."""
     whole = _loss_of(loss, root, batch, 0, batch.size)
     parts = [_loss_of(loss, root, batch, *half) for half in _halves(batch.size)]
     if whole is None or any(part is None for part in parts):
@@ -288,10 +289,10 @@ def _loss_cause(
 def _loss_of(
     loss: Loss, root: _Call, batch: MicroBatch, begin: int, end: int
 ) -> Optional[Tuple[Tensor, float]]:
-    """The loss of some rows and how much it counts; of the outputs that they had in the whole."""
+    """Return loss and weight of some rows, from the outputs that they had among all rows."""
     size = batch.size
     if loss.in_module:
-        tried = _again(root, begin, end, size)
+        tried = _call_again(root, begin, end, size)
         if tried is None:
             return None
         term = loss.split(tried[0])[1]

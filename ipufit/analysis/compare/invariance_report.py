@@ -1,4 +1,4 @@
-"""What ``Model.check_invariance`` returns."""
+"""Result of ``Model.check_invariance``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class InvarianceSetting:
 
 @dataclasses.dataclass(frozen=True)
 class InvarianceCause:
-    """Why results depend on how an update is divided.
+    """A reason why results depend on how an update is divided.
 
     Attributes:
         module: name of the module, "" for the user's own, "loss" for the loss.
@@ -58,7 +58,7 @@ class InvarianceCause:
 
 @dataclasses.dataclass(frozen=True)
 class InvarianceReport:
-    """Whether updates of the same samples depend on how these are divided.
+    """Result of updates with the same samples, divided in several ways.
 
     Attributes:
         settings: what was tried; the first has all samples in one micro-batch.
@@ -76,15 +76,15 @@ class InvarianceReport:
 
     @property
     def ok(self) -> bool:
-        """Whether all settings agree."""
+        """True if all settings agree."""
         return all(setting.ok for setting in self.settings)
 
     def as_dict(self) -> Dict[str, Any]:
-        """All of it as plain numbers, texts, lists and dicts."""
-        found = dataclasses.asdict(self)
-        found["settings"] = [dataclasses.asdict(each) for each in self.settings]
-        found["causes"] = [dataclasses.asdict(each) for each in self.causes]
-        return {"ok": self.ok, **found}
+        """Return the report as plain numbers, texts, lists and dicts."""
+        values = dataclasses.asdict(self)
+        values["settings"] = [dataclasses.asdict(each) for each in self.settings]
+        values["causes"] = [dataclasses.asdict(each) for each in self.causes]
+        return {"ok": self.ok, **values}
 
     def __str__(self) -> str:
         head = ("batch_size", "accumulation", "replicas", "iterations", "loss", "weights differ")
@@ -100,5 +100,5 @@ class InvarianceReport:
             for row in rows
         ]
         what = f"{self.updates} updates of the same {self.samples} samples, in {self.dtype}"
-        said = "give the same weights" if self.ok else "depend on how these are divided"
-        return "\n".join([f"{what}, {said}.", *lines, *map(str, self.causes)])
+        verdict = "give the same weights" if self.ok else "depend on how these are divided"
+        return "\n".join([f"{what}, {verdict}.", *lines, *map(str, self.causes)])

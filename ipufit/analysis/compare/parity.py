@@ -1,4 +1,4 @@
-"""``Model.compare``: does the recorded program compute what the module computes?"""
+"""Comparison of the recorded program with the module, for ``Model.compare``."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def compare(
     plan = session.plan(source, None, 1, 1, training=True)
     # A compiled update tells nothing of its operators, and would be compiled only for this.
     jit = GRAPH if session.config.jit == INDUCTOR else None
-    with Trial(session, beside, jit).running(source, plan, 0, lambda own: None) as job:
+    with Trial(session, beside, jit).running(source, plan, 0, lambda _: None) as job:
         program: Any = job.program
         with deferred():
-            found: Comparison = program.compare(job.first, reference, tolerance)
-    return found
+            comparison: Comparison = program.compare(job.first, reference, tolerance)
+    return comparison
 
 
 def _beside(session: Session) -> Callable[[], Engine]:

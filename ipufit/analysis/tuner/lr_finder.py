@@ -1,4 +1,4 @@
-"""Which learning rate to start from: one short training with a rate that grows.
+"""Learning rate range test: one short training with a rate that grows.
 
 The range test of Smith, "Cyclical learning rates for training neural networks" (2017), section 3.3,
 with an exponential range and a smoothed loss.
@@ -26,12 +26,12 @@ _DIVERGED = 4.0
 
 @dataclasses.dataclass(frozen=True)
 class LearningRates:
-    """What a range test saw.
+    """Result of a learning rate range test.
 
     Attributes:
         learning_rates: of the first parameter group that learns, by update.
         losses: of each update, before it.
-        smoothed: the same, exponentially averaged without bias.
+        smoothed: the losses, exponentially averaged without bias.
         diverged: whether the test ended because the loss had grown to four times its best.
     """
 
@@ -89,9 +89,9 @@ class LearningRates:
 
     def __repr__(self) -> str:
         suggestion = self.suggestion
-        found = "no suggestion" if suggestion is None else f"suggestion {suggestion:.3g}"
+        hint = "no suggestion" if suggestion is None else f"suggestion {suggestion:.3g}"
         first, last = self.learning_rates[0], self.learning_rates[-1]
-        return f"LearningRates({len(self.losses)} updates from {first:.3g} to {last:.3g}, {found})"
+        return f"LearningRates({len(self.losses)} updates from {first:.3g} to {last:.3g}, {hint})"
 
 
 def check_range(min_lr: Any, max_lr: Any, updates: Any) -> None:
@@ -116,7 +116,7 @@ def check_range(min_lr: Any, max_lr: Any, updates: Any) -> None:
 
 
 def exponential_range(first: float, last: float, count: int) -> List[float]:
-    """Numbers of which each is the one before times the same factor."""
+    """Return a geometric sequence from the first to the last number."""
     return [first * (last / first) ** (i / (count - 1)) for i in range(count)]
 
 
@@ -142,7 +142,7 @@ class RangeTest(Callback):
         self._diverged = False
 
     def on_train_batch_end(self, batch: int, logs: Optional[Mapping[str, float]] = None) -> None:
-        """Take the loss of the update."""
+        """Record the loss of the update and end the test if it diverged."""
         self._losses.append(self._meter.last_loss)
         self._average = _SMOOTHING * self._average + (1 - _SMOOTHING) * self._losses[-1]
         self._smoothed.append(self._average / (1 - _SMOOTHING ** len(self._losses)))
@@ -151,7 +151,7 @@ class RangeTest(Callback):
         self.done = self._diverged or len(self._losses) >= len(self._rates)
 
     def result(self, blew_up: bool) -> LearningRates:
-        """What was seen.
+        """Return the losses so far.
 
         Args:
             blew_up: whether the loss became infinite or NaN.

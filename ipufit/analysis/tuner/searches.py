@@ -1,4 +1,4 @@
-"""The arguments of Model's searches, checked, and the data of the trials opened."""
+"""``Model.find_lr`` and ``find_batch_size``: their arguments are checked and their data opened."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def find_batch_size(
         )
 
     def open_with(size: int) -> Source:
-        given = Given("training data", x, y, batch_size=size, shuffles=True)
-        return open_data(given, Mode.TRAIN, session.loss.in_module)
+        arguments = Given("training data", x, y, batch_size=size, shuffles=True)
+        return open_data(arguments, Mode.TRAIN, session.loss.in_module)
 
     def plan_of(source: Source, accumulation: int) -> Plan:
         return session.plan(source, total, 1, accumulation, training=True)

@@ -34,7 +34,7 @@ __all__ = ["BatchSize", "Trial", "candidates", "find_batch_size", "find_lr", "se
 
 @dataclasses.dataclass(frozen=True)
 class BatchSize:
-    """What a search for a batch size found.
+    """Result of a search for a batch size.
 
     Attributes:
         batch_size: the largest micro-batch that ran.
@@ -49,7 +49,7 @@ class BatchSize:
 
 
 class Trial:
-    """Trains for a while, and puts everything back.
+    """Trains for a while, and restores everything.
 
     Args:
         session: what ``compile`` fixed.
@@ -72,7 +72,7 @@ class Trial:
         seed: int,
         schedule: Callable[[torch.optim.Optimizer], Optional[Schedule]],
     ) -> Iterator[Job]:
-        """A job on the user's module; afterwards all is as it was.
+        """Run a job on the user's module; afterwards all is as it was.
 
         Args:
             source: data.
@@ -113,7 +113,7 @@ class Trial:
 
 
 def seed_of_trial(seed: Optional[int], session: Session) -> int:
-    """The seed that the next ``fit`` would have; one that it would draw, it still draws."""
+    """Return the seed that the next ``fit`` would have, without drawing it from fit."""
     seed = session.fixed.seed_or(None if seed is None else checked_seed(seed))
     if seed is not None:
         return seed
@@ -146,7 +146,7 @@ def find_lr(
         {"lr": lambda update, ratio=ratio: ratio * rates[min(update, len(rates) - 1)]}  # type: ignore[misc]
         for ratio in ratios
     ]
-    with trial.running(source, plan, seed, lambda own: resolve_schedule(tables, own)) as job:
+    with trial.running(source, plan, seed, lambda users: resolve_schedule(tables, users)) as job:
         watch = RangeTest(rates, job.meter)
         callbacks = CallbackList([watch], model, {})
         blew_up = False
@@ -165,7 +165,7 @@ def find_lr(
 
 
 def _ratios(optimizer: torch.optim.Optimizer) -> List[float]:
-    """Rates of the groups by that of the first one that learns; a group at rest stays so.
+    """Divide the rates of groups by the first that is not 0; a group at rest stays so.
 
     A scheduler may stand at 0 just now, so its base rates count.
     """
@@ -217,7 +217,7 @@ def find_batch_size(
 def candidates(
     effective: Any, start: Any, replicas: int, samples: Optional[int] = None
 ) -> List[Tuple[int, int]]:
-    """(batch size, gradient accumulation), all of one product, growing.
+    """Return pairs of batch size and gradient accumulation of one product, growing.
 
     Args:
         effective: samples of an update.
@@ -242,11 +242,11 @@ def candidates(
             f"effective_batch_size must be at most the number of samples, {samples}, got "
             f"{effective}. A larger batch could not be filled to try it."
         )
-    found, size = [], start
+    sizes, size = [], start
     while size * replicas <= effective and effective % (size * replicas) == 0:
-        found.append((size, effective // (size * replicas)))
+        sizes.append((size, effective // (size * replicas)))
         size *= 2
-    return found
+    return sizes
 
 
 def _one_update(
@@ -256,7 +256,7 @@ def _one_update(
     accumulation: int,
     seed: int,
 ) -> float:
-    with trial.running(source, plan_of(source, accumulation), seed, lambda own: None) as job:
+    with trial.running(source, plan_of(source, accumulation), seed, lambda _: None) as job:
         # More than one: from the second on, the sum of gradients is there beside the next one.
         count = min(2, job.plan.micro_batches_per_update)
         start = time.perf_counter()
