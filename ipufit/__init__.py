@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from ipufit import callbacks, engines, errors, optim, partition
-from ipufit._version import __version__
+from ipufit._version import __version__ as __version__
 from ipufit.callbacks.history import History
 from ipufit.checkpoint.settings import Checkpoint
 from ipufit.core.logged_values import log
@@ -53,7 +53,6 @@ __all__ = [
     "PreflightReport",
     "Report",
     "Sharded",
-    "__version__",
     "callbacks",
     "distributed",
     "engines",

@@ -53,7 +53,7 @@ NOT_FOR_A_PLAIN_FIT = (
         "ipufit.tracing.layers",
     ),
     *("ipufit.losses.multi_output", "ipufit.planner.partition_plan", "ipufit.planner.planning"),
-    *("ipufit.partition.resolve", "ipufit.partition.serialize", "ipufit.partition.stage_trace"),
+    *("ipufit.partition.resolve", "ipufit.partition.cut_layers", "ipufit.partition.stage_trace"),
     *(
         "ipufit.analysis.partition_report",
         "ipufit.engines.ipu.preflight",
@@ -163,7 +163,7 @@ def test_an_unknown_name_is_the_usual_error(package):
 
 def test_what_is_imported_on_use_is_the_class_of_its_module():
     from ipufit.engines.ipu.ipu_config.config import IPUConfig
-    from ipufit.partition.serialize import serialize
+    from ipufit.partition.cut_layers import serialize
 
     assert ipufit.IPUConfig is IPUConfig
     assert ipufit.partition.serialize is serialize

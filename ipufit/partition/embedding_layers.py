@@ -7,9 +7,9 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 from torch import nn
 
 from ipufit.errors import ConfigurationError
+from ipufit.partition.cut_layers import can_be_serialized, shared_with
 from ipufit.partition.repeated_layers import stacks_of
 from ipufit.partition.serialization import parts_of
-from ipufit.partition.serialize import can_be_serialized, shared_with
 
 __all__ = ["KINDS", "check_ties", "meant_layer"]
 

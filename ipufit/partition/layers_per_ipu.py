@@ -9,11 +9,11 @@ from typing import AbstractSet, Any, Dict, List, Sequence
 from torch import nn
 
 from ipufit.errors import PartitionError
+from ipufit.partition.cut_layers import ipus_of
 from ipufit.partition.division import Division
 from ipufit.partition.partition import AFTER
 from ipufit.partition.repeated_layers import repeated_layers
 from ipufit.partition.request import PartitionRequest, count_of
-from ipufit.partition.serialize import ipus_of
 from ipufit.partition.split_layers import ipus_with_parts
 from ipufit.partition.tied_weights import Visit, with_returns
 

@@ -7,7 +7,7 @@ from typing import AbstractSet
 from torch import nn
 
 from ipufit.errors import PartitionError
-from ipufit.partition.serialize import ipus_of
+from ipufit.partition.cut_layers import ipus_of
 from ipufit.partition.serialized_layers import Serialized
 
 __all__ = ["check_splits", "ipus_with_parts"]

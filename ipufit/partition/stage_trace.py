@@ -12,10 +12,10 @@ from torch.nn.modules.module import (
 )
 
 from ipufit.errors import PartitionError
+from ipufit.partition.cut_layers import ipus_of
 from ipufit.partition.own_blocks import OwnBlocks, UncountedError
 from ipufit.partition.parameter_uses import Uses
 from ipufit.partition.partition import AFTER, Partition
-from ipufit.partition.serialize import ipus_of
 from ipufit.partition.serialized_layers import Serialized
 from ipufit.partition.stage_names import begun_by
 

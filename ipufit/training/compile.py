@@ -137,7 +137,7 @@ def compiled(
     cuts = request.serialized_layers, request.inference_serialized_layers
     if config is None and all(cut is None for cut in cuts):
         return _checked(module, make_engine, request, config, pair, faults, limit)
-    from ipufit.partition.serialize import serialized_while_checked
+    from ipufit.partition.cut_layers import serialized_while_checked
 
     with serialized_while_checked(module, *cuts, faults, by_config=config is not None):
         return _checked(module, make_engine, request, config, pair, faults, limit)
@@ -218,7 +218,7 @@ def _checked(
         fixed = FixedWork.of_options(pair.training, pair.inference, sentences)
     if config is not None:
         from ipufit.engines.ipu.ipu_config.report import in_short
-        from ipufit.partition.serialize import described
+        from ipufit.partition.cut_layers import described
 
         train_config, options = _configured(config, engine, train_config, options)
         printed, fixed = [in_short(config, engine.name)], FixedWork.of(config)

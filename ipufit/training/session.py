@@ -511,7 +511,7 @@ class Session:
 
     def explain(self) -> str:
         """How the program of this session runs, in one or two lines."""
-        from ipufit.partition.serialize import described
+        from ipufit.partition.cut_layers import described
 
         names = [p.device for p in self.module.parameters()]
         device = str(names[0]) if names else "cpu"

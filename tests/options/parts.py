@@ -390,7 +390,7 @@ def scheduled(lr_scheduler=halving, optimizer=None, interval="update", after=Non
 
 
 of(
-    "schedules.resolve_schedule",
+    "optim.schedules.resolve_schedule",
     scheduled,
     lr_scheduler=(None, halving),
     optimizer=With(
@@ -401,7 +401,7 @@ of(
     interval=With("update", "other", lr_scheduler=halving),
 )
 of(
-    "schedules.AtEpochEnd",
+    "optim.schedules.AtEpochEnd",
     lambda scheduler=plateau, monitor=None, frequency=1: scheduled(
         schedules.AtEpochEnd(scheduler, monitor, frequency)
     ),
@@ -435,7 +435,7 @@ def doubled(optimizer=None, per_update=True):
 
 
 of(
-    "schedules.Schedule",
+    "optim.schedules.Schedule",
     doubled,
     optimizer=(Made(sgd), Made(lambda: sgd(0.2))),
     per_update=(True, False),
@@ -493,12 +493,12 @@ def advanced(updates=4, epochs=1):
     return found.state_dict(), [row[0]["lr"] for row in found.rows(2)]
 
 
-of("schedules.Schedule.advance_to", advanced, updates=(4, 2), epochs=(1, 2))
-of("schedules.Schedule.rows", made, updates=(4, 2), accumulation_steps=((), (2, 2, 2, 2)))
-of("schedules.Schedule.check", checked, updates=(2, 9), epoch=With((), (1,), updates=9))
-of("schedules.Schedule.end_epoch", ended, logs=({"loss": 1.0}, {"other": 1.0}))
-of("schedules.Schedule.restore", restored, snapshot=("first", "later"))
-of("schedules.Schedule.load_state_dict", continued, state=(1, 2))
+of("optim.schedules.Schedule.advance_to", advanced, updates=(4, 2), epochs=(1, 2))
+of("optim.schedules.Schedule.rows", made, updates=(4, 2), accumulation_steps=((), (2, 2, 2, 2)))
+of("optim.schedules.Schedule.check", checked, updates=(2, 9), epoch=With((), (1,), updates=9))
+of("optim.schedules.Schedule.end_epoch", ended, logs=({"loss": 1.0}, {"other": 1.0}))
+of("optim.schedules.Schedule.restore", restored, snapshot=("first", "later"))
+of("optim.schedules.Schedule.load_state_dict", continued, state=(1, 2))
 
 
 # errors
@@ -607,19 +607,19 @@ def cut(module=None, layers=None, inference_layers=None):
 
 
 of(
-    "parallel.serialize",
+    "partition.serialize",
     cut,
     module=(Made(lambda: nn.Sequential(linear())), Made(lambda: nn.Sequential(nn.Linear(2, 2)))),
     layers=({"0": 1}, {"0": 3}),
     inference_layers=(None, {"0": 3}),
 )
 of(
-    "parallel.to_dense",
+    "partition.to_dense",
     lambda module: str(ipufit.partition.to_dense(module)),
     module=(Made(lambda: nn.Sequential(linear())), Made(lambda: nn.Sequential(nn.Linear(2, 2)))),
 )
 of(
-    "parallel.Serialization",
+    "partition.Serialization",
     lambda **options: cut(
         nn.Sequential(nn.Linear(6, 3)), {"0": ipufit.partition.Serialization(**options)}
     ),
@@ -665,14 +665,14 @@ def from_device(source=2, optimizer=False, module=True, updates=0):
 
 
 of(
-    "optimizer_state.to_poptorch",
+    "optim.state.to_poptorch",
     to_device,
     optimizer=(1, 2),
     target=(False, True),
     module=(True, False),
 )
 of(
-    "optimizer_state.from_poptorch",
+    "optim.state.from_poptorch",
     from_device,
     source=(2, 3),
     optimizer=(False, True),

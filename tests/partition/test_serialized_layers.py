@@ -11,7 +11,7 @@ import ipufit
 from ipufit.engines.ipu.engine import IpuEngine
 from ipufit.errors import ConfigurationError, OptimizerError, UnknownNameError
 from ipufit.partition import Serialization, serialize, to_dense
-from ipufit.partition.serialize import ipus_of
+from ipufit.partition.cut_layers import ipus_of
 from ipufit.partition.serialized_layers import (
     SerializedEmbedding,
     SerializedLinear,

@@ -46,7 +46,7 @@ def made(given):
 def in_two():
     """What each of two processes prints of all runs."""
     script = f"""
-    from ipufit.engines.ipu.unit import Unit
+    from ipufit.engines.ipu.executable import Unit
 
     calls = []
 

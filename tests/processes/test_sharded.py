@@ -95,7 +95,7 @@ def test_three_processes_give_the_numbers_of_whole_state(tmp_path):
 SUMS = """
     import torch
     from ipufit.processes import current
-    from ipufit.processes.parts import add_parts, collect_parts, join_parts
+    from ipufit.processes.collectives import add_parts, collect_parts, join_parts
 
     us = current()
     me = us.process_id

@@ -71,7 +71,7 @@ model.fit(x, y, batch_size=8, verbose=0, callbacks=[LambdaCallback(on_train_batc
 AT_ONCE = (
     MALLINFO
     + """
-from ipufit.engines.embedded.freed_memory import freed_at_once, keep_freed_memory
+from ipufit.utils.malloc_policy import freed_at_once, keep_freed_memory
 
 keep_freed_memory()
 before = library.mallinfo2().hblkhd

@@ -122,7 +122,7 @@ _PARENT = """
 import sys, time
 from contextlib import ExitStack
 from pathlib import Path
-from ipufit.engines.embedded.lowering.inductor import compilation
+from ipufit.engines.embedded.inductor import compilation
 place = Path(sys.argv[1])
 opened = ExitStack()
 compilation._RUN = '''
