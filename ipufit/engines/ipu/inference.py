@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Dict, List, Optional, Sequence
+from typing import Dict, List, Optional, Sequence
 
 import torch
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, counts_by_rank
+from ipufit.engines.ipu.context import IpuContext
 from ipufit.engines.ipu.device import OWNER, alone
 from ipufit.engines.ipu.distributed_options import fixes_replicas
 from ipufit.engines.ipu.executable import Result, Unit
@@ -19,9 +20,6 @@ from ipufit.engines.ipu.size import Size
 from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, TrainState
 from ipufit.tracing.grad_step import public_name
 
-if TYPE_CHECKING:
-    from ipufit.engines.ipu.engine import IpuEngine
-
 __all__ = ["InferenceProgram"]
 
 
@@ -33,7 +31,7 @@ class InferenceProgram:
     has to compute: compiling and loading a program is something that they do together.
     """
 
-    def __init__(self, engine: IpuEngine, spec: ProgramSpec) -> None:
+    def __init__(self, engine: IpuContext, spec: ProgramSpec) -> None:
         self._engine = engine
         self._spec = spec
         self._host = Host(spec)

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Iterator, Mapping, Optional, Sequence, Tuple
+from typing import Mapping, Optional, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from ipufit.core.jit_modes import AUTO
 from ipufit.core.plan import Plan
 from ipufit.core.precision import autocast_state
 from ipufit.core.train_config import TrainConfig
 from ipufit.engines.embedded.flat_optimizer import refuse_step_hooks
 from ipufit.engines.ipu.optimizers import check_optimizer
-from ipufit.engines.ipu.preflight.facts import Fact
-from ipufit.engines.ipu.preflight.settings import SETTINGS
+from ipufit.engines.ipu.preflight.settings import refused_arguments
 from ipufit.errors import ConfigurationError, PlanError
 from ipufit.losses import Loss
 from ipufit.optim.rules import rule_for
 from ipufit.tracing.shared_memory import refuse_shared_memory
 from ipufit.utils.error_collector import Faults
 
-__all__ = ["check_autocast", "check_ipus", "check_request", "check_trained", "refused"]
+__all__ = ["check_autocast", "check_ipus", "check_request", "check_trained"]
 
 # The most that PopTorch lets one process have: assertSingleInstanceMaxNumIPUs in
 # popart_compiler/source/CompilerImpl.cpp of PopTorch 3.4.
@@ -45,7 +43,7 @@ def check_request(
         ConfigurationError: it does; several faults as one error.
     """
     faults = Faults()
-    for name, fact in refused(config):
+    for name, fact in refused_arguments(config):
         with faults.collected():
             raise ConfigurationError(
                 f"an IPU can't run {name}: {fact.says}. {fact.cure}, or use engine='embedded'."
@@ -104,31 +102,6 @@ def check_trained(
     refuse_step_hooks(optimizer)
     rule_for(optimizer)
     refuse_shared_memory(trained, parameters, buffers)
-
-
-def refused(config: TrainConfig) -> Iterator[Tuple[str, Fact]]:
-    """Settings of ``compile`` that an IPU can't honour, as they are written, with the facts."""
-    clip, scale, precision = config.clip, config.loss_scale, config.precision
-    for name, bound in (("clipnorm", clip.norm), ("clipvalue", clip.value)):
-        if bound is not None:
-            yield f"{name}={bound:g}", SETTINGS[name]
-    if config.averaging is not None:
-        yield "use_ema=True", SETTINGS["use_ema"]
-    if precision.autocast is not None:
-        yield f"precision={precision.name!r}", SETTINGS["autocast"]
-    if precision.inputs in (torch.bfloat16, torch.float64):
-        yield f"precision={precision.name!r}", SETTINGS["precision"]
-    if scale is not None and scale.dynamic and precision.autocast is None:
-        yield f"loss_scale={scale.describe()!r}", SETTINGS["loss_scale"]
-    if config.accumulation_dtype not in (None, torch.float16, torch.float32):
-        dtype = str(config.accumulation_dtype).replace("torch.", "")
-        yield f"accumulation_dtype={dtype!r}", SETTINGS["accumulation_dtype"]
-    if config.detect_nan:
-        yield "detect_nan=True", SETTINGS["detect_nan"]
-    if config.run_eagerly:
-        yield "run_eagerly=True or jit='off'", SETTINGS["run_eagerly"]
-    elif config.jit != AUTO:
-        yield f"jit={config.jit!r}", SETTINGS["jit"]
 
 
 def _check_tensors(module: nn.Module, loss: Loss, wide: bool) -> None:

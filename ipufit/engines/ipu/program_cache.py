@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Dict, FrozenSet, List, Optional, Tuple
+from typing import Any, Dict, FrozenSet, List, Optional, Tuple
 
 import torch
 
 from ipufit.core.batch import MicroBatch
 from ipufit.engines.embedded.optimizer_state_version import Publication
+from ipufit.engines.ipu.context import IpuContext
 from ipufit.engines.ipu.device import OWNER
 from ipufit.engines.ipu.failures import told
 from ipufit.engines.ipu.module_copy import Host, Trained
@@ -15,9 +16,6 @@ from ipufit.engines.ipu.options import make_options
 from ipufit.engines.ipu.size import Size
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from ipufit.engines.ipu.engine import IpuEngine
 
 __all__ = ["Programs"]
 
@@ -41,7 +39,7 @@ class Programs:
 
     def __init__(
         self,
-        engine: IpuEngine,
+        engine: IpuContext,
         spec: ProgramSpec,
         host: Host,
         optimizer: torch.optim.Optimizer,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, ProcessShard, split_by_update
 from ipufit.core.precision import check_precision, warn_of_vanishing_eps
+from ipufit.engines.ipu.context import IpuContext
 from ipufit.engines.ipu.device import alone
 from ipufit.engines.ipu.executable import Result, Unit, cut_rows
 from ipufit.engines.ipu.failures import told
@@ -27,9 +28,6 @@ from ipufit.errors import ConfigurationError, LossError, NonFiniteLossError
 from ipufit.tracing.fingerprint import FrozenValues, fingerprint
 from ipufit.tracing.grad_step import StepModule, public_name
 from ipufit.utils.preserve import copied_state
-
-if TYPE_CHECKING:
-    from ipufit.engines.ipu.engine import IpuEngine
 
 __all__ = ["TrainingProgram"]
 
@@ -60,7 +58,7 @@ class TrainingProgram:
         popvision: folder of its profile; None where none is written.
     """
 
-    def __init__(self, engine: IpuEngine, spec: ProgramSpec) -> None:
+    def __init__(self, engine: IpuContext, spec: ProgramSpec) -> None:
         assert spec.optimizer is not None
         assert spec.loss is not None
         self._engine = engine

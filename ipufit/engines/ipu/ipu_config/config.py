@@ -8,7 +8,14 @@ import re
 from typing import Any, ClassVar, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple, Union
 
 from ipufit.engines.ipu.ipu_config import report
-from ipufit.engines.ipu.ipu_config.parameters import PARAMETERS, is_default, nearest, shown, twin
+from ipufit.engines.ipu.ipu_config.parameters import (
+    PARAMETERS,
+    ParameterValues,
+    is_default,
+    nearest,
+    shown,
+    twin,
+)
 from ipufit.engines.ipu.ipu_config.partition import Partition
 from ipufit.engines.ipu.ipu_config.reading import (
     check_changes,
@@ -92,7 +99,7 @@ _MODES = ("training", "inference")
 _NOT_BY_MODE = ("replication_factor", "device_iterations")
 
 
-class IPUConfig(Filed):
+class IPUConfig(ParameterValues, Filed):
     """How a model runs on IPUs: parameters, names and defaults are those of optimum-graphcore.
 
     Values are looked at one by one when they are set, and together when the object is made,
@@ -149,37 +156,6 @@ class IPUConfig(Filed):
     (2, 8)
     """
 
-    replication_factor: int
-    inference_replication_factor: int
-    gradient_accumulation_steps: int
-    layers_per_ipu: List[int]
-    inference_layers_per_ipu: List[int]
-    ipus_per_replica: int
-    inference_ipus_per_replica: int
-    optimizer_state_offchip: bool
-    replicated_tensor_sharding: bool
-    matmul_proportion: Union[float, List[float]]
-    inference_matmul_proportion: Union[float, List[float]]
-    enable_half_partials: bool
-    embedding_serialization_factor: Optional[int]
-    inference_embedding_serialization_factor: Optional[int]
-    serialized_embedding_splits_per_ipu: Optional[List[int]]
-    inference_serialized_embedding_splits_per_ipu: Optional[List[int]]
-    projection_serialization_factor: Optional[int]
-    inference_projection_serialization_factor: Optional[int]
-    serialized_projection_splits_per_ipu: Optional[List[int]]
-    inference_serialized_projection_splits_per_ipu: Optional[List[int]]
-    recompute_checkpoint_every_layer: bool
-    device_iterations: int
-    inference_device_iterations: int
-    output_mode: str
-    seed: Optional[int]
-    auto_loss_scaling: bool
-    executable_cache_dir: str
-    explicit_ir_inference: bool
-    parallelize_kwargs: Dict[str, Any]
-    inference_parallelize_kwargs: Dict[str, Any]
-    notes: Tuple[str, ...]
     _mode: str
     _by_pod: Dict[str, Dict[str, Any]]
     _given: FrozenSet[str]
@@ -404,10 +380,11 @@ class IPUConfig(Filed):
             ConfigurationError: the values don't fit together, or the IPUs are not of the kind that
                 they are for.
         """
-        from ipufit.engines.ipu.config_options import to_options
+        from ipufit.engines.ipu.ipu_config.options import to_options
         from ipufit.engines.ipu.sdk import load_standin, sdk_or_none
 
         config = self.for_pod_type(pod_type)
+        config.check()
         return to_options(sdk_or_none() or load_standin(), config, for_inference, compile_only)
 
     def report(self, engine: str = "embedded") -> str:

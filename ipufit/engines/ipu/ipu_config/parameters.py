@@ -8,12 +8,13 @@ import math
 import operator
 import os
 import reprlib
-from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Union
 
 __all__ = [
     "OUTPUT_MODES",
     "PARAMETERS",
     "Parameter",
+    "ParameterValues",
     "check_value",
     "is_default",
     "nearest",
@@ -246,3 +247,43 @@ def nearest(name: str, known: Iterable[str] = PARAMETERS) -> str:
     """A hint at the name that was probably meant."""
     close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
     return f"Did you mean {close[0]!r}?" if close else "Leave it out."
+
+
+class ParameterValues:
+    """The values of all parameters of one configuration, in normal form.
+
+    Attributes:
+        notes: what was left aside or read differently, one sentence each.
+    """
+
+    replication_factor: int
+    inference_replication_factor: int
+    gradient_accumulation_steps: int
+    layers_per_ipu: List[int]
+    inference_layers_per_ipu: List[int]
+    ipus_per_replica: int
+    inference_ipus_per_replica: int
+    optimizer_state_offchip: bool
+    replicated_tensor_sharding: bool
+    matmul_proportion: Union[float, List[float]]
+    inference_matmul_proportion: Union[float, List[float]]
+    enable_half_partials: bool
+    embedding_serialization_factor: Optional[int]
+    inference_embedding_serialization_factor: Optional[int]
+    serialized_embedding_splits_per_ipu: Optional[List[int]]
+    inference_serialized_embedding_splits_per_ipu: Optional[List[int]]
+    projection_serialization_factor: Optional[int]
+    inference_projection_serialization_factor: Optional[int]
+    serialized_projection_splits_per_ipu: Optional[List[int]]
+    inference_serialized_projection_splits_per_ipu: Optional[List[int]]
+    recompute_checkpoint_every_layer: bool
+    device_iterations: int
+    inference_device_iterations: int
+    output_mode: str
+    seed: Optional[int]
+    auto_loss_scaling: bool
+    executable_cache_dir: str
+    explicit_ir_inference: bool
+    parallelize_kwargs: Dict[str, Any]
+    inference_parallelize_kwargs: Dict[str, Any]
+    notes: Tuple[str, ...]

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import textwrap
-from typing import TYPE_CHECKING, Any, Dict, List, Tuple
+from typing import Any, Dict, List, Tuple
 
-from ipufit.engines.ipu.ipu_config.parameters import PARAMETERS, shown
+from ipufit.engines.ipu.ipu_config.parameters import PARAMETERS, ParameterValues, shown
 from ipufit.errors import ConfigurationError
 from ipufit.processes import current
-
-if TYPE_CHECKING:
-    from ipufit.engines.ipu.ipu_config.config import IPUConfig
 
 __all__ = ["APPROXIMATED", "EXACT", "NONE", "changed", "in_full", "in_short", "lists"]
 
@@ -133,7 +130,7 @@ def _over_processes(engine: str) -> bool:
     return engine not in ("ipu", "ipu-standin") and current().is_distributed
 
 
-def changed(config: IPUConfig) -> Dict[str, Any]:
+def changed(config: ParameterValues) -> Dict[str, Any]:
     """The parameters whose value is not the one they have in ``IPUConfig()``."""
     plain = type(config)()
     return {
@@ -143,7 +140,7 @@ def changed(config: IPUConfig) -> Dict[str, Any]:
     }
 
 
-def in_full(config: IPUConfig, engine: str) -> str:
+def in_full(config: ParameterValues, engine: str) -> str:
     """A line for every parameter.
 
     Raises:
@@ -165,7 +162,7 @@ def in_full(config: IPUConfig, engine: str) -> str:
     return "\n".join([*lines, *_remarks(config, engine)])
 
 
-def in_short(config: IPUConfig, engine: str) -> str:
+def in_short(config: ParameterValues, engine: str) -> str:
     """The names in the three lists; of what was set and does not hold exactly, also why."""
     rows, mine = lists(engine), changed(config)
     asked = repr(engine) if engine in _ENGINES else ""
@@ -187,7 +184,7 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, 100, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def _remarks(config: IPUConfig, engine: str) -> List[str]:
+def _remarks(config: ParameterValues, engine: str) -> List[str]:
     """What else should be known of this configuration."""
     lines = [f"note: {note}" for note in config.notes]
     is_alone = config.replication_factor == 1 and not _over_processes(engine)

@@ -21,7 +21,7 @@ from ipufit.engines.ipu.preflight.optimizers import (
 from ipufit.engines.ipu.preflight.places import guide
 from ipufit.engines.ipu.preflight.recording import Recording, record
 from ipufit.engines.ipu.preflight.report import Finding, PreflightReport, merged
-from ipufit.engines.ipu.preflight.settings import SETTINGS
+from ipufit.engines.ipu.preflight.settings import SETTINGS, refused_arguments
 from ipufit.engines.ipu.preflight.table import Table, unknown_operator
 from ipufit.engines.ipu.preflight.tensors import CHANGED, Held, dtype_name
 from ipufit.errors import CaptureError
@@ -209,10 +209,7 @@ def _of_optimizer(table: Table, optimizer: Any) -> Iterator[Finding]:
 
 
 def _of_config(config: TrainConfig, optimizer: Any) -> Iterator[Finding]:
-    # Imported here: the engine builds on the facts.
-    from ipufit.engines.ipu.limits import refused
-
-    for name, fact in refused(config):
+    for name, fact in refused_arguments(config):
         yield Finding(fact, name)
     bound = SETTINGS["global_clipnorm"]
     has_bound = optimizer is not None and config.clip.global_norm is not None

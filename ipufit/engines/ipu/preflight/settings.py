@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Tuple
+from typing import Any, Callable, Dict, Iterator, Tuple
 
+import torch
+
+from ipufit.core.jit_modes import AUTO
+from ipufit.core.train_config import TrainConfig
 from ipufit.engines.ipu.preflight.facts import UNSUPPORTED, Fact, Place, always
 from ipufit.engines.ipu.preflight.places import guide
 
-__all__ = ["CLIPPED", "SETTINGS"]
+__all__ = ["CLIPPED", "SETTINGS", "refused_arguments"]
 
 # Optimizers with max_grad_norm.
 CLIPPED = ("SGD", "Adam", "AdamW")
@@ -76,3 +80,28 @@ SETTINGS: Dict[str, Fact] = dict(
         _fact("jit", "Poplar alone compiles its programs", "Leave it out", _COMPILED),
     )
 )
+
+
+def refused_arguments(config: TrainConfig) -> Iterator[Tuple[str, Fact]]:
+    """Settings of ``compile`` that an IPU can't honour, as they are written, with the facts."""
+    clip, scale, precision = config.clip, config.loss_scale, config.precision
+    for name, bound in (("clipnorm", clip.norm), ("clipvalue", clip.value)):
+        if bound is not None:
+            yield f"{name}={bound:g}", SETTINGS[name]
+    if config.averaging is not None:
+        yield "use_ema=True", SETTINGS["use_ema"]
+    if precision.autocast is not None:
+        yield f"precision={precision.name!r}", SETTINGS["autocast"]
+    if precision.inputs in (torch.bfloat16, torch.float64):
+        yield f"precision={precision.name!r}", SETTINGS["precision"]
+    if scale is not None and scale.dynamic and precision.autocast is None:
+        yield f"loss_scale={scale.describe()!r}", SETTINGS["loss_scale"]
+    if config.accumulation_dtype not in (None, torch.float16, torch.float32):
+        dtype = str(config.accumulation_dtype).replace("torch.", "")
+        yield f"accumulation_dtype={dtype!r}", SETTINGS["accumulation_dtype"]
+    if config.detect_nan:
+        yield "detect_nan=True", SETTINGS["detect_nan"]
+    if config.run_eagerly:
+        yield "run_eagerly=True or jit='off'", SETTINGS["run_eagerly"]
+    elif config.jit != AUTO:
+        yield f"jit={config.jit!r}", SETTINGS["jit"]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ipufit.engines.ipu.distributed_options import new_options
+from ipufit.engines.ipu.ipu_config.parameters import ParameterValues
 from ipufit.engines.ipu.sdk import is_standin
 from ipufit.errors import ConfigurationError
 from ipufit.utils.random_streams import isolated
-
-if TYPE_CHECKING:
-    from ipufit.engines.ipu.ipu_config import IPUConfig
 
 __all__ = ["engine_options", "to_options"]
 
@@ -25,7 +23,7 @@ _OVERLAP_MEMORY_OPTIMIZED = 3
 _JUST_IN_TIME = 1
 
 
-def to_options(sdk: Any, config: IPUConfig, for_inference: bool, compile_only: bool) -> Any:
+def to_options(sdk: Any, config: ParameterValues, for_inference: bool, compile_only: bool) -> Any:
     """The options that optimum-graphcore makes of a configuration.
 
     Args:
@@ -37,7 +35,6 @@ def to_options(sdk: Any, config: IPUConfig, for_inference: bool, compile_only: b
     Raises:
         ConfigurationError: the values don't fit together, or the IPUs are of another kind.
     """
-    config.check()
     if not compile_only and not is_standin(sdk):
         _check_hardware(sdk)
     options = engine_options(sdk, config, for_inference)
@@ -73,7 +70,7 @@ def _check_hardware(sdk: Any) -> None:
         )
 
 
-def engine_options(sdk: Any, config: IPUConfig, for_inference: bool) -> Any:
+def engine_options(sdk: Any, config: ParameterValues, for_inference: bool) -> Any:
     """Memory, precision and compiler: what a plan and ``compile`` don't say.
 
     Args:
