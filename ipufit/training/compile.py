@@ -41,6 +41,7 @@ from ipufit.utils.error_collector import Faults, one_of
 if TYPE_CHECKING:
     from ipufit.engines.ipu.ipu_config import IPUConfig
     from ipufit.engines.ipu.poptorch_options.pair import OptionPair
+    from ipufit.optim.schedules import Schedule
 
 __all__ = ["CompileRequest", "compiled"]
 
@@ -196,13 +197,8 @@ def _checked(
     partitions = NOT_DIVIDED
     with faults.collected():
         partitions = _partitions(module, request)
-    faults.raise_all()
+    schedule = _schedule(request, optimizer, faults)
     assert resolved is not None
-    schedule = None
-    if request.lr_scheduler is not None:
-        from ipufit.optim.schedules import resolve_schedule
-
-        schedule = resolve_schedule(request.lr_scheduler, optimizer, request.lr_scheduler_interval)
     engine = make_engine()
     if not callable(getattr(engine, "build", None)):
         raise ConfigurationError(
@@ -241,6 +237,44 @@ def _checked(
         fixed,
         planned_memory,
     )
+
+
+def _schedule(
+    request: CompileRequest, optimizer: Optional[torch.optim.Optimizer], faults: Faults
+) -> Optional[Schedule]:
+    """Resolve the schedule, and report its faults with those of all other arguments.
+
+    Args:
+        request: the arguments.
+        optimizer: None where there is none, or where it could not be made.
+        faults: of the other arguments. Where there is one, the optimizer is left as it came.
+
+    Raises:
+        ConfigurationError: something can't work.
+    """
+    if request.lr_scheduler is None:
+        faults.raise_all()
+        return None
+    from ipufit.optim.schedules.resolve import check_form, resolve_schedule
+    from ipufit.optim.schedules.settings import keep
+
+    schedule, restore = None, None
+    interval = request.lr_scheduler_interval
+    with faults.collected():
+        if optimizer is None and request.optimizer is not None:
+            check_form(request.lr_scheduler)
+        else:
+            restore = None if optimizer is None else keep(optimizer)
+            # An interval that is none has a fault of its own.
+            interval = interval if interval in _CHOICES["lr_scheduler_interval"] else "update"
+            schedule = resolve_schedule(request.lr_scheduler, optimizer, interval)
+    try:
+        faults.raise_all()
+    except ConfigurationError:
+        if restore is not None:
+            restore()
+        raise
+    return schedule
 
 
 def _configured(

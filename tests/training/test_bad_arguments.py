@@ -14,6 +14,7 @@ from ipufit.errors import (
     PlanError,
     UnknownNameError,
 )
+from ipufit.optim.schedules import AtEpochEnd
 from tests.faulty import Net, Told, Watched, assert_clean, compiled, fit, loader, refused, state
 
 LOSSES = (
@@ -85,6 +86,48 @@ def test_all_bad_arguments_of_compile_are_reported_together():
         "auto_round_ipus must be True or False, got 'yes'.",
         "run_eagerly must be True or False, got 1.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler", "text"),
+    [
+        ("sgd", "cosine", "got 'cosine'"),
+        ("adm", "cosine", "got 'cosine'"),
+        ("adm", {"lr": 0.1}, "lr_scheduler must have a callable for 'lr', got 0.1"),
+        ("adm", torch.optim.lr_scheduler.StepLR, "got the class StepLR"),
+        ("adm", AtEpochEnd("cosine"), "got 'cosine'"),
+        (None, lambda update: 0.1, "lr_scheduler needs an optimizer to schedule"),
+        ("sgd", {"momentun": lambda update: 0.1}, "'momentun'"),
+    ],
+)
+def test_a_bad_schedule_is_reported_with_the_other_faults(optimizer, scheduler, text):
+    """It was told when all others were mended."""
+    model = compiled()
+    with refused(model, ConfigurationError, text, part=True) as caught:
+        model.compile(optimizer, "msee", lr_scheduler=scheduler, lr_scheduler_interval="updates")
+    lines = str(caught.value).split("\n")
+    assert lines[0].startswith("unknown loss 'msee'. ")
+    assert (optimizer == "adm") == lines[1].startswith("unknown optimizer 'adm'. ")
+    assert lines[-2] == "lr_scheduler_interval must be 'update' or 'epoch', got 'updates'."
+    assert text in lines[-1]
+    assert len(lines) == 3 + (optimizer == "adm")
+
+
+def test_a_good_schedule_changes_nothing_of_an_optimizer_that_is_refused_with_others():
+    """OneCycleLR sets the rate that its first update has."""
+    model = compiled()
+    optimizer = torch.optim.SGD(model.module.parameters(), lr=0.1, momentum=0.9)
+    before = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+
+    def warm_up(optimizer):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=10)
+
+    with pytest.raises(UnknownNameError):
+        model.compile(optimizer, "msee", lr_scheduler=warm_up)
+    after = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    assert before == after
+    model.compile(optimizer, "mse", lr_scheduler=warm_up)
+    assert optimizer.param_groups[0]["lr"] < 0.1
 
 
 def test_a_refused_compile_keeps_the_earlier_one():

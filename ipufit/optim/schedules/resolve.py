@@ -15,7 +15,7 @@ from ipufit.optim.schedules import settings
 from ipufit.optim.schedules.schedule import Schedule, silenced
 from ipufit.optim.schedules.torch_schedulers import Scheduler, TorchSchedule, parts
 
-__all__ = ["AtEpochEnd", "EveryBatches", "resolve_schedule"]
+__all__ = ["AtEpochEnd", "EveryBatches", "check_form", "resolve_schedule"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,6 +224,20 @@ def resolve_schedule(
         restore()
         raise
     return schedule
+
+
+def check_form(lr_scheduler: object) -> None:
+    """Refuse what is a schedule of no optimizer.
+
+    Raises:
+        ConfigurationError: it is.
+    """
+    if isinstance(lr_scheduler, (AtEpochEnd, EveryBatches)):
+        lr_scheduler = lr_scheduler.scheduler
+    is_list = isinstance(lr_scheduler, list) and all(isinstance(e, Mapping) for e in lr_scheduler)
+    is_factory = callable(lr_scheduler) and not isinstance(lr_scheduler, type)
+    if not (is_list or is_factory or isinstance(lr_scheduler, Scheduler)):
+        _parts(lr_scheduler, 1)
 
 
 def _schedule(scheduler: Any, optimizer: torch.optim.Optimizer, per_update: bool) -> Schedule:
