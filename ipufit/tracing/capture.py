@@ -26,7 +26,12 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit.errors import CaptureError
-from ipufit.tracing.mask_rewrites import fixed_repeats, unread_masks
+from ipufit.tracing.mask_rewrites import (
+    fixed_classes,
+    fixed_repeats,
+    reads_classes,
+    unread_masks,
+)
 from ipufit.tracing.recurrent import SecondGradientError, time_steps, whole_recurrent_layers
 from ipufit.utils.locations import PACKAGE
 from ipufit.utils.random_streams import LOCK
@@ -143,10 +148,11 @@ def capture_error(
 
 
 # What the user's line looks like tells which of several causes it was; torch's error is the same.
-_NUMBER = re.compile(r"\.item\(|\.tolist\(|\b(int|float|complex)\(|\brange\(|\bround\(")
+_NUMBER = re.compile(r"\.item\(|\.tolist\(|(?<!\.)\b(int|float|complex|range|round)\(")
 _BRANCH = re.compile(
     r"\b(if|elif|while|assert|and|or|not|in)\b|(?<!\.)\b(bool|any|all|min|max|sorted)\("
 )
+_ONE_HOT = re.compile(r"\bone_hot\(")
 
 
 def value_error(frame: Optional[Frame]) -> CaptureError:
@@ -172,10 +178,24 @@ def value_error(frame: Optional[Frame]) -> CaptureError:
             "value",
             "branch",
         )
+    if _ONE_HOT.search(source):
+        return _one_hot_error(frame)
     return capture_error(
         "Python needed a tensor's value, but the program is recorded once, before there are values",
         "Keep it in tensors: torch.where(condition, a, b) instead of a branch, gather or a mask "
         "instead of a slice that ends at a value.",
+        frame,
+        "value",
+        "value",
+    )
+
+
+def _one_hot_error(frame: Optional[Frame]) -> CaptureError:
+    """Error for a one_hot that reads the classes, to count or to compare them."""
+    return capture_error(
+        "one_hot read the values of its classes, but the program is recorded once, before there "
+        "are values",
+        "Call it as torch.nn.functional.one_hot(x, num_classes), with the number of classes.",
         frame,
         "value",
         "value",
@@ -369,7 +389,8 @@ class _ValueGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if torch.Tag.data_dependent_output in func.tags:
                 if _is_anomaly_check(sys._getframe()):
                     raise _anomaly_error()
-                raise value_error(user_frame(sys._getframe()))
+                read_by = _one_hot_error if reads_classes(sys._getframe()) else value_error
+                raise read_by(user_frame(sys._getframe()))
             if torch.Tag.dynamic_output_shape in func.tags and (
                 func is not torch.ops.aten.index.Tensor or has_mask_index(args)
             ):
@@ -416,9 +437,14 @@ def _no_value_checks() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recordable() -> Iterator[None]:
-    """Torch's own layers go the ways that a recording of them goes."""
-    with _recordable_kernels(), _no_value_checks(), unread_masks(), fixed_repeats():
+def recordable(rewrites_one_hot: bool = True) -> Iterator[None]:
+    """Torch's own layers go the ways that a recording of them goes.
+
+    Args:
+        rewrites_one_hot: as for :func:`capture`.
+    """
+    classes = fixed_classes(rewrites_one_hot)
+    with _recordable_kernels(), _no_value_checks(), unread_masks(), fixed_repeats(), classes:
         yield
 
 
@@ -454,6 +480,7 @@ def capture(
     args: Sequence[Tensor],
     guard: bool = True,
     whole_layers: bool = True,
+    rewrites_one_hot: bool = True,
 ) -> fx.GraphModule:
     """Record ``function`` of tensors, returning tensors, as a graph.
 
@@ -464,6 +491,7 @@ def capture(
         guard: refuse operators that need a value. Off only where reading one is known to cost no
             synchronisation.
         whole_layers: record a recurrent layer as one operator; else as those of its time steps.
+        rewrites_one_hot: where torch can't record one_hot, record what it comes to instead.
 
     Raises:
         CaptureError: the function needs a value or makes a shape of one; with the user's file and
@@ -482,20 +510,21 @@ def capture(
     try:
         # Of oneDNN, whether it is on is noted before it is off for the recording.
         layers = whole_recurrent_layers() if whole_layers else contextlib.nullcontext()
-        with LOCK, layers, _quiet(), recordable(), _no_restored_generator():
+        ways = recordable(rewrites_one_hot)
+        with LOCK, layers, _quiet(), ways, _no_restored_generator():
             # Detached, so that one tensor in two places is two inputs: the next batch may differ.
             inputs = [argument.detach() for argument in args]
             graph = make_fx(guarded, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
     except SecondGradientError:
         with time_steps():
-            return capture(function, args, guard, whole_layers)
+            return capture(function, args, guard, whole_layers, rewrites_one_hot)
     except CaptureError:
         raise
     except DataDependentOutputException as error:
         raise value_error(frame_of(error)) from error
     except DynamicOutputShapeException as error:
         raise shape_error(frame_of(error)) from error
-    except (RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:
         text = str(error)
         if _is_packing(error):
             raise _packing_error(frame_of(error)) from error

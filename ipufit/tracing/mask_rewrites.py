@@ -1,4 +1,4 @@
-"""Values that torch reads, and a recording can do without: masks, and numbers of repeats.
+"""Values that torch reads, and a recording can do without: masks, numbers of repeats, and classes.
 
 A mask of a transformer that is known to be causal may be left out for a faster kernel. Without that
 knowledge it is applied as it is given, to the same result, and its values need not be known.
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from typing import Any, Callable, Iterator, Optional
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.modules import transformer
 
-__all__ = ["fixed_repeats", "unread_masks"]
+__all__ = ["fixed_classes", "fixed_repeats", "reads_classes", "unread_masks"]
 
 
 def _as_said(
@@ -103,3 +105,53 @@ def fixed_repeats() -> Iterator[None]:
     finally:
         torch.repeat_interleave = function
         Tensor.repeat_interleave = method  # type: ignore[method-assign]
+
+
+def _one_hot_by_comparison(input: Tensor, num_classes: int) -> Tensor:
+    """Put a one where the class is, as ``torch.nn.functional.one_hot`` does in newer versions of torch."""
+    classes = torch.arange(num_classes, dtype=input.dtype, device=input.device)
+    return (input.unsqueeze(-1) == classes).to(torch.int64)
+
+
+@functools.lru_cache(maxsize=None)
+def _compares_classes() -> bool:
+    """Tell whether torch holds classes against their number; those on "meta" have no values."""
+    try:
+        functional.one_hot(torch.empty(1, dtype=torch.int64, device="meta"), 2)
+    except RuntimeError:
+        return True
+    return False
+
+
+_one_hot = functional.one_hot
+
+
+def _call_one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
+    return _one_hot(input, num_classes)
+
+
+def _call_fixed_one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
+    is_fixed = isinstance(num_classes, int) and num_classes > 0 and input.dtype is torch.int64
+    return (_one_hot_by_comparison if is_fixed else _call_one_hot)(input, num_classes)
+
+
+@contextlib.contextmanager
+def fixed_classes(rewrites: bool) -> Iterator[None]:
+    """Within it one_hot does not look whether classes are under the number that it got.
+
+    Args:
+        rewrites: for an old torch, which can't leave that out, compute it in another way.
+    """
+    owner: Any = functional
+    owner.one_hot = _call_fixed_one_hot if rewrites and _compares_classes() else _call_one_hot
+    try:
+        yield
+    finally:
+        owner.one_hot = _one_hot
+
+
+def reads_classes(frame: Optional[types.FrameType]) -> bool:
+    """Tell whether a frame was called by one_hot."""
+    while frame is not None and frame.f_code is not _call_one_hot.__code__:
+        frame = frame.f_back
+    return frame is not None

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import one_hot
 
 import ipufit
 from ipufit.errors import CaptureError
@@ -50,6 +51,10 @@ SHAPE = (
 NUMPY = (
     f"a tensor was converted to NumPy, {BEFORE}",
     "Use the torch operator of the same meaning.",
+)
+ONE_HOT = (
+    f"one_hot read the values of its classes, {BEFORE}",
+    "Call it as torch.nn.functional.one_hot(x, num_classes), with the number of classes.",
 )
 TEXT = (
     f"a tensor's value was written into a text, {BEFORE}",
@@ -200,6 +205,18 @@ class Format(Net):
         return super().forward(x)
 
 
+class OneHot(Net):
+    def forward(self, x):
+        columns = nn.functional.one_hot((x > 0).long()).float()  # here
+        return super().forward(x) + columns.mean()
+
+
+class OneHotByName(Net):
+    def forward(self, x):
+        columns = one_hot((x > 0).long())  # here
+        return super().forward(x) + columns.float().mean()
+
+
 def helper(x):
     """Not a method: the line is here all the same."""
     return x / x.max().item()  # here
@@ -232,6 +249,8 @@ VALUES = {
     Numpy: NUMPY,
     Array: NUMPY,
     Format: TEXT,
+    OneHot: ONE_HOT,
+    OneHotByName: ONE_HOT,
     Calls: NUMBER,
 }
 
@@ -276,6 +295,7 @@ class Allowed(Net):
         y = y + y.gather(1, y.argmax(1, keepdim=True))
         y = torch.where(y > 0, y, 0.1 * y)
         y[y > 5] = 5.0
+        y = y * nn.functional.one_hot(y.argmax(1), num_classes=3).add(1)
         return y * torch.tensor(2.0).item() * max(x.shape)
 
 

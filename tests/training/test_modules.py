@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ipufit
@@ -744,6 +745,21 @@ def test_elements_repeated_a_fixed_number_of_times_train_as_in_torch(kind):
             return REPEATS[kind](torch.tanh(self.linear(x.flatten(1))))
 
     fit_like_by_hand(Repeating().double(), plain, loader())
+
+
+def test_a_one_hot_of_a_number_of_classes_trains_as_in_torch():
+    """torch 2.0 compares the classes with the number, and reads them for that."""
+
+    class Coding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(12 * 3, 5)
+
+        def forward(self, x):
+            classes = x.flatten(1).sign().long() + 1
+            return self.linear(functional.one_hot(classes, 3).flatten(1).double())
+
+    fit_like_by_hand(Coding().double(), plain, loader())
 
 
 def test_a_buffer_that_is_overwritten_for_every_batch_is_copied():

@@ -112,7 +112,7 @@ def record(
     mode = (training if is_training else evaluating)(module, step.loss_module)
     with isolated(device), mode, attributes_kept(step):
         try:
-            capture(run, values, whole_layers=False)
+            capture(run, values, whole_layers=False, rewrites_one_hot=False)
         except CaptureError as error:
             recorder.found.failure = error
     return recorder.found
