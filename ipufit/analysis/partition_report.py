@@ -7,7 +7,7 @@ from typing import Any, Callable, Optional, Sequence, Tuple
 
 from torch import nn
 
-from ipufit.core.batch import MicroBatch
+from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.jit_modes import GRAPH
 from ipufit.core.plan import Plan
 from ipufit.core.plan_checks import round_up
@@ -288,5 +288,5 @@ def _estimator(
     Raises:
         DataError: the module or the loss can't take it.
     """
-    with able_to_run(sample, "plan"):
+    with able_to_run(session.explainer(Mode.TRAIN, "plan"), sample):
         return session.estimator(sample, partition, checkpoints)

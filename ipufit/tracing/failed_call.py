@@ -523,6 +523,16 @@ _TEXTS: Tuple[Tuple[Pattern[str], str, str], ...] = (
         "register_buffer, so that they move with the module.",
     ),
     (
+        re.compile("only applicable to index tensor"),
+        "class indices, of dtype int64",
+        "Convert them with .long() if they are whole.",
+    ),
+    (
+        re.compile("Class values must be"),
+        "class indices from 0 to num_classes - 1",
+        "Number the classes from 0, or give a larger num_classes.",
+    ),
+    (
         re.compile("same dtype|scalar type|should be the same"),
         "tensors of one dtype",
         "Convert one of them there, such as y.to(x.dtype).",

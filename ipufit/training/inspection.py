@@ -240,7 +240,8 @@ class Inspected:
         """
         session = self._compiled("preflight")
         sample = sample_for(session, x, "preflight")
-        with able_to_run(sample, "preflight"):
+        mode = Mode.PREDICT if session.optimizer is None else Mode.TRAIN
+        with able_to_run(session.explainer(mode, "preflight"), sample):
             return session.preflight(sample)
 
     def compare(

@@ -8,7 +8,7 @@ from typing import Any, Iterator
 from ipufit.core.batch import MicroBatch
 from ipufit.data.source import Source
 from ipufit.errors import ConfigurationError, DataError, IpufitError
-from ipufit.training.sanity_check import check_call
+from ipufit.training.sanity_check import FailureExplainer, check_call
 from ipufit.training.session import Session
 from ipufit.training.summary import sample_of
 
@@ -44,20 +44,26 @@ def no_batch(asks: str) -> ConfigurationError:
 
 
 @contextlib.contextmanager
-def able_to_run(sample: MicroBatch, asks: str) -> Iterator[None]:
-    """What module or loss raise in the block is said to be the batch's.
+def able_to_run(explainer: FailureExplainer, sample: MicroBatch) -> Iterator[None]:
+    """Raise what module or loss raise in the block as an error about the batch.
+
+    Args:
+        explainer: names the layer or line, as it does for ``fit``; its role is the method that
+            needs the batch.
+        sample: the batch.
 
     Raises:
-        DataError: they can't take it.
+        DataError, LossError, CaptureError: they can't take it.
     """
     try:
-        yield
+        with explainer.explained([sample], None):
+            yield
     except IpufitError:
         raise
     except Exception as error:
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in sample.leaves)
         raise DataError(
-            f"{asks} must be able to run module and loss on the batch, whose tensors have shape "
-            f"{shapes}, but that fails: {type(error).__name__}: "
+            f"{explainer.role} must be able to run module and loss on the batch, whose tensors "
+            f"have shape {shapes}, but that fails: {type(error).__name__}: "
             f"{str(error).partition(chr(10))[0].rstrip('.')}. Pass a batch that fit takes."
         ) from error

@@ -30,6 +30,7 @@ from ipufit.losses import LabelRange, Loss, check_labels
 from ipufit.metrics import MetricSet
 from ipufit.training.epoch_metrics import metric_target
 from ipufit.utils import tree
+from ipufit.utils.module_modes import evaluating, training
 from ipufit.utils.random_streams import isolated
 
 __all__ = ["FailureExplainer", "check_call", "check_class_weights", "prepare_tail", "probe"]
@@ -41,7 +42,7 @@ class FailureExplainer:
 
     Attributes:
         module: the user's.
-        loss: normal form.
+        loss: normal form; None where there is none.
         mode: in which module and loss run.
         precision: in which the module computes.
         role: of the data, such as "training data".
@@ -49,7 +50,7 @@ class FailureExplainer:
     """
 
     module: nn.Module
-    loss: Loss
+    loss: Optional[Loss]
     mode: Mode
     precision: Precision
     role: str
@@ -89,9 +90,14 @@ class FailureExplainer:
             self.check_labels(batches, first)
         except DataError as fault:
             return fault
-        with_loss = self.mode is not Mode.PREDICT or self.loss.in_module is True
-        step = Step(self.module, self.loss if with_loss else None, with_loss, self.precision)
-        return explain(error, step, batches, lambda index: self._where(first, index))
+        loss = self.loss
+        if loss is not None and self.mode is Mode.PREDICT and not loss.in_module:
+            loss = None
+        step = Step(self.module, loss, loss is not None, self.precision)
+        # The block may have put back the modes in which its error came up.
+        mode = training if self.mode is Mode.TRAIN else evaluating
+        with mode(self.module, loss.module if loss is not None else None):
+            return explain(error, step, batches, lambda index: self._where(first, index))
 
     def check_labels(self, batches: Sequence[MicroBatch], first: Optional[int] = 0) -> None:
         """Compare the labels of micro-batches with the classes of the prediction.

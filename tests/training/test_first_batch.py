@@ -665,6 +665,54 @@ def test_a_validation_batch_says_what_its_layer_needs():
         fit(model, validation_data=wide)
 
 
+# ---- methods that look at a model without training it ------------------------------------------
+
+# What is wrong with an index shows when it is looked up, and they need no values.
+INSPECTED = [name for name in FAULTS if name not in ("embedding", "negative index")]
+METHODS = pytest.mark.parametrize("method", ["check", "plan", "preflight"])
+
+
+@METHODS
+@pytest.mark.parametrize("name", INSPECTED)
+def test_a_method_that_looks_at_a_model_names_the_layer_too(name, method):
+    """They ended in torch's own text, whichever of fit's rules knew the layer."""
+    make, x, layer, needs, came, cure, mend = FAULTS[name]
+    model = compiled(make())
+    model.module.eval()
+    shown = repr(model.module.get_submodule(layer))
+    shown = shown if "\n" not in shown else "MultiheadAttention"
+    shown = shown if len(shown) <= 100 else type(model.module.get_submodule(layer)).__name__
+    what = f"layer {layer!r}, {shown}, needs {needs}, got {came}{line_of(model.module)}"
+    with refused(model, DataError, f"{method}: {what}. {cure} torch says: ", part=True) as caught:
+        getattr(model, method)((x, Y[: len(x)]))
+    assert str(caught.value).startswith(f"{method}: layer")
+    net, x = mend()
+    assert str(getattr(compiled(net), method)((x, Y[: len(x)])))
+
+
+@METHODS
+@pytest.mark.parametrize("name", ["view", "product", "cat", "loss"])
+def test_a_method_that_looks_at_a_model_names_an_operator_of_ones_own(name, method):
+    """The line is there without a debugger."""
+    function, loss, operator, needs, came, cure = OPERATORS[name]
+    model = compiled(Line(function, head=nn.Linear(4, 3)), loss)
+    with pytest.raises(DataError) as caught:
+        getattr(model, method)((X, Y))
+    assert str(caught.value).startswith(f"{method}: {operator} needs {needs}, got {came}, at ")
+    assert f". {cure} torch says: RuntimeError: " in str(caught.value)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_check_names_a_label_that_is_no_class(name):
+    """It runs on values where fit does, and fit would refuse them."""
+    loss, net = LOSSES[name]
+    text = f"check: loss {name!r} {NEEDS} 7 in sample 5. Let the module return 8 classes, or "
+    with refused(compiled(net, loss), DataError, text + "number them from 0.") as caught:
+        compiled(net, loss).check((X, outside(7)))
+    assert caught.value.__cause__ is None
+    assert str(compiled(net, loss).check((X, LABELS)))
+
+
 # ---- what a device has nothing of ---------------------------------------------------------------
 
 

@@ -16,15 +16,14 @@ from ipufit.analysis.check.report import CheckReport, Findings
 from ipufit.analysis.check.runs import ModuleUnderTest
 from ipufit.analysis.check.static_checks import mode_findings, untrained_findings
 from ipufit.analysis.check.suite import CheckSuite
-from ipufit.core.batch import MicroBatch
+from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.train_config import Precision
 from ipufit.data.source import Source
-from ipufit.losses import Loss
 from ipufit.partition.partition import NOT_DIVIDED, Partitions
 from ipufit.tracing.capture import Frame
 from ipufit.tracing.user_lines import users_frame
-from ipufit.training.sample_batch import no_batch
-from ipufit.training.sanity_check import check_call
+from ipufit.training.sample_batch import able_to_run, no_batch
+from ipufit.training.sanity_check import FailureExplainer, check_call
 from ipufit.training.session import Session
 from ipufit.training.summary import sample_of
 from ipufit.utils.module_modes import evaluating, training
@@ -34,10 +33,8 @@ __all__ = ["checked", "checked_sample", "run_check"]
 
 
 def run_check(
-    module: nn.Module,
-    loss: Optional[Loss],
+    explainer: FailureExplainer,
     sample: MicroBatch,
-    precision: Precision,
     optimizer: Optional[torch.optim.Optimizer],
     caller: Optional[Frame],
     partitions: Partitions = NOT_DIVIDED,
@@ -47,21 +44,22 @@ def run_check(
     Afterwards weights, buffers, optimizer, generators, attributes and modes are what they were.
 
     Args:
-        module: the user's.
-        loss: normal form; None where there is none, or no target for it.
+        explainer: module, loss and precision; its loss is None where there is none, or no target
+            for it.
         sample: a micro-batch.
-        precision: in which it computes.
         optimizer: None where every parameter counts as trained.
         caller: the line that stands for what has none of its own.
         partitions: of the module over IPUs.
 
     Raises:
-        DataError: the module can't take the batch.
+        Exception: of the module's own, which can't take the batch.
+        DataError: a label is no class.
     """
+    module, loss = explainer.module, explainer.loss
     owned = None
     if optimizer is not None:
         owned = [p for group in optimizer.param_groups for p in group["params"]]
-    tested = ModuleUnderTest(module, loss, sample, precision, owned, partitions)
+    tested = ModuleUnderTest(module, loss, sample, explainer.precision, owned, partitions)
     findings = Findings(caller)
     events = OutputEvents()
     with isolated(tested.device), _put_back(tested) as pristine:
@@ -73,6 +71,8 @@ def run_check(
             with evaluating(module, loss_module), findings.with_note(" in eval mode"):
                 CheckSuite(tested, pristine, findings, False).run()
         findings.add(*untrained_findings(tested.step, tested.trained, with_gradient))
+    explainer.labels = tested.labels
+    explainer.check_labels([sample], None)
     findings.add(*(output_at(frame, how) for frame, how in events.outputs.items()))
     findings.add(*(seeded_at(frame) for frame in events.seeds))
     return CheckReport(type(module).__name__, findings.sorted(), loss is not None)
@@ -132,7 +132,11 @@ def checked_sample(
     sample: MicroBatch,
     frame: Optional[types.FrameType],
 ) -> CheckReport:
-    """Check a module on a micro-batch that has been read already."""
+    """Check a module on a micro-batch that has been read already.
+
+    Raises:
+        DataError, LossError: module or loss can't take it.
+    """
     loss = session.loss if session is not None else None
     if loss is not None:
         check_call(module, sample, loss, Source([], "check"))
@@ -142,7 +146,9 @@ def checked_sample(
     optimizer = session.optimizer if session is not None else None
     caller = users_frame(frame, everywhere=True)
     partitions = session.partitions if session is not None else NOT_DIVIDED
-    return run_check(module, loss, sample, precision, optimizer, caller, partitions)
+    explainer = FailureExplainer(module, loss, Mode.TRAIN, precision, "check")
+    with able_to_run(explainer, sample):
+        return run_check(explainer, sample, optimizer, caller, partitions)
 
 
 def _random(leaf: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from ipufit.analysis.check.trace_facts import Operation, Recorder
 from ipufit.core.batch import MicroBatch
 from ipufit.core.train_config import Precision
 from ipufit.errors import CaptureError
-from ipufit.losses import Loss
+from ipufit.losses import LabelRange, Loss
 from ipufit.partition.partition import NOT_DIVIDED, Partition, Partitions
 from ipufit.tracing.capture import Frame, capture, recordable
 from ipufit.tracing.flat_storage import Block
@@ -70,6 +70,7 @@ class ModuleUnderTest:
         step: module and loss.
         state: the tensors of both, by name.
         trained: names of those that get a gradient.
+        labels: class indices that the loss takes, once a run has computed it.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class ModuleUnderTest:
     ) -> None:
         self._partitions = partitions
         self._rebound: List[CaptureError] = []
+        self.labels: Tuple[LabelRange, ...] = ()
         self._loss = loss if loss is not None else Loss("outputs", function=_all_outputs)
         self._precision = precision
         self.step = StepModule(module, self._loss, self._rebound.append)
@@ -193,6 +195,7 @@ class ModuleUnderTest:
             execute(call)
         except Exception as error:
             run.error = error
+        self.labels = micro.labels or self.labels
         if recorders:
             recorder = recorders[-1]
             run.outside, run.generators = recorder.outside, recorder.generators

@@ -21,7 +21,7 @@ from ipufit.analysis.check.report import Finding, Findings
 from ipufit.analysis.check.runs import ModuleUnderTest, Run
 from ipufit.analysis.check.trace_facts import differences, same_results
 from ipufit.analysis.check.value_owners import Place
-from ipufit.errors import CaptureError, DataError, IpufitError, LossError
+from ipufit.errors import CaptureError, IpufitError, LossError
 from ipufit.tracing.capture import Frame
 from ipufit.tracing.grad_step import public_name
 from ipufit.tracing.ipu_only import only_on_ipus
@@ -63,7 +63,7 @@ class CheckSuite:
             Names of the parameters that a gradient reaches; None where that is not known.
 
         Raises:
-            DataError: the module can't take the batch.
+            Exception: of the module's own, which can't take the batch.
         """
         snapshot = Snapshot(self._tested.step)
         try:
@@ -128,18 +128,13 @@ class CheckSuite:
         """Return False if nothing can be found out, because the module itself fails.
 
         Raises:
-            DataError: it can't run on this batch in train mode.
+            Exception: of the module's own, which can't run on this batch in train mode.
         """
         error = valued.error
         if error is not None and not isinstance(error, IpufitError):
             if not self._is_training:
                 return False
-            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in self._tested.sample.leaves)
-            raise DataError(
-                "check must be able to run module and loss on the batch, whose tensors have shape "
-                f"{shapes}, but that fails: {type(error).__name__}: {_line_of(error)}. Pass a "
-                "batch that fit takes."
-            ) from error
+            raise error
         is_torchs = recorded.error is not None and not isinstance(recorded.error, IpufitError)
         # Older versions of torch can't record a generator.
         if recorded.error is not None and is_torchs and not valued.generators:

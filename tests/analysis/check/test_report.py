@@ -272,9 +272,27 @@ def test_a_batch_that_the_module_cannot_take_is_an_error():
     with pytest.raises(DataError) as caught:
         ipufit.Model(nn.Linear(3, 3)).check(X)
     assert str(caught.value) == (
+        "check: the module, Linear(in_features=3, out_features=3, bias=True), needs 3 features in "
+        "the last dimension, got shape (4, 4), dtype float32. Build it with in_features=4, or give "
+        "it 3 features. torch says: RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x4 "
+        "and 3x3)."
+    )
+
+
+class Particular(nn.Module):
+    """Refuses what it does not like, in words of its own."""
+
+    def forward(self, x):
+        raise ValueError("images only")
+
+
+def test_an_error_of_the_modules_own_is_passed_on_with_its_words():
+    """Nobody else knows more of it."""
+    with pytest.raises(DataError) as caught:
+        ipufit.Model(Particular()).check(X)
+    assert str(caught.value) == (
         "check must be able to run module and loss on the batch, whose tensors have shape (4, 4), "
-        "but that fails: RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x4 and 3x3). "
-        "Pass a batch that fit takes."
+        "but that fails: ValueError: images only. Pass a batch that fit takes."
     )
 
 

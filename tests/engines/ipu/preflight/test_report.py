@@ -295,5 +295,21 @@ def test_preflight_needs_a_compiled_model_and_a_batch():
     assert str(nothing.value) == (
         "preflight needs a batch, preflight((inputs, target)), or an earlier fit; got neither."
     )
-    with pytest.raises(DataError, match=r"^preflight must be able to run module and loss"):
+    with pytest.raises(DataError, match=r"^preflight: the module, Linear\(.*, needs 4 features"):
         model.preflight((torch.zeros(2, 5), Y))
+
+
+class Scaled(nn.Module):
+    """Makes a constant of Python numbers in every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(x * torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+
+def test_a_tensor_of_python_numbers_is_a_constant():
+    """Below autograd torch took it for one that it may not change."""
+    assert compiled(Scaled()).preflight((X[:, 0], Y)).ok
