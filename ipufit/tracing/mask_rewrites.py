@@ -108,7 +108,7 @@ def fixed_repeats() -> Iterator[None]:
 
 
 def _one_hot_by_comparison(input: Tensor, num_classes: int) -> Tensor:
-    """Put a one where the class is, as ``torch.nn.functional.one_hot`` does in newer versions of torch."""
+    """Put a one where the class is, as ``torch.nn.functional.one_hot`` does."""
     classes = torch.arange(num_classes, dtype=input.dtype, device=input.device)
     return (input.unsqueeze(-1) == classes).to(torch.int64)
 
