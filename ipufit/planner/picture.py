@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any, Mapping, Sequence, Union
 
-from ipufit.planner.costs import by_ipu
-from ipufit.planner.pipeline_schedule import in_flight
-from ipufit.planner.tables import stage_title
-from ipufit.planner.texts import share, size
+from ipufit.planner.pipeline_schedule import Timeline
+from ipufit.planner.texts import size as format_size
 from ipufit.utils.figures import new_figure, saved
-
-if TYPE_CHECKING:
-    from ipufit.planner.partition_plan import PartitionPlan
 
 __all__ = ["draw"]
 
@@ -28,19 +23,31 @@ _PARTS = (
 _NUMBERED = 24
 
 
-def draw(plan: PartitionPlan, path: Union[str, os.PathLike[str], None]) -> Any:
-    """Two panels; see :meth:`PartitionPlan.plot`."""
-    stages = len(plan.costs)
-    figure = new_figure("PartitionPlan.plot", (11, 2.6 + 0.75 * stages))
+def draw(
+    title: str,
+    timeline: Timeline,
+    stages: Sequence[str],
+    ipus: Sequence[str],
+    parts: Mapping[str, Sequence[int]],
+    limit: int,
+    path: Union[str, os.PathLike[str], None],
+) -> Any:
+    """Draw the timeline of one update above the memory of every IPU.
+
+    Args:
+        title: of the timeline.
+        timeline: of one update.
+        stages: titles of the timeline's rows.
+        ipus: titles of the rows of memory.
+        parts: bytes on each IPU, by what they hold.
+        limit: bytes of an IPU that may be used.
+        path: where to save the picture; None to show it.
+    """
+    figure = new_figure("PartitionPlan.plot", (11, 2.6 + 0.75 * len(stages)))
     above, below = figure.subplots(2, 1)
-    _draw_timeline(above, plan)
-    _draw_memory(below, plan)
-    titles = [
-        f"stage {stage_title(stage, cost, plan.ipu_of(stage))}"
-        for stage, cost in enumerate(plan.costs)
-    ]
-    ipus = [f"IPU {ipu}" for ipu in range(plan.ipus)] if plan.planned.places else titles
-    for panel, names in ((above, titles), (below, ipus)):
+    _draw_timeline(above, title, timeline)
+    _draw_memory(below, parts, limit)
+    for panel, names in ((above, stages), (below, ipus)):
         panel.set_yticks(range(len(names)))
         panel.set_yticklabels(names)
         panel.set_ylim(len(names) - 0.5, -0.5)
@@ -48,12 +55,9 @@ def draw(plan: PartitionPlan, path: Union[str, os.PathLike[str], None]) -> Any:
     return saved(figure, path, "PartitionPlan.plot")
 
 
-def _draw_timeline(panel: Any, plan: PartitionPlan) -> None:
-    line = plan.timeline()
-    planned = plan.planned
-    count = planned.gradient_accumulation
+def _draw_timeline(panel: Any, title: str, timeline: Timeline) -> None:
     for is_backward, (label, color, hatch) in enumerate(_PASSES):
-        tasks = [task for task in line.tasks if task.is_backward == bool(is_backward)]
+        tasks = [task for task in timeline.tasks if task.is_backward == bool(is_backward)]
         panel.barh(
             [task.stage for task in tasks],
             [task.end - task.begin for task in tasks],
@@ -65,8 +69,9 @@ def _draw_timeline(panel: Any, plan: PartitionPlan) -> None:
             linewidth=0.6,
             label=label,
         )
-    for task in line.tasks if count <= _NUMBERED else ():
-        wide = task.end - task.begin > 0.012 * line.total
+    count = 1 + max((task.micro_batch for task in timeline.tasks), default=0)
+    for task in timeline.tasks if count <= _NUMBERED else ():
+        wide = task.end - task.begin > 0.012 * timeline.total
         if wide:
             middle = (task.begin + task.end) / 2
             color = "black" if task.is_backward else "white"
@@ -80,40 +85,27 @@ def _draw_timeline(panel: Any, plan: PartitionPlan) -> None:
                 color=color,
                 bbox={"boxstyle": "round,pad=0.1", "fc": _PASSES[task.is_backward][1], "lw": 0},
             )
-    title = f"One update of {count} micro-batches"
-    if len(plan.costs) > 1:
-        title += f", {planned.schedule}: {share(line.utilisation)} busy"
     panel.set_title(title, fontsize="medium", fontweight="bold", loc="left")
     panel.set_xlabel("time, in that of one micro-batch through all stages and back")
-    panel.set_xlim(0, line.total or 1)
+    panel.set_xlim(0, timeline.total or 1)
     _legend(panel)
 
 
-def _draw_memory(panel: Any, plan: PartitionPlan) -> None:
-    planned, stages = plan.planned, len(plan.costs)
-    begins = [0.0] * plan.ipus
-    unit, name = _unit(max(plan.memory))
+def _draw_memory(panel: Any, parts: Mapping[str, Sequence[int]], limit: int) -> None:
+    totals = [sum(sizes) for sizes in zip(*parts.values())]
+    begins = [0.0] * len(totals)
+    unit, name = _unit(max(totals))
     for label, color, hatch in _PARTS:
-        taken = []
-        for stage, cost in enumerate(plan.costs):
-            flights = in_flight(planned.schedule, stage, stages)
-            sizes = {
-                "weights": cost.weight_bytes,
-                "gradients": cost.gradient_bytes,
-                "optimizer": cost.optimizer_bytes,
-                "activations": cost.activations(flights, planned.recompute),
-            }
-            taken.append(sizes[label])
-        widths = [one / unit for one in by_ipu(taken, planned.places)]
+        widths = [size / unit for size in parts[label]]
         style = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0.6}
-        panel.barh(range(plan.ipus), widths, left=begins, height=0.72, label=label, **style)
+        panel.barh(range(len(widths)), widths, left=begins, height=0.72, label=label, **style)
         begins = [begin + width for begin, width in zip(begins, widths)]
-    if max(begins) > 0.3 * planned.memory / unit:
-        panel.axvline(planned.memory / unit, color="#b00020", linestyle="--", linewidth=1.2)
-    ends = max(max(begins), planned.memory / unit if len(panel.lines) else 0.0)
+    if max(begins) > 0.3 * limit / unit:
+        panel.axvline(limit / unit, color="#b00020", linestyle="--", linewidth=1.2)
+    ends = max(max(begins), limit / unit if len(panel.lines) else 0.0)
     panel.set_xlim(0, 1.05 * ends or 1)
     panel.set_title(
-        f"Memory, estimated, of {size(planned.memory)} per IPU",
+        f"Memory, estimated, of {format_size(limit)} per IPU",
         fontsize="medium",
         fontweight="bold",
         loc="left",
