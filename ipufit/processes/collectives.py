@@ -8,16 +8,25 @@ gloo's own reduce-scatter is missing on old ones.
 from __future__ import annotations
 
 import itertools
-from typing import Iterator, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, distributed
 
 from ipufit.processes.group import Processes
 from ipufit.processes.messages import as_bytes
-from ipufit.processes.pending_work import Works
 
-__all__ = ["PartSum", "add_parts", "collect_parts", "join_parts", "part_of", "start_joining"]
+if TYPE_CHECKING:
+    from ipufit.processes.connection import PendingWork
+
+__all__ = [
+    "PendingReduceScatter",
+    "all_gather_parts",
+    "gather_parts",
+    "part_of",
+    "reduce_scatter",
+    "start_all_gather",
+]
 
 # Bytes of all processes that are under way at a time; a copy of them is made.
 _WINDOW = 25 * 2**20
@@ -28,10 +37,10 @@ def part_of(processes: Processes, flat: Tensor, cuts: Sequence[int]) -> Tensor:
     return flat[cuts[processes.process_id] : cuts[processes.process_id + 1]]
 
 
-def add_parts(
+def reduce_scatter(
     processes: Processes, flats: Sequence[Tensor], cuts: Sequence[Sequence[int]]
 ) -> List[Tensor]:
-    """This process's part of the sum of each flat tensor over all processes.
+    """Sum flat tensors over all processes, and return this process's part of each sum.
 
     Each process sends a value once, and not twice as for a sum that all get. Half precision is
     summed in float32, and rounded once.
@@ -42,13 +51,13 @@ def add_parts(
     Returns:
         Views of them. What is beside the part means nothing any more.
     """
-    found = []
+    parts = []
     with torch.no_grad():
-        for flat, own in zip(flats, cuts):
-            for pieces in _windows(flat, own):
+        for flat, bounds in zip(flats, cuts):
+            for pieces in _windows(flat, bounds):
                 _add_window(processes, pieces)
-            found.append(part_of(processes, flat, own))
-    return found
+            parts.append(part_of(processes, flat, bounds))
+    return parts
 
 
 def _windows(flat: Tensor, cuts: Sequence[int]) -> Iterator[List[Tensor]]:
@@ -61,32 +70,32 @@ def _windows(flat: Tensor, cuts: Sequence[int]) -> Iterator[List[Tensor]]:
 
 def _add_window(processes: Processes, pieces: Sequence[Tensor]) -> None:
     cuts = [*itertools.accumulate(map(len, pieces), initial=0)]
-    part = PartSum(processes, torch.cat(list(pieces)), cuts)
+    part = PendingReduceScatter(processes, torch.cat(list(pieces)), cuts)
     part.end()
-    pieces[processes.process_id].copy_(part.own)
+    pieces[processes.process_id].copy_(part.result)
 
 
-def join_parts(
+def all_gather_parts(
     processes: Processes, flats: Sequence[Tensor], cuts: Sequence[Sequence[int]]
 ) -> None:
-    """Each flat tensor becomes whole in all processes, in place, of the part that each one has.
+    """Make flat tensors whole in all processes, in place, from the part that each one has.
 
     Args:
         flats: contiguous.
         cuts: of each.
     """
-    works = processes.works()
+    works = processes.pending_work()
     with torch.no_grad():
-        for flat, own in zip(flats, cuts):
-            start_joining(works, flat, own)
+        for flat, bounds in zip(flats, cuts):
+            start_all_gather(works, flat, bounds)
     works.wait()
 
 
-def start_joining(works: Works, flat: Tensor, cuts: Sequence[int]) -> None:
-    """Have a flat tensor whole, when the works are done, of the part that each process has.
+def start_all_gather(works: PendingWork, flat: Tensor, cuts: Sequence[int]) -> None:
+    """Start to make a flat tensor whole from the part that each process has.
 
     Args:
-        works: of the processes.
+        works: of the processes; the tensor is whole when they are done.
         flat: contiguous.
         cuts: of it.
     """
@@ -96,10 +105,10 @@ def start_joining(works: Works, flat: Tensor, cuts: Sequence[int]) -> None:
             works.start(distributed.broadcast, part, process, like=part)
 
 
-def collect_parts(
+def gather_parts(
     processes: Processes, part: Tensor, lengths: Sequence[int], everywhere: bool
 ) -> Optional[Tensor]:
-    """A whole tensor of the parts that the processes have.
+    """Gather the parts that processes have into a whole tensor.
 
     Args:
         part: of this process, flat and contiguous.
@@ -116,7 +125,7 @@ def collect_parts(
     if everywhere:
         whole = part.new_empty(cuts[-1])
         part_of(processes, whole, cuts).copy_(part)
-        join_parts(processes, [whole], [cuts])
+        all_gather_parts(processes, [whole], [cuts])
         return whole
     whole = part.new_empty(cuts[-1] if wants else 0)
     one = part.element_size()
@@ -128,8 +137,8 @@ def collect_parts(
     return whole if wants else None
 
 
-class PartSum:
-    """The sum of a flat tensor over all processes, under way, of which each gets its part.
+class PendingReduceScatter:
+    """Sum of a flat tensor over all processes, under way, of which each gets its part.
 
     Args:
         processes: all of them.
@@ -137,26 +146,26 @@ class PartSum:
         cuts: of it.
 
     Attributes:
-        own: this process's part, when the sum has ended.
+        result: this process's part, when the sum has ended.
     """
 
     def __init__(self, processes: Processes, whole: Tensor, cuts: Sequence[int]) -> None:
         count = len(cuts) - 1
-        self.own = torch.empty_like(part_of(processes, whole, cuts))
-        self._received = whole.new_empty(count * len(self.own))
+        self.result = torch.empty_like(part_of(processes, whole, cuts))
+        self._received = whole.new_empty(count * len(self.result))
         # What is sent stays until it has arrived.
         self._sent = whole
-        self._works = processes.works()
+        self._works = processes.pending_work()
         one = whole.element_size()
-        here = [one * len(self.own)] * count
+        here = [one * len(self.result)] * count
         there = [one * (end - begin) for begin, end in zip(cuts, cuts[1:])]
         texts = as_bytes(self._received), as_bytes(whole)
         self._works.start(distributed.all_to_all_single, *texts, here, there, like=whole)
 
     def end(self) -> None:
-        """Wait for it."""
+        """Wait for the sum."""
         self._works.wait()
-        rows = self._received.view(-1, len(self.own)) if len(self.own) else None
+        rows = self._received.view(-1, len(self.result)) if len(self.result) else None
         if rows is not None:
             wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
-            self.own.copy_(rows.sum(0, dtype=wide))
+            self.result.copy_(rows.sum(0, dtype=wide))

@@ -9,20 +9,20 @@ import dataclasses
 import datetime
 import math
 import time
-from typing import Any, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Callable, List, NoReturn, Optional, Sequence, Tuple
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 from ipufit.errors import ConfigurationError, IpufitError, ProcessError
-from ipufit.processes.heartbeat_store import POLL, Board, BoardLostError, Seen
-from ipufit.processes.pending_work import TORCH_ERRORS
-from ipufit.processes.rendezvous import Place
+from ipufit.processes.heartbeat_store import POLL, Heartbeats, HeartbeatStore, StoreLostError
+from ipufit.processes.launchers import Rendezvous
 from ipufit.utils.interrupts import SameProcess
 
-__all__ = ["Link"]
+__all__ = ["Connection", "PendingWork"]
 
-
+# What torch.distributed raises has no class of its own; on torch 2.0 a limit is a TimeoutError.
+TORCH_ERRORS = (RuntimeError, ValueError, OSError)
 GRACE = 3.0  # seconds in which those who are alive answer
 _AGAIN = "tart all processes again; a run that keeps checkpoints resumes from the last one."
 _LOOK = (
@@ -33,7 +33,7 @@ _SLOW = "If it is only slow, raise the limit with ipufit.distributed(timeout=...
 
 
 @dataclasses.dataclass(frozen=True)
-class Fault:
+class PeerFault:
     """A failure of the link between processes, and its cure."""
 
     what: str
@@ -41,7 +41,7 @@ class Fault:
 
 
 @dataclasses.dataclass(frozen=True)
-class Faults:
+class FaultFinder:
     """Finds the fault.
 
     Attributes:
@@ -54,7 +54,7 @@ class Faults:
     timeout: float
     is_hosted: bool
 
-    def ask(self, board: Board, reason: str) -> Fault:
+    def ask(self, heartbeats: HeartbeatStore, reason: str) -> PeerFault:
         """Find it with the others' help.
 
         Args:
@@ -62,61 +62,66 @@ class Faults:
         Raises:
             BoardLostError: the store is gone.
         """
-        return self._judged(board, self._answers(board), reason)
+        return self._judged(heartbeats, self._answers(heartbeats), reason)
 
-    def without_asking(self, board: Board) -> Fault:
+    def without_asking(self, heartbeats: HeartbeatStore) -> PeerFault:
         """Find it where the store is gone."""
-        fault = self._told(board)
+        fault = self._reported(heartbeats)
         if fault is not None:
             return fault
-        if board.lost is None or board.is_silent:
-            return Fault(
+        if heartbeats.lost is None or heartbeats.is_silent:
+            return PeerFault(
                 f"process 0 of {self.num_processes} did not come to the same point within "
                 f"{self.timeout:g} s, and does not answer (it hangs, or its machine failed)"
             )
         if self.is_hosted:
-            return Fault("the launcher, through which they speak, has gone")
-        return Fault(
+            return PeerFault("the launcher, through which they speak, has gone")
+        return PeerFault(
             f"process 0 of {self.num_processes} has gone (ended, killed, or its machine failed)"
         )
 
-    def _answers(self, board: Board) -> Seen:
+    def _answers(self, heartbeats: HeartbeatStore) -> Heartbeats:
         until = time.monotonic() + GRACE
         while True:
-            view = board.look()
-            # Where a connection is closed, an error may still be on its way to the board.
-            is_known = board.ended or (not view.is_closed and all(view.noticed))
+            view = heartbeats.look()
+            # Where a connection is closed, an error may still be on its way to the store.
+            is_known = heartbeats.ended or (not view.is_closed and all(view.noticed))
             if is_known or time.monotonic() >= until:
                 return view
             time.sleep(POLL / 5)
 
-    def _judged(self, board: Board, view: Seen, reason: str) -> Fault:
-        fault = self._told(board)
-        if fault is not None and board.ended:
+    def _judged(self, heartbeats: HeartbeatStore, view: Heartbeats, reason: str) -> PeerFault:
+        fault = self._reported(heartbeats)
+        if fault is not None and heartbeats.ended:
             return fault
         # Not those that have found the fault already, and ended by it.
         left = [has and not knew for has, knew in zip(view.left, view.noticed)]
         if any(left):
             who = self._who(left)
-            return Fault(f"{who} ended the program already", _LOOK)
+            return PeerFault(f"{who} ended the program already", _LOOK)
         if view.is_closed and not all(view.alive):
             who = self._who([not each for each in view.alive])
-            return Fault(f"{who} gone (killed, or the machine failed)")
+            return PeerFault(f"{who} gone (killed, or the machine failed)")
         if not view.is_closed and not all(view.noticed):
             who = named([number for number, came in enumerate(view.noticed) if not came])
-            return Fault(
+            return PeerFault(
                 f"{who} of {self.num_processes} did not come to the same point within "
                 f"{self.timeout:g} s (waits, works on something else, or hangs)",
                 _SLOW,
             )
-        return fault or Fault(f"torch.distributed failed: {brief(reason) or 'it does not say why'}")
+        return fault or PeerFault(
+            f"torch.distributed failed: {brief(reason) or 'it does not say why'}"
+        )
 
-    def _told(self, board: Board) -> Optional[Fault]:
+    def _reported(self, heartbeats: HeartbeatStore) -> Optional[PeerFault]:
         """An error that a process ended with, or what others found before."""
-        for kind, texts in (("ended with", board.ended), ("gave up because", board.concluded)):
+        for kind, texts in (
+            ("ended with", heartbeats.ended),
+            ("gave up because", heartbeats.concluded),
+        ):
             for process, text in sorted(texts.items()):
                 what = f"process {process} of {self.num_processes} {kind} {text}"
-                return Fault(what, _LOOK) if texts is board.ended else Fault(what)
+                return PeerFault(what, _LOOK) if texts is heartbeats.ended else PeerFault(what)
         return None
 
     def _who(self, are: Sequence[bool]) -> str:
@@ -143,8 +148,8 @@ PrefixStore: Any = getattr(distributed, "PrefixStore", None)
 _MARGIN = 60.0  # seconds that torch's own limit comes after ours, which names who is missing
 
 
-class Link:
-    """Connects when it is first asked to.
+class Connection:
+    """Connection of one process to the others, opened at the first call of :meth:`connect`.
 
     Args:
         place: None where torch.distributed is initialised already.
@@ -152,7 +157,7 @@ class Link:
     """
 
     def __init__(
-        self, process_id: int, num_processes: int, place: Optional[Place], timeout: float
+        self, process_id: int, num_processes: int, place: Optional[Rendezvous], timeout: float
     ) -> None:
         self.group: Any = None  # that of the host, for tensors there
         self.is_connected: bool = False
@@ -162,8 +167,8 @@ class Link:
         self._place = place
         self._timeout = timeout
         is_hosted = place is not None and place.is_hosted
-        self._faults = Faults(num_processes, timeout, is_hosted)
-        self._board: Optional[Board] = None
+        self._faults = FaultFinder(num_processes, timeout, is_hosted)
+        self._heartbeats: Optional[HeartbeatStore] = None
         self._store: Any = None
         self._broken = ""
         self._is_ours = False
@@ -181,7 +186,7 @@ class Link:
         if self._broken:
             raise ProcessError(
                 "a process that has left the others can't speak to them again, but this one left "
-                f"them because {self._broken}. {Fault('').cure}"
+                f"them because {self._broken}. {PeerFault('').cure}"
             )
         if self.is_connected:
             return
@@ -190,10 +195,10 @@ class Link:
                 f"a run of {self._count} processes needs torch.distributed, but this torch was "
                 "built without it. Install another build of torch, or start one process."
             )
-        board = self._open()
+        heartbeats = self._open()
         limit = datetime.timedelta(seconds=self._timeout + _MARGIN)
         try:
-            self._arrive(board)
+            self._arrive(heartbeats)
             if self._is_ours:
                 backend = "cpu:gloo,cuda:nccl" if _has_nccl() else "gloo"
                 store = PrefixStore("group", self._store)
@@ -210,6 +215,10 @@ class Link:
             self.fail(True, str(error), error)
         self.is_connected = True
 
+    def pending_work(self) -> PendingWork:
+        """Make a list of collectives under way, with none in it yet."""
+        return PendingWork(self)
+
     def wait(self, works: Sequence[Tuple[Any, bool]]) -> None:
         """Wait until collectives are done.
 
@@ -218,8 +227,8 @@ class Link:
         Raises:
             ProcessError: another process failed, has gone or did not come.
         """
-        board = self._board
-        assert board is not None
+        heartbeats = self._heartbeats
+        assert heartbeats is not None
         until = time.monotonic() + self._timeout
         given_up = math.inf
         for work, is_on_host in works:
@@ -230,11 +239,11 @@ class Link:
                 except TORCH_ERRORS as error:
                     self.fail(True, str(error), error)
                 now = time.monotonic()
-                if board.alarm or board.lost is not None:
+                if heartbeats.alarm or heartbeats.lost is not None:
                     # What the others sent before they ended may still arrive.
-                    given_up = min(given_up, now + (0.0 if board.alarm else GRACE))
+                    given_up = min(given_up, now + (0.0 if heartbeats.alarm else GRACE))
                 if now >= given_up:
-                    self.fail(board.lost is not None)
+                    self.fail(heartbeats.lost is not None)
                 if now >= until:
                     self.fail(False)
 
@@ -244,13 +253,13 @@ class Link:
             return
         text = f"{type(error).__name__}: {error}".rstrip(".: ")
         # The error itself matters more than who hears of it.
-        with contextlib.suppress(BoardLostError, *TORCH_ERRORS):
+        with contextlib.suppress(StoreLostError, *TORCH_ERRORS):
             self._open(min(self._timeout, 2 * GRACE)).tell_error(text)
         self._leave(f"it ended with {text}")
 
-    def _open(self, limit: Optional[float] = None) -> Board:
-        if self._board is not None:
-            return self._board
+    def _open(self, limit: Optional[float] = None) -> HeartbeatStore:
+        if self._heartbeats is not None:
+            return self._heartbeats
         seconds = self._timeout if limit is None else limit
         if distributed.is_initialized():
             rank, size = distributed.get_rank(), distributed.get_world_size()
@@ -266,12 +275,12 @@ class Link:
         else:
             self._store, mine = self._stores(seconds)
             self._is_ours = True
-        self._board = Board(mine, self._me, self._count)
+        self._heartbeats = HeartbeatStore(mine, self._me, self._count)
         atexit.register(self._close)
-        return self._board
+        return self._heartbeats
 
     def _stores(self, seconds: float) -> Tuple[Any, Any]:
-        """One for torch, which waits in it, and one for the board, which must not wait for that."""
+        """Open a store for torch, which waits in it, and one for heartbeats, which must not."""
         place = self._place
         assert place is not None
         limit = datetime.timedelta(seconds=seconds)
@@ -301,21 +310,21 @@ class Link:
                     "or the address of ipufit.distributed, name its machine in all processes."
                 ) from error
             stores.append(PrefixStore(f"ipufit/{place.attempt}", store))
-        return stores[0], PrefixStore("board", stores[1])
+        return stores[0], PrefixStore("heartbeats", stores[1])
 
-    def _arrive(self, board: Board) -> None:
+    def _arrive(self, heartbeats: HeartbeatStore) -> None:
         """Wait for the others, before torch does, which would not say who is missing."""
         try:
-            if board.arrive(self._count) > 1:
+            if heartbeats.arrive(self._count) > 1:
                 self._refuse(
                     "each process of a run must have its own number, but two came as process "
                     f"{self._me}. Check what the launcher or ipufit.distributed tells each."
                 )
             until = time.monotonic() + self._timeout
             while True:
-                absent = board.absent()
+                absent = heartbeats.absent()
                 if 0 not in absent:
-                    first, total = board.sizes()
+                    first, total = heartbeats.sizes()
                     if first != self._count or (not absent and total != self._count**2):
                         what = (
                             f"process 0 has {first}" if self._me else "another has another number"
@@ -325,7 +334,7 @@ class Link:
                             f"but process {self._me} has {self._count} and {what}. Check what the "
                             "launcher or ipufit.distributed tells each."
                         )
-                if board.alarm:
+                if heartbeats.alarm:
                     self.fail(False)
                 if not absent:
                     return
@@ -337,7 +346,7 @@ class Link:
                         "ipufit.distributed(timeout=...)."
                     )
                 time.sleep(POLL / 5)
-        except BoardLostError as error:
+        except StoreLostError as error:
             self.fail(True, str(error), error)
 
     def _refuse(self, text: str) -> NoReturn:
@@ -353,18 +362,18 @@ class Link:
         Args:
             is_closed: whether a collective failed, and not only took too long.
         """
-        board = self._board
-        assert board is not None
+        heartbeats = self._heartbeats
+        assert heartbeats is not None
         fault = None
         try:
-            board.notice(is_closed)
-            fault = self._faults.ask(board, reason)
-            board.tell_conclusion(fault.what)
+            heartbeats.notice(is_closed)
+            fault = self._faults.ask(heartbeats, reason)
+            heartbeats.tell_conclusion(fault.what)
             if self._me == 0:
-                # It may host the board, which the others still have to read.
-                board.wait_for("concluded", GRACE / 2)
-        except BoardLostError:
-            fault = fault or self._faults.without_asking(board)
+                # It may host the store, which the others still have to read.
+                heartbeats.wait_for("concluded", GRACE / 2)
+        except StoreLostError:
+            fault = fault or self._faults.without_asking(heartbeats)
         self._leave(fault.what)
         raise ProcessError(
             f"all processes of a run must go on together, but {fault.what}. {fault.cure}"
@@ -384,14 +393,56 @@ class Link:
     def _close(self) -> None:
         if not self._same.is_here:
             return
-        if self._board is not None:
-            self._board.leave()
+        if self._heartbeats is not None:
+            self._heartbeats.leave()
         if self._is_ours and not self._broken and distributed.is_initialized():
             # Only where nobody holds it any more is it freed, and its threads are waited for. One
             # that still lets go of a collective's tensors when Python ends takes the process down.
             if not self.pending:
                 self.group = None
             distributed.destroy_process_group()
+
+
+class PendingWork:
+    """Collectives that were started and not waited for yet.
+
+    Args:
+        connection: open.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._started: List[Tuple[Any, bool]] = []
+
+    def start(self, collective: Callable[..., Any], *arguments: Any, like: Tensor) -> None:
+        """Begin a collective of torch.distributed.
+
+        Args:
+            collective: takes the arguments, a group and ``async_op``.
+            arguments: tensors among them stay as they are until it is done.
+            like: on the device of the tensors.
+        Raises:
+            ProcessError: another process failed or has gone.
+        """
+        is_on_host = like.device.type == "cpu"
+        group = self._connection.group if is_on_host else None
+        try:
+            work = collective(*arguments, group=group, async_op=True)
+        except TORCH_ERRORS as error:
+            # The others have begun it, perhaps, and are not to wait.
+            self._connection.fail(True, str(error), error)
+        self._started.append((work, is_on_host))
+        self._connection.pending += 1
+
+    def wait(self) -> None:
+        """Wait until all are done.
+
+        Raises:
+            ProcessError: another process failed, has gone or did not come.
+        """
+        started, self._started = self._started, []
+        self._connection.wait(started)
+        self._connection.pending -= len(started)
 
 
 def _is_done(work: Any, is_on_host: bool) -> bool:

@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other, through torch.distributed."""
+"""Group of the processes of a run: collectives and checks between them, by torch.distributed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ import torch
 from torch import Tensor, distributed
 
 from ipufit.errors import ProcessError
+from ipufit.processes.launchers import Rendezvous
 from ipufit.processes.messages import FRAME, as_bytes, buckets, length, pack, unpack
-from ipufit.processes.pending_work import Works
-from ipufit.processes.rendezvous import Place
 
 if TYPE_CHECKING:
-    from ipufit.processes.connection import Link
+    from ipufit.processes.connection import Connection, PendingWork
 
 __all__ = ["ALONE", "TIMEOUT", "Processes", "common", "give_back", "summable"]
 
@@ -46,13 +45,13 @@ _WIDER = {
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """The processes of a run, as one of them sees them.
+    """Process group of a run, as one of its processes sees it.
 
-    With one process every method returns what it was given, and nothing is connected.
+    With one process every method returns its own argument, and nothing is connected.
 
     Attributes:
-        process_id: of this process, from 0.
-        num_processes: how many there are.
+        process_id: rank of this process, from 0.
+        num_processes: world size.
         launcher: what started them, for reports.
         local_id: number of this process among those of its machine; 0 if unknown.
         place: where they meet; None where torch.distributed is initialised already.
@@ -63,32 +62,32 @@ class Processes:
     num_processes: int = 1
     launcher: str = "nobody"
     local_id: int = 0
-    place: Optional[Place] = None
+    place: Optional[Rendezvous] = None
     timeout: float = TIMEOUT
 
     def __post_init__(self) -> None:
         if not self.is_distributed:
             return
         # Imported here: one process connects to nobody.
-        from ipufit.processes.connection import Link
+        from ipufit.processes.connection import Connection
 
-        link = Link(self.process_id, self.num_processes, self.place, self.timeout)
-        object.__setattr__(self, "_link", link)
+        connection = Connection(self.process_id, self.num_processes, self.place, self.timeout)
+        object.__setattr__(self, "_connection", connection)
 
     @property
-    def link(self) -> Link:
-        """The connections of several, which are made when they are first needed."""
-        link: Link = self.__dict__["_link"]
-        return link
+    def connection(self) -> Connection:
+        """Connection to the other processes, opened when it is first needed."""
+        connection: Connection = self.__dict__["_connection"]
+        return connection
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there is more than one."""
+        """True if there is more than one process."""
         return self.num_processes > 1
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this is the one that prints and writes."""
+        """True in the process that prints and writes."""
         return self.process_id == 0
 
     def describe(self) -> str:
@@ -108,14 +107,14 @@ class Processes:
             ConfigurationError: the user's torch.distributed has other numbers, or there is none.
         """
         if self.is_distributed:
-            self.link.connect()
+            self.connection.connect()
 
     def gather(self, value: Any, at: str = "") -> List[Any]:
-        """What each process passes, by its number: numbers, texts, tensors on the host, nested.
+        """All-gather a tree of numbers, texts and host tensors; one from each process, by rank.
 
         Args:
             value: of this process.
-            at: what for, which all must agree on.
+            at: purpose of the call, which must be the same in all processes.
         Raises:
             ProcessError: the others do something else, or are gone.
         """
@@ -127,19 +126,19 @@ class Processes:
         if longest > FRAME:
             rest = self._gather_bytes(message[FRAME:].ljust(longest - FRAME, b"\0"))
             first = [begin + end for begin, end in zip(first, rest)]
-        told = [unpack(each) for each in first]
-        for process, (theirs, _) in enumerate(told):
-            if theirs != told[0][0]:
+        answers = [unpack(each) for each in first]
+        for process, (theirs, _) in enumerate(answers):
+            if theirs != answers[0][0]:
                 text = (
                     "all processes must do the same at the same time, but process 0 is at "
-                    f"{told[0][0]!r} and process {process} at {theirs!r}. Call fit, evaluate and "
-                    "predict in all of them, also from callbacks, and never in one alone."
+                    f"{answers[0][0]!r} and process {process} at {theirs!r}. Call fit, evaluate "
+                    "and predict in all of them, also from callbacks, and never in one alone."
                 )
                 raise common(ProcessError(text))
-        return [found for _, found in told]
+        return [answer for _, answer in answers]
 
     def gather_rows(self, tensor: Tensor, counts: Sequence[int]) -> List[Tensor]:
-        """The rows of all processes.
+        """All-gather rows of a tensor, of which processes may have different numbers.
 
         Args:
             tensor: shape (counts[process_id], *), of one dtype and shape of a row in all processes.
@@ -157,14 +156,14 @@ class Processes:
             return [tensor.new_empty((count, *row)) for count in counts]
         padded = tensor.new_zeros((longest, *row))
         padded[: len(tensor)] = tensor.detach()
-        own = as_bytes(padded)
-        found = [torch.empty_like(padded) for _ in counts]
+        sent = as_bytes(padded)
+        received = [torch.empty_like(padded) for _ in counts]
         with self.collectives() as start:
-            start(distributed.all_gather, [as_bytes(each) for each in found], own, like=own)
-        return [each[:count] for each, count in zip(found, counts)]
+            start(distributed.all_gather, [as_bytes(each) for each in received], sent, like=sent)
+        return [each[:count] for each, count in zip(received, counts)]
 
     def add(self, tensors: Sequence[Tensor]) -> None:
-        """Each tensor becomes the sum over all processes, in place, the same bits in each.
+        """All-reduce tensors to their sums, in place, with the same bits in each process.
 
         Half precision is summed in float32 on the host, and rounded once; for bool it means "any".
         """
@@ -183,7 +182,7 @@ class Processes:
             give_back(tensor, row)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Each tensor becomes that of process 0, in place, whatever its dtype."""
+        """Overwrite each tensor by that of process 0, in place, whatever its dtype."""
         if not self.is_distributed:
             return
         sent: List[Tuple[Tensor, List[Tensor]]] = []
@@ -201,11 +200,11 @@ class Processes:
                 give_back(tensor, each)
 
     def run_on_rank_zero(self, make: Callable[[], T]) -> T:
-        """What ``make`` returns in process 0, which alone calls it: a tree as for gather.
+        """Call ``make`` in process 0 alone, and return its result, a tree as for gather, in all.
 
         Raises:
-            Exception: that of ``make``, in process 0.
-            ProcessError: it failed there, in the others.
+            Exception: in process 0, the one that ``make`` raised.
+            ProcessError: in the others, if ``make`` raised.
         """
         if not self.is_distributed:
             return make()
@@ -218,11 +217,11 @@ class Processes:
         return result
 
     def run_on_all_ranks(self, make: Callable[[], T]) -> T:
-        """What ``make`` returns, in each process its own, if it fails in none.
+        """Call ``make`` in each process, and return its own result there if it fails in none.
 
         Raises:
-            Exception: that of ``make``, where it failed.
-            ProcessError: it failed in another process only.
+            Exception: the one that ``make`` raised in this process.
+            ProcessError: ``make`` failed in another process only.
         """
         if not self.is_distributed:
             return make()
@@ -231,16 +230,16 @@ class Processes:
             result = make()
         except Exception as caught:
             error = caught
-        told = self.gather(None if error is None else _text(error), "check")
+        failures = self.gather(None if error is None else _text(error), "check")
         if error is not None:
             raise common(error)
-        for process, text in enumerate(told):
+        for process, text in enumerate(failures):
             if text is not None:
                 raise self._failed(process, text)
         return result
 
     def assert_equal_across_ranks(self, **facts: Any) -> None:
-        """Make sure that all processes have the same.
+        """Check that facts are equal in all processes.
 
         Args:
             facts: small trees by names that a user understands; "_" reads as a space.
@@ -249,18 +248,18 @@ class Processes:
         """
         if not self.is_distributed:
             return
-        told: List[Dict[str, Any]] = self.gather(facts, "agreement")
-        for process, theirs in enumerate(told):
-            if list(theirs) != list(told[0]):
-                raise self._disagreed("next step", list(told[0]), process, list(theirs))
-        for name, first in told[0].items():
-            for process, theirs in enumerate(told):
+        answers: List[Dict[str, Any]] = self.gather(facts, "agreement")
+        for process, theirs in enumerate(answers):
+            if list(theirs) != list(answers[0]):
+                raise self._disagreed("next step", list(answers[0]), process, list(theirs))
+        for name, first in answers[0].items():
+            for process, theirs in enumerate(answers):
                 if _shown(theirs[name]) != _shown(first):
                     raise self._disagreed(name.replace("_", " "), first, process, theirs[name])
 
     @contextlib.contextmanager
     def propagate_errors(self) -> Iterator[None]:
-        """Whoever leaves the block by an error of its own tells the others, which do not wait.
+        """Tell the other processes of an error that leaves the block, so that they do not wait.
 
         An error with ``is_common`` true is one that all of them have. After any other this process
         can't speak to the others any more.
@@ -269,7 +268,7 @@ class Processes:
             yield
         except BaseException as error:
             if self.is_distributed and not getattr(error, "is_common", False):
-                self.link.tell(error)
+                self.connection.tell(error)
             raise
 
     def _first_here(self, make: Callable[[], T]) -> T:
@@ -301,26 +300,26 @@ class Processes:
         return bytes(row.numpy().tobytes())
 
     def _gather_bytes(self, message: bytes) -> List[bytes]:
-        own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        found = [torch.empty_like(own) for _ in range(self.num_processes)]
+        sent = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        received = [torch.empty_like(sent) for _ in range(self.num_processes)]
         with self.collectives() as start:
-            start(distributed.all_gather, found, own, like=own)
-        return [bytes(each.numpy().tobytes()) for each in found]
+            start(distributed.all_gather, received, sent, like=sent)
+        return [bytes(each.numpy().tobytes()) for each in received]
 
     @contextlib.contextmanager
     def collectives(self) -> Iterator[Callable[..., None]]:
-        """Start some, and wait for all of them at the end."""
-        works = self.works()
+        """Yield what starts a collective; all of them are waited for at the end."""
+        works = self.pending_work()
         yield works.start
         works.wait()
 
-    def works(self) -> Works:
-        """None yet; whoever starts collectives with it waits for them when it likes.
+    def pending_work(self) -> PendingWork:
+        """Make an empty list of collectives, for a caller that waits for them when it likes.
 
         All processes start the same ones in the same order.
         """
         self.connect()
-        return Works(self.link)
+        return self.connection.pending_work()
 
     def _failed(self, process: int, text: str) -> ProcessError:
         what = (
@@ -358,24 +357,24 @@ def _unpack_buckets(sent: Sequence[Tuple[Tensor, List[Tensor]]]) -> None:
     for bucket, parts in sent:
         if bucket is not parts[0]:
             sizes = [part.numel() for part in parts]
-            for part, found in zip(parts, torch.split(bucket, sizes)):
-                part.copy_(found)
+            for part, values in zip(parts, torch.split(bucket, sizes)):
+                part.copy_(values)
 
 
-def give_back(tensor: Tensor, found: Tensor) -> None:
-    """Put what was made of :func:`summable` values where these came from, if it is elsewhere."""
+def give_back(tensor: Tensor, values: Tensor) -> None:
+    """Copy values that :func:`summable` made back into their tensor, if they lie elsewhere."""
     target = tensor.detach()
-    if target.data_ptr() == found.data_ptr() and target.is_contiguous():
+    if target.data_ptr() == values.data_ptr() and target.is_contiguous():
         return
-    if target.is_complex() and not found.is_complex():
-        found = torch.view_as_complex(found.reshape(-1, 2))
+    if target.is_complex() and not values.is_complex():
+        values = torch.view_as_complex(values.reshape(-1, 2))
     if target.dtype is torch.bool:
-        found = found != 0
-    target.copy_(found.reshape(target.shape))
+        values = values != 0
+    target.copy_(values.reshape(target.shape))
 
 
 def common(error: E) -> E:
-    """The error, marked as one that all processes have; none is to tell the others of it."""
+    """Mark an error as one that all processes have, so that none tells the others of it."""
     # An exception of the user's may take no attributes; then the others are only told once more.
     with contextlib.suppress(Exception):
         error.is_common = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other beside their collectives, in torch's key-value store.
+"""Heartbeats and errors of the processes, in torch's key-value store beside their collectives.
 
 A collective says nothing of why it fails. So whoever ends by an error writes it down here, and
 whoever notices that another does not answer asks here who is still alive.
@@ -13,7 +13,7 @@ import threading
 import time
 from typing import Any, Callable, Dict, List, Optional, Tuple, TypeVar
 
-__all__ = ["Board", "BoardLostError", "Seen"]
+__all__ = ["HeartbeatStore", "Heartbeats", "StoreLostError"]
 
 T = TypeVar("T")
 
@@ -23,13 +23,13 @@ _LEAVING = 5.0  # seconds for the last one, when a program ends
 _SILENCE = 1.0  # seconds; a connection that is closed says so at once
 
 
-class BoardLostError(Exception):
+class StoreLostError(Exception):
     """The store does not answer, or is gone."""
 
 
 @dataclasses.dataclass
-class Seen:
-    """What is on the board.
+class Heartbeats:
+    """State of every process, as the store has it.
 
     Attributes:
         alive: of each process, whether it has answered since the alarm.
@@ -52,8 +52,8 @@ class _Task:
     error: Optional[Exception] = None
 
 
-class Board:
-    """One process's eyes and hands on the store: a thread, as the store may block for ever.
+class HeartbeatStore:
+    """Access of one process to the store, by a thread, as the store may block for ever.
 
     Attributes:
         alarm: whether somebody has ended by an error, or misses another.
@@ -75,7 +75,7 @@ class Board:
         self._alarms = 0
         self._next_look = 0.0
         self._tasks: queue.Queue[Optional[_Task]] = queue.Queue()
-        self._thread = threading.Thread(target=self._live, name="ipufit-board", daemon=True)
+        self._thread = threading.Thread(target=self._live, name="ipufit-heartbeats", daemon=True)
         self._thread.start()
 
     def arrive(self, num_processes: int) -> int:
@@ -89,11 +89,11 @@ class Board:
         return self._ask(make)
 
     def absent(self) -> List[int]:
-        """Who has not arrived."""
+        """Processes that have not arrived."""
         return self._ask(lambda: [each for each in self._all if not self._count(f"here/{each}")])
 
     def sizes(self) -> Tuple[int, int]:
-        """How many processes there are in the eyes of process 0, and the sum over all.
+        """Number of processes in the eyes of process 0, and the sum of that number over all.
 
         Process 0 must have arrived.
         """
@@ -122,23 +122,23 @@ class Board:
     def leave(self) -> None:
         """Write down that this program ends, and look no longer."""
         if self.lost is None:
-            with contextlib.suppress(BoardLostError):
+            with contextlib.suppress(StoreLostError):
                 self._ask(lambda: self._count(f"left/{self._me}", 1), 1.0)
         self._tasks.put(None)
         # A thread that is still in the store when Python ends would take the process down; on a
         # busy machine an answer takes its time.
         self._thread.join(_LEAVING)
 
-    def look(self) -> Seen:
-        """What is on the board."""
+    def look(self) -> Heartbeats:
+        """Read the state of every process."""
 
-        def make() -> Seen:
+        def make() -> Heartbeats:
             self._look()
             alive, noticed, left = (
                 [self._count(f"{kind}/{each}") > 0 for each in self._all]
                 for kind in ("alive", "noticed", "left")
             )
-            return Seen(alive, noticed, left, self._count("closed") > 0)
+            return Heartbeats(alive, noticed, left, self._count("closed") > 0)
 
         return self._ask(make)
 
@@ -160,17 +160,17 @@ class Board:
         self._ask(make)
 
     def _ask(self, make: Callable[[], T], limit: float = _LIMIT) -> T:
-        """What ``make`` returns, run by the thread that owns the store."""
+        """Run ``make`` in the thread that owns the store, and return its result."""
         task = _Task(make)
         self._tasks.put(task)
         until = time.monotonic() + limit
         while not task.done.wait(POLL / 5):
             if self.lost is not None:
-                raise BoardLostError(self.lost)
+                raise StoreLostError(self.lost)
             if time.monotonic() > until:
-                raise BoardLostError(f"no answer within {limit:g} s")
+                raise StoreLostError(f"no answer within {limit:g} s")
         if task.error is not None:
-            raise BoardLostError(str(task.error)) from task.error
+            raise StoreLostError(str(task.error)) from task.error
         result: T = task.result
         return result
 

@@ -1,4 +1,4 @@
-"""Which process this is, as the user, torch.distributed or the launcher says."""
+"""Number of this process in the run, as the user, torch.distributed or the launcher says."""
 
 from __future__ import annotations
 
@@ -11,44 +11,48 @@ from torch import distributed as torch_distributed
 
 from ipufit.errors import ConfigurationError
 from ipufit.processes.group import ALONE, TIMEOUT, Processes
-from ipufit.processes.launchers import find, find_place, parse_address
-from ipufit.processes.rendezvous import Place
+from ipufit.processes.launchers import (
+    Rendezvous,
+    find_launcher,
+    find_rendezvous,
+    parse_address,
+)
 
 __all__ = ["current", "distributed"]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Told:
-    """What the user said; None leaves it to the environment."""
+class _Arguments:
+    """Arguments of :func:`distributed`; None leaves one to the environment."""
 
     process_id: Optional[int] = None
     num_processes: Optional[int] = None
-    place: Optional[Place] = None
+    place: Optional[Rendezvous] = None
     timeout: float = TIMEOUT
 
 
-_told = _Told()
-# All that was told so far, so that there is one object for one run.
-_known: Dict[Tuple[Any, ...], Processes] = {}
+_arguments = _Arguments()
+# By their fields, so that there is one object for one run.
+_runs: Dict[Tuple[Any, ...], Processes] = {}
 
 
 def current() -> Processes:
-    """The processes of this run; the same object as long as nobody says otherwise.
+    """Return the processes of this run, one object as long as nobody says otherwise.
 
-    The first of these that speaks of processes: :func:`distributed`; torch.distributed, if it is
-    initialised; the environment, as torchrun, OpenMPI, PopRun and Slurm set it.
+    They come from the first of these that speaks of processes: :func:`distributed`;
+    torch.distributed, if it is initialised; the environment, as torchrun, OpenMPI, PopRun and
+    Slurm set it.
 
     Raises:
         ConfigurationError: what they say is malformed or contradicts itself.
     """
-    for known in _known.values():
-        if known.link.is_connected:
-            return known  # which initialised torch.distributed itself, perhaps
-    found = _find()
-    if not found.is_distributed:
+    for processes in _runs.values():
+        if processes.connection.is_connected:
+            return processes  # which initialised torch.distributed itself, perhaps
+    processes = _find()
+    if not processes.is_distributed:
         return ALONE
-    key = dataclasses.astuple(found)
-    return _known.setdefault(key, found)
+    return _runs.setdefault(dataclasses.astuple(processes), processes)
 
 
 def distributed(
@@ -76,24 +80,24 @@ def distributed(
     Raises:
         ConfigurationError: an argument that cannot work, or the processes are connected already.
     """
-    global _told
-    told = _checked(process_id, num_processes, address, timeout)
-    if any(known.link.is_connected for known in _known.values()):
+    global _arguments
+    arguments = _checked(process_id, num_processes, address, timeout)
+    if any(each.connection.is_connected for each in _runs.values()):
         raise ConfigurationError(
             "ipufit.distributed must be called before the processes first speak to each other, "
             "but they are connected already. Call it at the start of the program."
         )
-    before, _told = _told, told
+    before, _arguments = _arguments, arguments
     try:
         return current()
     except ConfigurationError:
-        _told = before
+        _arguments = before
         raise
 
 
 def _checked(
     process_id: object, num_processes: object, address: Optional[str], timeout: object
-) -> _Told:
+) -> _Arguments:
     for name, value in (("process_id", process_id), ("num_processes", num_processes)):
         if value is not None and type(value) is not int:
             raise ConfigurationError(
@@ -108,11 +112,11 @@ def _checked(
     if num_processes == 1 and process_id is None:
         process_id = 0
     if (process_id is None) != (num_processes is None):
-        given = "num_processes" if process_id is None else "process_id"
+        present = "num_processes" if process_id is None else "process_id"
         missing = "process_id" if process_id is None else "num_processes"
         value = num_processes if process_id is None else process_id
         raise ConfigurationError(
-            f"process_id and num_processes must be passed together, but got {given}={value} "
+            f"process_id and num_processes must be passed together, but got {present}={value} "
             f"without {missing}. Pass both, or leave both to the launcher."
         )
     if isinstance(process_id, int) and isinstance(num_processes, int):
@@ -126,29 +130,29 @@ def _checked(
     else:
         numbers = (None, None)
     place = None if address is None else parse_address(address)
-    return _Told(*numbers, place, float(str(timeout)))
+    return _Arguments(*numbers, place, float(str(timeout)))
 
 
 def _find() -> Processes:
-    told = _told
-    if told.process_id is not None and told.num_processes is not None:
-        return _by_hand(told, told.process_id, told.num_processes)
+    arguments = _arguments
+    if arguments.process_id is not None and arguments.num_processes is not None:
+        return _by_hand(arguments, arguments.process_id, arguments.num_processes)
     if _is_initialized():
         rank, size = torch_distributed.get_rank(), torch_distributed.get_world_size()
-        return Processes(rank, size, "torch.distributed", _local_id(), None, told.timeout)
-    found = find(os.environ)
-    if found is None or found.num_processes == 1:
+        return Processes(rank, size, "torch.distributed", _local_id(), None, arguments.timeout)
+    info = find_launcher(os.environ)
+    if info is None or info.num_processes == 1:
         return ALONE
-    place = told.place or find_place(os.environ, found)
+    place = arguments.place or find_rendezvous(os.environ, info)
     return Processes(
-        found.process_id, found.num_processes, found.launcher, found.local_id, place, told.timeout
+        info.process_id, info.num_processes, info.launcher, info.local_id, place, arguments.timeout
     )
 
 
-def _by_hand(told: _Told, process_id: int, num_processes: int) -> Processes:
+def _by_hand(arguments: _Arguments, process_id: int, num_processes: int) -> Processes:
     if num_processes == 1:
         return ALONE
-    place = told.place
+    place = arguments.place
     if place is None and not _is_initialized():
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         if not host or not port:
@@ -158,7 +162,7 @@ def _by_hand(told: _Told, process_id: int, num_processes: int) -> Processes:
                 'Pass address="host:port" of process 0, the same in all processes.'
             )
         place = parse_address(f"{host}:{port}")
-    return Processes(process_id, num_processes, "hand", 0, place, told.timeout)
+    return Processes(process_id, num_processes, "hand", 0, place, arguments.timeout)
 
 
 def _is_initialized() -> bool:

@@ -19,9 +19,8 @@ import zlib
 from typing import Callable, Mapping, Optional, Tuple
 
 from ipufit.errors import ConfigurationError
-from ipufit.processes.rendezvous import Place
 
-__all__ = ["Found", "find", "find_place", "parse_address"]
+__all__ = ["LauncherInfo", "Rendezvous", "find_launcher", "find_rendezvous", "parse_address"]
 
 # Of Slurm's steps that are no srun: the interactive shell, the batch script, the rest.
 _NO_STEPS = {"4294967290", "4294967291", "4294967292", "4294967293"}
@@ -30,8 +29,25 @@ _MAX_PORT = 65535
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """What a launcher says.
+class Rendezvous:
+    """Address at which the processes of a run find each other.
+
+    Attributes:
+        host: the machine of process 0.
+        port: on which it listens.
+        is_hosted: whether somebody else, as torchrun, listens there for it.
+        attempt: how often the run was begun before at the same place.
+    """
+
+    host: str
+    port: int
+    is_hosted: bool = False
+    attempt: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class LauncherInfo:
+    """Numbers that a launcher gave this process.
 
     Attributes:
         launcher: its name.
@@ -50,8 +66,8 @@ class Found:
     job: str = ""
 
 
-def find(environment: Mapping[str, str]) -> Optional[Found]:
-    """Who started this process as one of several, or of one; None if nobody says so.
+def find_launcher(environment: Mapping[str, str]) -> Optional[LauncherInfo]:
+    """Read which launcher started this process, as one of several or of one; None without one.
 
     Raises:
         ConfigurationError: the variables are malformed, or contradict each other.
@@ -74,8 +90,8 @@ def find(environment: Mapping[str, str]) -> Optional[Found]:
     return by_torch or by_mpi or by_slurm
 
 
-def find_place(environment: Mapping[str, str], found: Found) -> Place:
-    """Where the processes meet.
+def find_rendezvous(environment: Mapping[str, str], info: LauncherInfo) -> Rendezvous:
+    """Find the address at which the processes meet.
 
     Without MASTER_ADDR and MASTER_PORT, processes of one machine meet at 127.0.0.1, on a port from
     20000 on that is computed from the launcher's number of the job.
@@ -90,29 +106,29 @@ def find_place(environment: Mapping[str, str], found: Found) -> Place:
             f"MASTER_PORT must be from 1 to {_MAX_PORT}, but it is {port}. Set it to a port that "
             "is free on the machine of process 0."
         )
-    if not host and found.is_one_machine:
+    if not host and info.is_one_machine:
         host = "127.0.0.1"
     if not host:
         raise ConfigurationError(
-            f"{found.num_processes} processes must know where process 0 is, but MASTER_ADDR is "
+            f"{info.num_processes} processes must know where process 0 is, but MASTER_ADDR is "
             "not set. Set it to the name of that machine, and MASTER_PORT to a free port there, "
             'the same for all processes, or pass address="host:port" to ipufit.distributed.'
         )
     if port is None:
-        if not found.job:
+        if not info.job:
             raise ConfigurationError(
-                f"{found.num_processes} processes must know where process 0 listens, but "
+                f"{info.num_processes} processes must know where process 0 listens, but "
                 "MASTER_PORT is not set. Set it to a port that is free on its machine, the same "
                 'for all processes, or pass address="host:port" to ipufit.distributed.'
             )
-        port = _PORTS[zlib.crc32(found.job.encode()) % len(_PORTS)]
+        port = _PORTS[zlib.crc32(info.job.encode()) % len(_PORTS)]
     is_hosted = environment.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
     attempt = _integer(environment, "TORCHELASTIC_RESTART_COUNT") or 0
-    return Place(host, port, is_hosted, attempt)
+    return Rendezvous(host, port, is_hosted, attempt)
 
 
-def parse_address(address: object) -> Place:
-    """The place that ``host:port`` names."""
+def parse_address(address: object) -> Rendezvous:
+    """Read an address that is written ``host:port``."""
     # The host may be an IPv6 address in brackets.
     text = address if isinstance(address, str) else ""
     match = re.fullmatch(r"\[?([^\s\[\]]+?)\]?:([0-9]{1,5})", text)
@@ -121,10 +137,10 @@ def parse_address(address: object) -> Place:
             'address must be "host:port" of process 0, with a port from 1 to '
             f'{_MAX_PORT}, but got {address!r}. Pass, for example, address="node1:29500".'
         )
-    return Place(match[1], int(match[2]))
+    return Rendezvous(match[1], int(match[2]))
 
 
-def _torch(environment: Mapping[str, str]) -> Optional[Found]:
+def _torch(environment: Mapping[str, str]) -> Optional[LauncherInfo]:
     if environment.get("WORLD_SIZE", "") == "1" and not environment.get("RANK"):
         environment = {**environment, "RANK": "0"}
     local_size = _integer(environment, "LOCAL_WORLD_SIZE")
@@ -137,7 +153,7 @@ def _torch(environment: Mapping[str, str]) -> Optional[Found]:
     )
 
 
-def _mpi(environment: Mapping[str, str]) -> Optional[Found]:
+def _mpi(environment: Mapping[str, str]) -> Optional[LauncherInfo]:
     local_size = _integer(environment, "OMPI_COMM_WORLD_LOCAL_SIZE")
     is_poprun = any(name.startswith("POPDIST_") for name in environment)
     job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid")
@@ -150,7 +166,7 @@ def _mpi(environment: Mapping[str, str]) -> Optional[Found]:
     )
 
 
-def _slurm(environment: Mapping[str, str]) -> Optional[Found]:
+def _slurm(environment: Mapping[str, str]) -> Optional[LauncherInfo]:
     step = environment.get("SLURM_STEP_ID", "")
     if not step or step in _NO_STEPS:
         return None  # the shell of a job: its variables are those of the job, not of a process
@@ -170,7 +186,7 @@ def _checked(
     names: Tuple[str, str, str],
     is_one_machine: Callable[[int], bool],
     job: str = "",
-) -> Optional[Found]:
+) -> Optional[LauncherInfo]:
     number, size, local = names
     process_id = _integer(environment, number)
     count = _integer(environment, size)
@@ -188,7 +204,7 @@ def _checked(
             f"{number} must be from 0 to {size} - 1, but {number} is {process_id} and {size} is "
             f"{count}. Correct them, or call ipufit.distributed with the right numbers."
         )
-    return Found(
+    return LauncherInfo(
         launcher,
         process_id,
         count,
@@ -210,5 +226,5 @@ def _integer(environment: Mapping[str, str], name: str) -> Optional[int]:
     return int(text)
 
 
-def _numbers(found: Found) -> Tuple[int, int]:
-    return found.process_id, found.num_processes
+def _numbers(info: LauncherInfo) -> Tuple[int, int]:
+    return info.process_id, info.num_processes

@@ -9,7 +9,7 @@ import pytest
 import ipufit
 from ipufit.errors import ConfigurationError, ProcessError
 from ipufit.processes import ALONE, current, distributed, identity
-from ipufit.processes.rendezvous import Place
+from ipufit.processes.launchers import Rendezvous
 from tests.processes.launching import _OURS
 
 TORCHRUN = {
@@ -44,8 +44,8 @@ HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT
 @pytest.fixture
 def environment(monkeypatch):
     """Sets variables, and nothing else is said about processes, by anybody."""
-    monkeypatch.setattr(identity, "_told", identity._Told())
-    monkeypatch.setattr(identity, "_known", {})
+    monkeypatch.setattr(identity, "_arguments", identity._Arguments())
+    monkeypatch.setattr(identity, "_runs", {})
     for name in os.environ:
         if name.startswith(_OURS):
             monkeypatch.delenv(name)
@@ -80,12 +80,12 @@ def test_one_process_does_everything_alone(environment):
 @pytest.mark.parametrize(
     ("variables", "expected", "place"),
     [
-        (TORCHRUN, (5, 8, 1, "torchrun"), Place("node1", 29400, True, 2)),
-        (OPENMPI, (1, 2, 1, "OpenMPI"), Place("127.0.0.1", 21396)),
+        (TORCHRUN, (5, 8, 1, "torchrun"), Rendezvous("node1", 29400, True, 2)),
+        (OPENMPI, (1, 2, 1, "OpenMPI"), Rendezvous("127.0.0.1", 21396)),
         ({**OPENMPI, "POPDIST_NUM_TOTAL_REPLICAS": "4"}, (1, 2, 1, "PopRun"), None),
-        (SLURM, (3, 4, 3, "Slurm"), Place("127.0.0.1", 21262)),
-        ({**SLURM, "MASTER_ADDR": "n", "MASTER_PORT": "1"}, (3, 4, 3, "Slurm"), Place("n", 1)),
-        (HAND, (1, 2, 0, "a launcher that sets RANK"), Place("127.0.0.1", 29400)),
+        (SLURM, (3, 4, 3, "Slurm"), Rendezvous("127.0.0.1", 21262)),
+        ({**SLURM, "MASTER_ADDR": "n", "MASTER_PORT": "1"}, (3, 4, 3, "Slurm"), Rendezvous("n", 1)),
+        (HAND, (1, 2, 0, "a launcher that sets RANK"), Rendezvous("127.0.0.1", 29400)),
         # Of two that agree, the one that sets the rest.
         ({**OPENMPI, "RANK": "1", "WORLD_SIZE": "2"}, (1, 2, 1, "OpenMPI"), None),
         # The inner one counts: torchrun in a step of Slurm, a daemon of OpenMPI in one.
@@ -101,7 +101,7 @@ def test_a_launcher_says_it(environment, variables, expected, place):
     assert place is None or us.place == place
     assert us.timeout == 600
     assert current() is us
-    assert not us.link.is_connected
+    assert not us.connection.is_connected
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_step_on_several_machines_needs_an_address(environment):
         'pass address="host:port" to ipufit.distributed.'
     )
     us = distributed(address="node7:29500")
-    assert (us.process_id, us.num_processes, us.place) == (3, 4, Place("node7", 29500))
+    assert (us.process_id, us.num_processes, us.place) == (3, 4, Rendezvous("node7", 29500))
 
 
 @pytest.mark.parametrize(
@@ -194,11 +194,11 @@ def test_distributed_counts_before_the_environment(environment):
     assert (us.process_id, us.num_processes, us.timeout, us.launcher) == (5, 8, 60, "torchrun")
     us = distributed(1, 3, address="[::1]:29500")
     assert us.describe() == "Process 1 of 3, started by hand, number 0 on this machine."
-    assert us.place == Place("::1", 29500)
+    assert us.place == Rendezvous("::1", 29500)
     assert us is current()
     assert distributed(num_processes=1) is ALONE is current()
     us = ipufit.distributed(process_id=1, num_processes=3)
-    assert us.place == Place("node1", 29400)
+    assert us.place == Rendezvous("node1", 29400)
     assert distributed().launcher == "torchrun"
 
 

@@ -95,7 +95,7 @@ def test_three_processes_give_the_numbers_of_whole_state(tmp_path):
 SUMS = """
     import torch
     from ipufit.processes import current
-    from ipufit.processes.collectives import add_parts, collect_parts, join_parts
+    from ipufit.processes.collectives import all_gather_parts, gather_parts, reduce_scatter
 
     us = current()
     me = us.process_id
@@ -110,18 +110,18 @@ SUMS = """
     sums = [sum(each).to(flat.dtype) for flat, each in zip(
         flats, zip(*us.gather([flat.double() for flat in flats]))
     )]
-    for found, flat, whole, cut in zip(add_parts(us, flats, cuts), flats, sums, cuts):
+    for found, flat, whole, cut in zip(reduce_scatter(us, flats, cuts), flats, sums, cuts):
         assert found.data_ptr() == flat[cut[me]:].data_ptr() or not found.numel()
         torch.testing.assert_close(found, whole[cut[me]:cut[me + 1]], rtol=1e-2, atol=1e-5)
     for flat, cut in zip(flats, cuts):
         flat[:cut[me]] = 0
         flat[cut[me + 1]:] = 0
-    join_parts(us, flats, cuts)
+    all_gather_parts(us, flats, cuts)
     for flat, whole in zip(flats, sums):
         torch.testing.assert_close(flat, whole, rtol=1e-2, atol=1e-5)
         assert all(flat.equal(each) for each in us.gather(flat))
     for everywhere in (True, False):
-        found = collect_parts(us, torch.full((me,), me), [0, 1, 2], everywhere)
+        found = gather_parts(us, torch.full((me,), me), [0, 1, 2], everywhere)
         expected = torch.tensor([1, 2, 2]) if everywhere or me == 0 else None
         assert (found is None) == (expected is None)
         assert found is None or found.equal(expected)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ipufit.core.batch import ProcessShard, loss_counts
 from ipufit.engines.program import ProgramSpec
 from ipufit.processes import Processes
-from ipufit.processes.collectives import add_parts
+from ipufit.processes.collectives import reduce_scatter
 
 __all__ = ["GradientSum", "Reduction"]
 
@@ -212,7 +212,7 @@ class GradientSum:
         total = self.like(like)
         if cuts is not None:
             self.add_facts(processes, total[0], is_counted, is_lost)
-            self._total = add_parts(processes, total, cuts)
+            self._total = reduce_scatter(processes, total, cuts)
             return
         few = [self._facts(total[0], is_lost)] if is_counted else []
         if is_lost:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Callable, List, Optional, Sequence, Set, Tuple
+from typing import TYPE_CHECKING, Callable, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, distributed, nn
 
 from ipufit.engines.embedded.gradient_reduction import GradientSum
 from ipufit.processes import Processes
-from ipufit.processes.collectives import PartSum
+from ipufit.processes.collectives import PendingReduceScatter
 from ipufit.processes.group import give_back, summable
-from ipufit.processes.pending_work import Works
+
+if TYPE_CHECKING:
+    from ipufit.processes.connection import PendingWork
 
 __all__ = ["BUCKET", "BucketSums", "Overlap", "buckets_of"]
 
@@ -128,8 +130,8 @@ class BucketSums:
         self._ready: Set[int] = set()
         self._started = 0
         self._sums: List[Optional[Tensor]] = [None] * len(order)
-        self._works: List[Tuple[int, Works, Tensor]] = []
-        self._parts: List[Tuple[int, PartSum]] = []
+        self._works: List[Tuple[int, PendingWork, Tensor]] = []
+        self._parts: List[Tuple[int, PendingReduceScatter]] = []
 
     def expect(self, factor: float, is_counted: bool) -> None:
         """The last micro-batch comes, with this factor, or with what its loss is a mean over."""
@@ -161,7 +163,7 @@ class BucketSums:
             give_back(found, sent)
         for block, part in self._parts:
             part.end()
-            self._sums[block] = part.own
+            self._sums[block] = part.result
         self._total.replace([each for each in self._sums if each is not None])
 
     def _start(self, block: int) -> None:
@@ -170,8 +172,9 @@ class BucketSums:
         assert total is not None
         with torch.no_grad():
             if self._cuts is not None:
-                self._parts.append((block, PartSum(self._processes, total, self._cuts[block])))
+                sum_of_parts = PendingReduceScatter(self._processes, total, self._cuts[block])
+                self._parts.append((block, sum_of_parts))
                 return
-            works, sent = self._processes.works(), summable(total)
+            works, sent = self._processes.pending_work(), summable(total)
             works.start(distributed.all_reduce, sent, like=sent)
             self._works.append((block, works, sent))

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ipufit.engines.embedded.passes.collective_hooks import FILL, SUM, Event
 from ipufit.processes import Processes
-from ipufit.processes.collectives import PartSum, part_of, start_joining
+from ipufit.processes.collectives import PendingReduceScatter, part_of, start_all_gather
+from ipufit.processes.connection import PendingWork
 from ipufit.processes.messages import as_bytes
-from ipufit.processes.pending_work import Works
 from ipufit.tracing.flat_storage import Block, FlatStorage
 
 __all__ = ["DividedWeights", "Piece", "pieces_of"]
@@ -146,8 +146,8 @@ class DividedWeights(FlatStorage):
         self.factor: Optional[float] = 1.0
         self._events: Sequence[Event] = ()
         self._place = 0
-        self._coming: Dict[int, Works] = {}
-        self._sum: Optional[PartSum] = None
+        self._coming: Dict[int, PendingWork] = {}
+        self._sum: Optional[PendingReduceScatter] = None
         self._seen = self._signature()
 
     @property
@@ -197,11 +197,11 @@ class DividedWeights(FlatStorage):
         self._place += 1
         self.pieces[number].free()
 
-    def _gather(self, number: int) -> Works:
-        piece, works = self.pieces[number], self._processes.works()
+    def _gather(self, number: int) -> PendingWork:
+        piece, works = self.pieces[number], self._processes.pending_work()
         piece.make_room()
         part_of(self._processes, piece.flat, piece.cuts).copy_(piece.own)
-        start_joining(works, piece.flat, piece.cuts)
+        start_all_gather(works, piece.flat, piece.cuts)
         return works
 
     def sum(
@@ -227,8 +227,8 @@ class DividedWeights(FlatStorage):
         else:
             gradient = gradient.to(kind)
             gradient = gradient if self.factor == 1 else gradient.mul_(self.factor)
-        self._sum = PartSum(self._processes, gradient, piece.cuts)
-        return self._sum.own
+        self._sum = PendingReduceScatter(self._processes, gradient, piece.cuts)
+        return self._sum.result
 
     def _end_sum(self) -> None:
         if self._sum is not None:

@@ -21,7 +21,7 @@ from ipufit.engines.embedded.zero.state import Part, StateParts, cuts_of
 from ipufit.errors import ConfigurationError
 from ipufit.optim.rules import Rule, rule_for
 from ipufit.processes import Processes
-from ipufit.processes.collectives import join_parts, part_of
+from ipufit.processes.collectives import all_gather_parts, part_of
 from ipufit.tracing.flat_storage import Block, FlatStorage, Slot, flatten_like, group_alike
 
 __all__ = ["PartedUpdater", "needs_whole_gradient", "refuse_whole"]
@@ -187,7 +187,7 @@ class PartedUpdater(RuleUpdater):
             bounded = clipped(gradients, self._whole.blocks, self._bound)
             gradients = [part_of(self._processes, *each) for each in zip(bounded, self.cuts)]
         super().apply(gradients)
-        join_parts(self._processes, self._whole.flats, self.cuts)
+        all_gather_parts(self._processes, self._whole.flats, self.cuts)
 
     def export(self) -> None:
         """Nothing: torch's optimizer has whole states or none."""

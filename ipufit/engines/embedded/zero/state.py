@@ -12,7 +12,7 @@ from torch import Tensor
 from ipufit.optim.rules import rule_for
 from ipufit.optim.state import make_step_counter
 from ipufit.processes import Processes
-from ipufit.processes.collectives import collect_parts
+from ipufit.processes.collectives import gather_parts
 from ipufit.tracing.flat_storage import Block, Slot
 
 __all__ = ["Part", "StateParts", "cuts_of"]
@@ -129,7 +129,7 @@ class StateParts:
         for name, lengths in zip(names, zip(*told)):
             for own, tensor in sorted(parts[name].tensors.items()):
                 sent = (tensor.cpu() if on_host else tensor).contiguous()
-                whole = collect_parts(self._processes, sent, lengths, everywhere)
+                whole = gather_parts(self._processes, sent, lengths, everywhere)
                 if whole is not None:
                     found.setdefault(name, {})[own] = whole
         return found
