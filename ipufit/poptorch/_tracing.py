@@ -1,21 +1,84 @@
-"""What stands while a model's forward is being recorded, and who may look at it."""
+"""State of the recording of a model's forward: its blocks, its losses, and what it keeps alive."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Dict, FrozenSet, Iterator, List, Optional, Sequence, Set
+from typing import Dict, FrozenSet, Hashable, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ipufit.poptorch._activations import Activations
-from ipufit.poptorch._blocks import Blocks
 from ipufit.poptorch._errors import error
 from ipufit.tracing.flat_storage import storage_id
 
-__all__ = ["Trace", "traced", "tracing", "untraced"]
+__all__ = ["Blocks", "Entry", "Trace", "traced", "tracing", "untraced"]
+
+
+# A block's name, and the IPU that was asked for.
+Entry = Tuple[Hashable, Optional[int]]
+
+
+class Blocks:
+    """The blocks of one recording, in the order in which they were entered.
+
+    Attributes:
+        entered: one entry for each time that a block was entered; a block may come twice.
+        computing: those entries in which something is computed, in order; None first where that
+            happens before any block, on IPU 0.
+        is_active: whether the last block is still open, or none was entered.
+    """
+
+    def __init__(self) -> None:
+        self.entered: List[Entry] = []
+        self.computing: List[Optional[Entry]] = []
+        self.is_active = True
+        self._next_auto_id = 0
+        self._numbered: Dict[int, str] = {}
+        self._noted = False
+
+    def use_auto_id(self) -> None:
+        """Number blocks without a name from 0 on again."""
+        self._next_auto_id = 0
+
+    def next_auto_id(self) -> str:
+        """The name of the next block that has none."""
+        self._next_auto_id += 1
+        return str(self._next_auto_id - 1)
+
+    def enter(self, user_id: Optional[Hashable], ipu_id: Optional[int]) -> None:
+        """What comes now belongs to this block, until the next one, or until it is left."""
+        self.entered.append((user_id or self.next_auto_id(), ipu_id))
+        self.is_active, self._noted = True, False
+
+    def number_of(self, owner: object) -> str:
+        """The number of a block without a name, which stays with whatever begins it."""
+        if id(owner) not in self._numbered:
+            self._numbered[id(owner)] = self.next_auto_id()
+        return self._numbered[id(owner)]
+
+    def leave(self) -> None:
+        """What comes now belongs to no block."""
+        self.is_active = False
+
+    def on_operator(self) -> None:
+        """An operator is about to be recorded.
+
+        Raises:
+            Error: the last block was left, and no other one entered.
+        """
+        if not self.is_active:
+            name = self.entered[-1][0] if self.entered else None
+            raise error(
+                "No active Block, all the ops must belong to a Block: something is computed "
+                f"after the block {name!r} was left. Put it into a poptorch.Block, or begin blocks "
+                "with poptorch.Block.start or poptorch.BeginBlock, which don't end."
+            )
+        if not self._noted:
+            self.computing.append(self.entered[-1] if self.entered else None)
+            self._noted = True
 
 
 @dataclasses.dataclass(frozen=True)

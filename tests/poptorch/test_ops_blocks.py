@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from ipufit import poptorch
-from ipufit.poptorch._blocks import Blocks
-from ipufit.poptorch._tracing import Trace, traced
+from ipufit.poptorch._tracing import Blocks, Trace, traced
 
 
 def entered(function, *args):

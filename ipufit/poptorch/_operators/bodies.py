@@ -13,10 +13,13 @@ from torch.utils._pytree import tree_map
 
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._half import half_computed, makes_half
+from ipufit.poptorch._operators.library import define
 from ipufit.poptorch._operators.recorder import tracer
 from ipufit.poptorch._tracing import tracing
 
 __all__ = [
+    "BRANCH",
+    "REPEAT",
     "Body",
     "TensorSpec",
     "bodies_in",
@@ -86,6 +89,66 @@ def body_of(number: int) -> Body:
             "recorded it to be alive. Compile the model again."
         )
     return body
+
+
+def _without_aliases(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> List[Tensor]:
+    """Copy the results that share memory with an input or another result, which torch forbids."""
+    storages = {_storage(tensor) for tensor in inputs}
+    separate = []
+    for result in results:
+        storage = _storage(result)
+        separate.append(result.clone() if storage in storages else result)
+        storages.add(storage)
+    return separate
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _run_repeat(
+    inputs: List[Tensor], captured: List[Tensor], count: int, body: int
+) -> List[Tensor]:
+    recorded = body_of(body)
+    state = list(inputs)
+    for _ in range(count):
+        state = recorded.run(state, captured)
+    return _without_aliases(state, [*inputs, *captured])
+
+
+REPEAT = define(
+    "repeat(Tensor[] inputs, Tensor[] captured, int count, int body) -> Tensor[]",
+    _run_repeat,
+    lambda inputs, captured, count, body: [torch.empty_like(tensor) for tensor in inputs],
+)
+
+
+def _run_branch(
+    condition: Tensor,
+    then_inputs: List[Tensor],
+    then_captured: List[Tensor],
+    else_inputs: List[Tensor],
+    else_captured: List[Tensor],
+    then_body: int,
+    else_body: int,
+) -> List[Tensor]:
+    number, inputs, captured = then_body, then_inputs, then_captured
+    if not condition.item():
+        number, inputs, captured = else_body, else_inputs, else_captured
+    return _without_aliases(body_of(number).run(inputs, captured), [*inputs, *captured])
+
+
+def _shape_branch(condition: Tensor, *rest: Any) -> List[Tensor]:
+    results = body_of(rest[4]).results
+    return [torch.empty(like.shape, dtype=like.dtype, device="meta") for like in results]
+
+
+BRANCH = define(
+    "branch(Tensor condition, Tensor[] then_inputs, Tensor[] then_captured, "
+    "Tensor[] else_inputs, Tensor[] else_captured, int then_body, int else_body) -> Tensor[]",
+    _run_branch,
+    _shape_branch,
+)
 
 
 def _writes(node: fx.Node) -> bool:
@@ -223,11 +286,9 @@ def everywhere(graph: fx.GraphModule) -> Iterator[fx.GraphModule]:
 
 def _body_positions(node: fx.Node) -> Tuple[int, ...]:
     """Return the positions of the arguments of a node that are numbers of bodies."""
-    from ipufit.poptorch._operators import control
-
-    if node.target is control.REPEAT:
+    if node.target is REPEAT:
         return (3,)
-    return (5, 6) if node.target is control.BRANCH else ()
+    return (5, 6) if node.target is BRANCH else ()
 
 
 def _called(node: fx.Node) -> List[int]:

@@ -9,75 +9,14 @@ from torch import Tensor
 
 from ipufit.poptorch._dtype_cast import DEVICE_DTYPES
 from ipufit.poptorch._errors import error
-from ipufit.poptorch._operators.bodies import Body, body_of, record
-from ipufit.poptorch._operators.library import define
+from ipufit.poptorch._operators.bodies import BRANCH, REPEAT, Body, record
 from ipufit.poptorch._tracing import Trace, tracing
 
-__all__ = ["BRANCH", "REPEAT", "cond", "for_loop"]
+__all__ = ["cond", "for_loop"]
 
 
 def _on_device(dtype: torch.dtype) -> torch.dtype:
     return DEVICE_DTYPES.get(dtype, dtype)
-
-
-def _without_aliases(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> List[Tensor]:
-    """Copy the results that share memory with an input or another result, which torch forbids."""
-    storages = {_storage(tensor) for tensor in inputs}
-    separate = []
-    for result in results:
-        storage = _storage(result)
-        separate.append(result.clone() if storage in storages else result)
-        storages.add(storage)
-    return separate
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _run_repeat(
-    inputs: List[Tensor], captured: List[Tensor], count: int, body: int
-) -> List[Tensor]:
-    recorded = body_of(body)
-    state = list(inputs)
-    for _ in range(count):
-        state = recorded.run(state, captured)
-    return _without_aliases(state, [*inputs, *captured])
-
-
-REPEAT = define(
-    "repeat(Tensor[] inputs, Tensor[] captured, int count, int body) -> Tensor[]",
-    _run_repeat,
-    lambda inputs, captured, count, body: [torch.empty_like(tensor) for tensor in inputs],
-)
-
-
-def _run_branch(
-    condition: Tensor,
-    then_inputs: List[Tensor],
-    then_captured: List[Tensor],
-    else_inputs: List[Tensor],
-    else_captured: List[Tensor],
-    then_body: int,
-    else_body: int,
-) -> List[Tensor]:
-    number, inputs, captured = then_body, then_inputs, then_captured
-    if not condition.item():
-        number, inputs, captured = else_body, else_inputs, else_captured
-    return _without_aliases(body_of(number).run(inputs, captured), [*inputs, *captured])
-
-
-def _shape_branch(condition: Tensor, *rest: Any) -> List[Tensor]:
-    results = body_of(rest[4]).results
-    return [torch.empty(like.shape, dtype=like.dtype, device="meta") for like in results]
-
-
-BRANCH = define(
-    "branch(Tensor condition, Tensor[] then_inputs, Tensor[] then_captured, "
-    "Tensor[] else_inputs, Tensor[] else_captured, int then_body, int else_body) -> Tensor[]",
-    _run_branch,
-    _shape_branch,
-)
 
 
 def _inference_only(trace: Trace, name: str) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import os
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple
+from typing import Any, Callable, Dict, List, NamedTuple
 
+from ipufit.poptorch._options.group import OptionGroup
 from ipufit.poptorch._options.locations import TensorLocationSettings
 from ipufit.poptorch._options.naming import ENUMS, member
 from ipufit.poptorch._options.stages import Phase, Stage
@@ -16,13 +17,10 @@ from ipufit.poptorch._options.strategies import (
     ShardedExecution,
 )
 
-if TYPE_CHECKING:
-    from ipufit.poptorch._options.options import Options
-
-    # What an expression stands for, once the options are there.
-    Reading = Callable[[Options], Any]
-
 __all__ = ["ConfigFileError", "apply_file"]
+
+# Value of an expression, once the options are there.
+Reading = Callable[[OptionGroup], Any]
 
 _MAKERS: Dict[str, Any] = {
     maker.__name__: maker
@@ -68,7 +66,7 @@ class _Line(NamedTuple):
         return f"\n> options.{self.text}{own if self.number != self.position else ''}"
 
 
-def apply_file(options: Options, path: str) -> None:
+def apply_file(options: OptionGroup, path: str) -> None:
     """Read every line of a file, then call what they name.
 
     Raises:
@@ -124,7 +122,7 @@ def _call(node: ast.AST, root: str) -> Reading:
     arguments = [_argument(argument) for argument in node.args]
     named = {str(word.arg): _argument(word.value) for word in node.keywords}
 
-    def read(options: Options) -> Any:
+    def read(options: OptionGroup) -> Any:
         positional = [argument(options) for argument in arguments]
         return called(options)(*positional, **{k: v(options) for k, v in named.items()})
 

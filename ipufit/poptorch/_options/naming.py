@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Tuple
 
 from ipufit.poptorch import enums
 from ipufit.poptorch._options.group import OptionGroup, nearest
 from ipufit.poptorch._options.popart import _PopartOptions
 from ipufit.poptorch._options.stages import Phase, Stage
 from ipufit.poptorch._options.strategies import _IExecutionStrategy
-
-if TYPE_CHECKING:
-    from ipufit.poptorch._options.options import Options
 
 __all__ = ["ENUMS", "apply_json", "member"]
 
@@ -49,7 +46,7 @@ def _enum_member(value: Any) -> Any:
     return getattr(ENUMS.get(kind), "__members__", {}).get(name, value)
 
 
-def apply_json(options: Options, text: str, source: str) -> None:
+def apply_json(options: OptionGroup, text: str, source: str) -> None:
     """Call the setters that a JSON object names, unless one of them does not exist.
 
     Raises:
