@@ -1,40 +1,23 @@
-"""Losses: from what the user may pass to one normal form, and the checks that a trace can make."""
+"""Losses: from what a user passes to ``compile`` to one normal form, :class:`Loss`.
 
-from ipufit.core.argument_order import (
-    PREDICTION_FIRST,
-    ArgumentOrder,
-    argument_order,
-    is_running_metric,
-)
-from ipufit.losses.checks import (
-    check_labels,
-    check_loss_value,
-    describe,
-    describe_tensor,
-    fit_indices,
-    fit_values,
-    shape_advice,
-)
+``resolve_loss`` makes it of a name, a callable, a module or several of these; ``named`` has the
+losses by name, ``rules`` what their reductions mean for a smaller batch, ``unreduced``, ``masked``
+and ``batched`` how samples are weighted, left out or computed together, and ``checks`` what a
+trace can check of the arguments and the value. Rooms above use what is exported here.
+"""
+
+from ipufit.losses.checks import check_labels, check_loss_value
 from ipufit.losses.loss import Loss
 from ipufit.losses.module_loss import find_loss
 from ipufit.losses.resolve import resolve_loss
 from ipufit.losses.unreduced import LabelRange, LossTerm
 
 __all__ = [
-    "PREDICTION_FIRST",
-    "ArgumentOrder",
     "LabelRange",
     "Loss",
     "LossTerm",
-    "argument_order",
     "check_labels",
     "check_loss_value",
-    "describe",
-    "describe_tensor",
     "find_loss",
-    "fit_indices",
-    "fit_values",
-    "is_running_metric",
     "resolve_loss",
-    "shape_advice",
 ]

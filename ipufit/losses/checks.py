@@ -6,11 +6,12 @@ values: the tensors may be fake ones that have none.
 
 from __future__ import annotations
 
-from typing import Any, Mapping, Sequence, Tuple
+from typing import Any, Mapping, Tuple
 
 import torch
 from torch import Tensor
 
+from ipufit.core.objective_arguments import describe_tensor, dtype_name, shape_advice
 from ipufit.errors import DataError, LossError
 
 __all__ = [
@@ -21,12 +22,7 @@ __all__ = [
     "check_same_shape",
     "check_same_shape_floating",
     "check_tensors",
-    "describe",
-    "describe_tensor",
-    "fit_indices",
-    "fit_values",
     "refuse_broadcast",
-    "shape_advice",
 ]
 
 
@@ -55,96 +51,15 @@ def check_loss_value(loss: object, where: str) -> Tensor:
         )
     if loss.is_complex():
         raise LossError(
-            f"{where} must be a real number, got dtype {_dtype(loss)}. Take what is to become "
+            f"{where} must be a real number, got dtype {dtype_name(loss)}. Take what is to become "
             "small, for example with .abs()."
         )
     if not loss.is_floating_point():
         raise LossError(
-            f"{where} must be floating-point, got dtype {_dtype(loss)}. Compute it from the "
+            f"{where} must be floating-point, got dtype {dtype_name(loss)}. Compute it from the "
             "prediction with differentiable operations; an argmax or a comparison has no gradient."
         )
     return loss.reshape(())
-
-
-# ---- what a named loss asks of its arguments ----------------------------------------------------
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).replace("torch.", "")
-
-
-def describe_tensor(value: Any) -> str:
-    """``shape (8, 10), dtype float32`` of a tensor, the type's name of anything else."""
-    if isinstance(value, Tensor):
-        return f"shape {tuple(value.shape)}, dtype {_dtype(value)}"
-    return type(value).__name__
-
-
-def describe(value: Any) -> str:
-    """What came, for a sentence."""
-    if isinstance(value, Tensor):
-        return f"a tensor of {describe_tensor(value)}"
-    if isinstance(value, Mapping):
-        return f"{type(value).__name__} with keys {[str(key) for key in value]}"
-    if isinstance(value, (tuple, list)) and value:
-        return f"{type(value).__name__} of {len(value)}, the last {describe(value[-1])}"
-    return type(value).__name__
-
-
-def shape_advice(prediction: Tensor, target: Tensor) -> str:
-    """What to write so that two shapes become equal, as a sentence."""
-    dim = _extra_dim(prediction.shape, target.shape)
-    if dim:
-        return f"Give target.unsqueeze({dim}), or return prediction.squeeze({dim})."
-    dim = _extra_dim(target.shape, prediction.shape)
-    if dim:
-        return f"Give target.squeeze({dim}), or return prediction.unsqueeze({dim})."
-    return "Make both shapes equal."
-
-
-def _extra_dim(wide: Sequence[int], narrow: Sequence[int]) -> int:
-    """The dimension of size one that ``wide`` has more than ``narrow``; 0 when there is none.
-
-    Dimension 0 is the batch and never too many: of (1, 1) and (1,) it is the last one.
-    """
-    for dim in range(len(wide) - 1, 0, -1):
-        if wide[dim] == 1 and [*wide[:dim], *wide[dim + 1 :]] == list(narrow):
-            return dim
-    return 0
-
-
-def fit_values(prediction: Tensor, target: Tensor) -> Tensor:
-    """The target in the prediction's shape, if a last dimension of size one is all that differs.
-
-    torch would broadcast (batch, 1) against (batch,) to (batch, batch). Nothing is copied.
-    """
-    return _fit(target, prediction.shape)
-
-
-def fit_indices(prediction: Tensor, target: Tensor) -> Tensor:
-    """Class indices without a last dimension of size one that the prediction has no use for.
-
-    Args:
-        prediction: shape (batch, classes, ...).
-        target: integers of shape (batch, ..., 1); others are returned as they are.
-    """
-    is_integer = not (target.is_floating_point() or target.is_complex())
-    if not is_integer or prediction.dim() < 2 or target.shape == prediction.shape:
-        return target
-    return _fit(target, prediction.shape[:1] + prediction.shape[2:])
-
-
-def _fit(target: Tensor, shape: Sequence[int]) -> Tensor:
-    """The target with one dimension of size one less or more at its end, if that makes the shape.
-
-    Keras looks at the last dimension alone, too.
-    """
-    shape = list(shape)
-    if shape and list(target.shape) == [*shape, 1]:
-        return target.squeeze(-1)
-    if target.dim() and [*target.shape, 1] == shape:
-        return target.unsqueeze(-1)
-    return target
 
 
 def refuse_broadcast(name: str, prediction: Tensor, target: Tensor) -> None:
@@ -165,8 +80,8 @@ def check_same_shape(name: str, prediction: Tensor, target: Tensor) -> None:
     if target.dtype == torch.float64 and prediction.dtype != torch.float64:
         raise LossError(
             f"loss {name!r} needs a target of the prediction's dtype, got prediction "
-            f"{_dtype(prediction)} and target float64. Make the target {_dtype(prediction)}, for "
-            f"example with .to(torch.{_dtype(prediction)})."
+            f"{dtype_name(prediction)} and target float64. Make the target "
+            f"{dtype_name(prediction)}, for example with .to(torch.{dtype_name(prediction)})."
         )
 
 
@@ -175,8 +90,8 @@ def check_same_shape_floating(name: str, prediction: Tensor, target: Tensor) -> 
     check_same_shape(name, prediction, target)
     if not target.is_floating_point():
         raise LossError(
-            f"loss {name!r} needs a floating-point target, got dtype {_dtype(target)}. Make it "
-            f"{_dtype(prediction)}, for example with .to(torch.{_dtype(prediction)})."
+            f"loss {name!r} needs a floating-point target, got dtype {dtype_name(target)}. Make it "
+            f"{dtype_name(prediction)}, for example with .to(torch.{dtype_name(prediction)})."
         )
 
 
@@ -261,12 +176,12 @@ def check_tensors(name: str, prediction: Any, target: Any) -> None:
             )
         if value.is_complex():
             raise LossError(
-                f"loss {name!r} needs real numbers, got a {role} of dtype {_dtype(value)}. Give "
-                "real and imaginary parts with torch.view_as_real, or pass a callable "
+                f"loss {name!r} needs real numbers, got a {role} of dtype {dtype_name(value)}. "
+                "Give real and imaginary parts with torch.view_as_real, or pass a callable "
                 "loss(prediction, target) that returns a real number."
             )
     if not prediction.is_floating_point():
         raise LossError(
-            f"loss {name!r} needs a floating-point prediction, got dtype {_dtype(prediction)}. "
+            f"loss {name!r} needs a floating-point prediction, got dtype {dtype_name(prediction)}. "
             "Return what comes before the argmax or the rounding."
         )

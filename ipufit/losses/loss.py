@@ -9,10 +9,10 @@ from typing import Any, Callable, List, Literal, Mapping, Optional, Tuple, Union
 
 from torch import Tensor, nn
 
-from ipufit.core.argument_order import PREDICTION_FIRST, ArgumentOrder
+from ipufit.core.objective_arguments import PREDICTION_FIRST, ArgumentOrder, describe
 from ipufit.core.sample_weights import as_weights, total
 from ipufit.errors import LossError
-from ipufit.losses.checks import check_loss_value, describe, refuse_broadcast
+from ipufit.losses.checks import check_loss_value, refuse_broadcast
 from ipufit.losses.module_loss import OwnLoss, find_loss, own_loss_advice
 from ipufit.losses.named import Named
 from ipufit.losses.rules import TargetKind, TorchRule, torch_rule, unreduced

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, Literal, Mapping, S
 
 from torch import nn
 
-from ipufit.core.argument_order import argument_order, is_running_metric
+from ipufit.core.objective_arguments import argument_order, is_running_metric
 from ipufit.core.outputs import Key, label
 from ipufit.errors import ConfigurationError, LossError
 from ipufit.losses.loss import Loss

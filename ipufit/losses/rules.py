@@ -15,8 +15,8 @@ from typing import Any, Callable, Dict, Literal, Optional, Tuple, Type, Union
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ipufit.core.objective_arguments import fit_indices, fit_values
 from ipufit.core.sample_weights import spread_shape
-from ipufit.losses.checks import fit_indices, fit_values
 from ipufit.losses.unreduced import Elements
 
 __all__ = ["Layout", "TargetKind", "TorchRule", "torch_rule", "unreduced"]

@@ -10,10 +10,10 @@ from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Protocol, S
 import torch
 from torch import Tensor
 
+from ipufit.core.objective_arguments import PREDICTION_FIRST, ArgumentOrder
 from ipufit.core.outputs import Key, pick
 from ipufit.core.sample_weights import as_weights
 from ipufit.errors import MetricError
-from ipufit.losses import PREDICTION_FIRST, ArgumentOrder
 from ipufit.metrics.stored import joined, refuse_unjoined, restore, stored, without_talk
 from ipufit.metrics.sums import Part, shapes
 

@@ -18,10 +18,9 @@ from typing import (
     Union,
 )
 
-from ipufit.core.argument_order import argument_order
+from ipufit.core.objective_arguments import argument_order, is_running_metric
 from ipufit.core.outputs import Key, label
 from ipufit.errors import ConfigurationError
-from ipufit.losses import is_running_metric
 from ipufit.metrics.kinds import Mean, Metric, Object, Prefixed
 from ipufit.metrics.metric_set import MetricSet
 from ipufit.metrics.sums import sum_of_elements, sum_of_samples, sum_of_weighted_samples
@@ -47,7 +46,7 @@ def resolve_metrics(
             weighted with its samples, or a tensor with one value per sample in dimension 0; or an
             object of torchmetrics, which is copied and never touched. Parameters such as
             ``y_true, y_pred`` of a callable or of an object's ``update`` say another order: see
-            :func:`ipufit.core.argument_order`. A list, tuple or dict as a
+            :func:`ipufit.core.objective_arguments`. A list, tuple or dict as a
             value of the dict goes to the output that is its key, and its metrics are logged as
             ``<output>_<metric>``.
         weighted_metrics: the same, but every value is multiplied with its sample's weight, and the

@@ -8,9 +8,9 @@ from typing import Any, Callable, Optional, Tuple
 import torch
 from torch import Tensor
 
+from ipufit.core.objective_arguments import describe_tensor
 from ipufit.core.sample_weights import as_weights, broadcast_weights
 from ipufit.errors import MetricError
-from ipufit.losses import describe_tensor
 from ipufit.metrics.values import Values
 from ipufit.utils.tree import flatten_with_paths
 

@@ -10,8 +10,8 @@ from typing import Callable, Dict, Optional, Tuple
 from torch import Tensor
 from torch.nn import functional
 
+from ipufit.core.objective_arguments import describe_tensor, fit_indices, fit_values, shape_advice
 from ipufit.errors import MetricError, UnknownNameError
-from ipufit.losses import describe_tensor, fit_indices, fit_values, shape_advice
 
 __all__ = ["Values", "is_count", "is_error", "lookup"]
 

@@ -36,9 +36,10 @@ from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
 from ipufit.core.batch import MicroBatch
+from ipufit.core.objective_arguments import describe, describe_tensor
 from ipufit.core.train_config import Precision
 from ipufit.errors import CaptureError, DataError, DeviceError, IpufitError, LossError
-from ipufit.losses import Loss, check_labels, describe, describe_tensor
+from ipufit.losses import Loss, check_labels
 from ipufit.losses.named import check_torch_loss
 from ipufit.tracing.capture import Frame, frame_of
 from ipufit.tracing.grad_step import MicroStep, StepModule, attributes_kept

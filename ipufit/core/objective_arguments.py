@@ -1,7 +1,7 @@
-"""In which order a user's loss or metric takes prediction and target, as its parameters are named.
+"""Prediction and target as losses and metrics take them: their order, shapes and descriptions.
 
 torch calls with (input, target), Keras and scikit-learn with (y_true, y_pred). Called the wrong way
-round, most functions return a number all the same.
+round, most functions return a number all the same. So the names of its parameters decide.
 """
 
 from __future__ import annotations
@@ -16,17 +16,30 @@ from typing import (
     Iterator,
     List,
     Literal,
+    Mapping,
     Optional,
     Pattern,
+    Sequence,
     Tuple,
     Type,
 )
 
-from torch import nn
+from torch import Tensor, nn
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["PREDICTION_FIRST", "ArgumentOrder", "argument_order", "is_running_metric"]
+__all__ = [
+    "PREDICTION_FIRST",
+    "ArgumentOrder",
+    "argument_order",
+    "describe",
+    "describe_tensor",
+    "dtype_name",
+    "fit_indices",
+    "fit_values",
+    "is_running_metric",
+    "shape_advice",
+]
 
 _Role = Literal["prediction", "target"]
 _ROLES: Tuple[_Role, _Role] = ("prediction", "target")
@@ -88,7 +101,7 @@ def argument_order(
     subject: str,
     error: Type[ConfigurationError] = ConfigurationError,
 ) -> ArgumentOrder:
-    """The order in which a callable takes prediction and target.
+    """Find the order in which a callable takes prediction and target.
 
     Names such as ``y_true``, ``targets``, ``labels`` or ``y_pred``, ``input``, ``logits`` of its
     first two parameters say it; where one has such a name, the other parameter has the other role.
@@ -131,9 +144,9 @@ def is_running_metric(value: object) -> bool:
 
 
 def _parameters(call: Callable[..., object]) -> Iterator[List[inspect.Parameter]]:
-    """The two parameters for prediction and target, of a wrapper and of what it wraps.
+    """Yield the two parameters for prediction and target, of a wrapper and of what it wraps.
 
-    Nothing of a callable that has not two of them, or whose signature can't be read.
+    A callable without two of them, or whose signature can't be read, yields nothing.
     """
     for follow_wrapped in (False, True):
         try:
@@ -167,3 +180,82 @@ def _text(subject: str, came: str) -> str:
         f"the target, got {came}. Name them prediction and target, or pass a function "
         "(prediction, target) that calls it the right way round."
     )
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Name the dtype of a tensor, without ``torch.`` before it."""
+    return str(tensor.dtype).replace("torch.", "")
+
+
+def describe_tensor(value: Any) -> str:
+    """Describe a tensor as ``shape (8, 10), dtype float32``, anything else by its type's name."""
+    if isinstance(value, Tensor):
+        return f"shape {tuple(value.shape)}, dtype {dtype_name(value)}"
+    return type(value).__name__
+
+
+def describe(value: Any) -> str:
+    """Describe a value in the words of a sentence."""
+    if isinstance(value, Tensor):
+        return f"a tensor of {describe_tensor(value)}"
+    if isinstance(value, Mapping):
+        return f"{type(value).__name__} with keys {[str(key) for key in value]}"
+    if isinstance(value, (tuple, list)) and value:
+        return f"{type(value).__name__} of {len(value)}, the last {describe(value[-1])}"
+    return type(value).__name__
+
+
+def shape_advice(prediction: Tensor, target: Tensor) -> str:
+    """Advise, in a sentence, how to make two shapes equal."""
+    dim = _extra_dim(prediction.shape, target.shape)
+    if dim:
+        return f"Give target.unsqueeze({dim}), or return prediction.squeeze({dim})."
+    dim = _extra_dim(target.shape, prediction.shape)
+    if dim:
+        return f"Give target.squeeze({dim}), or return prediction.unsqueeze({dim})."
+    return "Make both shapes equal."
+
+
+def _extra_dim(wide: Sequence[int], narrow: Sequence[int]) -> int:
+    """Find the dimension of size one that ``wide`` has more than ``narrow``; 0 when there is none.
+
+    Dimension 0 is the batch and never too many: of (1, 1) and (1,) it is the last one.
+    """
+    for dim in range(len(wide) - 1, 0, -1):
+        if wide[dim] == 1 and [*wide[:dim], *wide[dim + 1 :]] == list(narrow):
+            return dim
+    return 0
+
+
+def fit_values(prediction: Tensor, target: Tensor) -> Tensor:
+    """Give the target the prediction's shape, if a last dimension of size one is all that differs.
+
+    torch would broadcast (batch, 1) against (batch,) to (batch, batch). Nothing is copied.
+    """
+    return _fit(target, prediction.shape)
+
+
+def fit_indices(prediction: Tensor, target: Tensor) -> Tensor:
+    """Drop a last dimension of size one from class indices where the prediction has none.
+
+    Args:
+        prediction: shape (batch, classes, ...).
+        target: integers of shape (batch, ..., 1); others are returned as they are.
+    """
+    is_integer = not (target.is_floating_point() or target.is_complex())
+    if not is_integer or prediction.dim() < 2 or target.shape == prediction.shape:
+        return target
+    return _fit(target, prediction.shape[:1] + prediction.shape[2:])
+
+
+def _fit(target: Tensor, shape: Sequence[int]) -> Tensor:
+    """Add or drop a last dimension of size one, if that gives the target a shape.
+
+    Keras looks at the last dimension alone, too.
+    """
+    shape = list(shape)
+    if shape and list(target.shape) == [*shape, 1]:
+        return target.squeeze(-1)
+    if target.dim() and [*target.shape, 1] == shape:
+        return target.unsqueeze(-1)
+    return target
