@@ -55,7 +55,7 @@ NOT_FOR_A_PLAIN_FIT = (
     *("ipufit.losses.multi_output", "ipufit.planner.partition_plan", "ipufit.planner.planning"),
     *("ipufit.partition.resolve", "ipufit.partition.cut_layers", "ipufit.partition.stage_trace"),
     *(
-        "ipufit.analysis.partition_report",
+        "ipufit.planner.plan_partition",
         "ipufit.engines.ipu.preflight",
         "ipufit.processes.connection",
         "ipufit.report.recorder",

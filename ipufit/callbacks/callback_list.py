@@ -1,53 +1,16 @@
-"""Several callbacks as one."""
+"""Observers of a fit, and several callbacks as one of them."""
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, List, Optional, Protocol, Sequence
-
-import torch
-from torch import nn
+from typing import Any, Dict, Iterable, List, Mapping, Sequence
 
 from ipufit.callbacks.callback import Callback
-from ipufit.callbacks.history import History
-from ipufit.errors import ConfigurationError
+from ipufit.callbacks.running_fit import CallbackModel, RunningFit
+from ipufit.errors import ConfigurationError, NonFiniteLossError
 
-__all__ = ["CallbackList", "CallbackModel", "checked"]
+__all__ = ["CallbackList", "CallbackObserver", "Observer", "checked"]
 
 _ENDS = ("on_train_end", "on_test_end", "on_predict_end", "close")
-
-
-class CallbackModel(Protocol):
-    """The part of :class:`ipufit.Model` that the callbacks of this package and the loop rely on.
-
-    Attributes:
-        module: the user's module.
-        history: of the last ``fit``.
-        stop_training: ends ``fit`` with the present execution where it is True.
-        outputs: the module's, of the last execution, for callbacks with ``wants_outputs``.
-    """
-
-    module: nn.Module
-    history: History
-    stop_training: bool
-    outputs: List[Any]
-
-    @property
-    def optimizer(self) -> Optional[torch.optim.Optimizer]:
-        """The torch optimizer with its present state."""
-        ...
-
-    @property
-    def capture_seconds(self) -> float:
-        """Seconds spent on recording so far."""
-        ...
-
-    def swap_ema_weights(self) -> None:
-        """Exchange weights and their moving averages."""
-        ...
-
-    def save_weights(self, path: str) -> None:
-        """Write the weights to a file."""
-        ...
 
 
 class CallbackList:
@@ -118,6 +81,89 @@ class CallbackList:
             for name in callback.monitors:
                 if name not in known and not any(_may_add(c, name) for c in self.callbacks):
                     raise missing(callback, name, known)
+
+
+class Observer:
+    """Watches a fit; the training loop calls its observers in their order and knows none by name.
+
+    Attributes:
+        phase: where the clock of the run counts the time of an observer.
+    """
+
+    phase = "other"
+
+    def begin_fit(self, fit: RunningFit) -> None:
+        """Look at the fit, whose program is prepared, before its first epoch."""
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Look before an epoch, which may change module and optimizer; not where one goes on."""
+
+    def begin_executions(self, epoch: int) -> None:
+        """Look before the first execution of an epoch, or of what is left of one."""
+
+    def begin_execution(self) -> None:
+        """Look before an execution."""
+
+    def end_execution(self, epoch: int, outputs: List[Any]) -> None:
+        """Look after an execution that went well, with the outputs that it brought back."""
+
+    def handle_non_finite(self, error: NonFiniteLossError) -> bool:
+        """Return True to end training here after a loss that is not finite, instead of raising."""
+        return False
+
+    def end_executions(self) -> None:
+        """Look after the last execution of an epoch, before its validation."""
+
+    def end_epoch(self, epoch: int, logs: Dict[str, float]) -> None:
+        """Look after an epoch and its validation; what is added to ``logs`` is in the history."""
+
+    def end_fit(self, logs: Mapping[str, float]) -> None:
+        """Look for the last time, also after an error."""
+
+
+class CallbackObserver(Observer):
+    """Calls the hooks of callbacks."""
+
+    phase = "callbacks"
+
+    def __init__(self, callbacks: CallbackList) -> None:
+        self._callbacks = callbacks
+        self._shows_outputs = callbacks.wants_outputs
+
+    def begin_fit(self, fit: RunningFit) -> None:
+        """Call ``on_train_begin``."""
+        self._meter = fit.job.meter
+        self._callbacks.call("on_train_begin", {})
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Call ``on_epoch_begin``."""
+        self._callbacks.call("on_epoch_begin", epoch, {})
+
+    def begin_execution(self) -> None:
+        """Call ``on_train_batch_begin`` with the index of the first update."""
+        self._callbacks.call("on_train_batch_begin", self._meter.updates, {})
+
+    def end_execution(self, epoch: int, outputs: List[Any]) -> None:
+        """Call ``on_train_batch_end`` with the index of the last update and the running means."""
+        if self._shows_outputs:
+            self._callbacks.show_outputs(outputs)
+        meter = self._meter
+        self._callbacks.call("on_train_batch_end", meter.updates - 1, meter.running())
+
+    def handle_non_finite(self, error: NonFiniteLossError) -> bool:
+        """Ask ``on_non_finite``."""
+        return self._callbacks.ask("on_non_finite", error)
+
+    def end_epoch(self, epoch: int, logs: Dict[str, float]) -> None:
+        """Call ``on_epoch_end``."""
+        self._callbacks.call("on_epoch_end", epoch, logs)
+
+    def end_fit(self, logs: Mapping[str, float]) -> None:
+        """Call ``on_train_end`` and ``close``."""
+        try:
+            self._callbacks.call("on_train_end", logs)
+        finally:
+            self._callbacks.call("close")
 
 
 def _call_all(callbacks: Sequence[Callback], hook: str, args: Sequence[Any]) -> None:

@@ -7,11 +7,12 @@ import dataclasses
 import os
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any, FrozenSet, Iterator, List, Mapping, Optional, Sequence
+from typing import Any, Dict, FrozenSet, Iterator, List, Mapping, Optional, Sequence
 
-from ipufit.callbacks import Callback
-from ipufit.callbacks.callback_list import CallbackModel, missing
+from ipufit.callbacks import Callback, CallbackList
+from ipufit.callbacks.callback_list import Observer, missing
 from ipufit.callbacks.monitor_mode import direction_of
+from ipufit.callbacks.running_fit import CallbackModel, ObservedSession, RunningFit
 from ipufit.checkpoint.configuration import ConfigurationChange, RunData
 from ipufit.checkpoint.names import name_of
 from ipufit.checkpoint.settings import Checkpoint
@@ -22,11 +23,7 @@ from ipufit.errors import CheckpointError, ConfigurationError
 from ipufit.utils.codec import encode
 from ipufit.utils.verbosity import stacklevel_of_user
 
-if TYPE_CHECKING:
-    from ipufit.training.loop import Fit
-    from ipufit.training.session import Session
-
-__all__ = ["Keeper", "Resumption", "find"]
+__all__ = ["CheckpointManager", "Resumption", "find"]
 
 
 def find(checkpoint: Optional[Checkpoint], resume: Optional[str]) -> Optional[Found]:
@@ -103,7 +100,7 @@ class Resumption:
     max_restarts: int
 
 
-class Keeper:
+class CheckpointManager(Observer):
     """Writes the checkpoints of one ``fit``.
 
     Args:
@@ -112,7 +109,8 @@ class Keeper:
         settings: where and when to write; None to write nothing.
         resumption: what to go on from.
         data: of the run.
-        callbacks: the user's.
+        callbacks: of the fit.
+        stateful: callbacks of the user, whose state is stored.
         run: what belongs to the run as a whole; it comes back from a checkpoint.
 
     Attributes:
@@ -120,14 +118,17 @@ class Keeper:
         run: of the whole run, once it has begun.
     """
 
+    phase = "checkpoint"
+
     def __init__(
         self,
         model: CallbackModel,
-        session: Session,
+        session: ObservedSession,
         settings: Optional[Checkpoint],
         resumption: Resumption,
         data: RunData,
-        callbacks: Sequence[Callback],
+        callbacks: CallbackList,
+        stateful: Sequence[Callback],
         run: Mapping[str, Any],
     ) -> None:
         self._resumption = resumption
@@ -139,7 +140,8 @@ class Keeper:
         self._settings = settings
         self._store = None if settings is None else Store(settings.folder)
         self.found = resumption.checkpoint
-        self._callbacks = list(callbacks)
+        self._callbacks = callbacks
+        self._stateful = list(stateful)
         self.run = dict(run)
         self._best = _Best()
         self._signals = Signals()
@@ -154,29 +156,30 @@ class Keeper:
         with self._signals.heard():
             yield
 
-    def begin(self, fit: Fit) -> None:
+    def begin_fit(self, fit: RunningFit) -> None:
         """Find out, before any work, whether everything can be written down; go on if asked to.
 
         Raises:
             CheckpointError: something holds what no checkpoint can hold, or ``found`` is of
                 another run.
         """
+        self._fit = fit
         if self._settings is not None:
             assert self._store is not None
-            fit.job.feed.tells_place = True
-            self._find_direction(fit)
-            encode(tree_of(fit, self._callbacks))
+            fit.feed.tells_place = True
+            self._find_direction()
+            encode(tree_of(fit, self._stateful))
         restarts = self._resumption.max_restarts > 0
         self._begun = RunConfiguration.of(self._session, self._data, fit.job)
         if self.found is None:
             if restarts:
-                self._write(fit, self.run["first_epoch"] - 1, in_epoch=False)
+                self._write(self.run["first_epoch"] - 1, in_epoch=False)
             return
         if self.found.in_epoch:
-            fit.callbacks.call("on_epoch_begin", self.found.epoch, {})
+            self._callbacks.call("on_epoch_begin", self.found.epoch, {})
         changes = self._compare()
         allowed = self._resumption.allowed
-        restore(self.found, fit, self._session, self._callbacks, changes, allowed)
+        restore(self.found, fit, self._session, self._stateful, changes, allowed)
         self._begun.adopt(self.found, changes)
         if self._begun.changes or allowed:
             unchanged = sorted(allowed - {change.name for change in changes})
@@ -190,7 +193,7 @@ class Keeper:
             # A device that fails before the next one would go on without the changes.
             document = self.found.document
             name = f"{self.found.name}-changed"
-            self._write(fit, document["epoch"], self.found.in_epoch, name)
+            self._write(document["epoch"], self.found.in_epoch, name)
 
     def _compare(self) -> List[ConfigurationChange]:
         """Return the configuration's changes since the checkpoint, found by the first process."""
@@ -203,15 +206,17 @@ class Keeper:
         )
         return [ConfigurationChange(**change) for change in changes]
 
-    def _find_direction(self, fit: Fit) -> None:
+    def _find_direction(self) -> None:
         settings = self._settings
         assert settings is not None
         if settings.monitor is None:
             return
-        metrics = fit.callbacks.params["metrics"]
+        metrics = self._callbacks.params["metrics"]
         if settings.monitor not in metrics:
             raise missing(settings, settings.monitor, metrics)
-        direction = direction_of(settings.monitor, fit.callbacks.params["directions"], guess=False)
+        direction = direction_of(
+            settings.monitor, self._callbacks.params["directions"], guess=False
+        )
         self._direction = direction if settings.mode == "auto" else settings.mode
         if self._direction is None:
             raise ConfigurationError(
@@ -219,22 +224,22 @@ class Keeper:
                 "when it is large, but nothing says so. Pass mode='min' or mode='max'."
             )
 
-    def end_execution(self, fit: Fit, epoch: int) -> None:
+    def end_execution(self, epoch: int, outputs: List[Any]) -> None:
         """Write in the middle of an epoch, if it is time or the process is to end.
 
         Raises:
             KeyboardInterrupt, SystemExit: the process is to end.
         """
         settings = self._settings
-        if settings is None or fit.ending():
+        if settings is None or self._fit.ending():
             return
         every = settings.every_updates
         came = self._signals.agreed(self._processes)
-        if came or (every is not None and not self._done(fit) % every):
-            self._write(fit, epoch, in_epoch=True)
-            self._end_if_asked(fit, epoch)
+        if came or (every is not None and not self._done() % every):
+            self._write(epoch, in_epoch=True)
+            self._end_if_asked(epoch)
 
-    def end_epoch(self, fit: Fit, epoch: int, logs: Mapping[str, float]) -> None:
+    def end_epoch(self, epoch: int, logs: Dict[str, float]) -> None:
         """Write after an epoch, its validation and its callbacks.
 
         Raises:
@@ -243,13 +248,13 @@ class Keeper:
         settings = self._settings
         if settings is None:
             return
-        name = self._name(fit, in_epoch=False)
+        name = self._name(in_epoch=False)
         value = None if settings.monitor is None else logs.get(settings.monitor)
         if value is not None and self._is_better(float(value)):
             self._best = _Best(name, float(value))
         self._signals.agreed(self._processes)
-        self._write(fit, epoch, in_epoch=False)
-        self._end_if_asked(fit, epoch)
+        self._write(epoch, in_epoch=False)
+        self._end_if_asked(epoch)
 
     def _is_better(self, value: float) -> bool:
         best = self._best.value
@@ -257,42 +262,42 @@ class Keeper:
             return False
         return best is None or (value < best if self._direction == "min" else value > best)
 
-    def _name(self, fit: Fit, in_epoch: bool) -> str:
-        return name_of(self._done(fit)) + ("" if in_epoch else "-epoch")
+    def _name(self, in_epoch: bool) -> str:
+        return name_of(self._done()) + ("" if in_epoch else "-epoch")
 
-    def _done(self, fit: Fit) -> int:
+    def _done(self) -> int:
         """Updates of the run."""
         first: int = self.run["first_update"]
-        return fit.job.program.updates - first
+        return self._fit.job.program.updates - first
 
-    def _write(self, fit: Fit, epoch: int, in_epoch: bool, name: Optional[str] = None) -> None:
+    def _write(self, epoch: int, in_epoch: bool, name: Optional[str] = None) -> None:
         assert self._store is not None
         assert self._settings is not None
-        name = name or self._name(fit, in_epoch)
+        name = name or self._name(in_epoch)
         best = dataclasses.asdict(self._best)
         about = {
             "epoch": epoch,
             "in_epoch": in_epoch,
-            "stopped": fit.ending(),
+            "stopped": self._fit.ending(),
             "run": self.run,
             "best": best,
             **self._begun.document(self._session),
         }
-        document, tensors = parts_of(fit, self._session, self._callbacks, about)
+        document, tensors = parts_of(self._fit, self._session, self._stateful, about)
         if not self._processes.is_rank_zero:
             return
         self._store.write(name, document, tensors)
         also: List[str] = [] if self._best.name is None else [self._best.name]
         self._store.rotate(self._settings.keep, also)
 
-    def _end_if_asked(self, fit: Fit, epoch: int) -> None:
+    def _end_if_asked(self, epoch: int) -> None:
         if self._signals.agreed_on is None:
             return
         assert self._settings is not None
         # Whoever ends first may end the others: not before it is written.
         self._processes.gather(None)
         message = (
-            f"{self._signals.agreed_on.name}: fit ends after update {self._done(fit)}, in epoch "
+            f"{self._signals.agreed_on.name}: fit ends after update {self._done()}, in epoch "
             f"{epoch}, which is written down in {self._settings.folder!r}. Call it again with "
             "resume='auto' to go on."
         )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from typing import TYPE_CHECKING, Any, Dict, FrozenSet, List, Mapping, Sequence, Tuple
+from typing import Any, Dict, FrozenSet, List, Mapping, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 from ipufit._version import __version__
 from ipufit.callbacks import Callback
+from ipufit.callbacks.running_fit import Measurement, ObservedSession, RunningFit
 from ipufit.checkpoint import rng_state
 from ipufit.checkpoint.configuration import (
     Configuration,
@@ -38,10 +39,6 @@ from ipufit.optim.schedules import settings
 from ipufit.processes import Processes
 from ipufit.utils.codec import decode, encode
 
-if TYPE_CHECKING:
-    from ipufit.training.loop import Fit, Job
-    from ipufit.training.session import Session
-
 __all__ = ["Found", "RunConfiguration", "parts_of", "restore", "tree_of"]
 
 _KIND = "training"
@@ -56,7 +53,7 @@ _BETWEEN_PASSES = frozenset(("data", "metrics", "shuffle"))
 Groups = Dict[str, Dict[str, Tensor]]
 
 
-def tree_of(fit: Fit, callbacks: Sequence[Callback]) -> Dict[str, Any]:
+def tree_of(fit: RunningFit, callbacks: Sequence[Callback]) -> Dict[str, Any]:
     """All that is not of the program: where meter, history and callbacks stand."""
     return {
         "meter": fit.job.meter.state_dict(),
@@ -67,12 +64,15 @@ def tree_of(fit: Fit, callbacks: Sequence[Callback]) -> Dict[str, Any]:
 
 
 def parts_of(
-    fit: Fit, session: Session, callbacks: Sequence[Callback], about: Mapping[str, Any]
+    fit: RunningFit,
+    session: ObservedSession,
+    callbacks: Sequence[Callback],
+    about: Mapping[str, Any],
 ) -> Tuple[Dict[str, Any], Groups]:
     """The document and the tensors of a checkpoint."""
     state = fit.job.program.read_state()
     weights, others = split(session.module, state)
-    place = fit.place if about["in_epoch"] else fit.job.feed.after(about["epoch"], fit.place)
+    place = fit.place if about["in_epoch"] else fit.feed.after(about["epoch"], fit.place)
     choices = getattr(session.engine, "choices", None)
     tree = {
         **tree_of(fit, callbacks),
@@ -101,17 +101,11 @@ def parts_of(
         "micro_batch_size": plan.micro_batch_size,
         "replicas": plan.all_replicas,
         "samples": plan.samples,
-        "divides": _divides(fit),
+        "divides": fit.shards_data,
         "content": content,
         **about,
     }
     return document, {"weights": weights, "state": tensors}
-
-
-def _divides(fit: Fit) -> bool:
-    """Whether it is ipufit that divides the data, or one process that reads all of it."""
-    together = fit.job.together
-    return together.is_portioned or not together.processes.is_distributed
 
 
 def _apart(processes: Processes, tree: Mapping[str, Any]) -> List[Dict[str, Any]]:
@@ -343,7 +337,7 @@ class RunConfiguration:
     changes: List[Dict[str, Any]] = dataclasses.field(default_factory=list)
 
     @staticmethod
-    def of(session: Session, data: RunData, job: Job) -> RunConfiguration:
+    def of(session: ObservedSession, data: RunData, job: Measurement) -> RunConfiguration:
         """Return the configuration of a run that begins.
 
         Args:
@@ -359,7 +353,7 @@ class RunConfiguration:
         }
         return RunConfiguration(begin)
 
-    def document(self, session: Session) -> Dict[str, Any]:
+    def document(self, session: ObservedSession) -> Dict[str, Any]:
         """Return the part of a checkpoint that says how its run is configured, as plain JSON.
 
         It has the configuration at the beginning, and what callbacks have changed since then.
@@ -394,7 +388,7 @@ class RunConfiguration:
         self.changes = [*checkpoint.document.get("changes", []), *entries]
 
 
-def _mutable(session: Session) -> Configuration:
+def _mutable(session: ObservedSession) -> Configuration:
     optimizer = session.optimizer
     assert optimizer is not None
     return mutable_configuration(session.module, optimizer, session.config.schedule)
@@ -403,8 +397,8 @@ def _mutable(session: Session) -> Configuration:
 def _check_fits(
     checkpoint: Found,
     state: TrainState,
-    fit: Fit,
-    session: Session,
+    fit: RunningFit,
+    session: ObservedSession,
     callbacks: Sequence[Callback],
     changes: Sequence[ConfigurationChange],
     allowed: FrozenSet[str],
@@ -463,8 +457,8 @@ def _check_fits(
 
 def restore(
     checkpoint: Found,
-    fit: Fit,
-    session: Session,
+    fit: RunningFit,
+    session: ObservedSession,
     callbacks: Sequence[Callback],
     changes: Sequence[ConfigurationChange] = (),
     allowed: FrozenSet[str] = frozenset(),
@@ -484,7 +478,7 @@ def restore(
             somebody else than ipufit, it has parts that nobody can take over.
     """
     tree, job = checkpoint.tree, fit.job
-    checkpoint.check_divided(session.processes, _divides(fit))
+    checkpoint.check_divided(session.processes, fit.shards_data)
     state = job.program.read_state()
     _check_fits(checkpoint, state, fit, session, callbacks, changes, allowed)
     changed = frozenset(change.name for change in changes)
@@ -501,7 +495,7 @@ def restore(
             job.meter.metrics.load_lasting(meter["metrics"])
         if process_state["place"] is not None:
             fit.place = _place(process_state["place"])
-            job.feed.seek(fit.place, job.meter.updates, checkpoint.done)
+            fit.feed.seek(fit.place, job.meter.updates, checkpoint.done)
         rng_state.restore(process_state["random"])
     except (CheckpointError, ConfigurationError):
         raise
@@ -532,7 +526,11 @@ def _place(state: Mapping[str, Any]) -> DataCursor:
 
 
 def _restore_program(
-    checkpoint: Found, state: TrainState, fit: Fit, session: Session, changed: FrozenSet[str]
+    checkpoint: Found,
+    state: TrainState,
+    fit: RunningFit,
+    session: ObservedSession,
+    changed: FrozenSet[str],
 ) -> None:
     tree = checkpoint.tree
     tensors = joined(session.module, checkpoint.weights, tree["others"])
@@ -563,7 +561,7 @@ def _restore_program(
 
 
 def _settings_after(
-    checkpoint: Found, session: Session, changed: FrozenSet[str]
+    checkpoint: Found, session: ObservedSession, changed: FrozenSet[str]
 ) -> Tuple[Dict[str, Any], Any]:
     """The optimizer's state and that of the schedule, with the settings that are others now."""
     optimizer, state = checkpoint.tree["optimizer"], checkpoint.tree["schedule"]

@@ -8,11 +8,11 @@ import sys
 from types import FrameType
 from typing import Any, Callable, List, Mapping, Optional
 
-from ipufit.analysis.partition_report import plan_partition
 from ipufit.cli.intercept_fit import asked, first_micro_batch, looked_at
 from ipufit.core.plan import Plan
 from ipufit.partition.request import PartitionRequest
 from ipufit.planner.partition_plan import PartitionPlan
+from ipufit.planner.plan_partition import plan_partition
 from ipufit.training.model import Model
 from ipufit.training.session import Session
 from ipufit.training.summary import stripped
@@ -51,10 +51,11 @@ def plan_script(
         elif accumulation == 1:
             # What nobody has chosen: the least that fills the pipeline.
             accumulation = None
-        session.sample = stripped(sample)
+        session.sample = sample = stripped(sample)
         work = (given["ipus"] if ipus is None else ipus, accumulation)
         division = PartitionRequest(ipus_per_replica=per_replica)
-        found.append(plan_partition(session, None, division, work, ("grouped", None, None)))
+        how = ("grouped", None, None)
+        found.append(plan_partition(session, lambda: sample, division, work, how))
 
     stream = sys.stderr if as_json else None
     failed = looked_at(execute, look, "plan", printing_to=stream, in_one_line=True)

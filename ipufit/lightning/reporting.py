@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Dict, Mapping, Optional
 
+from ipufit.callbacks.epoch_metrics import EpochMetrics
 from ipufit.callbacks.history import History
+from ipufit.callbacks.running_fit import Measurement
 from ipufit.core.batch import CombinedBatch, MicroBatch
 from ipufit.core.logged_values import LogRule
 from ipufit.core.plan import Plan
@@ -12,9 +14,7 @@ from ipufit.engines.program import ExecutionResult, Program
 from ipufit.metrics import MetricSet
 from ipufit.report.recorder import recorded
 from ipufit.report.settings import Report
-from ipufit.training.epoch_metrics import Meter
 from ipufit.training.fit import describe_run
-from ipufit.training.loop import Measurement
 from ipufit.training.session import Session
 from ipufit.training.summary import stripped
 from ipufit.utils.phase_timer import NoClock
@@ -43,7 +43,7 @@ class TrainingReport:
         self._history = History()
         self._context = recorded(session, report, None)
         self._recorder = self._context.__enter__()
-        self._meter: Optional[Meter] = None
+        self._meter: Optional[EpochMetrics] = None
         self._epoch: Optional[int] = None
 
     @property
@@ -64,7 +64,9 @@ class TrainingReport:
         """
         session = self._session
         session.last_plan, session.sample = plan, stripped(first)
-        meter = self._meter = Meter(MetricSet(), plan, session.loss, rules, session.config.settings)
+        meter = self._meter = EpochMetrics(
+            MetricSet(), plan, session.loss, rules, session.config.settings
+        )
         self._history.params = {
             "epochs": self._epochs,
             "updates": plan.updates_per_epoch,
@@ -80,7 +82,7 @@ class TrainingReport:
         assert self._meter is not None
         self._meter.reset()
         self._epoch = epoch
-        self._recorder.begin_epoch(epoch)
+        self._recorder.begin_executions(epoch)
 
     def add(self, batch: CombinedBatch, anchors: ExecutionResult) -> None:
         """An execution has ended."""
@@ -88,7 +90,8 @@ class TrainingReport:
         self.clock.turn("metrics")
         self._meter.add(batch, anchors)
         self.clock.turn("callbacks")
-        self._recorder.executed()
+        assert self._epoch is not None
+        self._recorder.end_execution(self._epoch, [])
 
     def end_executions(self) -> None:
         """A validation begins."""
@@ -106,9 +109,10 @@ class TrainingReport:
         assert self._meter is not None
         self._recorder.end_executions()
         values: Dict[str, float] = {name: value.item() for name, value in metrics.items()}
-        self._history.append(self._epoch, {**values, "loss": self._meter.values()["loss"]})
-        self._epoch = None
-        self._recorder.end_epoch()
+        epoch, self._epoch = self._epoch, None
+        logs = {**values, "loss": self._meter.values()["loss"]}
+        self._history.append(epoch, logs)
+        self._recorder.end_epoch(epoch, logs)
 
     def end(self, error: Optional[BaseException]) -> None:
         """The run is over: make the page.

@@ -7,25 +7,38 @@ import inspect
 import os
 import platform
 import warnings
-from typing import Any, Dict, Iterator, List, Optional, TextIO, Tuple, Type, Union
+from typing import Any, Dict, Iterator, List, Optional, Protocol, TextIO, Tuple, Type, Union
 
 import torch
 from torch import nn
 
 from ipufit._version import __version__
-from ipufit.analysis.partition_report import plan_partition
+from ipufit.callbacks.running_fit import ObservedSession
 from ipufit.core.batch import MicroBatch
 from ipufit.core.plan import Plan
 from ipufit.errors import IpufitError
 from ipufit.partition.request import PartitionRequest
 from ipufit.planner.partition_plan import PartitionPlan
+from ipufit.planner.plan_partition import CompiledModule, plan_partition
 from ipufit.tracing.layers import layers_of, note_calls, output_shapes
-from ipufit.training.session import Session
 
-__all__ = ["CapturedWarnings", "environment", "layers", "partition", "totals"]
+__all__ = ["CapturedWarnings", "RecordedSession", "environment", "layers", "partition", "totals"]
 
 
-def environment(session: Session) -> Dict[str, str]:
+class RecordedSession(ObservedSession, CompiledModule, Protocol):
+    """The part of a compiled model that its report describes."""
+
+    @property
+    def sample(self) -> Optional[MicroBatch]:
+        """Shapes of the first micro-batch of the last ``fit``, or None."""
+        ...
+
+    def explain(self) -> str:
+        """Describe in a few lines how the program runs."""
+        ...
+
+
+def environment(session: ObservedSession) -> Dict[str, str]:
     """Describe versions, the device and the processes of a run."""
     device = next((p.device for p in session.module.parameters()), torch.device("cpu"))
     name = str(device)
@@ -100,15 +113,17 @@ def _least(plan: PartitionPlan, utilisation: float) -> Optional[int]:
         return None
 
 
-def partition(session: Session, plan: Plan) -> Dict[str, Any]:
+def partition(session: RecordedSession, plan: Plan) -> Dict[str, Any]:
     """Plan the stages as :meth:`ipufit.Model.plan` does, with the timeline of one update."""
-    request = PartitionRequest(None, None, None, None, None)
+    request, sample = PartitionRequest(None, None, None, None, None), session.sample
+    assert sample is not None
     if session.partitions.of(True) is None:
         # As it runs: on one IPU.
         request = PartitionRequest(ipus_per_replica=1)
     try:
+        work = (None, plan.gradient_accumulation)
         partition_plan = plan_partition(
-            session, None, request, (None, plan.gradient_accumulation), ("grouped", None, None)
+            session, lambda: sample, request, work, ("grouped", None, None)
         )
     except IpufitError as error:
         return {"missing": str(error)}

@@ -10,14 +10,19 @@ import operator
 import os
 import time
 import warnings
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 
+from ipufit.callbacks.callback_list import Observer
+from ipufit.callbacks.epoch_metrics import EpochMetrics
+from ipufit.callbacks.history import History
+from ipufit.callbacks.running_fit import Measurement
 from ipufit.errors import ConfigurationError, IpufitError
 from ipufit.report import facts
 from ipufit.report.advice import advised
 from ipufit.report.build import write_page
+from ipufit.report.facts import RecordedSession
 from ipufit.report.files import (
     EXECUTIONS,
     FACTS,
@@ -32,15 +37,9 @@ from ipufit.report.files import (
 from ipufit.report.profiling import Profiler
 from ipufit.report.rows import Rows, columns_of
 from ipufit.report.settings import Report
-from ipufit.training.session import Session
 from ipufit.utils.phase_timer import NO_CLOCK, PHASES
 from ipufit.utils.preserve import generators_kept
 from ipufit.utils.random_streams import LOCK
-
-if TYPE_CHECKING:
-    from ipufit.callbacks.history import History
-    from ipufit.training.epoch_metrics import Meter
-    from ipufit.training.loop import Measurement
 
 __all__ = ["Recorder", "recorded"]
 
@@ -69,7 +68,9 @@ _FEW, _APART = 10, 100
 
 
 @contextlib.contextmanager
-def recorded(session: Session, report: Report, goes_on_from: Optional[int]) -> Iterator[Recorder]:
+def recorded(
+    session: RecordedSession, report: Report, goes_on_from: Optional[int]
+) -> Iterator[Recorder]:
     """A recorder of what the block does; the report is made at its end, however it ends.
 
     Args:
@@ -100,7 +101,7 @@ def recorded(session: Session, report: Report, goes_on_from: Optional[int]) -> I
             engine.clock = NO_CLOCK
 
 
-class Recorder:
+class Recorder(Observer):
     """Writes down the facts and executions of one ``fit``.
 
     Args:
@@ -116,7 +117,11 @@ class Recorder:
         ConfigurationError: the folder can't be written.
     """
 
-    def __init__(self, session: Session, report: Report, goes_on_from: Optional[int]) -> None:
+    phase = "report"
+
+    def __init__(
+        self, session: RecordedSession, report: Report, goes_on_from: Optional[int]
+    ) -> None:
         self._session = session
         self._report = report
         self._profiler = Profiler(report.profiler, report.folder)
@@ -222,7 +227,7 @@ class Recorder:
             plan=facts.partition(session, job.plan),
         )
 
-    def begin_epoch(self, epoch: int) -> None:
+    def begin_executions(self, epoch: int) -> None:
         """Begin an epoch, or go on in the middle of one."""
         assert self._job is not None
         meter = self._job.meter
@@ -235,7 +240,7 @@ class Recorder:
         self._at_epoch = self.clock.read()
         self._executions = 0
 
-    def executed(self) -> None:
+    def end_execution(self, epoch: int, outputs: List[Any]) -> None:
         """Count an execution that is over, callbacks included."""
         self._pending += 1
         if time.perf_counter() >= self._due:
@@ -278,7 +283,7 @@ class Recorder:
         if self._begins - self._flushed > _FLUSH:
             self._safely(self._flush)
 
-    def _counted(self, meter: Meter) -> Tuple[float, ...]:
+    def _counted(self, meter: EpochMetrics) -> Tuple[float, ...]:
         """Return the sums of this epoch: updates, samples, skipped updates, losses and weights."""
         return (meter.updates, meter.samples, meter.skipped, *meter.sums)
 
@@ -287,7 +292,7 @@ class Recorder:
         groups = self._session.groups
         return float(groups[0].get("lr", math.nan)) if groups else math.nan
 
-    def end_epoch(self) -> None:
+    def end_epoch(self, epoch: int, logs: Dict[str, float]) -> None:
         """Write down an epoch that is over, callbacks included."""
         assert self._job is not None
         meter, seconds = self._job.meter, self.clock.read()

@@ -8,8 +8,9 @@ import warnings
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 from ipufit.callbacks import Callback, CallbackList
-from ipufit.callbacks.callback_list import CallbackModel
+from ipufit.callbacks.callback_list import CallbackObserver, Observer
 from ipufit.callbacks.history import History
+from ipufit.callbacks.running_fit import CallbackModel
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
 from ipufit.data.adapters import Given
@@ -26,10 +27,11 @@ from ipufit.training.session import Session
 from ipufit.training.summary import stripped
 from ipufit.training.validation import Validation
 from ipufit.utils.module_modes import evaluating, training
+from ipufit.utils.phase_timer import NO_CLOCK
 from ipufit.utils.verbosity import say_dev_run, stacklevel_of_user
 
 if TYPE_CHECKING:
-    from ipufit.checkpoint.manager import Keeper
+    from ipufit.checkpoint.manager import CheckpointManager
     from ipufit.report.recorder import Recorder
 
 __all__ = ["describe_run", "fit", "infer", "stream"]
@@ -66,7 +68,7 @@ def _fit_again(model: CallbackModel, session: Session, given: FitArguments) -> H
     session.warn_of_changes()
     for restart in range(1, given.max_restarts + 1):
         try:
-            return _fit(model, session, given)
+            return _train(model, session, given)
         except RecoverableDeviceError as error:
             if error.action != _HERE:
                 raise
@@ -80,33 +82,28 @@ def _fit_again(model: CallbackModel, session: Session, given: FitArguments) -> H
                 UserWarning,
                 stacklevel=stacklevel_of_user(),
             )
-    return _fit(model, session, given)
+    return _train(model, session, given)
 
 
-def _fit(model: CallbackModel, session: Session, given: FitArguments) -> History:
-    # Of several processes the first one writes down what they do.
-    if given.report is None or not session.processes.is_rank_zero:
-        return _train(model, session, given, None)
-    # Imported here: few runs are written down.
-    from ipufit.report.recorder import recorded
+def _train(model: CallbackModel, session: Session, given: FitArguments) -> History:
+    with contextlib.ExitStack() as stack:
+        recorder: Optional[Recorder] = None
+        # Of several processes the first one writes down what they do.
+        if given.report is not None and session.processes.is_rank_zero:
+            # Imported here: few runs are written down.
+            from ipufit.report.recorder import recorded
 
-    goes_on_from = None if given.found is None else given.found.done
-    with recorded(session, given.report, goes_on_from) as recorder:
-        return _train(model, session, given, recorder)
-
-
-def _train(
-    model: CallbackModel, session: Session, given: FitArguments, recorder: Optional[Recorder]
-) -> History:
-    model.stop_training = False
-    model.outputs = []
-    own = [callback for callback in given.callbacks if isinstance(callback, History)]
-    model.history = own[0] if own else History()
-    validation = None
-    if given.held_out is not None:
-        held_out, inference, held_prefetch = given.held_out
-        validation = Validation(session, held_out, inference, given.seed, held_prefetch)
-    with training(model.module, session.loss.module):
+            goes_on_from = None if given.found is None else given.found.done
+            recorder = stack.enter_context(recorded(session, given.report, goes_on_from))
+        model.stop_training = False
+        model.outputs = []
+        own = [callback for callback in given.callbacks if isinstance(callback, History)]
+        model.history = own[0] if own else History()
+        validation = None
+        if given.held_out is not None:
+            held_out, inference, held_prefetch = given.held_out
+            validation = Validation(session, held_out, inference, given.seed, held_prefetch)
+        stack.enter_context(training(model.module, session.loss.module))
         _prefer(session, given)
         job = session.start_together(
             given.source,
@@ -122,8 +119,6 @@ def _train(
         )
         with session.running(job):
             run = {"first_update": job.program.updates, "first_epoch": given.first_epoch}
-            keeper = _keeper(model, session, given, run)
-            run = run if keeper is None else keeper.run
             session.processes.run_on_all_ranks(lambda: _check(session, job, given, validation))
             # Those that prefetch may be further on; all have looked at the first update.
             refuse_other_order(session.processes.gather(job.feed.order, "order of samples"))
@@ -141,26 +136,37 @@ def _train(
                 say_dev_run(given.notes, validation is not None)
             if given.found is not None:
                 model.history.params["resumed"] = given.found.described
+            observers: List[Observer] = [CallbackObserver(told)]
+            if session.processes.is_distributed:
+                may_stop = any(map(_may_stop, given.callbacks))
+                observers.append(_StopAgreement(model, session.processes, may_stop))
+            manager = None
+            if given.checkpoint is not None or given.found is not None:
+                manager = _checkpoint_manager(model, session, given, told, run)
+                observers.append(manager)
+                run = manager.run
+            clock = NO_CLOCK
             if recorder is not None:
                 recorder.begin(job, model.history, _updates_to_come(job, given))
+                observers.append(recorder)
+                clock = recorder.clock
             fit = loop.Fit(
                 job,
-                told,
+                observers,
                 model.history,
-                validation.run if validation is not None else None,
+                functools.partial(validation.run, told) if validation is not None else None,
                 lambda: model.stop_training,
                 session.config.schedule,
                 given.validation_epochs.__contains__,
-                keeper,
-                functools.partial(_agree_to_stop, model, session.processes),
-                any(map(_may_stop, given.callbacks)),
-                recorder,
+                clock=clock,
             )
             if validation is not None:
                 fit.named = functools.partial(validation.named, trained=job.meter.names)
+            is_within_epoch = given.found is not None and given.found.in_epoch
             try:
-                with contextlib.nullcontext() if keeper is None else keeper.listening():
-                    fit.run(given.first_epoch, given.last_epoch)
+                with contextlib.nullcontext() if manager is None else manager.listening():
+                    told.check_monitors()
+                    fit.run(given.first_epoch, given.last_epoch, is_within_epoch)
             finally:
                 model.history.params["updates_done"] = job.program.updates - run["first_update"]
                 model.history.params["capture_seconds"] = model.capture_seconds
@@ -168,15 +174,47 @@ def _train(
     return model.history
 
 
-def _keeper(
-    model: CallbackModel, session: Session, given: FitArguments, run: Dict[str, Any]
-) -> Optional[Keeper]:
-    if given.checkpoint is None and given.found is None:
-        return None
+class _StopAgreement(Observer):
+    """Ends training in all processes where a callback of one has asked for it.
+
+    Args:
+        model: has ``stop_training``.
+        processes: those that train together.
+        within_epochs: whether a callback may ask in the middle of an epoch.
+    """
+
+    phase = "callbacks"
+
+    def __init__(self, model: CallbackModel, processes: Processes, within_epochs: bool) -> None:
+        self._model = model
+        self._processes = processes
+        self._within_epochs = within_epochs
+
+    def end_execution(self, epoch: int, outputs: List[Any]) -> None:
+        """Agree in the middle of an epoch, where callbacks may ask there."""
+        if self._within_epochs:
+            self._agree()
+
+    def end_epoch(self, epoch: int, logs: Dict[str, float]) -> None:
+        """Agree after the callbacks of an epoch."""
+        self._agree()
+
+    def _agree(self) -> None:
+        wishes = self._processes.gather(bool(self._model.stop_training), "stop")
+        self._model.stop_training = any(wishes)
+
+
+def _checkpoint_manager(
+    model: CallbackModel,
+    session: Session,
+    given: FitArguments,
+    callbacks: CallbackList,
+    run: Dict[str, Any],
+) -> CheckpointManager:
     from ipufit.checkpoint import configuration, manager
 
     changes, restarts = given.resume_changes, given.restarts
-    return manager.Keeper(
+    return manager.CheckpointManager(
         model,
         session,
         given.checkpoint,
@@ -186,6 +224,7 @@ def _keeper(
             None if given.held_out is None else given.held_out[0],
             given.plan.fixed_updates,
         ),
+        callbacks,
         given.callbacks,
         run,
     )
@@ -349,11 +388,6 @@ def _inference_job(session: Session, given: InferenceArguments, mode: Mode) -> J
     return session.start_together(
         given.source, given.plan, mode, given.seed, mode.value, prefetch=given.prefetch
     )
-
-
-def _agree_to_stop(model: CallbackModel, processes: Processes) -> None:
-    if processes.is_distributed:
-        model.stop_training = any(processes.gather(bool(model.stop_training), "stop"))
 
 
 def _may_stop(callback: Callback) -> bool:

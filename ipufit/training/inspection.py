@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import TYPE_CHECKING, Any, Callable, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -13,7 +14,8 @@ from ipufit.engines.choice import engine_maker
 from ipufit.errors import ConfigurationError, NotCompiledError
 from ipufit.partition.request import PartitionRequest
 from ipufit.training.fit_data import limited_plan
-from ipufit.training.sample_batch import able_to_run, sample_for
+from ipufit.training.sample_batch import sample_for
+from ipufit.training.sanity_check import wrap_batch_errors
 from ipufit.training.session import Session
 from ipufit.training.summary import check_options, sample_of, summarize
 from ipufit.utils.names import with_hints
@@ -213,12 +215,14 @@ class Inspected:
             DataError: the batch can't be fed.
             CaptureError: the module can't be recorded.
         """
-        from ipufit.analysis.partition_report import plan_partition
+        from ipufit.planner.plan_partition import plan_partition
 
         session = self._compiled("plan")
-        asked = PartitionRequest(stages, layers_per_ipu, layers, strategy, ipus_per_replica)
+        request = PartitionRequest(stages, layers_per_ipu, layers, strategy, ipus_per_replica)
         work = (ipus, gradient_accumulation)
-        return plan_partition(session, x, asked, work, (schedule, recompute, ipu_memory))
+        read_sample = functools.partial(sample_for, session, x, "plan")
+        how = (schedule, recompute, ipu_memory)
+        return plan_partition(session, read_sample, request, work, how)
 
     def preflight(self, x: Any = None) -> PreflightReport:
         """Say what the model needs changed before it can run on an IPU through PopTorch 3.4.
@@ -241,7 +245,7 @@ class Inspected:
         session = self._compiled("preflight")
         sample = sample_for(session, x, "preflight")
         mode = Mode.PREDICT if session.optimizer is None else Mode.TRAIN
-        with able_to_run(session.explainer(mode, "preflight"), sample):
+        with wrap_batch_errors(session.explainer(mode, "preflight"), sample):
             return session.preflight(sample)
 
     def compare(

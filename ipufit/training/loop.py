@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from typing import TYPE_CHECKING, Any, Callable, Dict, Generator, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Dict, Generator, Iterator, List, Optional, Sequence
 
 import torch
 from torch import Tensor
 
 from ipufit.callbacks import CallbackList
+from ipufit.callbacks.callback_list import Observer
 from ipufit.callbacks.history import History
-from ipufit.core.batch import CombinedBatch, DataCursor, MicroBatch
-from ipufit.core.plan import Plan
+from ipufit.callbacks.running_fit import Measurement
+from ipufit.core.batch import CombinedBatch, DataCursor
+from ipufit.core.train_config import HyperparameterSchedule
 from ipufit.data.pipeline import Feed, Stage
-from ipufit.engines.program import ExecutionResult, Program
+from ipufit.engines.program import ExecutionResult
 from ipufit.errors import DataError, NonFiniteLossError
-from ipufit.training.epoch_metrics import Meter
 from ipufit.training.execution_sync import Together
 from ipufit.training.sanity_check import FailureExplainer
 from ipufit.utils import tree
@@ -26,29 +27,7 @@ from ipufit.utils.interrupts import SameProcess, deferred
 from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 from ipufit.utils.verbosity import stacklevel_of_user
 
-if TYPE_CHECKING:
-    from ipufit.checkpoint.manager import Keeper
-    from ipufit.core.train_config import HyperparameterSchedule
-    from ipufit.report.recorder import Recorder
-
-__all__ = ["Fit", "Job", "Measurement", "check_rows", "evaluate", "predict", "predictions"]
-
-
-@dataclasses.dataclass
-class Measurement:
-    """A program with everything that measures it.
-
-    Attributes:
-        program: prepared.
-        plan: with the micro-batch size that the loader really has.
-        meter: its loss and metrics.
-        first: the first micro-batch.
-    """
-
-    program: Program
-    plan: Plan
-    meter: Meter
-    first: MicroBatch
+__all__ = ["Fit", "Job", "check_rows", "evaluate", "predict", "predictions"]
 
 
 @dataclasses.dataclass
@@ -110,133 +89,154 @@ class Fit:
 
     Attributes:
         job: the training program, its loader and its measures.
-        callbacks: told of everything.
+        observers: are told of everything, in this order.
         history: filled epoch by epoch.
         validate: evaluates after an epoch, or None.
         stopped: whether a callback has asked to stop.
         schedule: told of epoch ends, or None.
         validates: whether there is a validation after this epoch.
-        keeper: writes checkpoints, and goes on from one; None for neither.
-        agree_to_stop: lets all processes know whether a callback has asked to stop in one of them.
-        may_stop: whether one may do so in the middle of an epoch.
-        recorder: writes down what happens; None for nobody.
         named: what the values of a validation are called beside those of training.
+        clock: counts the seconds of the run by phase.
         place: where the data stands after the last execution.
-
-    Raises:
-        ConfigurationError: a callback waits for a value that nobody gives; before any hook.
     """
 
     job: Job
-    callbacks: CallbackList
+    observers: Sequence[Observer]
     history: History
-    validate: Optional[Callable[[int, CallbackList], Dict[str, float]]]
+    validate: Optional[Callable[[int], Dict[str, float]]]
     stopped: Callable[[], bool]
     schedule: Optional[HyperparameterSchedule] = None
     validates: Callable[[int], bool] = lambda epoch: True
-    keeper: Optional[Keeper] = None
-    agree_to_stop: Callable[[], None] = lambda: None
-    may_stop: bool = False
-    recorder: Optional[Recorder] = None
     named: Callable[[str], str] = "val_{}".format
+    clock: NoClock = NO_CLOCK
     place: Optional[DataCursor] = dataclasses.field(default=None, init=False)
     _process: SameProcess = dataclasses.field(default_factory=SameProcess, init=False)
     _non_finite: Optional[NonFiniteLossError] = dataclasses.field(default=None, init=False)
 
-    def run(self, first_epoch: int, epochs: int) -> None:
-        """Epochs from ``first_epoch`` up to, not including, ``epochs``."""
-        self.callbacks.check_monitors()
+    def run(self, first_epoch: int, epochs: int, is_within_epoch: bool = False) -> None:
+        """Train from one epoch up to, not including, another.
+
+        Args:
+            first_epoch: index of the first epoch.
+            epochs: index of the epoch to stop before.
+            is_within_epoch: whether a checkpoint has begun the first epoch.
+        """
         logs: Dict[str, float] = {}
         try:
-            self.callbacks.call("on_train_begin", {})
-            found = None
-            if self.keeper is not None:
-                self.keeper.begin(self)
-                found = self.keeper.found
+            for observer in self.observers:
+                observer.begin_fit(self)
             for epoch in range(first_epoch, epochs):
-                begun = found is not None and found.in_epoch and epoch == first_epoch
-                if not begun:
-                    with self._clock.during("callbacks"):
-                        self.callbacks.call("on_epoch_begin", epoch, {})
-                    self.job.meter.reset()
-                # Callbacks may have changed the module or the optimizer.
+                if not (is_within_epoch and epoch == first_epoch):
+                    self._begin_epoch(epoch)
+                # Observers may have changed the module or the optimizer.
                 self.job.prepare()
-                if self.recorder is not None:
-                    self.recorder.begin_epoch(epoch)
-                logs = self._epoch(epoch)
+                self._run_executions(epoch)
+                logs = self._epoch_logs(epoch)
                 self.job.program.publish()
-                with self._clock.during("callbacks"):
-                    self._end_epoch(epoch, logs)
-                self.agree_to_stop()
-                if self.keeper is not None:
-                    with self._clock.during("checkpoint"):
-                        self.keeper.end_epoch(self, epoch, logs)
-                if self.recorder is not None:
-                    self.recorder.end_epoch()
+                self._end_epoch(epoch, logs)
                 if self.ending():
                     break
             self.job.program.adopt_averages()
         finally:
-            try:
-                self.callbacks.call("on_train_end", logs)
-            finally:
-                self.callbacks.call("close")
+            with contextlib.ExitStack() as ends:  # all of them, whatever the others raise
+                for observer in reversed(self.observers):
+                    ends.callback(observer.end_fit, logs)
 
     @property
-    def _clock(self) -> NoClock:
-        return NO_CLOCK if self.recorder is None else self.recorder.clock
+    def feed(self) -> Feed:
+        """The pipeline of the training data."""
+        return self.job.feed
+
+    @property
+    def shards_data(self) -> bool:
+        """True if ipufit shards the data, or one process reads all of it."""
+        together = self.job.together
+        return together.is_portioned or not together.processes.is_distributed
 
     def ending(self) -> bool:
-        """Whether training ends with the execution that was the last."""
+        """Return True if training ends with the last execution."""
         return self._non_finite is not None or self.stopped()
+
+    def _begin_epoch(self, epoch: int) -> None:
+        for observer in self.observers:
+            with self.clock.during(observer.phase):
+                observer.begin_epoch(epoch)
+        self.job.meter.reset()
 
     def _end_epoch(self, epoch: int, logs: Dict[str, float]) -> None:
         try:
-            self.callbacks.call("on_epoch_end", epoch, logs)
+            for observer in self.observers:
+                with self.clock.during(observer.phase):
+                    observer.end_epoch(epoch, logs)
         finally:
             # A callback before it has failed; the epoch has been trained all the same.
             if epoch not in self.history.epoch:
                 self.history.append(epoch, logs)
 
-    def _epoch(self, epoch: int) -> Dict[str, float]:
+    def _run_executions(self, epoch: int) -> None:
+        for observer in self.observers:
+            with self.clock.during(observer.phase):
+                observer.begin_executions(epoch)
         stage = getattr(self.job.program, "stage", None)
         with self.job.executions(epoch, stage) as batches:
-            for batch in self._clock.reading(batches):
-                self._execution(batch, batch.updates(self.job.plan), epoch)
+            for batch in self.clock.reading(batches):
+                outputs = self._run_execution(batch, epoch)
                 self.place = batch.place
-                if self.may_stop:
-                    self.agree_to_stop()
                 # The memory of its samples is free for the next ones.
                 del batch
-                if self.keeper is not None:
-                    with self._clock.during("checkpoint"):
-                        self.keeper.end_execution(self, epoch)
-                if self.recorder is not None and self._non_finite is None:
-                    self.recorder.executed()
+                if outputs is not None:
+                    for observer in self.observers:
+                        self.clock.turn(observer.phase)
+                        observer.end_execution(epoch, outputs)
+                del outputs
                 if self.ending():
                     break
-        if self.recorder is not None:
-            self.recorder.end_executions()
-        logs = self.job.meter.whole_values(self.job.together.processes)
+        for observer in self.observers:
+            with self.clock.during(observer.phase):
+                observer.end_executions()
+
+    def _run_execution(self, batch: CombinedBatch, epoch: int) -> Optional[List[Any]]:
+        """Run one execution, and return its outputs; None for one whose loss ends training."""
+        clock, job = self.clock, self.job
+        for observer in self.observers:
+            clock.turn(observer.phase)
+            observer.begin_execution()
+        clock.turn("compute")
+        try:
+            self._process.check()
+            strike(job.program, batch.updates(job.plan))
+            result = job.run(batch)
+        except NonFiniteLossError as error:
+            error.place(epoch, job.meter.samples)
+            # Every observer hears of it, also after one that handles it.
+            answers = [observer.handle_non_finite(error) for observer in self.observers]
+            if not any(answers):
+                raise
+            self._non_finite = error
+            return None
+        clock.turn("metrics")
+        job.meter.add(batch, result)
+        return result.outputs
+
+    def _epoch_logs(self, epoch: int) -> Dict[str, float]:
+        """Return the values of an epoch whose executions are over, its validation included."""
+        logs = self.job.meter.reduce_across_ranks(self.job.together.processes)
         if self._non_finite is not None:
             logs["loss"] = self._non_finite.value
         self._warn_of_skipped(epoch)
         self.job.together.share_buffers(self.job.program)
         if self.validate is not None and self.validates(epoch):
-            with self._clock.during("validation"):
-                validation = self.validate(epoch, self.callbacks)
+            with self.clock.during("validation"):
+                validation = self.validate(epoch)
             logs.update({self.named(name): value for name, value in validation.items()})
         if self.schedule is not None:
             self.schedule.end_epoch(logs)
-        self._note_updates()
-        return logs
-
-    def _note_updates(self) -> None:
-        """Keep what was logged for every update; updates are counted from ``compile``."""
+        # Logged values of single updates; these are counted from compile.
         first = self.job.program.updates - self.job.meter.updates
-        for name, values in self.job.meter.by_update.items():
-            for index, value in enumerate(values):
+        for name, by_update in self.job.meter.by_update.items():
+            for index, value in enumerate(by_update):
                 self.history.append_update(name, first + index, value)
+        return logs
 
     def _warn_of_skipped(self, epoch: int) -> None:
         meter = self.job.meter
@@ -248,28 +248,6 @@ class Fit:
                 UserWarning,
                 stacklevel=stacklevel_of_user(),
             )
-
-    def _execution(self, batch: CombinedBatch, updates: int, epoch: int) -> None:
-        clock, program = self._clock, self.job.program
-        clock.turn("callbacks")
-        self.callbacks.call("on_train_batch_begin", self.job.meter.updates, {})
-        clock.turn("compute")
-        try:
-            self._process.check()
-            strike(program, updates)
-            anchors = self.job.run(batch)
-        except NonFiniteLossError as error:
-            error.place(epoch, self.job.meter.samples)
-            if not self.callbacks.ask("on_non_finite", error):
-                raise
-            self._non_finite = error
-            return
-        meter = self.job.meter
-        clock.turn("metrics")
-        meter.add(batch, anchors)
-        clock.turn("callbacks")
-        self.callbacks.show_outputs(anchors.outputs)
-        self.callbacks.call("on_train_batch_end", meter.updates - 1, meter.running())
 
 
 def evaluate(job: Job, callbacks: CallbackList, epoch: int = 0) -> Dict[str, float]:
@@ -283,7 +261,7 @@ def evaluate(job: Job, callbacks: CallbackList, epoch: int = 0) -> Dict[str, flo
             anchors = job.run(batch)
             meter.add(batch, anchors)
             callbacks.call("on_test_batch_end", meter.updates - 1, meter.running())
-    values = meter.whole_values(job.together.processes)
+    values = meter.reduce_across_ranks(job.together.processes)
     callbacks.call("on_test_end", values)
     return values
 

@@ -10,6 +10,7 @@ from typing import Any, Iterator, Optional, Sequence, Tuple
 import torch
 from torch import nn
 
+from ipufit.callbacks.epoch_metrics import metric_target
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.outputs import pick
 from ipufit.core.plan import Plan
@@ -28,12 +29,18 @@ from ipufit.errors import (
 )
 from ipufit.losses import LabelRange, Loss, check_labels
 from ipufit.metrics import MetricSet
-from ipufit.training.epoch_metrics import metric_target
 from ipufit.utils import tree
 from ipufit.utils.module_modes import evaluating, training
 from ipufit.utils.random_streams import isolated
 
-__all__ = ["FailureExplainer", "check_call", "check_class_weights", "prepare_tail", "probe"]
+__all__ = [
+    "FailureExplainer",
+    "check_call",
+    "check_class_weights",
+    "prepare_tail",
+    "probe",
+    "wrap_batch_errors",
+]
 
 
 @dataclasses.dataclass
@@ -245,3 +252,29 @@ def prepare_tail(
 
 def _n(samples: int) -> str:
     return "1 sample" if samples == 1 else f"{samples} samples"
+
+
+@contextlib.contextmanager
+def wrap_batch_errors(explainer: FailureExplainer, sample: MicroBatch) -> Iterator[None]:
+    """Raise what module or loss raise in the block as an error about the batch.
+
+    Args:
+        explainer: names the layer or line, as it does for ``fit``; its role is the method that
+            needs the batch.
+        sample: the batch.
+
+    Raises:
+        DataError, LossError, CaptureError: they can't take it.
+    """
+    try:
+        with explainer.explained([sample], None):
+            yield
+    except IpufitError:
+        raise
+    except Exception as error:
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in sample.leaves)
+        raise DataError(
+            f"{explainer.role} must be able to run module and loss on the batch, whose tensors "
+            f"have shape {shapes}, but that fails: {type(error).__name__}: "
+            f"{str(error).partition(chr(10))[0].rstrip('.')}. Pass a batch that fit takes."
+        ) from error

@@ -21,6 +21,7 @@ from typing import (
 import torch
 from torch import nn
 
+from ipufit.callbacks.epoch_metrics import EpochMetrics
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.logged_values import joined_rules
 from ipufit.core.option_roles import INFERENCE, TRAINING, role_of
@@ -39,7 +40,6 @@ from ipufit.partition.partition import NOT_DIVIDED, Partition, Partitions
 from ipufit.processes import Processes, current
 from ipufit.training import loop
 from ipufit.training.deferred_partition import Divider, redivided, settled
-from ipufit.training.epoch_metrics import Meter
 from ipufit.training.execution_sync import Together
 from ipufit.training.loop import Job
 from ipufit.training.run_defaults import FixedWork
@@ -49,6 +49,7 @@ from ipufit.training.sanity_check import (
     check_class_weights,
     prepare_tail,
     probe,
+    wrap_batch_errors,
 )
 from ipufit.utils.interrupts import deferred
 from ipufit.utils.names import check_log_name
@@ -402,7 +403,7 @@ class Session:
             self.finish(program)
             raise
         settings = self.config.settings if mode is Mode.TRAIN else ()
-        meter = Meter(metrics, plan, self.loss, rules, settings)
+        meter = EpochMetrics(metrics, plan, self.loss, rules, settings)
         weighted = source.role if mode is Mode.TRAIN and is_weighted(first) else None
         together = Together(self.processes, plan, source.is_portioned, weighted)
         return Job(program, plan, meter, first, feed, together, explainer, prepared.outputs)
@@ -435,6 +436,17 @@ class Session:
         names = self.config.recompute if recompute is None else recompute
         how = (self._optimizer, self.config, sample, partition, names)
         return Estimator(self.module, self.loss, *how)
+
+    def plan_estimator(
+        self, sample: MicroBatch, partition: Optional[Partition], recompute: Sequence[str]
+    ) -> Estimator:
+        """Return an estimator as :meth:`estimator` does, where the batch may be a user's.
+
+        Raises:
+            DataError, LossError, CaptureError: module or loss can't take the batch.
+        """
+        with wrap_batch_errors(self.explainer(Mode.TRAIN, "plan"), sample):
+            return self.estimator(sample, partition, recompute)
 
     def preflight(self, sample: MicroBatch) -> PreflightReport:
         """Hold the model against what PopTorch says of itself.

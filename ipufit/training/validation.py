@@ -95,7 +95,7 @@ class Validation:
                 "Bring both into one form in the dataset or collate_fn."
             ) from (error.__cause__ if what else error)
 
-    def run(self, epoch: int, callbacks: CallbackList) -> Dict[str, float]:
+    def run(self, callbacks: CallbackList, epoch: int) -> Dict[str, float]:
         """Loss and metrics over all samples."""
         session = self._session
         kept = [(buffer, buffer.clone()) for buffer in session.buffers()]

@@ -49,22 +49,23 @@ class Turns:
     @contextlib.contextmanager
     def switching(self) -> Iterator[None]:
         """Do so as long as the block lasts."""
-        run_epoch, turns = Fit._epoch, self
+        run_executions, turns = Fit._run_executions, self
 
-        def epoch(fit: Fit, number: int) -> Any:
-            clock: Any = fit._clock
+        def executions(fit: Fit, number: int) -> None:
+            clock: Any = fit.clock
             read = mock.patch.object(
                 clock, "reading", lambda values: turns._read(fit, clock, values, number)
             )
             with read:
-                return run_epoch(fit, number)
+                run_executions(fit, number)
 
-        with mock.patch.object(Fit, "_epoch", epoch):
+        with mock.patch.object(Fit, "_run_executions", executions):
             yield
 
     def _read(self, fit: Fit, clock: Clock, values: Iterator[Any], epoch: int) -> Iterator[Any]:
         """What ``Clock.reading`` does, and in every second turn what ``NoClock.reading`` does."""
-        told: Any = fit.recorder
+        everybody = fit.observers
+        told: Any = everybody[-1]
         engine, place, begun = told._session.engine, 0, 0.0
         while True:
             is_on, is_first = not place // self._block % 2, not place % self._block
@@ -77,13 +78,15 @@ class Turns:
                     told._mark()
                 else:
                     told.end_executions()
-                fit.recorder, engine.clock = (told, clock) if is_on else (None, NO_CLOCK)
+                fit.observers = everybody if is_on else everybody[:-1]
+                fit.clock = engine.clock = clock if is_on else NO_CLOCK
                 begun = time.perf_counter()
             if is_on:
                 clock.turn("data")
             value = next(values, None)
             if value is None:
-                fit.recorder, engine.clock = told, clock
+                fit.observers = everybody
+                fit.clock = engine.clock = clock
                 return
             yield value
             del value

@@ -11,11 +11,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
+from ipufit.callbacks.epoch_metrics import EpochMetrics
 from ipufit.core.logged_values import LogRule, Running, collecting
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.errors import ConfigurationError
 from ipufit.metrics import MetricSet
-from ipufit.training.epoch_metrics import Meter
 from tests.fitting import PLANS, WAYS, Plan, assert_equal, compiled, fit
 from tests.nets import data
 from tests.reference import cut
@@ -546,7 +546,7 @@ def test_nothing_at_all_has_no_value():
     """An epoch in which a name was never logged says so."""
     for reduce in REDUCTIONS:
         assert math.isnan(Running(LogRule(reduce)).value)
-    meter = Meter(MetricSet(), None, None)
+    meter = EpochMetrics(MetricSet(), None, None)
     assert math.isnan(meter.loss)
     assert meter.by_update == {}
 

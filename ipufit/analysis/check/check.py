@@ -22,8 +22,8 @@ from ipufit.data.source import Source
 from ipufit.partition.partition import NOT_DIVIDED, Partitions
 from ipufit.tracing.capture import Frame
 from ipufit.tracing.user_lines import users_frame
-from ipufit.training.sample_batch import able_to_run, no_batch
-from ipufit.training.sanity_check import FailureExplainer, check_call
+from ipufit.training.sample_batch import no_batch
+from ipufit.training.sanity_check import FailureExplainer, check_call, wrap_batch_errors
 from ipufit.training.session import Session
 from ipufit.training.summary import sample_of
 from ipufit.utils.module_modes import evaluating, training
@@ -147,7 +147,7 @@ def checked_sample(
     caller = users_frame(frame, everywhere=True)
     partitions = session.partitions if session is not None else NOT_DIVIDED
     explainer = FailureExplainer(module, loss, Mode.TRAIN, precision, "check")
-    with able_to_run(explainer, sample):
+    with wrap_batch_errors(explainer, sample):
         return run_check(explainer, sample, optimizer, caller, partitions)
 
 

@@ -12,8 +12,8 @@ import os
 from typing import Any, List, Mapping, Optional, Tuple, Union
 
 from ipufit.callbacks import Callback
+from ipufit.callbacks.epoch_metrics import EpochMetrics
 from ipufit.errors import ConfigurationError
-from ipufit.training.epoch_metrics import Meter
 from ipufit.utils.figures import new_figure, saved
 
 __all__ = ["LearningRates", "RangeTest", "check_range", "exponential_range"]
@@ -131,7 +131,7 @@ class RangeTest(Callback):
         done: whether the test has ended.
     """
 
-    def __init__(self, rates: List[float], meter: Meter) -> None:
+    def __init__(self, rates: List[float], meter: EpochMetrics) -> None:
         super().__init__()
         self.done = False
         self._rates = rates

@@ -12,6 +12,7 @@ import torch
 
 from ipufit.analysis.tuner.lr_finder import LearningRates, RangeTest
 from ipufit.callbacks import CallbackList
+from ipufit.callbacks.callback_list import CallbackObserver
 from ipufit.callbacks.history import History
 from ipufit.core.batch import CombinedBatch, Mode
 from ipufit.core.plan import Plan
@@ -151,7 +152,7 @@ def find_lr(
         callbacks = CallbackList([watch], model, {})
         blew_up = False
         try:
-            fit = loop.Fit(job, callbacks, History(), None, lambda: watch.done)
+            fit = loop.Fit(job, [CallbackObserver(callbacks)], History(), None, lambda: watch.done)
             fit.run(0, len(rates))
         except NonFiniteLossError:
             blew_up = True

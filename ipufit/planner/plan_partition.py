@@ -1,18 +1,20 @@
-"""Plan of a partition for ``Model.plan``, from its arguments and what ``compile`` fixed."""
+"""The plan of a model on IPUs, from the arguments of ``Model.plan`` and those of ``compile``."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Optional, Sequence, Tuple
+from typing import Any, Callable, Optional, Protocol, Sequence, Tuple
 
 from torch import nn
 
-from ipufit.core.batch import MicroBatch, Mode
+from ipufit.core.batch import MicroBatch
 from ipufit.core.jit_modes import GRAPH
 from ipufit.core.plan import Plan
 from ipufit.core.plan_checks import round_up
+from ipufit.core.train_config import TrainConfig
 from ipufit.errors import ConfigurationError, PartitionError, UnknownNameError
-from ipufit.partition.partition import AFTER, STRATEGIES, Partition
+from ipufit.losses import Loss
+from ipufit.partition.partition import AFTER, STRATEGIES, Partition, Partitions
 from ipufit.partition.recomputation import resolve_recompute
 from ipufit.partition.request import PartitionRequest
 from ipufit.partition.resolve import AUTO, resolve_partition
@@ -21,19 +23,60 @@ from ipufit.planner.partition_plan import PartitionPlan, Planned
 from ipufit.planner.pipeline_schedule import SCHEDULES
 from ipufit.planner.plan_arguments import fingerprint
 from ipufit.planner.planning import Divided, Estimator, schedule_of
-from ipufit.training.sample_batch import able_to_run, sample_for
-from ipufit.training.session import Session
 from ipufit.utils.error_collector import Faults, one_of
 
-__all__ = ["plan_partition"]
+__all__ = ["CompiledModule", "plan_partition"]
 
 # IPUs of a replica that are looked for where nobody says how many there are: a whole POD64.
 _MOST = 64
 
 
+class CompiledModule(Protocol):
+    """A module with the settings of ``compile`` that decide where it lies on IPUs."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module."""
+        ...
+
+    @property
+    def loss(self) -> Loss:
+        """The loss in its normal form."""
+        ...
+
+    @property
+    def config(self) -> TrainConfig:
+        """How an update is made."""
+        ...
+
+    @property
+    def partitions(self) -> Partitions:
+        """Where the module lies on the IPUs of a replica."""
+        ...
+
+    @property
+    def auto_round_ipus(self) -> bool:
+        """True if IPUs may be rounded up to a number that can be reserved."""
+        ...
+
+    def recomputes(self, strategy: str, stages: int) -> bool:
+        """Return True if training has PopTorch compute activations again."""
+        ...
+
+    def plan_estimator(
+        self, sample: MicroBatch, partition: Optional[Partition], recompute: Sequence[str]
+    ) -> Estimator:
+        """Follow a micro-batch through module and loss, for estimates of its divisions.
+
+        Raises:
+            DataError: the module or the loss can't take it.
+        """
+        ...
+
+
 def plan_partition(
-    session: Session,
-    x: Any,
+    session: CompiledModule,
+    read_sample: Callable[[], MicroBatch],
     request: PartitionRequest,
     work: Tuple[Any, Any],
     how: Tuple[Any, Any, Any],
@@ -42,7 +85,8 @@ def plan_partition(
 
     Args:
         session: of the model.
-        x: a batch or a loader; None for the shapes of the last ``fit``.
+        read_sample: returns the micro-batch whose shapes the plan is for, once arguments are
+            checked.
         request: the arguments that divide the module.
         work: ipus, gradient_accumulation.
         how: schedule, recompute, ipu_memory.
@@ -64,8 +108,8 @@ def plan_partition(
             f"{schedule!r}. Leave it out, or use strategy='pipelined'."
         )
     schedule = schedule_of(strategy, schedule)
-    sample = sample_for(session, x, "plan")
-    estimator = _estimator(session, sample, wanted.partition, recompute.checkpoints)
+    sample = read_sample()
+    estimator = session.plan_estimator(sample, wanted.partition, recompute.checkpoints)
     if wanted.counts:
 
         def again(count: int) -> bool:
@@ -135,7 +179,7 @@ class _Recomputation:
     of: Callable[[str, int], bool]
 
 
-def _recomputation(session: Session, recompute: Any) -> _Recomputation:
+def _recomputation(session: CompiledModule, recompute: Any) -> _Recomputation:
     """Resolve the argument ``recompute``; None is what was compiled.
 
     Raises:
@@ -182,7 +226,7 @@ class _Wanted:
     counts: Tuple[int, ...] = ()
 
 
-def _wanted(session: Session, request: PartitionRequest, ipus: Optional[int]) -> _Wanted:
+def _wanted(session: CompiledModule, request: PartitionRequest, ipus: Optional[int]) -> _Wanted:
     compiled = session.partitions.training
     if request.strategy is not None and request.strategy not in STRATEGIES:
         raise UnknownNameError("strategy", str(request.strategy), STRATEGIES)
@@ -275,18 +319,3 @@ def _smallest(
         evenest = estimator.divided(count, schedule, recompute(count))
     assert evenest is not None
     return evenest
-
-
-def _estimator(
-    session: Session,
-    sample: MicroBatch,
-    partition: Optional[Partition],
-    checkpoints: Sequence[str],
-) -> Estimator:
-    """Make an estimator by following the batch through the module.
-
-    Raises:
-        DataError: the module or the loss can't take it.
-    """
-    with able_to_run(session.explainer(Mode.TRAIN, "plan"), sample):
-        return session.estimator(sample, partition, checkpoints)

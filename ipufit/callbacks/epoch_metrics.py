@@ -27,14 +27,14 @@ from ipufit.metrics.pending_batches import Seen
 from ipufit.processes import Processes
 from ipufit.utils.names import check_log_name
 
-__all__ = ["Meter", "RunningLogs", "metric_target"]
+__all__ = ["EpochMetrics", "RunningLogs", "metric_target"]
 
 # How often the value of a micro-batch counts in a sum, and how much that weighs in a mean. They
 # differ for a loss that is a sum: a smaller micro-batch counts like a full one.
 _Share = Tuple[float, float]
 
 
-class Meter:
+class EpochMetrics:
     """The exact mean loss, the metrics and the logged values of one epoch.
 
     Args:
@@ -228,13 +228,15 @@ class Meter:
         """What the program said of itself after the last execution."""
         return self._settings
 
-    def cheap(self) -> Dict[str, float]:
-        """All but the metrics."""
-        logged = {name: running.value for name, running in self._logged.items()}
-        skipped = {"skipped_updates": self.skipped} if "loss_scale" in self._settings else {}
-        values = {"loss": self.loss, **logged, **self._settings, **skipped}
-        for name in [name for name, rule in self._rules.items() if rule.is_none]:
-            del values[name]
+    def values_without_metrics(self) -> Dict[str, float]:
+        """Return the loss, the logged values and the settings, which cost nothing to work out."""
+        values = {"loss": self.loss}
+        for name, running in self._logged.items():
+            if not self._rules[name].is_none:
+                values[name] = running.value
+        values.update(self._settings)
+        if "loss_scale" in self._settings:
+            values["skipped_updates"] = self.skipped
         return values
 
     def running(self) -> RunningLogs:
@@ -259,17 +261,16 @@ class Meter:
             self._values = self._with(self.metrics)
         return self._values
 
-    def whole_values(self, processes: Processes) -> Dict[str, float]:
+    def reduce_across_ranks(self, processes: Processes) -> Dict[str, float]:
         """The same over the samples of all processes, which ask at the same time."""
         if processes.is_distributed:
             return self._with(self.metrics.whole(processes))
         return dict(self.values())
 
     def _with(self, metrics: MetricSet) -> Dict[str, float]:
-        cheap = self.cheap()
-        settings = [n for n in cheap if n in (*self._settings, "skipped_updates")]
-        first = {name: value for name, value in cheap.items() if name not in settings}
-        last = {name: cheap[name] for name in settings}
+        first = self.values_without_metrics()
+        names = (*self._settings, "skipped_updates")
+        last = {name: first.pop(name) for name in names if name in first}
         return {**first, **metrics.compute(), **last}
 
 
@@ -301,7 +302,7 @@ def _is_target_last(micro_batch: MicroBatch, loss: Loss) -> bool:
 class RunningLogs(Mapping[str, float]):
     """Values so far; metrics are worked out when somebody looks, at the latest when they change."""
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: EpochMetrics) -> None:
         self._meter = meter
         self._settled: Optional[Dict[str, float]] = None
 
@@ -320,7 +321,11 @@ class RunningLogs(Mapping[str, float]):
         if self._settled is not None:
             return self._settled
         meter = self._meter
-        return {**meter.cheap(), "updates": meter.updates, "samples": meter.samples}
+        return {
+            **meter.values_without_metrics(),
+            "updates": meter.updates,
+            "samples": meter.samples,
+        }
 
     def _all(self) -> Dict[str, float]:
         if self._settled is not None:

@@ -1,0 +1,142 @@
+"""A running fit and its model, as callbacks and other observers see them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Dict, List, Optional, Protocol
+
+import torch
+from torch import nn
+
+from ipufit.callbacks.epoch_metrics import EpochMetrics
+from ipufit.callbacks.history import History
+from ipufit.core.batch import DataCursor, MicroBatch
+from ipufit.core.plan import Plan
+from ipufit.core.train_config import TrainConfig
+from ipufit.data.pipeline import Feed
+from ipufit.engines.program import Engine, Program
+from ipufit.losses import Loss
+from ipufit.processes import Processes
+
+__all__ = ["CallbackModel", "Measurement", "ObservedSession", "RunningFit"]
+
+
+class CallbackModel(Protocol):
+    """The part of :class:`ipufit.Model` that the callbacks of this package and the loop rely on.
+
+    Attributes:
+        module: the user's module.
+        history: of the last ``fit``.
+        stop_training: ends ``fit`` with the present execution where it is True.
+        outputs: the module's, of the last execution, for callbacks with ``wants_outputs``.
+    """
+
+    module: nn.Module
+    history: History
+    stop_training: bool
+    outputs: List[Any]
+
+    @property
+    def optimizer(self) -> Optional[torch.optim.Optimizer]:
+        """The torch optimizer with its present state."""
+        ...
+
+    @property
+    def capture_seconds(self) -> float:
+        """Seconds spent on recording so far."""
+        ...
+
+    def swap_ema_weights(self) -> None:
+        """Exchange weights and their moving averages."""
+        ...
+
+    def save_weights(self, path: str) -> None:
+        """Write the weights to a file."""
+        ...
+
+
+@dataclasses.dataclass
+class Measurement:
+    """A program with everything that measures it.
+
+    Attributes:
+        program: prepared.
+        plan: with the micro-batch size that the loader really has.
+        meter: its loss and metrics.
+        first: the first micro-batch.
+    """
+
+    program: Program
+    plan: Plan
+    meter: EpochMetrics
+    first: MicroBatch
+
+
+class ObservedSession(Protocol):
+    """The part of a compiled model that observers of a fit read."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module."""
+        ...
+
+    @property
+    def loss(self) -> Loss:
+        """The loss in its normal form."""
+        ...
+
+    @property
+    def config(self) -> TrainConfig:
+        """How an update is made."""
+        ...
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that builds the programs."""
+        ...
+
+    @property
+    def processes(self) -> Processes:
+        """The processes that work together."""
+        ...
+
+    @property
+    def optimizer(self) -> Optional[torch.optim.Optimizer]:
+        """The torch optimizer with its present state."""
+        ...
+
+    @property
+    def groups(self) -> List[Dict[str, Any]]:
+        """The optimizer's parameter groups with their present settings."""
+        ...
+
+
+class RunningFit(Protocol):
+    """A fit as its observers see it.
+
+    Attributes:
+        history: filled epoch by epoch.
+        place: where the data stands after the last execution.
+    """
+
+    history: History
+    place: Optional[DataCursor]
+
+    @property
+    def job(self) -> Measurement:
+        """The training program and its measures."""
+        ...
+
+    @property
+    def feed(self) -> Feed:
+        """The pipeline of the training data."""
+        ...
+
+    @property
+    def shards_data(self) -> bool:
+        """True if ipufit shards the data, or one process reads all of it."""
+        ...
+
+    def ending(self) -> bool:
+        """Return True if training ends with the last execution."""
+        ...
