@@ -10,7 +10,7 @@ from ipufit.partition.partition import Partition
 
 if TYPE_CHECKING:
     from ipufit.engines.ipu.ipu_config import IPUConfig
-    from ipufit.engines.ipu.poptorch_options.reading import WholeOptions
+    from ipufit.engines.ipu.poptorch_options.reading import PopTorchOptions
 
 __all__ = ["FixedWork"]
 
@@ -63,8 +63,8 @@ class FixedWork:
 
     @staticmethod
     def of_options(
-        training: Optional[WholeOptions],
-        inference: Optional[WholeOptions],
+        training: Optional[PopTorchOptions],
+        inference: Optional[PopTorchOptions],
         said: Sequence[str],
     ) -> FixedWork:
         """What whole PopTorch options fix.

@@ -488,9 +488,9 @@ class Session:
         options = self._options.get(role)
         if options is None:
             return None
-        from ipufit.engines.ipu.poptorch_options.reading import WholeOptions
+        from ipufit.engines.ipu.poptorch_options.reading import PopTorchOptions
 
-        return WholeOptions(role, options).strategy
+        return PopTorchOptions(role, options).strategy
 
     def _spec(
         self,

@@ -1,1 +1,6 @@
-"""``training_options`` and ``inference_options`` of ``compile``: PopTorch's, on every engine."""
+"""The arguments ``training_options`` and ``inference_options`` of ``compile``, on every engine.
+
+``reading`` reads values of ``poptorch.Options`` by their public names, ``pair`` merges them into
+the arguments of ``compile``, and ``report`` says what each setter does off IPUs. A new setter needs
+a row in ``report``, and what the run is to know of it in ``reading``.
+"""

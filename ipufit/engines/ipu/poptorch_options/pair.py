@@ -1,4 +1,4 @@
-"""Options for training and for inference together: what ``compile`` makes of them."""
+"""Options for training and for inference together, merged into the arguments of ``compile``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, List, Optional, Tuple
 
 from ipufit.core.option_roles import INFERENCE, TRAINING
 from ipufit.core.train_config import LossScale, TrainConfig
-from ipufit.engines.ipu.poptorch_options.reading import WholeOptions
-from ipufit.engines.ipu.poptorch_options.report import Lists, lists
+from ipufit.engines.ipu.poptorch_options.reading import PopTorchOptions
+from ipufit.engines.ipu.poptorch_options.report import SetterEffects, setter_effects
 from ipufit.errors import ConfigurationError
 from ipufit.partition.partition import Partitions
 from ipufit.utils.error_collector import Faults
@@ -18,40 +18,40 @@ __all__ = ["OptionPair"]
 
 @dataclasses.dataclass(frozen=True)
 class OptionPair:
-    """What ``compile`` was given.
+    """The two options that were passed to ``compile``.
 
     Attributes:
         training, inference: None where there are none.
     """
 
-    training: Optional[WholeOptions] = None
-    inference: Optional[WholeOptions] = None
+    training: Optional[PopTorchOptions] = None
+    inference: Optional[PopTorchOptions] = None
 
     @staticmethod
-    def read(asked: Any, faults: Faults) -> OptionPair:
-        """The options among the arguments of ``compile``; faults are noted."""
-        found = {}
+    def read(arguments: Any, faults: Faults) -> OptionPair:
+        """Read the options among the arguments of ``compile``; faults are collected."""
+        by_role = {}
         for role in (TRAINING, INFERENCE):
             with faults.collected():
-                found[role] = WholeOptions.read(role, getattr(asked, role))
-        return OptionPair(found.get(TRAINING), found.get(INFERENCE))
+                by_role[role] = PopTorchOptions.read(role, getattr(arguments, role))
+        return OptionPair(by_role.get(TRAINING), by_role.get(INFERENCE))
 
     @property
-    def given(self) -> List[WholeOptions]:
-        """Those that there are."""
+    def present(self) -> List[PopTorchOptions]:
+        """The options that were passed, training first."""
         return [options for options in (self.training, self.inference) if options is not None]
 
-    def merged(self, asked: Any, faults: Faults) -> Any:
-        """The arguments of ``compile``, with what the options say of them; conflicts are noted."""
-        for options in self.given:
+    def merged(self, arguments: Any, faults: Faults) -> Any:
+        """Fill the arguments of ``compile`` from the options; conflicts are collected."""
+        for options in self.present:
             name = "inference_partition" if options.is_inference else "partition"
             with faults.collected():
-                divided = options.with_strategy(getattr(asked, name), asked.partition)
-                asked = dataclasses.replace(asked, **{name: divided})
+                divided = options.with_strategy(getattr(arguments, name), arguments.partition)
+                arguments = dataclasses.replace(arguments, **{name: divided})
         if self.training is None:
-            return asked
+            return arguments
         role = self.training.role
-        for name, said, setter in (
+        for name, value, setter in (
             ("output_mode", self.training.output_mode, "outputMode"),
             ("output_every", self.training.output_every, "outputMode"),
             (
@@ -67,23 +67,23 @@ class OptionPair:
             ("auto_round_ipus", self.training.rounds_ipus or None, "autoRoundNumIPUs"),
         ):
             with faults.collected():
-                asked = _agreed(asked, name, said, f"{role}.{setter}")
+                arguments = _set_argument(arguments, name, value, f"{role}.{setter}")
         with faults.collected():
             # Off IPUs, options share nothing out.
             setter = f"{role}.TensorLocations.setOptimizerLocation"
-            _agreed(asked, "shard_optimizer", self.training.shards_state, setter)
+            _set_argument(arguments, "shard_optimizer", self.training.shards_state, setter)
         with faults.collected():
-            if self.training.scales_loss and asked.loss_scale not in (None, "dynamic"):
+            if self.training.scales_loss and arguments.loss_scale not in (None, "dynamic"):
                 raise ConfigurationError(
                     f"loss_scale must agree with {role}.Training.setAutomaticLossScaling, which is "
-                    f"on, got {asked.loss_scale!r}. Leave one out."
+                    f"on, got {arguments.loss_scale!r}. Leave one out."
                 )
-        return asked
+        return arguments
 
     def applied(
         self, engine: Any, config: TrainConfig, partitions: Partitions
     ) -> Tuple[TrainConfig, List[str], List[str]]:
-        """On an engine without options of its own: what stands for them, and what is said of it.
+        """Apply the options on an engine that takes none, and report their effects.
 
         Returns:
             the TrainConfig, texts to print, and sentences for ``explain``.
@@ -94,30 +94,30 @@ class OptionPair:
         if getattr(engine, "takes_options", False):
             return config, [], []
         name = getattr(engine, "name", "given")
-        found: List[Lists] = []
-        for options in self.given:
+        effects: List[SetterEffects] = []
+        for options in self.present:
             options.refuse_other_processes()
             is_divided = partitions.of(not options.is_inference) is not None
-            found.append(lists(options, is_divided))
+            effects.append(setter_effects(options, is_divided))
         if self.training is not None and self.training.scales_loss and config.loss_scale is None:
             config = dataclasses.replace(config, loss_scale=LossScale())
-        printed = [rows.text(name) for rows in found if rows.text(name)]
-        said = [
+        printed = [rows.text(name) for rows in effects if rows.text(name)]
+        sentences = [
             f"Of {rows.role}, these change nothing on {name}: {', '.join(rows.none)}."
-            for rows in found
+            for rows in effects
             if rows.none
         ]
-        return config, printed, said
+        return config, printed, sentences
 
 
-def _agreed(asked: Any, name: str, said: Any, by: str) -> Any:
-    """The arguments with this value, unless one disagrees."""
-    if said is None:
-        return asked
-    value = getattr(asked, name)
-    if value not in (None, said):
+def _set_argument(arguments: Any, name: str, value: Any, by: str) -> Any:
+    """Set an argument that the options fix, unless another value was passed."""
+    if value is None:
+        return arguments
+    passed = getattr(arguments, name)
+    if passed not in (None, value):
         raise ConfigurationError(
-            f"{name} must agree with {by}, which says {said!r}, got {value!r}. Leave it out, or "
+            f"{name} must agree with {by}, which says {value!r}, got {passed!r}. Leave it out, or "
             "change the options."
         )
-    return dataclasses.replace(asked, **{name: said})
+    return dataclasses.replace(arguments, **{name: value})

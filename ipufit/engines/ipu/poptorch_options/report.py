@@ -1,4 +1,4 @@
-"""Which setters of PopTorch options hold on an engine that is no IPU, and why others don't."""
+"""Effects of PopTorch's setters on an engine that is no IPU, with reasons."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import dataclasses
 import textwrap
 from typing import Any, Dict, List, Tuple
 
-from ipufit.engines.ipu.poptorch_options.reading import WholeOptions
+from ipufit.engines.ipu.poptorch_options.reading import PopTorchOptions
 
-__all__ = ["Lists", "lists"]
+__all__ = ["SetterEffects", "setter_effects"]
 
 # By the name in ``toDict``: the setter.
 _EXACT = {
@@ -113,8 +113,8 @@ _BAR = "compilation_progress_bar_fn"
 
 
 @dataclasses.dataclass(frozen=True)
-class Lists:
-    """The setters that were used, by what becomes of them.
+class SetterEffects:
+    """Setters that were used, by their effect.
 
     Attributes:
         role: the argument of ``compile``.
@@ -129,7 +129,7 @@ class Lists:
     none: Dict[str, str]
 
     def text(self, engine: str) -> str:
-        """The three lists with their reasons; empty where nothing was set."""
+        """Format the three lists with their reasons; empty where nothing was set."""
         if not (self.exact or self.approximated or self.none):
             return ""
         lines = [f"{self.role} on engine {engine!r}", _wrapped("exact", self.exact)]
@@ -139,8 +139,8 @@ class Lists:
         return "\n".join(lines)
 
 
-def lists(options: WholeOptions, is_divided: bool) -> Lists:
-    """What becomes of each setter that was used, on an engine that has no such options.
+def setter_effects(options: PopTorchOptions, is_divided: bool) -> SetterEffects:
+    """Sort the setters that were used by their effect on an engine without such options.
 
     Args:
         options: of one argument.
@@ -158,9 +158,9 @@ def lists(options: WholeOptions, is_divided: bool) -> Lists:
         elif key in _EXACT:
             exact.append(_EXACT[key])
         else:
-            for setter, why in _without_effect(key, options.given):
+            for setter, why in _without_effect(key, options.options):
                 none[setter] = why
-    return Lists(
+    return SetterEffects(
         options.role, sorted(exact), dict(sorted(approximated.items())), dict(sorted(none.items()))
     )
 
@@ -169,14 +169,14 @@ def _without_effect(key: str, options: Any) -> List[Tuple[str, str]]:
     """The setters of a value that has no effect, and why it has none."""
     value = options._Popart.options.get(key)
     fields = value if isinstance(value, dict) else {}
-    found = [row for field, row in _BY_FIELD.items() if field in fields]
-    return found or [_NO_EFFECT.get(key, (f'_Popart.set("{key}")', _COMPILER))]
+    rows = [row for field, row in _BY_FIELD.items() if field in fields]
+    return rows or [_NO_EFFECT.get(key, (f'_Popart.set("{key}")', _COMPILER))]
 
 
-def _changed(options: WholeOptions) -> List[str]:
+def _changed(options: PopTorchOptions) -> List[str]:
     """Names of the values that are not those of fresh options."""
-    mine, fresh = options.given, type(options.given)()
-    values, plain, missing = _values(mine), _values(fresh), object()
+    users, fresh = options.options, type(options.options)()
+    values, plain, missing = _values(users), _values(fresh), object()
     names = [
         name
         for name in {**plain, **values}
@@ -184,18 +184,18 @@ def _changed(options: WholeOptions) -> List[str]:
     ]
     if options.strategy is not None and "execution_mode" not in names:
         names.append("execution_mode")
-    return names + [name for name in _ATTRIBUTES if getattr(mine, name) != getattr(fresh, name)]
+    return names + [name for name in _ATTRIBUTES if getattr(users, name) != getattr(fresh, name)]
 
 
 def _values(options: Any) -> Dict[str, Any]:
     """All values by name, whatever the output mode."""
     copy = options.clone()
     copy.set(output_mode=2)  # All: with the default mode there is no such dictionary
-    found: Dict[str, Any] = copy.toDict()
-    found["output_mode"] = int(options.output_mode)
+    values: Dict[str, Any] = copy.toDict()
+    values["output_mode"] = int(options.output_mode)
     # A bar is an object; whether there is one is what was said.
-    found[_BAR] = _BAR in found
-    return found
+    values[_BAR] = _BAR in values
+    return values
 
 
 def _wrapped(kind: str, names: List[str]) -> str:

@@ -1,4 +1,4 @@
-"""Operators as PopTorch's dispatcher gets them: whole, or as what torch writes them with."""
+"""Decomposition of operators as PopTorch's dispatcher gets them, whole or in parts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ipufit.engines.ipu.preflight.operator_call import Call, Seen
+from ipufit.engines.ipu.preflight.facts import Call, CodeLocation
 from ipufit.engines.ipu.preflight.operators import WHOLE, outplace
 
 __all__ = ["Operators", "Watcher"]
@@ -43,7 +43,7 @@ _IMPLICIT, _EXPLICIT = "CompositeImplicitAutograd", "CompositeExplicitAutograd"
 
 
 class Watcher(Protocol):
-    """Is told of operators.
+    """Interface of a listener to operators.
 
     Attributes:
         knows: whether there are facts about an operator.
@@ -51,18 +51,18 @@ class Watcher(Protocol):
 
     knows: Callable[[str], bool]
 
-    def looked(self) -> Seen:
-        """One is about to run, which may make no tensor."""
+    def looked(self) -> CodeLocation:
+        """Called before an operator that may make no tensor; returns its location."""
 
     def note(self, operator: Any, arguments: Dict[str, Any], is_whole: bool) -> Call:
-        """One that makes tensors is about to run."""
+        """Called before an operator that makes tensors."""
 
     def ran(self, call: Call, result: Any) -> None:
-        """It did."""
+        """Called with the result of an operator."""
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Below autograd: every operator, taken apart as far as PopTorch has it."""
+    """Mode below autograd that takes operators apart as far as PopTorch has them."""
 
     def __init__(self, watcher: Watcher) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -97,7 +97,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _parts(self, func: Any) -> Optional[Callable[..., Any]]:
-        """What an operator is written with; None of one that PopTorch takes whole."""
+        """Return the decomposition of an operator; None for one that PopTorch takes whole."""
         if func.name() in WHOLE:
             return None
         if func is torch.ops.aten.scaled_dot_product_attention.default:
@@ -129,7 +129,7 @@ def _makes_tensors(func: Any) -> bool:
 
 
 def _bound(func: Any, args: Sequence[Any], kwargs: Dict[str, Any]) -> Dict[str, Any]:
-    """Arguments by name, with the defaults of those that were not given."""
+    """Bind arguments by name, with the defaults of missing ones."""
     bound = {}
     for place, argument in enumerate(func._schema.arguments):
         if argument.name in kwargs:

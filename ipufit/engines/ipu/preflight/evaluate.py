@@ -1,4 +1,4 @@
-"""From what a model is made of to findings."""
+"""Findings about a model, from a recording of it and the table of facts."""
 
 from __future__ import annotations
 
@@ -9,21 +9,27 @@ from torch import Tensor, nn
 
 from ipufit.core.batch import MicroBatch
 from ipufit.core.train_config import TrainConfig
-from ipufit.engines.ipu.preflight.facts import SUPPORTED, UNKNOWN, Fact, Place
-from ipufit.engines.ipu.preflight.losses import LEFT_OUT
-from ipufit.engines.ipu.preflight.operator_call import Call, Seen
+from ipufit.engines.ipu.preflight.facts import (
+    SUPPORTED,
+    UNKNOWN,
+    Call,
+    CodeLocation,
+    Fact,
+    Place,
+    guide,
+)
+from ipufit.engines.ipu.preflight.layers import LEFT_OUT
 from ipufit.engines.ipu.preflight.operators import CONSTANT
 from ipufit.engines.ipu.preflight.optimizers import (
     ParameterGroup,
     no_such_optimizer,
     refused_settings,
 )
-from ipufit.engines.ipu.preflight.places import guide
 from ipufit.engines.ipu.preflight.recording import Recording, record
 from ipufit.engines.ipu.preflight.report import Finding, PreflightReport, merged
 from ipufit.engines.ipu.preflight.settings import SETTINGS, refused_arguments
 from ipufit.engines.ipu.preflight.table import Table, unknown_operator
-from ipufit.engines.ipu.preflight.tensors import CHANGED, Held, dtype_name
+from ipufit.engines.ipu.preflight.tensors import CHANGED, DeviceTensor, dtype_name
 from ipufit.errors import CaptureError
 from ipufit.losses import Loss
 
@@ -40,7 +46,7 @@ def preflight(
     batch: MicroBatch,
     table: Optional[Table] = None,
 ) -> PreflightReport:
-    """Hold a model against the table of facts.
+    """Look up a model in the table of facts.
 
     Args:
         module: the user's.
@@ -81,12 +87,12 @@ def preflight(
     return PreflightReport(type(module).__name__, merged(findings), len(kinds), stopped)
 
 
-def _finding(fact: Fact, what: str, seen: Seen) -> List[Finding]:
-    return [] if fact.verdict == SUPPORTED else [Finding.at(fact, what, seen)]
+def _finding(fact: Fact, what: str, location: CodeLocation) -> List[Finding]:
+    return [] if fact.verdict == SUPPORTED else [Finding.at(fact, what, location)]
 
 
 def of_calls(table: Table, calls: Sequence[Call]) -> Iterator[Finding]:
-    """What there is to say of operators."""
+    """Yield findings about operators."""
     for call in calls:
         yield from _of_call(table, call)
 
@@ -96,17 +102,17 @@ def _of_call(table: Table, call: Call) -> Iterator[Finding]:
         return
     facts = table.of(_OPERATORS, call.name, call)
     for fact in facts:
-        yield from _finding(fact, fact.key, call.seen)
+        yield from _finding(fact, fact.key, call.location)
     if call.is_whole and not facts:
-        yield Finding.at(unknown_operator(call.name), call.name, call.seen)
+        yield Finding.at(unknown_operator(call.name), call.name, call.location)
 
 
 def _of_modules(table: Table, recording: Recording) -> Iterator[Finding]:
-    for module, seen in recording.modules.values():
+    for module, location in recording.modules.values():
         for kind in type(module).__mro__:
             if kind.__module__.startswith("torch.nn"):
                 for fact in table.of("layers", kind.__name__, module):
-                    yield from _finding(fact, fact.key, seen)
+                    yield from _finding(fact, fact.key, location)
                 break
 
 
@@ -114,12 +120,12 @@ def _of_failure(table: Table, recording: Recording) -> Iterator[Finding]:
     failure = recording.failure
     if failure is None:
         return
-    seen = Seen(recording.failed_in, failure.file, failure.line)
+    location = CodeLocation(recording.failed_in, failure.file, failure.line)
     facts = table.of("control flow", str(failure.cause))
     for fact in facts:
-        yield Finding.at(fact, fact.key, seen)
+        yield Finding.at(fact, fact.key, location)
     if not facts:
-        yield Finding.at(_unrecorded(failure), "what can't be recorded", seen)
+        yield Finding.at(_unrecorded(failure), "what can't be recorded", location)
 
 
 def _unrecorded(failure: CaptureError) -> Fact:
@@ -135,23 +141,25 @@ def _unrecorded(failure: CaptureError) -> Fact:
 
 
 def _of_bodies(table: Table, recording: Recording) -> Iterator[Finding]:
-    for name, seen in recording.bodies.items():
+    for name, location in recording.bodies.items():
         for fact in table.of("control flow", name):
-            yield Finding.at(fact, fact.key, seen)
+            yield Finding.at(fact, fact.key, location)
 
 
 def _of_changes(table: Table, recording: Recording) -> Iterator[Finding]:
-    for name, (dtype, seen) in recording.changed.items():
+    for name, (dtype, location) in recording.changed.items():
         for fact in table.of("dtypes", CHANGED, dtype):
-            yield Finding.at(fact, f"{name!r} of {dtype_name(dtype)}, which forward changes", seen)
+            yield Finding.at(
+                fact, f"{name!r} of {dtype_name(dtype)}, which forward changes", location
+            )
 
 
 def _of_tensors(
     table: Table, module: nn.Module, loss: Loss, batch: MicroBatch
 ) -> Iterator[Finding]:
-    for what, owner, held in _held(module, loss, batch):
-        dtype = dtype_name(held.tensor.dtype)
-        facts = [*table.of("dtypes", dtype, held), *table.of("dtypes", "*", held)]
+    for what, owner, device_tensor in _device_tensors(module, loss, batch):
+        dtype = dtype_name(device_tensor.tensor.dtype)
+        facts = [*table.of("dtypes", dtype, device_tensor), *table.of("dtypes", "*", device_tensor)]
         if not table.knows("dtypes", dtype):
             facts.append(_unknown_dtype(dtype))
         for fact in facts:
@@ -159,20 +167,20 @@ def _of_tensors(
                 yield Finding(fact, f"{what} of {dtype}", owner)
 
 
-def _held(
+def _device_tensors(
     module: nn.Module, loss: Loss, batch: MicroBatch
-) -> Iterator[Tuple[str, Optional[str], Held]]:
+) -> Iterator[Tuple[str, Optional[str], DeviceTensor]]:
     for prefix, part in (("", module), ("loss.", loss.module)):
         if part is not None:
             for name, tensor in (*part.named_parameters(), *_counted_buffers(part)):
                 owner = (prefix + name).rpartition(".")[0]
-                yield repr(prefix + name), owner, Held(tensor, in_module=True)
+                yield repr(prefix + name), owner, DeviceTensor(tensor, in_module=True)
     for leaf in batch.leaves:
-        yield f"an input of shape {tuple(leaf.shape)}", None, Held(leaf, in_module=False)
+        yield f"an input of shape {tuple(leaf.shape)}", None, DeviceTensor(leaf, in_module=False)
 
 
 def _counted_buffers(module: nn.Module) -> Iterator[Tuple[str, Tensor]]:
-    """Buffers but the counter of batches, which nobody reads."""
+    """Yield buffers without counters of batches, which nothing reads."""
     for name, tensor in module.named_buffers():
         if name.rpartition(".")[2] != "num_batches_tracked":
             yield name, tensor

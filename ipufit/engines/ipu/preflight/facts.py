@@ -1,11 +1,26 @@
-"""One thing that PopTorch 3.4 says of itself, where it says it, and what to do about it."""
+"""Facts: one statement of PopTorch 3.4 each, with its source and a cure; and calls to look up."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Dict, Tuple
+from typing import Any, Callable, Dict, FrozenSet, Mapping, Optional, Tuple
 
-__all__ = ["COMMIT", "LIMITED", "SUPPORTED", "UNKNOWN", "UNSUPPORTED", "Fact", "Place", "always"]
+__all__ = [
+    "COMMIT",
+    "LIMITED",
+    "SUPPORTED",
+    "UNKNOWN",
+    "UNSUPPORTED",
+    "Call",
+    "CodeLocation",
+    "Fact",
+    "Place",
+    "always",
+    "canonical",
+    "dispatcher",
+    "guide",
+    "operators_page",
+]
 
 # The last commit of branch sdk-release-3.4 of github.com/graphcore/poptorch: every line below is
 # a line of this one.
@@ -34,7 +49,7 @@ class Place:
 
 
 def always(_: Any) -> bool:
-    """The condition of a fact that has none."""
+    """Return True: the condition of a fact that has none."""
     return True
 
 
@@ -65,7 +80,7 @@ class Fact:
     applies: Callable[[Any], bool] = always
 
     def as_dict(self) -> Dict[str, Any]:
-        """All but the condition, for JSON."""
+        """Return all but the condition, for JSON."""
         return {
             "group": self.group,
             "key": self.key,
@@ -74,3 +89,62 @@ class Fact:
             "sources": [dataclasses.asdict(place) for place in self.places],
             "cure": self.cure,
         }
+
+
+def guide(page: str, line: int) -> Place:
+    """Return the place of a line of a page of the user guide."""
+    return Place(f"docs/user_guide/{page}.rst", line)
+
+
+def operators_page(line: int) -> Place:
+    """Return the place of a line of the guide's list of operators and layers."""
+    return guide("supported_ops", line)
+
+
+def canonical(name: str, line: int) -> Place:
+    """Return the place of a line of the handlers that turn ATen operators into PopART's."""
+    return Place(f"poptorch/source/popart_canonicalization/{name}.cpp", line)
+
+
+def dispatcher(name: str, line: int) -> Place:
+    """Return the place of a line of the code that takes operators from torch."""
+    return Place(f"poptorch/source/dispatch_tracer/{name}", line)
+
+
+@dataclasses.dataclass(frozen=True)
+class CodeLocation:
+    """Place in the user's code where something happened.
+
+    Attributes:
+        module: name of the innermost module that ran; "" for the model itself, "loss" for the loss.
+        file, line: of the user's source, or that of a layer of torch's; None if no one's.
+    """
+
+    module: str = ""
+    file: Optional[str] = None
+    line: Optional[int] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of an operator.
+
+    Attributes:
+        name: such as "aten::add"; of what changes its argument, that of its other form.
+        arguments: by name, defaults included; tensors have no values.
+        constants: names of tensor arguments that depend on no input and no weight.
+        is_constant_result: whether all of its tensors do so, and no random number is drawn.
+        is_whole: False of an operator that torch writes with others, which come after it.
+        location: the place of the call.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    constants: FrozenSet[str]
+    is_constant_result: bool
+    is_whole: bool
+    location: CodeLocation
+
+    def is_constant(self, name: str) -> bool:
+        """Return True if an argument is known when the model is compiled."""
+        return name in self.constants

@@ -1,4 +1,4 @@
-"""What PopTorch does not do with an operator that it has, or does in its own way."""
+"""Facts about operators that PopTorch has, but not for all arguments, or with other results."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ from typing import Any, Callable, Tuple
 import torch
 from torch import Tensor
 
-from ipufit.engines.ipu.preflight.facts import LIMITED, UNKNOWN, UNSUPPORTED, Fact, Place, always
-from ipufit.engines.ipu.preflight.operator_call import Call
-from ipufit.engines.ipu.preflight.places import canonical, dispatcher, operators_page
+from ipufit.engines.ipu.preflight.facts import (
+    LIMITED,
+    UNKNOWN,
+    UNSUPPORTED,
+    Call,
+    Fact,
+    Place,
+    always,
+    canonical,
+    dispatcher,
+    operators_page,
+)
 
 __all__ = ["OPERATOR_LIMITS"]
 
@@ -17,7 +26,7 @@ _Condition = Callable[[Call], bool]
 
 
 def _no(key: str, says: str, cure: str, places: Tuple[Place, ...], applies: _Condition) -> Fact:
-    """A call that is not supported; its key is that of the operator, and what is special of it."""
+    """Make a fact about calls that are not supported; its key is the operator and a remark."""
     return Fact("operators", key, key.partition(" ")[0], UNSUPPORTED, says, places, cure, applies)
 
 
@@ -42,8 +51,8 @@ def _is_dilated_transpose(call: Call) -> bool:
 def _does_not_divide(call: Call) -> bool:
     wanted = call.arguments["output_size"]
     wanted = wanted if isinstance(wanted, (list, tuple)) else [wanted]
-    given = call.arguments["self"].shape[-len(wanted) :]
-    return any(size % to for size, to in zip(given, wanted))
+    sizes = call.arguments["self"].shape[-len(wanted) :]
+    return any(size % to for size, to in zip(sizes, wanted))
 
 
 def _stretches_evenly(call: Call) -> bool:

@@ -1,11 +1,10 @@
-"""Operators that PopTorch takes from torch and turns into PopART's, with where it says so."""
+"""Facts about operators that PopTorch turns into PopART's, with the line of each handler."""
 
 from __future__ import annotations
 
 from typing import Dict, List, Tuple
 
-from ipufit.engines.ipu.preflight.facts import SUPPORTED, Fact, Place
-from ipufit.engines.ipu.preflight.places import canonical, dispatcher
+from ipufit.engines.ipu.preflight.facts import SUPPORTED, Fact, Place, canonical, dispatcher
 
 __all__ = ["CONSTANT", "HANDLED", "WHOLE", "outplace"]
 
@@ -100,13 +99,13 @@ _OLDER_NAMES = {"_safe_softmax": "_softmax", "native_dropout": "dropout"}
 
 
 def outplace(name: str) -> str:
-    """The name under which the handlers have an operator, such as "aten::add" of "aten::add_"."""
-    space, _, own = name.partition("::")
-    if own in _OTHER_NAMES:
-        own = _OTHER_NAMES[own]
-    elif own.endswith("_") and not own.endswith("__") and own not in _ONLY_IN_PLACE:
-        own = own[:-1]
-    return f"{space}::{_OLDER_NAMES.get(own, own)}"
+    """Return the name by which handlers know an operator, such as "aten::add" for "aten::add_"."""
+    space, _, operator = name.partition("::")
+    if operator in _OTHER_NAMES:
+        operator = _OTHER_NAMES[operator]
+    elif operator.endswith("_") and not operator.endswith("__") and operator not in _ONLY_IN_PLACE:
+        operator = operator[:-1]
+    return f"{space}::{_OLDER_NAMES.get(operator, operator)}"
 
 
 def _handled() -> List[Fact]:

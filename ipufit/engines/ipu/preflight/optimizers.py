@@ -1,4 +1,4 @@
-"""What PopTorch does with optimizers: it runs its own, and takes over some of their settings."""
+"""Facts about optimizers: PopTorch runs its own, and takes over some settings of torch's."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence, Tuple, Type
 import torch
 from torch import Tensor
 
-from ipufit.engines.ipu.preflight.facts import LIMITED, SUPPORTED, UNSUPPORTED, Fact, Place
-from ipufit.engines.ipu.preflight.places import guide
+from ipufit.engines.ipu.preflight.facts import LIMITED, SUPPORTED, UNSUPPORTED, Fact, Place, guide
 
 __all__ = ["OPTIMIZERS", "ParameterGroup", "no_such_optimizer", "refused_settings"]
 
@@ -65,8 +64,8 @@ _LEAVE_OUT = "Leave it out."
 
 
 def _kind(name: str) -> Fact:
-    listed, taken = _KINDS[name]
-    places = (guide("overview", listed), _attributes(taken))
+    listed, attribute_line = _KINDS[name]
+    places = (guide("overview", listed), _attributes(attribute_line))
     return Fact("optimizers", name, name, SUPPORTED, "it is one of PopTorch's optimizers", places)
 
 
@@ -137,7 +136,7 @@ OPTIMIZERS: Tuple[Fact, ...] = (
 
 
 def refused_settings(group: ParameterGroup) -> Iterator[Tuple[str, Fact]]:
-    """Settings of one group, as they are written, that an IPU can't do."""
+    """Yield settings of one group, as they are written, that an IPU can't do."""
     for fact in OPTIMIZERS:
         if fact.verdict != UNSUPPORTED or fact.key in ("centered", "bias_correction"):
             continue
@@ -149,7 +148,7 @@ def refused_settings(group: ParameterGroup) -> Iterator[Tuple[str, Fact]]:
 
 
 def no_such_optimizer(name: str) -> Fact:
-    """Of an optimizer that is none of PopTorch's."""
+    """Make the fact about an optimizer that PopTorch does not have."""
     return Fact(
         "optimizers",
         "another class",

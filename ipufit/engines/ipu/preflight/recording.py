@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from ipufit.core.batch import MicroBatch
 from ipufit.core.train_config import Precision
 from ipufit.engines.ipu.preflight.decompose import Operators
-from ipufit.engines.ipu.preflight.operator_call import Call, Seen
+from ipufit.engines.ipu.preflight.facts import Call, CodeLocation
 from ipufit.engines.ipu.preflight.operators import outplace
 from ipufit.errors import CaptureError
 from ipufit.losses import Loss
@@ -36,7 +36,7 @@ _CONTROL = os.path.join("poptorch", "_operators", "control.py")
 
 
 class Recording:
-    """What a micro-batch went through.
+    """Operators, modules and changes that a micro-batch went through.
 
     Attributes:
         calls: operators, in order.
@@ -51,9 +51,9 @@ class Recording:
 
     def __init__(self) -> None:
         self.calls: List[Call] = []
-        self.modules: Dict[str, Tuple[nn.Module, Seen]] = {}
-        self.bodies: Dict[str, Seen] = {}
-        self.changed: Dict[str, Tuple[torch.dtype, Seen]] = {}
+        self.modules: Dict[str, Tuple[nn.Module, CodeLocation]] = {}
+        self.bodies: Dict[str, CodeLocation] = {}
+        self.changed: Dict[str, Tuple[torch.dtype, CodeLocation]] = {}
         self.failure: Optional[CaptureError] = None
         self.failed_in = ""
         self.is_loss_left_out = False
@@ -91,7 +91,7 @@ def record(
     leaves = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in batch.leaves]
     with_loss = is_training and (loss.in_module or batch.unpack()[2] is not None)
     recorder = _Recorder(step, knows)
-    recorder.found.is_loss_left_out = is_training and not with_loss
+    recorder.recording.is_loss_left_out = is_training and not with_loss
 
     def run(*tensors: Tensor) -> Tuple[Tensor, ...]:
         # Some layers of torch's take a short cut where no weight learns.
@@ -102,7 +102,7 @@ def record(
         inputs = tree.unflatten(tensors[len(named) :], batch.structure)
         # A weight or a buffer of integers is a constant of PopTorch's.
         moving = [t for t in state.values() if t.is_floating_point()]
-        recorder.own(state)
+        recorder.register_buffers(state)
         with recorder.watching([*moving, *tensors[len(named) :]]):
             inputs = with_inputs_in(precision, inputs)
             call_with(step, state, (inputs, state, with_loss))
@@ -114,19 +114,19 @@ def record(
         try:
             capture(run, values, whole_layers=False, rewrites_one_hot=False)
         except CaptureError as error:
-            recorder.found.failure = error
-    return recorder.found
+            recorder.recording.failure = error
+    return recorder.recording
 
 
 class _Recorder:
-    """Notes operators and modules.
+    """Records operators and modules.
 
     Attributes:
-        found: what was noted.
+        recording: what was recorded.
     """
 
     def __init__(self, step: nn.Module, knows: Callable[[str], bool]) -> None:
-        self.found = Recording()
+        self.recording = Recording()
         self.knows = knows
         self._step = step
         self._buffers: Dict[int, str] = {}
@@ -136,8 +136,8 @@ class _Recorder:
         self._moving: Set[int] = set()
         self._alive: List[Tensor] = []
 
-    def own(self, state: Dict[str, Tensor]) -> None:
-        """Know the buffers.
+    def register_buffers(self, state: Dict[str, Tensor]) -> None:
+        """Register the buffers whose changes are recorded.
 
         Args:
             state: weights and buffers, by their names in the step.
@@ -150,7 +150,7 @@ class _Recorder:
 
     @contextlib.contextmanager
     def watching(self, moving: Sequence[Tensor]) -> Iterator[None]:
-        """See what runs in the block, at PopTorch's level.
+        """Record what runs in the block, at PopTorch's level.
 
         Args:
             moving: tensors whose values are not known when a model is compiled.
@@ -164,7 +164,7 @@ class _Recorder:
                 try:
                     yield
                 except CaptureError:
-                    self.found.failed_in = self._running[-1]
+                    self.recording.failed_in = self._running[-1]
                     raise
                 finally:
                     del below
@@ -174,45 +174,50 @@ class _Recorder:
             self._alive.clear()
 
     def constants(self, arguments: Dict[str, Any]) -> FrozenSet[str]:
-        """Names of arguments that are tensors, all of them constants."""
-        found = set()
+        """Return the names of arguments that are tensors, all of them constants."""
+        names = set()
         for name, value in arguments.items():
             tensors = _tensors(value)
             if tensors and not any(_storage(tensor) in self._moving for tensor in tensors):
-                found.add(name)
-        return frozenset(found)
+                names.add(name)
+        return frozenset(names)
 
-    def looked(self) -> Seen:
-        """Where an operator is about to run, which may be a body of PopTorch's control flow."""
+    def looked(self) -> CodeLocation:
+        """Return where an operator is about to run, and record a body of control flow."""
         frame = sys._getframe(1)
-        seen = self._seen(frame)
-        self._note_body(frame, seen)
-        return seen
+        location = self._location(frame)
+        self._note_body(frame, location)
+        return location
 
     def note(self, operator: Any, arguments: Dict[str, Any], is_whole: bool) -> Call:
-        """An operator is about to run."""
+        """Record an operator that is about to run."""
         constants = self.constants(arguments)
-        given = {name for name, value in arguments.items() if _tensors(value)}
+        tensor_arguments = {name for name, value in arguments.items() if _tensors(value)}
         is_random = torch.Tag.nondeterministic_seeded in operator.tags
         name = outplace(operator._schema.name)
         here = self.looked()
         call = Call(
-            name, arguments, constants, given <= constants and not is_random, is_whole, here
+            name,
+            arguments,
+            constants,
+            tensor_arguments <= constants and not is_random,
+            is_whole,
+            here,
         )
-        self.found.calls.append(call)
+        self.recording.calls.append(call)
         for argument in operator._schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self._note_change(arguments.get(argument.name), here)
         return call
 
-    def _note_change(self, changed: Any, here: Seen) -> None:
+    def _note_change(self, changed: Any, here: CodeLocation) -> None:
         for tensor in _tensors(changed):
             name = self._buffers.get(_storage(tensor))
             if name is not None:
-                self.found.changed.setdefault(_public(name), (tensor.dtype, here))
+                self.recording.changed.setdefault(_public(name), (tensor.dtype, here))
 
     def ran(self, call: Call, result: Any) -> None:
-        """It did."""
+        """Follow values that are unknown at compile time into the result."""
         if not call.is_constant_result:
             self._note_moving(_tensors(result))
 
@@ -222,26 +227,26 @@ class _Recorder:
         self._alive += tensors
         self._moving.update(_storage(tensor) for tensor in tensors)
 
-    def _seen(self, frame: Optional[types.FrameType]) -> Seen:
+    def _location(self, frame: Optional[types.FrameType]) -> CodeLocation:
         from ipufit.tracing.capture import user_frame
 
-        found = user_frame(frame)
-        at = (found[0], found[1]) if found is not None else (None, None)
-        return Seen(self._running[-1], *at)
+        user_line = user_frame(frame)
+        at = (user_line[0], user_line[1]) if user_line is not None else (None, None)
+        return CodeLocation(self._running[-1], *at)
 
-    def _note_body(self, frame: Optional[types.FrameType], seen: Seen) -> None:
+    def _note_body(self, frame: Optional[types.FrameType], location: CodeLocation) -> None:
         while frame is not None:
             code = frame.f_code
             if code.co_name in ("for_loop", "cond") and code.co_filename.endswith(_CONTROL):
-                self.found.bodies.setdefault(code.co_name, seen)
+                self.recording.bodies.setdefault(code.co_name, location)
             frame = frame.f_back
 
     def _on_call(self, part: nn.Module, args: Any) -> None:
         name = self._names.get(id(part))
         if name is not None:
             self._running.append(name)
-            if name not in self.found.modules:
-                self.found.modules[name] = (part, self._seen(sys._getframe(1)))
+            if name not in self.recording.modules:
+                self.recording.modules[name] = (part, self._location(sys._getframe(1)))
 
     def _on_return(self, part: nn.Module, args: Any, result: Any) -> None:
         name = self._names.get(id(part))
@@ -260,7 +265,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _public(name: str) -> str:
-    """A module's name in the user's model; "loss" and what follows for those of the loss."""
+    """Return a module's name in the user's model, with "loss" before those of the loss."""
     first, _, rest = name.partition(".")
     if first == "loss_module":
         return f"{_LOSS}.{rest}" if rest else _LOSS

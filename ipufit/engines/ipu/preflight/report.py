@@ -1,12 +1,18 @@
-"""What ``Model.preflight`` returns: what a model needs changed before it can run on an IPU."""
+"""Report of a preflight: what a model needs changed before it can run on an IPU."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any, Dict, List, Optional, Tuple
 
-from ipufit.engines.ipu.preflight.facts import COMMIT, LIMITED, UNKNOWN, UNSUPPORTED, Fact
-from ipufit.engines.ipu.preflight.operator_call import Seen
+from ipufit.engines.ipu.preflight.facts import (
+    COMMIT,
+    LIMITED,
+    UNKNOWN,
+    UNSUPPORTED,
+    CodeLocation,
+    Fact,
+)
 
 __all__ = ["Finding", "PreflightReport", "merged"]
 
@@ -35,22 +41,22 @@ class Finding:
     times: int = 1
 
     @classmethod
-    def at(cls, fact: Fact, what: str, seen: Seen) -> Finding:
-        """One of something that was seen to run."""
-        return cls(fact, what, seen.module, seen.file, seen.line)
+    def at(cls, fact: Fact, what: str, location: CodeLocation) -> Finding:
+        """Make a finding about something that ran at a location."""
+        return cls(fact, what, location.module, location.file, location.line)
 
     @property
     def verdict(self) -> str:
-        """One of "not supported", "unknown" and "supported with limits"."""
+        """The verdict: "not supported", "unknown" or "supported with limits"."""
         return self.fact.verdict
 
     @property
     def cure(self) -> str:
-        """What to do; "" where nothing has to be done."""
+        """The cure; "" where nothing has to be done."""
         return self.fact.cure
 
     def as_dict(self) -> Dict[str, Any]:
-        """All of it, for JSON."""
+        """Return all attributes, for JSON."""
         place = {"module": self.module, "file": self.file, "line": self.line}
         return {"what": self.what, **place, "times": self.times, **self.fact.as_dict()}
 
@@ -68,7 +74,7 @@ class Finding:
 
 
 class PreflightReport:
-    """What PopTorch 3.4 would make of a model, going by its published source and documentation.
+    """Findings about a model, by PopTorch 3.4's published source and documentation.
 
     No IPU has confirmed any of it. ``print`` shows all findings.
 
@@ -79,7 +85,7 @@ class PreflightReport:
         stopped: why operators after a certain one could not be looked at; None if all were.
 
     Attributes:
-        title, operators, stopped: as given.
+        title, operators, stopped: the arguments.
         findings: what is not supported first, then what is unknown, then what has limits.
     """
 
@@ -99,26 +105,26 @@ class PreflightReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is unsupported, nothing unknown, and all operators were looked at."""
+        """True if all operators were looked at, and none is unsupported or unknown."""
         return not (self.unsupported or self.unknown or self.stopped)
 
     @property
     def unsupported(self) -> Tuple[Finding, ...]:
-        """What has to be changed."""
+        """Findings that have to be changed."""
         return self._of(UNSUPPORTED)
 
     @property
     def unknown(self) -> Tuple[Finding, ...]:
-        """What nothing is known of, which does not mean that it runs."""
+        """Findings without any fact, which does not mean that they run."""
         return self._of(UNKNOWN)
 
     @property
     def limited(self) -> Tuple[Finding, ...]:
-        """What runs in PopTorch's own way."""
+        """Findings that run in PopTorch's own way."""
         return self._of(LIMITED)
 
     def as_dict(self) -> Dict[str, Any]:
-        """Everything, for JSON."""
+        """Return the whole report, for JSON."""
         return {
             "title": self.title,
             "ok": self.ok,
@@ -132,10 +138,10 @@ class PreflightReport:
 
     def __str__(self) -> str:
         counts = [(verdict, len(self._of(verdict))) for verdict in _VERDICTS]
-        found = ", ".join(f"{count} {verdict}" for verdict, count in counts if count)
+        summary = ", ".join(f"{count} {verdict}" for verdict, count in counts if count)
         lines = [
             f"{self.title} for PopTorch 3.4: {'ok' if self.ok else 'not ready'}"
-            f"{f' ({found})' if found else ''}, {self.operators} kinds of operators",
+            f"{f' ({summary})' if summary else ''}, {self.operators} kinds of operators",
             "From PopTorch's published source and documentation; no IPU has run this.",
         ]
         for verdict in _VERDICTS:
@@ -155,7 +161,7 @@ class PreflightReport:
 
 
 def merged(findings: List[Finding]) -> Tuple[Finding, ...]:
-    """Each finding once, with how often it was met."""
+    """Merge equal findings, and count each."""
     counted: Dict[Finding, int] = {}
     for finding in findings:
         counted[finding] = counted.get(finding, 0) + 1

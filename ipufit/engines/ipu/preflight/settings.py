@@ -1,4 +1,4 @@
-"""What PopTorch does with how ``compile`` asks an update to be made."""
+"""Facts about settings of ``compile``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch
 
 from ipufit.core.jit_modes import AUTO
 from ipufit.core.train_config import TrainConfig
-from ipufit.engines.ipu.preflight.facts import UNSUPPORTED, Fact, Place, always
-from ipufit.engines.ipu.preflight.places import guide
+from ipufit.engines.ipu.preflight.facts import UNSUPPORTED, Fact, Place, always, guide
 
 __all__ = ["CLIPPED", "SETTINGS", "refused_arguments"]
 

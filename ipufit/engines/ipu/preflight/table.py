@@ -1,22 +1,58 @@
-"""All facts, and which of them are about something."""
+"""Table of all facts, looked up by their subject."""
 
 from __future__ import annotations
 
 import collections
 from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
-from ipufit.engines.ipu.preflight.control_flow import CONTROL_FLOW
-from ipufit.engines.ipu.preflight.facts import UNKNOWN, Fact, Place
-from ipufit.engines.ipu.preflight.layers import LAYERS
-from ipufit.engines.ipu.preflight.losses import LOSSES
+from ipufit.engines.ipu.preflight.facts import UNKNOWN, UNSUPPORTED, Fact, Place, dispatcher, guide
+from ipufit.engines.ipu.preflight.layers import LAYERS, LOSSES
 from ipufit.engines.ipu.preflight.operator_limits import OPERATOR_LIMITS
 from ipufit.engines.ipu.preflight.operators import HANDLED
 from ipufit.engines.ipu.preflight.optimizers import OPTIMIZERS
-from ipufit.engines.ipu.preflight.places import guide
 from ipufit.engines.ipu.preflight.settings import SETTINGS
 from ipufit.engines.ipu.preflight.tensors import TENSORS
 
-__all__ = ["FACTS", "Table", "unknown_operator"]
+__all__ = ["CONTROL_FLOW", "FACTS", "Table", "unknown_operator"]
+
+
+def _inference_only(name: str, line: int, cure: str) -> Fact:
+    return Fact(
+        "control flow",
+        f"poptorch.{name}",
+        name,
+        UNSUPPORTED,
+        f"poptorch.{name} is for inference only",
+        (Place("popart_compiler/source/Compiler.cpp", line),),
+        cure,
+    )
+
+
+CONTROL_FLOW: Tuple[Fact, ...] = (
+    Fact(
+        "control flow",
+        "a value in Python",
+        "value",
+        UNSUPPORTED,
+        "the graph is static: no value of a tensor can decide what Python does, and .item() is "
+        "refused",
+        (guide("intro", 112), dispatcher("RegisterAtenOverloads.cpp", 508)),
+        "Write torch.where(condition, a, b); for a slice that begins at a value, "
+        "poptorch.dynamic_slice; in a model that only predicts, poptorch.cond.",
+    ),
+    Fact(
+        "control flow",
+        "a shape of values",
+        "shape",
+        UNSUPPORTED,
+        "shapes are constant: none can follow from the values of a tensor",
+        (guide("intro", 110), Place("tests/index_ops_test.py", 124)),
+        "Keep the full shape: torch.where(mask, x, 0) instead of x[mask], topk with a fixed k "
+        "instead of nonzero or unique.",
+    ),
+    _inference_only("for_loop", 1488, "Write the turns one after another, as a Python loop does."),
+    _inference_only("cond", 1538, "Compute both and choose with torch.where."),
+)
 
 FACTS: Tuple[Fact, ...] = (
     *HANDLED,
@@ -34,7 +70,7 @@ _TOGETHER = {"losses": "operators"}
 
 
 class Table:
-    """Facts by what they are about."""
+    """Facts by group and subject."""
 
     def __init__(self, facts: Sequence[Fact] = FACTS) -> None:
         self._facts: Mapping[Tuple[str, str], List[Fact]]
@@ -44,17 +80,17 @@ class Table:
         self._facts = by
 
     def of(self, group: str, subject: str, thing: Any = None) -> List[Fact]:
-        """The facts of a group about a subject that hold for a call, a module, a tensor or such."""
+        """Return the facts about a subject that hold for a call, a module or a tensor."""
         facts = self._facts.get((group, subject), [])
         return [fact for fact in facts if fact.applies(thing)]
 
     def knows(self, group: str, subject: str) -> bool:
-        """Whether there is any."""
+        """Return True if there is any fact about a subject."""
         return bool(self._facts.get((group, subject)))
 
 
 def unknown_operator(name: str) -> Fact:
-    """Of an operator that has no row."""
+    """Make the fact about an operator that has no row."""
     return Fact(
         "operators",
         name,

@@ -1,4 +1,4 @@
-"""What PopTorch does with the types and sizes of tensors."""
+"""Facts about types and sizes of tensors."""
 
 from __future__ import annotations
 
@@ -8,17 +8,24 @@ from typing import Tuple
 import torch
 from torch import Tensor
 
-from ipufit.engines.ipu.preflight.facts import LIMITED, SUPPORTED, UNSUPPORTED, Fact, Place
-from ipufit.engines.ipu.preflight.places import dispatcher, guide
+from ipufit.engines.ipu.preflight.facts import (
+    LIMITED,
+    SUPPORTED,
+    UNSUPPORTED,
+    Fact,
+    Place,
+    dispatcher,
+    guide,
+)
 
-__all__ = ["CHANGED", "TENSORS", "Held", "dtype_name"]
+__all__ = ["CHANGED", "TENSORS", "DeviceTensor", "dtype_name"]
 
 # The subject of what is said of buffers that forward changes.
 CHANGED = "changed"
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class DeviceTensor:
     """A tensor that goes to the device.
 
     Attributes:
@@ -45,12 +52,14 @@ def _taken(name: str) -> Fact:
 
 
 def _narrowed(name: str, says: str, cure: str, *places: Place) -> Fact:
-    """Of a part of the batch."""
-    return Fact("dtypes", name, name, LIMITED, says, places, cure, lambda held: not held.in_module)
+    """Make a fact about a part of the batch."""
+    return Fact(
+        "dtypes", name, name, LIMITED, says, places, cure, lambda tensor: not tensor.in_module
+    )
 
 
 def _refused(name: str, place: Place) -> Fact:
-    """Of a weight or a buffer."""
+    """Make a fact about a weight or a buffer."""
     return Fact(
         "dtypes",
         f"{name} in the module",
@@ -59,7 +68,7 @@ def _refused(name: str, place: Place) -> Fact:
         "a device computes in float16 and float32, and weights would lose digits",
         (guide("overview", 971), place),
         "Convert the module with module.float() or module.half().",
-        lambda held: bool(held.in_module),
+        lambda tensor: bool(tensor.in_module),
     )
 
 
@@ -120,11 +129,11 @@ TENSORS: Tuple[Fact, ...] = (
         "tensors without elements are not supported",
         (dispatcher("Tensor.cpp", 303),),
         "Leave the empty tensor out.",
-        lambda held: held.tensor.numel() == 0,
+        lambda tensor: tensor.tensor.numel() == 0,
     ),
 )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Such as "float32"."""
+    """Return the short name of a dtype, such as "float32"."""
     return str(dtype).replace("torch.", "")

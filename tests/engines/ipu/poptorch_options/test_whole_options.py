@@ -10,8 +10,8 @@ from torch import nn
 import ipufit
 from ipufit import poptorch
 from ipufit.core.option_roles import INFERENCE, TRAINING
-from ipufit.engines.ipu.poptorch_options.reading import WholeOptions
-from ipufit.engines.ipu.poptorch_options.report import lists
+from ipufit.engines.ipu.poptorch_options.reading import PopTorchOptions
+from ipufit.engines.ipu.poptorch_options.report import setter_effects
 from ipufit.errors import ConfigurationError, PlanError
 from ipufit.partition.partition import NOT_DIVIDED
 from tests.engines import scales_itself
@@ -167,7 +167,7 @@ def test_a_setter_is_in_one_list(name):
     """With a reason where it does not hold exactly."""
     tables = (EXACT, APPROXIMATED, NO_EFFECT)
     (values,) = (table[name] for table in tables if name in table)
-    found = lists(WholeOptions(TRAINING, with_setter(name, values)), is_divided=False)
+    found = setter_effects(PopTorchOptions(TRAINING, with_setter(name, values)), is_divided=False)
     assert [name in found.exact, name in found.approximated, name in found.none] == [
         name in table for table in tables
     ]
@@ -179,7 +179,7 @@ def test_other_options_of_the_compiler_have_their_names():
     options = poptorch.Options()
     options._Popart.set("autoRecomputation", 4)
     options._Popart.setEngineOptions({"debug.outputAllSymbols": "true"})
-    found = lists(WholeOptions(TRAINING, options), is_divided=False)
+    found = setter_effects(PopTorchOptions(TRAINING, options), is_divided=False)
     assert list(found.none) == ['_Popart.set("autoRecomputation")', "_Popart.setEngineOptions"]
 
 
