@@ -19,13 +19,13 @@ from torch import Tensor
 from ipufit.errors import OptimizerError
 from ipufit.optim.lamb import LAMB
 
-__all__ = ["Rule", "rule_for"]
+__all__ = ["OptimizerRule", "rule_for"]
 
 State = Dict[str, Tensor]
 Group = Mapping[str, Any]
 
 
-class Rule:
+class OptimizerRule:
     """How one parameter group is updated.
 
     Attributes:
@@ -72,7 +72,7 @@ class Rule:
         raise NotImplementedError
 
 
-class SGDRule(Rule):
+class SGDRule(OptimizerRule):
     """torch.optim.SGD."""
 
     counted = False
@@ -112,7 +112,7 @@ class SGDRule(Rule):
         p.sub_(g * lr)
 
 
-class AdamRule(Rule):
+class AdamRule(OptimizerRule):
     """torch.optim.Adam, with L2 or decoupled weight decay."""
 
     decoupled = False
@@ -162,7 +162,7 @@ class AdamWRule(AdamRule):
     decoupled = True
 
 
-class LAMBRule(Rule):
+class LAMBRule(OptimizerRule):
     """LAMB (You et al. 2020, Algorithm 2), as :class:`ipufit.optim.LAMB`."""
 
     by_parameter = True
@@ -204,7 +204,7 @@ class LAMBRule(Rule):
             weight.sub_(change * (ratio * lr))
 
 
-class RMSpropRule(Rule):
+class RMSpropRule(OptimizerRule):
     """torch.optim.RMSprop.
 
     Attributes:
@@ -275,7 +275,7 @@ def _moments(g: Tensor, state: State, share1: Tensor, share2: Tensor) -> Tuple[T
     return first, _moved(state["exp_avg_sq"], g * g, share2)
 
 
-_RULES: Dict[Type[torch.optim.Optimizer], Type[Rule]] = {
+_RULES: Dict[Type[torch.optim.Optimizer], Type[OptimizerRule]] = {
     torch.optim.SGD: SGDRule,
     torch.optim.Adam: AdamRule,
     torch.optim.AdamW: AdamWRule,
@@ -284,7 +284,7 @@ _RULES: Dict[Type[torch.optim.Optimizer], Type[Rule]] = {
 }
 
 
-def rule_for(optimizer: torch.optim.Optimizer) -> Optional[Type[Rule]]:
+def rule_for(optimizer: torch.optim.Optimizer) -> Optional[Type[OptimizerRule]]:
     """The rule for exactly this class; a subclass may do anything in its ``step``.
 
     Raises:

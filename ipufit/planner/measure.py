@@ -103,9 +103,9 @@ def measure(
     """
     # Imported here: the engine builds on the partition.
     from ipufit.tracing.capture import capture
-    from ipufit.tracing.grad_step import StepModule, attributes_kept
+    from ipufit.tracing.grad_step import ModuleWithLoss, attributes_kept
 
-    step = StepModule(module, loss)
+    step = ModuleWithLoss(module, loss)
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     wanted = {id(p) for p in trained}
     named = {**dict(step.named_parameters()), **dict(step.named_buffers())}

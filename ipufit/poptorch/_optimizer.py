@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ipufit.core.train_config import Clip
 from ipufit.engines.embedded.clipping import clipped
-from ipufit.optim.rules import Rule
+from ipufit.optim.rules import OptimizerRule
 from ipufit.poptorch._errors import error
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._loss_scale import FINAL as FINAL_SCALE
@@ -55,12 +55,12 @@ class UpdateBucket:
 
     members: List[WeightState]
     block: Block
-    rule: Rule
+    rule: OptimizerRule
     state: Dict[str, Tensor]
 
 
 def lay_out(
-    members: Sequence[WeightState], rules: Sequence[Rule]
+    members: Sequence[WeightState], rules: Sequence[OptimizerRule]
 ) -> Tuple[FlatStorage, List[UpdateBucket]]:
     """Put side by side what is updated with the same numbers; the memory of all of it moves.
 

@@ -13,8 +13,8 @@ from ipufit.optim.rules import (
     AdamWRule,
     Group,
     LAMBRule,
+    OptimizerRule,
     RMSpropRule,
-    Rule,
     SGDRule,
     State,
 )
@@ -115,7 +115,7 @@ def counts_steps(kind: OptimizerKind) -> bool:
     return kind in (OptimizerKind.ADAM, OptimizerKind.ADAMW, OptimizerKind.LAMB)
 
 
-def rule_of(settings: OptimizerSettings, group: int) -> Rule:
+def rule_of(settings: OptimizerSettings, group: int) -> OptimizerRule:
     """Return the update rule of a parameter group, which is fixed for the compiled program.
 
     Variable hyper-parameters take part in the arithmetic also while they are zero.
@@ -129,7 +129,7 @@ def rule_of(settings: OptimizerSettings, group: int) -> Rule:
     return _class(settings, values)(group_of(settings, numbers))
 
 
-def _class(settings: OptimizerSettings, values: Values) -> Type[Rule]:
+def _class(settings: OptimizerSettings, values: Values) -> Type[OptimizerRule]:
     if settings.kind in (OptimizerKind.SGD_COMBINED, OptimizerKind.SGD_SEPARATE):
         if not settings.has_velocity(values):
             return DeviceSGDRule
@@ -140,7 +140,7 @@ def _class(settings: OptimizerSettings, values: Values) -> Type[Rule]:
         return CombinedRule if settings.kind is OptimizerKind.SGD_COMBINED else VelocityRule
     if settings.kind in (OptimizerKind.RMSPROP, OptimizerKind.RMSPROP_CENTERED):
         return TensorFlowRMSpropRule if settings.tensorflow else RMSpropRule
-    kinds: Dict[OptimizerKind, Type[Rule]] = {
+    kinds: Dict[OptimizerKind, Type[OptimizerRule]] = {
         OptimizerKind.ADAM: AdamRule,
         OptimizerKind.ADAMW: AdamWRule,
     }

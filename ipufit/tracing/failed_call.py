@@ -42,7 +42,7 @@ from ipufit.errors import CaptureError, DataError, DeviceError, IpufitError, Los
 from ipufit.losses import Loss, check_labels
 from ipufit.losses.named import check_torch_loss
 from ipufit.tracing.capture import Frame, frame_of
-from ipufit.tracing.grad_step import MicroStep, StepModule, attributes_kept
+from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, attributes_kept
 from ipufit.tracing.ipu_only import for_this_engine
 from ipufit.tracing.validate import unregistered
 from ipufit.utils import tree
@@ -224,11 +224,11 @@ def _repeat(step: Step, sample: MicroBatch) -> Tuple[Optional[Exception], _Opera
     Returns:
         What module or loss raise, and torch's operator that did; None where they run.
     """
-    whole = StepModule(step.module, step.loss)
+    whole = ModuleWithLoss(step.module, step.loss)
     parameters, buffers = dict(whole.named_parameters()), dict(whole.named_buffers())
     tensors = [*parameters.values(), *buffers.values()]
     arguments = (whole, list(parameters), list(buffers), sample, step.with_loss)
-    micro = MicroStep(*arguments, False, None, step.precision, False)
+    micro = GradStep(*arguments, False, None, step.precision, False)
     watched = _LastOperator()
     with generators_kept(), attributes_kept(whole), for_this_engine(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -32,15 +32,15 @@ from ipufit.tracing.fingerprint import called_objects, loss_functions
 from ipufit.tracing.flat_storage import Block, storage_id
 from ipufit.tracing.node_meta import backward_marked, layers_marked
 from ipufit.tracing.rebinding import public_name, rebound, storages
-from ipufit.tracing.results import OutputShape, Reported
+from ipufit.tracing.results import OutputShape, ReportedScalars
 from ipufit.tracing.validate import unregistered
 from ipufit.utils import tree
 from ipufit.utils.functional import call_with
 
-__all__ = ["MicroStep", "StepModule", "attributes_kept", "carries_loss", "public_name"]
+__all__ = ["GradStep", "ModuleWithLoss", "attributes_kept", "carries_loss", "public_name"]
 
 
-class StepModule(nn.Module):
+class ModuleWithLoss(nn.Module):
     """The user's module and loss as one module, so that both may own parameters and buffers.
 
     Args:
@@ -151,7 +151,7 @@ def carries_loss(result: Any) -> bool:
     return found is not None and found[1].dim() == 0 and found[1].is_floating_point()
 
 
-class MicroStep:
+class GradStep:
     """The function that is recorded for micro-batches of one shape.
 
     Called with (trained weights, other state, batch leaves, loss scale?) as one flat list, it
@@ -185,7 +185,7 @@ class MicroStep:
 
     def __init__(
         self,
-        step: StepModule,
+        step: ModuleWithLoss,
         trained: Sequence[str],
         fixed: Sequence[str],
         example: MicroBatch,
@@ -210,7 +210,7 @@ class MicroStep:
         self.precision = precision
         self._scaled = scaled
         self.hints: Dict[str, None] = {}
-        self.reported = Reported()
+        self.reported = ReportedScalars()
         self.labels: Optional[Tuple[LabelRange, ...]] = None
         self.blocks: Sequence[Block] = ()
         self.outputs: OutputShape = OutputShape(None)
@@ -241,7 +241,7 @@ class MicroStep:
             if term is not None:
                 if self.labels is None:
                     self.labels = self._step.label_ranges(outputs, batch[2])
-                self.reported, numbers = Reported.of(term, entries)
+                self.reported, numbers = ReportedScalars.of(term, entries)
                 result.append(numbers)
             if self._trains:
                 gradients = self._gradients(term.value, state, scale)

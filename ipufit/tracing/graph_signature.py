@@ -11,11 +11,11 @@ from torch import Tensor, fx
 from ipufit.tracing.aliases import Memories
 from ipufit.tracing.capture import draws
 
-__all__ = ["Written", "operator_name", "same_constants"]
+__all__ = ["GraphSignature", "operator_name", "same_constants"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
+class GraphSignature:
     """A graph as text, and what in it forbids to merge.
 
     Attributes:
@@ -31,21 +31,21 @@ class Written:
     changed: Optional[int]
 
     @staticmethod
-    def of(graph: fx.GraphModule) -> Written:
+    def of(graph: fx.GraphModule) -> GraphSignature:
         """What is to be remembered; the graph itself may be changed afterwards."""
         nodes = list(graph.graph.nodes)
         constants = [getattr(graph, str(n.target)) for n in nodes if n.op == "get_attr"]
         drawn = [operator_name(n) for n in nodes if draws(n.target, n.args, n.kwargs)]
         memories = Memories(graph.graph)
         changed = memories.changed
-        return Written(
+        return GraphSignature(
             _text(graph.graph, memories),
             tuple(c for c in constants if isinstance(c, Tensor)),
             drawn[0] if drawn else None,
             changed[0] if changed else None,
         )
 
-    def equals(self, other: Written) -> bool:
+    def equals(self, other: GraphSignature) -> bool:
         """Whether both compute the same from the same arguments."""
         return self.text == other.text and same_constants(self.constants, other.constants)
 

@@ -13,7 +13,7 @@ from ipufit.losses import LossTerm
 from ipufit.utils import tree
 from ipufit.utils.names import check_log_name
 
-__all__ = ["OutputShape", "Reported"]
+__all__ = ["OutputShape", "ReportedScalars"]
 
 _PLAIN = (bool, int, float, complex, str, bytes)
 
@@ -55,7 +55,7 @@ class OutputShape:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reported:
+class ReportedScalars:
     """The numbers that a micro-batch reports, in one tensor: the loss, its count, what it logged.
 
     Attributes:
@@ -72,7 +72,7 @@ class Reported:
         return not (self.counted or self.rules)
 
     @staticmethod
-    def of(term: LossTerm, entries: Entries) -> Tuple[Reported, Tensor]:
+    def of(term: LossTerm, entries: Entries) -> Tuple[ReportedScalars, Tensor]:
         """What there is, and one tensor of it: shape (), or (size,) in float64 if it is several."""
         loss = term.value.detach()
         values = [loss] if term.count is None else [loss, term.count.detach()]
@@ -81,7 +81,7 @@ class Reported:
         for name, part in term.parts.items():
             rules[check_log_name(name, rules)] = LogRule(counted=True)
             values.append(part.detach())
-        reported = Reported(term.count is not None, rules)
+        reported = ReportedScalars(term.count is not None, rules)
         if reported.is_loss_alone:
             return reported, loss
         return reported, torch.stack([v.reshape(()).to(torch.float64) for v in values])

@@ -19,12 +19,12 @@ from torch.nn.modules.module import (
 )
 
 from ipufit.tracing.capture import user_frame
-from ipufit.tracing.grad_step import StepModule
+from ipufit.tracing.grad_step import ModuleWithLoss
 from ipufit.tracing.node_meta import backward_heard
 from ipufit.tracing.rebinding import public_name
 from ipufit.utils import tree
 
-__all__ = ["LOSS", "ModuleCall", "Origin", "Whereabouts"]
+__all__ = ["LOSS", "ModuleCall", "Origin", "SourceTracker"]
 
 # The name of what is computed outside of the user's module.
 LOSS = "loss"
@@ -72,7 +72,7 @@ class ModuleCall:
     outputs: Tuple[Tensor, ...]
 
 
-class Whereabouts:
+class SourceTracker:
     """Follows a step through modules, and back.
 
     Args:
@@ -81,7 +81,7 @@ class Whereabouts:
     """
 
     def __init__(
-        self, step: StepModule, on_return: Callable[[ModuleCall], None] = lambda call: None
+        self, step: ModuleWithLoss, on_return: Callable[[ModuleCall], None] = lambda call: None
     ) -> None:
         self._names: Dict[int, Tuple[str, str]] = {}
         for name, part in step.named_modules():

@@ -10,12 +10,12 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipufit.tracing.capture import capture
-from ipufit.tracing.grad_step import MicroStep, StepModule, attributes_kept
+from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, attributes_kept
 from ipufit.tracing.node_meta import graph_in_recording
-from ipufit.tracing.source_map import ModuleCall, Origin, Whereabouts
+from ipufit.tracing.source_map import ModuleCall, Origin, SourceTracker
 from ipufit.utils import tree
 
-__all__ = ["Call", "Calls", "NotedRun", "trace_calls"]
+__all__ = ["Call", "CallRecorder", "SourceInterpreter", "trace_calls"]
 
 
 @dataclasses.dataclass
@@ -37,7 +37,7 @@ class Call:
     returned: List[Tuple[ModuleCall, int]] = dataclasses.field(default_factory=list)
 
 
-class Calls(TorchDispatchMode):
+class CallRecorder(TorchDispatchMode):
     """Lists the operators that a step calls, on values or while it is recorded.
 
     Args:
@@ -45,9 +45,9 @@ class Calls(TorchDispatchMode):
         keeps: whether copies of the results are kept.
     """
 
-    def __init__(self, step: StepModule, keeps: bool) -> None:
+    def __init__(self, step: ModuleWithLoss, keeps: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._where = Whereabouts(step, self._module_returned)
+        self._where = SourceTracker(step, self._module_returned)
         self._keeps = keeps
         self._graph: Optional[fx.Graph] = None
         # Held, so that no other tensor gets the identity of one of them.
@@ -100,7 +100,7 @@ def _names_after(graph: fx.Graph, node: Optional[fx.Node]) -> List[str]:
     return names[::-1]
 
 
-def trace_calls(micro: MicroStep, step: StepModule, arguments: Sequence[Tensor]) -> List[Call]:
+def trace_calls(micro: GradStep, step: ModuleWithLoss, arguments: Sequence[Tensor]) -> List[Call]:
     """List the operator calls that a traced micro-batch was made of, by tracing it again.
 
     Args:
@@ -108,7 +108,7 @@ def trace_calls(micro: MicroStep, step: StepModule, arguments: Sequence[Tensor])
         step: the user's module with the loss.
         arguments: the tensors to trace with; their values are not looked at.
     """
-    calls = Calls(step, keeps=False)
+    calls = CallRecorder(step, keeps=False)
 
     def watched(*tensors: Tensor) -> List[Tensor]:
         with calls.listed():
@@ -119,7 +119,7 @@ def trace_calls(micro: MicroStep, step: StepModule, arguments: Sequence[Tensor])
     return calls.calls
 
 
-class NotedRun(fx.Interpreter):
+class SourceInterpreter(fx.Interpreter):
     """Runs a recorded graph node by node, and knows where each node comes from.
 
     Args:

@@ -15,8 +15,8 @@ from ipufit.core.batch import MicroBatch
 from ipufit.core.train_config import Precision
 from ipufit.tracing.capture import Frame, capture, capture_error
 from ipufit.tracing.generators import Generators, generator_state
-from ipufit.tracing.grad_step import MicroStep, StepModule
-from ipufit.tracing.graph_signature import Written
+from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
+from ipufit.tracing.graph_signature import GraphSignature
 from ipufit.tracing.ipu_only import for_this_engine
 from ipufit.tracing.read_values import CodeReader
 from ipufit.tracing.user_lines import Lines
@@ -115,10 +115,10 @@ def _judge(
     raise capture_error(describe_draw(name), cure, frame, kind="random", runs_eagerly=runs)
 
 
-def _recorded(record: Callable[[], fx.GraphModule]) -> Optional[Written]:
+def _recorded(record: Callable[[], fx.GraphModule]) -> Optional[GraphSignature]:
     """Record a step; return None where that fails, which it does with some numbers alone."""
     try:
-        return Written.of(record())
+        return GraphSignature.of(record())
     except Exception:
         return None
 
@@ -151,7 +151,7 @@ def _reachable_generators(step: nn.Module) -> List[Tuple[str, Any]]:
 
 
 def record_alone(
-    step: StepModule, example: MicroBatch, trains: bool, with_loss: bool, precision: Precision
+    step: ModuleWithLoss, example: MicroBatch, trains: bool, with_loss: bool, precision: Precision
 ) -> fx.GraphModule:
     """Record a step as the embedded engine does, for an engine that compiles it in another way.
 
@@ -166,7 +166,7 @@ def record_alone(
     trained = [name for name, tensor in tensors.items() if trains and tensor.requires_grad]
     names = [*trained, *(name for name in tensors if name not in trained)]
     layout = (lambda reached: ()) if trains else None
-    micro = MicroStep(
+    micro = GradStep(
         step,
         trained,
         names[len(trained) :],

@@ -38,7 +38,7 @@ def work():
     from ipufit.engines.embedded import overlapped_reduction, update_runner
 
     torch.set_num_threads(1)
-    inner, alone = update_runner.UpdateMaker._gradients, []
+    inner, alone = update_runner.UpdateRunner._gradients, []
 
     def timed(*given):
         start = time.perf_counter()
@@ -53,7 +53,7 @@ def work():
     model.compile("sgd", "mse")
     processes = ipufit.distributed()
     if not processes.is_distributed:
-        update_runner.UpdateMaker._gradients = timed
+        update_runner.UpdateRunner._gradients = timed
     x = torch.randn(24 * BATCH * processes.num_processes, WIDTH)
     model.fit(x, x, batch_size=BATCH, verbose=0)
     measured = model._session.engine.overlap

@@ -19,7 +19,7 @@ from ipufit.core.train_config import Precision
 from ipufit.errors import ConfigurationError, LossError
 from ipufit.losses import resolve_loss
 from ipufit.tracing.capture import capture
-from ipufit.tracing.grad_step import MicroStep, StepModule
+from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
 
 CLOSE = {"rtol": 1e-14, "atol": 1e-15}
 _GENERATOR = torch.Generator().manual_seed(4)
@@ -284,7 +284,7 @@ def test_the_parts_add_up_to_the_loss_with_a_smaller_last_micro_batch(reduction,
 def test_sample_weights_reach_the_recorded_losses():
     """The micro-batch carries them as inputs of the program, so other values give other numbers."""
     net = Net()
-    step = StepModule(net, resolve_loss({"a": "cross_entropy", "b": "mse"}))
+    step = ModuleWithLoss(net, resolve_loss({"a": "cross_entropy", "b": "mse"}))
     x = torch.randn(N, 4, generator=_GENERATOR, dtype=torch.float64)
 
     def batch(weights):
@@ -292,7 +292,7 @@ def test_sample_weights_reach_the_recorded_losses():
 
     example = batch({"a": WEIGHTS, "b": OTHER})
     state = dict(step.named_parameters())
-    micro = MicroStep(step, [], list(state), example, True, False, None, Precision(), False)
+    micro = GradStep(step, [], list(state), example, True, False, None, Precision(), False)
     program = capture(micro, [*state.values(), *example.leaves])
     outputs = net(x)
     for of_a, of_b in ((WEIGHTS, OTHER), (OTHER, WEIGHTS)):

@@ -8,8 +8,8 @@ from torch import nn
 
 import ipufit
 from ipufit.engines.embedded.fsdp.weights import pieces_of
-from ipufit.engines.embedded.passes.collective_hooks import FILL, FREE, SUM, with_meetings
-from ipufit.engines.embedded.passes.hoist_gradients import gradients_early
+from ipufit.engines.embedded.passes.collective_hooks import FILL, FREE, SUM, insert_weight_hooks
+from ipufit.engines.embedded.passes.hoist_gradients import hoist_gradients
 from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.tracing.capture import capture
 from ipufit.tracing.node_meta import backward_marked
@@ -82,7 +82,7 @@ def step(first, bias, second, x):
 def test_weights_are_there_while_they_are_read_and_sums_begin_at_once():
     """The last piece is read last in forward and first in backward, so it stays between them."""
     module = recorded(step, (4, 3), (4,), (2, 4), (5, 3))
-    events = with_meetings(module, ["0", "1", "2"], [["0", "1"], ["2"]], 2)
+    events = insert_weight_hooks(module, ["0", "1", "2"], [["0", "1"], ["2"]], 2)
     assert events == [(FILL, 0), (FREE, 0), (FILL, 1), (FREE, 1), (SUM, 1), (SUM, 0)]
 
 
@@ -90,7 +90,7 @@ def test_gradients_are_packed_as_soon_as_they_are_there():
     """With the same results."""
     module = recorded(step, (4, 3), (4,), (2, 4), (5, 3))
     early = copy.deepcopy(module)
-    gradients_early(early.graph, 2)
+    hoist_gradients(early.graph, 2)
     early.graph.lint()
     early.recompile()
     first, second = next(iter(reversed(early.graph.nodes))).args[0][1:]
@@ -110,7 +110,7 @@ def test_a_weight_that_forward_changes_is_refused():
         return [(x @ weight).sum()]
 
     with pytest.raises(CaptureError) as caught:
-        with_meetings(recorded(clamps, (3, 3), (2, 3)), ["net.weight"], [["net.weight"]], 0)
+        insert_weight_hooks(recorded(clamps, (3, 3), (2, 3)), ["net.weight"], [["net.weight"]], 0)
     assert str(caught.value).startswith(
         "with shard_weights=True a weight must stay as it is until its update, but forward changes "
         "'weight' in place. Change a copy, or leave shard_weights out."

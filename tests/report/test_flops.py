@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ipufit.engines.embedded.profiling.profiling_interpreter import WatchedRun
+from ipufit.engines.embedded.profiling.profiling_interpreter import ProfilingInterpreter
 from ipufit.engines.embedded.profiling.timers import HostTimer
 from ipufit.partition.flops import bytes_of, flops_of
 from ipufit.tracing.capture import capture, recordable
@@ -117,7 +117,7 @@ def counted(net, x):
 
     given = [*(weight.detach() for weight in weights), x]
     graph = capture(step, given)
-    run = WatchedRun(graph, HostTimer(), given)
+    run = ProfilingInterpreter(graph, HostTimer(), given)
     with torch.no_grad():
         run.run(*given)
     sides = [0, 0]

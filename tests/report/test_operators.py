@@ -15,8 +15,8 @@ from ipufit.engines.embedded.profiling import profile, timers
 from ipufit.engines.embedded.profiling.memory import thinned
 from ipufit.engines.embedded.profiling.node_sources import places_of
 from ipufit.engines.embedded.profiling.profile import Profiling
-from ipufit.engines.embedded.profiling.profiling_interpreter import WatchedRun
-from ipufit.engines.embedded.programs.fsdp import DividedTrainingProgram
+from ipufit.engines.embedded.profiling.profiling_interpreter import ProfilingInterpreter
+from ipufit.engines.embedded.programs.fsdp import FSDPTrainingProgram
 from ipufit.engines.embedded.programs.training import TrainingProgram
 from ipufit.report import recorder
 from ipufit.tracing.capture import capture
@@ -204,7 +204,7 @@ def looked_at(step, arguments, jit):
     graph = capture(step, arguments)
     lowered = lower(graph, arguments, jit).graph
     calls = [Call("", Origin(node.name), [node.name]) for node in graph.graph.nodes]
-    run = WatchedRun(lowered, timers.HostTimer(), arguments)
+    run = ProfilingInterpreter(lowered, timers.HostTimer(), arguments)
     run.run(*arguments)
     places = places_of(lowered, graph, calls)
     return {name: (places[name].module, each.operator) for name, each in run.looked.items()}, run
@@ -260,7 +260,7 @@ def test_what_has_no_recording_says_so(tmp_path, monkeypatch):
     assert found == {
         "missing": "the module itself runs, without a recording whose operators could be timed"
     }
-    assert DividedTrainingProgram.profile(None, None) == {
+    assert FSDPTrainingProgram.profile(None, None) == {
         "missing": "weights lie in parts, and one process alone can't run a micro-batch"
     }
 

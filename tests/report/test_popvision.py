@@ -29,7 +29,7 @@ def compiled(monkeypatch):
         return found[-1]
 
     monkeypatch.setattr("ipufit.engines.ipu.program_cache.make_options", noting)
-    monkeypatch.setattr("ipufit.engines.ipu.engine.make_options", noting)
+    monkeypatch.setattr("ipufit.engines.ipu.context.make_options", noting)
     return found
 
 

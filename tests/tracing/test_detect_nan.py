@@ -11,9 +11,9 @@ from ipufit.callbacks import TerminateOnNaN
 from ipufit.engines.embedded import context as context_module
 from ipufit.engines.embedded import nan_detection
 from ipufit.engines.embedded.engine import EmbeddedEngine
-from ipufit.engines.embedded.training_state import LiveState
+from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.errors import ConfigurationError, NonFiniteLossError, NonFiniteValue, Operand
-from ipufit.tracing.source_map import Whereabouts
+from ipufit.tracing.source_map import SourceTracker
 from tests import nets
 from tests.tape import Tapes
 
@@ -447,8 +447,8 @@ def test_without_it_nothing_is_looked_at(monkeypatch):
     def refuse(*_):
         raise AssertionError
 
-    monkeypatch.setattr(LiveState, "snapshot", refuse)
-    monkeypatch.setattr(Whereabouts, "__init__", refuse)
+    monkeypatch.setattr(TrainingState, "snapshot", refuse)
+    monkeypatch.setattr(SourceTracker, "__init__", refuse)
     model = built(Backward, detect_nan=False)
     with pytest.raises(NonFiniteLossError) as caught:
         fit(model, *data())

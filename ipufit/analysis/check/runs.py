@@ -18,7 +18,7 @@ from ipufit.losses import LabelRange, Loss
 from ipufit.partition.partition import NOT_DIVIDED, Partition, Partitions
 from ipufit.tracing.capture import Frame, capture, recordable
 from ipufit.tracing.flat_storage import Block
-from ipufit.tracing.grad_step import MicroStep, StepModule
+from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
 from ipufit.tracing.ipu_only import for_this_engine
 from ipufit.tracing.recurrent import SecondGradientError, time_steps, whole_recurrent_layers
 from ipufit.utils import tree
@@ -87,7 +87,7 @@ class ModuleUnderTest:
         self.labels: Tuple[LabelRange, ...] = ()
         self._loss = loss if loss is not None else Loss("outputs", function=_all_outputs)
         self._precision = precision
-        self.step = StepModule(module, self._loss, self._rebound.append)
+        self.step = ModuleWithLoss(module, self._loss, self._rebound.append)
         named = dict(self.step.named_parameters())
         wanted = {id(p) for p in (named.values() if owned is None else owned)}
         self.trained = [n for n, p in named.items() if p.requires_grad and id(p) in wanted]
@@ -171,7 +171,7 @@ class ModuleUnderTest:
         self._rebound.clear()
         fixed = self._names()[len(self.trained) :]
         with_gradients = training and bool(self.trained)
-        micro = MicroStep(
+        micro = GradStep(
             self.step,
             self.trained,
             fixed,

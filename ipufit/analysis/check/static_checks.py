@@ -10,7 +10,7 @@ from torch import nn
 
 from ipufit.analysis.check.report import Finding
 from ipufit.tracing.capture import Frame
-from ipufit.tracing.grad_step import StepModule, public_name
+from ipufit.tracing.grad_step import ModuleWithLoss, public_name
 from ipufit.tracing.user_lines import users_module
 
 __all__ = ["defined_at", "mode_findings", "untrained_findings"]
@@ -27,7 +27,7 @@ _NOT_OWNED = (
 
 
 def untrained_findings(
-    step: StepModule, trained: Sequence[str], with_gradient: Optional[Sequence[str]]
+    step: ModuleWithLoss, trained: Sequence[str], with_gradient: Optional[Sequence[str]]
 ) -> Iterator[Finding]:
     """Report parameters that no gradient reaches, and those that the optimizer lacks.
 
@@ -45,7 +45,7 @@ def untrained_findings(
 
 
 def _grouped(
-    step: StepModule, names: Set[str], kind: str, texts: Tuple[str, str]
+    step: ModuleWithLoss, names: Set[str], kind: str, texts: Tuple[str, str]
 ) -> Iterator[Finding]:
     """Report parameters by the largest modules all of whose parameters are concerned."""
     text, cure = texts
@@ -67,12 +67,12 @@ def _title(path: str) -> str:
     return "the module" if path == "net" else repr(public_name(path))
 
 
-def _finding(step: StepModule, path: str, kind: str, text: str, cure: str) -> Finding:
+def _finding(step: ModuleWithLoss, path: str, kind: str, text: str, cure: str) -> Finding:
     file, line, function = defined_at(step, path) or (None, None, None)
     return Finding(kind, "warning", file, line, function, text, cure, public_name(path))
 
 
-def mode_findings(step: StepModule) -> Iterator[Finding]:
+def mode_findings(step: ModuleWithLoss) -> Iterator[Finding]:
     """Report parts that were set to eval before fit and will be trained.
 
     A part whose parameters are frozen was meant to stay as it is.

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ipufit.errors import CaptureError
 from ipufit.tracing.capture import Frame, draws, has_mask_index, shape_error, value_error
 from ipufit.tracing.flat_storage import storage_id
-from ipufit.tracing.grad_step import MicroStep
+from ipufit.tracing.grad_step import GradStep
 from ipufit.tracing.user_lines import users_frame
 from ipufit.utils import tree
 
@@ -200,7 +200,7 @@ def _in_backward() -> bool:
     """Return True while gradients are computed; torch.utils.checkpoint calls layers then."""
     frame: Optional[types.FrameType] = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is MicroStep._gradients.__code__:
+        if frame.f_code is GradStep._gradients.__code__:
             return True
         frame = frame.f_back
     return False

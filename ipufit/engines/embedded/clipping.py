@@ -11,11 +11,11 @@ from torch import Tensor
 from ipufit.core.train_config import Clip
 from ipufit.tracing.flat_storage import Block
 
-__all__ = ["Finish", "clipped"]
+__all__ = ["GradientTransform", "clipped"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Finish:
+class GradientTransform:
     """What happens to the gradient between its reduction and the optimizer.
 
     Attributes:

@@ -15,20 +15,20 @@ from ipufit.core.batch import MicroBatch
 from ipufit.core.precision import without_autocast
 from ipufit.core.train_config import Precision
 from ipufit.engines.embedded.traced_step import TracedStep
-from ipufit.engines.embedded.training_state import LiveState
+from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.errors import ConfigurationError
 from ipufit.tracing.comparison import Comparison, Difference
-from ipufit.tracing.grad_step import StepModule, attributes_kept, public_name
-from ipufit.tracing.source_trace import Call, Calls, trace_calls
+from ipufit.tracing.grad_step import ModuleWithLoss, attributes_kept, public_name
+from ipufit.tracing.source_trace import Call, CallRecorder, trace_calls
 from ipufit.tracing.tolerance import Tolerance, distance
 
-__all__ = ["Comparing"]
+__all__ = ["ReferenceComparison"]
 
 _DETACH = "aten.detach.default"
 
 
 @dataclasses.dataclass
-class Comparing:
+class ReferenceComparison:
     """Holds a recording against the module that it was made of.
 
     Args:
@@ -40,8 +40,8 @@ class Comparing:
         tolerance: what is no difference.
     """
 
-    step: StepModule
-    live: LiveState
+    step: ModuleWithLoss
+    live: TrainingState
     recorded: TracedStep
     batch: MicroBatch
     seed: Callable[[], None]
@@ -105,7 +105,7 @@ class Comparing:
             micro = copy.copy(micro)
             micro.precision = Precision()
         arguments = self._arguments(torch.float64 if double else None)
-        calls = Calls(self.step, keeps=True)
+        calls = CallRecorder(self.step, keeps=True)
         self.seed()
         run: Any = without_autocast(micro, arguments) if double else micro
         with attributes_kept(self.step), calls.listed():

@@ -32,7 +32,7 @@ from ipufit.core.precision import (
     without_autocast,
 )
 from ipufit.engines.embedded.cuda_graphs.capture import GraphMaker
-from ipufit.engines.embedded.execution_outputs import Collected
+from ipufit.engines.embedded.execution_outputs import ExecutionOutputs
 from ipufit.engines.embedded.flat_optimizer import Graphs
 from ipufit.engines.embedded.host_transfer import Transfer
 from ipufit.engines.embedded.loss_scale import ScaleState
@@ -46,7 +46,7 @@ from ipufit.losses import Loss
 from ipufit.tracing.capture import capture, uses_random_numbers
 from ipufit.tracing.fingerprint import fingerprint, note_writes
 from ipufit.tracing.flat_storage import Block
-from ipufit.tracing.grad_step import MicroStep, StepModule, attributes_kept
+from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, attributes_kept
 from ipufit.tracing.ipu_only import for_this_engine
 from ipufit.tracing.liveness import peak_bytes
 from ipufit.tracing.recompute import recompute_layers
@@ -55,9 +55,9 @@ from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.autotune import JitAutotuner
-    from ipufit.engines.embedded.batching import Decision, Merged
-    from ipufit.engines.embedded.batching.steps import MergedStep
-    from ipufit.engines.embedded.fsdp.weights import DividedWeights
+    from ipufit.engines.embedded.batching import BatchedStep, Decision
+    from ipufit.engines.embedded.batching.steps import BatchedGradStep
+    from ipufit.engines.embedded.fsdp.weights import ShardedWeights
     from ipufit.engines.embedded.inductor.compiled import CompiledUpdates, Libraries
     from ipufit.engines.embedded.zero.state import StateParts
 
@@ -116,7 +116,7 @@ class EngineContext:
         self.replays = False
         self.state_memory = StateMemory()
         self.state_parts: Optional[StateParts] = None
-        self.divided: Optional[DividedWeights] = None
+        self.divided: Optional[ShardedWeights] = None
         self.overlap: Optional[Overlap] = None
         self.hints: Dict[str, None] = {}
         self.recomputed: Optional[Tuple[int, int, int]] = None
@@ -127,13 +127,13 @@ class EngineContext:
         self.merging: Optional[Decision] = None
         self._traced: OrderedDict[Tuple[object, ...], TracedStep] = OrderedDict()
         self._decisions: OrderedDict[Tuple[object, ...], Decision] = OrderedDict()
-        self._steps: Dict[Tuple[int, int], StepModule] = {}
+        self._steps: Dict[Tuple[int, int], ModuleWithLoss] = {}
 
-    def step_module(self, module: nn.Module, loss: Optional[Loss]) -> StepModule:
+    def step_module(self, module: nn.Module, loss: Optional[Loss]) -> ModuleWithLoss:
         """The user's module and loss in one; always the same one for the same two."""
         key = (id(module), id(loss))
         if key not in self._steps:
-            self._steps[key] = StepModule(module, loss)
+            self._steps[key] = ModuleWithLoss(module, loss)
         return self._steps[key]
 
     def record(
@@ -166,7 +166,7 @@ class EngineContext:
         )
         if key not in self._traced:
             with_loss = spec.mode is not Mode.PREDICT
-            micro = MicroStep(
+            micro = GradStep(
                 step,
                 trained,
                 fixed,
@@ -204,7 +204,7 @@ class EngineContext:
         names: Tuple[Sequence[str], Sequence[str]],
         state: Sequence[Tensor],
         replicas: Sequence[Mapping[str, Tensor]],
-    ) -> Optional[Merged]:
+    ) -> Optional[BatchedStep]:
         """What runs several micro-batches like the example at once; None where that may differ.
 
         Args:
@@ -219,7 +219,7 @@ class EngineContext:
         step = self.step_module(spec.module, spec.loss)
 
         def make(
-            merged: MergedStep, arguments: Sequence[Tensor]
+            merged: BatchedGradStep, arguments: Sequence[Tensor]
         ) -> Tuple[Callable[..., List[Tensor]], Optional[fx.GraphModule]]:
             run, _, lowered, _ = self._make(merged, step, arguments, spec.config.jit, ())
             return run, lowered.graph
@@ -241,7 +241,7 @@ class EngineContext:
     def _make(
         self,
         micro: Callable[..., List[Tensor]],
-        step: StepModule,
+        step: ModuleWithLoss,
         arguments: Sequence[Tensor],
         jit: str,
         recompute: Sequence[str],
@@ -275,11 +275,11 @@ class EngineContext:
                 UserWarning,
                 stacklevel=2,
             )
-        blocks = len(micro.blocks) if isinstance(micro, MicroStep) else 0
+        blocks = len(micro.blocks) if isinstance(micro, GradStep) else 0
         if divided is not None:
-            from ipufit.engines.embedded.fsdp.running import DividedRun
+            from ipufit.engines.embedded.fsdp.running import ShardedStep
 
-            kept = Lowered(DividedRun(graph, divided, blocks), GRAPH, "")
+            kept = Lowered(ShardedStep(graph, divided, blocks), GRAPH, "")
             run = without_autocast(kept.run, arguments)
             return run, uses_random_numbers(graph), kept, graph
         with self.timed():
@@ -297,7 +297,7 @@ class EngineContext:
         self.recomputed = (repeated, before, peak_bytes(graph))
 
     def fetch(
-        self, collected: Collected, settings: Optional[Mapping[str, float]] = None
+        self, collected: ExecutionOutputs, settings: Optional[Mapping[str, float]] = None
     ) -> Tuple[ExecutionResult, List[bool]]:
         """Bring the results of an execution to the host, in one copy.
 

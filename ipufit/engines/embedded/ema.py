@@ -10,10 +10,10 @@ from torch import Tensor
 from ipufit.core.train_config import Averaging
 from ipufit.tracing.flat_storage import Block
 
-__all__ = ["Averages"]
+__all__ = ["EMA"]
 
 
-class Averages:
+class EMA:
     """One average per flat tensor of weights.
 
     ``average = momentum * average + (1 - momentum) * weight`` after every update; the first update

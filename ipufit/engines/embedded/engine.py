@@ -90,8 +90,8 @@ class EmbeddedEngine(EngineContext):
             from ipufit.engines.embedded.programs import fsdp
 
             if is_training:
-                return fsdp.DividedTrainingProgram(self, spec)
-            return fsdp.DividedInferenceProgram(self, spec)
+                return fsdp.FSDPTrainingProgram(self, spec)
+            return fsdp.FSDPInferenceProgram(self, spec)
         if is_training and spec.config.shard_optimizer and spec.processes.is_distributed:
             from ipufit.engines.embedded.programs.zero import ShardedTrainingProgram
 

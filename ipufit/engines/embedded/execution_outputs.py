@@ -12,12 +12,12 @@ from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.program import ExecutionResult
 
 if TYPE_CHECKING:
-    from ipufit.tracing.results import Reported
+    from ipufit.tracing.results import ReportedScalars
 
-__all__ = ["Collected"]
+__all__ = ["ExecutionOutputs"]
 
 
-class Collected:
+class ExecutionOutputs:
     """Results of an execution, still on the device.
 
     Args:
@@ -33,7 +33,7 @@ class Collected:
     """
 
     def __init__(self, replicas: int = 0) -> None:
-        self.numbers: List[Tuple[Sequence[Reported], Tensor]] = []
+        self.numbers: List[Tuple[Sequence[ReportedScalars], Tensor]] = []
         self.outputs: List[Tuple[TracedStep, List[Tensor]]] = []
         self.places: List[int] = []
         self.finite: List[Tensor] = []

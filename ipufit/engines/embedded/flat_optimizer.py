@@ -21,17 +21,17 @@ import torch
 from torch import Tensor, fx, nn
 
 from ipufit.core.precision import computes_in_half, try_out
-from ipufit.engines.embedded.clipping import Finish
-from ipufit.engines.embedded.fused_optimizers import Fused, fused_for, numbers_for
+from ipufit.engines.embedded.clipping import GradientTransform
+from ipufit.engines.embedded.fused_optimizers import FusedOptimizer, fused_for, numbers_for
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
-from ipufit.engines.embedded.traced_optimizer import OwnStepUpdater
+from ipufit.engines.embedded.traced_optimizer import TracedOptimizer
 from ipufit.errors import OptimizerError
-from ipufit.optim.rules import Rule, rule_for
+from ipufit.optim.rules import OptimizerRule, rule_for
 from ipufit.optim.state import make_step_counter
 from ipufit.tracing.capture import capture
 from ipufit.tracing.flat_storage import Block, FlatStorage, flat_of, group_alike
 
-__all__ = ["Graphs", "RuleUpdater", "Updater", "refuse_step_hooks", "updater_for"]
+__all__ = ["FlatOptimizer", "Graphs", "RuleOptimizer", "make_flat_optimizer", "refuse_step_hooks"]
 
 
 # Recorded updates, by all that they depend on.
@@ -41,7 +41,7 @@ Graphs = Dict[Tuple[object, ...], fx.GraphModule]
 Rows = Sequence[Sequence[Mapping[str, Any]]]
 
 
-class Updater(Protocol):
+class FlatOptimizer(Protocol):
     """Applies one optimizer to flat tensors."""
 
     def layout(self, named: Sequence[Tuple[str, nn.Parameter]]) -> List[Block]:
@@ -110,14 +110,14 @@ def refuse_step_hooks(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def updater_for(
+def make_flat_optimizer(
     optimizer: torch.optim.Optimizer,
     graphs: Graphs,
-    finish: Finish,
+    finish: GradientTransform,
     scheduled: Optional[Container[str]],
     memory: StateMemory,
     tabled: bool = False,
-) -> Updater:
+) -> FlatOptimizer:
     """Flat rules for the optimizers ipufit knows, the optimizer's own ``step`` for any other.
 
     Args:
@@ -138,17 +138,17 @@ def updater_for(
     if rule is not None:
         # A decay that is zero now and then is still a decay: times zero it changes nothing.
         decays = scheduled is not None and "weight_decay" in scheduled
-        return RuleUpdater(optimizer, rule, graphs, finish, decays, memory, tabled)
+        return RuleOptimizer(optimizer, rule, graphs, finish, decays, memory, tabled)
     if scheduled is not None:
         raise OptimizerError(
             f"a schedule needs an optimizer whose hyper-parameters are inputs of the program, but "
             f"those of {type(optimizer).__name__} are constants of it. Use sgd, adam, adamw, "
             "rmsprop or lamb, or leave lr_scheduler out."
         )
-    return OwnStepUpdater(optimizer, finish, memory)
+    return TracedOptimizer(optimizer, finish, memory)
 
 
-class RuleUpdater:
+class RuleOptimizer:
     """One rule per parameter group over flat tensors.
 
     Attributes:
@@ -158,9 +158,9 @@ class RuleUpdater:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        rule: Type[Rule],
+        rule: Type[OptimizerRule],
         graphs: Graphs,
-        finish: Finish,
+        finish: GradientTransform,
         decays: bool,
         memory: StateMemory,
         tabled: bool = False,
@@ -172,7 +172,7 @@ class RuleUpdater:
         self._finish = finish
         self.memory = memory
         self._storage = FlatStorage([])
-        self._rules: List[Rule] = []
+        self._rules: List[OptimizerRule] = []
         self._states: List[Dict[str, Tensor]] = []
         self._tabled = tabled
         # Per block: updates done, and the coefficients of those to come in this execution.
@@ -184,7 +184,7 @@ class RuleUpdater:
         self._switches = self._switches_of(optimizer.param_groups)
         self._run: Callable[..., Any] = self._update
         # A kernel for each block, where torch has one for all of them, and what it will be told.
-        self._fused: List[Fused] = []
+        self._fused: List[FusedOptimizer] = []
         self._told: List[List[Dict[str, Any]]] = []
 
     def _switches_of(self, groups: Sequence[Mapping[str, Any]]) -> Tuple[Tuple[object, ...], ...]:
@@ -225,7 +225,7 @@ class RuleUpdater:
         if arguments[-1].device.type == "cpu" and computes_in_half(arguments):
             try_out(self._run, arguments)
 
-    def _kernels(self) -> List[Fused]:
+    def _kernels(self) -> List[FusedOptimizer]:
         # They take hyper-parameters as numbers.
         if self._tabled:
             return []
@@ -233,7 +233,7 @@ class RuleUpdater:
         found = [kernel for kernel in fused if kernel is not None]
         return found if len(found) == len(fused) else []
 
-    def _load(self, block: Block, flat: Tensor, rule: Rule) -> Dict[str, Tensor]:
+    def _load(self, block: Block, flat: Tensor, rule: OptimizerRule) -> Dict[str, Tensor]:
         state = {name: torch.zeros_like(flat) for name in rule.tensors}
         for slot in block.slots:
             known = self._optimizer.state.get(slot.parameter, {})

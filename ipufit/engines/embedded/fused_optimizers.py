@@ -13,20 +13,20 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Type
 import torch
 from torch import Tensor
 
-from ipufit.optim.rules import AdamRule, AdamWRule, Rule
+from ipufit.optim.rules import AdamRule, AdamWRule, OptimizerRule
 
-__all__ = ["Fused", "fused_for", "numbers_for"]
+__all__ = ["FusedOptimizer", "fused_for", "numbers_for"]
 
 State = Mapping[str, Tensor]
 # Changes parameters and state in place: flat parameters, flat gradient, state, which update of the
 # group it is, from 1, and what :func:`numbers_for` makes of the group's settings.
-Fused = Callable[[Tensor, Tensor, State, Tensor, Mapping[str, Any]], None]
+FusedOptimizer = Callable[[Tensor, Tensor, State, Tensor, Mapping[str, Any]], None]
 
 # In narrower types a kernel rounds once where the rules round after each operator.
 _DTYPES = (torch.float32, torch.float64)
 
 
-def fused_for(rule: Rule, flat: Tensor) -> Optional[Fused]:
+def fused_for(rule: OptimizerRule, flat: Tensor) -> Optional[FusedOptimizer]:
     """The kernel for a rule and the tensors of a block; None where there is none.
 
     Args:
@@ -61,7 +61,7 @@ def numbers_for(group: Mapping[str, Any], n: float) -> Dict[str, Any]:
     }
 
 
-def _adam_by(kernel: Callable[..., None]) -> Fused:
+def _adam_by(kernel: Callable[..., None]) -> FusedOptimizer:
     def update(
         flat: Tensor, gradient: Tensor, state: State, step: Tensor, numbers: Mapping[str, Any]
     ) -> None:
@@ -83,7 +83,7 @@ def _adam_by(kernel: Callable[..., None]) -> Fused:
 _adam = _adam_by(lambda *tensors, **numbers: torch._fused_adam_(*tensors, **numbers))
 _adamw = _adam_by(lambda *tensors, **numbers: torch._fused_adamw_(*tensors, **numbers))
 
-_KERNELS: Dict[Type[Rule], Fused] = {AdamRule: _adam, AdamWRule: _adamw}
+_KERNELS: Dict[Type[OptimizerRule], FusedOptimizer] = {AdamRule: _adam, AdamWRule: _adamw}
 _EXAMPLE: Mapping[str, Any] = {
     "lr": 0.0,
     "weight_decay": 0.0,
@@ -94,7 +94,7 @@ _EXAMPLE: Mapping[str, Any] = {
 
 
 @functools.lru_cache(maxsize=None)
-def _works(kernel: Fused, device: torch.device, dtype: torch.dtype) -> bool:
+def _works(kernel: FusedOptimizer, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this torch has the kernel for such tensors: those for the CPU came with 2.4."""
     tensors: List[Tensor] = [torch.zeros(1, dtype=dtype, device=device) for _ in range(4)]
     state = {"exp_avg": tensors[2], "exp_avg_sq": tensors[3]}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ipufit.core.jit_modes import INDUCTOR
 from ipufit.core.train_config import TrainConfig
-from ipufit.engines.embedded.training_state import LiveState
+from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.errors import ConfigurationError, NonFiniteLossError
 from ipufit.processes import current
 from ipufit.tracing.grad_step import public_name
@@ -46,7 +46,7 @@ def refuse_detection(config: TrainConfig) -> None:
         )
 
 
-def refuse_loss(live: LiveState, value: float) -> None:
+def refuse_loss(live: TrainingState, value: float) -> None:
     """Make sure that a loss of the coming update is a number.
 
     Raises:
@@ -70,7 +70,7 @@ def refuse_loss(live: LiveState, value: float) -> None:
     )
 
 
-def refuse_gradients(live: LiveState, gradients: Sequence[Tensor]) -> None:
+def refuse_gradients(live: TrainingState, gradients: Sequence[Tensor]) -> None:
     """Make sure that the gradients of the coming update are finite.
 
     Raises:
@@ -86,7 +86,7 @@ def refuse_gradients(live: LiveState, gradients: Sequence[Tensor]) -> None:
         )
 
 
-def refuse_weights(live: LiveState) -> None:
+def refuse_weights(live: TrainingState) -> None:
     """Make sure that the weights of the update that was just applied are finite.
 
     Raises:
@@ -107,7 +107,7 @@ def refuse_weights(live: LiveState) -> None:
 
 
 def first_non_finite(
-    live: LiveState, flats: Sequence[Tensor]
+    live: TrainingState, flats: Sequence[Tensor]
 ) -> Tuple[Optional[str], Optional[float]]:
     """The first parameter with a value that is not finite in flat tensors, and the value.
 

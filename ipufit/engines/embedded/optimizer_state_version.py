@@ -10,10 +10,10 @@ from torch import Tensor
 from ipufit.errors import ConfigurationError
 from ipufit.tracing.flat_storage import flat_of
 
-__all__ = ["Publication"]
+__all__ = ["OptimizerStateVersion"]
 
 
-class Publication:
+class OptimizerStateVersion:
     """What torch's optimizer held when a program last brought it up to date.
 
     Args:

@@ -10,13 +10,13 @@ from torch import Tensor
 from ipufit.core.precision import without_autocast
 from ipufit.engines.embedded.nan_detection import STATE_IS_FROM_BEFORE, first_non_finite
 from ipufit.engines.embedded.traced_step import Seeding, TracedStep, Update
-from ipufit.engines.embedded.training_state import LiveState
+from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import NonFiniteLossError, NonFiniteValue
 from ipufit.tracing.find_nonfinite import NonFiniteSearch
-from ipufit.tracing.grad_step import StepModule, attributes_kept
-from ipufit.tracing.source_map import Whereabouts
-from ipufit.tracing.source_trace import NotedRun, trace_calls
+from ipufit.tracing.grad_step import ModuleWithLoss, attributes_kept
+from ipufit.tracing.source_map import SourceTracker
+from ipufit.tracing.source_trace import SourceInterpreter, trace_calls
 
 __all__ = ["Replay"]
 
@@ -33,8 +33,8 @@ class Replay:
     """
 
     spec: ProgramSpec
-    step: StepModule
-    live: LiveState
+    step: ModuleWithLoss
+    live: TrainingState
     seed: Seeding
 
     def explain(self, error: NonFiniteLossError, update: Update, offset: int) -> NonFiniteLossError:
@@ -98,12 +98,14 @@ class Replay:
         names = [*recorded.micro.trained, *recorded.micro.fixed]
         tensors = dict(zip(names, state))
         if as_recorded and recorded.graph is not None:
-            run = NotedRun(recorded.graph, trace_calls(recorded.micro, self.step, arguments))
+            run = SourceInterpreter(
+                recorded.graph, trace_calls(recorded.micro, self.step, arguments)
+            )
             search = NonFiniteSearch(run.now, batch, tensors)
             with search:
                 results = without_autocast(run.run, arguments)(*arguments)
         else:
-            where = Whereabouts(self.step)
+            where = SourceTracker(self.step)
             search = NonFiniteSearch(where.now, batch, tensors)
             with attributes_kept(self.step), where.followed(), search:
                 results = recorded.micro(*arguments)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from ipufit.core.precision import computes_in_half, refuse_missing_half, try_out
-from ipufit.engines.embedded.clipping import Finish
+from ipufit.engines.embedded.clipping import GradientTransform
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.errors import CaptureError, OptimizerError
 from ipufit.tracing.capture import capture
 from ipufit.tracing.flat_storage import Block, FlatStorage, group_alike, storage_id
 
-__all__ = ["OwnStepUpdater"]
+__all__ = ["TracedOptimizer"]
 
 # Block, slot in the block, name in the optimizer's state.
 _Key = Tuple[int, int, str]
@@ -61,7 +61,7 @@ def _copied(state: Mapping[_Key, Any]) -> Dict[_Key, Any]:
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
-class OwnStepUpdater:
+class TracedOptimizer:
     """Any other torch optimizer, through its own ``step``, recorded.
 
     The first update, which makes the state that is missing, and the later ones are two graphs.
@@ -69,7 +69,7 @@ class OwnStepUpdater:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, finish: Finish, memory: StateMemory
+        self, optimizer: torch.optim.Optimizer, finish: GradientTransform, memory: StateMemory
     ) -> None:
         self._optimizer = optimizer
         self._finish = finish

@@ -9,8 +9,8 @@ from torch import Tensor, fx
 
 from ipufit.core.batch import MicroBatch
 from ipufit.engines.embedded.passes.select_kernels import Lowered
-from ipufit.tracing.grad_step import MicroStep
-from ipufit.tracing.results import OutputShape, Reported
+from ipufit.tracing.grad_step import GradStep
+from ipufit.tracing.results import OutputShape, ReportedScalars
 
 __all__ = ["Seeding", "TracedStep", "Update"]
 
@@ -33,14 +33,14 @@ class TracedStep:
 
     run: Callable[..., List[Tensor]]
     lowered: Lowered
-    micro: MicroStep
+    micro: GradStep
     outputs: OutputShape
     reached: Tuple[str, ...]
     random: bool
     held: Tuple[object, ...]
     graph: Optional[fx.GraphModule]
 
-    def reported(self) -> Reported:
+    def reported(self) -> ReportedScalars:
         """What the numbers of the last run are.
 
         The module itself, run without a recording, may report something else every time.

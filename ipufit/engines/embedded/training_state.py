@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence
 
 from torch import Tensor
 
-from ipufit.engines.embedded.ema import Averages
-from ipufit.engines.embedded.flat_optimizer import Updater
+from ipufit.engines.embedded.ema import EMA
+from ipufit.engines.embedded.flat_optimizer import FlatOptimizer
 from ipufit.engines.embedded.loss_scale import Scaler, ScaleState
 from ipufit.engines.embedded.replicas import copy_of, put_back
 from ipufit.tracing.flat_storage import FlatStorage
 
 if TYPE_CHECKING:
-    from ipufit.engines.embedded.fsdp.weights import DividedWeights
+    from ipufit.engines.embedded.fsdp.weights import ShardedWeights
 
-__all__ = ["LiveState", "Snapshot"]
+__all__ = ["Snapshot", "TrainingState"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """Copies of everything in a :class:`LiveState`."""
+    """Copies of everything in a :class:`TrainingState`."""
 
     flats: List[Tensor]
     buffers: List[Dict[str, Tensor]]
@@ -32,7 +32,7 @@ class Snapshot:
 
 
 @dataclasses.dataclass
-class LiveState:
+class TrainingState:
     """All that training changes, while a program has it.
 
     Attributes:
@@ -47,15 +47,15 @@ class LiveState:
         divided: the weights, where each process has a part of them; None: all have all.
     """
 
-    updater: Updater
+    updater: FlatOptimizer
     scaler: Optional[Scaler]
     replicas: List[Dict[str, Tensor]]
     updates: int
     storage: FlatStorage = dataclasses.field(default_factory=lambda: FlatStorage([]))
-    averages: Optional[Averages] = None
+    averages: Optional[EMA] = None
     states: List[List[Tensor]] = dataclasses.field(default_factory=list)
     cuts: Optional[Sequence[Sequence[int]]] = None
-    divided: Optional[DividedWeights] = None
+    divided: Optional[ShardedWeights] = None
 
     def snapshot(self) -> Snapshot:
         """Copies of everything."""

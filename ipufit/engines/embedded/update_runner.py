@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ipufit.core.batch import ProcessShard
-from ipufit.engines.embedded.execution_outputs import Collected
+from ipufit.engines.embedded.execution_outputs import ExecutionOutputs
 from ipufit.engines.embedded.gradient_reduction import GradientSum, Reduction
 from ipufit.engines.embedded.nan_detection import (
     refuse_gradients,
@@ -20,19 +20,19 @@ from ipufit.engines.embedded.nan_detection import (
 from ipufit.engines.embedded.overlapped_reduction import BucketSums, Overlap
 from ipufit.engines.embedded.replicas import copy_of, put_back
 from ipufit.engines.embedded.traced_step import Seeding, TracedStep, Update
-from ipufit.engines.embedded.training_state import LiveState
+from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import NonFiniteLossError
 from ipufit.processes import common
 
 if TYPE_CHECKING:
-    from ipufit.engines.embedded.batching import Merged
+    from ipufit.engines.embedded.batching import BatchedStep
     from ipufit.engines.embedded.inductor.compiled import CompiledUpdates
 
-__all__ = ["UpdateMaker"]
+__all__ = ["UpdateRunner"]
 
 
-class UpdateMaker:
+class UpdateRunner:
     """Makes one update after another.
 
     Args:
@@ -55,7 +55,7 @@ class UpdateMaker:
     def __init__(
         self,
         spec: ProgramSpec,
-        live: LiveState,
+        live: TrainingState,
         device: torch.device,
         seed: Seeding,
         at_once: bool,
@@ -72,7 +72,7 @@ class UpdateMaker:
         self._detects = spec.config.detect_nan
         self.counted = False
         self.compiled: Optional[CompiledUpdates] = None
-        self.merged: Optional[Merged] = None
+        self.merged: Optional[BatchedStep] = None
         self.overlap: Optional[Overlap] = None
 
     def make(
@@ -80,7 +80,7 @@ class UpdateMaker:
         update: Update,
         first: int,
         wanted: Set[int],
-        collected: Collected,
+        collected: ExecutionOutputs,
         left_out: Optional[bool],
         share: Optional[ProcessShard] = None,
     ) -> None:
@@ -136,7 +136,7 @@ class UpdateMaker:
         update: Update,
         first: int,
         wanted: Set[int],
-        collected: Collected,
+        collected: ExecutionOutputs,
         share: Optional[ProcessShard],
     ) -> List[Tensor]:
         """Reduced over the micro-batches of one update, one flat tensor per block."""
@@ -214,7 +214,7 @@ class UpdateMaker:
         self,
         total: GradientSum,
         share: Optional[ProcessShard],
-        collected: Collected,
+        collected: ExecutionOutputs,
         reported: int,
         sums: Optional[BucketSums] = None,
     ) -> None:
@@ -269,12 +269,12 @@ class UpdateMaker:
 
     def _add_merged(
         self,
-        merged: Merged,
+        merged: BatchedStep,
         total: GradientSum,
         update: Update,
         first: int,
         wanted: Set[int],
-        collected: Collected,
+        collected: ExecutionOutputs,
     ) -> None:
         """The gradients of one update, several micro-batches at once."""
         for start in range(0, len(update), merged.count):

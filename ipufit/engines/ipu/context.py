@@ -9,7 +9,7 @@ from typing import Any, Iterator, Tuple
 
 from ipufit.core.batch import MicroBatch
 from ipufit.engines.ipu.device import OWNER, alone
-from ipufit.engines.ipu.executable import Unit
+from ipufit.engines.ipu.executable import Executable
 from ipufit.engines.ipu.failures import told
 from ipufit.engines.ipu.module_copy import unwrapped
 from ipufit.engines.ipu.options import make_options
@@ -18,7 +18,7 @@ from ipufit.engines.ipu.size import Size
 from ipufit.engines.ipu.step import Form, IpuStep
 from ipufit.engines.program import ProgramSpec
 from ipufit.tracing.fingerprint import fingerprint
-from ipufit.tracing.grad_step import StepModule
+from ipufit.tracing.grad_step import ModuleWithLoss
 from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
 __all__ = ["IpuContext"]
@@ -47,16 +47,16 @@ class IpuContext:
         self.seconds = 0.0
         self.clock: NoClock = NO_CLOCK
         self.compiled = 0
-        self._inference: OrderedDict[Tuple[Any, ...], Tuple[Unit, object]] = OrderedDict()
+        self._inference: OrderedDict[Tuple[Any, ...], Tuple[Executable, object]] = OrderedDict()
 
     @property
     def wide(self) -> bool:
         """Whether float64 is kept, as only the stand-in can."""
         return keeps_float64(self.sdk)
 
-    def inference_unit(self, spec: ProgramSpec, size: Size, example: MicroBatch) -> Unit:
+    def inference_unit(self, spec: ProgramSpec, size: Size, example: MicroBatch) -> Executable:
         """The compiled program for the example's shapes; compiled now if it is new."""
-        whole = StepModule(spec.module, spec.loss)
+        whole = ModuleWithLoss(spec.module, spec.loss)
         frozen, held = fingerprint(whole)
         forms = tuple((leaf.dtype, leaf.shape[1:]) for leaf in example.leaves)
         key: Tuple[object, ...] = (
@@ -79,18 +79,18 @@ class IpuContext:
         self._inference.move_to_end(key)
         return self._inference[key][0]
 
-    def _compiled(self, spec: ProgramSpec, size: Size, example: MicroBatch) -> Unit:
+    def _compiled(self, spec: ProgramSpec, size: Size, example: MicroBatch) -> Executable:
         options = make_options(self.sdk, spec.options, spec, size)
         step = IpuStep(self.sdk, spec.module, spec.loss, spec, Form.of(example, size.padding))
         step.training = spec.module.training
         with self.timed(), told(self.sdk, "wrapping the module"):
             executor = self.sdk.inferenceModel(step, options=options)
-            unit = Unit(self.sdk, step, executor, size, self.wide)
+            unit = Executable(self.sdk, step, executor, size, self.wide)
             unit.compile(example)
         self.compiled += 1
         return unit
 
-    def _destroy(self, unit: Unit) -> None:
+    def _destroy(self, unit: Executable) -> None:
         with told(self.sdk, "closing a program"):
             OWNER.release(unit.executor)
             unit.executor.destroy()

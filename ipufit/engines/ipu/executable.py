@@ -17,10 +17,10 @@ from ipufit.engines.ipu.step import IpuStep, Traced
 from ipufit.errors import DataError
 from ipufit.tracing.fingerprint import note_writes
 from ipufit.tracing.grad_step import attributes_kept
-from ipufit.tracing.results import Reported
+from ipufit.tracing.results import ReportedScalars
 from ipufit.tracing.untraced_random import record_alone, refuse_draws
 
-__all__ = ["Result", "Unit", "cut_rows"]
+__all__ = ["Executable", "Result", "cut_rows"]
 
 _LARGEST = 2**31 - 1
 
@@ -36,11 +36,11 @@ class Result:
     """
 
     numbers: List[float]
-    reported: Reported
+    reported: ReportedScalars
     outputs: Any = None
 
 
-class Unit:
+class Executable:
     """A step with its executor.
 
     Args:

@@ -10,7 +10,7 @@ from ipufit.core.batch import CombinedBatch, MicroBatch, counts_by_rank
 from ipufit.engines.ipu.context import IpuContext
 from ipufit.engines.ipu.device import OWNER, alone
 from ipufit.engines.ipu.distributed_options import fixes_replicas
-from ipufit.engines.ipu.executable import Result, Unit
+from ipufit.engines.ipu.executable import Executable, Result
 from ipufit.engines.ipu.failures import told
 from ipufit.engines.ipu.module_copy import Host, plain
 from ipufit.engines.ipu.options import seed_of
@@ -41,7 +41,7 @@ class InferenceProgram:
         self._example: Optional[MicroBatch] = None
         self.updates = spec.first_update
 
-    def _unit(self, example: MicroBatch) -> Unit:
+    def _unit(self, example: MicroBatch) -> Executable:
         size = self._size
         if example.size != size.micro_batch:
             several = self._spec.processes.is_distributed or fixes_replicas(self._engine.sdk)
@@ -107,7 +107,7 @@ class InferenceProgram:
         example = padded(self._example, max(size, self._example.size))
         return example if example.size == size else example.head(size)
 
-    def _run_alike(self, unit: Unit, work: Sequence[MicroBatch]) -> List[Result]:
+    def _run_alike(self, unit: Executable, work: Sequence[MicroBatch]) -> List[Result]:
         count = unit.size.micro_batches
         results: List[Result] = []
         self._take(unit)
@@ -118,7 +118,7 @@ class InferenceProgram:
             self._passes += len(part)
         return results
 
-    def _take(self, unit: Unit) -> None:
+    def _take(self, unit: Executable) -> None:
         versions = self._host.all_versions()
         with told(self._engine.sdk, "taking the device"):
             # A callback may have changed weights.

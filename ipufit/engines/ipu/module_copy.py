@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ipufit.core.batch import MicroBatch
 from ipufit.engines.embedded.external_changes import changed_shape, refuse_replaced
 from ipufit.engines.ipu.device import OWNER
-from ipufit.engines.ipu.executable import Unit
+from ipufit.engines.ipu.executable import Executable
 from ipufit.engines.ipu.failures import told
 from ipufit.engines.ipu.optimizers import DeviceOptimizer
 from ipufit.engines.ipu.size import Size
@@ -19,7 +19,7 @@ from ipufit.engines.ipu.step import Form, IpuStep
 from ipufit.engines.program import ProgramSpec
 from ipufit.losses import Loss
 from ipufit.processes import Processes
-from ipufit.tracing.grad_step import StepModule
+from ipufit.tracing.grad_step import ModuleWithLoss
 
 __all__ = ["Host", "Trained", "plain", "unwrapped"]
 
@@ -44,7 +44,7 @@ class Host:
             "net": spec.module,
             "loss_module": spec.loss.module if spec.loss is not None else None,
         }
-        self._whole = StepModule(spec.module, spec.loss)
+        self._whole = ModuleWithLoss(spec.module, spec.loss)
         groups = spec.optimizer.param_groups if spec.optimizer is not None else []
         owned = {id(p) for group in groups for p in group["params"]}
         self.parameters: Dict[str, nn.Parameter] = dict(self._named("named_parameters"))
@@ -161,7 +161,7 @@ class Trained:
         )
         with told(sdk, "wrapping the module"):
             executor = sdk.trainingModel(step, options=options, optimizer=self.optimizer.own)
-        self.unit = Unit(sdk, step, executor, size, wide)
+        self.unit = Executable(sdk, step, executor, size, wide)
         self._sdk = sdk
 
     @property

@@ -7,7 +7,7 @@ from typing import Any, Dict, FrozenSet, List, Optional, Tuple
 import torch
 
 from ipufit.core.batch import MicroBatch
-from ipufit.engines.embedded.optimizer_state_version import Publication
+from ipufit.engines.embedded.optimizer_state_version import OptimizerStateVersion
 from ipufit.engines.ipu.context import IpuContext
 from ipufit.engines.ipu.device import OWNER
 from ipufit.engines.ipu.failures import told
@@ -17,10 +17,10 @@ from ipufit.engines.ipu.size import Size
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import ConfigurationError
 
-__all__ = ["Programs"]
+__all__ = ["ProgramCache"]
 
 
-class Programs:
+class ProgramCache:
     """Programs by the size of their calls.
 
     The first one works on the user's own module, all others on copies. Weights and optimizer state
@@ -55,7 +55,7 @@ class Programs:
         self._current: Optional[Trained] = None
         self._versions: List[int] = []
         self._unstored = 0
-        self._published = Publication(optimizer)
+        self._published = OptimizerStateVersion(optimizer)
 
     @property
     def sizes(self) -> Tuple[Size, ...]:

@@ -9,18 +9,18 @@ from ipufit.core.batch import counts_by_rank
 from ipufit.engines.embedded.gradient_reduction import Reduction
 from ipufit.engines.ipu.module_copy import Trained
 from ipufit.engines.ipu.padding import padding_needed, samples_stand_apart
-from ipufit.engines.ipu.program_cache import Programs
+from ipufit.engines.ipu.program_cache import ProgramCache
 from ipufit.engines.ipu.size import Size
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import PlanError
 from ipufit.tracing.grad_step import public_name
 
-__all__ = ["Shapes"]
+__all__ = ["ProgramSelector"]
 
 _LEVELS = ("none", "micro-batches", "samples")
 
 
-class Shapes:
+class ProgramSelector:
     """Chooses, and builds what is chosen.
 
     Args:
@@ -29,7 +29,7 @@ class Shapes:
         programs: builds them.
     """
 
-    def __init__(self, spec: ProgramSpec, size: Size, programs: Programs) -> None:
+    def __init__(self, spec: ProgramSpec, size: Size, programs: ProgramCache) -> None:
         self._spec = spec
         self._size = size
         self._programs = programs

@@ -21,9 +21,9 @@ from ipufit.losses.masked import loss_of_valid
 from ipufit.partition.recomputation import outputs_checkpointed
 from ipufit.partition.stage_context import followed
 from ipufit.tracing.fingerprint import called_objects
-from ipufit.tracing.grad_step import StepModule, carries_loss
+from ipufit.tracing.grad_step import ModuleWithLoss, carries_loss
 from ipufit.tracing.rebinding import refuse_rebinding, storages
-from ipufit.tracing.results import OutputShape, Reported
+from ipufit.tracing.results import OutputShape, ReportedScalars
 from ipufit.utils import tree
 from ipufit.utils.poptorch_tracing import traced_by
 
@@ -137,7 +137,7 @@ class Traced:
 
     outputs: OutputShape = dataclasses.field(default_factory=lambda: OutputShape(None))
     shapes: Tuple[torch.Size, ...] = ()
-    reported: Reported = dataclasses.field(default_factory=Reported)
+    reported: ReportedScalars = dataclasses.field(default_factory=ReportedScalars)
     counters: Dict[str, int] = dataclasses.field(default_factory=dict)
     changed: Tuple[str, ...] = ()
     attributes: Tuple[str, ...] = ()
@@ -195,9 +195,9 @@ class IpuStep(nn.Module):
         """Whether there are numbers among the results."""
         return self._loss is not None and self._mode is not Mode.PREDICT
 
-    def whole(self) -> StepModule:
+    def whole(self) -> ModuleWithLoss:
         """The user's part of it: module and loss."""
-        return StepModule(self.net, self._loss)
+        return ModuleWithLoss(self.net, self._loss)
 
     def forward(self, *tensors: Tensor) -> Tuple[Tensor, ...]:
         """One micro-batch."""
@@ -220,7 +220,7 @@ class IpuStep(nn.Module):
         if term is not None:
             assert self._loss is not None, "there is no term without a loss"
             self.traced.labels = self._loss.label_ranges(outputs, batch[2])
-            self.traced.reported, numbers = Reported.of(term, entries)
+            self.traced.reported, numbers = ReportedScalars.of(term, entries)
             result.append(numbers.reshape(-1))
             if self.trains:
                 result.append(self._objective(term, entries, share))

@@ -12,21 +12,21 @@ from ipufit.core.batch import CombinedBatch, MicroBatch, ProcessShard, split_by_
 from ipufit.core.precision import check_precision, warn_of_vanishing_eps
 from ipufit.engines.ipu.context import IpuContext
 from ipufit.engines.ipu.device import alone
-from ipufit.engines.ipu.executable import Result, Unit, cut_rows
+from ipufit.engines.ipu.executable import Executable, Result, cut_rows
 from ipufit.engines.ipu.failures import told
 from ipufit.engines.ipu.limits import check_trained
 from ipufit.engines.ipu.module_copy import Host, Trained, plain, unwrapped
 from ipufit.engines.ipu.options import seed_of
 from ipufit.engines.ipu.padding import filled, padded, padding_needed
 from ipufit.engines.ipu.profiling import place_of_profile
-from ipufit.engines.ipu.program_cache import Programs
-from ipufit.engines.ipu.program_selector import Shapes
+from ipufit.engines.ipu.program_cache import ProgramCache
+from ipufit.engines.ipu.program_selector import ProgramSelector
 from ipufit.engines.ipu.results import anchors_of
 from ipufit.engines.ipu.size import Size
 from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, TrainState
 from ipufit.errors import ConfigurationError, LossError, NonFiniteLossError
 from ipufit.tracing.fingerprint import FrozenValues, fingerprint
-from ipufit.tracing.grad_step import StepModule, public_name
+from ipufit.tracing.grad_step import ModuleWithLoss, public_name
 from ipufit.utils.preserve import copied_state
 
 __all__ = ["TrainingProgram"]
@@ -77,15 +77,15 @@ class TrainingProgram:
         check_precision(spec.config.precision, spec.module)
         warn_of_vanishing_eps(spec.optimizer)
         # What it does depends on all that these hold.
-        self._whole = StepModule(spec.module, spec.loss)
+        self._whole = ModuleWithLoss(spec.module, spec.loss)
         self._size = Size.of(spec.plan)
         schedule = spec.config.schedule
         if schedule is not None and schedule.per_update:
             # Settings change between calls only.
             self._size = dataclasses.replace(self._size, iterations=1)
         self.popvision = place_of_profile(engine.sdk, spec.options, spec)
-        self._programs = Programs(engine, spec, self._host, spec.optimizer)
-        self._shapes = Shapes(spec, self._size, self._programs)
+        self._programs = ProgramCache(engine, spec, self._host, spec.optimizer)
+        self._shapes = ProgramSelector(spec, self._size, self._programs)
         self._closed = False
         self._lost: Optional[Tuple[int, float]] = None
         self._frozen: object = None
@@ -334,7 +334,7 @@ class TrainingProgram:
             self._drop()
 
 
-def _prepared(unit: Unit, samples: int) -> Prepared:
+def _prepared(unit: Executable, samples: int) -> Prepared:
     """What is known of the results for a micro-batch with so many samples that count."""
     traced = unit.traced
     if not unit.step.wants_outputs:

@@ -14,7 +14,7 @@ from ipufit.engines.embedded import timing
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.engines.embedded.passes import channels_last, fuse_concat, onednn_matmul
 from ipufit.engines.embedded.passes.direct_calls import SHORT
-from ipufit.engines.embedded.passes.fuse_concat import gather_in_place
+from ipufit.engines.embedded.passes.fuse_concat import fuse_concats
 from ipufit.tracing.capture import capture
 from tests.nets import MLP, data
 from tests.told import refused
@@ -161,7 +161,7 @@ def test_products_write_where_gradients_are_gathered_the_same_bits(kind, monkeyp
     module = ipufit.engines.embedded.passes.select_kernels
 
     def gathered(graph):
-        written.append(gather_in_place(graph))
+        written.append(fuse_concats(graph))
         graph.lint()
         return written[-1]
 
@@ -169,7 +169,7 @@ def test_products_write_where_gradients_are_gathered_the_same_bits(kind, monkeyp
     results = []
     for smallest in (0, 10**9):
         monkeypatch.setattr(fuse_concat, "_SMALLEST", smallest)
-        monkeypatch.setattr(module, "gather_in_place", gathered)
+        monkeypatch.setattr(module, "fuse_concats", gathered)
         model, _, history = fitted(net, jit="graph")
         results.append((model.module.state_dict(), history.history["loss"], max(written)))
         written.clear()
@@ -192,7 +192,7 @@ def test_what_else_is_gathered_stays():
     a, b = torch.rand(3, 3), torch.rand(3, 3)
     graph = capture(joined, [a, b])
     before = graph(a, b)
-    assert gather_in_place(graph.graph) == 0
+    assert fuse_concats(graph.graph) == 0
     assert [torch.equal(*pair) for pair in zip(graph(a, b), before)] == [True] * 4
 
 
@@ -221,7 +221,7 @@ def test_auto_takes_what_is_measured_to_be_faster(choice, way, monkeypatch):
 @pytest.mark.usefixtures("all_kernels")
 def test_kernels_that_compute_something_else_are_not_used(monkeypatch):
     module = ipufit.engines.embedded.passes.select_kernels
-    right = module.pictures_last
+    right = module.to_channels_last
 
     def wrong(graph):
         for node in graph.nodes:
@@ -229,7 +229,7 @@ def test_kernels_that_compute_something_else_are_not_used(monkeypatch):
                 node.target = torch.ops.aten.sigmoid.default
         return right(graph)
 
-    monkeypatch.setattr(module, "pictures_last", wrong)
+    monkeypatch.setattr(module, "to_channels_last", wrong)
     model, engine, history = fitted(Pictures(), jit="kernels")
     assert history.params["jit"] == "graph"
     (why,) = engine.explain(model._session.config, {})

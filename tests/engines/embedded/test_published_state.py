@@ -76,12 +76,12 @@ def test_the_state_exists_once(name, way, offload):
     look = Look(places_of)
     held = []
 
-    class Held(Callback):
+    class LiveBytes(Callback):
         def on_train_batch_end(self, batch, logs=None):
             updater = self.model._session._training._live.updater
             held.append(places(updater.held()))
 
-    fit(model, X, Y, callbacks=[look, Held()], epochs=2)
+    fit(model, X, Y, callbacks=[look, LiveBytes()], epochs=2)
     assert are_all_of(look.seen[0], held[0])
     assert are_all_of(look.seen[1], held[-1])
     in_second = []
@@ -92,7 +92,7 @@ def test_the_state_exists_once(name, way, offload):
 
     optimizer = model.optimizer
     held.clear()
-    fit(model, X, Y, callbacks=[First(), Held()], epochs=1)
+    fit(model, X, Y, callbacks=[First(), LiveBytes()], epochs=1)
     assert are_all_of(in_second[0], held[0])
 
 

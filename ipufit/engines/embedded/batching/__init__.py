@@ -5,7 +5,7 @@
 is what runs.
 """
 
-from ipufit.engines.embedded.batching.batched_step import Merged
+from ipufit.engines.embedded.batching.batched_step import BatchedStep
 from ipufit.engines.embedded.batching.decision import Decision, decide
 
-__all__ = ["Decision", "Merged", "decide"]
+__all__ = ["BatchedStep", "Decision", "decide"]

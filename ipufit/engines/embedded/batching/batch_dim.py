@@ -6,7 +6,16 @@ import dataclasses
 import math
 from typing import Sequence, Tuple, Union
 
-__all__ = ["FIXED", "UNREAD", "Along", "Fixed", "RefusalError", "State", "Unread", "regrouped"]
+__all__ = [
+    "NOT_MAPPED",
+    "UNREAD",
+    "BatchDim",
+    "Fixed",
+    "RefusalError",
+    "State",
+    "Unread",
+    "regrouped",
+]
 
 
 class RefusalError(Exception):
@@ -24,7 +33,7 @@ class Unread:
 
 
 @dataclasses.dataclass(frozen=True)
-class Along:
+class BatchDim:
     """The samples lie along one dimension, and what belongs to one depends on no other.
 
     Attributes:
@@ -41,18 +50,20 @@ class Along:
         """Of the dimension."""
         return self.outer * samples * self.inner
 
-    def moved(self, dim: int) -> Along:
+    def moved(self, dim: int) -> BatchDim:
         """The same along another dimension."""
         return dataclasses.replace(self, dim=dim)
 
 
-FIXED, UNREAD = Fixed(), Unread()
+NOT_MAPPED, UNREAD = Fixed(), Unread()
 
 # Of one tensor, or of an operator's several results.
-State = Union[Fixed, Unread, Along, Tuple["State", ...]]
+State = Union[Fixed, Unread, BatchDim, Tuple["State", ...]]
 
 
-def regrouped(along: Along, before: Sequence[int], after: Sequence[int], samples: int) -> Along:
+def regrouped(
+    along: BatchDim, before: Sequence[int], after: Sequence[int], samples: int
+) -> BatchDim:
     """Where the samples are after a view of another shape.
 
     Args:
@@ -69,7 +80,7 @@ def regrouped(along: Along, before: Sequence[int], after: Sequence[int], samples
         outside, inside = math.prod(after[:dim]), math.prod(after[dim + 1 :])
         if not outside or not inside or left % outside or right % inside:
             continue
-        found = Along(dim, left // outside, right // inside)
+        found = BatchDim(dim, left // outside, right // inside)
         if found.size(samples) == size:
             return found
     raise RefusalError(

@@ -8,15 +8,15 @@ from typing import Callable, List, Optional, Sequence, Tuple
 from torch import Tensor, fx
 
 from ipufit.core.batch import MicroBatch
-from ipufit.engines.embedded.batching.steps import MergedStep
+from ipufit.engines.embedded.batching.steps import BatchedGradStep
 from ipufit.engines.embedded.traced_step import TracedStep
-from ipufit.tracing.results import Reported
+from ipufit.tracing.results import ReportedScalars
 
-__all__ = ["Merged", "MergedResult"]
+__all__ = ["BatchedResult", "BatchedStep"]
 
 
 @dataclasses.dataclass(frozen=True)
-class MergedResult:
+class BatchedResult:
     """What several micro-batches give.
 
     Attributes:
@@ -26,7 +26,7 @@ class MergedResult:
         gradients: the sum of theirs, each times its count if it has one; a flat tensor per block.
     """
 
-    kinds: Sequence[Reported]
+    kinds: Sequence[ReportedScalars]
     numbers: Tensor
     outputs: List[Tensor]
     gradients: List[Tensor]
@@ -49,7 +49,7 @@ class MergedResult:
 
 
 @dataclasses.dataclass(frozen=True)
-class Merged:
+class BatchedStep:
     """Ready to run.
 
     Attributes:
@@ -64,7 +64,7 @@ class Merged:
     """
 
     run: Callable[..., List[Tensor]]
-    step: MergedStep
+    step: BatchedGradStep
     base: TracedStep
     count: int
     blocks: int
@@ -77,8 +77,8 @@ class Merged:
         whole = bool(recorded) and not len(recorded) % self.count
         return whole and all(each is self.base for each in recorded)
 
-    def __call__(self, state: Sequence[Tensor], batches: Sequence[MicroBatch]) -> MergedResult:
+    def __call__(self, state: Sequence[Tensor], batches: Sequence[MicroBatch]) -> BatchedResult:
         """Run on as many micro-batches as it takes."""
         numbers, *rest = self.run(*state, *self.step.arguments(batches))
         outputs, gradients = rest[: len(rest) - self.blocks], rest[len(rest) - self.blocks :]
-        return MergedResult(self.step.reported, numbers, outputs, gradients)
+        return BatchedResult(self.step.reported, numbers, outputs, gradients)

@@ -12,10 +12,15 @@ from torch import Tensor, fx
 
 from ipufit.core.batch import MicroBatch
 from ipufit.core.precision import autocast_state, computes_in_half, with_inputs_in
-from ipufit.engines.embedded.batching.batch_dim import FIXED, Along, RefusalError, State
-from ipufit.engines.embedded.batching.batched_step import Merged
+from ipufit.engines.embedded.batching.batch_dim import NOT_MAPPED, BatchDim, RefusalError, State
+from ipufit.engines.embedded.batching.batched_step import BatchedStep
 from ipufit.engines.embedded.batching.proof import prove
-from ipufit.engines.embedded.batching.steps import Forward, MergedStep, Replayed, forward_leaves
+from ipufit.engines.embedded.batching.steps import (
+    BatchedGradStep,
+    Forward,
+    Replayed,
+    forward_leaves,
+)
 from ipufit.engines.embedded.gradient_reduction import Reduction
 from ipufit.engines.embedded.replicas import same
 from ipufit.engines.embedded.traced_step import TracedStep
@@ -23,8 +28,8 @@ from ipufit.engines.program import ProgramSpec
 from ipufit.losses import Loss
 from ipufit.tracing.capture import capture
 from ipufit.tracing.generators import Generators
-from ipufit.tracing.grad_step import MicroStep, StepModule, attributes_kept
-from ipufit.tracing.graph_signature import Written
+from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, attributes_kept
+from ipufit.tracing.graph_signature import GraphSignature
 from ipufit.tracing.liveness import peak_bytes
 from ipufit.tracing.rebinding import public_name
 from ipufit.tracing.results import OutputShape
@@ -36,7 +41,8 @@ MOST_BYTES = 64 * 2**20
 
 # Lowers a function of tensors, given examples of them: what runs, and the graph that it runs.
 Make = Callable[
-    [MergedStep, Sequence[Tensor]], Tuple[Callable[..., List[Tensor]], Optional[fx.GraphModule]]
+    [BatchedGradStep, Sequence[Tensor]],
+    Tuple[Callable[..., List[Tensor]], Optional[fx.GraphModule]],
 ]
 
 
@@ -49,7 +55,7 @@ class Decision:
         said: a sentence about it.
     """
 
-    merged: Optional[Merged]
+    merged: Optional[BatchedStep]
     said: str
 
     @staticmethod
@@ -71,7 +77,7 @@ class Decision:
 
 def decide(
     spec: ProgramSpec,
-    step: StepModule,
+    step: ModuleWithLoss,
     example: MicroBatch,
     recorded: TracedStep,
     names: Tuple[Sequence[str], Sequence[str]],
@@ -112,7 +118,7 @@ def _same_in_all(replicas: Sequence[Mapping[str, Tensor]], names: Sequence[str])
 
 
 def _check_request(
-    spec: ProgramSpec, step: StepModule, example: MicroBatch, state: Sequence[Tensor]
+    spec: ProgramSpec, step: ModuleWithLoss, example: MicroBatch, state: Sequence[Tensor]
 ) -> None:
     """What needs no look at the module."""
     config, loss = spec.config, spec.loss
@@ -164,7 +170,7 @@ class _Work:
     def __init__(
         self,
         spec: ProgramSpec,
-        step: StepModule,
+        step: ModuleWithLoss,
         example: MicroBatch,
         recorded: TracedStep,
         names: Tuple[Sequence[str], Sequence[str]],
@@ -180,14 +186,14 @@ class _Work:
         self._names = [*self._trained, *self._fixed]
         self._state = list(state)
 
-    def merged(self, total: int, make: Make) -> Merged:
+    def merged(self, total: int, make: Make) -> BatchedStep:
         """As many micro-batches of an update in one as memory allows.
 
         Raises:
             RefusalError: none can be.
         """
         assert self._recorded.graph is not None
-        written = Written.of(self._recorded.graph)
+        written = GraphSignature.of(self._recorded.graph)
         self._check_written(written)
         small, outputs = self._forward(1)
         whole = self._same_program(small, outputs, written)
@@ -199,7 +205,7 @@ class _Work:
         along = prove(small, large, len(self._names), samples)
         _check_results(along)
         micro = self._recorded.micro
-        step = MergedStep(
+        step = BatchedGradStep(
             self._step,
             self._loss,
             large,
@@ -220,7 +226,7 @@ class _Work:
             run, graph = make(step, arguments)
         reads = self._buffers_read(whole)
         blocks = len(micro.blocks)
-        return Merged(run, step, self._recorded, count, blocks, reads, step.factor, graph)
+        return BatchedStep(run, step, self._recorded, count, blocks, reads, step.factor, graph)
 
     def _early(self, total: int) -> float:
         """What the gradients of an update may be multiplied with on the way."""
@@ -229,7 +235,7 @@ class _Work:
             return 1.0
         return Reduction(self._spec).early([self._example.size] * total)
 
-    def _check_written(self, written: Written) -> None:
+    def _check_written(self, written: GraphSignature) -> None:
         if written.drawn is not None:
             raise RefusalError(
                 f"{written.drawn} draws random numbers, other ones in each micro-batch"
@@ -254,14 +260,14 @@ class _Work:
         return graph, forward.outputs
 
     def _same_program(
-        self, forward: fx.GraphModule, outputs: OutputShape, written: Written
+        self, forward: fx.GraphModule, outputs: OutputShape, written: GraphSignature
     ) -> fx.GraphModule:
         """Whether the micro-batch is what the operators of forward and their derivatives make it.
 
         Hooks, derivatives of one's own and layers whose gradient is left out are seen by this.
         """
         spec, micro = self._spec, self._recorded.micro
-        again = MicroStep(
+        again = GradStep(
             Replayed(self._step, self._loss, forward, outputs),
             self._trained,
             self._fixed,
@@ -274,7 +280,7 @@ class _Work:
         )
         with _explained("the gradient of forward is not that of its operators"):
             graph = capture(again, [*self._state, *self._example.leaves])
-        if again.reached != micro.reached or not Written.of(graph).equals(written):
+        if again.reached != micro.reached or not GraphSignature.of(graph).equals(written):
             raise RefusalError("the gradient of forward is not that of its operators")
         return graph
 
@@ -295,7 +301,7 @@ class _Work:
 def _check_results(along: Sequence[State]) -> None:
     """The loss gets a part of each result for each micro-batch."""
     for state in along:
-        if state != FIXED and not (isinstance(state, Along) and state.outer == 1):
+        if state != NOT_MAPPED and not (isinstance(state, BatchDim) and state.outer == 1):
             raise RefusalError("an output of forward can't be cut into those of micro-batches")
 
 

@@ -14,8 +14,14 @@ from typing import Any, Dict, List, Sequence, Tuple
 import torch
 from torch import Tensor, fx
 
-from ipufit.engines.embedded.batching.batch_dim import FIXED, UNREAD, Along, RefusalError, State
-from ipufit.engines.embedded.batching.rules import IN_PLACE, RULES, SIZED, Call
+from ipufit.engines.embedded.batching.batch_dim import (
+    NOT_MAPPED,
+    UNREAD,
+    BatchDim,
+    RefusalError,
+    State,
+)
+from ipufit.engines.embedded.batching.rules import BATCHING_RULES, IN_PLACE, SIZED, Call
 from ipufit.tracing.aliases import Memories
 from ipufit.tracing.capture import draws
 from ipufit.tracing.graph_signature import operator_name, same_constants
@@ -65,11 +71,13 @@ class _Proof:
         placeholders = 0
         for small, large in self._pairs:
             if small.op == "placeholder":
-                self._states[small] = FIXED if placeholders < fixed else Along(0)
+                self._states[small] = NOT_MAPPED if placeholders < fixed else BatchDim(0)
                 placeholders += 1
             elif small.op == "output":
                 self._same(small.args, large.args, "forward")
-                return [self._states[n] if isinstance(n, fx.Node) else FIXED for n in small.args[0]]
+                return [
+                    self._states[n] if isinstance(n, fx.Node) else NOT_MAPPED for n in small.args[0]
+                ]
             elif small.op == "get_attr":
                 self._states[small] = self._constant(small, large)
             elif small.target is operator.getitem:
@@ -86,7 +94,7 @@ class _Proof:
         ]
         if not same_constants(*pair):
             raise self._depends("forward")
-        return FIXED
+        return NOT_MAPPED
 
     def _part(self, small: fx.Node, large: fx.Node) -> State:
         self._same(small.args, large.args, "forward")
@@ -109,17 +117,17 @@ class _Proof:
         base, _, overload = name.partition(".")
         in_place = base.endswith("_") and not base.endswith("__") and base[:-1] in IN_PLACE
         base = base[:-1] if in_place else base
-        found = f"{base}.{overload}" if f"{base}.{overload}" in RULES else base
+        found = f"{base}.{overload}" if f"{base}.{overload}" in BATCHING_RULES else base
         call = Call(small, large, self._states, self._samples)
         same = self._compare(small, large, SIZED.get(found, ()), call.name)
         inputs = [self._states[node] for node in small.all_input_nodes]
         if UNREAD in inputs:
             raise unknown
-        if same and all(state == FIXED for state in inputs):
-            return FIXED
-        if found not in RULES:
+        if same and all(state == NOT_MAPPED for state in inputs):
+            return NOT_MAPPED
+        if found not in BATCHING_RULES:
             raise unknown
-        state = RULES[found](call)
+        state = BATCHING_RULES[found](call)
         if in_place:
             self._check_write(call, state)
         return state
@@ -128,7 +136,7 @@ class _Proof:
         """What is written must be where the samples are, under every name of the memory."""
         members = self._memories.members[self._memories.of(call.first)]
         known = [self._states[member] for member in members if member in self._states]
-        if state != call.state(call.first) or FIXED in known:
+        if state != call.state(call.first) or NOT_MAPPED in known:
             raise call.coupled()
 
     def _compare(self, small: fx.Node, large: fx.Node, sized: Sequence[str], name: str) -> bool:
@@ -174,7 +182,7 @@ class _Proof:
             shapes = [list(small.shape), list(large.shape)]
             if len(shapes[0]) != len(shapes[1]):
                 raise self._depends(f"{operator_name(node)} in forward")
-            if isinstance(state, Along):
+            if isinstance(state, BatchDim):
                 sizes = [shape.pop(state.dim) for shape in shapes]
                 if sizes != [state.size(count) for count in self._samples]:
                     raise self._depends(f"{operator_name(node)} in forward")

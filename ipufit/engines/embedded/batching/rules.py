@@ -12,9 +12,9 @@ from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
 from torch import Tensor, fx
 
 from ipufit.engines.embedded.batching.batch_dim import (
-    FIXED,
+    NOT_MAPPED,
     UNREAD,
-    Along,
+    BatchDim,
     RefusalError,
     State,
     regrouped,
@@ -22,7 +22,7 @@ from ipufit.engines.embedded.batching.batch_dim import (
 from ipufit.tracing.aliases import nodes_in
 from ipufit.tracing.graph_signature import operator_name
 
-__all__ = ["IN_PLACE", "RULES", "SIZED", "Call"]
+__all__ = ["BATCHING_RULES", "IN_PLACE", "SIZED", "Call"]
 
 
 class Call:
@@ -72,7 +72,7 @@ class Call:
 
     def state(self, node: Any) -> State:
         """Where the samples are in an argument; what is no tensor is fixed."""
-        return self._states[node] if isinstance(node, fx.Node) else FIXED
+        return self._states[node] if isinstance(node, fx.Node) else NOT_MAPPED
 
     def shape(self, node: fx.Node) -> Sequence[int]:
         """Of an argument, for a micro-batch."""
@@ -82,16 +82,16 @@ class Call:
         """Of an argument, for several."""
         return tuple(self._twins[node].meta["val"].shape)
 
-    def along(self, node: Any) -> Along:
+    def along(self, node: Any) -> BatchDim:
         """Where the samples are in an argument that must have them."""
         found = self.state(node)
-        if not isinstance(found, Along):
+        if not isinstance(found, BatchDim):
             raise self.coupled()
         return found
 
     def fixed(self, *nodes: Any) -> None:
         """Make sure that no sample is in these arguments."""
-        if any(self.state(node) != FIXED for node in nodes):
+        if any(self.state(node) != NOT_MAPPED for node in nodes):
             raise self.coupled()
 
     def dims(self, value: Any, rank: int) -> List[int]:
@@ -113,7 +113,7 @@ class Call:
 
 # Finds where the samples are in the results.
 Rule = Callable[[Call], State]
-RULES: Dict[str, Rule] = {}
+BATCHING_RULES: Dict[str, Rule] = {}
 
 # Arguments that may depend on the number of samples; rules look at shapes instead.
 SIZED: Dict[str, Tuple[str, ...]] = {}
@@ -133,7 +133,7 @@ def _rule(names: str, sized: Tuple[str, ...] = ()) -> Callable[[Rule], Rule]:
 
     def register(rule: Rule) -> Rule:
         for name in names.split():
-            RULES[name] = rule
+            BATCHING_RULES[name] = rule
             SIZED[name] = sized
         return rule
 
@@ -160,22 +160,22 @@ def _elementwise(call: Call) -> State:
     return _broadcast(call, call.tensors)
 
 
-def _broadcast(call: Call, nodes: Sequence[fx.Node]) -> Along:
+def _broadcast(call: Call, nodes: Sequence[fx.Node]) -> BatchDim:
     """Elements that meet belong to the same sample."""
     rank = max(len(call.shape(node)) for node in nodes)
     found = set()
     for node in nodes:
         state = call.state(node)
-        if isinstance(state, Along):
+        if isinstance(state, BatchDim):
             found.add(state.moved(state.dim + rank - len(call.shape(node))))
-        elif state != FIXED:
+        elif state != NOT_MAPPED:
             raise call.coupled()
     if len(found) != 1:
         raise call.coupled()
     along = found.pop()
     for node in nodes:
         place = along.dim - rank + len(call.shape(node))
-        if call.state(node) == FIXED and place >= 0 and call.shape(node)[place] != 1:
+        if call.state(node) == NOT_MAPPED and place >= 0 and call.shape(node)[place] != 1:
             raise call.coupled()
     return along
 
@@ -197,7 +197,7 @@ def _reinterpreted(call: Call) -> State:
 
 @_rule("expand", ("size",))
 def _expand(call: Call) -> State:
-    if call.state(call.first) == FIXED:
+    if call.state(call.first) == NOT_MAPPED:
         return _repeated_rows(call)
     small, _ = call.results
     along = call.along(call.first)
@@ -209,10 +209,10 @@ def _repeated_rows(call: Call) -> State:
     small, large = call.results
     differing = [d for d, (a, b) in enumerate(zip(small.shape, large.shape)) if a != b]
     if not differing:
-        return FIXED
+        return NOT_MAPPED
     if len(differing) > 1 or small.shape[differing[0]] % call.samples[0]:
         raise call.coupled()
-    return Along(differing[0], 1, small.shape[differing[0]] // call.samples[0])
+    return BatchDim(differing[0], 1, small.shape[differing[0]] // call.samples[0])
 
 
 @_rule("full new_full new_ones new_zeros ones zeros", ("size",))
@@ -224,13 +224,13 @@ def _made(call: Call) -> State:
 def _repeat(call: Call) -> State:
     small, _ = call.results
     new = small.dim() - len(call.shape(call.first))
-    if call.state(call.first) != FIXED:
+    if call.state(call.first) != NOT_MAPPED:
         along = call.along(call.first)
         if call["repeats"][along.dim + new] != 1:
             raise call.coupled()
         return along.moved(along.dim + new)
     found = _repeated_rows(call)
-    if isinstance(found, Along) and found.dim >= new:
+    if isinstance(found, BatchDim) and found.dim >= new:
         # Repeated as a whole, a tensor of several rows gives each sample one of them in turn.
         rows = call.shape(call.first)[found.dim - new]
         if rows != found.inner and rows != 1:
@@ -383,15 +383,15 @@ def _joined(call: Call) -> State:
 # Products.
 
 
-def _product(call: Call, first: fx.Node, second: fx.Node) -> Along:
+def _product(call: Call, first: fx.Node, second: fx.Node) -> BatchDim:
     """Of matrices, or of stacks of them."""
     left, right = call.state(first), call.state(second)
     last = len(call.shape(first)) - 1
-    if isinstance(left, Along) and left.dim == last - 1 and right == FIXED:
+    if isinstance(left, BatchDim) and left.dim == last - 1 and right == NOT_MAPPED:
         return left
-    if isinstance(right, Along) and right.dim == last and left == FIXED:
+    if isinstance(right, BatchDim) and right.dim == last and left == NOT_MAPPED:
         return right
-    if isinstance(left, Along) and left == right and left.dim < last - 1:
+    if isinstance(left, BatchDim) and left == right and left.dim < last - 1:
         return left
     raise call.coupled()
 
@@ -411,12 +411,12 @@ def _baddbmm(call: Call) -> State:
     return _with_bias(call, _product(call, call["batch1"], call["batch2"]), 3)
 
 
-def _with_bias(call: Call, along: Along, rank: int) -> Along:
+def _with_bias(call: Call, along: BatchDim, rank: int) -> BatchDim:
     bias, state = call["self"], call.state(call["self"])
     place = along.dim - rank + len(call.shape(bias))
-    if isinstance(state, Along) and state == along.moved(place):
+    if isinstance(state, BatchDim) and state == along.moved(place):
         return along
-    if state == FIXED and (place < 0 or call.shape(bias)[place] == 1):
+    if state == NOT_MAPPED and (place < 0 or call.shape(bias)[place] == 1):
         return along
     raise call.coupled()
 
@@ -444,7 +444,7 @@ def _embedding(call: Call) -> State:
 @_rule("index_select")
 def _index_select(call: Call) -> State:
     table, chosen = call.state(call["self"]), call.state(call["index"])
-    if table == FIXED and isinstance(chosen, Along):
+    if table == NOT_MAPPED and isinstance(chosen, BatchDim):
         return chosen.moved(*call.dims(call["dim"], len(call.shape(call["self"]))))
     call.fixed(call["index"])
     call.off(call["dim"], call["self"])
@@ -459,7 +459,7 @@ def _index(call: Call) -> State:
         raise call.coupled()
     ((dim, index),) = given
     table, chosen = call.state(call["self"]), call.state(index)
-    if table == FIXED and isinstance(chosen, Along):
+    if table == NOT_MAPPED and isinstance(chosen, BatchDim):
         return chosen.moved(dim + chosen.dim)
     call.fixed(index)
     call.off(dim, call["self"])
@@ -479,7 +479,7 @@ def _picked(call: Call) -> State:
 # Layers that take the samples along their first dimension.
 
 
-def _leading(call: Call, node: fx.Node, rank: int) -> Along:
+def _leading(call: Call, node: fx.Node, rank: int) -> BatchDim:
     along = call.along(node)
     if along.dim != 0 or len(call.shape(node)) != rank:
         raise call.coupled()
@@ -545,8 +545,8 @@ def _batch_norm(call: Call) -> State:
         call.fixed(*call.tensors[1:])
         call.off(1, node)
         return (along, *(UNREAD,) * (len(call.results[0]) - 1))
-    per_sample = Along(0, along.outer, along.inner)
-    allowed = (FIXED, per_sample)
+    per_sample = BatchDim(0, along.outer, along.inner)
+    allowed = (NOT_MAPPED, per_sample)
     if along.dim != 1 or any(call.state(other) not in allowed for other in call.tensors[1:]):
         raise RefusalError("batch normalisation takes its statistics from a whole micro-batch")
     # Every sample has channels of its own, as instance normalisation has it.
@@ -578,12 +578,12 @@ def _attention(call: Call) -> State:
     )
 
 
-def _fits(call: Call, mask: fx.Node, along: Along) -> bool:
+def _fits(call: Call, mask: fx.Node, along: BatchDim) -> bool:
     state, shape = call.state(mask), call.shape(mask)
-    return state == along or (state == FIXED and (len(shape) < 4 or shape[0] == 1))
+    return state == along or (state == NOT_MAPPED and (len(shape) < 4 or shape[0] == 1))
 
 
-def _has_samples(call: Call, small: Any, large: Any, along: Along) -> bool:
+def _has_samples(call: Call, small: Any, large: Any, along: BatchDim) -> bool:
     return (
         isinstance(small, Tensor)
         and small.dim() > 1

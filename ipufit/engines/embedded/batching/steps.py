@@ -12,17 +12,17 @@ from ipufit.core.logged_values import collecting
 from ipufit.core.outputs import handed_back
 from ipufit.core.precision import with_inputs_in
 from ipufit.core.train_config import Precision
-from ipufit.engines.embedded.batching.batch_dim import Along, RefusalError, State
+from ipufit.engines.embedded.batching.batch_dim import BatchDim, RefusalError, State
 from ipufit.losses import Loss, LossTerm
 from ipufit.losses.batched import losses_together
 from ipufit.tracing.flat_storage import Block, storage_id
-from ipufit.tracing.grad_step import StepModule
+from ipufit.tracing.grad_step import ModuleWithLoss
 from ipufit.tracing.node_meta import backward_marked
-from ipufit.tracing.results import OutputShape, Reported
+from ipufit.tracing.results import OutputShape, ReportedScalars
 from ipufit.utils import tree
 from ipufit.utils.functional import call_with
 
-__all__ = ["Forward", "MergedStep", "Replayed", "forward_leaves"]
+__all__ = ["BatchedGradStep", "Forward", "Replayed", "forward_leaves"]
 
 
 def forward_leaves(batch: MicroBatch) -> int:
@@ -36,7 +36,7 @@ def _trainable(tensors: Sequence[Tensor], trained: int) -> List[Tensor]:
     return [*weights, *tensors[trained:]]
 
 
-class _Net(StepModule):
+class _Net(ModuleWithLoss):
     """The user's module alone, with the names that it has beside its loss."""
 
     def forward(self, args: Any, kwargs: Any) -> Any:  # type: ignore[override]
@@ -60,7 +60,7 @@ class Forward:
 
     def __init__(
         self,
-        step: StepModule,
+        step: ModuleWithLoss,
         loss: Loss,
         names: Sequence[str],
         trained: int,
@@ -89,7 +89,7 @@ class Forward:
         return tensors_out
 
 
-class Replayed(StepModule):
+class Replayed(ModuleWithLoss):
     """The user's loss behind a recording of the user's module.
 
     Args:
@@ -99,7 +99,7 @@ class Replayed(StepModule):
     """
 
     def __init__(
-        self, step: StepModule, loss: Loss, forward: fx.GraphModule, outputs: OutputShape
+        self, step: ModuleWithLoss, loss: Loss, forward: fx.GraphModule, outputs: OutputShape
     ) -> None:
         super().__init__(step.net, loss)
         # In a tuple it is no part of this module.
@@ -154,7 +154,7 @@ class _Chunks(Replayed):
         results = self.run(tensors, leaves)
         parts = [
             torch.split(result, samples * state.inner, state.dim)
-            if isinstance(state, Along)
+            if isinstance(state, BatchDim)
             else (result,) * len(others)
             for result, state in zip(results, along)
         ]
@@ -162,7 +162,7 @@ class _Chunks(Replayed):
             self._outputs.rebuild([part[place] for part in parts]) for place in range(len(others))
         ]
         values = None
-        if target is not None and list(along) == [Along(0)]:
+        if target is not None and list(along) == [BatchDim(0)]:
             prediction = self._outputs.rebuild(results)
             assert self._loss is not None
             values = losses_together(self._loss, prediction, target, len(others))
@@ -177,7 +177,7 @@ class _Chunks(Replayed):
         return found, None
 
 
-class MergedStep:
+class BatchedGradStep:
     """Several micro-batches at once: forward on all samples, the loss on each micro-batch.
 
     Called with (trained weights, other state, what :meth:`arguments` makes of the micro-batches),
@@ -208,7 +208,7 @@ class MergedStep:
 
     def __init__(
         self,
-        step: StepModule,
+        step: ModuleWithLoss,
         loss: Loss,
         forward: fx.GraphModule,
         outputs: OutputShape,
@@ -235,7 +235,7 @@ class MergedStep:
         self._blocks = list(blocks)
         # Leaves with a row for each sample, which come in one tensor.
         self._rows = [i for i, leaf in enumerate(example.leaves) if _has_rows(leaf, example.size)]
-        self.reported: List[Reported] = []
+        self.reported: List[ReportedScalars] = []
         self._early = early
         self.factor = 1.0
 
@@ -276,9 +276,9 @@ class MergedStep:
             if values is not None:
                 numbers, shares = values.detach(), [torch.full_like(values, self._early)]
                 self.factor = self._early
-                self.reported = [Reported()] * self._count
+                self.reported = [ReportedScalars()] * self._count
             else:
-                kinds = [Reported.of(term, entries) for _, term, entries in found]
+                kinds = [ReportedScalars.of(term, entries) for _, term, entries in found]
                 numbers = torch.stack([each for _, each in kinds])
                 self.reported = [kind for kind, _ in kinds]
                 counted = any(term.count is not None for _, term, _ in found)

@@ -7,16 +7,16 @@ from typing import Callable, List, Optional, Sequence
 
 from torch import Tensor, fx
 
-from ipufit.engines.embedded.fsdp.weights import DividedWeights
-from ipufit.engines.embedded.passes.collective_hooks import SUM, Event, with_meetings
-from ipufit.engines.embedded.passes.direct_calls import call_shortly
-from ipufit.engines.embedded.passes.simplify import tidy
+from ipufit.engines.embedded.fsdp.weights import ShardedWeights
+from ipufit.engines.embedded.passes.collective_hooks import SUM, Event, insert_weight_hooks
+from ipufit.engines.embedded.passes.direct_calls import call_directly
+from ipufit.engines.embedded.passes.simplify import simplify
 from ipufit.errors import CaptureError
 
-__all__ = ["DividedRun"]
+__all__ = ["ShardedStep"]
 
 
-class DividedRun:
+class ShardedStep:
     """Runs a graph, when it is known whose weights it takes.
 
     Args:
@@ -32,11 +32,11 @@ class DividedRun:
         self._recorded = recorded
         self._inputs = inputs
         self._gradients = gradients
-        self._weights: Optional[DividedWeights] = None
+        self._weights: Optional[ShardedWeights] = None
         self._module: Optional[fx.GraphModule] = None
         self.events: List[Event] = []
 
-    def take(self, weights: DividedWeights) -> None:
+    def take(self, weights: ShardedWeights) -> None:
         """Run with these from here on; all graphs that train with them have the same events.
 
         Raises:
@@ -45,9 +45,9 @@ class DividedRun:
         if self._weights is weights:
             return
         module = fx.GraphModule(self._recorded, copy.deepcopy(self._recorded.graph))
-        tidy(module.graph)
-        self.events = with_meetings(module, self._inputs, weights.names, self._gradients)
-        call_shortly(module.graph)
+        simplify(module.graph)
+        self.events = insert_weight_hooks(module, self._inputs, weights.names, self._gradients)
+        call_directly(module.graph)
         module.recompile()
         module.get_submodule("meeting").host = weights  # type: ignore[assignment]
         self._module, self._weights = module, weights

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.core.train_config import Clip
-from ipufit.engines.embedded.flat_optimizer import RuleUpdater
+from ipufit.engines.embedded.flat_optimizer import RuleOptimizer
 from ipufit.engines.embedded.fsdp.weights import pieces_of
-from ipufit.engines.embedded.zero.optimizer import PartedUpdater
+from ipufit.engines.embedded.zero.optimizer import ShardedOptimizer
 from ipufit.processes import Processes
 from ipufit.tracing.flat_storage import Block, FlatStorage
 
-__all__ = ["DividedUpdater", "clipped_parts"]
+__all__ = ["FSDPOptimizer", "clipped_parts"]
 
 
-class DividedUpdater(PartedUpdater):
+class FSDPOptimizer(ShardedOptimizer):
     """Applies the rules to this process's part of every piece, and leaves it there."""
 
     takes_parts = True
@@ -28,7 +28,7 @@ class DividedUpdater(PartedUpdater):
         return [
             block
             for piece in pieces_of(named)
-            for block in super(DividedUpdater, self).layout(
+            for block in super(FSDPOptimizer, self).layout(
                 [(name, parameters[name]) for name, _ in piece]
             )
         ]
@@ -45,7 +45,7 @@ class DividedUpdater(PartedUpdater):
                 own = slice(slot.start + begin - first, slot.start + end - first)
                 segments[index].append(own if end > begin else slice(0))
             gradients = clipped_parts(self._processes, gradients, segments, self._bound)
-        RuleUpdater.apply(self, gradients)
+        RuleOptimizer.apply(self, gradients)
 
 
 def clipped_parts(

@@ -1,7 +1,7 @@
 """Parameters in pieces, of each of which a process keeps its part, and which are whole for a while.
 
 The module keeps parameters of its own, in host memory: what it held when they were divided, until
-:meth:`DividedWeights.publish` brings them up to date.
+:meth:`ShardedWeights.publish` brings them up to date.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ipufit.processes.connection import PendingWork
 from ipufit.processes.messages import as_bytes
 from ipufit.tracing.flat_storage import Block, FlatStorage
 
-__all__ = ["DividedWeights", "Piece", "pieces_of"]
+__all__ = ["Piece", "ShardedWeights", "pieces_of"]
 
 # The pieces together are about so many times one of them.
 _PIECES = 16
@@ -93,7 +93,7 @@ def _whole(block: Block) -> Tensor:
     return block.gather({slot.name: slot.parameter.detach() for slot in block.slots})
 
 
-class DividedWeights(FlatStorage):
+class ShardedWeights(FlatStorage):
     """All parameters of a module, in parts.
 
     As host of a graph with meetings it has a method for each kind of event. One gathering and one

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, fx
 
 from ipufit.core.batch import MicroBatch
-from ipufit.engines.embedded.flat_optimizer import RuleUpdater
+from ipufit.engines.embedded.flat_optimizer import RuleOptimizer
 from ipufit.engines.embedded.gradient_reduction import Reduction
-from ipufit.engines.embedded.inductor.update_spec import BlockForm, SlotForm, UpdateForm
+from ipufit.engines.embedded.inductor.update_spec import BlockSpec, SlotSpec, UpdateSpec
 from ipufit.engines.embedded.optimizer_state_location import HostMemory
-from ipufit.engines.embedded.passes.onednn_matmul import onednn_products
-from ipufit.engines.embedded.passes.simplify import tidy
+from ipufit.engines.embedded.passes.onednn_matmul import use_onednn_matmul
+from ipufit.engines.embedded.passes.simplify import simplify
 from ipufit.engines.embedded.traced_step import TracedStep
-from ipufit.engines.embedded.training_state import LiveState
+from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.engines.program import ProgramSpec
 from ipufit.tracing import recurrent
 from ipufit.tracing.aliases import Memories
 
-__all__ = ["Described", "UnfitError", "describe"]
+__all__ = ["CompilableUpdate", "UnfitError", "describe"]
 
 # Operators that torch itself brings along, so that another process has them too.
 _LIBRARIES = ("aten", "prims", "mkldnn")
@@ -36,7 +36,7 @@ class UnfitError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Described:
+class CompilableUpdate:
     """A form, and the tensors that go with it.
 
     Attributes:
@@ -45,14 +45,14 @@ class Described:
         constants: tensors that the recording holds.
     """
 
-    form: UpdateForm
+    form: UpdateSpec
     rest: Tuple[int, ...]
     constants: Tuple[Tensor, ...]
 
 
 def describe(
-    spec: ProgramSpec, live: LiveState, recorded: TracedStep, example: MicroBatch
-) -> Described:
+    spec: ProgramSpec, live: TrainingState, recorded: TracedStep, example: MicroBatch
+) -> CompilableUpdate:
     """The form of updates whose micro-batches are all like an example.
 
     Args:
@@ -67,7 +67,7 @@ def describe(
     config, plan = spec.config, spec.plan
     updater, graph = live.updater, recorded.graph
     _refuse_config(spec, live)
-    assert isinstance(updater, RuleUpdater)
+    assert isinstance(updater, RuleOptimizer)
     assert graph is not None
     if recorded.random:
         raise UnfitError("it draws random numbers, and each micro-batch has a stream of its own")
@@ -76,7 +76,7 @@ def describe(
     source, code, constants, outputs = _code(graph, state + leaves, updater.blocks)
     places = {name: i for i, name in enumerate(recorded.micro.trained)}
     slots = [
-        SlotForm(b, places[slot.name], tuple(slot.parameter.shape), slot.order)
+        SlotSpec(b, places[slot.name], tuple(slot.parameter.shape), slot.order)
         for b, block in enumerate(updater.blocks)
         for slot in block.slots
     ]
@@ -86,11 +86,11 @@ def describe(
     sizes = [example.size] * plan.micro_batches_per_update
     factors, share = Reduction(spec).shares(sizes)
     dtype = config.accumulation_dtype
-    form = UpdateForm(
+    form = UpdateSpec(
         source=source,
         code=code,
         slots=tuple(slots),
-        blocks=tuple(BlockForm(*each) for each in updater.rules()),
+        blocks=tuple(BlockSpec(*each) for each in updater.rules()),
         rest=len(rest),
         written=tuple(i for i, place in enumerate(rest) if place in written),
         constants=len(constants),
@@ -104,12 +104,12 @@ def describe(
         dtype=None if dtype is None else str(dtype).replace("torch.", ""),
         clip=(config.clip.value, config.clip.norm, config.clip.global_norm),
     )
-    return Described(form, rest, constants)
+    return CompilableUpdate(form, rest, constants)
 
 
-def _refuse_config(spec: ProgramSpec, live: LiveState) -> None:
+def _refuse_config(spec: ProgramSpec, live: TrainingState) -> None:
     config, optimizer = spec.config, type(spec.optimizer).__name__
-    if not isinstance(live.updater, RuleUpdater):
+    if not isinstance(live.updater, RuleOptimizer):
         raise UnfitError(f"{optimizer} runs through its own step")
     if config.loss_scale is not None:
         raise UnfitError(
@@ -154,8 +154,8 @@ def _code(
     """Both texts for a form, the constants it takes after ``count`` tensors, its outputs."""
     own = copy.deepcopy(graph.graph)
     source = own.python_code("self").src
-    tidy(own)
-    onednn_products(own)
+    simplify(own)
+    use_onednn_matmul(own)
     constants: Dict[str, Tensor] = {}
     inputs = [node for node in own.nodes if node.op == "placeholder"]
     assert len(inputs) == count

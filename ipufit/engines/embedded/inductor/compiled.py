@@ -10,16 +10,16 @@ from torch import Tensor
 
 from ipufit.core.batch import MicroBatch
 from ipufit.core.precision import without_autocast
-from ipufit.engines.embedded.execution_outputs import Collected
-from ipufit.engines.embedded.flat_optimizer import RuleUpdater
-from ipufit.engines.embedded.inductor.build_spec import Described, UnfitError, describe
+from ipufit.engines.embedded.execution_outputs import ExecutionOutputs
+from ipufit.engines.embedded.flat_optimizer import RuleOptimizer
+from ipufit.engines.embedded.inductor.build_spec import CompilableUpdate, UnfitError, describe
 from ipufit.engines.embedded.inductor.compilation import Compilation, CompilerError
 from ipufit.engines.embedded.inductor.request import Request
 from ipufit.engines.embedded.inductor.requirements import loader
 from ipufit.engines.embedded.inductor.store import Store, key_of
 from ipufit.engines.embedded.nan_detection import refuse_loss
 from ipufit.engines.embedded.traced_step import TracedStep, Update
-from ipufit.engines.embedded.training_state import LiveState
+from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import ConfigurationError
 from ipufit.tracing.flat_storage import FlatStorage
@@ -52,7 +52,7 @@ class CompiledUpdates:
     def __init__(
         self,
         spec: ProgramSpec,
-        live: LiveState,
+        live: TrainingState,
         libraries: Libraries,
         at_once: bool,
     ) -> None:
@@ -62,7 +62,7 @@ class CompiledUpdates:
         self._at_once = at_once
         self._store: Optional[Store] = None
         self._recorded: Optional[TracedStep] = None
-        self._described: Optional[Described] = None
+        self._described: Optional[CompilableUpdate] = None
         self._request: Optional[Request] = None
         self._running: Optional[Compilation] = None
         self._miss = ""
@@ -102,7 +102,7 @@ class CompiledUpdates:
             self.reason = str(unfit)
             return
         self._bind()
-        assert isinstance(self._live.updater, RuleUpdater)
+        assert isinstance(self._live.updater, RuleOptimizer)
         rows = self._live.updater.like_coming()
         leaves = [*example.leaves] * self._described.form.micro_batches
         self._request = Request.of(self._described.form, [*self._same, *rows, *leaves])
@@ -211,7 +211,9 @@ class CompiledUpdates:
             and all(recorded is self._recorded for _, recorded in update)
         )
 
-    def make(self, update: Update, first: int, wanted: Set[int], collected: Collected) -> None:
+    def make(
+        self, update: Update, first: int, wanted: Set[int], collected: ExecutionOutputs
+    ) -> None:
         """One update, with its results like those of other updates.
 
         Raises:
@@ -221,7 +223,7 @@ class CompiledUpdates:
         assert described is not None
         assert recorded is not None
         assert self._run is not None
-        assert isinstance(live.updater, RuleUpdater)
+        assert isinstance(live.updater, RuleOptimizer)
         if self._bound is not live.storage:
             self._bind()
         inputs = [*self._same, *live.updater.coming()]
@@ -245,7 +247,7 @@ class CompiledUpdates:
         """Take what the program works on now."""
         live, described = self._live, self._described
         assert described is not None
-        assert isinstance(live.updater, RuleUpdater)
+        assert isinstance(live.updater, RuleOptimizer)
         weights = [
             flat[slot.start : slot.stop]
             for block, flat in zip(live.storage.blocks, live.storage.flats)

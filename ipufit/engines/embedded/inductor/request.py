@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ipufit.engines.embedded import clipping, gradient_reduction
 from ipufit.engines.embedded.inductor import update_spec as form_module
-from ipufit.engines.embedded.inductor.update_spec import UpdateForm
+from ipufit.engines.embedded.inductor.update_spec import UpdateSpec
 from ipufit.optim import rules
 
 __all__ = ["Request"]
@@ -35,12 +35,12 @@ class Request:
         threads: that it runs on.
     """
 
-    form: UpdateForm
+    form: UpdateSpec
     inputs: Tuple[Tuple[Tuple[int, ...], Tuple[int, ...], str], ...]
     threads: int
 
     @staticmethod
-    def of(form: UpdateForm, tensors: Sequence[Tensor]) -> Request:
+    def of(form: UpdateSpec, tensors: Sequence[Tensor]) -> Request:
         """To compile a form for tensors like these, on as many threads as torch uses now."""
         inputs = ((tuple(t.shape), t.stride(), str(t.dtype)[len("torch.") :]) for t in tensors)
         return Request(form, tuple(inputs), torch.get_num_threads())
@@ -54,7 +54,7 @@ class Request:
         """Read what :meth:`to_json` made."""
         values: Dict[str, Any] = json.loads(text)
         inputs = tuple((tuple(s), tuple(t), d) for s, t, d in values["inputs"])
-        return Request(UpdateForm.of_json(values["form"]), inputs, values["threads"])
+        return Request(UpdateSpec.of_json(values["form"]), inputs, values["threads"])
 
     def examples(self) -> List[Tensor]:
         """Tensors like the inputs, without values."""

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from ipufit.core.train_config import Clip
-from ipufit.engines.embedded.clipping import Finish
+from ipufit.engines.embedded.clipping import GradientTransform
 from ipufit.engines.embedded.gradient_reduction import GradientSum
 from ipufit.optim import rules
-from ipufit.optim.rules import Rule
+from ipufit.optim.rules import OptimizerRule
 from ipufit.tracing.flat_storage import Block, Slot
 
-__all__ = ["BlockForm", "SlotForm", "UpdateForm", "update_of"]
+__all__ = ["BlockSpec", "SlotSpec", "UpdateSpec", "update_of"]
 
 # What the text of a graph refers to.
 _NAMES: Mapping[str, object] = {
@@ -34,7 +34,7 @@ _NAMES: Mapping[str, object] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class SlotForm:
+class SlotSpec:
     """A trained parameter.
 
     Attributes:
@@ -67,7 +67,7 @@ class SlotForm:
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockForm:
+class BlockSpec:
     """Parameters with one rule.
 
     Attributes:
@@ -78,14 +78,14 @@ class BlockForm:
     rule: str
     settings: Mapping[str, bool]
 
-    def made(self) -> Rule:
+    def made(self) -> OptimizerRule:
         """The rule."""
-        kind: Type[Rule] = getattr(rules, self.rule)
+        kind: Type[OptimizerRule] = getattr(rules, self.rule)
         return kind(self.settings)
 
 
 @dataclasses.dataclass(frozen=True)
-class UpdateForm:
+class UpdateSpec:
     """All that an update of full micro-batches is made of, but for the tensors.
 
     Attributes:
@@ -105,8 +105,8 @@ class UpdateForm:
 
     source: str
     code: str
-    slots: Tuple[SlotForm, ...]
-    blocks: Tuple[BlockForm, ...]
+    slots: Tuple[SlotSpec, ...]
+    blocks: Tuple[BlockSpec, ...]
     rest: int
     written: Tuple[int, ...]
     constants: int
@@ -121,19 +121,19 @@ class UpdateForm:
     clip: Tuple[Optional[float], Optional[float], Optional[float]]
 
     @staticmethod
-    def of_json(values: Mapping[str, Any]) -> UpdateForm:
+    def of_json(values: Mapping[str, Any]) -> UpdateSpec:
         """Read what ``dataclasses.asdict`` and JSON have made of one."""
         slots = (
-            SlotForm(s["block"], s["place"], tuple(s["shape"]), tuple(s["order"]))
+            SlotSpec(s["block"], s["place"], tuple(s["shape"]), tuple(s["order"]))
             for s in values["slots"]
         )
-        blocks = (BlockForm(**block) for block in values["blocks"])
+        blocks = (BlockSpec(**block) for block in values["blocks"])
         names = ("written", "factors", "clip")
         lists = {name: tuple(values[name]) for name in names}
-        return UpdateForm(**{**values, **lists, "slots": tuple(slots), "blocks": tuple(blocks)})
+        return UpdateSpec(**{**values, **lists, "slots": tuple(slots), "blocks": tuple(blocks)})
 
 
-def update_of(form: UpdateForm) -> Callable[..., List[Tensor]]:
+def update_of(form: UpdateSpec) -> Callable[..., List[Tensor]]:
     """The function of an update.
 
     It takes, as one flat list: each slot's part of the flat parameters; each slot's states; for
@@ -145,13 +145,15 @@ def update_of(form: UpdateForm) -> Callable[..., List[Tensor]]:
 
 
 class _Update:
-    def __init__(self, form: UpdateForm) -> None:
+    def __init__(self, form: UpdateSpec) -> None:
         self._form = form
         self._micro_batch = _function(form.code)
         self._rules = [block.made() for block in form.blocks]
         value, norm, global_norm = form.clip
         self._dtype = None if form.dtype is None else getattr(torch, form.dtype)
-        self._finish = Finish(Clip(value=value, norm=norm, global_norm=global_norm), self._dtype)
+        self._finish = GradientTransform(
+            Clip(value=value, norm=norm, global_norm=global_norm), self._dtype
+        )
 
     def __call__(self, *tensors: Tensor) -> List[Tensor]:
         form, take = self._form, _Taker(tensors)

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from ipufit.engines.embedded.passes.data_flow import Flow, value_of
 
-__all__ = ["as_recorded", "channels_last", "pictures_last"]
+__all__ = ["as_recorded", "channels_last", "to_channels_last"]
 
 _aten = torch.ops.aten
 
@@ -36,7 +36,7 @@ _SMALLEST = 2**17
 _BY_STRIDES = {"as_strided", "as_strided_", "set_", "resize_", "_reshape_alias"}
 
 
-def pictures_last(graph: fx.Graph) -> int:
+def to_channels_last(graph: fx.Graph) -> int:
     """Rewrite a graph; how many operators work on pictures, 0 if it stays as it was."""
     nodes = [node for node in graph.nodes if _is_of_pictures(node)]
     flow = Flow(graph)

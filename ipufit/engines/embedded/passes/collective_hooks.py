@@ -13,13 +13,21 @@ from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 import torch
 from torch import fx, nn
 
-from ipufit.engines.embedded.passes.hoist_gradients import gradients_early
+from ipufit.engines.embedded.passes.hoist_gradients import hoist_gradients
 from ipufit.errors import CaptureError
 from ipufit.tracing.aliases import Memories
 from ipufit.tracing.grad_step import public_name
 from ipufit.tracing.node_meta import is_backward
 
-__all__ = ["FILL", "FREE", "SUM", "Event", "Meeting", "with_meetings", "with_sums"]
+__all__ = [
+    "FILL",
+    "FREE",
+    "SUM",
+    "CollectiveHooks",
+    "Event",
+    "insert_gradient_hooks",
+    "insert_weight_hooks",
+]
 
 FILL, FREE, SUM = "fill", "free", "sum"
 
@@ -38,7 +46,7 @@ _SHAPE_ONLY = {
 }
 
 
-class Meeting(nn.Module):
+class CollectiveHooks(nn.Module):
     """Stands in a graph for whoever has the weights.
 
     Attributes:
@@ -58,7 +66,7 @@ class Meeting(nn.Module):
         return getattr(self.host, what)(piece, *tensors)
 
 
-def with_meetings(
+def insert_weight_hooks(
     module: fx.GraphModule, inputs: Sequence[str], pieces: Sequence[Sequence[str]], gradients: int
 ) -> List[Event]:
     """Have weights there when a graph reads them, and not before or after.
@@ -74,8 +82,8 @@ def with_meetings(
         CaptureError: a weight is changed in place.
     """
     graph = module.graph
-    module.add_submodule("meeting", Meeting())
-    gradients_early(graph, gradients)
+    module.add_submodule("meeting", CollectiveHooks())
+    hoist_gradients(graph, gradients)
     nodes = list(graph.nodes)
     spans = _spans(graph, nodes, inputs, pieces)
     for piece, found in enumerate(spans):
@@ -90,16 +98,16 @@ def with_meetings(
     return [(node.args[0], node.args[1]) for node in met]
 
 
-def with_sums(module: fx.GraphModule, gradients: int) -> Meeting:
+def insert_gradient_hooks(module: fx.GraphModule, gradients: int) -> CollectiveHooks:
     """Meet the others as soon as a gradient is there.
 
     Args:
         module: of a micro-batch; changed in place, with a submodule ``meeting``.
         gradients: how many of its last outputs are gradients.
     """
-    meeting = Meeting()
+    meeting = CollectiveHooks()
     module.add_submodule("meeting", meeting)
-    gradients_early(module.graph, gradients)
+    hoist_gradients(module.graph, gradients)
     _add_sums(module.graph, gradients)
     met = [node for node in module.graph.nodes if node.op == "call_module"]
     meeting.order = tuple(node.args[1] for node in met)

@@ -13,7 +13,7 @@ from torch import fx
 
 from ipufit.tracing import recurrent
 
-__all__ = ["SHORT", "call_shortly", "operator_called"]
+__all__ = ["SHORT", "call_directly", "operator_called"]
 
 _aten = torch.ops.aten
 
@@ -54,7 +54,7 @@ SHORT: Dict[object, Callable[..., object]] = {
 }
 
 
-def call_shortly(graph: fx.Graph) -> None:
+def call_directly(graph: fx.Graph) -> None:
     """Replace the operators of a graph by functions that call the very same."""
     for node in graph.nodes:
         node.target = SHORT.get(node.target, node.target)

@@ -9,7 +9,7 @@ from torch import fx
 
 from ipufit.engines.embedded.passes.data_flow import Flow, value_of
 
-__all__ = ["gather_in_place"]
+__all__ = ["fuse_concats"]
 
 _aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ class _Part(NamedTuple):
     product: Optional[fx.Node]
 
 
-def gather_in_place(graph: fx.Graph) -> int:
+def fuse_concats(graph: fx.Graph) -> int:
     """Make large matrix products write into the flat tensors that they are joined in.
 
     Returns:

@@ -9,10 +9,10 @@ from torch import fx
 from ipufit.engines.embedded.passes.data_flow import Flow
 from ipufit.tracing.node_meta import is_backward
 
-__all__ = ["gradients_early"]
+__all__ = ["hoist_gradients"]
 
 
-def gradients_early(graph: fx.Graph, count: int) -> None:
+def hoist_gradients(graph: fx.Graph, count: int) -> None:
     """Move what follows the backward pass up to behind what it reads.
 
     A recording packs gradients at its end, when the last one is known; the first ones to be known

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from ipufit.engines.embedded.passes.data_flow import value_of
 from ipufit.engines.embedded.timing import fastest
 
-__all__ = ["onednn_products"]
+__all__ = ["use_onednn_matmul"]
 
 _aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 _BLAS, _STRAIGHT, _TURNED = "blas", "straight", "turned"
 
 
-def onednn_products(graph: fx.Graph) -> int:
+def use_onednn_matmul(graph: fx.Graph) -> int:
     """Replace products; how many."""
     if _linear() is None:
         return 0

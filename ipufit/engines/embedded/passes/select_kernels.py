@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, fx
 
 from ipufit.core.jit_modes import GRAPH, KERNELS
-from ipufit.engines.embedded.passes.channels_last import pictures_last
-from ipufit.engines.embedded.passes.direct_calls import call_shortly
-from ipufit.engines.embedded.passes.fuse_concat import gather_in_place
-from ipufit.engines.embedded.passes.onednn_matmul import onednn_products
-from ipufit.engines.embedded.passes.simplify import drop_unused, tidy
+from ipufit.engines.embedded.passes.channels_last import to_channels_last
+from ipufit.engines.embedded.passes.direct_calls import call_directly
+from ipufit.engines.embedded.passes.fuse_concat import fuse_concats
+from ipufit.engines.embedded.passes.onednn_matmul import use_onednn_matmul
+from ipufit.engines.embedded.passes.simplify import drop_unused, simplify
 from ipufit.engines.embedded.timing import fastest
 from ipufit.utils.malloc_policy import freed_at_once, give_back_freed_memory
 from ipufit.utils.random_streams import isolated
 
 if TYPE_CHECKING:
-    from ipufit.engines.embedded.passes.collective_hooks import Meeting
+    from ipufit.engines.embedded.passes.collective_hooks import CollectiveHooks
 
 __all__ = ["Lowered", "lower"]
 
@@ -45,7 +45,7 @@ class Lowered:
     run: Callable[..., List[Tensor]]
     way: str
     why: str
-    meeting: Optional[Meeting] = None
+    meeting: Optional[CollectiveHooks] = None
 
     @property
     def graph(self) -> Optional[fx.GraphModule]:
@@ -64,13 +64,13 @@ def lower(graph: fx.GraphModule, arguments: Sequence[Tensor], jit: str, sums: in
         sums: how many of the last results are gradients that may go to other processes at once.
     """
     recorded = _copy(graph)
-    tidy(recorded.graph)
+    simplify(recorded.graph)
     meeting = None
     if sums:
         # Imported here: one process meets nobody.
-        from ipufit.engines.embedded.passes.collective_hooks import with_sums
+        from ipufit.engines.embedded.passes.collective_hooks import insert_gradient_hooks
 
-        meeting = with_sums(recorded, sums)
+        meeting = insert_gradient_hooks(recorded, sums)
     other = None if jit == GRAPH else _copy(recorded)
     plain = Lowered(_ready(recorded), GRAPH, "", meeting)
     if other is None:
@@ -104,7 +104,7 @@ def _with_kernels(graph: fx.Graph) -> str:
     """Put other kernels in; what was done, in words."""
     if any(value.device.type != "cpu" for value in _values(graph)):
         return ""
-    products, pictures = onednn_products(graph), pictures_last(graph)
+    products, pictures = use_onednn_matmul(graph), to_channels_last(graph)
     done = [f"{products} matrix products by oneDNN"] if products else []
     done += [f"{pictures} convolutions and poolings with channels last"] if pictures else []
     return " and ".join(done)
@@ -117,8 +117,8 @@ def _values(graph: fx.Graph) -> List[Tensor]:
 
 def _ready(module: fx.GraphModule) -> Callable[..., List[Tensor]]:
     drop_unused(module.graph)
-    gather_in_place(module.graph)
-    call_shortly(module.graph)
+    fuse_concats(module.graph)
+    call_directly(module.graph)
     module.graph.lint()
     module.recompile()
     forward: Callable[..., List[Tensor]] = module.forward

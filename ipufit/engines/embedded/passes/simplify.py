@@ -9,7 +9,7 @@ from torch import fx
 
 from ipufit.engines.embedded.passes.data_flow import Flow, value_of
 
-__all__ = ["drop_unused", "tidy"]
+__all__ = ["drop_unused", "simplify"]
 
 _aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ _WITHOUT_EFFECT = {
 }
 
 
-def tidy(graph: fx.Graph) -> None:
+def simplify(graph: fx.Graph) -> None:
     """Take out transposes of transposes, and copies of what is contiguous and never written."""
     flow = Flow(graph)
     for node in list(graph.nodes):

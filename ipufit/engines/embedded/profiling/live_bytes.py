@@ -9,7 +9,7 @@ from torch import Tensor
 from ipufit.tracing.flat_storage import storage_id
 from ipufit.utils import tree
 
-__all__ = ["Held", "bytes_in"]
+__all__ = ["LiveBytes", "bytes_in"]
 
 
 def bytes_in(tensors: Iterable[Tensor]) -> int:
@@ -18,7 +18,7 @@ def bytes_in(tensors: Iterable[Tensor]) -> int:
     return sum(sizes.values())
 
 
-class Held:
+class LiveBytes:
     """Counts the memory of values that come and go, what several share once.
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ipufit.core.batch import MicroBatch
 from ipufit.core.train_config import outputs_wanted
 from ipufit.engines.embedded.profiling.live_bytes import bytes_in
-from ipufit.engines.embedded.training_state import LiveState
+from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.engines.program import ProgramSpec
 from ipufit.tracing.flat_storage import flat_of
 
@@ -25,7 +25,7 @@ _MOST = 2000
 
 def fixed_bytes(
     spec: ProgramSpec,
-    live: LiveState,
+    live: TrainingState,
     given: Sequence[Tensor],
     batch: MicroBatch,
     outputs: Sequence[Tensor],

@@ -17,11 +17,15 @@ from ipufit.core.precision import without_autocast
 from ipufit.engines.embedded.profiling.live_bytes import bytes_in
 from ipufit.engines.embedded.profiling.memory import Point, fixed_bytes, thinned
 from ipufit.engines.embedded.profiling.node_sources import places_of
-from ipufit.engines.embedded.profiling.profiling_interpreter import Looked, TimedRun, WatchedRun
+from ipufit.engines.embedded.profiling.profiling_interpreter import (
+    OpRecord,
+    ProfilingInterpreter,
+    TimedRun,
+)
 from ipufit.engines.embedded.profiling.rows import GRADIENTS, Place, rows_of
 from ipufit.engines.embedded.profiling.timers import timer_for
 from ipufit.engines.embedded.traced_step import TracedStep
-from ipufit.engines.embedded.training_state import LiveState
+from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.engines.program import ProgramSpec
 from ipufit.errors import CaptureError
 from ipufit.tracing.liveness import peak_bytes
@@ -30,11 +34,11 @@ from ipufit.tracing.source_map import Origin
 from ipufit.tracing.source_trace import trace_calls
 
 if TYPE_CHECKING:
-    from ipufit.engines.embedded.batching import Merged
-    from ipufit.engines.embedded.update_runner import UpdateMaker
-    from ipufit.tracing.grad_step import StepModule
+    from ipufit.engines.embedded.batching import BatchedStep
+    from ipufit.engines.embedded.update_runner import UpdateRunner
+    from ipufit.tracing.grad_step import ModuleWithLoss
 
-__all__ = ["DIVIDED", "Profiling"]
+__all__ = ["DIVIDED", "OperatorProfiler"]
 
 
 # Rows of the products that are tried, until one takes so long, in seconds.
@@ -124,7 +128,7 @@ _MERGED = (
 
 
 @dataclasses.dataclass
-class Profiling:
+class OperatorProfiler:
     """Runs copies of a micro-batch and its state; nothing is changed.
 
     Args:
@@ -139,11 +143,11 @@ class Profiling:
     """
 
     spec: ProgramSpec
-    step: StepModule
-    live: LiveState
+    step: ModuleWithLoss
+    live: TrainingState
     recorded: TracedStep
     batch: MicroBatch
-    maker: UpdateMaker
+    maker: UpdateRunner
     seed: Callable[[], None]
     captured: bool
 
@@ -169,7 +173,7 @@ class Profiling:
         given = self._arguments()
         self.seed()
         start = time.perf_counter()
-        watched = WatchedRun(graph, timer, given)
+        watched = ProfilingInterpreter(graph, timer, given)
         results = without_autocast(watched.run, given)(*given)
         timer.end_round()
         rounds, timed = 1, without_autocast(TimedRun(graph, timer).run, given)
@@ -215,7 +219,7 @@ class Profiling:
             yield _MERGED.format(self.maker.merged.count)
 
     def _memory(
-        self, watched: WatchedRun, places: Dict[str, Place], results: Sequence[Tensor]
+        self, watched: ProfilingInterpreter, places: Dict[str, Place], results: Sequence[Tensor]
     ) -> Dict[str, Any]:
         config, merged = self.spec.config, self.maker.merged
         runs = self.spec.plan.own_micro_batches_per_update
@@ -255,11 +259,11 @@ class Profiling:
             "total": sum(fixed.values()) + peak,
         }
 
-    def _watched_merged(self, merged: Merged, graph: fx.GraphModule) -> WatchedRun:
+    def _watched_merged(self, merged: BatchedStep, graph: fx.GraphModule) -> ProfilingInterpreter:
         """A run of several micro-batches as one."""
         batches = [self.batch] * merged.count
         given = [t.clone() for t in (*self.live.states[0], *merged.step.arguments(batches))]
-        watched = WatchedRun(graph, timer_for(given[-1].device), given)
+        watched = ProfilingInterpreter(graph, timer_for(given[-1].device), given)
         without_autocast(watched.run, given)(*given)
         return watched
 
@@ -277,7 +281,7 @@ class Profiling:
             timer.end("", begun)
             timer.end_round()
         changed = bytes_in([*live.storage.flats, *live.updater.held()])
-        looked = Looked(_name_of(self.spec), 0, 2 * changed + bytes_in(gradients))
+        looked = OpRecord(_name_of(self.spec), 0, 2 * changed + bytes_in(gradients))
         return rows_of({"": looked}, {"": Place(Origin(""), "optimizer")}, timer.seconds)
 
 

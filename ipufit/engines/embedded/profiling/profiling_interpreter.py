@@ -8,17 +8,17 @@ from typing import Any, Dict, List, Sequence, Tuple
 from torch import Tensor, fx
 
 from ipufit.engines.embedded.passes.direct_calls import operator_called
-from ipufit.engines.embedded.profiling.live_bytes import Held
+from ipufit.engines.embedded.profiling.live_bytes import LiveBytes
 from ipufit.engines.embedded.profiling.timers import Timer
 from ipufit.partition.flops import bytes_of, flops_of
 from ipufit.tracing.flat_storage import storage_id
 from ipufit.utils import tree
 
-__all__ = ["Looked", "TimedRun", "WatchedRun"]
+__all__ = ["OpRecord", "ProfilingInterpreter", "TimedRun"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Looked:
+class OpRecord:
     """What one call of an operator does.
 
     Attributes:
@@ -59,7 +59,7 @@ class TimedRun(fx.Interpreter):
         return result
 
 
-class WatchedRun(TimedRun):
+class ProfilingInterpreter(TimedRun):
     """The same, which also looks at what each operator computes, and at the memory in use.
 
     Args:
@@ -73,9 +73,9 @@ class WatchedRun(TimedRun):
 
     def __init__(self, graph: fx.GraphModule, timer: Timer, given: Sequence[Tensor]) -> None:
         super().__init__(graph, timer)
-        self.looked: Dict[str, Looked] = {}
+        self.looked: Dict[str, OpRecord] = {}
         self.alive: List[Tuple[fx.Node, int]] = []
-        self._held = Held(given)
+        self._held = LiveBytes(given)
 
     def run_node(self, n: fx.Node) -> Any:
         """The node's value, unless nobody wants it."""
@@ -95,11 +95,11 @@ class WatchedRun(TimedRun):
         return result
 
 
-def _looked(target: Any, args: Any, kwargs: Any, result: Any) -> Looked:
+def _looked(target: Any, args: Any, kwargs: Any, result: Any) -> OpRecord:
     operator = operator_called(target, kwargs)
     if operator is not None:
         moved = bytes_of(operator, args, kwargs, result)
-        return Looked(str(operator), flops_of(operator, args, result), moved)
+        return OpRecord(str(operator), flops_of(operator, args, result), moved)
     given, made = (
         [leaf for leaf in tree.flatten(each)[0] if isinstance(leaf, Tensor)]
         for each in ((args, kwargs), result)
@@ -108,4 +108,4 @@ def _looked(target: Any, args: Any, kwargs: Any, result: Any) -> Looked:
     moved = 0
     if not all(storage_id(tensor) in shared for tensor in made):
         moved = sum(tensor.numel() * tensor.element_size() for tensor in (*given, *made))
-    return Looked(getattr(target, "__name__", str(target)), 0, moved)
+    return OpRecord(getattr(target, "__name__", str(target)), 0, moved)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Callable, Dict, List, Mapping, Tuple
 
-from ipufit.engines.embedded.profiling.profiling_interpreter import Looked
+from ipufit.engines.embedded.profiling.profiling_interpreter import OpRecord
 from ipufit.tracing.source_map import LOSS, Origin
 
 __all__ = ["GRADIENTS", "Place", "rows_of"]
@@ -35,7 +35,7 @@ class Place:
 
 
 def rows_of(
-    looked: Mapping[str, Looked], places: Mapping[str, Place], seconds: Callable[[str], float]
+    looked: Mapping[str, OpRecord], places: Mapping[str, Place], seconds: Callable[[str], float]
 ) -> List[Dict[str, Any]]:
     """One for all calls of an operator that come from one line, the longest first.
 

@@ -20,14 +20,14 @@ from ipufit.core.jit_modes import CUDAGRAPH
 from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.cuda_graphs.capture import Draw, Graph, GraphMaker
 from ipufit.engines.embedded.cuda_graphs.static_inputs import Sent, Static, keeps_its_form
-from ipufit.engines.embedded.execution_outputs import Collected
-from ipufit.engines.embedded.flat_optimizer import Rows, RuleUpdater
+from ipufit.engines.embedded.execution_outputs import ExecutionOutputs
+from ipufit.engines.embedded.flat_optimizer import Rows, RuleOptimizer
 from ipufit.engines.embedded.host_transfer import pack, unpack
 from ipufit.engines.embedded.loss_scale import ScaleState
 from ipufit.engines.embedded.programs.execution import Execution, settings_of
 from ipufit.engines.embedded.traced_step import TracedStep, Update
-from ipufit.engines.embedded.training_state import LiveState, Snapshot
-from ipufit.engines.embedded.update_runner import UpdateMaker
+from ipufit.engines.embedded.training_state import Snapshot, TrainingState
+from ipufit.engines.embedded.update_runner import UpdateRunner
 from ipufit.engines.program import ExecutionResult, ProgramSpec
 
 __all__ = ["CapturedExecutions"]
@@ -66,7 +66,7 @@ class _Captured:
     inputs: Static
     tables: Static
     saved: Snapshot
-    results: Collected
+    results: ExecutionOutputs
     packed: Tensor
     draws: Sequence[Tuple[int, int]]
 
@@ -96,7 +96,7 @@ class CapturedExecutions:
         self,
         engine: EngineContext,
         spec: ProgramSpec,
-        live: LiveState,
+        live: TrainingState,
         device: torch.device,
         maker: GraphMaker,
         key_of: KeyOf,
@@ -143,7 +143,7 @@ class CapturedExecutions:
             self._note(self._why_not(updates))
         if self._reason is not None or (averages is not None and averages.fresh):
             return None
-        assert isinstance(updater, RuleUpdater)
+        assert isinstance(updater, RuleOptimizer)
         with torch.no_grad():
             tables = updater.tables(rows)
             if self._live.scaler is not None:
@@ -162,7 +162,7 @@ class CapturedExecutions:
     def _why_not(self, updates: Sequence[Update]) -> Optional[str]:
         """Why these are not captured, as the end of a sentence."""
         config, live = self._spec.config, self._live
-        if not isinstance(live.updater, RuleUpdater):
+        if not isinstance(live.updater, RuleOptimizer):
             name = type(self._spec.optimizer).__name__
             return f"the step of {name} is torch's own, which counts on the host"
         if config.detect_nan:
@@ -192,7 +192,11 @@ class CapturedExecutions:
             )
 
     def _captured(
-        self, updater: RuleUpdater, updates: Sequence[Update], rows: Rows, tables: Sequence[Tensor]
+        self,
+        updater: RuleOptimizer,
+        updates: Sequence[Update],
+        rows: Rows,
+        tables: Sequence[Tensor],
     ) -> Optional[_Captured]:
         """The graph for such an execution; captured now if it comes for the second time."""
         live, averaging = self._live, self._spec.config.averaging
@@ -227,7 +231,11 @@ class CapturedExecutions:
         return self._known[key]
 
     def _capture(
-        self, updater: RuleUpdater, updates: Sequence[Update], rows: Rows, tables: Sequence[Tensor]
+        self,
+        updater: RuleOptimizer,
+        updates: Sequence[Update],
+        rows: Rows,
+        tables: Sequence[Tensor],
     ) -> _Captured:
         live = self._live
         given = _leaves(updates)
@@ -252,7 +260,7 @@ class CapturedExecutions:
                 if recorded.random:
                     draws[index, place] = len(draws)
         blocks = len(live.storage.blocks)
-        made: List[Tuple[Snapshot, Collected, Tensor]] = []
+        made: List[Tuple[Snapshot, ExecutionOutputs, Tensor]] = []
 
         def work(draw: Draw) -> None:
             first, scales = live.updates, [table.unbind() for table in static.tensors[blocks:]]
@@ -261,7 +269,7 @@ class CapturedExecutions:
                 if recorded.random:
                     draw(draws[update - first, place], self._key_of(update, place))
 
-            maker = UpdateMaker(
+            maker = UpdateRunner(
                 self._spec, live, self._device, seed, False, iter(scales[0]) if scales else None
             )
             saved = live.snapshot()
@@ -277,7 +285,7 @@ class CapturedExecutions:
 
     def _replay(self, captured: _Captured, rows: Rows) -> Optional[ExecutionResult]:
         live, updater = self._live, self._live.updater
-        assert isinstance(updater, RuleUpdater)
+        assert isinstance(updater, RuleOptimizer)
         before = self._counters(updater)
         keys = [self._key_of(live.updates + index, place) for index, place in captured.draws]
         captured.graph.replay(keys)
@@ -297,17 +305,17 @@ class CapturedExecutions:
         self._take_back(updater, captured, before)
         return None
 
-    def _take_back(self, updater: RuleUpdater, captured: _Captured, before: _Counters) -> None:
+    def _take_back(self, updater: RuleOptimizer, captured: _Captured, before: _Counters) -> None:
         self._live.restore(captured.saved)
         self._go_on_from(updater, before)
 
-    def _counters(self, updater: RuleUpdater) -> _Counters:
+    def _counters(self, updater: RuleOptimizer) -> _Counters:
         scaler = self._live.scaler
         return _Counters(
             self._live.updates, updater.counts, scaler.state if scaler is not None else None
         )
 
-    def _go_on_from(self, updater: RuleUpdater, counters: _Counters) -> None:
+    def _go_on_from(self, updater: RuleOptimizer, counters: _Counters) -> None:
         self._live.updates = counters.updates
         updater.counts = counters.counts
         if self._live.scaler is not None and counters.scale is not None:

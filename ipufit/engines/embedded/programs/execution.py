@@ -10,12 +10,12 @@ from torch import Tensor
 from ipufit.core.batch import ProcessShard, local_indices
 from ipufit.core.train_config import outputs_wanted
 from ipufit.engines.embedded.context import EngineContext
-from ipufit.engines.embedded.execution_outputs import Collected
+from ipufit.engines.embedded.execution_outputs import ExecutionOutputs
 from ipufit.engines.embedded.flat_optimizer import Rows
 from ipufit.engines.embedded.nan_detection import refuse_loss
 from ipufit.engines.embedded.traced_step import Update
-from ipufit.engines.embedded.training_state import LiveState, Snapshot
-from ipufit.engines.embedded.update_runner import UpdateMaker
+from ipufit.engines.embedded.training_state import Snapshot, TrainingState
+from ipufit.engines.embedded.update_runner import UpdateRunner
 from ipufit.engines.program import ExecutionResult, ProgramSpec
 from ipufit.errors import NonFiniteLossError
 
@@ -48,8 +48,8 @@ class Execution:
         self,
         engine: EngineContext,
         spec: ProgramSpec,
-        live: LiveState,
-        maker: UpdateMaker,
+        live: TrainingState,
+        maker: UpdateRunner,
         updates: Sequence[Update],
         rows: Rows,
         shares: Optional[Sequence[ProcessShard]] = None,
@@ -132,7 +132,7 @@ class Execution:
         self._live.restore(snapshot)
         self._live.updater.refresh(self._rows)
 
-    def attempt(self, updates: Sequence[Update], left_out: Optional[Set[int]]) -> Collected:
+    def attempt(self, updates: Sequence[Update], left_out: Optional[Set[int]]) -> ExecutionOutputs:
         """Every update in turn.
 
         Args:
@@ -141,7 +141,7 @@ class Execution:
         """
         plan = self._spec.plan
         is_sum = self._spec.config.output_mode.kind == "sum"
-        collected = Collected(plan.replicas if is_sum else 0)
+        collected = ExecutionOutputs(plan.replicas if is_sum else 0)
         first = 0
         for index, update in enumerate(updates):
             left = None if left_out is None else index in left_out
@@ -150,7 +150,7 @@ class Execution:
             first += len(update)
         return collected
 
-    def _fetch(self, collected: Collected) -> Tuple[ExecutionResult, List[bool]]:
+    def _fetch(self, collected: ExecutionOutputs) -> Tuple[ExecutionResult, List[bool]]:
         return self._engine.fetch(collected, settings_of(self._spec, self._live, self._rows))
 
     def _first_lost(self, losses: Tensor) -> Optional[int]:
@@ -178,7 +178,7 @@ class Execution:
             refuse_loss(self._live, value)
 
 
-def settings_of(spec: ProgramSpec, live: LiveState, rows: Rows) -> Dict[str, float]:
+def settings_of(spec: ProgramSpec, live: TrainingState, rows: Rows) -> Dict[str, float]:
     """What a program says of itself after an execution.
 
     Args:

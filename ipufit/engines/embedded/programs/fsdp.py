@@ -10,36 +10,36 @@ from torch import Tensor, nn
 from ipufit.core.batch import CombinedBatch, MicroBatch, counts_by_rank
 from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.external_changes import refuse_replaced
-from ipufit.engines.embedded.fsdp.running import DividedRun
-from ipufit.engines.embedded.fsdp.updater import DividedUpdater
-from ipufit.engines.embedded.fsdp.weights import DividedWeights, pieces_of
+from ipufit.engines.embedded.fsdp.running import ShardedStep
+from ipufit.engines.embedded.fsdp.updater import FSDPOptimizer
+from ipufit.engines.embedded.fsdp.weights import ShardedWeights, pieces_of
 from ipufit.engines.embedded.profiling.profile import DIVIDED
 from ipufit.engines.embedded.programs.inference import InferenceProgram
 from ipufit.engines.embedded.programs.zero import ShardedTrainingProgram
 from ipufit.engines.embedded.traced_step import TracedStep
-from ipufit.engines.embedded.zero.optimizer import PartedUpdater
+from ipufit.engines.embedded.zero.optimizer import ShardedOptimizer
 from ipufit.engines.embedded.zero.state import cuts_of
 from ipufit.engines.program import ExecutionResult, ProgramSpec, TrainState
 from ipufit.errors import ConfigurationError, NonFiniteLossError
 from ipufit.tracing.flat_storage import Block, FlatStorage
 
 if TYPE_CHECKING:
-    from ipufit.engines.embedded.batching import Merged
+    from ipufit.engines.embedded.batching import BatchedStep
 
-__all__ = ["DividedInferenceProgram", "DividedTrainingProgram"]
+__all__ = ["FSDPInferenceProgram", "FSDPTrainingProgram"]
 
 
-class DividedTrainingProgram(ShardedTrainingProgram):
+class FSDPTrainingProgram(ShardedTrainingProgram):
     """A training program of several processes with ``shard_weights=True``.
 
     The module's parameters are copies in host memory, which are up to date at the end of an epoch,
     after :meth:`read_state` and after :meth:`gather_weights`.
     """
 
-    updater_class: Type[PartedUpdater] = DividedUpdater
+    updater_class: Type[ShardedOptimizer] = FSDPOptimizer
 
     def __init__(self, engine: EngineContext, spec: ProgramSpec) -> None:
-        self._weights: Optional[DividedWeights] = None
+        self._weights: Optional[ShardedWeights] = None
         super().__init__(engine, spec)
 
     def _make_storage(self, reached: Sequence[str]) -> FlatStorage:
@@ -49,7 +49,7 @@ class DividedTrainingProgram(ShardedTrainingProgram):
         rest = _blocks([(name, self._parameters[name]) for name in names])
         count = self._spec.processes.num_processes
         cuts += [cuts_of(block, count, False) for block in rest]
-        self._weights = self._engine.divided = self._live.divided = DividedWeights(
+        self._weights = self._engine.divided = self._live.divided = ShardedWeights(
             [*blocks, *rest],
             cuts,
             len(blocks),
@@ -69,11 +69,11 @@ class DividedTrainingProgram(ShardedTrainingProgram):
     def _record(self, example: MicroBatch) -> TracedStep:
         recorded = super()._record(example)
         assert self._weights is not None
-        assert isinstance(recorded.lowered.run, DividedRun)
+        assert isinstance(recorded.lowered.run, ShardedStep)
         recorded.lowered.run.take(self._weights)
         return recorded
 
-    def _find_merged(self, example: MicroBatch) -> Optional[Merged]:
+    def _find_merged(self, example: MicroBatch) -> Optional[BatchedStep]:
         return None
 
     def _take_over_changes(self) -> None:
@@ -140,7 +140,7 @@ class DividedTrainingProgram(ShardedTrainingProgram):
         self._weights = self._engine.divided = self._live.divided = None
 
 
-class DividedInferenceProgram(InferenceProgram):
+class FSDPInferenceProgram(InferenceProgram):
     """Evaluates or predicts with parts: those of the training program, if there is one."""
 
     def __init__(self, engine: EngineContext, spec: ProgramSpec) -> None:
@@ -151,7 +151,7 @@ class DividedInferenceProgram(InferenceProgram):
         if engine.divided is None:
             blocks = _blocks(list(self._parameters.items()))
             cuts = [cuts_of(block, processes.num_processes, False) for block in blocks]
-            self._weights = DividedWeights(blocks, cuts, 0, processes, self._device)
+            self._weights = ShardedWeights(blocks, cuts, 0, processes, self._device)
         else:
             self._weights = engine.divided
             self._device = self._weights.device
@@ -160,7 +160,7 @@ class DividedInferenceProgram(InferenceProgram):
 
     def _record(self, example: MicroBatch) -> TracedStep:
         recorded = super()._record(example)
-        assert isinstance(recorded.lowered.run, DividedRun)
+        assert isinstance(recorded.lowered.run, ShardedStep)
         recorded.lowered.run.take(self._weights)
         self._events = recorded.lowered.run.events
         return recorded

@@ -8,7 +8,7 @@ import torch
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode, local_indices
 from ipufit.engines.embedded.context import EngineContext
-from ipufit.engines.embedded.execution_outputs import Collected
+from ipufit.engines.embedded.execution_outputs import ExecutionOutputs
 from ipufit.engines.embedded.programs.base import BaseProgram, on_host
 from ipufit.engines.embedded.traced_step import TracedStep
 from ipufit.engines.program import ExecutionResult, ProgramSpec, TrainState
@@ -33,7 +33,7 @@ class InferenceProgram(BaseProgram):
 
     def run(self, batch: CombinedBatch) -> ExecutionResult:
         """One execution. Replicas share the module's buffers: inference does not set them apart."""
-        collected = Collected()
+        collected = ExecutionOutputs()
         micro_batches = batch.micro_batches
         if not self._is_here(micro_batches):
             micro_batches = [micro_batch.to(self._device) for micro_batch in micro_batches]

@@ -12,24 +12,24 @@ from torch import Tensor
 from ipufit.core.batch import CombinedBatch, MicroBatch, ProcessShard, split_by_update
 from ipufit.core.jit_modes import AUTO, INDUCTOR, KERNELS
 from ipufit.core.precision import warn_of_vanishing_eps
-from ipufit.engines.embedded.clipping import Finish
+from ipufit.engines.embedded.clipping import GradientTransform
 from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.cuda_graphs.policy import graph_maker
-from ipufit.engines.embedded.ema import Averages
-from ipufit.engines.embedded.execution_outputs import Collected
+from ipufit.engines.embedded.ema import EMA
+from ipufit.engines.embedded.execution_outputs import ExecutionOutputs
 from ipufit.engines.embedded.external_changes import follow_the_module
-from ipufit.engines.embedded.flat_optimizer import Rows, Updater, updater_for
+from ipufit.engines.embedded.flat_optimizer import FlatOptimizer, Rows, make_flat_optimizer
 from ipufit.engines.embedded.inductor.requirements import missing
 from ipufit.engines.embedded.loss_scale import Scaler, ScaleState
 from ipufit.engines.embedded.optimizer_state_location import state_memory
-from ipufit.engines.embedded.optimizer_state_version import Publication
+from ipufit.engines.embedded.optimizer_state_version import OptimizerStateVersion
 from ipufit.engines.embedded.overlapped_reduction import Overlap, buckets_of
 from ipufit.engines.embedded.programs.base import BaseProgram, on_host
 from ipufit.engines.embedded.programs.execution import Execution
 from ipufit.engines.embedded.replicas import put_back
 from ipufit.engines.embedded.traced_step import TracedStep, Update
-from ipufit.engines.embedded.training_state import LiveState, Snapshot
-from ipufit.engines.embedded.update_runner import UpdateMaker
+from ipufit.engines.embedded.training_state import Snapshot, TrainingState
+from ipufit.engines.embedded.update_runner import UpdateRunner
 from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, TrainState
 from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.tracing.fingerprint import FrozenValues
@@ -42,7 +42,7 @@ from ipufit.utils.random_streams import LOCK
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.autotune import JitAutotuner
-    from ipufit.engines.embedded.batching import Merged
+    from ipufit.engines.embedded.batching import BatchedStep
     from ipufit.engines.embedded.inductor.compiled import CompiledUpdates
     from ipufit.engines.embedded.programs.cuda_graph import CapturedExecutions
     from ipufit.engines.embedded.replay_update import Replay
@@ -84,7 +84,7 @@ class TrainingProgram(BaseProgram):
             self._captured = CapturedExecutions(
                 engine, spec, self._live, self._device, makes_graphs, self._key
             )
-        self._maker = UpdateMaker(
+        self._maker = UpdateRunner(
             spec,
             self._live,
             self._device,
@@ -101,7 +101,7 @@ class TrainingProgram(BaseProgram):
         self._make_compiled()
         self._reached: Tuple[str, ...] = ()
         self._closed = False
-        self._published = Publication(self._optimizer)
+        self._published = OptimizerStateVersion(self._optimizer)
         self._frozen_values = None if spec.run_eagerly else FrozenValues(self._step)
 
     def _make_compiled(self) -> None:
@@ -125,12 +125,12 @@ class TrainingProgram(BaseProgram):
         if self._autotuner is not None:
             self._autotuner.expect(updates)
 
-    def _make_live(self, tabled: bool) -> LiveState:
+    def _make_live(self, tabled: bool) -> TrainingState:
         spec, engine, config = self._spec, self._engine, self._spec.config
         self._memory = engine.state_memory = state_memory(
             config.offload_optimizer_state, self._device, engine.as_device
         )
-        return LiveState(
+        return TrainingState(
             self._make_updater(tabled),
             Scaler(config.loss_scale, engine.scale) if config.loss_scale else None,
             engine.replicas.recall(
@@ -139,13 +139,13 @@ class TrainingProgram(BaseProgram):
             spec.first_update,
         )
 
-    def _make_updater(self, tabled: bool) -> Updater:
+    def _make_updater(self, tabled: bool) -> FlatOptimizer:
         config = self._spec.config
         scheduled = None if config.schedule is None else config.schedule.names
-        return updater_for(
+        return make_flat_optimizer(
             self._optimizer,
             self._engine.optimizer_graphs,
-            Finish(config.clip, config.accumulation_dtype),
+            GradientTransform(config.clip, config.accumulation_dtype),
             scheduled,
             self._memory,
             tabled and scheduled is not None,
@@ -201,7 +201,7 @@ class TrainingProgram(BaseProgram):
         rule = self._spec.config.averaging
         if rule is not None:
             storage, averages = self._live.storage, self._engine.averages
-            self._live.averages = Averages(rule, storage.blocks, storage.flats, averages)
+            self._live.averages = EMA(rule, storage.blocks, storage.flats, averages)
         self._note_published()
         self._live.states = [self._collect_state(buffers) for buffers in self._live.replicas]
 
@@ -250,7 +250,7 @@ class TrainingProgram(BaseProgram):
             known = self._engine.overlap = Overlap(self._spec.processes, meeting.order)
         return known
 
-    def _find_merged(self, example: MicroBatch) -> Optional[Merged]:
+    def _find_merged(self, example: MicroBatch) -> Optional[BatchedStep]:
         """What takes several micro-batches like this one at once, if there is such a thing."""
         plan = self._spec.plan
         if (
@@ -327,7 +327,7 @@ class TrainingProgram(BaseProgram):
             try:
                 with self._computing([recorded for _, recorded in update]):
                     start = time.perf_counter()
-                    self._maker.make(update, 0, set(), Collected(), None)
+                    self._maker.make(update, 0, set(), ExecutionOutputs(), None)
                     return time.perf_counter() - start
             finally:
                 self._live.restore(before)
@@ -387,7 +387,7 @@ class TrainingProgram(BaseProgram):
             reference: "eager" or "float64".
             tolerance: what is no difference.
         """
-        from ipufit.engines.embedded.compare_with_reference import Comparing
+        from ipufit.engines.embedded.compare_with_reference import ReferenceComparison
 
         batch = batch.to(self._device)
         recorded = self._recorded(batch)
@@ -397,7 +397,7 @@ class TrainingProgram(BaseProgram):
 
         with self._computing([recorded]):
             args = (self._step, self._live, recorded, batch, seed, tolerance)
-            return Comparing(*args).run(reference)
+            return ReferenceComparison(*args).run(reference)
 
     def profile(self, batch: MicroBatch) -> Dict[str, Any]:
         """Time the operators of a micro-batch, on copies; nothing is trained.
@@ -405,7 +405,7 @@ class TrainingProgram(BaseProgram):
         Args:
             batch: one micro-batch.
         """
-        from ipufit.engines.embedded.profiling.profile import Profiling
+        from ipufit.engines.embedded.profiling.profile import OperatorProfiler
 
         batch = batch.to(self._device)
         recorded = self._recorded(batch)
@@ -416,7 +416,7 @@ class TrainingProgram(BaseProgram):
         # Forward runs once more to be recorded, and may draw from any of them.
         with LOCK, generators_kept(), torch.no_grad():
             args = (self._spec, self._step, self._live, recorded, batch, self._maker, seed)
-            return Profiling(*args, captured=self._captured is not None).run()
+            return OperatorProfiler(*args, captured=self._captured is not None).run()
 
     def _follow_the_optimizer(self) -> None:
         """Take over what a callback has made of the optimizer's state."""

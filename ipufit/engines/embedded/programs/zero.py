@@ -6,9 +6,9 @@ from typing import Any, Dict, Tuple, Type
 
 from ipufit.core.batch import MicroBatch
 from ipufit.engines.embedded.context import EngineContext
-from ipufit.engines.embedded.flat_optimizer import Updater
+from ipufit.engines.embedded.flat_optimizer import FlatOptimizer
 from ipufit.engines.embedded.programs.training import TrainingProgram
-from ipufit.engines.embedded.zero.optimizer import PartedUpdater
+from ipufit.engines.embedded.zero.optimizer import ShardedOptimizer
 from ipufit.engines.embedded.zero.state import StateParts
 from ipufit.engines.program import Prepared, ProgramSpec, TrainState
 from ipufit.errors import ConfigurationError
@@ -24,7 +24,7 @@ class ShardedTrainingProgram(TrainingProgram):
     :meth:`gather_optimizer`; with the next execution it has none again.
     """
 
-    updater_class: Type[PartedUpdater] = PartedUpdater
+    updater_class: Type[ShardedOptimizer] = ShardedOptimizer
 
     def __init__(self, engine: EngineContext, spec: ProgramSpec) -> None:
         known = engine.state_parts
@@ -35,7 +35,7 @@ class ShardedTrainingProgram(TrainingProgram):
         self._is_gathered = False
         super().__init__(engine, spec)
 
-    def _make_updater(self, tabled: bool) -> Updater:
+    def _make_updater(self, tabled: bool) -> FlatOptimizer:
         config, rule = self._spec.config, rule_for(self._optimizer)
         assert rule is not None
         self._updater = self.updater_class(

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from ipufit.core.jit_modes import CUDAGRAPH, INDUCTOR
 from ipufit.core.train_config import Clip, TrainConfig
-from ipufit.engines.embedded.clipping import Finish, clipped
-from ipufit.engines.embedded.flat_optimizer import Graphs, RuleUpdater, refuse_step_hooks
+from ipufit.engines.embedded.clipping import GradientTransform, clipped
+from ipufit.engines.embedded.flat_optimizer import Graphs, RuleOptimizer, refuse_step_hooks
 from ipufit.engines.embedded.optimizer_state_location import StateMemory
 from ipufit.engines.embedded.zero.state import Part, StateParts, cuts_of
 from ipufit.errors import ConfigurationError
-from ipufit.optim.rules import Rule, rule_for
+from ipufit.optim.rules import OptimizerRule, rule_for
 from ipufit.processes import Processes
 from ipufit.processes.collectives import all_gather_parts, part_of
 from ipufit.tracing.flat_storage import Block, FlatStorage, Slot, flatten_like, group_alike
 
-__all__ = ["PartedUpdater", "needs_whole_gradient", "refuse_whole"]
+__all__ = ["ShardedOptimizer", "needs_whole_gradient", "refuse_whole"]
 
 
 def needs_whole_gradient(config: TrainConfig) -> Optional[str]:
@@ -69,7 +69,7 @@ def refuse_whole(optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
         )
 
 
-class PartedUpdater(RuleUpdater):
+class ShardedOptimizer(RuleOptimizer):
     """Applies the rules to this process's part of every flat tensor, and collects the others'.
 
     Attributes:
@@ -81,7 +81,7 @@ class PartedUpdater(RuleUpdater):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        rule: Type[Rule],
+        rule: Type[OptimizerRule],
         graphs: Graphs,
         config: TrainConfig,
         scheduled: Optional[Container[str]],
@@ -95,7 +95,7 @@ class PartedUpdater(RuleUpdater):
         by_norm = config.clip.global_norm is not None or config.clip.norm is not None
         # A norm is that of whole gradients, so it is bounded before the rest.
         self._bound = config.clip if by_norm else Clip()
-        finish = Finish(Clip() if by_norm else config.clip, config.accumulation_dtype)
+        finish = GradientTransform(Clip() if by_norm else config.clip, config.accumulation_dtype)
         super().__init__(optimizer, rule, graphs, finish, decays, memory)
         self._parts = parts
         self._processes = processes
@@ -164,7 +164,7 @@ class PartedUpdater(RuleUpdater):
     def _flats_of(self, storage: FlatStorage) -> List[Tensor]:
         return [part_of(self._processes, *each) for each in zip(storage.flats, self.cuts)]
 
-    def _load(self, block: Block, flat: Tensor, rule: Rule) -> Dict[str, Tensor]:
+    def _load(self, block: Block, flat: Tensor, rule: OptimizerRule) -> Dict[str, Tensor]:
         index = next(i for i, own in enumerate(self._storage.blocks) if own is block)
         first = self.cuts[index][self._processes.process_id]
         state = {name: torch.zeros_like(flat) for name in rule.tensors}

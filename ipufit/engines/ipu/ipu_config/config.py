@@ -25,7 +25,7 @@ from ipufit.engines.ipu.ipu_config.reading import (
     raise_faults,
     read,
 )
-from ipufit.engines.ipu.ipu_config.serialization import Filed, Path
+from ipufit.engines.ipu.ipu_config.serialization import Path, SerializationMixin
 from ipufit.errors import ConfigurationError
 
 __all__ = ["IPUConfig"]
@@ -99,7 +99,7 @@ _MODES = ("training", "inference")
 _NOT_BY_MODE = ("replication_factor", "device_iterations")
 
 
-class IPUConfig(ParameterValues, Filed):
+class IPUConfig(ParameterValues, SerializationMixin):
     """How a model runs on IPUs: parameters, names and defaults are those of optimum-graphcore.
 
     Values are looked at one by one when they are set, and together when the object is made,

@@ -12,13 +12,13 @@ from ipufit.engines.ipu.ipu_config.parameters import PARAMETERS, shown
 from ipufit.engines.ipu.ipu_config.reading import check_changes, raise_faults
 from ipufit.errors import ConfigurationError
 
-__all__ = ["Filed"]
+__all__ = ["SerializationMixin"]
 
 Path = Union[str, "os.PathLike[str]"]
-Made = TypeVar("Made", bound="Filed")
+Made = TypeVar("Made", bound="SerializationMixin")
 
 
-class Filed:
+class SerializationMixin:
     """What an IPUConfig has of files; it fills in the rest."""
 
     @classmethod

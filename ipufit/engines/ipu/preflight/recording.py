@@ -83,9 +83,9 @@ def record(
     # Imported here: the engine builds on the facts.
     from ipufit.core.precision import with_inputs_in
     from ipufit.tracing.capture import capture
-    from ipufit.tracing.grad_step import StepModule, attributes_kept
+    from ipufit.tracing.grad_step import ModuleWithLoss, attributes_kept
 
-    step = StepModule(module, loss)
+    step = ModuleWithLoss(module, loss)
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     named = {**dict(step.named_parameters()), **dict(step.named_buffers())}
     leaves = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in batch.leaves]

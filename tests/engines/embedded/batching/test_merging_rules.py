@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from ipufit.engines.embedded.batching import rules
-from ipufit.engines.embedded.batching.batch_dim import Along, RefusalError
+from ipufit.engines.embedded.batching.batch_dim import BatchDim, RefusalError
 from ipufit.engines.embedded.batching.proof import prove
 from ipufit.tracing.capture import capture
 
@@ -281,8 +281,8 @@ def entered(monkeypatch):
 
         return watch
 
-    for name, rule in list(rules.RULES.items()):
-        monkeypatch.setitem(rules.RULES, name, watched(rule))
+    for name, rule in list(rules.BATCHING_RULES.items()):
+        monkeypatch.setitem(rules.BATCHING_RULES, name, watched(rule))
     return names
 
 
@@ -327,7 +327,7 @@ def largest_difference(function, dim=0):
 def test_what_a_rule_accepts_has_the_numbers_of_its_micro_batches(name, place, entered):
     function = ACCEPTED[name][place]
     state = proved(function)
-    assert isinstance(state, Along)
+    assert isinstance(state, BatchDim)
     assert name in entered[0]
     # Float64 sums in another order.
     assert largest_difference(function, state.dim) < 1e-12
@@ -352,6 +352,6 @@ def test_what_a_rule_refuses_out_of_caution(name, place, entered):
 
 def test_every_rule_has_its_cases():
     """A new rule comes with what it accepts and what it refuses."""
-    names = {rule.__name__ for rule in rules.RULES.values()} - ELSEWHERE
+    names = {rule.__name__ for rule in rules.BATCHING_RULES.values()} - ELSEWHERE
     assert names == ACCEPTED.keys() | CAUTIOUS.keys()
     assert names == REFUSED.keys() | CAUTIOUS.keys()

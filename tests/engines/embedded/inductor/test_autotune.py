@@ -15,7 +15,7 @@ from ipufit.engines.embedded.inductor.compiled import CompiledUpdates
 from ipufit.engines.embedded.inductor.store import Store
 from ipufit.engines.embedded.inductor.update_spec import update_of
 from ipufit.engines.embedded.programs import training
-from ipufit.engines.embedded.training_state import LiveState
+from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.errors import ConfigurationError, NonFiniteLossError
 from tests.fitting import assert_close, assert_equal
 from tests.nets import MLP, data
@@ -278,8 +278,8 @@ def test_updates_that_were_tried_leave_no_trace(described, monkeypatch, way):
 def test_a_state_is_copied_for_trials_alone(described, monkeypatch):
     """What was measured in this process needs no copy of the state in a later fit."""
     copies = []
-    snapshot = LiveState.snapshot
-    monkeypatch.setattr(LiveState, "snapshot", lambda live: copies.append(1) or snapshot(live))
+    snapshot = TrainingState.snapshot
+    monkeypatch.setattr(TrainingState, "snapshot", lambda live: copies.append(1) or snapshot(live))
     let_win(monkeypatch, "inductor")
     net = MLP().double()
     trained(net)

@@ -375,9 +375,9 @@ def test_a_choice_that_is_measured_decides_about_no_program_that_is_kept(describ
 
     monkeypatch.setattr(CompiledUpdates, "_begin", begin)
     x, y = data(8)
-    for products in (build_spec.onednn_products, _other_products):
+    for products in (build_spec.use_onednn_matmul, _other_products):
         torch.manual_seed(0)
-        monkeypatch.setattr(build_spec, "onednn_products", products)
+        monkeypatch.setattr(build_spec, "use_onednn_matmul", products)
         model, _ = embedded(MLP().double(), "sgd")
         fit(model, x, y)
     assert codes[0] != codes[1]

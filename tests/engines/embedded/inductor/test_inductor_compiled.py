@@ -116,7 +116,7 @@ def test_onednns_matrix_product_is_compiled_for_any_matrix(threads, cached, monk
     """Of weights that change, and of matrices in another memory order."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(build_spec, "onednn_products", _all_by_onednn)
+    monkeypatch.setattr(build_spec, "use_onednn_matmul", _all_by_onednn)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
