@@ -9,7 +9,7 @@ import torch
 import ipufit
 from ipufit.callbacks import Callback
 from ipufit.engines.embedded.engine import EmbeddedEngine
-from ipufit.engines.embedded.profiling.live_bytes import Held, bytes_in
+from ipufit.engines.embedded.profiling.live_bytes import LiveBytes, bytes_in
 from ipufit.report import recorder
 from ipufit.tracing.capture import capture
 from ipufit.tracing.liveness import alive_bytes, peak_bytes
@@ -153,7 +153,7 @@ def test_values_are_counted_from_when_they_come_until_their_last_use():
 def test_memory_that_is_shared_is_held_once():
     """By two views of it, until both are gone; what is given does not count."""
     given, whole = torch.zeros(10), torch.zeros(10)
-    held = Held([given])
+    held = LiveBytes([given])
     held.take([given[:5], (whole[:3], 7)])
     assert held.now == 40
     held.take(whole[3:])

@@ -14,7 +14,7 @@ from ipufit.engines.embedded.passes.select_kernels import lower
 from ipufit.engines.embedded.profiling import profile, timers
 from ipufit.engines.embedded.profiling.memory import thinned
 from ipufit.engines.embedded.profiling.node_sources import places_of
-from ipufit.engines.embedded.profiling.profile import Profiling
+from ipufit.engines.embedded.profiling.profile import OperatorProfiler
 from ipufit.engines.embedded.profiling.profiling_interpreter import ProfilingInterpreter
 from ipufit.engines.embedded.programs.fsdp import FSDPTrainingProgram
 from ipufit.engines.embedded.programs.training import TrainingProgram
@@ -271,7 +271,7 @@ def test_without_room_for_copies_there_is_a_reason(tmp_path, monkeypatch):
     def fails(self):
         raise RuntimeError("[enforce fail] not enough memory: you tried to allocate 99 bytes.\nC++")
 
-    monkeypatch.setattr(Profiling, "_run", fails)
+    monkeypatch.setattr(OperatorProfiler, "_run", fails)
     found = profiled(tmp_path / "r", monkeypatch)
     assert found == {
         "missing": "there was no memory for copies of the weights: [enforce fail] not enough "
