@@ -46,7 +46,7 @@ def made(given):
 def in_two():
     """What each of two processes prints of all runs."""
     script = f"""
-    from ipufit.engines.ipu.executable import Unit
+    from ipufit.engines.ipu.executable import Executable
 
     calls = []
 
@@ -57,8 +57,8 @@ def in_two():
 
         return noted
 
-    Unit.compile = noting("compile", Unit.compile)
-    Unit.run = noting("run", Unit.run)
+    Executable.compile = noting("compile", Executable.compile)
+    Executable.run = noting("run", Executable.run)
     for name, given in {RUNS!r}.items():
         given["between"] = [eval(text) for text in given.get("between", ())]
         say({{**run(**given), "calls": list(calls)}})
