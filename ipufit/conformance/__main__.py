@@ -9,7 +9,7 @@ from typing import List, Optional, Sequence
 
 from ipufit.conformance.command_line import ABOUT, EXAMPLES, add_arguments
 from ipufit.conformance.implementations import IMPLEMENTATIONS, Implementation, MissingError
-from ipufit.conformance.report import Table, write_json
+from ipufit.conformance.report import ResultTable, write_json
 from ipufit.conformance.running import chosen, run
 
 __all__ = ["main"]
@@ -18,7 +18,7 @@ __all__ = ["main"]
 def main(
     arguments: Optional[Sequence[str]] = None, prog: str = "python -m ipufit.conformance"
 ) -> int:
-    """Run it.
+    """Run the command.
 
     Args:
         arguments: of the command line; None means those of this process.
@@ -41,10 +41,10 @@ def main(
         implementations = _implementations(parser, options.engine)
         if not any(chosen(patterns, each) for each in implementations):
             parser.error(f"--only {' '.join(patterns)} fits no case. Try 'training/*'.")
-        tables: List[Table] = []
+        tables: List[ResultTable] = []
         try:
             for implementation in implementations:
-                tables.append(Table(implementation, sys.stdout))
+                tables.append(ResultTable(implementation, sys.stdout))
                 tables[-1].print(run(implementation, patterns))
         finally:  # what has been seen before an interrupt is not lost
             if file is not None:
@@ -66,19 +66,19 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 def _implementations(
     parser: argparse.ArgumentParser, engine: Optional[str]
 ) -> List[Implementation]:
-    """What was asked for; or what is here, with a line for what is not."""
+    """Return the requested implementation, or all there are, printing why others are missing."""
     if engine is not None:
         try:
             return [IMPLEMENTATIONS[engine]()]
         except MissingError as reason:
             parser.error(str(reason))
-    found = []
+    implementations = []
     for make in IMPLEMENTATIONS.values():
         try:
-            found.append(make())
+            implementations.append(make())
         except MissingError as reason:
             sys.stdout.write(f"{make.name}: not examined. {reason}\n\n")
-    return found
+    return implementations
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the command line of the cases takes; imports none of them."""
+"""Command line of the conformance cases, without importing them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENGINES = ("embedded", "poptorch", "standin")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add them to a parser."""
+    """Add the arguments to a parser."""
     parser.add_argument(
         "--engine",
         choices=ENGINES,

@@ -1,4 +1,4 @@
-"""What a case is, what it is given, and what it leaves behind."""
+"""Cases, their registration, and the tools that they work with."""
 
 from __future__ import annotations
 
@@ -11,20 +11,30 @@ from torch import Tensor
 
 from ipufit.conformance.scenario import Scenario
 
-__all__ = ["CASES", "Case", "Kit", "SkippedError", "judged", "open_question", "scenario"]
+__all__ = [
+    "CASES",
+    "Case",
+    "FunctionModule",
+    "Kit",
+    "Regression",
+    "SkippedError",
+    "judged",
+    "open_question",
+    "scenario",
+]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One claim.
+    """One claim about an implementation.
 
     Attributes:
         name: "group/what is claimed".
-        question: of a case that is reported and not judged, what nobody could establish; "" else.
-        scenario: a run that every implementation can make; None where the case asks about the
+        question: for a case that is reported and not judged, the unsettled question; "" else.
+        scenario: a run that every implementation can make; None where the case examines the
             PopTorch API itself.
-        body: given a kit, does what the scenario does not.
-        narrow: whether it asks what becomes of dtypes that the device has not.
+        body: takes a kit, and checks the claim where there is no scenario.
+        narrow: whether it examines what becomes of dtypes that the device has not.
     """
 
     name: str
@@ -38,19 +48,19 @@ CASES: List[Case] = []
 
 
 class SkippedError(Exception):
-    """A case needs what is not there; the text says what."""
+    """A case needs something that is missing, which the text names."""
 
 
 Body = Callable[["Kit"], None]
 
 
 def judged(name: str, narrow: bool = False) -> Callable[[Body], Body]:
-    """Make a function a case."""
+    """Register a function as a case."""
     return open_question(name, "", narrow)
 
 
 def open_question(name: str, question: str, narrow: bool = False) -> Callable[[Body], Body]:
-    """Make a function a case that is reported and not judged."""
+    """Register a function as a case that is reported and not judged."""
 
     def keep(body: Body) -> Body:
         CASES.append(Case(name, question, body=body, narrow=narrow))
@@ -60,24 +70,49 @@ def open_question(name: str, question: str, narrow: bool = False) -> Callable[[B
 
 
 def scenario(name: str, question: str = "", **attributes: Any) -> None:
-    """Make a scenario a case."""
+    """Register a scenario as a case."""
     CASES.append(Case(name, question, Scenario(**attributes)))
 
 
+class FunctionModule(torch.nn.Module):
+    """A function as a module."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """Call the function."""
+        return self.body(*inputs)
+
+
+class Regression(torch.nn.Module):
+    """A layer; with a target, its loss too."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, y: Optional[Tensor] = None) -> Any:
+        """Return the prediction; with a target, the loss beside it."""
+        out = self.layer(x)
+        return out if y is None else (out, torch.nn.functional.mse_loss(out, y))
+
+
 class Kit:
-    """What a case works with.
+    """Tools and results of one case.
 
     Args:
         poptorch: the package that is examined.
-        dtype: of computation.
-        tolerance: of it; absolute, and relative to the largest magnitude expected.
+        dtype: dtype of computation.
+        tolerance: tolerance of results; absolute, and relative to the largest magnitude expected.
 
     Attributes:
         error: the largest error of a number so far, relative to the largest magnitude expected
             where that is above 1.
-        compared: whether there was one.
-        faults: what was not as claimed, in words.
-        notes: what was seen, in words.
+        compared: whether a number was compared.
+        faults: claims that failed, in words.
+        notes: observations, in words.
     """
 
     def __init__(self, poptorch: Any, dtype: torch.dtype, tolerance: float) -> None:
@@ -90,7 +125,7 @@ class Kit:
         self.notes: List[str] = []
 
     def close(self, what: str, got: Any, wanted: Any, tolerance: Optional[float] = None) -> bool:
-        """Claim that two tensors, or numbers, are equal up to rounding; whether they are."""
+        """Claim that two tensors, or numbers, are equal up to rounding, and return the answer."""
         tolerance = self.tolerance if tolerance is None else tolerance
         got, wanted = (torch.as_tensor(each).detach().double() for each in (got, wanted))
         if got.shape != wanted.shape:
@@ -109,7 +144,7 @@ class Kit:
         return False
 
     def equal(self, what: str, got: Any, wanted: Any) -> bool:
-        """Claim that two things are the same; whether they are."""
+        """Claim that two things are equal, and return the answer."""
         if got == wanted:
             return True
         self.faults.append(f"{what}: {got!r}, not {wanted!r}")
@@ -134,17 +169,21 @@ class Kit:
             self.faults.append(f"{what}: was not refused")
 
     def skip(self, reason: str) -> NoReturn:
-        """End the case: this machine can't do what it needs."""
+        """End the case, because this machine can't run it."""
         raise SkippedError(reason)
 
     def note(self, text: str) -> None:
-        """Report something."""
+        """Report an observation."""
         self.notes.append(text)
 
     # Making things.
 
     def options(self, **settings: Any) -> Any:
-        """Options; ``device_iterations``, ``accumulation``, ``replicas``, ``mode``, ``seed``."""
+        """Return options.
+
+        Args:
+            settings: ``device_iterations``, ``accumulation``, ``replicas``, ``mode`` and ``seed``.
+        """
         poptorch = self.poptorch
         options = poptorch.Options()
         options.showCompilationProgressBar(False)  # hundreds of bars would be in the table
@@ -157,13 +196,21 @@ class Kit:
             options.randomSeed(settings["seed"])
         return options
 
+    def infer(self, body: Callable[..., Any], *inputs: Tensor, **settings: Any) -> Any:
+        """Call a function once as an inference model; settings are those of ``options``."""
+        model = self.poptorch.inferenceModel(FunctionModule(body), self.options(**settings))
+        try:
+            return model(*inputs)
+        finally:
+            model.destroy()
+
     def rows(self, count: int, features: int = 3, start: int = 0) -> Tensor:
-        """Numbers that repeat nowhere, shape (count, features)."""
+        """Return numbers that repeat nowhere, shape (count, features)."""
         steps = torch.arange(start, start + count * features, dtype=torch.float64)
         return torch.sin(0.83 * steps * (1 + 0.01 * steps)).view(count, features).to(self.dtype)
 
     def linear(self, inputs: int = 3, outputs: int = 2) -> torch.nn.Linear:
-        """A layer with weights that repeat nowhere."""
+        """Return a layer with weights that repeat nowhere."""
         layer = torch.nn.Linear(inputs, outputs).to(self.dtype)
         layer.weight.data = self.rows(outputs, inputs, 11) * 0.6
         layer.bias.data = self.rows(1, outputs, 5)[0] * 0.3
@@ -171,7 +218,7 @@ class Kit:
 
 
 def _show(tensor: Tensor) -> str:
-    """Its first elements."""
+    """Format a tensor's first elements."""
     flat = [f"{value:.6g}" for value in tensor.flatten()[:4].tolist()]
     shown = ", ".join(flat) + (", ..." if tensor.numel() > 4 else "")
     return shown if not tensor.dim() else f"[{shown}]"

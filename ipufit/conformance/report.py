@@ -1,4 +1,4 @@
-"""The table, for people and for programs."""
+"""The table of results, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ipufit._version import __version__
 from ipufit.conformance.implementations import Implementation
 from ipufit.conformance.running import Row
 
-__all__ = ["Table", "environment", "write_json"]
+__all__ = ["ResultTable", "environment", "write_json"]
 
 _NAME = 84
 
 
 def environment() -> Dict[str, str]:
-    """What every implementation on this machine shares."""
+    """Return versions and system, which all implementations on this machine share."""
     return {
         "ipufit": __version__,
         "torch": str(torch.__version__),
@@ -29,8 +29,8 @@ def environment() -> Dict[str, str]:
     }
 
 
-class Table:
-    """Prints the rows of one implementation as they come, and keeps them.
+class ResultTable:
+    """Prints and stores the rows of one implementation as they come.
 
     Args:
         implementation: whose they are.
@@ -45,7 +45,7 @@ class Table:
         self._rows: List[Row] = []
 
     def print(self, rows: Iterable[Row]) -> None:
-        """Print the head, every row, what failed, and what is open."""
+        """Print the head, every row, failures, and open questions."""
         for name, value in self._head.items():
             self._line(f"{name:<10} {value}")
         self._line("")
@@ -55,7 +55,7 @@ class Table:
             error = "" if row.error is None else f"{row.error:.1e}"
             self._line(f"{row.name:<{_NAME}} {row.outcome:<7} {error}".rstrip())
             if row.outcome in ("fail", "error", "skip"):
-                self._line(f"    {_one_line(row.said)}")
+                self._line(f"    {_one_line(row.details)}")
         self._open_questions()
         self._line("")
         self._line(self.summary())
@@ -72,10 +72,10 @@ class Table:
         for question, rows in answers.items():
             self._line(f"  {question}")
             for row in rows:
-                self._line(f"    {row.name}: {_one_line(row.said)}")
+                self._line(f"    {row.name}: {_one_line(row.details)}")
 
     def summary(self) -> str:
-        """How many cases there were of each outcome."""
+        """Return the number of cases by outcome."""
         counts = collections.Counter(row.outcome for row in self._rows)
         outcomes = ("pass", "fail", "error", "open", "skip")
         named = [f"{counts[name]} {name}" for name in outcomes if counts[name] or name != "skip"]
@@ -83,15 +83,16 @@ class Table:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing failed of what is judged."""
+        """True if no judged case failed."""
         return not any(row.outcome in ("fail", "error") for row in self._rows)
 
     def as_dict(self) -> Dict[str, Any]:
-        """What JSON can hold."""
+        """Return the table in a form that JSON can hold."""
         rows = []
         for row in self._rows:
             finite = row.error is None or math.isfinite(row.error)
-            rows.append({**vars(row), "error": row.error if finite else "inf"})
+            values = {**vars(row), "error": row.error if finite else "inf"}
+            rows.append({**values, "said": values.pop("details")})
         return {"environment": self._head, "rows": rows, "passed": self.passed}
 
     def _line(self, text: str) -> None:
@@ -99,8 +100,8 @@ class Table:
         self._out.flush()
 
 
-def write_json(tables: Iterable[Table], file: TextIO) -> None:
-    """All tables as one JSON document."""
+def write_json(tables: Iterable[ResultTable], file: TextIO) -> None:
+    """Write all tables as one JSON document."""
     json.dump([table.as_dict() for table in tables], file, indent=1, allow_nan=False)
     file.write("\n")
 

@@ -1,4 +1,4 @@
-"""Running the cases on an implementation."""
+"""Run cases on an implementation."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ assert _cases is not None  # its modules have filled CASES
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What became of a case.
+    """Result of a case.
 
     Attributes:
-        name: of the case.
+        name: name of the case.
         outcome: "pass", "fail", "open", "skip" where the machine lacks something, or "error" where
             it ended with an exception.
         error: largest error of a number, relative to the largest magnitude expected; None where no
             number was compared.
-        tolerance: what it may be.
-        said: what was not as claimed, or what was seen.
-        question: of an open case.
+        tolerance: largest error that passes.
+        details: claims that failed, or observations.
+        question: question of an open case.
     """
 
     name: str
     outcome: str
     error: Optional[float]
     tolerance: float
-    said: str
+    details: str
     question: str
 
 
 def chosen(patterns: List[str], implementation: Implementation) -> List[Case]:
-    """The cases that an implementation can run and whose name fits one of the patterns."""
+    """Return the cases that an implementation can run and whose name matches a pattern."""
 
     def fits(case: Case) -> bool:
         if case.scenario is None:
@@ -88,19 +88,19 @@ def run_case(implementation: Implementation, case: Case) -> Row:
     except Exception as fault:
         where = traceback.extract_tb(fault.__traceback__)[-1]
         failed = f"{type(fault).__name__}: {fault} ({where.name}, line {where.lineno})"
-    said = "; ".join(filter(None, [failed, *kit.faults, *kit.notes]))
+    details = "; ".join(filter(None, [failed, *kit.faults, *kit.notes]))
     outcome = "error" if failed else "fail" if kit.faults else "pass"
     if case.question:
-        outcome, said = "open", said or "as we read it"
+        outcome, details = "open", details or "as we read it"
     error = None if not kit.compared else kit.error
-    return Row(case.name, outcome, error, kit.tolerance, said, case.question)
+    return Row(case.name, outcome, error, kit.tolerance, details, case.question)
 
 
 def compare(kit: Kit, scenario: Scenario, observed: Observed, wanted: Observed) -> None:
-    """Hold what came out of a scenario against what has to."""
-    for index, (own, other) in enumerate(zip(observed.calls, wanted.calls)):
-        for name in sorted(set(own) & set(scenario.compared)):
-            kit.close(f"{name} of call {index}", own[name], other[name])
+    """Compare the results of a scenario with those expected."""
+    for index, (actual, other) in enumerate(zip(observed.calls, wanted.calls)):
+        for name in sorted(set(actual) & set(scenario.compared)):
+            kit.close(f"{name} of call {index}", actual[name], other[name])
     if not scenario.training:
         return
     kit.equal("names of weights", sorted(observed.weights), sorted(wanted.weights))
@@ -108,8 +108,8 @@ def compare(kit: Kit, scenario: Scenario, observed: Observed, wanted: Observed) 
         kit.close(name, observed.weights[name], value)
     for name in (name for name, value in wanted.buffers[0].items() if value.is_floating_point()):
         if len(observed.buffers) == len(wanted.buffers):
-            for replica, (own, other) in enumerate(zip(observed.buffers, wanted.buffers)):
-                kit.close(f"{name} of replica {replica}", own[name], other[name])
+            for replica, (actual, other) in enumerate(zip(observed.buffers, wanted.buffers)):
+                kit.close(f"{name} of replica {replica}", actual[name], other[name])
         else:  # the host gets one replica's, and nobody says whose
             distances = [_distance(observed.buffers[0][name], b[name]) for b in wanted.buffers]
             best = distances.index(min(distances))
@@ -123,7 +123,7 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Warnings would tear the table apart."""
+    """Suppress warnings, which would break up the table."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,4 +1,4 @@
-"""A run of a small model, and what has to come out of it."""
+"""Scenarios: a run of a small model, and the results expected of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ipufit.conformance.settings import CLASSES, LOSSES, Optimizer, PlainOperators
+from ipufit.conformance.settings import CLASSES, LOSSES, OptimizerSpec, PlainOperators
 
 __all__ = ["Net", "Observed", "Scenario", "expected"]
 
@@ -44,7 +44,7 @@ class Net(nn.Module):
             parameter.data = 0.6 * torch.sin(1.7 * steps + index + 1)
 
     def forward(self, x: Tensor, y: Any = None) -> Any:
-        """The prediction; with a target, the loss beside it."""
+        """Return the prediction; with a target, the loss beside it."""
         with self.part(0):
             h = torch.tanh(self.norm(self.first(x)))
         with self.part(1):
@@ -54,7 +54,7 @@ class Net(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """What is run.
+    """A run of a small model.
 
     Attributes:
         training: whether weights are updated.
@@ -81,7 +81,7 @@ class Scenario:
     period: int = 1
     reduction: str = "Mean"
     loss: str = "mse"
-    optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
+    optimizer: OptimizerSpec = dataclasses.field(default_factory=OptimizerSpec)
     norm: bool = False
     strategy: str = ""
     mean_strategy: str = "Post"
@@ -97,11 +97,11 @@ class Scenario:
 
     @property
     def samples(self) -> int:
-        """Samples of a call."""
+        """Number of samples in a call."""
         return self.iterations * self.accumulation * self.groups * self.micro_batch
 
     def data(self) -> List[Tuple[Tensor, Tensor]]:
-        """Inputs and target of every call, in float64; no two samples are alike."""
+        """Return inputs and target of every call, in float64; no two samples are alike."""
         count = self.calls * self.samples
         steps = torch.arange(count * FEATURES, dtype=torch.float64).view(count, FEATURES)
         x = torch.sin(0.83 * steps * (1 + 0.01 * steps))
@@ -113,7 +113,7 @@ class Scenario:
 
 @dataclasses.dataclass
 class Observed:
-    """What came out of a scenario, or has to.
+    """Results of a scenario, observed or expected.
 
     Attributes:
         calls: for every call, tensors by name: "out", "loss" as the mode returns them, and "losses"
@@ -131,11 +131,11 @@ Results = Dict[Tuple[int, int, int], Tuple[Tensor, Tensor]]
 
 
 def expected(scenario: Scenario) -> Observed:
-    """What has to come out, computed one micro-batch after the other."""
+    """Compute the expected results, one micro-batch after the other."""
     net = Net(scenario).double()
     weights = {name: p.detach().clone() for name, p in net.named_parameters()}
-    own = {name: b.detach().clone() for name, b in net.named_buffers()}
-    buffers = [copy.deepcopy(own) for _ in range(scenario.replicas)]
+    start = {name: b.detach().clone() for name, b in net.named_buffers()}
+    buffers = [copy.deepcopy(start) for _ in range(scenario.replicas)]
     states: List[Dict[str, Tensor]] = [{} for _ in weights]
     calls, updates = [], 0
     for x, y in scenario.data():
@@ -164,14 +164,14 @@ def expected(scenario: Scenario) -> Observed:
 
 
 def _start(scenario: Scenario, d: int, a: int, r: int) -> int:
-    """Where in the combined batch a micro-batch begins."""
+    """Return the position in the combined batch at which a micro-batch begins."""
     kind, size = scenario.input_group
     group = r // size if kind == "Consecutive" else r % scenario.groups
     return ((d * scenario.accumulation + a) * scenario.groups + group) * scenario.micro_batch
 
 
 def _returned(scenario: Scenario, results: Results) -> Dict[str, Tensor]:
-    """The outputs and losses of one call, as the output mode returns them."""
+    """Return the outputs and losses of one call, as the output mode returns them."""
     last = (scenario.iterations - 1, scenario.accumulation - 1)
     places = sorted(results)
     mode = {"Default": "Final" if scenario.training else "All"}.get(scenario.mode, scenario.mode)
@@ -179,7 +179,7 @@ def _returned(scenario: Scenario, results: Results) -> Dict[str, Tensor]:
         places = [place for place in places if (place[0] + 1) % scenario.period == 0]
     if mode == "Final":
         places = [place for place in places if place[:2] == last]
-    found = {"losses": torch.stack([results[place][1] for place in sorted(results)])}
+    returned = {"losses": torch.stack([results[place][1] for place in sorted(results)])}
     for index, name in enumerate(("out", "loss")):
         values = [results[place][index] for place in places]
         if mode == "Sum":
@@ -188,7 +188,7 @@ def _returned(scenario: Scenario, results: Results) -> Dict[str, Tensor]:
                 for r in range(scenario.replicas)
             ]
             values = [torch.stack(each).sum(0) for each in of_replica]
-        found[name] = values[0] if len(values) == 1 else torch.stack(values)
+        returned[name] = values[0] if len(values) == 1 else torch.stack(values)
         if index == 0 and len(values) > 1:
-            found[name] = found[name].flatten(0, 1)
-    return found
+            returned[name] = returned[name].flatten(0, 1)
+    return returned

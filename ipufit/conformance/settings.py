@@ -1,4 +1,4 @@
-"""What a scenario can vary: losses, and optimizers with their rules written out."""
+"""Losses and optimizers of scenarios, with the optimizers' rules written out."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["CLASSES", "LOSSES", "Optimizer", "PlainOperators"]
+__all__ = ["CLASSES", "LOSSES", "OptimizerSpec", "PlainOperators"]
 
 State = Dict[str, Tensor]
 Rule = Callable[[Tensor, Tensor, State, int, Mapping[str, Any]], Any]
 
 
 class PlainOperators:
-    """What PopTorch's operators mean, for modules that run without it."""
+    """Operators of PopTorch, for modules that run without it."""
 
     @staticmethod
     def identity_loss(x: Tensor, reduction: str) -> Tensor:
-        """The value that it marks."""
+        """Return the reduced value, without a mark."""
         if reduction == "none":
             return x
         return x.mean() if reduction == "mean" else x.sum()
@@ -59,13 +59,13 @@ CLASSES = ("cross entropy", "cross entropy sum", "nll")
 
 
 @dataclasses.dataclass(frozen=True)
-class Optimizer:
+class OptimizerSpec:
     """An optimizer by its name and arguments.
 
     Attributes:
-        home: "torch" or "poptorch", which has its class.
-        name: of the class.
-        arguments: of its constructor, besides the parameters.
+        home: the package that has its class, "torch" or "poptorch".
+        name: name of the class.
+        arguments: arguments of its constructor, besides the parameters.
     """
 
     home: str = "torch"
@@ -73,8 +73,8 @@ class Optimizer:
     arguments: Tuple[Tuple[str, Any], ...] = (("lr", 0.1),)
 
     @classmethod
-    def of(cls, home: str, name: str, **arguments: Any) -> Optimizer:
-        """One with these arguments."""
+    def of(cls, home: str, name: str, **arguments: Any) -> OptimizerSpec:
+        """Return the specification of an optimizer with these arguments."""
         return cls(home, name, tuple(arguments.items()))
 
     @property
@@ -89,7 +89,7 @@ class Optimizer:
     def step(
         self, weights: List[Tensor], gradients: List[Tensor], states: List[State], t: int
     ) -> None:
-        """Make update number ``t``, counted from 1, in place: the rule, written out."""
+        """Apply update number ``t``, counted from 1, in place."""
         norm = math.sqrt(sum(float((g * g).sum()) for g in gradients))
         # As torch.nn.utils.clip_grad_norm_ does it.
         factor = min(1.0, self.max_grad_norm / (norm + 1e-6))
@@ -107,7 +107,7 @@ def _sgd(w: Tensor, g: Tensor, state: State, t: int, a: Mapping[str, Any]) -> An
 
 
 def _moments(g: Tensor, state: State, t: int, a: Mapping[str, Any]) -> Tuple[Tensor, Tensor]:
-    """The two bias-corrected moving averages."""
+    """Return the two bias-corrected moving averages."""
     b1, b2 = a.get("betas", (0.9, 0.999))
     state["m"] = m = b1 * state.get("m", torch.zeros_like(g)) + (1 - b1) * g
     state["v"] = v = b2 * state.get("v", torch.zeros_like(g)) + (1 - b2) * g * g

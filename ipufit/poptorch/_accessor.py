@@ -1,4 +1,4 @@
-"""Batches that a process of their own loads ahead."""
+"""Loading of batches ahead of time, in a separate process."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ class AsynchronousDataAccessor:
 
     @property
     def _keeps_rest(self) -> bool:
-        own = getattr(self._dataset, "rebatched_drop_last", None)
-        if own is None and _is_own(self._dataset):
-            own = self._dataset.drop_last
-        return own is not None and not own
+        drop_last = getattr(self._dataset, "rebatched_drop_last", None)
+        if drop_last is None and _is_own(self._dataset):
+            drop_last = self._dataset.drop_last
+        return drop_last is not None and not drop_last
 
     def terminate(self) -> None:
         """End the process and give its memory back. Tensors that are still in use stay valid."""
@@ -110,7 +110,7 @@ class AsynchronousDataAccessor:
         self.terminate()
 
     def __len__(self) -> int:
-        """Batches of an epoch.
+        """Return the number of batches in an epoch.
 
         Raises:
             TypeError: the dataset has no length.
@@ -121,7 +121,7 @@ class AsynchronousDataAccessor:
         return batches + bool(rest and self._keeps_rest)
 
     def __iter__(self) -> AsynchronousDataAccessor:
-        """Begin an epoch, unless one was begun and nothing has been read of it."""
+        """Start an epoch, unless one has started and nothing has been read from it."""
         self._or_end(self._alive().begin)
         return self
 
@@ -148,7 +148,7 @@ class AsynchronousDataAccessor:
 
 
 def _strategy_of(value: Union[SharingStrategy, int, str]) -> SharingStrategy:
-    """The strategy of a member, its number or its name."""
+    """Return the sharing strategy with this value or name."""
     if isinstance(value, str) and value in SharingStrategy.__members__:
         return SharingStrategy[value]
     if isinstance(value, int) and value in list(SharingStrategy):
@@ -160,7 +160,7 @@ def _strategy_of(value: Union[SharingStrategy, int, str]) -> SharingStrategy:
 
 
 def _is_own(dataset: Any) -> bool:
-    """Whether it is a DataLoader of this package, which imports this module."""
+    """Return True for a DataLoader of this package, whose class can't be imported here."""
     return isinstance(dataset, TorchDataLoader) and hasattr(dataset, "combinedBatchSize")
 
 
@@ -183,7 +183,7 @@ def _check_loader(dataset: Any, rebatched_size: Optional[int]) -> None:
 
 
 def _rows_of(dataset: Any) -> int:
-    """Samples of an epoch."""
+    """Return the number of samples in an epoch."""
     if not isinstance(dataset, TorchDataLoader):
         return len(dataset) * int(getattr(dataset, "batch_size", None) or 1)
     if dataset.batch_size is None:

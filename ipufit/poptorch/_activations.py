@@ -1,4 +1,4 @@
-"""Names of what lies between the operators of forward.
+"""Names of the tensors inside forward, under which they can be anchored.
 
 PopART names a tensor after its operator, within the names of the modules around it; here the
 operators are torch's.
@@ -20,7 +20,7 @@ __all__ = ["Activations", "returning"]
 
 
 class Activations:
-    """What forward computes, by name: ``module/submodule/operator:0``, then ``operator:0/1``."""
+    """Names the results of operators: ``module/submodule/operator:0``, then ``operator:0/1``."""
 
     def __init__(self) -> None:
         self._scopes: List[str] = []
@@ -30,7 +30,7 @@ class Activations:
 
     @contextlib.contextmanager
     def named_by(self, model: nn.Module, enabled: bool) -> Iterator[None]:
-        """Forward is being recorded.
+        """Name tensors after the modules of a model while its forward is recorded.
 
         Args:
             model: whose modules give their names.
@@ -53,12 +53,12 @@ class Activations:
             yield
 
     def enter(self, name: Optional[str]) -> None:
-        """Everything from here on has this in its name; None is nothing."""
+        """Add a scope to the names of operators from here on; None adds nothing."""
         if name is not None:
             self._scopes.append(name)
 
     def leave(self, name: Optional[str]) -> None:
-        """Take the last ``enter`` with a name back; None takes back nothing.
+        """Remove the innermost scope; None removes nothing.
 
         Raises:
             Error: there is none.
@@ -69,8 +69,8 @@ class Activations:
             raise error("pop_name_scope without push_name_scope. Push a name before it is popped.")
         self._scopes.pop()
 
-    def made(self, func: Any, results: Sequence[Tensor]) -> None:
-        """An operator has made these."""
+    def record(self, func: Any, results: Sequence[Tensor]) -> None:
+        """Name the results of an operator that has just been recorded."""
         operator = func.name().partition("::")[2].partition(".")[0]
         for place, result in enumerate(results):
             node = node_of(result)
@@ -82,14 +82,14 @@ class Activations:
             self._counts[name] = count + 1
             self._nodes[f"{name}/{count}" if count else name] = node
 
-    def of(self, graph: fx.GraphModule) -> Dict[str, str]:
-        """Names of nodes, by their own, of those that a finished graph still has."""
+    def names_in(self, graph: fx.GraphModule) -> Dict[str, str]:
+        """Map anchor names to names of the nodes that a finished graph still has."""
         there = {node.name for node in graph.graph.nodes}
         return {name: node.name for name, node in self._nodes.items() if node.name in there}
 
 
 def returning(graph: fx.GraphModule, nodes: Sequence[str]) -> fx.GraphModule:
-    """A program that returns these nodes too, last of all, with the values they are made with.
+    """Return a copy of a program that returns these nodes too, as they are when computed.
 
     Args:
         graph: left as it is.
@@ -103,9 +103,9 @@ def returning(graph: fx.GraphModule, nodes: Sequence[str]) -> fx.GraphModule:
     by_name = {node.name: copy for node, copy in places.items()}
     extra = []
     for name in nodes:
-        made = by_name[name]
-        with copied.inserting_after(made):
+        copied_node = by_name[name]
+        with copied.inserting_after(copied_node):
             # Whatever is written into it later.
-            extra.append(copied.call_function(torch.ops.aten.clone.default, (made,)))
+            extra.append(copied.call_function(torch.ops.aten.clone.default, (copied_node,)))
     copied.output([*returned, *extra])  # type: ignore[misc]
     return fx.GraphModule(graph, copied)

@@ -1,4 +1,4 @@
-"""Make ``import poptorch`` find this package, where PopTorch itself is not installed."""
+"""Alias of this package as ``poptorch``, where PopTorch itself is not installed."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ _ALIAS = "poptorch"
 
 
 class _Loader(importlib.abc.Loader):
-    """Hands out the module of the same place under its own name."""
+    """Loads the module of the real package, for a name of the alias."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._own: Optional[importlib.machinery.ModuleSpec] = None
+        self._original_spec: Optional[importlib.machinery.ModuleSpec] = None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        """The module of the own name; its spec, which the import replaces, is kept."""
+        """Import the real module, and remember its spec, which the import system replaces."""
         module = importlib.import_module(self._name)
-        self._own = module.__spec__
+        self._original_spec = module.__spec__
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing but the spec: it was executed under its own name."""
-        module.__spec__ = self._own
+        """Restore the module's spec; its code ran under its real name."""
+        module.__spec__ = self._original_spec
 
     def load_module(self, fullname: Optional[str] = None) -> types.ModuleType:
-        """The module, for programs that call the loader of a spec themselves."""
+        """Return the module, for programs that call the loader of a spec themselves."""
         return importlib.import_module(self._name)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Answers for ``poptorch`` and what is below it."""
+    """Finds ``poptorch`` and its submodules."""
 
     def find_spec(
         self,
@@ -51,7 +51,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         path: Optional[Sequence[str]],
         target: Optional[types.ModuleType] = None,
     ) -> Optional[importlib.machinery.ModuleSpec]:
-        """The spec of an alias; None for any other name."""
+        """Return the spec of an alias; None for any other name."""
         if fullname.partition(".")[0] != _ALIAS:
             return None
         name = _REAL + fullname[len(_ALIAS) :]
@@ -64,9 +64,9 @@ _FINDER = _Finder()
 
 
 def install() -> None:
-    """From here on ``import poptorch`` is ``import ipufit.poptorch``; safe twice.
+    """Make ``import poptorch`` import ``ipufit.poptorch``; safe to call twice.
 
-    PopTorch's operators are in ``torch.ops.poptorch``, too.
+    PopTorch's operators are then in ``torch.ops.poptorch``, too.
     """
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
@@ -75,7 +75,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Take it back; what has been imported under the other name is forgotten."""
+    """Remove the alias, and the modules that have been imported through it."""
     if _FINDER in sys.meta_path:
         sys.meta_path.remove(_FINDER)
         delattr(torch.ops, _ALIAS)

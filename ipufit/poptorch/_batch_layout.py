@@ -1,4 +1,4 @@
-"""What a batch is besides its tensors: a tensor, a list, a dict, or an object with a parser."""
+"""Layout of a batch: a tensor, a list, a dict, or an object with a parser."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAMES = {"tensor": "a tensor", "list": "a list or tuple", "dict": "a dict", "ob
 
 
 class Layout:
-    """How the batches of a dataset are taken apart and put together; all have the same one.
+    """Splits the batches of a dataset into tensors and rebuilds them; all have the same layout.
 
     A tuple comes back as a list, and a dict in the order of the first batch's keys.
 
@@ -43,7 +43,7 @@ class Layout:
             self._template = reconstructTensorStructure(data, empty)
 
     def take_apart(self, data: Any) -> List[Tensor]:
-        """The tensors of one batch.
+        """Return the tensors of one batch.
 
         Raises:
             AssertionError: it is not like the first one, or there is more in it than tensors.

@@ -1,4 +1,4 @@
-"""The side of the ring buffer that reads batches, epoch after epoch."""
+"""Reader of the batches that a ``DataWorker`` loads, epoch after epoch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class BatchReader:
         self._data_buffers = RingBufferReader(memory, indices_mem)
 
     def begin(self) -> None:
-        """Begin an epoch; one that has been begun and not been read from goes on."""
+        """Begin an epoch; one that has been begun and not been read from continues."""
         if self._epoch and not self._is_used and not self._has_ended:
             return
         self._data_buffers.release()
@@ -65,7 +65,7 @@ class BatchReader:
         self._has_ended = False
 
     def next(self) -> Any:
-        """The next batch of the epoch, in shared memory that the one after it may overwrite.
+        """Return the next batch of the epoch, in shared memory that the one after it may overwrite.
 
         Raises:
             StopIteration: the epoch is over. What the dataset raises comes as it is.
@@ -99,7 +99,7 @@ class BatchReader:
         return event, value
 
     def _receive(self) -> Tuple[Event, Any]:
-        """The next event. With what a dataset has raised comes the exception itself."""
+        """Return the next event, with the exception itself where the dataset has raised one."""
         try:
             self._await_event()
             event, value = self._events.recv()

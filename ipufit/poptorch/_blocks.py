@@ -18,7 +18,7 @@ _listeners: List[Blocks] = []
 
 @contextlib.contextmanager
 def listened(blocks: Optional[Blocks] = None) -> Iterator[List[Entry]]:
-    """Note every block that is entered in this context, compiling or not: its name and IPU.
+    """Record name and IPU of every block that is entered inside the context, compiling or not.
 
     Args:
         blocks: where they are noted; new ones by default.
@@ -36,8 +36,8 @@ def _blocks() -> Optional[Blocks]:
     return None if trace is None else trace.blocks
 
 
-def _hearing() -> List[Blocks]:
-    """Those of the recording, and of whoever listens."""
+def _active_blocks() -> List[Blocks]:
+    """Return the blocks of the recording, if there is one, and those of all listeners."""
     blocks = _blocks()
     return [*([] if blocks is None else [blocks]), *_listeners]
 
@@ -62,7 +62,7 @@ class Block(torch.nn.Module):
     @staticmethod
     def useAutoId() -> None:
         """Number the blocks without a name from "0" on; call it first in ``forward``."""
-        for blocks in _hearing():
+        for blocks in _active_blocks():
             blocks.use_auto_id()
 
     @staticmethod
@@ -74,14 +74,14 @@ class Block(torch.nn.Module):
         Block.start(self._user_id, self._ipu_id)
 
     def __exit__(self, type: Any, value: Any, traceback: Any) -> None:
-        for blocks in _hearing():
+        for blocks in _active_blocks():
             blocks.leave()
 
 
 def _begin(
     user_id: Optional[str], ipu_id: Optional[int], owner: Optional[object] = None
 ) -> Optional[str]:
-    """Begin a block and return its name; a number given to one without a name is to stay.
+    """Start a block and return its name, which stays the name of an unnamed block.
 
     Where nothing is compiled no number is given for good, so that listeners number by the owner.
     """
@@ -113,7 +113,7 @@ class _BlockHook:
 
 
 class LegacyBeginBlockFn(torch.nn.Module):
-    """A callable that begins a block when it is called; what :func:`BeginBlock` makes of one."""
+    """A callable that starts a block at each call; :func:`BeginBlock` wraps functions in it."""
 
     def __init__(
         self, layer_to_call: Any, user_id: Optional[str] = None, ipu_id: Optional[int] = None
@@ -124,7 +124,7 @@ class LegacyBeginBlockFn(torch.nn.Module):
         self._ipu_id = ipu_id
 
     def __call__(self, *input: Any, **kwargs: Any) -> Any:
-        """Begin the block and call."""
+        """Start the block and call the function."""
         self._user_id = _begin(self._user_id, self._ipu_id, self)
         return self._layer_to_call(*input, **kwargs)
 
@@ -132,7 +132,7 @@ class LegacyBeginBlockFn(torch.nn.Module):
 def BeginBlock(
     layer_to_call: Any, user_id: Optional[str] = None, ipu_id: Optional[int] = None
 ) -> Any:
-    """Let a block begin with a module; it goes on until another one begins.
+    """Start a block at each call of a module; it lasts until another one starts.
 
     Args:
         layer_to_call: the module, which is changed in place. A callable that is none is wrapped.
@@ -159,7 +159,7 @@ def BeginBlock(
 
 
 def removeBlocks(module: torch.nn.Module) -> None:
-    """Take back what :func:`BeginBlock` did to a module and to those inside."""
+    """Remove the blocks that :func:`BeginBlock` added to a module and its submodules."""
     if not isinstance(module, torch.nn.Module):
         raise AssertionError(
             f"removeBlocks expects a torch.nn.Module, got {type(module).__name__}."

@@ -1,4 +1,4 @@
-"""Compiled programs kept in a folder, so that another process need not compile them again."""
+"""Cache of compiled programs in a folder, shared by processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ExecutableCache:
         self._folder = folder
 
     def key(self, values: Mapping[str, Any]) -> str:
-        """A name for what a compilation depends on: the recorded program and its settings.
+        """Return a hash of what a compilation depends on: the recorded program and its settings.
 
         Args:
             values: as for ``write_file``; tensors count with their values.
@@ -62,7 +62,7 @@ class ExecutableCache:
         return digest.hexdigest()
 
     def find(self, key: str) -> Optional[Dict[str, Any]]:
-        """What was kept under a key, or None; a damaged file counts as none, with a warning."""
+        """Return the values under a key, or None; a damaged file counts as none, with a warning."""
         path = self._path(key)
         if not os.path.exists(path):
             return None
@@ -75,7 +75,7 @@ class ExecutableCache:
         return values
 
     def keep(self, key: str, values: Mapping[str, Any]) -> None:
-        """Keep a compiled program under a key."""
+        """Store a compiled program under a key."""
         write_file(self._path(key), values)
 
     def _path(self, key: str) -> str:
@@ -83,7 +83,7 @@ class ExecutableCache:
 
     @contextlib.contextmanager
     def turn(self, key: str) -> Iterator[None]:
-        """One process at a time: the first compiles, the next ones find what it kept.
+        """Lock a key, so that one process compiles and the next ones find its program.
 
         On systems without file locks each process compiles for itself.
         """

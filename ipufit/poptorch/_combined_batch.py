@@ -1,4 +1,4 @@
-"""How many micro-batches one call carries in dimension 0 of each input."""
+"""Division of dimension 0 of each input into the micro-batches of one call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["BatchDivision"]
 
 
 class BatchDivision(NamedTuple):
-    """The numbers that say how dimension 0 is divided."""
+    """Numbers by which dimension 0 of a combined batch is divided."""
 
     device_iterations: int = 1
     replication_factor: int = 1
@@ -19,16 +19,16 @@ class BatchDivision(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """Groups of replicas; all replicas of one read the same micro-batch."""
+        """Number of groups of replicas; all replicas of one read the same micro-batch."""
         return self.replication_factor // self.input_group_size
 
     @property
     def factor(self) -> int:
-        """Micro-batches in one call."""
+        """Number of micro-batches in one call."""
         return self.device_iterations * self.groups * self.gradient_accumulation
 
     def check(self, tensor: Tensor, name: str) -> int:
-        """The micro-batch size of an input; a 0-dim tensor counts as a batch of 1.
+        """Return the micro-batch size of an input; a 0-dim tensor counts as a batch of 1.
 
         Args:
             name: what the input is called in a message.
@@ -59,6 +59,6 @@ class BatchDivision(NamedTuple):
         )
 
     def first(self, tensor: Tensor, name: str) -> Tensor:
-        """The first micro-batch of an input as a view: what the recorded forward gets to see."""
+        """Return the first micro-batch of an input as a view, with which forward is recorded."""
         size = self.check(tensor, name)
         return tensor.narrow(0, 0, size) if tensor.dim() else tensor

@@ -1,4 +1,4 @@
-"""What compiling makes: the recorded program, the device's memory, and how they run."""
+"""A compiled model: the recorded program, the device's memory, and how a call runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["Compiled"]
 
 
 def shape_of(options: Options) -> CallShape:
-    """The micro-batches of a call."""
+    """Return number and order of the micro-batches of a call."""
     replicas, size = options.replication_factor, options.input_group_size
     groups = replicas // size
     if options.input_cgt == CommGroupType.Orthogonal:
@@ -56,28 +56,28 @@ class Compiled:
 
     Args:
         model: the module that is recorded.
-        parameters, buffers: its tensors on the host, unwrapped, by name.
-        options: of the executor.
-        arguments: of the call that it is compiled for.
-        training: whether there is a loss to be followed.
-        groupings: of parameters that are not the same on all replicas.
+        parameters, buffers: the module's tensors on the host, unwrapped, by name.
+        options: options of the executor.
+        arguments: arguments of the call that the program is compiled for.
+        training: whether the program computes gradients and updates.
+        groupings: replica groupings of the parameters that have one.
         trained: for each parameter group of the optimizer, names of its parameters.
-        recorded: the program, where it comes from a file; the model is not looked at then.
-        wide: whether float64 is kept; by default as it is set now.
+        recorded: the program, where it comes from a file; the model is not recorded then.
+        wide: whether float64 is preserved; by default as it is set now.
 
     Attributes:
-        arguments: those that later ones have to be like.
+        arguments: the arguments that later ones must match.
         anchors: tensors that were anchored, as they were in the last call.
         counters: times of the last call.
-        placement: on which IPUs its parts would be.
+        placement: on which IPUs the blocks would be.
         recorded: the program.
-        device: its memory.
-        group: the processes that it runs in.
-        wide: whether float64 is kept.
-        is_synthetic: whether it runs on made-up inputs, and nothing comes back.
+        device: the device's memory.
+        group: the processes that the program runs in.
+        wide: whether float64 is preserved.
+        is_synthetic: whether it runs on generated inputs, and nothing comes back.
 
     Raises:
-        Error: the model, or the options, ask for what can't be.
+        Error: the model, or an option, is not supported.
     """
 
     @outside_inference_mode
@@ -141,10 +141,10 @@ class Compiled:
         return updates.anchors() if isinstance(updates, CompiledOptimizer) else {}
 
     def check_anchors(self) -> None:
-        """Refuse anchors that there are not; the optimizer's names are known once it is bound.
+        """Refuse names of anchors that do not exist, once the optimizer's names are there.
 
         Raises:
-            Error: it names one, and those that there are.
+            Error: the name, and where to find those there are.
         """
         self._anchored.check()
         for name, _, mode, period in self._options.anchored_tensors.values():
@@ -174,7 +174,7 @@ class Compiled:
         return tensor if self.wide else narrowed(tensor)
 
     def _micro_batch(self, arguments: Arguments) -> List[Tensor]:
-        """The inputs of the first micro-batch, which stand for those of all others."""
+        """Return the inputs of the first micro-batch, with which the model is recorded."""
         options = self._options
         combined = BatchDivision(
             options.device_iterations,
@@ -211,19 +211,19 @@ class Compiled:
                 )
 
     def scale(self) -> float:
-        """What the gradient of the loss starts from."""
+        """Return the initial gradient of the loss."""
         updates = self.device.updates
         return updates.loss_scaling if isinstance(updates, CompiledOptimizer) else 1.0
 
     @outside_inference_mode
     def run(self, arguments: Arguments, seed: int) -> Any:
-        """One call.
+        """Run one call.
 
         Args:
-            arguments: like those that it was compiled for.
-            seed: of the first iteration's random numbers; the next one's is the next number.
+            arguments: arguments that match those that the program was compiled for.
+            seed: seed of the first iteration's random numbers; each iteration adds one to it.
         Returns:
-            What forward returns, each tensor holding the micro-batches that come back.
+            The value that forward returns, each tensor holding the micro-batches that come back.
         """
         inputs = [self._on_device(tensor) for tensor in arguments.tensors(self.arguments)]
         if self.is_synthetic:
@@ -257,12 +257,12 @@ class Compiled:
         )
 
     def tensor_names(self) -> List[str]:
-        """Names that can be anchored."""
+        """Return the names that can be anchored."""
         return self._anchored.available_names()
 
 
 def _made_up(tensor: Tensor) -> Tensor:
-    """Data in the place of an input: normally distributed, or zeros, which any index may be."""
+    """Return synthetic data: normally distributed, or zeros, which are valid as any index."""
     if not tensor.is_floating_point():
         return torch.zeros_like(tensor)
     generator = torch.Generator().manual_seed(0)

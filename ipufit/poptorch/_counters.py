@@ -1,4 +1,4 @@
-"""When inputs and outputs of the last call were there."""
+"""Times at which inputs and outputs of the last call were there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _EVENTS = ("input", "input_complete", "output", "output_complete")
 
 
 class Counters:
-    """Times of the last call, in seconds since no particular moment.
+    """Times of the last call, in seconds since an arbitrary moment.
 
     Attributes:
         enabled: off where no data moves.
@@ -24,17 +24,17 @@ class Counters:
         self._times: Times = {event: [] for event in _EVENTS}
 
     def begin(self, inputs: int, outputs: int) -> None:
-        """A call with this many tensors begins."""
+        """Start a call with this many tensors."""
         counts = (inputs, inputs, outputs, outputs)
         self._times = {event: [[] for _ in range(n)] for event, n in zip(_EVENTS, counts)}
 
-    def input(self, asked: float, complete: float) -> None:
-        """The inputs of one micro-batch were asked for, and were there."""
-        self._note("input", asked)
+    def input(self, requested: float, complete: float) -> None:
+        """Record when the inputs of a micro-batch were requested, and when they were there."""
+        self._note("input", requested)
         self._note("input_complete", complete)
 
     def output(self, ready: float, complete: float) -> None:
-        """The outputs of one micro-batch were ready, and had come over."""
+        """Record when the outputs of a micro-batch were ready, and when they were on the host."""
         self._note("output", ready)
         self._note("output_complete", complete)
 
@@ -44,7 +44,7 @@ class Counters:
                 times.append(time)
 
     def times(self) -> Times:
-        """Copies, by event; ``[[]]`` where there is no tensor."""
+        """Return copies of the times by event; ``[[]]`` where there is no tensor."""
         return {event: [list(t) for t in self._times[event]] or [[]] for event in _EVENTS}
 
 
@@ -54,7 +54,7 @@ def latency(
     first: Callable[[Sequence[float]], float],
     last: Callable[[Sequence[float]], float],
 ) -> Tuple[float, float, float]:
-    """Smallest, largest and mean time between two events, in seconds; zeros without one of them.
+    """Return smallest, largest and mean seconds between two events; zeros without one of them.
 
     Args:
         starts: for every tensor, when it began; a multiple of the number of ends.

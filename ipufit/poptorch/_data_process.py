@@ -1,4 +1,4 @@
-"""The process that loads batches ahead: how it starts and how it ends."""
+"""Start and end of the process that loads batches ahead of time."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _stop(reference: weakref.ref[DataProcess]) -> None:
 
 
 def _start_method() -> str:
-    """The program's way of starting processes; to ask for it plainly would fix it."""
+    """Return the program's way of starting processes, without fixing it."""
     method = multiprocessing.get_start_method(allow_none=True)
     return method or multiprocessing.get_all_start_methods()[0]
 

@@ -1,4 +1,4 @@
-"""The process that loads batches ahead, and writes them into a ring buffer."""
+"""The process that loads batches ahead of time and writes them into a ring buffer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = ["Command", "DataWorker", "Event", "FiledDataset", "WorkerSettings", "
 
 
 class FiledDataset:
-    """A dataset in a file that has no name: only this process and the one it starts can open it.
+    """A dataset in an unnamed file, which only this process and the one it starts can open.
 
     Its tensors are in it as bytes, where multiprocessing would move them to shared memory, of which
     there may be too little.
@@ -52,7 +52,7 @@ class FiledDataset:
         self._file.flush()
 
     def close(self) -> None:
-        """Let go of the file, which the other process holds."""
+        """Close the file, which the other process has open."""
         self._file.close()
 
     def __getstate__(self) -> Dict[str, Any]:
@@ -62,7 +62,7 @@ class FiledDataset:
         self._handle = state["_handle"]
 
     def open(self) -> Any:
-        """The dataset, in the other process."""
+        """Read the dataset, in the other process."""
         with os.fdopen(self._handle.detach(), "rb") as file:
             file.seek(0)
             return pickle.load(file)
@@ -99,7 +99,7 @@ def _rows_of(tensors: List[Tensor]) -> int:
 
 
 class Command(enum.Enum):
-    """What the reader says, always with a number: the epoch where there is one."""
+    """Messages of the reader, each with a number: the epoch where there is one."""
 
     BEGIN = "begin"  # it has begun this epoch, the one after the last
     RESTART = "restart"  # it has given its epoch up, and has begun this one
@@ -108,7 +108,7 @@ class Command(enum.Enum):
 
 
 class Event(enum.Enum):
-    """What the worker says, always with a value."""
+    """Messages of the worker, each with a value."""
 
     READY = "ready"  # (layout, memory, indices_mem), once
     ITEM = "item"  # rows of a batch that has fewer than its slot, or None
@@ -122,13 +122,13 @@ class WorkerSettings(NamedTuple):
     """How batches are loaded.
 
     Attributes:
-        slots: of the ring buffer.
+        slots: number of slots of the ring buffer.
         pause: seconds between two looks at a ring buffer that is full.
         loads_on: whether the next epoch is loaded before the reader begins it.
-        loads_first: whether the first epoch is.
-        rows: of the batches that are put together; None takes those of the dataset.
-        keeps_rest: whether a last batch with fewer rows is handed over.
-        seed: of the worker's random numbers, together with the epoch.
+        loads_first: whether the first epoch is loaded before the reader begins it.
+        rows: rows of a rebatched batch; None passes on the dataset's batches.
+        keeps_rest: whether a last batch with fewer rows is passed on.
+        seed: seed of the worker's random numbers, to which the epoch is added.
     """
 
     slots: int
@@ -216,14 +216,14 @@ class DataWorker:
         self._tell(Event.END, None)
 
     def _wait_for(self, epoch: int) -> None:
-        """Until the reader has begun the epoch, or the one before if it may be loaded ahead."""
+        """Wait until the reader has begun the epoch, or until it may be loaded ahead."""
         self._wait(lambda: epoch <= self._begun + self._ahead())
 
     def _ahead(self) -> int:
         return int(self._settings.loads_on if self._begun else self._settings.loads_first)
 
     def _pieces(self, epoch: int) -> Iterator[Tuple[int, List[Tensor]]]:
-        """The rows of an epoch, each with the row of the slot where they belong."""
+        """Yield the rows of an epoch, each with the row of the slot where they belong."""
         self._filled = 0
         if self._settings.rows is not None:
             yield from rebatched(self._batches(epoch), self._settings.rows)
@@ -296,7 +296,7 @@ class DataWorker:
 
 
 def _iterated(dataset: Any) -> Iterator[Any]:
-    """Its batches. A map-style dataset ends at its length, whatever it does beyond."""
+    """Iterate over a dataset's batches; a map-style dataset ends at its length."""
     kind = type(dataset)
     if not hasattr(kind, "__iter__") and hasattr(kind, "__getitem__") and hasattr(kind, "__len__"):
         return (dataset[index] for index in range(len(dataset)))
@@ -311,7 +311,7 @@ def serve(
     start_method: str,
     others: Tuple[Connection, ...] = (),
 ) -> None:
-    """Be the worker process.
+    """Run the worker process.
 
     Args:
         start_method: of the processes that the dataset starts: the program's own. Left alone they

@@ -1,4 +1,4 @@
-"""The loader of combined batches."""
+"""DataLoader whose batches are combined batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["DataLoader"]
 
 
 def log_iterable(num_workers: int, kwargs: Dict[str, Any]) -> None:
-    """Say that workers read an iterable dataset each for itself, if nothing parts it."""
+    """Warn that each worker reads all of an iterable dataset, if nothing parts it."""
     if num_workers > 1 and "worker_init_fn" not in kwargs:
         logger.warning(
             "An IterableDataset is read by num_workers=%d workers without a worker_init_fn: "
@@ -32,7 +32,7 @@ def log_iterable(num_workers: int, kwargs: Dict[str, Any]) -> None:
 
 
 def log_sized(dataset: Any, step: int, drop_last: bool) -> None:
-    """Say what becomes of the samples that don't fill ``step``, the combined batches of one run."""
+    """Log what happens to the samples that don't fill ``step``, the combined batches of one run."""
     samples = _length(dataset)
     if samples is None:
         return
@@ -65,7 +65,7 @@ def log_sized(dataset: Any, step: int, drop_last: bool) -> None:
 
 
 def log_sampled(sampler: Any, batch_size: Optional[int], number: Optional[int]) -> None:
-    """Say that the last batches of a sampler may not make a combined batch of ``number``."""
+    """Warn that the last batches of a sampler may not make a combined batch of ``number``."""
     if not number or not batch_size:
         return
     batches = _length(sampler)
@@ -89,7 +89,7 @@ def log_sampled(sampler: Any, batch_size: Optional[int], number: Optional[int]) 
 
 
 def log_rebatched(sampler: Any, rows: int) -> None:
-    """Say that a sampler's batches are cut anew, if it doesn't tell how large they are."""
+    """Warn that a sampler's batches are divided anew, if it doesn't tell how large they are."""
     if getattr(sampler, "batch_size", None) is None:
         logger.warning(
             "The batch_sampler has no batch_size, which counts as 1: its batches are joined and "
@@ -104,7 +104,7 @@ def log_unused(
     async_options: Optional[Dict[str, Any]],
     rebatched_worker_size: Optional[int],
 ) -> None:
-    """Name the arguments that have no effect in this mode."""
+    """Warn of arguments that have no effect in this mode."""
     if async_options and mode is DataLoaderMode.Sync:
         logger.warning("async_options have no effect with mode=DataLoaderMode.Sync.")
     if rebatched_worker_size is not None:
@@ -283,7 +283,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # as i
         return share
 
     def _rebatched_size(self, mode: DataLoaderMode, drop_last: bool) -> Optional[int]:
-        """Rows of the batches that the accessor puts together; None where it doesn't."""
+        """Return the number of rows of the accessor's batches; None where it doesn't rebatch."""
         size = self._combined_batch_size
         if mode is DataLoaderMode.AsyncRebatched:
             return size
@@ -336,7 +336,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # as i
             self._accessor.terminate()
 
     def __del__(self) -> None:
-        """Let go of the process, which ends when no iterator uses it either."""
+        """Release the process, which ends when no iterator uses it either."""
         self._accessor = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its own class
@@ -353,7 +353,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # as i
         return batches
 
     def _set_next_epoch(self, epoch: int) -> None:
-        """Let the next iteration be in the order of this epoch; the first one is 1."""
+        """Use the order of this epoch in the next iteration; the first one is 1."""
         self._next_epoch = epoch
 
 

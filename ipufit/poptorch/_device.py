@@ -14,23 +14,23 @@ __all__ = ["Device", "Updates"]
 
 
 class Updates(Protocol):
-    """Makes weight updates."""
+    """Interface of an optimizer that updates weights on the device."""
 
     def apply(self, gradients: Mapping[str, Tensor]) -> None:
-        """One update of the tensors of these names, in place."""
+        """Update the tensors of these names once, in place."""
         ...
 
     def accumulator(self, weight: torch.dtype) -> torch.dtype:
-        """In which type gradients of a weight of this type are added up."""
+        """Return the dtype in which gradients of a weight of this dtype are added up."""
         ...
 
     def observe(self, large: Tensor) -> None:
-        """See how many elements of a micro-batch's gradients are large."""
+        """Record how many elements of a micro-batch's gradients are large."""
         ...
 
 
 def narrowed(tensor: Tensor, wide: bool) -> Tensor:
-    """A copy as the device holds it: a device has no float64."""
+    """Return a copy as the device stores it: a device has no float64."""
     dtype = torch.float32 if tensor.dtype == torch.float64 and not wide else tensor.dtype
     return tensor.detach().to(dtype, copy=True)
 
@@ -41,13 +41,13 @@ class Device:
     Args:
         parameters, buffers: the host's tensors by name.
         replicas: number of copies of the model.
-        groupings: of those parameters that are not the same on all replicas.
-        wide: let float64 be.
+        groupings: groupings of the parameters that are not the same on all replicas.
+        wide: preserve float64.
 
     Attributes:
-        names: of all tensors.
-        parameters: names of those that are no buffers.
-        writes: how often the host has brought tensors over.
+        names: names of all tensors.
+        parameters: names of the parameters.
+        writes: how often the host has written its tensors.
         updates: makes weight updates; None where there are none.
     """
 
@@ -90,18 +90,18 @@ class Device:
         return tuple(name for name in self._groupings if len(self._parts[name]) > 1)
 
     def group_of(self, name: str, replica: int) -> int:
-        """The place of a replica's copy among the copies of a tensor."""
+        """Return the index of a replica's copy among the copies of a tensor."""
         grouping = self._groupings.get(name)
         if grouping is not None:
             return grouping.group_of(replica, self._replicas)
         return replica if len(self._parts[name]) > 1 else 0
 
     def part_name(self, name: str, group: int) -> str:
-        """A name for one of the copies of a tensor; the tensor's own if there is but one."""
+        """Return the name of one copy of a tensor; the tensor's own if there is but one."""
         return name if len(self._parts[name]) == 1 else f"{name}[{group}]"
 
     def parts(self, names: Sequence[str]) -> Dict[str, Tensor]:
-        """Every copy of these tensors by its own name."""
+        """Return every copy of these tensors by its own name."""
         return {
             self.part_name(name, group): part
             for name in names
@@ -109,35 +109,35 @@ class Device:
         }
 
     def state(self, replica: int) -> List[Tensor]:
-        """What a micro-batch on this replica is computed from."""
+        """Return parameters and buffers as a micro-batch on this replica reads them."""
         return [self._parts[name][self.group_of(name, replica)] for name in self.names]
 
     def example(self) -> Dict[str, Tensor]:
-        """What replica 0 sees, by name."""
+        """Return the parameters and buffers of replica 0 by name."""
         return dict(zip(self.names, self.state(0)))
 
     def accumulator(self, weight: torch.dtype) -> torch.dtype:
-        """In which type gradients of a weight of this type are added up."""
+        """Return the dtype in which gradients of a weight of this dtype are added up."""
         return weight if self.updates is None else self.updates.accumulator(weight)
 
     def observe(self, large: Tensor) -> None:
-        """See how many elements of a micro-batch's gradients are large."""
+        """Record how many elements of a micro-batch's gradients are large."""
         if self.updates is not None:
             self.updates.observe(large)
 
     def update(self, gradients: Mapping[str, Tensor]) -> None:
-        """One weight update."""
+        """Update the weights once."""
         if self.updates is not None:
             self.updates.apply(gradients)
 
     def read(self, into: Mapping[str, Tensor]) -> None:
-        """Device to host: floating-point tensors; what else there is, is a constant."""
+        """Copy floating-point tensors to the host; all others are constants of the program."""
         with torch.no_grad():
             for name, host in into.items():
                 if host.is_floating_point():
-                    host.copy_(self._joined(name))
+                    host.copy_(self._stacked(name))
 
-    def _joined(self, name: str) -> Tensor:
+    def _stacked(self, name: str) -> Tensor:
         parts = self._parts[name]
         grouping = self._groupings.get(name)
         if grouping is None:
@@ -147,7 +147,7 @@ class Device:
         return torch.stack(parts)
 
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Host to device: floating-point tensors; what else there is, is part of the program."""
+        """Copy floating-point tensors from the host; all others are part of the program."""
         self.writes += 1
         with torch.no_grad():
             for name, host in values.items():

@@ -28,7 +28,7 @@ def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
 
 
 def ipuHardwareVersion() -> int:
-    """The kind of IPU that the system has; 2 where ``ipufit run --claim-ipus`` says so.
+    """Return the version of the system's IPUs; 2 where ``ipufit run --claim-ipus`` says so.
 
     Raises:
         AssertionError: it has none.
@@ -43,7 +43,7 @@ def ipuHardwareVersion() -> int:
 
 
 def uses_ipu_model(options: Options) -> bool:
-    """Whether the IPU Model's rules hold, not hardware's: by the options, or the environment."""
+    """Return True if the options, or else the environment, choose the IPU Model over hardware."""
     if options.exists("use_model"):
         return bool(options.use_model)
     return _flag("POPTORCH_IPU_MODEL") or _flag("POPTORCH_SMALL_IPU_MODEL")
@@ -58,7 +58,7 @@ def _flag(variable: str) -> bool:
 
 
 def reserved(options: Options, needed: int) -> int:
-    """How many IPUs are taken for a model that needs so many, on all its replicas.
+    """Return how many IPUs are reserved for a model that needs so many, on all its replicas.
 
     Raises:
         Error: more than a process can have, not a power of two of hardware's IPUs, or options
@@ -103,7 +103,7 @@ def _check_most(needed: int) -> None:
 
 
 def _power_of_two(options: Options, needed: int) -> int:
-    """The number of IPUs that hardware can give."""
+    """Return the number of IPUs that hardware can reserve."""
     rounded = 1
     while rounded < needed:
         rounded *= 2

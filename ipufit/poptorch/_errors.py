@@ -28,5 +28,5 @@ class Error(Exception):
 
 
 def error(text: str) -> Error:
-    """An error of the front end, to be raised."""
+    """Return an error of the front end, to be raised."""
     return Error(text)

@@ -1,4 +1,4 @@
-"""Stop at the operator that computes what no number is the result of."""
+"""Detect floating-point exceptions: operators that make NaN or infinities of numbers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _UNFILLED = ("aten::empty", "aten::new_empty")
 
 
 class FloatChecker(fx.Interpreter):
-    """Runs a graph and looks at every result.
+    """Runs a graph and checks every result.
 
-    NaN and infinities that come in are passed on, as a device does: moving one is no exception.
-    Making one of numbers is, and so is asking whether a NaN is smaller.
+    NaN and infinities among the inputs are passed on, as a device does: moving one is no exception.
+    Making one of numbers is, and so is comparing a NaN by size.
     """
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph, garbage_collect_values=True)
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """Run it.
+        """Run the graph.
 
         Raises:
             UnrecoverableError: an operator made a NaN or an infinity, or compared a NaN.
@@ -38,18 +38,18 @@ class FloatChecker(fx.Interpreter):
         return self.run(*tensors)
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one operator, and look at what it made."""
+        """Run one operator, and check its results."""
         schema = getattr(n.target, "_schema", None)
         if n.op != "call_function" or schema is None:
             return super().run_node(n)
-        given = list(_values(self.fetch_args_kwargs_from_env(n)))
+        inputs = list(_values(self.fetch_args_kwargs_from_env(n)))
         # Looked at before: an operator may change what it is given.
-        nan, infinite = _any(torch.isnan, given), _any(torch.isinf, given)
+        nan, infinite = _any(torch.isnan, inputs), _any(torch.isinf, inputs)
         result = super().run_node(n)
-        found = _exception(schema.name, nan, infinite, list(_values(result)))
-        if found is not None:
+        exception = _exception(schema.name, nan, infinite, list(_values(result)))
+        if exception is not None:
             raise UnrecoverableError(
-                f"a floating-point exception: {n.target} {found}. Look at its inputs, or leave "
+                f"a floating-point exception: {n.target} {exception}. Look at its inputs, or leave "
                 "Precision.enableFloatingPointExceptions off.",
                 "poplar_unrecoverable_runtime_error",
             )
@@ -57,7 +57,7 @@ class FloatChecker(fx.Interpreter):
 
 
 def _exception(name: str, nan: bool, infinite: bool, results: Sequence[Any]) -> Optional[str]:
-    """What went wrong in an operator, given whether NaN and infinities went in."""
+    """Describe the exception that an operator has raised, or return None."""
     if nan and name.startswith(_ORDERING):
         return "compared a NaN"
     if name.startswith(_UNFILLED):
@@ -79,7 +79,7 @@ def _any(question: Callable[[Tensor], Tensor], values: Sequence[Any]) -> bool:
 
 
 def _values(value: Any) -> Iterator[Any]:
-    """The floating-point tensors and numbers in a structure."""
+    """Yield the floating-point tensors, and the numbers that are not finite, in a structure."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value

@@ -1,4 +1,4 @@
-"""Who wants to know of marks in forward that change no value: hints to a compiler for IPUs."""
+"""Listeners for hints in forward to a compiler for IPUs, which change no value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _watchers: List[OnHint] = []
 
 @contextlib.contextmanager
 def hints_watched(on_hint: OnHint) -> Iterator[None]:
-    """Tell of every hint in this context, compiling or not."""
+    """Call a function for every hint inside the context, compiling or not."""
     _watchers.append(on_hint)
     try:
         yield
@@ -23,7 +23,7 @@ def hints_watched(on_hint: OnHint) -> Iterator[None]:
         _watchers.pop()
 
 
-def noticed(name: str, given: Any) -> None:
-    """A hint was given."""
+def noticed(name: str, argument: Any) -> None:
+    """Pass a hint on to all listeners."""
     for watcher in _watchers:
-        watcher(name, given)
+        watcher(name, argument)

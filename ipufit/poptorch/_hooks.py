@@ -1,4 +1,4 @@
-"""Functions and substitutions of the user's that are there around every compilation."""
+"""Hooks and substitutions that the user has registered for every compilation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _register(hooks: OrderedDict[int, _Hook], hook: _Hook, which: str) -> Remova
 
 @contextlib.contextmanager
 def compile_hooks() -> Iterator[None]:
-    """Around a compilation: the hooks are called as it begins and as it ends."""
+    """Call the hooks before and after a compilation."""
     try:
         _call(_before)
         yield
@@ -96,7 +96,7 @@ class _OverwriteContextManager:
 
     @classmethod
     def registerSubsitutionManager(cls, type: Type[Any]) -> None:
-        """Have one of this class made for every recording.
+        """Use an object of this class in every recording.
 
         Args:
             type: called without arguments; its objects have the methods ``replace``, called as a

@@ -1,4 +1,4 @@
-"""The host's half of the weights: when they go to the device, and when they come back."""
+"""The host's parameters and buffers, and their transfers to and from the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["HostWeights", "check_module"]
 
 
 def check_module(model: object) -> None:
-    """Refuse what has no weights that could go to a device, as PopTorch does.
+    """Refuse a model that has no weights which could go to a device, as PopTorch does.
 
     Raises:
         AttributeError: it is a function, say.
@@ -33,7 +33,7 @@ def check_module(model: object) -> None:
 
 
 def _nobody() -> None:
-    """Where an executor would be."""
+    """Replace the reference to an executor in copies, which have none."""
 
 
 class HostWeights:
@@ -56,25 +56,25 @@ class HostWeights:
             wrap(model, owner, self._sync)
 
     def __getstate__(self) -> Dict[str, Any]:
-        """For a copy or a pickle of the executor: nobody is asked for what the copy has."""
+        """Return the state without the executor, because nobody owns the weights of a copy."""
         return {**vars(self), "_owner": _nobody}
 
     @property
     def is_dirty(self) -> bool:
-        """Whether the device has trained since the host's weights were last its own."""
+        """True if the device has trained since its weights were last copied to the host."""
         return self._sync.dirty
 
     def trained(self) -> None:
-        """The device has changed its weights."""
+        """Record that the device has changed its weights."""
         self._sync.trained()
 
     def parameters(self) -> Dict[str, Tensor]:
-        """As they are now, by name, without asking the device."""
+        """Return the host's parameters by name, without asking the device."""
         names = self._names()
         return {name: t for name, t in host_tensors(self._model).items() if name in names}
 
     def buffers(self) -> Dict[str, Tensor]:
-        """As they are now, by name, without asking the device."""
+        """Return the host's buffers by name, without asking the device."""
         names = self._names()
         return {name: t for name, t in host_tensors(self._model).items() if name not in names}
 
@@ -83,7 +83,7 @@ class HostWeights:
             return [name for name, _ in self._model.named_parameters()]
 
     def trainable(self, groups: Sequence[Sequence[Tensor]]) -> List[List[str]]:
-        """Names of the optimizer's parameters that want a gradient, by group.
+        """Return names of the optimizer's parameters that require a gradient, by group.
 
         Args:
             groups: the optimizer's parameters.
@@ -92,32 +92,32 @@ class HostWeights:
             KeyError: one of them is not the model's.
         """
         with quietly():
-            known = {p.data_ptr(): name for name, p in self._model.named_parameters()}
+            names_by_pointer = {p.data_ptr(): name for name, p in self._model.named_parameters()}
             names = []
             for group in groups:
-                foreign = [p for p in group if p.data_ptr() not in known]
+                foreign = [p for p in group if p.data_ptr() not in names_by_pointer]
                 if foreign:
                     raise KeyError(
                         f"the optimizer has a parameter of shape {tuple(foreign[0].shape)} that "
                         "the model has not. Build the optimizer from model.parameters()."
                     )
-                names.append([known[p.data_ptr()] for p in group if p.requires_grad])
+                names.append([names_by_pointer[p.data_ptr()] for p in group if p.requires_grad])
             return names
 
     @contextlib.contextmanager
     def being_recorded(self) -> Iterator[None]:
-        """While forward is recorded its tensors stand for themselves."""
+        """Let forward read the module's tensors without asking the device."""
         with quietly():
             yield
 
     def pull(self, device: Device) -> None:
-        """Device to host."""
+        """Copy the weights from the device to the host."""
         self._sync.pulled()
         logger.debug("Writing weights from IPU to host")
         device.read(host_tensors(self._model))
 
     def push(self, device: Device) -> None:
-        """Host to device."""
+        """Copy the weights from the host to the device."""
         self._sync.pushed()
         if not self._training:
             self._follower.uploaded(syncs_of(self._model))
@@ -125,24 +125,24 @@ class HostWeights:
         device.write(host_tensors(self._model))
 
     def exchange(self, device: Device) -> None:
-        """Both ways: what training made of the weights comes back first."""
+        """Copy newer weights from the device to the host, then all from the host to the device."""
         if self.is_dirty:
             logger.debug("Implicit copyWeightsToHost()")
             self.pull(device)
         self.push(device)
 
     def is_behind(self) -> bool:
-        """Whether a device that only reads has older weights than one that trains them."""
+        """Return True if an inference device has older weights than one that trains them."""
         return self._follower.is_behind(syncs_of(self._model))
 
     def push_buffers(self, device: Device, names: Sequence[str]) -> None:
-        """Host to device, these buffers alone."""
+        """Copy only these buffers from the host to the device."""
         self._sync.pushed()
         buffers = self.buffers()
         device.write({name: buffers[name] for name in names})
 
     def unwrap(self) -> None:
-        """The user's module is as it was before it was wrapped."""
+        """Restore the user's module as it was before it was wrapped."""
         if self._training:
             with torch.no_grad():
                 unwrap(self._model, self._owner())

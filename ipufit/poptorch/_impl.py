@@ -1,4 +1,4 @@
-"""Small questions that PopTorch answers from its insides, and that scripts ask there."""
+"""Helpers from PopTorch's module of this name, which published programs call."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = [
 
 
 def createPoptorchError(msg: str) -> Error:
-    """An error of the front end, to be raised."""
+    """Return an error of the front end, to be raised."""
     return error(msg)
 
 
 def isRunningOnIpu() -> bool:
-    """Whether a model's forward is being recorded for the device.
+    """Return True while a model's forward is recorded for the device.
 
     False while a model is built, and while its forward runs as plain torch.
     """
@@ -33,12 +33,12 @@ def isRunningOnIpu() -> bool:
 
 
 def isDispatchTracing() -> bool:
-    """The same: there is one way of recording."""
+    """Return True while a model's forward is recorded, which is done in one way only."""
     return tracing() is not None
 
 
 def _restoreWrapperIfNecessary(obj: Any) -> Any:
-    """What files call by this name into which PopTorch pickled a wrapped model: it is plain here.
+    """Return the object, for files in which PopTorch pickled a wrapped model with a call of this.
 
     Our own files have plain modules and tensors, and don't call it.
     """
@@ -46,4 +46,4 @@ def _restoreWrapperIfNecessary(obj: Any) -> Any:
 
 
 def poptorchAtExit() -> None:
-    """Give up what is held outside of Python: nothing, on this engine."""
+    """Release resources outside of Python, of which this engine has none."""

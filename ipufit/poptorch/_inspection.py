@@ -1,4 +1,4 @@
-"""What can be asked of a compiled model: names, anchored tensors, times, cycles."""
+"""Read-only methods of a compiled model: names, anchored tensors, times, cycles."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Latency = Tuple[float, float, float]
 
 
 class Inspection:
-    """The half of an executor that changes nothing.
+    """Read-only half of an executor.
 
     Attributes:
         _executable: the program; None before compiling and after ``destroy``.
-        _options: of the executor.
+        _options: options of the executor.
         _anchors: the anchored tensors of the last call, by their short names.
     """
 
@@ -31,7 +31,7 @@ class Inspection:
     _anchors: Dict[str, Tensor]
 
     def compilationTime(self) -> datetime.timedelta:
-        """How long compiling took.
+        """Return how long compiling took.
 
         Raises:
             Error: not compiled, or the progress bar is off.
@@ -63,7 +63,7 @@ class Inspection:
         )
 
     def getTensorNames(self) -> List[str]:
-        """Names that :meth:`Options.anchorTensor` takes.
+        """Return the names that :meth:`Options.anchorTensor` takes.
 
         Raises:
             AssertionError: not compiled.
@@ -76,21 +76,21 @@ class Inspection:
         return self._executable.tensor_names()
 
     def getAnchoredTensor(self, short_name: str) -> Tensor:
-        """A tensor that was anchored under this name, as it was in the last call.
+        """Return the tensor anchored under this name, as it was in the last call.
 
         Raises:
             AssertionError: there is none.
         """
         if short_name not in self._anchors:
-            known = ", ".join(sorted(self._anchors)) or "none"
+            names = ", ".join(sorted(self._anchors)) or "none"
             raise AssertionError(
-                f"No tensor with name {short_name} found. Anchored, and run: {known}. Ask for one "
+                f"No tensor with name {short_name} found. Anchored, and run: {names}. Ask for one "
                 "with options.anchorTensor(short_name, long_name)."
             )
         return self._anchors[short_name]
 
     def getPerfCounters(self) -> Dict[str, List[List[float]]]:
-        """When inputs and outputs of the last call were there, in seconds since some moment.
+        """Return when inputs and outputs of the last call were there, in seconds.
 
         Returns:
             By event ("input", "input_complete", "output", "output_complete"): for every tensor, the
@@ -105,19 +105,19 @@ class Inspection:
         return latency(times[start], times[end], first, max)
 
     def getHostIpuLatency(self) -> Latency:
-        """Smallest, largest and mean seconds from asking for inputs to having them."""
+        """Return smallest, largest and mean seconds from requesting inputs to having them."""
         return self._latency("input", min, "input_complete")
 
     def getComputeLatency(self) -> Latency:
-        """Smallest, largest and mean seconds from having inputs to having outputs."""
+        """Return smallest, largest and mean seconds from having inputs to having outputs."""
         return self._latency("input_complete", max, "output")
 
     def getIpuHostLatency(self) -> Latency:
-        """Smallest, largest and mean seconds from having outputs to having them on the host."""
+        """Return smallest, largest and mean seconds from having outputs to their arrival."""
         return self._latency("output", min, "output_complete")
 
     def getLatency(self) -> Latency:
-        """Smallest, largest and mean seconds from asking for inputs to outputs on the host."""
+        """Return smallest, largest and mean seconds from requesting inputs to having outputs."""
         return self._latency("input", min, "output_complete")
 
     def _debugGetPopartIR(self) -> str:

@@ -39,7 +39,7 @@ _COLOURS = {
 
 
 def setLogLevel(level: Union[str, int]) -> None:
-    """Say which messages are printed.
+    """Set the lowest level of messages that are printed.
 
     Args:
         level: ``"TRACE"``, ``"DEBUG"``, ``"INFO"``, ``"WARN"``, ``"ERR"`` or ``"OFF"``, or one of
@@ -76,7 +76,7 @@ class _Formatter(logging.Formatter):
     """``[HH:MM:SS.mmm] [name] [level] text``, coloured where a person reads it."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One record as one line."""
+        """Format one record as one line."""
         moment = datetime.datetime.fromtimestamp(record.created)
         milliseconds = moment.microsecond // 1000
         line = (
@@ -98,7 +98,7 @@ class _Console(logging.StreamHandler):  # type: ignore[type-arg]
 
     @property
     def stream(self) -> TextIO:
-        """Where it goes."""
+        """The ``sys.stderr`` in use."""
         return sys.stderr
 
     @stream.setter
@@ -109,7 +109,7 @@ class _Console(logging.StreamHandler):  # type: ignore[type-arg]
 def _log_uncaught(
     kind: Type[BaseException], error: BaseException, where: Optional[TracebackType]
 ) -> None:
-    """Log what ends the program, with what a failed child process printed."""
+    """Log an exception that ends the program, with the output of a failed child process."""
     lines = traceback.format_exception(kind, error, where)
     printed = ""
     if isinstance(error, subprocess.CalledProcessError):
@@ -119,7 +119,7 @@ def _log_uncaught(
 
 
 def _start() -> None:
-    """Give the logger its level and its handler, and this module's word on uncaught errors."""
+    """Set the logger's level and handler, and the hook for uncaught exceptions."""
     setLogLevel(os.environ.get("POPTORCH_LOG_LEVEL", "WARN"))
     if not any(isinstance(handler, _Console) for handler in logger.handlers):
         console = _Console()

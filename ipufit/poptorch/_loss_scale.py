@@ -1,4 +1,4 @@
-"""Automatic loss scaling: a factor that follows how large gradients of half precision are."""
+"""Automatic loss scaling: a factor that follows the size of half-precision gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PREFIX = "automaticLossScalingSettings."
 
 
 class Tracked(enum.IntEnum):
-    """Which gradients are looked at, as PopART numbers them."""
+    """Methods of choosing the gradients to track, as PopART numbers them."""
 
     All = 0
     Products = 1
@@ -47,12 +47,12 @@ class ScalingSettings:
 
     @staticmethod
     def enabled(options: Mapping[str, Any]) -> bool:
-        """Whether the options say that the loss scaling is automatic."""
+        """Return True if the options turn automatic loss scaling on."""
         return bool(options.get(f"{_PREFIX}enabled", False))
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Optional[ScalingSettings]:
-        """What the options say; None if the loss scaling is not automatic.
+        """Return the settings of automatic loss scaling; None if it is off.
 
         Args:
             options: the compiler's, by name.
@@ -85,14 +85,14 @@ class ScalingSettings:
 
 
 class AutomaticLossScale:
-    """Doubled after an update, halved where too many elements come near float16's largest.
+    """A factor that doubles after updates, and halves when many elements are large.
 
-    No update is left out: the factor is kept so that gradients don't leave float16's range. Of
-    every ``period`` updates the first is looked at, and changes the factor.
+    No update is skipped: the factor keeps gradients within float16's range. Of every ``period``
+    updates the first is observed, and changes the factor.
 
     Args:
-        settings: how it follows.
-        elements: number of elements that are looked at in a micro-batch.
+        settings: thresholds and period.
+        elements: number of elements that are tracked in a micro-batch.
 
     Attributes:
         factor: by which the optimizer's loss scaling is multiplied in the coming update.
@@ -104,22 +104,22 @@ class AutomaticLossScale:
         self._elements = elements
         self._updates = 0
         self._large: Optional[Tensor] = None
-        self._seen = 0
+        self._counted = 0
 
     def observe(self, large: Tensor) -> None:
-        """See a micro-batch; does not synchronise.
+        """Record a micro-batch, without synchronising.
 
         Args:
             large: shape (), number of elements that are large.
         """
         self._large = large if self._large is None else self._large + large
-        self._seen += self._elements
+        self._counted += self._elements
 
     def update(self) -> None:
-        """Change the factor, after the update that it was used in."""
+        """Change the factor, after the update in which it was used."""
         if self._updates % self._settings.period == 0:
             large = 0 if self._large is None else int(self._large)
-            crowded = large > self._settings.threshold * self._seen
+            crowded = large > self._settings.threshold * self._counted
             self.factor *= 0.5 if crowded else 2.0
         self._updates += 1
-        self._large, self._seen = None, 0
+        self._large, self._counted = None, 0

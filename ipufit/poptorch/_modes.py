@@ -1,4 +1,4 @@
-"""The device computes as it always does, whatever mode of autograd the caller is in."""
+"""Independence of the device from the autograd mode of the caller."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def outside_inference_mode(function: _Function) -> _Function:
-    """Let what is made in there be changed later, which tensors of inference mode can't be."""
+    """Run a function outside of inference mode, so that its tensors can be changed later."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:

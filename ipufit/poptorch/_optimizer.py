@@ -1,4 +1,4 @@
-"""What the device does with an optimizer: updates of weights, and the state they need."""
+"""The optimizer of a compiled program: weight updates, and the state they need."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ __all__ = ["CompiledOptimizer"]
 
 @dataclasses.dataclass
 class WeightState:
-    """One weight.
+    """One weight with its hyper-parameters and optimizer state.
 
     Attributes:
-        name: the parameter's.
-        group: index of its group.
+        name: name of the parameter.
+        group: index of its parameter group.
         weight: the device's tensor.
-        updates: how many there were.
-        numbers: its hyper-parameters.
-        state: its state tensors by torch's names.
+        updates: number of updates so far.
+        numbers: hyper-parameters by name.
+        state: state tensors by torch's names.
     """
 
     name: str
@@ -51,7 +51,7 @@ class WeightState:
 
 @dataclasses.dataclass
 class UpdateBucket:
-    """Weights that lie side by side and are updated with the same numbers."""
+    """Weights that are contiguous in memory and updated with the same numbers."""
 
     members: List[WeightState]
     block: Block
@@ -62,7 +62,7 @@ class UpdateBucket:
 def lay_out(
     members: Sequence[WeightState], rules: Sequence[OptimizerRule]
 ) -> Tuple[FlatStorage, List[UpdateBucket]]:
-    """Put side by side what is updated with the same numbers; the memory of all of it moves.
+    """Make weights that are updated with the same numbers contiguous, which moves their memory.
 
     Args:
         members: the weights.
@@ -94,7 +94,7 @@ def lay_out(
 
 
 def differ(members: Sequence[WeightState]) -> bool:
-    """Say whether parameters can't be updated with the same numbers any more."""
+    """Return True if weights can't be updated with the same numbers any more."""
     first = members[0]
     return any(m.updates != first.updates or m.numbers != first.numbers for m in members)
 
@@ -144,17 +144,17 @@ class CompiledOptimizer:
 
     @property
     def settings(self) -> OptimizerSettings:
-        """The present ones."""
+        """The settings in use."""
         return self._settings
 
     @property
     def loss_scaling(self) -> float:
-        """By what the loss of the coming update is to be multiplied."""
+        """Factor by which the loss of the coming update is multiplied."""
         scaling = self._written.get(LOSS_SCALING, self._settings.loss_scaling.value)
         return scaling * (1.0 if self._automatic is None else self._automatic.factor)
 
     def accumulator(self, weight: torch.dtype) -> torch.dtype:
-        """In which type gradients of a weight of this type are to be added up."""
+        """Return the dtype in which gradients of a weight of this dtype are added up."""
         return self._settings.accumulator(weight)
 
     def _member(self, name: str, group: int, weight: Tensor) -> WeightState:
@@ -175,7 +175,7 @@ class CompiledOptimizer:
         self._storage, self._parts = lay_out(self._members, self._rules)
 
     def set(self, settings: OptimizerSettings) -> None:
-        """Take other settings; numbers that were written to the device are gone then.
+        """Use other settings; numbers that were written to the device are dropped.
 
         Raises:
             Error: the program can't go on with them, or a device can't compute with them. Nothing
@@ -199,7 +199,7 @@ class CompiledOptimizer:
         self._log()
 
     def apply(self, gradients: Mapping[str, Tensor]) -> None:
-        """One update.
+        """Update the weights once.
 
         Args:
             gradients: of every parameter given at the start, by name; reduced over micro-batches
@@ -220,7 +220,7 @@ class CompiledOptimizer:
             self._automatic.update()
 
     def observe(self, large: Tensor) -> None:
-        """See a micro-batch of the coming update.
+        """Record a micro-batch of the coming update.
 
         Args:
             large: shape (), number of elements of its gradients that are large.
@@ -229,7 +229,7 @@ class CompiledOptimizer:
             self._automatic.observe(large)
 
     def _rows(self) -> List[Tensor]:
-        """The coefficients of the coming update, and by what its gradients are multiplied first."""
+        """Return the coefficients of the coming update, and the factor of its gradients."""
         factor = 1.0 if self._automatic is None else self._automatic.factor
         rows = []
         for part in self._parts:
@@ -262,7 +262,7 @@ class CompiledOptimizer:
         return list(flats)
 
     def state(self) -> DeviceState:
-        """What :meth:`load_state` takes: new tensors of the host, by the device's names."""
+        """Return the state for :meth:`load_state`: new tensors on the host, by device names."""
         tensors: Dict[str, Tensor] = {}
         if self._automatic is not None:
             tensors[UPDATE_FACTOR] = _single(self._automatic.factor)
@@ -275,11 +275,11 @@ class CompiledOptimizer:
         return {"ipu_state": tensors, "ipu_param": numbers}
 
     def numbers(self) -> Dict[str, float]:
-        """The numbers that the device has of the settings: what is not a constant."""
+        """Return the variable settings as numbers of the device, by name."""
         return {name: self._written.get(name, value) for name, value in self._exported().items()}
 
     def anchors(self) -> Dict[str, float]:
-        """The numbers that can be anchored, as the coming update takes them."""
+        """Return the numbers that can be anchored, as the coming update uses them."""
         if self._automatic is None:
             return self.numbers()
         scales = {FINAL_SCALE: self.loss_scaling, UPDATE_FACTOR: self._automatic.factor}
@@ -298,7 +298,7 @@ class CompiledOptimizer:
         return result
 
     def load_state(self, state: DeviceState) -> None:
-        """Take over what :meth:`state` gave, here or in another program.
+        """Load what :meth:`state` returned, here or in another program.
 
         What is missing stays as it is, with a warning; what there is no place for is ignored.
 
@@ -355,13 +355,13 @@ class CompiledOptimizer:
             member.numbers = self._numbers(member.name, member.group)
 
     def snapshot(self) -> Any:
-        """A copy of the state, of the host's numbers and of the device's tensors."""
+        """Return a copy of the state: numbers of the host and tensors of the device."""
         copies = [{k: v.clone() for k, v in member.state.items()} for member in self._members]
         factor = None if self._automatic is None else self._automatic.factor
         return copies, [member.updates for member in self._members], factor
 
     def restore(self, snapshot: Any) -> None:
-        """Go back to a copy of the state, in place."""
+        """Restore a snapshot of the state, in place."""
         copies, updates, factor = snapshot
         for member, copy, count in zip(self._members, copies, updates):
             member.updates = count

@@ -1,4 +1,4 @@
-"""Read the settings of an optimizer, of torch or of the front end."""
+"""Read the settings of an optimizer of torch.optim or of the front end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NAMES = (
 
 
 def class_of(optimizer: object) -> Optional[Type[optim.Optimizer]]:
-    """The class of the front end that describes it; None for one that is not supported."""
+    """Return the front end's class for an optimizer; None for one that is not supported."""
     # AdamW before Adam, from which it is derived in new versions of torch.
     for theirs, ours in (
         (torch.optim.SGD, optim.SGD),
@@ -49,21 +49,21 @@ def class_of(optimizer: object) -> Optional[Type[optim.Optimizer]]:
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> OptimizerKind:
-    """What the device computes for this optimizer.
+    """Return the kind of update that the device computes for this optimizer.
 
     Raises:
         AssertionError: nothing that it knows, or ``centered`` in some groups only.
     """
-    found = class_of(optimizer)
-    if found is None:
+    front_end_class = class_of(optimizer)
+    if front_end_class is None:
         raise AssertionError(
             f"Unsupported optimizer type {type(optimizer).__name__}. The device knows those of "
             f"{_NAMES}."
         )
-    if found is optim.SGD:
+    if front_end_class is optim.SGD:
         combined = getattr(optimizer, "use_combined_accum", False)
         return OptimizerKind.SGD_COMBINED if combined else OptimizerKind.SGD_SEPARATE
-    if found is optim.RMSprop:
+    if front_end_class is optim.RMSprop:
         centered = [bool(group["centered"]) for group in optimizer.param_groups]
         if any(each != centered[0] for each in centered):
             raise AssertionError(
@@ -71,10 +71,10 @@ def kind_of(optimizer: torch.optim.Optimizer) -> OptimizerKind:
                 f"{centered}. Use one for all."
             )
         return OptimizerKind.RMSPROP_CENTERED if centered[0] else OptimizerKind.RMSPROP
-    if found is optim.LAMB:
+    if front_end_class is optim.LAMB:
         corrected = getattr(optimizer, "bias_correction", True)
         return OptimizerKind.LAMB if corrected else OptimizerKind.LAMB_NO_BIAS
-    return OptimizerKind.ADAMW if found is optim.AdamW else OptimizerKind.ADAM
+    return OptimizerKind.ADAMW if front_end_class is optim.AdamW else OptimizerKind.ADAM
 
 
 class _Reader:
@@ -92,7 +92,7 @@ class _Reader:
         self._automatic = automatic
 
     def attribute(self, name: str, default: Any) -> Any:
-        """A setting that is not one of a group."""
+        """Return a setting of the optimizer that belongs to no group."""
         value = getattr(self._optimizer, name, default)
         if name.endswith("accum_type") and value not in (torch.float16, torch.float32):
             raise ValueError(
@@ -101,13 +101,13 @@ class _Reader:
         return value
 
     def scaling(self) -> Value:
-        """The loss scaling."""
+        """Return the loss scaling."""
         value = self.attribute("loss_scaling", 1.0)
         fixed = self._fixed("loss_scaling", value) and not self._automatic
         return Value(_number("loss_scaling", value), fixed)
 
     def values(self, names: List[str], group: Mapping[str, Any], place: str) -> Dict[str, Value]:
-        """Those of a group."""
+        """Return the hyper-parameters of a group by name."""
         result = {}
         for name in names:
             value = group.get(name, 1.0 if name == "velocity_scaling" else None)
@@ -158,7 +158,7 @@ def _pair(name: str, value: object) -> Tuple[float, float]:
 def settings_of(
     optimizer: torch.optim.Optimizer, automatic_loss_scaling: bool = False
 ) -> OptimizerSettings:
-    """What goes to the device.
+    """Return the settings that the device gets.
 
     Args:
         optimizer: of torch, or of the front end.
@@ -171,27 +171,34 @@ def settings_of(
         ValueError: ``amsgrad``, or another dtype than float16 and float32.
     """
     kind = kind_of(optimizer)
-    own = class_of(optimizer)
-    assert own is not None
+    front_end_class = class_of(optimizer)
+    assert front_end_class is not None
     read = _Reader(optimizer, kind, automatic_loss_scaling)
-    names = own._group_vars
+    names = front_end_class._group_vars
     groups = [("the defaults", optimizer.defaults)]
     groups += [(f"group {i}", group) for i, group in enumerate(optimizer.param_groups)]
-    found = [read.values(names, group, place) for place, group in groups]
+    values_by_group = [read.values(names, group, place) for place, group in groups]
     scaling = read.scaling()
     if kind is OptimizerKind.SGD_SEPARATE:
-        for values in found:
+        for values in values_by_group:
             values["velocity_scaling"] = scaling
-    first = "velocity_accum_type" if own is optim.SGD else "first_order_momentum_accum_type"
-    norm = read.attribute("max_grad_norm", math.inf) if "max_grad_norm" in own._child_only else None
+    first = (
+        "velocity_accum_type" if front_end_class is optim.SGD else "first_order_momentum_accum_type"
+    )
+    norm = (
+        read.attribute("max_grad_norm", math.inf)
+        if "max_grad_norm" in front_end_class._child_only
+        else None
+    )
     return OptimizerSettings(
         kind=kind,
-        defaults=found[0],
-        groups=tuple(found[1:]),
+        defaults=values_by_group[0],
+        groups=tuple(values_by_group[1:]),
         loss_scaling=scaling,
         accum_type=read.attribute("accum_type", torch.float32),
         first=read.attribute(first, torch.float32),
         second=read.attribute("second_order_momentum_accum_type", torch.float32),
-        tensorflow=own is optim.RMSprop and bool(read.attribute("use_tf_variant", False)),
+        tensorflow=front_end_class is optim.RMSprop
+        and bool(read.attribute("use_tf_variant", False)),
         max_grad_norm=math.inf if norm is None else _number("max_grad_norm", norm),
     )

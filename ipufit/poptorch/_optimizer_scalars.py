@@ -1,4 +1,4 @@
-"""Hyper-parameters as the numbers that a device has of them, under its names.
+"""Hyper-parameters as a device's numbers, by the device's names.
 
 Some of them are products: ``scaledLearningRate0`` is the learning rate by the loss scaling. They
 can be read, and numbers that were read can be written back, also to another optimizer's program.
@@ -21,7 +21,7 @@ Numbers = Mapping[str, float]
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
-    """Of how many micro-batches a gradient is made; only the names of the device depend on it.
+    """Number of micro-batches in a gradient, on which only the device's names and numbers depend.
 
     Attributes:
         accumulation: micro-batches that a replica adds up.
@@ -37,12 +37,12 @@ class Factors:
 
     @property
     def after(self) -> float:
-        """By what the optimizer's own numbers divide."""
+        """Divisor that the optimizer's own numbers include."""
         return float(self.accumulation * self.replicas) if self.mean and self.post else 1.0
 
     @property
     def combined(self) -> float:
-        """By what those of the combined variant multiply gradients."""
+        """Factor of gradients in the combined variant."""
         share = 1.0 / self.accumulation if self.mean else 1.0
         if self.accumulation > 1:
             return share if self.mean else share * self.replicas
@@ -50,7 +50,7 @@ class Factors:
 
     @property
     def velocity(self) -> float:
-        """By what those of the combined variant multiply velocities."""
+        """Factor of velocities in the combined variant."""
         return float(self.replicas) if self.accumulation > 1 else 1.0
 
 
@@ -60,9 +60,9 @@ class _Scalar:
 
     Attributes:
         prefix: its name, without the parameter's.
-        of: the hyper-parameters it is made of; a constant if all of them are.
-        value: makes it of them.
-        back: the hyper-parameters that it gives back; empty for one that others give already.
+        of: hyper-parameters that it is computed from; a constant if all of them are.
+        value: computes it from them.
+        back: computes hyper-parameters from it; empty for one that others determine already.
     """
 
     prefix: str
@@ -72,12 +72,12 @@ class _Scalar:
 
 
 def _plain(prefix: str, name: str) -> _Scalar:
-    """A hyper-parameter as it is."""
+    """Return the number that is a hyper-parameter itself."""
     return _Scalar(prefix, (name,), lambda n: n[name], lambda x, n: {name: x})
 
 
 def _unscaling(prefix: str, factors: Factors) -> _Scalar:
-    """By what the gradient is multiplied, to take the loss scaling and the sum out of it."""
+    """Return the factor of the gradient that undoes the loss scaling and the sum."""
     return _Scalar(
         prefix,
         ("loss_scaling",),
@@ -164,7 +164,7 @@ def _nothing(x: float, n: Numbers) -> Dict[str, float]:
 
 
 def _scalars(settings: OptimizerSettings, values: Values, factors: Factors) -> List[_Scalar]:
-    """The numbers of a parameter with these hyper-parameters, in the order of the device."""
+    """Return the numbers of a parameter with these hyper-parameters, in the order of the device."""
     kind = settings.kind
     decay = [_plain("learningRate", "lr"), _plain("weightDecay", "weight_decay")]
     if kind in (OptimizerKind.SGD_COMBINED, OptimizerKind.SGD_SEPARATE):
@@ -196,8 +196,8 @@ def _name(scalar: _Scalar, parameter: str) -> str:
 
 
 def _variable(settings: OptimizerSettings, values: Values, scalar: _Scalar) -> bool:
-    own = {**values, "loss_scaling": settings.loss_scaling}
-    return any(not own[name].constant for name in scalar.of)
+    all_values = {**values, "loss_scaling": settings.loss_scaling}
+    return any(not all_values[name].constant for name in scalar.of)
 
 
 def _numbers(settings: OptimizerSettings, values: Values) -> Dict[str, float]:
@@ -209,7 +209,7 @@ def _numbers(settings: OptimizerSettings, values: Values) -> Dict[str, float]:
 def exported(
     settings: OptimizerSettings, group: int, parameter: str, factors: Factors
 ) -> Dict[str, float]:
-    """The numbers that the device has of one parameter: what is not a constant.
+    """Return the numbers that the device has of one parameter's variable hyper-parameters.
 
     Args:
         settings: of the optimizer.
@@ -233,7 +233,7 @@ def imported(
     factors: Factors,
     other: Mapping[str, Any],
 ) -> Dict[str, float]:
-    """The hyper-parameters that these numbers make.
+    """Return the hyper-parameters for which the device has these numbers.
 
     Args:
         settings: of the optimizer.
@@ -249,8 +249,8 @@ def imported(
     scalars = {_name(each, parameter): each for each in _scalars(settings, values, factors)}
     if not any(name in other for name in scalars):
         return numbers
-    kept = {name: each.value(numbers) for name, each in scalars.items()}
+    current = {name: each.value(numbers) for name, each in scalars.items()}
     for name, each in scalars.items():
         # One that was not written keeps its number, also where what it is made of has changed.
-        numbers.update(each.back(float(other.get(name, kept[name])), numbers))
+        numbers.update(each.back(float(other.get(name, current[name])), numbers))
     return numbers

@@ -1,4 +1,4 @@
-"""The settings of an optimizer, as they go to a device."""
+"""Settings of an optimizer in the form that a device gets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["OptimizerKind", "OptimizerSettings", "Value", "Values"]
 
 
 class OptimizerKind(enum.Enum):
-    """What the device computes; the value is the name it goes by in the log."""
+    """Update rules of a device; the value is the rule's name in the log."""
 
     SGD_COMBINED = "SGD1"
     SGD_SEPARATE = "SGD2"
@@ -52,7 +52,7 @@ Values = Mapping[str, Value]
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSettings:
-    """All that a device knows of an optimizer; equal ones need not be sent again.
+    """All settings of an optimizer that a device gets; equal ones need not be sent again.
 
     Attributes:
         kind: what is computed.
@@ -78,12 +78,12 @@ class OptimizerSettings:
     max_grad_norm: float
 
     def has_velocity(self, values: Values) -> bool:
-        """Whether the program keeps a momentum for a group of these values."""
+        """Return True if the program has a velocity for a group of these values."""
         momentum = values.get("momentum")
         return momentum is not None and (not momentum.constant or momentum.value != 0)
 
     def accumulator(self, weight: torch.dtype) -> torch.dtype:
-        """The dtype in which the gradients of a weight of this dtype are added up.
+        """Return the dtype in which the gradients of a weight of this dtype are added up.
 
         The combined variant adds them to its velocity, which has the dtype of the weights.
         """
@@ -93,7 +93,7 @@ class OptimizerSettings:
         return torch.float16 if half else torch.promote_types(weight, torch.float32)
 
     def check(self) -> None:
-        """Look at the values as a device does before it takes them.
+        """Check the values as a device does before it accepts them.
 
         Raises:
             Error: a number that it can't compute with.
@@ -121,7 +121,7 @@ class OptimizerSettings:
                 )
 
     def lines(self) -> Iterator[str]:
-        """What goes to the device, for the log: first the defaults, then every group."""
+        """Yield the lines of the log for the settings: first the defaults, then every group."""
         types = {
             "accumType": self.accum_type,
             "firstOrderMomentumAccumType": self.first,
@@ -144,7 +144,7 @@ def _numbered(groups: Tuple[Values, ...]) -> List[Tuple[str, Values]]:
 
 
 def _device_name(name: str, default: bool) -> str:
-    """The name of a hyper-parameter on the device."""
+    """Return the name of a hyper-parameter on the device."""
     first, *rest = {"lr": "learning_rate"}.get(name, name).split("_")
     camel = first + "".join(word.capitalize() for word in rest)
     return f"default{camel[0].upper()}{camel[1:]}" if default and name != "nesterov" else camel

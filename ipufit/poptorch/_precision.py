@@ -1,4 +1,4 @@
-"""Whether float64 is kept, which no device has: for comparisons at double precision."""
+"""Preserve float64, which no device has, for comparisons at double precision."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Iterator
 
 __all__ = ["float64_kept", "keeps_float64"]
 
-_kept = False
+_preserved = False
 
 
 def keeps_float64() -> bool:
-    """Whether models that are compiled now compute in float64 where the user does."""
-    return _kept
+    """Return True if models that are compiled now compute in float64 where the user does."""
+    return _preserved
 
 
 @contextlib.contextmanager
 def float64_kept() -> Iterator[None]:
-    """Let what is compiled within keep float64 and int64, for comparisons with other engines."""
-    global _kept
-    before, _kept = _kept, True
+    """Preserve float64 and int64 in programs compiled inside, to compare with other engines."""
+    global _preserved
+    before, _preserved = _preserved, True
     try:
         yield
     finally:
-        _kept = before
+        _preserved = before

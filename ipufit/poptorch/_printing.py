@@ -11,7 +11,7 @@ __all__ = ["module_repr", "print"]
 
 
 def module_repr(m: torch.nn.Module) -> str:
-    """What ``repr`` gives, with the hooks that run before a module in front of it."""
+    """Return ``repr`` of a module, with the hooks that run before a submodule in front of it."""
     extra = m.extra_repr()
     lines = extra.split("\n") if extra else []
     only_extra = len(lines) == 1 and not m._modules
@@ -27,5 +27,5 @@ def module_repr(m: torch.nn.Module) -> str:
 
 
 def print(m: Any) -> None:
-    """Print a module as ``module_repr`` shows it, and anything else as it is."""
+    """Print a module as ``module_repr`` shows it, and anything else as Python does."""
     builtins.print(module_repr(m) if isinstance(m, torch.nn.Module) else m)

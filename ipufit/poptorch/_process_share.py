@@ -16,7 +16,7 @@ __all__ = ["ProcessShare", "ShuffledShare", "share_bounds"]
 def share_bounds(
     samples: int, processes: int, process: int, step: int, drop_last: bool
 ) -> Tuple[int, int]:
-    """Where the block of one process begins, and how many samples it has.
+    """Return the start and the size of the block of one process.
 
     Args:
         step: samples of a combined batch. With ``drop_last`` every process gets the same number of
@@ -31,7 +31,7 @@ def share_bounds(
 
 
 class _Position(int):
-    """A place in the whole dataset, where a plain number is one in the share."""
+    """A position in the whole dataset, where a plain number is one in the share."""
 
 
 class ProcessShare:
@@ -76,7 +76,7 @@ class ProcessShare:
         self._offset = self._begin
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the order of an epoch; the first one is 1."""
+        """Use the order of an epoch; the first one is 1."""
         self._offset = self._begin + (self._shift if epoch % 2 else 0)
         if self._seed is None:
             return
@@ -91,7 +91,7 @@ class ProcessShare:
         self._drawn, self._state = max(self._drawn, epoch), generator.get_state()
 
     def positions(self) -> List[int]:
-        """Where in the dataset the samples of the share are, in the order of the epoch."""
+        """Return the positions in the dataset of the share's samples, in the order of the epoch."""
         span = slice(self._offset, self._offset + self._size)
         if self._order is None:
             return list(range(span.start, span.stop))
@@ -105,7 +105,7 @@ class ProcessShare:
         return self._dataset[self._position(index)]
 
     def __getitems__(self, indices: List[int]) -> List[Any]:
-        """Several samples at once, where the dataset can."""
+        """Return several samples at once, where the dataset can."""
         positions = [self._position(index) for index in indices]
         if callable(getattr(self._dataset, "__getitems__", None)):
             samples: List[Any] = self._dataset.__getitems__(positions)
@@ -125,7 +125,7 @@ class ProcessShare:
 
 
 class ShuffledShare(Sampler):  # type: ignore[type-arg]  # generic in new versions of torch alone
-    """The places in the dataset of a share's samples.
+    """Sampler of the positions in the dataset of a share's samples.
 
     They go to the loader's workers as they are: a worker has a copy of the share, which knows
     nothing of later epochs.

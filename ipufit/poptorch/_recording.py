@@ -1,4 +1,4 @@
-"""A model's forward, and its backward when training, recorded once as a graph."""
+"""Record a model's forward, and its backward when training, as a graph."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _EXEMPT = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class ModuleTensors(NamedTuple):
-    """The very tensors that a module holds, by name."""
+    """Parameters and buffers of a module by name, as the very objects."""
 
     buffers: Dict[str, Tensor]
     parameters: Dict[str, Tensor]
 
 
 def module_tensors(model: nn.Module) -> ModuleTensors:
-    """What the module holds now, without the buffers of batch normalisation."""
+    """Return parameters and buffers of a module, without the buffers of batch normalisation."""
     buffers: Dict[str, Tensor] = {}
     for path, module in model.named_modules():
         if not isinstance(module, _EXEMPT):
@@ -58,12 +58,12 @@ def module_tensors(model: nn.Module) -> ModuleTensors:
 
 
 def check_not_replaced(before: ModuleTensors, after: ModuleTensors) -> None:
-    """Refuse a forward that did not change its buffers and parameters in place.
+    """Refuse a forward that removed or replaced a buffer or parameter.
 
     Args:
-        before, after: of the module that was recorded, around the recording.
+        before, after: tensors of the recorded module, before and after the recording.
     Raises:
-        Error: one was removed, or another tensor stands in its place.
+        Error: one was removed, or replaced by another tensor.
     """
     for what, old, new in [
         ("Buffer", before.buffers, after.buffers),
@@ -97,20 +97,19 @@ _PRODUCTS = {
 
 
 def count_large(graph: fx.GraphModule, settings: ScalingSettings, gradients: int) -> int:
-    """Make the graph return the number of large elements too, before its gradients.
+    """Make the graph return the number of large elements of gradients, before its gradients.
 
-    Looked at is what the gradient of the loss goes through, in float16, and is not a view: what
-    the compiler of a device sees of it is the same but for the operators that each makes of one
-    of torch.
+    Tracked are float16 values that the gradient of the loss flows through, and that are not views.
+    A device's compiler sees the same values, except inside operators that it splits differently.
 
     Args:
         graph: changed in place; its last input is the scale of the loss.
-        settings: from where on an element is large, and which gradients are looked at.
-        gradients: how many gradients it returns, last of all.
+        settings: the size from which an element is large, and which gradients are tracked.
+        gradients: how many gradients the graph returns, last of all.
     Returns:
-        How many elements are looked at.
+        Number of elements that are tracked.
     Raises:
-        Error: none is: no gradient is in half precision.
+        Error: there is none: no gradient is in half precision.
     """
     nodes = _tracked(graph, settings.tracked)
     if not nodes:
@@ -157,7 +156,7 @@ def _tracked(graph: fx.GraphModule, method: Tracked) -> List[fx.Node]:
 
 
 def _seed(scale: fx.Node) -> Tuple[fx.Node, ...]:
-    """Return the scale and what reads it first, the gradient of the loss: none of it is tracked."""
+    """Return the scale and the nodes that read it first, the gradient of the loss: not tracked."""
     converted = [user for user in scale.users if user.target is torch.ops.aten._to_copy.default]
     return (scale, *converted, *(user for node in [scale, *converted] for user in node.users))
 
@@ -182,7 +181,7 @@ def _computes(node: fx.Node, method: Tracked) -> bool:
 
 
 class _Forward(nn.Module):
-    """The model with a look, while its tensors are in place, at whether it kept them."""
+    """Calls the model, and checks that it did not replace its parameters and buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -196,7 +195,7 @@ class _Forward(nn.Module):
 
 
 class _Step:
-    """The function that is recorded."""
+    """The function that is recorded: forward, and when training its backward."""
 
     def __init__(
         self,
@@ -272,7 +271,7 @@ class _Step:
 
 
 def _constants(model: nn.Module) -> List[Tensor]:
-    """Tensors that are plain attributes of modules: constants of the program."""
+    """Return the tensors that are plain attributes of modules: constants of the program."""
     return [
         value
         for module in model.modules()
@@ -283,7 +282,7 @@ def _constants(model: nn.Module) -> List[Tensor]:
 
 @contextlib.contextmanager
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards no attribute is a tensor of the recording, without a value, and none is gone."""
+    """Restore the attributes of modules afterwards, and drop tensors of the recording from them."""
     namespaces = [vars(module) for module in model.modules()]
     namespaces += [module_vars[members] for module_vars in list(namespaces) for members in _MEMBERS]
     before = [dict(namespace) for namespace in namespaces]
@@ -355,13 +354,13 @@ def record(
         bool(overlaps.inputs or overlaps.outputs),
         trace,
         counted,
-        trace.activations.of(graph),
+        trace.activations.names_in(graph),
         tuple(names[i] for i in writes.statistics if i < len(names)),
     )
 
 
 def _own_constants(graph: fx.GraphModule) -> None:
-    """Copy what the program holds of the user's tensors, which may be changed later."""
+    """Copy the user's tensors that the program contains, because they may be changed later."""
     # Each with what it is a copy of: the number of a tensor that is gone could come again.
     copies: Dict[int, Tuple[Tensor, Tensor]] = {}
     for part in everywhere(graph):
@@ -383,7 +382,7 @@ def _overlaps(graph: fx.GraphModule, state: int, inputs: int, outputs: int) -> o
 
 
 def _translated(failure: CaptureError) -> Exception:
-    """What PopTorch calls this failure, with the place and the advice of ours."""
+    """Convert a failure to PopTorch's error, with the location and the advice of the original."""
     if failure.cause == "shape":
         # What torch gives it is the operator; its readers are told what happened instead.
         return DynamicOutputShapeException(failure.brief)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Parameters of which groups of replicas have values of their own."""
+"""Parameters with different values for groups of replicas."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ __all__ = ["ParameterProxy", "ReplicaGrouping"]
 
 
 class ReplicaGrouping(NamedTuple):
-    """How the replicas share one parameter.
+    """Grouping of replicas that share one value of a parameter.
 
     Attributes:
         kind: which replicas form a group.
-        shards: replicas in a group; it says nothing for All (one group) and NoGrouping (groups of
-            one).
-        retrieval: what is read back.
+        shards: replicas in a group; ignored for All (one group) and NoGrouping (groups of one).
+        retrieval: which values are read back.
     """
 
     kind: CommGroupType
@@ -27,33 +26,33 @@ class ReplicaGrouping(NamedTuple):
     retrieval: VariableRetrievalMode
 
     def size(self, replicas: int) -> int:
-        """Replicas in a group."""
+        """Return the number of replicas in a group."""
         if self.kind == CommGroupType.All:
             return replicas
         return 1 if self.kind == CommGroupType.NoGrouping else self.shards
 
     def groups(self, replicas: int) -> int:
-        """Number of groups: the first dimension of the host's tensor."""
+        """Return the number of groups: the first dimension of the host's tensor."""
         return replicas // self.size(replicas)
 
     def group_of(self, replica: int, replicas: int) -> int:
-        """The group of a replica, as a row of the host's tensor."""
+        """Return the group of a replica, as a row of the host's tensor."""
         if self.kind == CommGroupType.Orthogonal:
             return replica % self.groups(replicas)
         return replica // self.size(replicas)
 
     def members(self, group: int, replicas: int) -> List[int]:
-        """The replicas of a group; the first one's value is read back as the group's."""
+        """Return the replicas of a group; the first one's value is read back as the group's."""
         return [r for r in range(replicas) if self.group_of(r, replicas) == group]
 
     def rows(self, replicas: int) -> int:
-        """First dimension of what is read back."""
+        """Return the first dimension of the tensor that is read back."""
         if self.retrieval == VariableRetrievalMode.AllReplicas:
             return replicas
         return self.groups(replicas)
 
     def check(self, name: str, tensor: Tensor, replicas: int) -> None:
-        """Refuse what can't be shared like this; the number of replicas is known by now.
+        """Refuse a parameter that can't be grouped like this on this number of replicas.
 
         Raises:
             Error: the parameter has no dimension for the groups, or one of another size; groups
@@ -93,7 +92,7 @@ class ReplicaGrouping(NamedTuple):
 def grouping(
     comm_group_type: CommGroupType, shards: int, variable_retrieval_mode: VariableRetrievalMode
 ) -> ReplicaGrouping:
-    """What the user asked for, checked as far as it can be without the options.
+    """Return a grouping, checked as far as it can be without the options.
 
     Raises:
         Error: a value is of another enum, or a group would have no replica.
@@ -121,7 +120,7 @@ def grouping(
 
 
 class ParameterProxy:
-    """A top-level parameter as an executor's attribute: the parameter, and ``replicaGrouping``.
+    """A top-level parameter as an executor's attribute, with its method ``replicaGrouping``.
 
     The grouping is the executor's, so that a training and an inference executor of one module can
     group it differently.
@@ -138,7 +137,7 @@ class ParameterProxy:
         shards: int,
         variable_retrieval_mode: VariableRetrievalMode,
     ) -> None:
-        """Give groups of replicas values of their own, before the model is compiled.
+        """Let groups of replicas have different values, before the model is compiled.
 
         The parameter's first dimension is the number of groups; forward sees it without that.
 

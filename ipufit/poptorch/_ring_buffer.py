@@ -1,4 +1,4 @@
-"""A ring of slots in shared memory, which one process fills and another reads in turn."""
+"""A ring buffer of slots in shared memory, which one process fills and another reads."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class RingBufferWriter(_RingBuffer):
         self._converted: Set[Tuple[int, torch.dtype]] = set()
 
     def is_writable(self) -> bool:
-        """Whether the slot whose turn it is has been given back."""
+        """Return True if the reader has released the current slot."""
         return not bool(self.indices_mem[self._index])
 
     def write(self, tensors: Sequence[Tensor], start: Optional[int] = None) -> None:
-        """Put tensors into the slot whose turn it is.
+        """Copy tensors into the current slot.
 
         Args:
             tensors: a batch, or some of its rows.
@@ -90,42 +90,42 @@ class RingBufferWriter(_RingBuffer):
             )
 
     def publish(self) -> None:
-        """Hand the slot to the reader; the next one's turn comes."""
+        """Pass the current slot to the reader, and go on to the next one."""
         self.indices_mem[self._index] = True
         self._advance()
 
     def clear(self) -> None:
-        """Take all slots back, read or not."""
+        """Reclaim all slots, read or not."""
         self.indices_mem.fill_(False)
         self._index = 0
 
 
 class RingBufferReader(_RingBuffer):
-    """The side that reads slots, holding one at a time."""
+    """The side that reads slots, one at a time."""
 
     def __init__(self, memory: List[Tensor], indices_mem: Tensor) -> None:
         super().__init__(memory, indices_mem)
-        self._held: Optional[int] = None
+        self._reading: Optional[int] = None
 
     def take(self) -> List[Tensor]:
-        """The batch whose turn it is: the shared memory itself, unchanged until ``release``."""
-        assert self._held is None
+        """Return the batch of the current slot: the shared memory itself, until ``release``."""
+        assert self._reading is None
         assert bool(self.indices_mem[self._index])
-        self._held = self._index
+        self._reading = self._index
         self._advance()
-        return [memory[self._held] for memory in self.memory]
+        return [memory[self._reading] for memory in self.memory]
 
     def release(self) -> bool:
-        """Give the slot back that is held; whether there was one."""
-        if self._held is None:
+        """Release the slot that is being read, and return True if there was one."""
+        if self._reading is None:
             return False
-        self.indices_mem[self._held] = False
-        self._held = None
+        self.indices_mem[self._reading] = False
+        self._reading = None
         return True
 
     def clear(self) -> None:
-        """Begin again at the first slot, after the writer has."""
-        self._held = None
+        """Restart at the first slot, after the writer has."""
+        self._reading = None
         self._index = 0
 
 

@@ -1,4 +1,4 @@
-"""A compiled model as a file, and what a file holds."""
+"""Write a compiled model to a file, and read it back."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ __all__ = ["Saved", "read", "write"]
 
 @dataclasses.dataclass
 class Saved:
-    """What a file holds.
+    """Content of a file.
 
     Attributes:
         recorded: the program.
-        arguments: those that it was compiled for, without values.
+        arguments: arguments that it was compiled for, without values.
         state: the device's parameters and buffers by name, without values.
-        groupings: of parameters that are not the same on all replicas.
-        options: of the executor, for a device that is there.
-        wide: whether float64 is kept.
+        groupings: replica groupings of the parameters that have one.
+        options: options of the executor, for an available device.
+        wide: whether float64 is preserved.
         model: the user's module; None if it was not exported.
         optimizer: None for inference, or if the model was not exported.
-        optimizer_state: that of the device, likewise.
+        optimizer_state: state on the device; None in the same cases.
         rng_state: None if it was not saved.
     """
 
@@ -121,11 +121,11 @@ def read(filename: Path, version: str) -> Saved:
     """
     values = read_file(filename)
     try:
-        found = values.get("version")
-        if found != version:
+        file_version = values.get("version")
+        if file_version != version:
             raise InvalidContent(
-                f"PopTorch version mismatch: it was created with version {found}, and this is "
-                f"version {version}"
+                f"PopTorch version mismatch: it was created with version {file_version}, and this "
+                f"is version {version}"
             )
         return _saved(values)
     except InvalidContent as reason:
@@ -159,7 +159,7 @@ def _saved(values: Mapping[str, Any]) -> Saved:
 
 
 def _options(data: Dict[str, Any]) -> Options:
-    """The options for a device that is there, which the file may have been compiled without."""
+    """Read options for an available device, even if the file was compiled without one."""
     options = from_data(data)
     options.deleteIfExists("ipu_version")
     if options.connection_type == ConnectionType.Never:
@@ -195,7 +195,7 @@ def _default(value: Any) -> Any:
 
 
 def _weights_only(path: str, values: Any) -> nn.Module:
-    """The weights in modules without code, under the same names."""
+    """Rebuild the weights in modules without code, under the same names."""
     modules = [WeightsOnly(path) for _ in values]
     for module, entry in zip(modules, values):
         module.training = bool(entry["training"])
@@ -235,9 +235,9 @@ _SETTINGS = sorted(
 
 
 def optimizer_to_values(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
-    """Class and settings; parameters stand in it themselves, so that they stay the model's own.
+    """Convert an optimizer to values: class, settings, and the model's own parameters.
 
-    The state on the device is not among them.
+    The state on the device is not included.
 
     Raises:
         Error: an optimizer of a class of the user's.
@@ -261,7 +261,7 @@ def optimizer_to_values(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
 
 
 def optimizer_from_values(values: Optional[Mapping[str, Any]]) -> Optional[torch.optim.Optimizer]:
-    """The optimizer of ``optimizer_to_values``; None for None.
+    """Rebuild the optimizer of ``optimizer_to_values``; None for None.
 
     Raises:
         InvalidContent: no optimizer is written like this.
@@ -273,19 +273,19 @@ def optimizer_from_values(values: Optional[Mapping[str, Any]]) -> Optional[torch
         if kind is None:
             raise InvalidContent(f"{values['class']!r} is not an optimizer that it can hold")
         groups = [dict(group) for group in values["groups"]]
-        made: torch.optim.Optimizer = kind(groups, lr=groups[0]["lr"])
-        made.defaults.update(values["defaults"])
+        optimizer: torch.optim.Optimizer = kind(groups, lr=groups[0]["lr"])
+        optimizer.defaults.update(values["defaults"])
         for name, value in values["settings"].items():
             if name not in _SETTINGS:
                 raise InvalidContent(f"{name!r} is not a setting of an optimizer")
-            setattr(made, name, value)
-        if isinstance(made, optim.Optimizer):
-            made.variable_attrs._variable_attributes = [str(n) for n in values["variable"]]
+            setattr(optimizer, name, value)
+        if isinstance(optimizer, optim.Optimizer):
+            optimizer.variable_attrs._variable_attributes = [str(n) for n in values["variable"]]
         for parameter, state in values["state"]:
             if not isinstance(parameter, nn.Parameter):
                 raise InvalidContent("the state of an optimizer must be that of a parameter")
-            made.state[parameter] = dict(state)
-        return made
+            optimizer.state[parameter] = dict(state)
+        return optimizer
     except InvalidContent:
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as reason:

@@ -1,4 +1,4 @@
-"""What an operator is given, and what of it the operator writes to."""
+"""Tensors that an operator reads and writes, by its schema."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["tensors_in", "written"]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in arguments or results, in their order."""
+    """Yield the tensors in arguments or results, in their order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -21,10 +21,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors that an operator writes to."""
+    """Yield the tensors that an operator writes to."""
     schema = func._schema
     if schema.is_mutable:
-        given = {**dict(zip((a.name for a in schema.arguments), args)), **kwargs}
+        arguments = {**dict(zip((a.name for a in schema.arguments), args)), **kwargs}
         for argument in schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                yield from tensors_in(given.get(argument.name))
+                yield from tensors_in(arguments.get(argument.name))

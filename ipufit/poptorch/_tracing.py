@@ -40,31 +40,31 @@ class Blocks:
         self._noted = False
 
     def use_auto_id(self) -> None:
-        """Number blocks without a name from 0 on again."""
+        """Restart the numbering of unnamed blocks at 0."""
         self._next_auto_id = 0
 
     def next_auto_id(self) -> str:
-        """The name of the next block that has none."""
+        """Return the name of the next unnamed block."""
         self._next_auto_id += 1
         return str(self._next_auto_id - 1)
 
     def enter(self, user_id: Optional[Hashable], ipu_id: Optional[int]) -> None:
-        """What comes now belongs to this block, until the next one, or until it is left."""
+        """Start a block, which lasts until the next one starts, or until it is left."""
         self.entered.append((user_id or self.next_auto_id(), ipu_id))
         self.is_active, self._noted = True, False
 
     def number_of(self, owner: object) -> str:
-        """The number of a block without a name, which stays with whatever begins it."""
+        """Return the number of an unnamed block, which stays the same for its owner."""
         if id(owner) not in self._numbered:
             self._numbered[id(owner)] = self.next_auto_id()
         return self._numbered[id(owner)]
 
     def leave(self) -> None:
-        """What comes now belongs to no block."""
+        """End the current block, so that the next operator needs a new one."""
         self.is_active = False
 
     def on_operator(self) -> None:
-        """An operator is about to be recorded.
+        """Assign an operator that is about to be recorded to the current block.
 
         Raises:
             Error: the last block was left, and no other one entered.
@@ -83,10 +83,10 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class _Loss:
-    """A tensor that was said to be a loss.
+    """A tensor that was marked as a loss.
 
     Attributes:
-        tensor: it.
+        tensor: the marked tensor.
         reaching: numbers of the losses that it was computed from.
         reduced: whether it is an identity loss that was reduced to one number.
     """
@@ -120,7 +120,7 @@ class Trace:
         self._alive: List[Tensor] = []
 
     def mark_loss(self, loss: Tensor, reduced: bool = False) -> Tensor:
-        """Say that this tensor is a loss.
+        """Mark a tensor as a loss.
 
         Args:
             loss: any shape.
@@ -142,7 +142,7 @@ class Trace:
         return self._reaching.get(storage_id(tensor), set())
 
     def computed(self, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """Note that an operator made, or changed, tensors out of others."""
+        """Record that an operator made, or changed, tensors out of others."""
         reaching: Set[int] = set()
         for tensor in inputs:
             reaching |= self._of(tensor)
@@ -152,16 +152,16 @@ class Trace:
                 self._reaching.setdefault(storage_id(tensor), set()).update(reaching)
 
     def made_on_host(self, tensor: Tensor) -> None:
-        """Note a tensor that forward made of numbers without saying that it is the device's."""
+        """Record a tensor that forward made of numbers without naming the device."""
         self._alive.append(tensor)
         self._foreign.add(storage_id(tensor))
 
     def is_on_host(self, tensor: Tensor) -> bool:
-        """Whether a tensor of the recording is the host's."""
+        """Return True if a tensor of the recording belongs to the host."""
         return storage_id(tensor) in self._foreign
 
     def final_loss(self, results: Sequence[Tensor]) -> Tensor:
-        """The one loss that no other loss is computed from.
+        """Return the one loss that no other loss is computed from.
 
         Args:
             results: what the model returns or changes; a loss that reaches none of it is dead.
@@ -191,7 +191,7 @@ class Trace:
         return self._losses[final[0]].tensor
 
     def is_inner_reduced(self, tensor: Tensor, final: Optional[Tensor]) -> bool:
-        """Whether this is a reduced identity loss that goes into another loss."""
+        """Return True for a reduced identity loss that goes into another loss."""
         return any(
             loss.tensor is tensor and loss.reduced and tensor is not final for loss in self._losses
         )
@@ -201,24 +201,24 @@ _stack: List[Trace] = []
 
 
 def tracing() -> Optional[Trace]:
-    """The recording that is under way; None outside of one."""
+    """Return the recording that is under way; None outside of one."""
     return _stack[-1] if _stack else None
 
 
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
-    """As if no recording were under way, for what computes for real beside it."""
-    held, _stack[:] = list(_stack), []
+    """Suspend the recording that is under way, to compute for real."""
+    stack, _stack[:] = list(_stack), []
     try:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             yield
     finally:
-        _stack[:] = held
+        _stack[:] = stack
 
 
 @contextlib.contextmanager
 def traced(trace: Trace) -> Iterator[Trace]:
-    """Make this the recording that is under way."""
+    """Make a trace the recording that is under way."""
     _stack.append(trace)
     try:
         yield trace

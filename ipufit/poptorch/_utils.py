@@ -74,7 +74,7 @@ def _joined(group: List[Any]) -> Any:
 
 
 def _facts(value: Any) -> Iterator[Any]:
-    """All that a structure is besides its tensors; of types with a parser nothing more is known."""
+    """Yield everything in a structure but its tensors; of types with a parser only their number."""
     parser = parser_of(value)
     if parser is not None:
         yield type(value)

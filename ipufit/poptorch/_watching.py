@@ -1,4 +1,4 @@
-"""What looks on while forward runs: every call of torch, and every operator below it."""
+"""Modes that intercept torch's functions and operators while forward is recorded."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["watched"]
 
 
 class _Kept:
-    """One tensor that backward needs, in a box of its own."""
+    """One tensor that backward needs, in a box of its own, so that it can be replaced."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 class KeptValues:
-    """Keeps what autograd saves while forward is recorded, also where its tensor is then changed.
+    """Preserves what autograd saves while forward is recorded, also if it is overwritten.
 
     A device's program has no changes in place: each makes a new value, and what was computed from
     the old one stays differentiable. torch refuses such a backward instead.
@@ -39,8 +39,8 @@ class KeptValues:
         self._of: Dict[int, List[_Kept]] = {}
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Look on while autograd saves tensors."""
+    def recording(self) -> Iterator[None]:
+        """Record the tensors that autograd saves inside the block."""
         with saved_tensors_hooks(self._pack, lambda saved: saved.tensor):
             yield
 
@@ -50,7 +50,7 @@ class KeptValues:
         return saved
 
     def before_change(self, tensor: Tensor) -> None:
-        """Copy what was saved of this memory, which is about to be written to."""
+        """Copy the saved tensors in this memory, which is about to be written to."""
         for saved in self._of.pop(storage_id(tensor), ()):
             saved.tensor = saved.tensor.clone()
 
@@ -63,7 +63,7 @@ _LIKE_ANOTHER = (Tensor.to, Tensor.type_as)
 
 
 def _is_device(value: object) -> bool:
-    """Whether this names the device that the model runs on."""
+    """Return True if this names the device that the model runs on."""
     if isinstance(value, torch.device):
         return value.type == "ipu"
     return isinstance(value, str) and value.partition(":")[0] == "ipu"
@@ -74,7 +74,7 @@ def _narrow(dtype: Any) -> Any:
 
 
 def _on_device(value: Any, wide: bool) -> Any:
-    """An argument as the engine understands it."""
+    """Convert an argument that names the IPU or float64 to what the engine computes with."""
     if _is_device(value):
         return _HOST
     if isinstance(value, torch.dtype) and not wide:
@@ -83,7 +83,7 @@ def _on_device(value: Any, wide: bool) -> Any:
 
 
 class _Calls(TorchFunctionMode):
-    """Sees the calls of torch that forward makes, with the arguments as they were written."""
+    """Intercepts the calls of torch that forward makes, with their original arguments."""
 
     def __init__(self, trace: Trace, wide: bool) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class _Calls(TorchFunctionMode):
         return result
 
     def _refuse_gradients(self, args: Tuple[object, ...]) -> None:
-        """A tensor of the host's has no gradient on the device."""
+        """Refuse to move a tensor of the host that requires a gradient."""
         for value in args[:1]:
             if isinstance(value, Tensor) and value.requires_grad and self._is_host(value):
                 raise error(
@@ -150,7 +150,7 @@ def _narrowed(result: Any) -> Any:
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operator."""
+    """Intercepts every operator."""
 
     def __init__(
         self, trace: Trace, calls: _Calls, constants: Sequence[Tensor], values: KeptValues
@@ -166,11 +166,11 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         before, self._calls.below = self._calls.below, True
         try:
-            return self._see(func, args, kwargs or {})
+            return self._dispatch(func, args, kwargs or {})
         finally:
             self._calls.below = before
 
-    def _see(self, func: Any, args: Tuple[Any, ...], kwargs: Any) -> Any:
+    def _dispatch(self, func: Any, args: Tuple[Any, ...], kwargs: Any) -> Any:
         inputs = list(tensors_in((args, kwargs)))
         fake = any(isinstance(tensor, FakeTensor) for tensor in inputs)
         if len(inputs) > 1 and not all(self._is_host(tensor) for tensor in inputs):
@@ -185,7 +185,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._trace.made_on_host(results[0])
         if fake or any(isinstance(tensor, FakeTensor) for tensor in results):
             self._trace.blocks.on_operator()
-            self._trace.activations.made(func, results)
+            self._trace.activations.record(func, results)
             changed = [] if not func._schema.is_mutable else inputs[:1]
             self._trace.computed(inputs, [*results, *changed])
         return result
@@ -196,7 +196,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return not isinstance(tensor, FakeTensor) or self._trace.is_on_host(tensor)
 
     def _refuse_host(self, tensor: Tensor) -> None:
-        """A tensor of the host's can't meet one of the device's; constants of the model may."""
+        """Refuse to combine a tensor of the host that is no constant with one of the device."""
         dtype = {torch.int64: "Long", torch.float32: "Float", torch.float64: "Double"}.get(
             tensor.dtype, str(tensor.dtype).replace("torch.", "").title()
         )
@@ -209,7 +209,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def _seen_on_device(trace: Trace, calls: _Calls) -> Iterator[None]:
-    """Forward reads of its tensors that they are on the device; torch's own code does not.
+    """Let tensors of the recording report the IPU as their device to forward, but not to torch.
 
     A tensor of the recording answers for itself: no mode is asked for its device.
     """
@@ -230,7 +230,7 @@ def _seen_on_device(trace: Trace, calls: _Calls) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(trace: Trace, constants: Sequence[Tensor], wide: bool = False) -> Iterator[None]:
-    """Look on.
+    """Intercept torch's functions and operators inside the block.
 
     Args:
         trace: where what is seen is noted.
@@ -238,6 +238,6 @@ def watched(trace: Trace, constants: Sequence[Tensor], wide: bool = False) -> It
         wide: let float64 be, for comparisons; a device has none.
     """
     calls, values = _Calls(trace, wide), KeptValues()
-    saving = values.kept() if trace.training else contextlib.nullcontext()
+    saving = values.recording() if trace.training else contextlib.nullcontext()
     with _Operators(trace, calls, constants, values), calls, _seen_on_device(trace, calls), saving:
         yield

@@ -1,4 +1,4 @@
-"""Which side has the newer weights: the device that trains, the host, a device that only reads."""
+"""Versions of the weights on the host, a training device and inference devices."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _versions = itertools.count(1)
 
 
 class WeightSource(Protocol):
-    """What the user's model calls back: a training executor, or a stand-in in a test."""
+    """Interface through which the user's model asks a training executor for newer weights."""
 
     def copyWeightsToHostIfNeeded(self) -> bool:
-        """Read the weights back if the device has newer ones; whether it had."""
+        """Read the weights back if the device has newer ones, and return True in that case."""
         ...
 
     def destroy(self) -> None:
@@ -24,12 +24,12 @@ class WeightSource(Protocol):
 
 
 class WeightSync:
-    """The weights of one training executor.
+    """Synchronisation state of the weights of one training executor.
 
     Attributes:
         dirty: the device trained since the host's weights were last equal to its own.
-        version: of the host's weights; another number after each reading.
-        first_version: the one before any reading.
+        version: number of the host's weights, which changes with each reading.
+        first_version: the number before any reading.
     """
 
     def __init__(self) -> None:
@@ -37,31 +37,31 @@ class WeightSync:
         self.version = self.first_version = next(_versions)
 
     def trained(self) -> None:
-        """The device has changed its weights."""
+        """Record that the device has changed its weights."""
         self.dirty = True
 
     def pulled(self) -> None:
-        """The host is about to get the device's weights: what it does in between is no access."""
+        """Record that the host is about to get the device's weights: reading them is no access."""
         self.dirty = False
         self.version = next(_versions)
 
     def pushed(self) -> None:
-        """The device is about to get the host's weights; what it had trained is gone."""
+        """Record that the host's weights are about to overwrite what the device has trained."""
         self.dirty = False
 
 
 class WeightFollower:
-    """What an inference executor remembers of the host's weights."""
+    """Versions of the host's weights that an inference executor has uploaded."""
 
     def __init__(self) -> None:
-        self._seen: Optional[Dict[WeightSync, int]] = None
+        self._versions: Optional[Dict[WeightSync, int]] = None
 
     def uploaded(self, syncs: Iterable[WeightSync]) -> None:
-        """The device has got the host's weights as they are now."""
-        self._seen = {sync: sync.version for sync in syncs}
+        """Record that the device has got the host's weights as they are now."""
+        self._versions = {sync: sync.version for sync in syncs}
 
     def is_behind(self, syncs: Iterable[WeightSync]) -> bool:
-        """Whether the host's weights were read back from a training device since the upload.
+        """Return True if weights were read back from a training device since the upload.
 
         A change on the host alone does not count: ``copyWeightsToDevice`` is for that.
 
@@ -69,8 +69,8 @@ class WeightFollower:
             syncs: of the training executors that share weights now, after each has been asked for
                 what it has newer. One that was destroyed since is still looked at.
         """
-        if self._seen is None:
+        if self._versions is None:
             return False
         for sync in syncs:
-            self._seen.setdefault(sync, sync.first_version)
-        return any(sync.version != seen for sync, seen in self._seen.items())
+            self._versions.setdefault(sync, sync.first_version)
+        return any(sync.version != version for sync, version in self._versions.items())

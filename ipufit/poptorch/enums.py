@@ -80,7 +80,7 @@ class ConnectionType(enum.IntEnum):
 
 
 class HalfFloatCastingBehavior(enum.IntEnum):
-    """Of an option that PopTorch has withdrawn: operators promote as in torch."""
+    """Values of an option that PopTorch has withdrawn: operators promote as in torch."""
 
     FloatDowncastToHalf = 0
     HalfUpcastToFloat = 1
@@ -122,7 +122,7 @@ class Liveness(enum.IntEnum):
 
 
 class OverlapMode(enum.Enum):
-    """What the transfer of an input or output may overlap with."""
+    """Loops with which the transfer of an input or output may overlap."""
 
     NoOverlap = "no_overlap"
     OverlapAccumulationLoop = "overlap_accumulation_loop"
@@ -157,7 +157,7 @@ class CommGroupType(enum.IntEnum):
 
 
 class VariableRetrievalMode(enum.IntEnum):
-    """What comes back of a weight that replicas share in groups.
+    """Values that come back of a weight which replicas share in groups.
 
     ``OnePerGroup``: the value of each group's first replica. ``AllReplicas``: every replica's.
     """

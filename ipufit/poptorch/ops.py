@@ -1,7 +1,7 @@
-"""Operators for models: those of PopTorch, computed in plain torch.
+"""Operators of PopTorch for models, computed in plain torch.
 
-What has to happen at run time is an operator of the recorded graph. Called outside of a model
-that is being compiled, each does at once what it means.
+Those that act at run time are operators of the recorded graph. Called outside of a model
+that is being compiled, each takes effect at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The exceptions of the device side, and what PopTorch's compiled half offers beside them."""
+"""Exceptions of the device side, and other functions of PopTorch's compiled half."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _validateOptions(options: Dict[str, Any]) -> None:
 
 
 def isCompilingWithDispatcher() -> bool:
-    """Whether a model is being recorded."""
+    """Return True while a model is recorded."""
     return _tracing.tracing() is not None
 
 

@@ -31,14 +31,14 @@ class Channel:
         self._name = name
 
     def tracepoint(self, name: str) -> ContextManager[object]:
-        """A context that is one span, called ``<channel>.<name>``."""
+        """Return a context that is one span, called ``<channel>.<name>``."""
         if tracing() is not None:
             # A span is an operator, which must not get into the program.
             return contextlib.nullcontext()
         return torch.profiler.record_function(f"{self._name}.{name}")
 
     def instrument(self, obj: T, *methods: str) -> T:
-        """Make every call of these methods of one object a span of their name.
+        """Measure every call of these methods of one object as a span of their name.
 
         Methods that Python itself calls, such as ``__getitem__`` of a dataset or ``__iter__`` of a
         data loader, are looked up in the class: the object then gets a subclass of its class. A
@@ -76,7 +76,7 @@ class _Measured:
 
 
 def _measuring(kind: Type[Any], name: str, channel: Channel) -> Type[Any]:
-    """A subclass with this method as spans."""
+    """Return a subclass that measures this method as spans."""
     method = getattr(kind, name)
 
     @functools.wraps(method)
@@ -98,5 +98,5 @@ def _measuring(kind: Type[Any], name: str, channel: Channel) -> Type[Any]:
         "_instrumented": plain,
     }
     exact: Any = type(kind)
-    made: Type[Any] = exact(kind.__name__, (kind,), namespace)
-    return made
+    measuring: Type[Any] = exact(kind.__name__, (kind,), namespace)
+    return measuring

@@ -11,7 +11,7 @@ __all__ = ["allclose"]
 
 
 def allclose(ref: Any, other: Any) -> bool:
-    """Whether two structures of tensors have one shape and close values, as ``torch.allclose``.
+    """Return True if two structures of tensors have one shape and close values.
 
     Args:
         ref: a tensor, or a list or tuple of such structures.

@@ -192,7 +192,7 @@ def test_the_tolerance_is_relative_to_the_largest_magnitude_above_one():
     )
     assert (row.outcome, row.error) == ("pass", 0.09)
     row = judged_by(lambda kit: kit.close("x", 0.2, 0.0))
-    assert (row.outcome, row.said) == ("fail", "x: 0.2, not 0")
+    assert (row.outcome, row.details) == ("fail", "x: 0.2, not 0")
 
 
 @pytest.mark.parametrize(
@@ -210,18 +210,18 @@ def test_the_tolerance_is_relative_to_the_largest_magnitude_above_one():
 )
 def test_a_claim_that_does_not_hold_is_a_fault(body, said):
     row = judged_by(body)
-    assert (row.outcome, row.said) == ("fail", said)
+    assert (row.outcome, row.details) == ("fail", said)
 
 
 def test_an_exception_in_a_case_is_an_error_of_the_case():
     row = judged_by(lambda kit: [][0])
     assert row.outcome == "error"
-    assert row.said.startswith("IndexError: list index out of range (<lambda>, line ")
+    assert row.details.startswith("IndexError: list index out of range (<lambda>, line ")
 
 
 def test_a_case_that_the_machine_cannot_run_is_skipped_with_the_reason():
     row = judged_by(lambda kit: kit.skip("no half precision"))
-    assert (row.outcome, row.said, row.error) == ("skip", "no half precision", None)
+    assert (row.outcome, row.details, row.error) == ("skip", "no half precision", None)
 
 
 def test_a_kit_makes_rows_that_repeat_nowhere():

@@ -20,15 +20,15 @@ def test_what_is_judged_passes_and_what_is_open_is_as_we_read_it(engine, case):
     """In float64, at rounding."""
     row = run_case(IMPLEMENTED[engine], case)
     if row.outcome == "skip":
-        pytest.skip(row.said)
+        pytest.skip(row.details)
     if not case.question:
-        assert (row.outcome, row.said) == ("pass", "")
+        assert (row.outcome, row.details) == ("pass", "")
         return
     assert row.outcome == "open"
     if case.scenario is None or case.scenario.mean_strategy == "PostAndLoss":
-        assert row.said  # an observation
+        assert row.details  # an observation
     else:
-        assert row.said == "as we read it"
+        assert row.details == "as we read it"
 
 
 def test_there_are_enough_mutants():

@@ -1,4 +1,4 @@
-"""Buffers: changed in place, kept between calls, a copy for every replica."""
+"""Buffers: changed in place, preserved between calls, a copy for every replica."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ipufit.conformance.kit import Kit, judged, open_question
 
 
 class Counter(nn.Module):
-    """Adds up what it sees; returns the sum so far."""
+    """Adds up its inputs; returns the sum so far."""
 
     def __init__(self, dtype: torch.dtype, start: float = 0.0) -> None:
         super().__init__()
@@ -20,16 +20,16 @@ class Counter(nn.Module):
         return x[:1, :1] * 0 + self.total
 
 
-class Trained(nn.Module):
-    """The same before a layer with a loss."""
+class CountedLayer(nn.Module):
+    """A counter and a layer with a loss."""
 
     def __init__(self, kit: Kit) -> None:
         super().__init__()
         self.counter, self.layer = Counter(kit.dtype), kit.linear()
 
     def forward(self, x):
-        seen = self.counter(x)
-        return seen, kit_loss(self.layer(x))
+        total = self.counter(x)
+        return total, kit_loss(self.layer(x))
 
 
 def kit_loss(out):
@@ -51,7 +51,7 @@ def _carried(kit: Kit) -> None:
 
 @judged("buffers/a training model brings them to the host by itself")
 def _trained(kit: Kit) -> None:
-    net = Trained(kit)
+    net = CountedLayer(kit)
     model = kit.poptorch.trainingModel(net, kit.options(accumulation=2))
     x = kit.rows(4)
     for call in range(2):
@@ -91,7 +91,7 @@ def _replaced(kit: Kit) -> None:
 
 @judged("buffers/whole numbers are constants")
 def _whole(kit: Kit) -> None:
-    class Counting(nn.Module):
+    class IntegerBuffer(nn.Module):
         def __init__(self):
             super().__init__()
             self.register_buffer("count", torch.zeros((), dtype=torch.int32))
@@ -99,7 +99,7 @@ def _whole(kit: Kit) -> None:
         def forward(self, x):
             return x + self.count
 
-    net = Counting()
+    net = IntegerBuffer()
     model = kit.poptorch.inferenceModel(net)
     model(kit.rows(2))
     net.count.fill_(5)
@@ -143,6 +143,6 @@ def _whose(kit: Kit) -> None:
     model(x)
     model.copyWeightsToHost()
     sums = x.double().view(2, -1).sum(1)
-    found = [r for r in range(2) if abs(float(net.total) - float(sums[r])) < 1e-3]
-    kit.note(f"replica {found[0]}'s" if found else f"no replica's: {float(net.total):.6g}")
+    owners = [r for r in range(2) if abs(float(net.total) - float(sums[r])) < 1e-3]
+    kit.note(f"replica {owners[0]}'s" if owners else f"no replica's: {float(net.total):.6g}")
     model.destroy()

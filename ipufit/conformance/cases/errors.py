@@ -1,4 +1,4 @@
-"""What is refused."""
+"""Errors that models and options raise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ipufit.conformance.kit import Kit, judged
 
 
 class Returning(nn.Module):
-    """A layer, and what a function makes of its output and the target."""
+    """A layer, and a function of its output and the target."""
 
     def __init__(self, layer: nn.Module, body) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class Returning(nn.Module):
 
 
 def _train(kit: Kit, body, **settings):
-    """Call a training model of this body once."""
+    """Call a training model with this body once."""
     model = kit.poptorch.trainingModel(Returning(kit.linear(), body), kit.options(**settings))
     try:
         return model(kit.rows(4), kit.rows(4, 2))
@@ -80,11 +80,11 @@ def _shape(kit: Kit) -> None:
 
 @judged("errors/the value of a tensor can't be read while tracing")
 def _item(kit: Kit) -> None:
-    class Reading(nn.Module):
+    class ItemReader(nn.Module):
         def forward(self, x):
             return x * x.sum().item()
 
-    model = kit.poptorch.inferenceModel(Reading())
+    model = kit.poptorch.inferenceModel(ItemReader())
     text = "aten::item is only supported in eager mode"
     kit.raises("item()", lambda: model(kit.rows(2)), text=text)
 

@@ -1,4 +1,4 @@
-"""What goes in, and what is written back."""
+"""Inputs of a model, and changes of them that are written back."""
 
 from __future__ import annotations
 
@@ -57,21 +57,21 @@ def _together(kit: Kit) -> None:
 def _fresh(kit: Kit) -> None:
     model = kit.poptorch.inferenceModel(kit.linear())
     first = model(kit.rows(2))
-    kept = first.clone()
+    copied = first.clone()
     model(kit.rows(2, start=9))
-    kit.close("the first result", first, kept)
+    kit.close("the first result", first, copied)
     model.destroy()
 
 
 @judged("inputs/compiling computes nothing of their values")
 def _compile(kit: Kit) -> None:
-    class Doubling(nn.Module):
+    class InPlaceDoubling(nn.Module):
         def forward(self, x):
             x *= 2
             return x + 0
 
     x = kit.rows(2)
-    model = kit.poptorch.inferenceModel(Doubling())
+    model = kit.poptorch.inferenceModel(InPlaceDoubling())
     model.compile(x)
     kit.close("input", x, kit.rows(2))
     kit.close("output", model(x), 2 * kit.rows(2))

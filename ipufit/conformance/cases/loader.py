@@ -12,7 +12,7 @@ def _loader(kit: Kit, count: int, options, **settings):
     return kit.poptorch.DataLoader(options, TensorDataset(torch.arange(count)), **settings)
 
 
-def _seen(loader):
+def _samples(loader):
     return [batch[0].tolist() for batch in loader]
 
 
@@ -21,7 +21,7 @@ def _combined(kit: Kit) -> None:
     options = kit.options(device_iterations=2, accumulation=3, replicas=2)
     loader = _loader(kit, 48, options, batch_size=2)
     kit.equal("samples of a batch", loader.combinedBatchSize, 24)
-    kit.equal("batches", _seen(loader), [list(range(24)), list(range(24, 48))])
+    kit.equal("batches", _samples(loader), [list(range(24)), list(range(24, 48))])
     kit.equal("len", len(loader), 2)
 
 
@@ -29,17 +29,19 @@ def _combined(kit: Kit) -> None:
 def _rest(kit: Kit) -> None:
     options = kit.options(device_iterations=2)
     kit.equal(
-        "dropped", _seen(_loader(kit, 10, options, batch_size=2)), [[0, 1, 2, 3], [4, 5, 6, 7]]
+        "dropped", _samples(_loader(kit, 10, options, batch_size=2)), [[0, 1, 2, 3], [4, 5, 6, 7]]
     )
-    kept = _seen(_loader(kit, 10, options, batch_size=2, drop_last=False))
-    kit.equal("kept", kept, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]])
+    with_rest = _samples(_loader(kit, 10, options, batch_size=2, drop_last=False))
+    kit.equal("kept", with_rest, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]])
 
 
 @judged("data/shuffled, every sample comes once")
 def _shuffled(kit: Kit) -> None:
     torch.manual_seed(5)
-    seen = _seen(_loader(kit, 24, kit.options(device_iterations=2), batch_size=3, shuffle=True))
-    flat = [sample for batch in seen for sample in batch]
+    samples = _samples(
+        _loader(kit, 24, kit.options(device_iterations=2), batch_size=3, shuffle=True)
+    )
+    flat = [sample for batch in samples for sample in batch]
     kit.equal("samples", sorted(flat), list(range(24)))
     kit.equal("in order", flat == list(range(24)), False)
 
@@ -50,19 +52,19 @@ def _processes(kit: Kit) -> None:
     for index in range(2):
         options = kit.options(device_iterations=2)
         options.Distributed.configureProcessId(index, 2)
-        parts.append(_seen(_loader(kit, 16, options, batch_size=2)))
+        parts.append(_samples(_loader(kit, 16, options, batch_size=2)))
     kit.equal("first", parts[0], [[0, 1, 2, 3], [4, 5, 6, 7]])
     kit.equal("second", parts[1], [[8, 9, 10, 11], [12, 13, 14, 15]])
 
 
 @judged("data/two processes that shuffle share one permutation")
 def _shuffled_processes(kit: Kit) -> None:
-    seen = []
+    samples = []
     for index in range(2):
         options = kit.options(seed=3)
         options.Distributed.configureProcessId(index, 2)
-        seen += _seen(_loader(kit, 12, options, batch_size=2, shuffle=True))
-    flat = [sample for batch in seen for sample in batch]
+        samples += _samples(_loader(kit, 12, options, batch_size=2, shuffle=True))
+    flat = [sample for batch in samples for sample in batch]
     kit.equal("samples", sorted(flat), list(range(12)))
     kit.equal("in order", flat == list(range(12)), False)
 

@@ -3,28 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
-from ipufit.conformance.kit import Kit, judged
-
-
-class Calling(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, body) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, *inputs):
-        return self.body(*inputs)
-
-
-def _infer(kit: Kit, body, *inputs):
-    model = kit.poptorch.inferenceModel(Calling(body))
-    try:
-        return model(*inputs)
-    finally:
-        model.destroy()
+from ipufit.conformance.kit import FunctionModule, Kit, judged
 
 
 @judged("operators/for_loop runs its body as often as it says")
@@ -33,7 +13,7 @@ def _for_loop(kit: Kit) -> None:
         return kit.poptorch.for_loop(5, lambda y: [y * 2 + 1], [x])[0]
 
     x = kit.rows(2)
-    kit.close("5 times", _infer(kit, body, x), 32 * x + 31)
+    kit.close("5 times", kit.infer(body, x), 32 * x + 31)
 
 
 @judged("operators/cond takes one of two ways")
@@ -43,7 +23,7 @@ def _cond(kit: Kit) -> None:
         return kit.poptorch.cond(which, *branches)[0]
 
     x = kit.rows(2)
-    model = kit.poptorch.inferenceModel(Calling(body))
+    model = kit.poptorch.inferenceModel(FunctionModule(body))
     for which, wanted in ((True, x + 1), (False, x * 3)):
         kit.close(str(which), model(torch.tensor([which]), x), wanted)
     model.destroy()
@@ -59,8 +39,8 @@ def _identities(kit: Kit) -> None:
         ("set_available_memory", lambda x: poptorch.set_available_memory(x + 0, 0.3)),
         ("identity_loss none", lambda x: poptorch.identity_loss(x, reduction="none")),
     ):
-        kit.close(name, _infer(kit, body, x), x)
-    mean = _infer(kit, lambda x: poptorch.identity_loss(x, reduction="mean"), x)
+        kit.close(name, kit.infer(body, x), x)
+    mean = kit.infer(lambda x: poptorch.identity_loss(x, reduction="mean"), x)
     kit.close("identity_loss mean", mean, x.mean())
 
 
@@ -74,7 +54,7 @@ def _matmul(kit: Kit) -> None:
         def body(x, y, chosen=chosen):
             return kit.poptorch.serializedMatMul(x, y, chosen, 2)
 
-        kit.close(name, _infer(kit, body, a, b), a @ b)
+        kit.close(name, kit.infer(body, a, b), a @ b)
 
 
 @judged("operators/dynamic_slice and dynamic_update")
@@ -88,6 +68,6 @@ def _slices(kit: Kit) -> None:
         return kit.poptorch.dynamic_update(x, piece, 0, start, 2)
 
     start = torch.tensor([3], dtype=torch.int32)
-    kit.close("cut", _infer(kit, cut, x, start), x[3:5])
+    kit.close("cut", kit.infer(cut, x, start), x[3:5])
     wanted = torch.cat([x[:3], piece, x[5:]])
-    kit.close("written", _infer(kit, write, x, piece, start), wanted)
+    kit.close("written", kit.infer(write, x, piece, start), wanted)

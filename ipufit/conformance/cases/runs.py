@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ipufit.conformance.kit import scenario
-from ipufit.conformance.settings import LOSSES, Optimizer
+from ipufit.conformance.settings import LOSSES, OptimizerSpec
 
-MOMENTUM = Optimizer.of("torch", "SGD", lr=0.1, momentum=0.9)
+MOMENTUM = OptimizerSpec.of("torch", "SGD", lr=0.1, momentum=0.9)
 
 ORDER = (
     "In which order do micro-batches stand in a batch, with several device iterations and several "
@@ -20,7 +20,7 @@ EVERY_N = "Does EveryN count device iterations or micro-batches? Read: device it
 
 
 def _training() -> None:
-    """Every output mode with iterations, accumulation and replicas, alone and together."""
+    """Run every output mode with iterations, accumulation and replicas, alone and together."""
     for iterations, accumulation, replicas in [
         (1, 1, 1),
         (4, 1, 1),
@@ -50,11 +50,11 @@ def _training() -> None:
             for loss in ("mse", "mse sum"):
                 work = {"reduction": "Sum", "loss": loss, **counts}
                 # What becomes of the weights is known, if not what is returned.
-                known = ("out",) if replicas > 1 else ("out", "loss", "losses")
-                scenario(f"reduction/{named} Sum of {loss}", question, compared=known, **work)
+                compared = ("out",) if replicas > 1 else ("out", "loss", "losses")
+                scenario(f"reduction/{named} Sum of {loss}", question, compared=compared, **work)
                 if replicas > 1:
-                    asked = f"reduction/{named} Sum of {loss}, returned"
-                    scenario(asked, RETURNED, compared=("loss",), calls=1, **work)
+                    name = f"reduction/{named} Sum of {loss}, returned"
+                    scenario(name, RETURNED, compared=("loss",), calls=1, **work)
             scenario(f"reduction/{named} Mean of mse sum", question, loss="mse sum", **counts)
 
 
@@ -94,7 +94,7 @@ def _losses() -> None:
 
 
 def _optimizers() -> None:
-    """Both homes of every optimizer; several updates, so that state matters."""
+    """Run the optimizers of torch and of PopTorch for several updates, so that state matters."""
     work = {"iterations": 2, "accumulation": 2, "calls": 2}
     for home in ("torch", "poptorch"):
         for name, settings in [
@@ -112,7 +112,7 @@ def _optimizers() -> None:
             ("RMSprop", {"lr": 0.01, "alpha": 0.9, "momentum": 0.8}),
             ("RMSprop", {"lr": 0.01, "alpha": 0.9, "momentum": 0.8, "centered": True}),
         ]:
-            optimizer = Optimizer.of(home, name, **settings)
+            optimizer = OptimizerSpec.of(home, name, **settings)
             scenario(f"optimizer/{optimizer}", optimizer=optimizer, **work)
     for name, settings in [
         ("SGD", {"lr": 0.1, "momentum": 0.9, "use_combined_accum": True}),
@@ -129,14 +129,14 @@ def _optimizers() -> None:
         ("LAMB", {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.2}),
         ("LAMB", {"lr": 0.05, "max_weight_norm": 0.5}),
     ]:
-        optimizer = Optimizer.of("poptorch", name, **settings)
+        optimizer = OptimizerSpec.of("poptorch", name, **settings)
         scenario(f"optimizer/{optimizer}", optimizer=optimizer, **work)
-    clipped = Optimizer.of("poptorch", "SGD", lr=0.1, loss_scaling=64.0, max_grad_norm=0.05)
+    clipped = OptimizerSpec.of("poptorch", "SGD", lr=0.1, loss_scaling=64.0, max_grad_norm=0.05)
     scenario("optimizer/clipping with loss scaling", optimizer=clipped, replicas=2, **work)
     scenario(
         "optimizer/AdamW without bias correction",
         "Does AdamW(bias_correction=False) do anything? Read: no.",
-        optimizer=Optimizer.of("poptorch", "AdamW", lr=0.05, bias_correction=False),
+        optimizer=OptimizerSpec.of("poptorch", "AdamW", lr=0.05, bias_correction=False),
         **work,
     )
 

@@ -5,36 +5,16 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ipufit.conformance.kit import Kit, judged, open_question
+from ipufit.conformance.kit import FunctionModule, Kit, judged, open_question
 
 # Of what is computed in float32 on purpose.
 SINGLE = 1e-6
 
 
-class Calling(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, body) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, *inputs):
-        return self.body(*inputs)
-
-
-def _infer(kit: Kit, body, *inputs, **settings):
-    """One call of an inference model."""
-    model = kit.poptorch.inferenceModel(Calling(body), kit.options(**settings))
-    try:
-        return model(*inputs)
-    finally:
-        model.destroy()
-
-
 @judged("values/int64 becomes int32 and float64 becomes float32", narrow=True)
 def _narrowing(kit: Kit) -> None:
     whole, real = torch.arange(4), torch.arange(4, dtype=torch.float64) / 3
-    returned = _infer(kit, lambda a, b: (a + 1, b * 2), whole, real)
+    returned = kit.infer(lambda a, b: (a + 1, b * 2), whole, real)
     kit.equal("dtypes", [t.dtype for t in returned], [torch.int32, torch.float32])
     kit.close("whole", returned[0], whole + 1)
     kit.close("real", returned[1], real * 2, SINGLE)
@@ -43,7 +23,7 @@ def _narrowing(kit: Kit) -> None:
 @judged("values/argmax and integer sums are int32", narrow=True)
 def _whole(kit: Kit) -> None:
     rows = kit.rows(4).float()
-    returned = _infer(kit, lambda x: (x.argmax(1), (x > 0).sum(1)), rows)
+    returned = kit.infer(lambda x: (x.argmax(1), (x > 0).sum(1)), rows)
     kit.equal("dtypes", [t.dtype for t in returned], [torch.int32, torch.int32])
     kit.close("argmax", returned[0], rows.argmax(1))
     kit.close("count", returned[1], (rows > 0).sum(1))
@@ -65,13 +45,13 @@ def _half(kit: Kit) -> None:
 
 @judged("values/bool comes back as bool", narrow=True)
 def _bool(kit: Kit) -> None:
-    out = _infer(kit, lambda x: x > 0, kit.rows(4).float())
+    out = kit.infer(lambda x: x > 0, kit.rows(4).float())
     kit.equal("dtype", out.dtype, torch.bool)
 
 
 @judged("values/Python's values are those of the trace")
 def _python(kit: Kit) -> None:
-    class Counting(nn.Module):
+    class CallCounter(nn.Module):
         def __init__(self):
             super().__init__()
             self.calls = 0
@@ -80,7 +60,7 @@ def _python(kit: Kit) -> None:
             self.calls += 1
             return x + self.calls
 
-    model = kit.poptorch.inferenceModel(Counting(), kit.options(device_iterations=2))
+    model = kit.poptorch.inferenceModel(CallCounter(), kit.options(device_iterations=2))
     first, second = model(kit.rows(4)), model(kit.rows(4))
     kit.close("two calls", second, first)
     model.destroy()
@@ -91,15 +71,15 @@ def _constant(kit: Kit) -> None:
     class Holding(nn.Module):
         def __init__(self):
             super().__init__()
-            self.held = torch.tensor([1.0, 2.0, 3.0], dtype=kit.dtype)
+            self.constant = torch.tensor([1.0, 2.0, 3.0], dtype=kit.dtype)
 
         def forward(self, x):
-            return x + 1, self.held
+            return x + 1, self.constant
 
     model = kit.poptorch.inferenceModel(Holding(), kit.options(device_iterations=4))
-    out, held = model(kit.rows(4))
+    out, constant = model(kit.rows(4))
     kit.close("computed", out, kit.rows(4) + 1)
-    kit.close("held", held, torch.tensor([1.0, 2.0, 3.0]))
+    kit.close("held", constant, torch.tensor([1.0, 2.0, 3.0]))
     model.destroy()
 
 
@@ -108,23 +88,23 @@ def _constant(kit: Kit) -> None:
     "Does a tensor that forward makes of nothing, and returns, come once or per micro-batch?",
 )
 def _made(kit: Kit) -> None:
-    out = _infer(kit, lambda x: (x + 1, torch.ones(3)), kit.rows(4), device_iterations=4)
+    out = kit.infer(lambda x: (x + 1, torch.ones(3)), kit.rows(4), device_iterations=4)
     kit.note(f"torch.ones(3) with 4 micro-batches has shape {list(out[1].shape)}")
 
 
 @judged("values/a scalar output becomes one element per micro-batch")
 def _scalar(kit: Kit) -> None:
     rows = kit.rows(6)
-    out = _infer(kit, lambda x: x.sum(), rows, device_iterations=3)
+    out = kit.infer(lambda x: x.sum(), rows, device_iterations=3)
     kit.close("sums", out, rows.view(3, -1).sum(1))
-    single = _infer(kit, lambda x: x.sum(), rows)
+    single = kit.infer(lambda x: x.sum(), rows)
     kit.close("one sum", single, rows.sum())
 
 
 @judged("values/structures come back as they were")
 def _structure(kit: Kit) -> None:
     x = kit.rows(2)
-    out = _infer(kit, lambda x: {"a": [x, (x + 1, None)], "b": 3}, x)
+    out = kit.infer(lambda x: {"a": [x, (x + 1, None)], "b": 3}, x)
     kit.equal("keys", sorted(out), ["a", "b"])
     kit.equal("types", [type(out["a"]), type(out["a"][1])], [list, tuple])
     kit.equal("what is no tensor", (out["a"][1][1], out["b"]), (None, 3))
@@ -134,9 +114,9 @@ def _structure(kit: Kit) -> None:
 
 @judged("values/the model runs on the IPU only while it is traced")
 def _where(kit: Kit) -> None:
-    seen = []
-    _infer(kit, lambda x: (seen.append(kit.poptorch.isRunningOnIpu()), x + 1)[1], kit.rows(2))
-    kit.equal("inside", seen, [True])
+    answers = []
+    kit.infer(lambda x: (answers.append(kit.poptorch.isRunningOnIpu()), x + 1)[1], kit.rows(2))
+    kit.equal("inside", answers, [True])
     kit.equal("outside", kit.poptorch.isRunningOnIpu(), False)
 
 
@@ -147,9 +127,9 @@ def _dropout(kit: Kit) -> None:
     def drop(x):
         return nn.functional.dropout(x, 0.25, training=True)
 
-    out = _infer(kit, drop, ones, device_iterations=2, replicas=2, seed=7)
-    kept = (out != 0).double().mean()
-    kit.close("share kept", kept, 0.75, 0.02)
+    out = kit.infer(drop, ones, device_iterations=2, replicas=2, seed=7)
+    share = (out != 0).double().mean()
+    kit.close("share kept", share, 0.75, 0.02)
     kit.close("scaled by", out[out != 0].unique().double(), torch.tensor([4 / 3]), 1e-3)
     same = [(i, j) for i in range(4) for j in range(i) if torch.equal(out[i] == 0, out[j] == 0)]
     kit.equal("micro-batches that drop the same", same, [])
@@ -157,7 +137,7 @@ def _dropout(kit: Kit) -> None:
 
 @judged("random/normal numbers have mean 0 and deviation 1")
 def _normal(kit: Kit) -> None:
-    out = _infer(kit, lambda x: torch.randn_like(x), torch.zeros(1, 40000, dtype=kit.dtype), seed=3)
+    out = kit.infer(lambda x: torch.randn_like(x), torch.zeros(1, 40000, dtype=kit.dtype), seed=3)
     kit.close("mean", out.double().mean(), 0.0, 0.03)
     kit.close("deviation", out.double().std(), 1.0, 0.03)
 
@@ -166,7 +146,7 @@ def _normal(kit: Kit) -> None:
 def _seed(kit: Kit) -> None:
     def two_calls():
         model = kit.poptorch.inferenceModel(
-            Calling(lambda x: x + torch.rand_like(x)), kit.options(seed=11)
+            FunctionModule(lambda x: x + torch.rand_like(x)), kit.options(seed=11)
         )
         drawn = [model(kit.rows(2)).clone() for _ in range(2)]
         model.destroy()

@@ -1,23 +1,11 @@
-"""Weights and optimizer settings: who has them, and when they move."""
+"""Weights and optimizer settings: which side has them, and when they are transferred."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from ipufit.conformance.kit import Kit, judged
-
-
-class Regression(nn.Module):
-    """A layer; with a target, its loss too."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x, y=None):
-        out = self.layer(x)
-        return out if y is None else (out, nn.functional.mse_loss(out, y))
+from ipufit.conformance.kit import Kit, Regression, judged
 
 
 class Slope(nn.Module):
@@ -32,8 +20,8 @@ class Slope(nn.Module):
         return self._marked((x * self.weight).sum(), "none")
 
 
-class ByHand:
-    """The same with plain SGD, in float64."""
+class HandModel:
+    """A linear regression with SGD, written out in float64."""
 
     def __init__(self, kit: Kit) -> None:
         layer = kit.linear().double()
@@ -52,8 +40,8 @@ class ByHand:
 
 
 def _start(kit: Kit, lr: float = 0.1):
-    """A wrapped model, its module, its optimizer, a batch and the model by hand."""
-    net, hand = Regression(kit.linear()), ByHand(kit)
+    """Return a wrapped model, its module, its optimizer, a batch and the model by hand."""
+    net, hand = Regression(kit.linear()), HandModel(kit)
     optimizer = torch.optim.SGD(net.parameters(), lr=lr)
     model = kit.poptorch.trainingModel(net, kit.options(), optimizer)
     return model, net, optimizer, (kit.rows(4), kit.rows(4, 2, 50)), hand
@@ -128,10 +116,10 @@ def _host(kit: Kit) -> None:
 def _load(kit: Kit) -> None:
     model, net, _, batch, hand = _start(kit)
     begin = {name: value.clone() for name, value in net.state_dict().items()}
-    kept = hand.weight, hand.bias
+    start = hand.weight, hand.bias
     model(*batch)
     model.load_state_dict(begin)
-    hand.weight, hand.bias = kept
+    hand.weight, hand.bias = start
     kit.close("output", model(*batch)[0], hand.predict())
     model.destroy()
 
@@ -167,7 +155,7 @@ def _rate(kit: Kit) -> None:
 
 @judged("weights/parameter groups have their own rates")
 def _groups(kit: Kit) -> None:
-    net, hand = Regression(kit.linear()), ByHand(kit)
+    net, hand = Regression(kit.linear()), HandModel(kit)
     groups = [{"params": [net.layer.weight]}, {"params": [net.layer.bias], "lr": 0.3}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
     model = kit.poptorch.trainingModel(net, kit.options(), optimizer)
@@ -185,7 +173,7 @@ def _groups(kit: Kit) -> None:
 @judged("weights/what the optimizer has not, or wants no gradient, stays")
 def _frozen(kit: Kit) -> None:
     for left_out in ("optimizer", "requires_grad"):
-        net, hand = Regression(kit.linear()), ByHand(kit)
+        net, hand = Regression(kit.linear()), HandModel(kit)
         trained = [net.layer.weight] if left_out == "optimizer" else list(net.parameters())
         net.layer.bias.requires_grad_(left_out == "optimizer")
         optimizer = torch.optim.SGD(trained, lr=0.1)
@@ -223,7 +211,7 @@ def _tied(kit: Kit) -> None:
 
 @judged("weights/without an optimizer it is SGD with a rate of 0.01")
 def _default(kit: Kit) -> None:
-    net, hand = Regression(kit.linear()), ByHand(kit)
+    net, hand = Regression(kit.linear()), HandModel(kit)
     model = kit.poptorch.trainingModel(net)
     model(kit.rows(4), kit.rows(4, 2, 50))
     hand.update(0.01)
@@ -233,7 +221,7 @@ def _default(kit: Kit) -> None:
 
 @judged("weights/detached and attached again, training goes on")
 def _detach(kit: Kit) -> None:
-    net, hand = Regression(kit.linear()), ByHand(kit)
+    net, hand = Regression(kit.linear()), HandModel(kit)
     optimizer = kit.poptorch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     model = kit.poptorch.trainingModel(net, kit.options(), optimizer)
     batch = kit.rows(4), kit.rows(4, 2, 50)
@@ -255,14 +243,14 @@ def _detach(kit: Kit) -> None:
 
 @judged("optimizer/SGD dampens the first gradient too, and the rate without momentum")
 def _dampened(kit: Kit) -> None:
-    """Unlike torch: velocities start at zero in PopART."""
+    """Check that velocities start at zero in PopART, unlike in torch."""
     for home in (torch.optim, kit.poptorch.optim):
-        for momentum, dampening, taken in [(0.5, 0.25, [0.75, 1.125]), (0.0, 0.25, [0.75, 0.75])]:
+        for momentum, dampening, shares in [(0.5, 0.25, [0.75, 1.125]), (0.0, 0.25, [0.75, 0.75])]:
             net, hand = Slope(kit), Slope(kit).weight.detach().double()
             settings = {"momentum": momentum, "dampening": dampening}
             optimizer = home.SGD(net.parameters(), lr=0.5, **settings)
             model = kit.poptorch.trainingModel(net, kit.options(), optimizer)
-            for call, part in enumerate(taken):
+            for call, part in enumerate(shares):
                 model(kit.rows(1))
                 hand = hand - 0.5 * part * kit.rows(1)[0].double()
                 what = f"weight after call {call} with momentum {momentum}"

@@ -1,4 +1,4 @@
-"""What can be examined: the embedded engine, the stand-in, and PopTorch itself."""
+"""Implementations that can be examined: the embedded engine, the stand-in, and PopTorch."""
 
 from __future__ import annotations
 

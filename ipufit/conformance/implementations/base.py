@@ -1,4 +1,4 @@
-"""What the cases need of an implementation."""
+"""Interface of the implementations that the cases examine."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["Implementation", "MissingError"]
 
 
 class MissingError(Exception):
-    """The implementation is not on this machine; the text says why."""
+    """The implementation is not on this machine, for the reason in the text."""
 
 
 class Implementation(Protocol):
-    """Runs scenarios.
+    """Interface that runs scenarios.
 
     Attributes:
-        name: as on the command line.
-        dtype: that it computes in.
-        tolerance: that its numbers have to keep; see :class:`ipufit.conformance.kit.Kit`.
+        name: the name on the command line.
+        dtype: dtype of computation.
+        tolerance: tolerance of results; see :class:`ipufit.conformance.kit.Kit`.
         poptorch: the package; None where there is only an engine.
     """
 
@@ -31,15 +31,15 @@ class Implementation(Protocol):
     poptorch: Optional[Any]
 
     def versions(self) -> Dict[str, str]:
-        """What is examined, for the head of the table."""
+        """Return versions and the device, for the head of the table."""
         ...
 
     def computing(self) -> ContextManager[None]:
-        """What has to hold while a case runs."""
+        """Return a context manager for the run of a case."""
         ...
 
     def can(self, scenario: Scenario) -> bool:
-        """Whether it has what the scenario asks for."""
+        """Return True if the implementation supports the scenario."""
         ...
 
     def observe(self, scenario: Scenario) -> Observed:

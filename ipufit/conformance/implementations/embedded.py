@@ -1,4 +1,4 @@
-"""The embedded engine, through the seam that ``ipufit.Model`` uses."""
+"""The embedded engine, through the interface that ``ipufit.Model`` uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ipufit
 from ipufit.conformance.scenario import Net, Observed, Scenario
-from ipufit.conformance.settings import Optimizer
+from ipufit.conformance.settings import OptimizerSpec
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
 from ipufit.core.plan import Plan
 from ipufit.core.train_config import OutputMode, TrainConfig
@@ -32,23 +32,23 @@ class Embedded:
     poptorch: Optional[Any] = None
 
     def versions(self) -> Dict[str, str]:
-        """Nothing but ipufit."""
+        """Return the device, as ipufit's version is in the table anyway."""
         return {"device": "CPU"}
 
     def computing(self) -> ContextManager[None]:
-        """Nothing."""
+        """Return an empty context manager."""
         return contextlib.nullcontext()
 
     def can(self, scenario: Scenario) -> bool:
-        """Its inference returns everything, inputs are not grouped, optimizers are torch's."""
+        """Refuse partial results of inference, grouped inputs, and optimizers of PopTorch."""
         plain = scenario.training or scenario.mode in ("All", "Default")
         ungrouped = scenario.input_group[1] == 1
-        known = scenario.optimizer.home == "torch" or scenario.optimizer.name == "LAMB"
+        has_optimizer = scenario.optimizer.home == "torch" or scenario.optimizer.name == "LAMB"
         usual = not scenario.strategy and scenario.mean_strategy == "Post"
-        return plain and ungrouped and known and usual and "out" in scenario.compared
+        return plain and ungrouped and has_optimizer and usual and "out" in scenario.compared
 
     def observe(self, scenario: Scenario) -> Observed:
-        """Run it as ``fit`` or ``predict`` would, an execution per call."""
+        """Run the scenario as ``fit`` or ``predict`` would, an execution per call."""
         net = Net(scenario).double()
         engine = EmbeddedEngine()
         program = engine.build(_spec(scenario, net))
@@ -59,10 +59,10 @@ class Embedded:
             batch = [_micro_batch(scenario, x, y) for x, y in parts]
             program.prepare(batch[0])
             anchors = program.run(CombinedBatch(batch))
-            found = {"out": torch.cat(list(map(_first, anchors.outputs)))}
+            results = {"out": torch.cat(list(map(_first, anchors.outputs)))}
             if scenario.training:
-                found["losses"] = anchors.losses
-            calls.append(found)
+                results["losses"] = anchors.losses
+            calls.append(results)
         state = program.read_state()
         program.close()
         return Observed(calls, state.weights, state.buffers)
@@ -79,7 +79,7 @@ def _micro_batch(scenario: Scenario, x: Tensor, y: Tensor) -> MicroBatch:
 
 
 def _spec(scenario: Scenario, net: Net) -> ProgramSpec:
-    """The program that does the scenario."""
+    """Return the program that runs the scenario."""
     every = scenario.period if scenario.mode == "EveryN" else 1
     config = TrainConfig(
         gradient_reduction=scenario.reduction.lower(),
@@ -104,9 +104,9 @@ def _spec(scenario: Scenario, net: Net) -> ProgramSpec:
     )
 
 
-def _optimizer(wanted: Optimizer, net: Net) -> torch.optim.Optimizer:
+def _optimizer(wanted: OptimizerSpec, net: Net) -> torch.optim.Optimizer:
     home = torch.optim if wanted.home == "torch" else ipufit.optim
-    made: torch.optim.Optimizer = getattr(home, wanted.name)(
+    optimizer: torch.optim.Optimizer = getattr(home, wanted.name)(
         net.parameters(), **dict(wanted.arguments)
     )
-    return made
+    return optimizer

@@ -1,4 +1,4 @@
-"""PopTorch, and what stands in for it: the same calls for both."""
+"""PopTorch and its stand-in, through the same calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from ipufit.conformance.implementations.base import MissingError
 from ipufit.conformance.scenario import Net, Observed, Scenario
-from ipufit.conformance.settings import Optimizer
+from ipufit.conformance.settings import OptimizerSpec
 
 __all__ = ["PopTorch", "StandIn", "optimizer_of"]
 
@@ -47,7 +47,7 @@ class PopTorch:
         return package
 
     def versions(self) -> Dict[str, str]:
-        """PopTorch's version and what it runs on."""
+        """Return PopTorch's version and its device."""
         package: Any = self.poptorch
         on_hardware = package.ipuHardwareIsAvailable()
         device = "no IPU found"
@@ -59,15 +59,15 @@ class PopTorch:
         return {"poptorch": str(package.__version__), "device": device, "SDK": sdk}
 
     def computing(self) -> ContextManager[None]:
-        """Nothing."""
+        """Return an empty context manager."""
         return contextlib.nullcontext()
 
     def can(self, scenario: Scenario) -> bool:
-        """Everything."""
+        """Return True: PopTorch supports every scenario."""
         return True
 
     def observe(self, scenario: Scenario) -> Observed:
-        """Wrap the net, call it, look."""
+        """Wrap the net, call it, and read its results."""
         poptorch: Any = self.poptorch
         net = Net(scenario, poptorch, _parts(poptorch, scenario)).to(self.dtype)
         options = _options(poptorch, scenario)
@@ -94,7 +94,7 @@ class PopTorch:
 
 
 class StandIn(PopTorch):
-    """ipufit's own, in float64."""
+    """ipufit's stand-in for PopTorch, in float64."""
 
     name = "standin"
     dtype = torch.float64
@@ -104,19 +104,19 @@ class StandIn(PopTorch):
         return importlib.import_module("ipufit.poptorch")
 
     def versions(self) -> Dict[str, str]:
-        """PopTorch's version that it stands in for."""
+        """Return the version of PopTorch that it stands in for."""
         package: Any = self.poptorch
         return {"poptorch": f"stand-in for {package.__version__}", "device": "CPU"}
 
     def computing(self) -> ContextManager[None]:
-        """float64 is kept, which no IPU has."""
+        """Preserve float64, which no IPU has."""
         precision = importlib.import_module("ipufit.poptorch._precision")
-        kept: ContextManager[None] = precision.float64_kept()
-        return kept
+        context: ContextManager[None] = precision.float64_kept()
+        return context
 
 
-def optimizer_of(poptorch: Any, wanted: Optimizer, net: torch.nn.Module) -> Any:
-    """The optimizer over the net's parameters."""
+def optimizer_of(poptorch: Any, wanted: OptimizerSpec, net: torch.nn.Module) -> Any:
+    """Make the optimizer over the net's parameters."""
     home = torch.optim if wanted.home == "torch" else poptorch.optim
     return getattr(home, wanted.name)(net.parameters(), **dict(wanted.arguments))
 
@@ -147,7 +147,7 @@ def _options(poptorch: Any, scenario: Scenario) -> Any:
 
 
 def _strategy(poptorch: Any, name: str) -> Any:
-    """How the parts "0" and "1" of the net are run."""
+    """Return the strategy that runs the parts "0" and "1" of the net."""
     if name == "pipelined":
         return poptorch.PipelinedExecution(poptorch.Stage("0"), poptorch.Stage("1"))
     if name == "sharded":
@@ -162,7 +162,7 @@ def _strategy(poptorch: Any, name: str) -> Any:
 
 
 def _parts(poptorch: Any, scenario: Scenario) -> Any:
-    """The context for each part of the net."""
+    """Return a function of the context for each part of the net."""
     if not scenario.strategy:
         return lambda index: contextlib.nullcontext()
     several = scenario.strategy in ("pipelined", "sharded")

@@ -1,1 +1,1 @@
-"""What the functions of ``poptorch.ops`` do, one topic a module."""
+"""Implementation of the functions of ``poptorch.ops``, one module a topic."""

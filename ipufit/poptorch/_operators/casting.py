@@ -52,9 +52,9 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def cast(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """The arguments of a call, with weight and bias in the type of the input.
+    """Return the arguments of a call, with weight and bias in the type of the input.
 
-    Any other function's arguments come back as they are.
+    Arguments of functions that are not in ``CASTS`` are returned unchanged.
     """
     places = CASTS.get(func)
     tensor = args[0] if args else kwargs.get("input", kwargs.get("query"))

@@ -21,7 +21,7 @@ _NEVER = -math.inf
 
 
 def _sum(*logs: float) -> float:
-    """Log of the sum of probabilities given as logs."""
+    """Return the log of the sum of probabilities whose logs are the arguments."""
     largest = max(logs)
     if largest == _NEVER:
         return _NEVER
@@ -29,7 +29,7 @@ def _sum(*logs: float) -> float:
 
 
 def _step(beams: Dict[Path, Ends], row: Sequence[float], blank: int) -> Dict[Path, Ends]:
-    """All paths after one more row of log-probabilities."""
+    """Extend all paths by one more row of log-probabilities."""
     grown: Dict[Path, Ends] = {}
 
     def add(path: Path, ends: Ends) -> None:
@@ -51,7 +51,7 @@ def _step(beams: Dict[Path, Ends], row: Sequence[float], blank: int) -> Dict[Pat
 
 
 def _decode(rows: Sequence[Sequence[float]], blank: int, width: int) -> List[Tuple[Path, float]]:
-    """The most likely paths, best first; ties in order of length, then of labels."""
+    """Return the most likely paths, best first; ties in order of length, then of labels."""
     beams: Dict[Path, Ends] = {(): (0.0, _NEVER)}
     for row in rows:
         grown = _step(beams, row, blank)
@@ -74,8 +74,8 @@ def _run(
                 f"ctc_beam_search_decoder: lengths must be from 0 to the input length {steps}, "
                 f"got {length} for sample {sample}."
             )
-        found = _decode(rows[sample][: int(length)], blank, beam_width)
-        for place, (path, score) in enumerate(found[:top_paths]):
+        decoded = _decode(rows[sample][: int(length)], blank, beam_width)
+        for place, (path, score) in enumerate(decoded[:top_paths]):
             scores[sample, place] = score
             counts[sample, place] = len(path)
             paths[sample, place, : len(path)] = torch.tensor(path, dtype=torch.int32)

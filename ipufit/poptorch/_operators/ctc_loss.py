@@ -1,4 +1,4 @@
-"""``torch.nn.functional.ctc_loss`` with lengths that are looked at when the program runs."""
+"""CTC loss whose lengths are read when the program runs."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def _run(
     blank: int,
     zero_infinity: bool,
 ) -> Tuple[Tensor, Tensor]:
-    labels, given = targets.to(torch.int64), input_lengths.tolist()
+    labels, steps = targets.to(torch.int64), input_lengths.tolist()
     lengths = target_lengths.tolist()
     losses, alphas = torch.ops.aten._ctc_loss(
-        log_probs, labels, given, lengths, blank, zero_infinity
+        log_probs, labels, steps, lengths, blank, zero_infinity
     )
     gradient = torch.ops.aten._ctc_loss_backward(
         torch.ones_like(losses),
         log_probs,
         labels,
-        given,
+        steps,
         lengths,
         losses,
         alphas,
@@ -54,7 +54,7 @@ _CTC = define(
 
 
 class _Losses(torch.autograd.Function):
-    """The loss of each sample."""
+    """Computes the loss of each sample, and its gradient in the same operator."""
 
     @staticmethod
     def forward(ctx: Any, log_probs: Tensor, *rest: Any) -> Tensor:
@@ -71,8 +71,8 @@ class _Losses(torch.autograd.Function):
 def _tensor(lengths: Any) -> Tensor:
     if isinstance(lengths, Tensor):
         return lengths.reshape(-1)
-    given = [lengths] if isinstance(lengths, int) else list(lengths)
-    return torch.tensor(given, dtype=torch.int64)
+    numbers = [lengths] if isinstance(lengths, int) else list(lengths)
+    return torch.tensor(numbers, dtype=torch.int64)
 
 
 def ctc_loss(
@@ -84,7 +84,10 @@ def ctc_loss(
     reduction: Union[str, int] = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """The same loss; ``reduction`` is ``"mean"`` or ``"sum"``, or torch's number for it."""
+    """Compute ``torch.nn.functional.ctc_loss`` with lengths that may change from run to run.
+
+    ``reduction`` is ``"mean"`` or ``"sum"``, or torch's number for it.
+    """
     if log_probs.dim() == 2:
         log_probs, targets = log_probs[:, None], targets.reshape(1, -1)
     single = log_probs.float() if log_probs.dtype == torch.float16 else log_probs

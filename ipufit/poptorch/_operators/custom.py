@@ -1,4 +1,4 @@
-"""Operators that are compiled code of an IPU: their arguments are checked, nothing can run them."""
+"""Custom operators compiled for an IPU: arguments are checked, but only hardware runs them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def custom_op(
     example_outputs: Sequence[Tensor],
     attributes: Optional[Dict[str, Any]] = None,
 ) -> List[Tensor]:
-    """An operator that is compiled for IPUs: nothing but IPU hardware can run one of your own.
+    """Call an operator that is compiled for IPUs, which only IPU hardware can run.
 
     ``FastGatherLastDim`` of ``poptorch.custom_ops``, which PopTorch brings along, runs here too: it
     takes the data and an index of its rank, and gives what ``torch.gather`` does on the last
@@ -48,7 +48,7 @@ def custom_op(
     """
     if attributes is not None:
         _check_attributes(attributes)
-        if not any(_same(attributes, known) for known in attributes_lists):
+        if not any(_same(attributes, other) for other in attributes_lists):
             attributes_lists.append(attributes)
     if tracing() is None and not is_for_this_engine():
         return [torch.zeros_like(output) for output in example_outputs]
@@ -128,5 +128,5 @@ def _check_range(value: Any) -> None:
 
 
 def _same(one: Dict[str, Any], other: Dict[str, Any]) -> bool:
-    """Equal, also in types: [1] is not [1.0]."""
+    """Compare attributes for equality, types included: [1] is not [1.0]."""
     return one == other and repr(sorted(one.items())) == repr(sorted(other.items()))

@@ -1,4 +1,4 @@
-"""Python functions that the program calls while it runs."""
+"""Calls of Python functions on the host from a running program."""
 
 from __future__ import annotations
 

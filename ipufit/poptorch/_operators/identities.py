@@ -1,4 +1,4 @@
-"""Hints to a compiler of IPU programs: the value stays what it is."""
+"""Hints to a compiler of IPU programs, which return their argument unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["nop", "recomputationCheckpoint", "serializedMatMul", "set_available_
 
 
 def nop(tensor: Tensor) -> Tensor:
-    """Return the tensor: an operator that a compiler for IPUs leaves where it is.
+    """Return the tensor; on an IPU this is an operator that the compiler does not remove.
 
     Raises:
         Error: it is no tensor.
@@ -29,7 +29,7 @@ def nop(tensor: Tensor) -> Tensor:
 
 
 def recomputationCheckpoint(*tensors: Any) -> Any:
-    """Return the tensors, whose values a pipelined IPU program would keep for the backward pass.
+    """Return the tensors; a pipelined IPU program stores their values for the backward pass.
 
     Args:
         tensors: tensors, or one list or tuple of them.
@@ -39,8 +39,10 @@ def recomputationCheckpoint(*tensors: Any) -> Any:
         ValueError: one of them is no tensor.
     """
     if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
-        kept = recomputationCheckpoint(*tensors[0])
-        return type(tensors[0])([kept] if isinstance(kept, Tensor) else kept)
+        checkpointed = recomputationCheckpoint(*tensors[0])
+        return type(tensors[0])(
+            [checkpointed] if isinstance(checkpointed, Tensor) else checkpointed
+        )
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise ValueError(
@@ -58,7 +60,7 @@ def serializedMatMul(
     factor: int = 0,
     keep_precision: bool = False,
 ) -> Tensor:
-    """The matrix product, which an IPU would compute in parts, one after another.
+    """Return the matrix product, which an IPU would compute in parts, one after another.
 
     Args:
         lhs: as for ``torch.matmul``.
@@ -87,7 +89,7 @@ def serializedMatMul(
 
 
 def set_available_memory(tensor: Tensor, available_memory_proportion: float) -> Tensor:
-    """Return the tensor, whose operator may use this much of an IPU's memory for temporary data.
+    """Return the tensor; on an IPU its operator may use this proportion of memory.
 
     Args:
         tensor: the result of the operator, such as a convolution.

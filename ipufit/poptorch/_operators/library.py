@@ -1,4 +1,4 @@
-"""Operators of our own, which a recorded graph calls at run time."""
+"""Registration of operators that a recorded graph calls at run time."""
 
 from __future__ import annotations
 

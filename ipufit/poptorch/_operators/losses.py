@@ -1,4 +1,4 @@
-"""Losses: which functions give one, and how any tensor becomes one."""
+"""Functions of torch that return a loss, and the mark that makes any tensor one."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _NAMES = (
 
 
 def _spellings() -> FrozenSet[Any]:
-    found = set()
+    functions = set()
     for place in (F, torch, torch._C._nn):
-        found |= {getattr(place, name) for name in _NAMES if hasattr(place, name)}
-    return frozenset(found)
+        functions |= {getattr(place, name) for name in _NAMES if hasattr(place, name)}
+    return frozenset(functions)
 
 
 # Functions whose result is a loss, as they are called: torch.nn.functional's, torch's own.

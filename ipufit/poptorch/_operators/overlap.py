@@ -1,4 +1,4 @@
-"""Inputs and outputs whose transfer overlaps with computation: marks, and where they may stand."""
+"""Marks of inputs and outputs whose transfer overlaps with computation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OUTPUT = define(_SCHEMA.format("overlap_output"), _run, lambda t, mode: torch.e
 
 
 class _Same(torch.autograd.Function):
-    """A mark has the gradient of what it marks."""
+    """Passes the gradient of a mark on to the marked tensor."""
 
     @staticmethod
     def forward(ctx: Any, operator: Any, tensor: Tensor, mode: str) -> Tensor:
@@ -58,7 +58,7 @@ def _mark(structure: Any, mode: Any, operator: Any, kind: str) -> Any:
 
 
 def set_overlap_for_input(input_tensors: Any, mode: Any) -> Any:
-    """Say that inputs are sent to the IPU while it computes; call it first in ``forward``.
+    """Mark inputs that are sent to the IPU while it computes; call it first in ``forward``.
 
     Args:
         input_tensors: a tensor, or tuples, lists and dicts of them.
@@ -70,7 +70,7 @@ def set_overlap_for_input(input_tensors: Any, mode: Any) -> Any:
 
 
 def set_overlap_for_output(output_tensors: Any, mode: Any) -> Any:
-    """Say that outputs leave the IPU while it computes; call it right before returning them.
+    """Mark outputs that leave the IPU while it computes; call it right before returning them.
 
     Args:
         output_tensors: a tensor, or tuples, lists and dicts of them.
@@ -82,7 +82,7 @@ def set_overlap_for_output(output_tensors: Any, mode: Any) -> Any:
 
 
 class Overlaps(NamedTuple):
-    """Modes by position; those that are not marked are left out."""
+    """Overlap modes of the marked inputs and outputs, by position."""
 
     inputs: Dict[int, str]
     outputs: Dict[int, str]
@@ -91,7 +91,7 @@ class Overlaps(NamedTuple):
 def resolve(
     graph: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> Overlaps:
-    """Take the marks out of a recorded graph.
+    """Remove the marks from a recorded graph, and return them.
 
     Args:
         graph: changed in place.

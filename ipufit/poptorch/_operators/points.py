@@ -26,7 +26,7 @@ def _run_fps(src: Tensor, ptr: List[int], counts: List[int], starts: Tensor) -> 
 
 
 def _sample(points: Tensor, count: int, start: int) -> Tensor:
-    """Each next point is the one whose nearest chosen point is the farthest away."""
+    """Choose points greedily: the next one is the farthest from its nearest chosen point."""
     flat = points.reshape(len(points), -1)
     distances = flat.new_full((len(flat),), math.inf)
     chosen = [torch.tensor(start, device=flat.device)]
@@ -105,7 +105,7 @@ Batch = Optional[Union[List[int], Tensor]]
 
 
 def nearest(x: Tensor, y: Tensor, batch_x: Batch = None, batch_y: Batch = None) -> Tensor:
-    """For each row of ``x`` the index of the nearest row of ``y`` in the same sample.
+    """Return for each row of ``x`` the index of the nearest row of ``y`` in the same sample.
 
     Args:
         x: shape (rows, features) or (rows,).
@@ -176,7 +176,7 @@ def _batch(batch: Batch, points: Tensor, name: str) -> Optional[Tensor]:
 
 
 def _values(batch: Any) -> Optional[List[int]]:
-    """The numbers; None where they are known at run time only."""
+    """Return the numbers; None where they are only there at run time."""
     if isinstance(batch, FakeTensor):
         return None
     values: List[int] = batch if isinstance(batch, list) else batch.tolist()

@@ -36,7 +36,7 @@ _PRINT = define(
 
 
 class _Printed(torch.autograd.Function):
-    """Identity, printed in both directions; no ``gradient_title``, and it is so in one only."""
+    """Prints a tensor, and its gradient if there is a ``gradient_title``."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, title: str, gradient_title: str, *style: Any) -> Tensor:

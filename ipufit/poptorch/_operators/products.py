@@ -1,4 +1,4 @@
-"""Products of scattered numbers, whose gradient torch 2.0 looks at values for.
+"""Products of scattered numbers with a gradient that reads no values, as torch 2.0's does.
 
 Of a place with value ``x`` and sources ``s_i`` the result is ``y = x * prod_i s_i``, or without the
 ``x``; a place without sources stays as it is. Hence
@@ -75,7 +75,7 @@ def _product(
 def scatter_reduce(
     input: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
 ) -> Tensor:
-    """``torch.scatter_reduce``."""
+    """Compute ``torch.scatter_reduce`` with a gradient for products that can be recorded."""
     return _product(
         torch.scatter_reduce, input, dim, index, src, reduce, include_self, lambda: index
     )
@@ -90,7 +90,7 @@ def index_reduce(
     *,
     include_self: bool = True,
 ) -> Tensor:
-    """``torch.index_reduce``: a scattering in which every row goes to one place."""
+    """Compute ``torch.index_reduce`` as a scatter in which every row goes to one position."""
 
     def scattered() -> Tensor:
         shape = [1] * source.dim()
@@ -101,7 +101,7 @@ def index_reduce(
 
 
 def in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The one that changes its first argument."""
+    """Return the in-place variant of a function, which changes its first argument."""
 
     def changed(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # What gradients are computed from must stay as it was.

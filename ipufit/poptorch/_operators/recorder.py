@@ -1,4 +1,4 @@
-"""What is known of the graph that is being recorded: which node computes a tensor."""
+"""Access to the tracer that is recording, its graph, and the nodes of tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["graph_so_far", "node_of", "tracer"]
 
 
 def tracer() -> Optional[Any]:
-    """The innermost tracer that is recording; None outside of a capture."""
+    """Return the innermost tracer that is recording; None outside of a capture."""
     # Imported here: it is slow to import.
     from torch.fx.experimental import proxy_tensor
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -28,7 +28,7 @@ def tracer() -> Optional[Any]:
 
 
 def node_of(tensor: Tensor) -> Optional[fx.Node]:
-    """The node whose value the tensor is; None where this tracer doesn't know it."""
+    """Return the node that computes a tensor; None where this tracer doesn't know it."""
     from torch.fx.experimental import proxy_tensor
 
     current = tracer()
@@ -39,6 +39,6 @@ def node_of(tensor: Tensor) -> Optional[fx.Node]:
 
 
 def graph_so_far() -> List[fx.Node]:
-    """The nodes recorded so far by the innermost tracer."""
+    """Return the nodes recorded so far by the innermost tracer."""
     current = tracer()
     return [] if current is None else list(current.graph.nodes)

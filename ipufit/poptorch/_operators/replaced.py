@@ -1,4 +1,4 @@
-"""Functions that torch, or its floor, can't record as they are: the same ones, which can be."""
+"""Replacements for functions that torch, or its oldest supported version, can't record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["REPLACED"]
 
 
 def bincount(input: Tensor, weights: Optional[Tensor] = None, minlength: int = 0) -> Tensor:
-    """How often each number under ``minlength`` occurs; larger ones are not counted."""
+    """Count how often each number under ``minlength`` occurs; larger ones are not counted."""
     if weights is None:
         weights = torch.ones(input.shape, dtype=torch.int64, device=input.device)
     elif weights.dtype != torch.float32:
@@ -30,7 +30,7 @@ def bincount(input: Tensor, weights: Optional[Tensor] = None, minlength: int = 0
 
 
 def one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
-    """A one where the class is; none where there is no such class."""
+    """Encode classes as one-hot vectors; a number that is no class gives zeros."""
     classes = torch.arange(num_classes, dtype=input.dtype, device=input.device)
     return (input.unsqueeze(-1) == classes).to(torch.int64)
 
@@ -42,7 +42,7 @@ def _single(value: Optional[Tensor]) -> Optional[Tensor]:
 def _normalised(
     function: Callable[..., Tensor], input: Tensor, running: Tuple[Any, Any], *rest: Any
 ) -> Tensor:
-    """A normalisation of half numbers, computed and averaged in float32."""
+    """Normalise half-precision input in float32, and update the running statistics."""
     single = [_single(statistic) for statistic in running]
     result = function(input.float(), *single, *[_widened(value) for value in rest])
     for statistic, value in zip(running, single):
@@ -65,7 +65,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """``torch.nn.functional.batch_norm``, of half numbers too, with statistics of any type.
+    """Compute ``torch.nn.functional.batch_norm`` for half precision and any type of statistics.
 
     A device changes running statistics along with the weights: not in a model for inference, even
     where the layer is in training mode and normalises with the micro-batch's own.
@@ -89,7 +89,7 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """``torch.nn.functional.instance_norm``, of half numbers too."""
+    """Compute ``torch.nn.functional.instance_norm``, also in half precision."""
     rest = (weight, bias, use_input_stats, momentum, eps)
     if input.dtype in (torch.float16, torch.bfloat16):
         return _normalised(F.instance_norm, input, (running_mean, running_var), *rest)
@@ -97,7 +97,7 @@ def instance_norm(
 
 
 def _in_single(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of half numbers, computed in float32: torch 2.0 can't record it in half."""
+    """Compute a function of half-precision input in float32, because torch 2.0 can't record it."""
 
     def computed(input: Tensor, *args: Any, **kwargs: Any) -> Any:
         if input.dtype not in (torch.float16, torch.bfloat16):
@@ -112,13 +112,13 @@ def _in_single(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mse_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """``torch.nn.functional.mse_loss``, of two types too, which torch 2.0 can't differentiate."""
+    """Compute ``torch.nn.functional.mse_loss``, with a gradient for operands of two dtypes."""
     dtype = torch.promote_types(input.dtype, target.dtype)
     return F.mse_loss(input.to(dtype), target.to(dtype), *args, **kwargs)
 
 
 def _typed_by_out(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A running total in the type of ``out``: said, as torch 2.0 does not look when recording."""
+    """Compute a cumulative function in the type of ``out``, which torch 2.0 does not record."""
 
     def typed(*args: Any, **kwargs: Any) -> Tensor:
         if isinstance(kwargs.get("out"), Tensor) and kwargs.get("dtype") is None:
@@ -129,7 +129,7 @@ def _typed_by_out(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _whole(kind: str) -> Callable[..., Any]:
-    """A recurrent layer as one operator; half numbers are computed wider, step by step."""
+    """Record a recurrent layer as one operator, or step by step in half precision."""
     original = getattr(torch, kind)
 
     def layer(*args: Any, **kwargs: Any) -> Any:

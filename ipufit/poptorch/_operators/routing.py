@@ -1,4 +1,4 @@
-"""How a call of a torch function is recorded in a PopTorch model."""
+"""Dispatch of torch functions while a PopTorch model is recorded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _bool(value: Any) -> Any:
 
 
 def with_bool_masks(func: Any, args: Sequence[Any], kwargs: Dict[str, Any]) -> Sequence[Any]:
-    """The positional arguments of a call; a mask among the named ones is replaced in place."""
+    """Return the positional arguments with bool masks; those in ``kwargs`` are replaced there."""
     if func not in _MASKED:
         return args
     place, name = _MASKED[func]

@@ -1,4 +1,4 @@
-"""Contexts that tell a compiler of IPU programs about the operators inside: no value changes."""
+"""Context managers that annotate operators for a compiler of IPU programs; values don't change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _is_convolution(node: Any) -> bool:
 
 
 class MultiConv:
-    """The convolutions inside are one operator on the device, which computes them in parallel."""
+    """Combines the convolutions inside into one operator of the device."""
 
     def __init__(self) -> None:
         self._available_memory_proportions: Optional[Sequence[float]] = None
@@ -52,13 +52,13 @@ class MultiConv:
         )
 
     def availableMemoryProportions(self, value: Union[float, List[float]]) -> MultiConv:
-        """For each convolution, or for all, the proportion of memory for temporary data."""
+        """Set the proportion of memory for temporary data, for each convolution or for all."""
         name = "available memory proportion"
         self._available_memory_proportions = self._validatePerConvProperty(name, value, float)
         return self
 
     def partialsTypes(self, value: Union[torch.dtype, List[torch.dtype]]) -> MultiConv:
-        """For each convolution, or for all, the type of partial sums: torch.float or half."""
+        """Set the type of partial sums, for each convolution or for all: float or half."""
         codes = {torch.float32: 0, torch.float16: 1}
         values = value if isinstance(value, (list, tuple)) else (value,)
         for one in values:
@@ -70,7 +70,7 @@ class MultiConv:
         return self
 
     def enableConvDithering(self, value: Union[bool, List[bool]]) -> MultiConv:
-        """For each convolution, or for all, whether it is dithered."""
+        """Turn dithering on or off, for each convolution or for all."""
         values = value if isinstance(value, (list, tuple)) or value is None else (value,)
         for one in values or ():
             if not isinstance(one, bool):
@@ -79,7 +79,7 @@ class MultiConv:
         return self
 
     def planType(self, value: enums.MultiConvPlanType) -> MultiConv:
-        """Whether they run in parallel or one after another."""
+        """Set how the convolutions run: in parallel or one after another."""
         if value is not None and not isinstance(value, enums.MultiConvPlanType):
             raise AssertionError(
                 f"Invalid plan type! Expected a poptorch.MultiConvPlanType, got {value!r}."
@@ -88,14 +88,14 @@ class MultiConv:
         return self
 
     def perConvReservedTiles(self, value: int) -> MultiConv:
-        """How many tiles each convolution has for itself."""
+        """Set the number of tiles reserved for each convolution."""
         if not isinstance(value, int):
             raise AssertionError(f"Invalid reserved tiles! Expected an int, got {value!r}.")
         self._per_conv_reserved_tiles = value
         return self
 
     def cycleBackOff(self, value: float) -> MultiConv:
-        """A proportion between 0 and 1."""
+        """Set the cycle back-off, a proportion between 0 and 1."""
         if not isinstance(value, float):
             raise AssertionError(f"Invalid cycle back off! Expected a float, got {value!r}.")
         self._cycle_back_off = value
@@ -128,12 +128,12 @@ class MultiConv:
         self._check_lengths(count)
 
     def _check_lengths(self, count: int) -> None:
-        given: List[Tuple[str, Optional[Sequence[Any]]]] = [
+        properties: List[Tuple[str, Optional[Sequence[Any]]]] = [
             ("availableMemoryProportions", self._available_memory_proportions),
             ("partialsTypes", self._partials_types),
             ("enableConvDithering", self._enable_conv_ditherings),
         ]
-        for name, values in given:
+        for name, values in properties:
             if values is not None and len(values) not in (1, count):
                 raise error(
                     f"poptorch.MultiConv.{name} expects one value, or one for each of its "
@@ -142,7 +142,7 @@ class MultiConv:
 
 
 class NameScope:
-    """Operators inside have this in their names, which ``getTensorNames`` lists.
+    """Prefix the names of the operators inside, which ``getTensorNames`` lists.
 
     Args:
         name: the prefix.
@@ -161,14 +161,14 @@ class NameScope:
 
 
 def push_name_scope(name: str) -> None:
-    """Have this in the names of operators from here on, until it is popped."""
+    """Prefix the names of operators from here on, until the scope is popped."""
     trace = tracing()
     if trace is not None:
         trace.activations.enter(name)
 
 
 def pop_name_scope() -> None:
-    """Take the last ``push_name_scope`` back.
+    """Remove the scope of the last ``push_name_scope``.
 
     Raises:
         Error: there is none in the model that is being recorded.

@@ -1,4 +1,4 @@
-"""Slices whose start is a tensor: it may be another one at every run, the size may not."""
+"""Slices of a fixed size whose start is a tensor, and may change from run to run."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _axis(tensor: Tensor, dim: int, name: str) -> int:
 
 
 def _positions(start: Tensor, size: int, step: int, length: int) -> Tensor:
-    """Those of a slice; past the end it goes on at the beginning, as on the device."""
+    """Return the positions of a slice; past the end it wraps around, as on the device."""
     offsets = torch.arange(0, size, step, device=start.device)
     return torch.remainder(start.reshape(1).to(torch.int64) + offsets, length)
 
@@ -78,7 +78,7 @@ def _recorded_slice(tensor: Tensor, axis: int, start: Tensor, size: int, step: i
 
 
 def dynamic_slice(tensor: Tensor, dim: int, start: Tensor, size: int, step: int) -> Tensor:
-    """``tensor[start:start + size:step]`` on one dimension, of a start that may change every run.
+    """Return ``tensor[start:start + size:step]`` of one dimension; start may change every run.
 
     In a compiled model a slice that passes the end of the dimension goes on at its beginning.
 
@@ -116,7 +116,7 @@ def dynamic_slice(tensor: Tensor, dim: int, start: Tensor, size: int, step: int)
 
 
 def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor, size: int) -> Tensor:
-    """A copy of ``input`` with ``src`` written over ``[start:start + size]`` of one dimension.
+    """Return a copy of ``input`` with ``src`` in ``[start:start + size]`` of one dimension.
 
     In a compiled model what passes the end of the dimension is written to its beginning.
 
@@ -183,7 +183,7 @@ def _recorded_update(input: Tensor, src: Tensor, axis: int, start: Tensor, size:
 
 
 def has_tensor_bounds(index: Any) -> bool:
-    """Whether ``x[index]`` has a slice whose start or end is a tensor."""
+    """Return True if ``x[index]`` has a slice whose start or end is a tensor."""
     parts = index if isinstance(index, tuple) else (index,)
     return any(
         isinstance(p, slice) and (isinstance(p.start, Tensor) or isinstance(p.stop, Tensor))
@@ -192,17 +192,17 @@ def has_tensor_bounds(index: Any) -> bool:
 
 
 def getitem(tensor: Tensor, index: Any) -> Tensor:
-    """``tensor[index]`` where :func:`has_tensor_bounds` is true, while recording.
+    """Return ``tensor[index]`` where :func:`has_tensor_bounds` is true, while recording.
 
-    The size of such a slice is what its end is more than its start, by sums with numbers. Bounds
-    that are computed from tensors of the host's alone are known, and make an ordinary slice.
+    The size of such a slice is the difference of its bounds, which must be sums of one tensor and
+    numbers. Bounds that are computed from tensors of the host alone make an ordinary slice.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
     consumed = sum(_consumes(part) for part in parts)
     axis, rest = 0, []
     for part in parts:
         if isinstance(part, slice):
-            start, stop = _known(part.start), _known(part.stop)
+            start, stop = _constant_value(part.start), _constant_value(part.stop)
             if isinstance(start, Tensor) or isinstance(stop, Tensor):
                 tensor = _slice_between(tensor, axis, start, stop, part.step)
                 part = slice(None)
@@ -225,8 +225,8 @@ def _slice_between(tensor: Tensor, axis: int, start: Any, stop: Any, step: Any) 
     return _recorded_slice(tensor, axis, start, size, 1 if step is None else step)
 
 
-def _known(bound: Any) -> Any:
-    """The number that a bound is, where the host knows it; otherwise the bound."""
+def _constant_value(bound: Any) -> Any:
+    """Return the value of a bound that the host can compute; otherwise the bound."""
     if not isinstance(bound, Tensor):
         return bound
     if not isinstance(bound, FakeTensor):
@@ -243,7 +243,7 @@ def _known(bound: Any) -> Any:
 
 
 def _consumes(part: Any) -> int:
-    """How many dimensions of the tensor a part of an index stands for."""
+    """Return how many dimensions of the tensor a part of an index covers."""
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
     if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):
@@ -279,7 +279,7 @@ _KEEPS |= {"unsqueeze", "view", "_unsafe_view", "expand"}
 
 
 def _sum_of(node: fx.Node) -> Tuple[fx.Node, int]:
-    """The node that a bound is computed from by adding numbers, and what these add up to."""
+    """Return the node to which numbers are added to get a bound, and the sum of the numbers."""
     total = 0
     while node.op == "call_function":
         name = getattr(node.target, "_schema", None)
@@ -298,7 +298,7 @@ def _sum_of(node: fx.Node) -> Tuple[fx.Node, int]:
 
 
 def _step(node: fx.Node, kind: str) -> Optional[Tuple[Any, int]]:
-    """The other operand of a sum with a number, and the number; None if there is none."""
+    """Return the other operand and the number of a sum with a number; None for any other."""
     left, right = node.args[:2]
     factor = node.kwargs.get("alpha", 1)
     sign = -1 if kind == "sub" else 1
@@ -319,7 +319,7 @@ def _step(node: fx.Node, kind: str) -> Optional[Tuple[Any, int]]:
 
 
 def _number(operand: Any) -> Any:
-    """The number that an operand is; None if it isn't known."""
+    """Return the value of an operand that is a constant; None for any other."""
     if isinstance(operand, (int, float)):
         return operand
     if not isinstance(operand, fx.Node):

@@ -1,4 +1,4 @@
-"""How a printed tensor looks."""
+"""Text of a printed tensor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ Number = Union[int, float]
 
 
 class Style(NamedTuple):
-    """See :func:`poptorch.ipu_print_tensor`; separator and brackets are one character each."""
+    """Format of numbers and rows, as in :func:`poptorch.ipu_print_tensor`.
+
+    Separator and brackets are one character each.
+    """
 
     summarise_threshold: int
     edge_items: int
@@ -32,7 +35,7 @@ class Style(NamedTuple):
 
 
 def text_of(tensor: Tensor, title: str, style: Style) -> str:
-    """The title and the values, one row of the last dimension a line.
+    """Format the title and the values, one row of the last dimension a line.
 
     All elements share one format and one width, decided by those of the whole tensor: fixed point,
     or scientific where the largest has more digits before the point than ``digits`` or the
@@ -76,8 +79,8 @@ def _digits_before_point(size: float) -> int:
     return 1 if size < 10 else math.floor(math.log10(size)) + 1
 
 
-def _kept(length: int, style: Style, summarised: bool) -> Sequence[int]:
-    """Positions that are shown; -1 stands for those left out."""
+def _shown_positions(length: int, style: Style, summarised: bool) -> Sequence[int]:
+    """Return the positions that are shown; -1 stands for those left out."""
     if not summarised or length <= 2 * style.edge_items:
         return range(length)
     edge = style.edge_items
@@ -86,8 +89,8 @@ def _kept(length: int, style: Style, summarised: bool) -> Sequence[int]:
 
 def _shown(values: Tensor, style: Style, summarised: bool) -> Tensor:
     for dim, length in enumerate(values.shape):
-        kept = [i for i in _kept(length, style, summarised) if i >= 0]
-        values = values.index_select(dim, torch.tensor(kept, dtype=torch.int64))
+        shown = [i for i in _shown_positions(length, style, summarised) if i >= 0]
+        values = values.index_select(dim, torch.tensor(shown, dtype=torch.int64))
     return values
 
 
@@ -95,7 +98,7 @@ def _rows(
     values: Tensor, depth: int, style: Style, summarised: bool, form: Callable[[Number], str]
 ) -> List[str]:
     indent = " " * depth
-    positions = _kept(len(values), style, summarised)
+    positions = _shown_positions(len(values), style, summarised)
     if values.dim() == 1:
         row = values.tolist()
         return _row([form(row[i]) if i >= 0 else "..." for i in positions], depth, style)
@@ -109,7 +112,7 @@ def _rows(
 
 
 def _row(elements: Sequence[str], depth: int, style: Style) -> List[str]:
-    """One row, on as many lines as it needs; those that go on are indented by two more."""
+    """Format one row, on as many lines as it needs; continuation lines are indented by two more."""
     lines = [" " * depth + style.open_bracket]
     empty = True
     for position, element in enumerate(elements):

@@ -81,7 +81,8 @@ recomputation_checkpoint = recomputationCheckpoint
 def internal_cast(tensor: Tensor, dtype: str) -> Tensor:
     """Convert a tensor of a model that is being recorded.
 
-    Outside of one PopTorch computes in float32: half is widened, and anything else left alone.
+    Outside of a recording PopTorch computes in float32: half is converted, and anything else
+    stays as it is.
 
     Args:
         tensor: any shape.
@@ -100,14 +101,14 @@ def internal_cast(tensor: Tensor, dtype: str) -> Tensor:
 
 
 def identity_loss(x: Tensor, reduction: int) -> Tensor:
-    """Make a tensor a loss: 0 is its sum, 1 its mean, 2 itself."""
+    """Mark a tensor as a loss: 0 takes its sum, 1 its mean, 2 the tensor itself."""
     if reduction not in (0, 1, 2):
         raise error(f"reduction must be sum (0), mean (1) or none (2), got {reduction!r}.")
     return _identity_loss(x, ("sum", "mean", "none")[reduction])
 
 
 def begin_ipu_block(stage_id: int, phase_id: int, ipu_id: int) -> None:
-    """Begin a block that has its stage's number for a name.
+    """Begin a block that is named after its stage.
 
     Args:
         stage_id: the number.
@@ -142,7 +143,7 @@ def end_multi_conv(
     cycle_back_off: Optional[float] = None,
     enable_conv_dithering: Optional[Sequence[int]] = None,
 ) -> None:
-    """End what ``begin_multi_conv`` began, with the settings of a ``MultiConv``.
+    """End the ``MultiConv`` of ``begin_multi_conv`` with these settings.
 
     Raises:
         Error: none was begun, or it has no convolution.
@@ -169,7 +170,7 @@ def set_attribute(attribute: str, key: str, value: str) -> None:
 
 
 def clear_attribute(attribute: str, key: str) -> None:
-    """Take ``set_attribute`` back."""
+    """Remove an entry that ``set_attribute`` has set."""
     entries = Attribute._current_attrs.get(attribute, {})
     entries.pop(key, None)
     if not entries:
@@ -207,7 +208,7 @@ def custom_operation(
     outputs: List[Tensor],
     attributes: str,
 ) -> List[Tensor]:
-    """``poptorch.custom_op``, with attributes as ``poptorch.accessAttributes`` takes them."""
+    """Call ``poptorch.custom_op`` with attributes as ``poptorch.accessAttributes`` takes them."""
     values: Dict[str, Any] = accessAttributes(attributes)
     return custom_op(inputs, name, domain, domain_version, outputs, values)
 
@@ -215,7 +216,7 @@ def custom_operation(
 def nearest_batch_list(
     x: Tensor, y: Tensor, batch_x: Sequence[int], batch_y: Sequence[int]
 ) -> Tensor:
-    """``poptorch.nearest``, with the sample of each row as a list."""
+    """Call ``poptorch.nearest`` with the sample of each row as a list."""
     return nearest(x, y, list(batch_x), list(batch_y))
 
 

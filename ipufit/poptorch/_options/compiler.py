@@ -138,7 +138,7 @@ def validate(values: Dict[str, Any]) -> None:
 
 
 def _kind(name: str, value: Any) -> str:
-    """The compiler's name of a value's type."""
+    """Return the compiler's name of a value's type."""
     if isinstance(value, bool):
         return "bool"
     if isinstance(value, numbers.Integral):
@@ -158,7 +158,7 @@ def _kind(name: str, value: Any) -> str:
 
 
 def _hint(name: str, kind: str) -> str:
-    """What else the option could be."""
+    """Return a sentence about what the option could be."""
     others = [other for other, names in _KNOWN.items() if name in names]
     if others:
         return f"It is a {others[0]} option."

@@ -13,7 +13,7 @@ __all__ = ["DeviceOptions"]
 
 
 class DeviceOptions(OptionGroup):
-    """The half of ``Options`` that says where a model runs."""
+    """Options that say where a model runs."""
 
     _popart: _PopartOptions
 
@@ -23,7 +23,7 @@ class DeviceOptions(OptionGroup):
         return self
 
     def useIpuModel(self, use_model: bool) -> Any:
-        """Whether to follow the rules of the IPU Model instead of hardware's.
+        """Follow the rules of the IPU Model instead of hardware's.
 
         It comes before the environment variable ``POPTORCH_IPU_MODEL``.
         """

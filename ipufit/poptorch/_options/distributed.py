@@ -1,4 +1,4 @@
-"""Options of a run that is spread over several processes."""
+"""Options of a run over several processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["_DistributedOptions"]
 
 
 def _number(variable: str, default: int) -> int:
-    """An integer from the environment."""
+    """Read an integer from the environment."""
     text = os.environ.get(variable, str(default))
     try:
         return int(text)
@@ -22,7 +22,7 @@ def _number(variable: str, default: int) -> int:
 
 
 class _DistributedOptions(OptionGroup):
-    """Which process this is, of how many: ``options.Distributed``.
+    """Index of this process, and number of processes: ``options.Distributed``.
 
     OpenMPI's environment variables are read when the options are made.
     """
@@ -33,7 +33,7 @@ class _DistributedOptions(OptionGroup):
         self.setEnvVarNames("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
 
     def disable(self) -> _DistributedOptions:
-        """One process, whatever the environment says."""
+        """Use one process, whatever the environment says."""
         self.set(num_distributed_processes=1, distributed_process_id=0)
         return self
 
@@ -46,7 +46,7 @@ class _DistributedOptions(OptionGroup):
         return self.configureProcessId(_number(var_process_id, 0), _number(var_num_processes, 1))
 
     def configureProcessId(self, process_id: int, num_processes: int) -> _DistributedOptions:
-        """Say which process this is (from 0), of how many.
+        """Set the index of this process, from 0, and the number of processes.
 
         Raises:
             AssertionError: not an int.
@@ -65,10 +65,10 @@ class _DistributedOptions(OptionGroup):
 
     @property
     def processId(self) -> int:
-        """Which process this is, from 0."""
+        """Index of this process, from 0."""
         return int(self._values["distributed_process_id"])
 
     @property
     def numProcesses(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
         return int(self._values["num_distributed_processes"])

@@ -16,18 +16,18 @@ __all__ = ["ExecutionOptions"]
 
 
 class ExecutionOptions(OptionGroup):
-    """The half of ``Options`` on which the results of a run depend."""
+    """Options on which the results of a run depend."""
 
     _popart: _PopartOptions
     _execution_strategy: _IExecutionStrategy
 
     def deviceIterations(self, device_iterations: int) -> Any:
-        """Steps of one run, each on its own micro-batches."""
+        """Set the number of steps of one run, each with its own micro-batches."""
         self.set(device_iterations=device_iterations)
         return self
 
     def replicationFactor(self, replication_factor: int) -> Any:
-        """Copies of the model, each on its own micro-batches."""
+        """Set the number of copies of the model, each with its own micro-batches."""
         self.set(replication_factor=replication_factor)
         return self
 
@@ -69,14 +69,14 @@ class ExecutionOptions(OptionGroup):
         return self
 
     def broadcastBuffers(self, broadcast_buffers: bool = True) -> Any:
-        """Whether replicas must hold equal buffers; False lets each keep its own."""
+        """Require equal buffers on all replicas; False gives each replica its own."""
         self.set(broadcast_buffers=broadcast_buffers)
         return self
 
     def outputMode(
         self, output_mode: enums.OutputMode, output_return_period: Optional[int] = None
     ) -> Any:
-        """Which outputs of a run come back.
+        """Set which outputs of a run come back.
 
         Args:
             output_mode: see ``OutputMode``.
@@ -106,7 +106,7 @@ class ExecutionOptions(OptionGroup):
         return self
 
     def defaultOutputMode(self) -> bool:
-        """Whether the output mode still follows from the kind of model."""
+        """Return True while the output mode depends on the kind of model."""
         return bool(self.output_mode == enums.OutputMode.Default)
 
     def anchorTensor(
@@ -116,7 +116,7 @@ class ExecutionOptions(OptionGroup):
         output_mode: Optional[enums.OutputMode] = None,
         output_return_period: int = 1,
     ) -> None:
-        """Have a tensor of the program come back too: ``executor.getAnchoredTensor(short_name)``.
+        """Return a tensor of the program too, through ``executor.getAnchoredTensor(short_name)``.
 
         Frozen options take it as well. It returns nothing: calls can't be chained behind it.
 
@@ -149,7 +149,7 @@ class ExecutionOptions(OptionGroup):
         return self
 
     def setExecutionStrategy(self, strategy: _IExecutionStrategy) -> Any:
-        """How the model is cut over IPUs.
+        """Set how the model is distributed over IPUs.
 
         Raises:
             AssertionError: not an execution strategy.
@@ -165,7 +165,7 @@ class ExecutionOptions(OptionGroup):
         return self
 
     def updatableNamedBuffers(self, buffers: List[str]) -> Any:
-        """Buffers that ``executor.copyNamedBuffersToDevice()`` sends, by name.
+        """Name the buffers that ``executor.copyNamedBuffersToDevice()`` copies.
 
         Raises:
             AssertionError: not a list of strings.
@@ -177,7 +177,7 @@ class ExecutionOptions(OptionGroup):
         return self
 
     def enableSyntheticData(self, enabled: Union[bool, int]) -> Any:
-        """Compute on made-up inputs and return nothing of use: for measuring.
+        """Compute on synthetic inputs and return no useful results, to measure speed.
 
         Args:
             enabled: numbers of ``popart.SyntheticDataMode`` count as in PopTorch, where any but 0

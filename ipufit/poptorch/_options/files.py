@@ -1,4 +1,4 @@
-"""Options from a file, which is read as a text and never run as a program."""
+"""Options from a file, which is parsed and never run as a program."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _SETTERS_FAULTS = (AssertionError, AttributeError, RuntimeError, TypeError, Valu
 
 
 class ConfigFileError(Exception):
-    """A line of an options file that can't be read; says which, and what a line may hold."""
+    """A line of an options file that can't be read, and what a line may contain."""
 
 
 class _Unreadable(Exception):
-    """An expression that is none of those that a line may hold."""
+    """An expression that a line may not contain."""
 
 
 class _Line(NamedTuple):
@@ -60,14 +60,14 @@ class _Line(NamedTuple):
     position: int
 
     def quoted(self) -> str:
-        """The line as PopTorch prints it, and where it is if that needs saying."""
+        """Return the line as PopTorch prints it, and its number in the file if that differs."""
         # PopTorch counts only the lines that it keeps.
-        own = f"\n(Line {self.number} with blank lines and comments.)"
-        return f"\n> options.{self.text}{own if self.number != self.position else ''}"
+        numbering = f"\n(Line {self.number} with blank lines and comments.)"
+        return f"\n> options.{self.text}{numbering if self.number != self.position else ''}"
 
 
 def apply_file(options: OptionGroup, path: str) -> None:
-    """Read every line of a file, then call what they name.
+    """Read every line of a file, then call the setters in them.
 
     Raises:
         ConfigFileError: a line can't be read; no option was changed.
@@ -90,7 +90,7 @@ def apply_file(options: OptionGroup, path: str) -> None:
 
 
 def _read_line(line: _Line) -> Reading:
-    """The one call of a line.
+    """Read the one call of a line.
 
     Raises:
         ConfigFileError: it is not Python, or not such a call.
@@ -113,7 +113,7 @@ def _read_line(line: _Line) -> Reading:
 
 
 def _call(node: ast.AST, root: str) -> Reading:
-    """A call, whose chain of names and calls begins at a name."""
+    """Read a call, whose chain of names and calls begins at a name."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         raise _Unreadable
     if any(word.arg is None for word in node.keywords):  # **options
@@ -130,7 +130,7 @@ def _call(node: ast.AST, root: str) -> Reading:
 
 
 def _chain(node: ast.AST, root: str) -> Reading:
-    """What is called: a setter of options, or something that goes into them."""
+    """Read the function of a call: a setter of options, or a constructor of an argument."""
     if isinstance(node, ast.Call):
         return _call(node, root)
     if isinstance(node, ast.Name) and root == "options" == node.id:
@@ -148,7 +148,7 @@ def _chain(node: ast.AST, root: str) -> Reading:
 
 
 def _argument(node: ast.AST) -> Reading:
-    """A literal, an enum's member, or something that goes into options."""
+    """Read a literal, an enum's member, or a constructor's call."""
     if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
         kind: Any = {ast.List: list, ast.Tuple: tuple, ast.Set: set}[type(node)]
         elements = [_argument(element) for element in node.elts]
@@ -165,8 +165,8 @@ def _argument(node: ast.AST) -> Reading:
         members = ENUMS[names[0]].__members__ if len(names) == 2 and names[0] in ENUMS else {}
         if not names or names[-1] not in members:
             raise _Unreadable
-        found = members[names[-1]]
-        return lambda options: found
+        enum_member = members[names[-1]]
+        return lambda options: enum_member
     try:
         literal = ast.literal_eval(node)
     except ValueError:
@@ -175,7 +175,7 @@ def _argument(node: ast.AST) -> Reading:
 
 
 def _poptorch_names(node: ast.AST) -> List[str]:
-    """The names behind ``poptorch.``, without its modules'; none for any other expression."""
+    """Return the names after ``poptorch.``, without its modules'; none for another expression."""
     names: List[str] = []
     while isinstance(node, ast.Attribute):
         names.insert(0, node.attr)

@@ -1,4 +1,4 @@
-"""Which options were set and change nothing on this engine."""
+"""Report options that were set and have no effect on this engine."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _reported: Set[str] = set()
 
 
 def ignored(options: Options) -> List[str]:
-    """The setters and environment variables that were used and change nothing here, sorted.
+    """Return the setters and environment variables that were used and have no effect, sorted.
 
     A value that is the default counts as not set. Execution strategies, ``autoRoundNumIPUs``,
     ``useIpuModel``, ``useIpuId`` and ``connectionType`` are not among them: what they forbid is
@@ -96,7 +96,7 @@ def ignored(options: Options) -> List[str]:
 
 
 def _setter_of(key: str, value: Any) -> str:
-    """How an option of the compiler was set."""
+    """Return the setter of an option of the compiler."""
     if isinstance(value, dict):
         for field, setter in _FIELDS.items():
             if field in value:
@@ -105,7 +105,7 @@ def _setter_of(key: str, value: Any) -> str:
 
 
 def report_ignored(options: Options) -> None:
-    """Log the names of ``ignored``, each once a process."""
+    """Log each name from ``ignored`` once a process."""
     new = [name for name in ignored(options) if name not in _reported]
     if new:
         _reported.update(new)

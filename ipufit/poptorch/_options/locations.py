@@ -1,4 +1,4 @@
-"""Options about the memory in which tensors live. There is one memory on this engine."""
+"""Options about the memory of tensors. There is one memory on this engine."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ __all__ = ["TensorLocationSettings", "_TensorLocationOptions"]
 
 
 class TensorLocationSettings(OptionGroup):
-    """Where one kind of tensor lives.
+    """Memory in which one kind of tensor is stored.
 
     Every setter refuses another type with an AssertionError.
     """
 
     def minElementsForOffChip(self, min_elements: int) -> TensorLocationSettings:
-        """Tensors of fewer elements stay on the chip."""
+        """Store tensors of fewer elements on the chip."""
         return self._keep("minElementsForOffChip", min_elements, int)
 
     def minElementsForReplicatedTensorSharding(self, min_elements: int) -> TensorLocationSettings:
-        """Tensors of fewer elements are not cut over replicas."""
+        """Do not shard tensors of fewer elements over replicas."""
         return self._keep("minElementsForReplicatedTensorSharding", min_elements, int)
 
     def useOnChipStorage(self, use: Optional[bool] = True) -> TensorLocationSettings:
-        """Live on the chip (True), beside it (False), or leave it open (None)."""
+        """Store tensors on the chip (True), off it (False), or where the compiler likes (None)."""
         if use is None:
             self.deleteIfExists("onChip")
             return self
         return self._keep("onChip", use, bool)
 
     def useReplicatedTensorSharding(self, use: bool = True) -> TensorLocationSettings:
-        """Cut the tensor over replicas, for weights and optimizer states."""
+        """Shard tensors over replicas, for weights and optimizer states."""
         return self._keep("useReplicatedTensorSharding", use, bool)
 
     def useIOTilesToLoad(self, use: bool = True) -> TensorLocationSettings:
-        """Load through the tiles kept for transfers."""
+        """Load through the tiles reserved for transfers."""
         return self._keep("useIOTilesToLoad", use, bool)
 
     def useIOTilesToStore(self, use: bool = True) -> TensorLocationSettings:
-        """Store through the tiles kept for transfers."""
+        """Store through the tiles reserved for transfers."""
         return self._keep("useIOTilesToStore", use, bool)
 
     def _keep(self, option: str, value: object, kind: type) -> TensorLocationSettings:
@@ -49,14 +49,14 @@ class TensorLocationSettings(OptionGroup):
 
 
 class _TensorLocationOptions(OptionGroup):
-    """Where each kind of tensor lives: ``options.TensorLocations``.
+    """Memory of each kind of tensor: ``options.TensorLocations``.
 
     Settings are copied: a later change of them is not seen. Another type than
     ``TensorLocationSettings`` is an AssertionError.
     """
 
     def numIOTiles(self, num_tiles: int) -> _TensorLocationOptions:
-        """Tiles of each IPU that are kept for transfers.
+        """Set the number of tiles of each IPU that are reserved for transfers.
 
         Raises:
             AssertionError: not an int, or not an even number in 32 ... 192.
@@ -71,19 +71,19 @@ class _TensorLocationOptions(OptionGroup):
         return self
 
     def setActivationLocation(self, location: TensorLocationSettings) -> _TensorLocationOptions:
-        """Where activations live."""
+        """Set the memory of activations."""
         return self._place("location_activation", location)
 
     def setWeightLocation(self, location: TensorLocationSettings) -> _TensorLocationOptions:
-        """Where weights live."""
+        """Set the memory of weights."""
         return self._place("location_weight", location)
 
     def setOptimizerLocation(self, location: TensorLocationSettings) -> _TensorLocationOptions:
-        """Where the states of the optimizer live."""
+        """Set the memory of optimizer states."""
         return self._place("location_optimizer", location)
 
     def setAccumulatorLocation(self, location: TensorLocationSettings) -> _TensorLocationOptions:
-        """Where the sums of gradients live."""
+        """Set the memory of gradient accumulators."""
         return self._place("location_accumulator", location)
 
     def _place(self, option: str, location: object) -> _TensorLocationOptions:

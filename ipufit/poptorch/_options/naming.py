@@ -1,4 +1,4 @@
-"""Setters by name: what JSON and files of options may call, and with what."""
+"""Setters that JSON and files of options may call, by name."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _HOLDERS = (OptionGroup, _PopartOptions, _IExecutionStrategy, Stage, Phase)
 
 
 def _setters(target: object) -> List[str]:
-    """The public methods of options, of a group, or of something that goes into them."""
+    """Return the public methods of options, of a group, or of one of their arguments."""
     names = [name for name in dir(type(target)) if not name.startswith("_")]
     return [name for name in names if callable(getattr(type(target), name))]
 
 
 def member(target: Any, name: str) -> Any:
-    """A group of options, or a setter.
+    """Return a group of options, or a setter.
 
     Raises:
         AttributeError: there is none of this name.
@@ -39,7 +39,7 @@ def member(target: Any, name: str) -> Any:
 
 
 def _enum_member(value: Any) -> Any:
-    """The member that ``"Enum.Member"`` names; any other value as it is."""
+    """Return the enum's member that a text such as ``"Enum.Member"`` names, or the value itself."""
     if not isinstance(value, str) or value.count(".") != 1:
         return value
     kind, name = value.split(".")

@@ -1,4 +1,4 @@
-"""Options about numbers and their precision, and the withdrawn ones about tracing."""
+"""Options about number formats, and withdrawn ones about tracing."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def _withdrawn(call: str, reason: str) -> None:
 
 
 class _JitOptions(OptionGroup):
-    """What is left of the options of PopTorch's former tracer: ``options.Jit``."""
+    """Withdrawn options of PopTorch's former tracer: ``options.Jit``."""
 
     def traceModel(self, trace_model: bool) -> _JitOptions:
-        """Withdrawn; takes False alone.
+        """Accept False; the option is withdrawn.
 
         Raises:
             ValueError: it is True.
@@ -35,7 +35,7 @@ class _JitOptions(OptionGroup):
 
 
 class _PrecisionOptions(OptionGroup):
-    """Number formats and their faults: ``options.Precision``."""
+    """Number formats and floating-point exceptions: ``options.Precision``."""
 
     def __init__(self, popart_options: _PopartOptions) -> None:
         self._popart_options = popart_options
@@ -44,12 +44,12 @@ class _PrecisionOptions(OptionGroup):
     def halfFloatCasting(
         self, half_float_casting: enums.HalfFloatCastingBehavior
     ) -> _PrecisionOptions:
-        """Withdrawn: operators promote as in torch."""
+        """Accept a withdrawn option: operators promote as in torch."""
         _withdrawn("Precision.halfFloatCasting", "half and float mix as in torch.")
         return self
 
     def runningStatisticsAlwaysFloat(self, value: bool) -> _PrecisionOptions:
-        """Withdrawn: statistics have the type that the module gives them.
+        """Accept a withdrawn option: statistics have the type that the module gives them.
 
         Raises:
             ValueError: it is not a bool.
@@ -84,7 +84,7 @@ class _PrecisionOptions(OptionGroup):
         return self
 
     def setPartialsType(self, dtype: torch.dtype) -> _PrecisionOptions:
-        """The type of partial sums in products and convolutions; torch chooses it here.
+        """Set the type of partial sums in products and convolutions; torch chooses it here.
 
         It replaces what ``Training.setConvolutionDithering`` has set, and the other way round.
 

@@ -1,4 +1,4 @@
-"""``Options``: everything that can be said about how a model is compiled and run."""
+"""``Options``, which say how a model is compiled and run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Options"]
 
 
 class Options(ExecutionOptions, DeviceOptions, ReportOptions):
-    """How a model is compiled and run.
+    """Options of how a model is compiled and run.
 
     Setters return the options, so that calls can be chained; those of a group are reached through
     it: ``options.Training.gradientAccumulation(4)``. A model or a ``DataLoader`` freezes the
@@ -101,7 +101,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportOptions):
 
     @property
     def Jit(self) -> _JitOptions:
-        """What is left of the options of a former tracer."""
+        """Withdrawn options of a former tracer."""
         return self._jit
 
     @property
@@ -142,7 +142,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportOptions):
         return self
 
     def toDict(self) -> Dict[str, Any]:
-        """All values by the compiler's names.
+        """Return all values by the compiler's names.
 
         Raises:
             AssertionError: the output mode is still the default, or a name is set twice.
@@ -162,7 +162,7 @@ class Options(ExecutionOptions, DeviceOptions, ReportOptions):
         return values
 
     def clone(self) -> Options:
-        """A copy that can be changed."""
+        """Return a copy that is not frozen."""
         return copy.deepcopy(self)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Options that PopTorch hands to its compiler as they are."""
+"""Options that PopTorch passes to its compiler unchanged."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ class _PopartOptions:
             raise AttributeError(_FROZEN)
 
     def set(self, key: str, value: Any) -> _PopartOptions:
-        """Give one option a value."""
+        """Set one option."""
         self.checkIsFrozen()
         need_type("key", key, str)
         self.options[key] = value
         return self
 
     def setEngineOptions(self, engine_options: Dict[str, str]) -> _PopartOptions:
-        """Options of the device's engine, by its own names."""
+        """Set options of the device's engine, by its own names."""
         need_type("engineOptions", engine_options, dict)
         return self.set("engineOptions", engine_options)
 
     def setPatterns(self, patterns: Dict[str, bool], level: int = 2) -> _PopartOptions:
-        """Which rewriting patterns the compiler uses, on top of those of a level.
+        """Set the rewriting patterns that the compiler uses, on top of those of a level.
 
         Raises:
             AssertionError: not a dict, or a level that is not an int.
@@ -58,12 +58,12 @@ class _PopartOptions:
         return self.set("patterns", patterns)
 
     def __deepcopy__(self, memory: Dict[int, Any]) -> _PopartOptions:
-        """A copy that can be changed, whether or not this one can."""
-        made = type(self).__new__(type(self))
-        memory[id(self)] = made
+        """Return a copy that is not frozen."""
+        copied = type(self).__new__(type(self))
+        memory[id(self)] = copied
         for name, value in self.__dict__.items():
-            made.__dict__[name] = False if name == "_is_frozen" else copy.deepcopy(value, memory)
-        return made
+            copied.__dict__[name] = False if name == "_is_frozen" else copy.deepcopy(value, memory)
+        return copied
 
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={value!r}" for name, value in self.options.items())

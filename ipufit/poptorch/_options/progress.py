@@ -1,4 +1,4 @@
-"""The bar that is shown while a model compiles, and the time that this took."""
+"""Progress bar of a compilation, which also measures its time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ProgressBar"]
 
 
 class ProgressBar:
-    """Called with the progress of a compilation and its total.
+    """Shows the progress of a compilation; called with the progress and its total.
 
     Attributes:
         compilation_time: from the first call to the last; None before.
@@ -27,7 +27,7 @@ class ProgressBar:
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """Show and measure what is done inside; what fails is not measured."""
+        """Show and measure the compilation inside; one that fails is not measured."""
         before = self.compilation_time
         self(0, 100)
         try:
@@ -57,5 +57,5 @@ class ProgressBar:
             self._bar = self._start_time = None
 
     def __deepcopy__(self, memory: object) -> ProgressBar:
-        """A bar of its own: each model compiles for itself."""
+        """Return a new bar, because each model compiles for itself."""
         return ProgressBar()

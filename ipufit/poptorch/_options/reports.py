@@ -1,4 +1,4 @@
-"""Options about what is reported: logs, profiles, names, the progress bar."""
+"""Options about logs, profiles, names, and the progress bar."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _NO_LIMIT = (1 << 64) - 1
 
 
 class ReportOptions(OptionGroup):
-    """The half of ``Options`` on which no result depends."""
+    """Options on which no result depends."""
 
     _popart: _PopartOptions
 
     def logDir(self, log_dir: str) -> Any:
-        """The folder for the compiler's logs."""
+        """Set the folder for the compiler's logs."""
         self.set(log_dir=log_dir)
         return self
 
     def maxRepeatLogs(self, max_lines: Optional[int]) -> Any:
-        """How often the compiler may repeat a line of its log; None for any number of times."""
+        """Set how often the compiler may repeat a line of its log; None for no limit."""
         self.set(max_repeat_logs=_NO_LIMIT if max_lines is None else max_lines)
         return self
 
     def modelName(self, name: str) -> Any:
-        """The model's name in profiles; "training" or "inference" if there is none."""
+        """Set the model's name in profiles; the default is "training" or "inference"."""
         need_type("model_name", name, str)
         self.createOrSet(model_name=name)
         return self
@@ -44,7 +44,7 @@ class ReportOptions(OptionGroup):
         return self
 
     def enableProfiling(self, profile_dir: Optional[str] = None) -> Any:
-        """Write a profile into a folder: this one, if it is None."""
+        """Write a profile into a folder; None is the current one."""
         self.checkIsFrozen()
         if profile_dir is not None:
             need_type("enableProfiling", profile_dir, str, os.PathLike)
@@ -62,7 +62,7 @@ class ReportOptions(OptionGroup):
         return self
 
     def showCompilationProgressBar(self, show: bool = True) -> Any:
-        """Whether compiling draws a bar; it is needed for ``executor.compilationTime()``."""
+        """Show a bar while compiling, which is needed for ``executor.compilationTime()``."""
         need_type("showCompilationProgressBar", show, bool)
         self._show_compilation_progress_bar = show
         return self
@@ -79,7 +79,7 @@ class ReportOptions(OptionGroup):
         return self
 
     def sourceLocationExcludes(self, excludes: List[str]) -> Any:
-        """Parts of paths whose frames are left out when the program is printed."""
+        """Set parts of paths whose frames are left out when the program is printed."""
         self.checkIsFrozen()
         need_type("sourceLocationExcludes", excludes, list, tuple)
         for part in excludes:
@@ -88,5 +88,5 @@ class ReportOptions(OptionGroup):
         return self
 
     def appendToLocationExcludes(self, *excludes: str) -> Any:
-        """Further such parts."""
+        """Add parts of paths to those of ``sourceLocationExcludes``."""
         return self.sourceLocationExcludes([*self._source_location_excludes, *excludes])

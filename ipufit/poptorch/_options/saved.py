@@ -1,8 +1,8 @@
-"""Options as plain data, which a file can keep, and back.
+"""Options as plain data, for files.
 
-Plain data is what JSON has: nothing in a file can name a class or run code. What JSON does not tell
-apart is marked: ``{"enum": ["OutputMode", "All"]}``, ``{"tuple": [...]}``,
-``{"dict": [[key, value]]}``.
+Plain data is what JSON has: nothing in a file can name a class or run code. Types that JSON does
+not have are marked: ``{"enum": ["OutputMode", "All"]}``, ``{"tuple": [...]}``, ``{"dict": [[key,
+value]]}``.
 """
 
 from __future__ import annotations
@@ -46,69 +46,69 @@ _CONTAINERS: Dict[str, Callable[[Any], Any]] = {"list": list, "set": set, "tuple
 
 
 class _Bare(Options):
-    """Options that do not look at the environment."""
+    """Options that ignore the environment."""
 
     def _read_environment(self) -> None:
-        """Nothing of it."""
+        """Read nothing."""
 
 
 def to_data(options: Options) -> Dict[str, Any]:
-    """Options as plain data.
+    """Convert options to plain data.
 
     Raises:
         Error: a value that is not plain, such as a tensor given to ``_Popart.set``.
     """
     return {
-        "values": _plain("Options", options._values),
-        "groups": {name: _plain(name, getattr(options, name)._values) for name in _GROUPS},
-        "compiler": _plain("_Popart", options._Popart.options),
-        "flags": {name: _plain(name, getattr(options, name)) for name in _FLAGS},
+        "values": _encode("Options", options._values),
+        "groups": {name: _encode(name, getattr(options, name)._values) for name in _GROUPS},
+        "compiler": _encode("_Popart", options._Popart.options),
+        "flags": {name: _encode(name, getattr(options, name)) for name in _FLAGS},
         "strategy": _strategy_data(options._execution_strategy),
     }
 
 
 def from_data(data: Dict[str, Any]) -> Options:
-    """The options of plain data, which can be changed; the environment has no say in them."""
+    """Rebuild options from plain data; they are not frozen, and ignore the environment."""
     options: Options = _Bare()
     options.__class__ = Options
-    options._values = _value(data["values"])
+    options._values = _decode(data["values"])
     for name in _GROUPS:
-        getattr(options, name)._values = _value(data["groups"][name])
-    options._Popart.options = _value(data["compiler"])
+        getattr(options, name)._values = _decode(data["groups"][name])
+    options._Popart.options = _decode(data["compiler"])
     for name in _FLAGS:
-        setattr(options, name, _value(data["flags"][name]))
+        setattr(options, name, _decode(data["flags"][name]))
     options._execution_strategy = _strategy(data["strategy"])
     return options
 
 
-def _plain(where: str, value: Any) -> Any:
-    """A value as plain data."""
+def _encode(where: str, value: Any) -> Any:
+    """Convert a value to plain data."""
     if isinstance(value, enum.Enum) and type(value).__name__ in ENUMS:
         return {"enum": [type(value).__name__, value.name]}
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) is dict:
-        pairs = [[_plain(where, key), _plain(where, entry)] for key, entry in value.items()]
+        pairs = [[_encode(where, key), _encode(where, entry)] for key, entry in value.items()]
         return {"dict": pairs}
     for name, kind in _CONTAINERS.items():
         if type(value) is kind:
-            return {name: [_plain(where, entry) for entry in value]}
+            return {name: [_encode(where, entry) for entry in value]}
     raise error(
         "Options in a file are numbers, strings, enums, lists, tuples, sets and dicts; "
         f"{where} has a value of type {type(value).__name__}. Leave it out."
     )
 
 
-def _value(data: Any) -> Any:
-    """The value of plain data."""
+def _decode(data: Any) -> Any:
+    """Rebuild a value from plain data."""
     if not isinstance(data, dict):
         return data
     ((mark, entries),) = data.items()
     if mark == "enum":
         return ENUMS[entries[0]][entries[1]]
     if mark == "dict":
-        return {_value(key): _value(entry) for key, entry in entries}
-    return _CONTAINERS[mark](_value(entry) for entry in entries)
+        return {_decode(key): _decode(entry) for key, entry in entries}
+    return _CONTAINERS[mark](_decode(entry) for entry in entries)
 
 
 def _stage_data(stage: Stage) -> Dict[str, Any]:
@@ -121,7 +121,7 @@ def _stage(data: Dict[str, Any]) -> Stage:
 
 
 def _strategy_data(strategy: _IExecutionStrategy) -> Dict[str, Any]:
-    """A strategy by its class' name and its stages."""
+    """Convert a strategy to its class' name and its stages."""
     kind = type(strategy).__name__
     if type(strategy) is not _STRATEGIES.get(kind):
         raise error(
@@ -148,7 +148,7 @@ def _strategy_data(strategy: _IExecutionStrategy) -> Dict[str, Any]:
 
 
 def _strategy(data: Dict[str, Any]) -> _IExecutionStrategy:
-    """The strategy of plain data."""
+    """Rebuild a strategy from plain data."""
     kind = _STRATEGIES[data["kind"]]
     if "phases" in data:
         phased: _IPhasedExecution = kind(*(Phase(*map(_stage, p)) for p in data["phases"]))

@@ -1,4 +1,4 @@
-"""The pieces of which execution strategies are made: stages, phases, attributes."""
+"""Stages, phases and attributes, of which execution strategies are made."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Stage:
 
     @property
     def blocks(self) -> List[BlockId]:
-        """The names of its blocks."""
+        """The names of the stage's blocks."""
         return list(self._blocks)
 
     def ipu(self, ipu: int) -> Stage:
-        """The IPU it runs on, instead of the one that its blocks name.
+        """Set the IPU that the stage runs on, instead of the one that its blocks name.
 
         Raises:
             AssertionError: not an int, or below 0.
@@ -77,11 +77,11 @@ class Phase:
             )
 
     def stage(self, idx: int) -> Stage:
-        """One of its stages, from 0."""
+        """Return one of the stages, counted from 0."""
         return self.stages[idx]
 
     def ipus(self, *ipus: int) -> None:
-        """One IPU for each of its stages, in their order.
+        """Set one IPU for each of the stages, in their order.
 
         Raises:
             AssertionError: another number of IPUs than of stages.
@@ -96,7 +96,7 @@ class Phase:
 
 
 class Attribute:
-    """A context whose operators carry attributes for the device's compiler.
+    """A context in which operators carry attributes for the device's compiler.
 
     They change no value, and nothing reads them on this engine.
 

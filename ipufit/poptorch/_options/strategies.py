@@ -1,4 +1,4 @@
-"""Execution strategies: how a model is cut over IPUs. Its values do not depend on them."""
+"""Execution strategies: how a model is distributed over IPUs. Its values do not depend on them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _IExecutionStrategy:
         self._block_map = block_map
 
     def stage(self, block_id: BlockId) -> Stage:
-        """The stage to which a block belongs.
+        """Return the stage to which a block belongs.
 
         Raises:
             AssertionError: the strategy names no such block.
@@ -38,17 +38,17 @@ class _IExecutionStrategy:
         return self._block_map[block_id]
 
     def onStartTracing(self) -> None:
-        """Nothing to prepare: the blocks are placed when the recording is complete."""
+        """Prepare nothing: blocks are placed when the recording is complete."""
 
     def onEndTracing(self) -> None:
-        """Nothing to undo."""
+        """Undo nothing."""
 
     def backendOptions(self) -> Dict[str, Union[int, bool]]:
-        """What the compiler is told of the strategy."""
+        """Return the compiler's options for this strategy."""
         return {}
 
     def _add(self, stage: Stage) -> None:
-        """Take a stage's blocks in."""
+        """Add a stage and its blocks."""
         for block in stage.blocks:
             if block in self._block_map:
                 raise AssertionError(
@@ -58,7 +58,7 @@ class _IExecutionStrategy:
 
 
 def _stage_of(arg: object) -> Stage:
-    """A stage, from one, a block's name or several."""
+    """Return a stage for a stage, a block's name or several names."""
     if isinstance(arg, Stage):
         return arg
     if isinstance(arg, str):
@@ -92,15 +92,15 @@ class PipelinedExecution(_IExecutionStrategy):
             self._add(_stage_of(arg)._setStage(stage_id))
 
     def backendOptions(self) -> Dict[str, Union[int, bool]]:
-        """What the compiler is told of the strategy."""
+        """Return the compiler's options for this strategy."""
         return {"execution_mode": 0}
 
 
 class ShardedExecution(PipelinedExecution):
-    """Stages that run one after the other; arguments as of ``PipelinedExecution``."""
+    """Stages that run one after the other, with the arguments of ``PipelinedExecution``."""
 
     def backendOptions(self) -> Dict[str, Union[int, bool]]:
-        """What the compiler is told of the strategy."""
+        """Return the compiler's options for this strategy."""
         return {"execution_mode": 1}
 
 
@@ -134,7 +134,7 @@ class _IPhasedExecution(_IExecutionStrategy):
                 self._add(stage)
 
     def phase(self, phase: int) -> Phase:
-        """One of the phases, from 0.
+        """Return one of the phases, counted from 0.
 
         Raises:
             AssertionError: not an int, or below 0.
@@ -149,7 +149,7 @@ class _IPhasedExecution(_IExecutionStrategy):
         return self._phases[phase]
 
     def useSeparateBackwardPhase(self, use: bool = True) -> _IPhasedExecution:
-        """Begin the backward pass in a phase of its own, not in the last forward phase.
+        """Start the backward pass in a separate phase, not in the last forward phase.
 
         Raises:
             AssertionError: not a bool.
@@ -159,7 +159,7 @@ class _IPhasedExecution(_IExecutionStrategy):
         return self
 
     def backendOptions(self) -> Dict[str, Union[int, bool]]:
-        """What the compiler is told of the strategy."""
+        """Return the compiler's options for this strategy."""
         return {
             "execution_mode": 2,
             "separate_backward_phase": self._separate_backward_phase,
@@ -171,11 +171,11 @@ class ParallelPhasedExecution(_IPhasedExecution):
     """Phases that alternate between the even and the odd IPUs."""
 
     def backendOptions(self) -> Dict[str, Union[int, bool]]:
-        """What the compiler is told of the strategy."""
+        """Return the compiler's options for this strategy."""
         return {**super().backendOptions(), "serial_phases_execution": False}
 
     def sendTensorsOffChipAfterFwd(self, off_chip: bool = True) -> ParallelPhasedExecution:
-        """Keep tensors beside the chip between the forward and the backward pass.
+        """Store tensors off the chip between the forward and the backward pass.
 
         Raises:
             AssertionError: not a bool.
@@ -191,7 +191,7 @@ class SerialPhasedExecution(_IPhasedExecution):
     """Phases that follow each other on the same IPUs."""
 
     def setTensorsLiveness(self, liveness: enums.Liveness) -> SerialPhasedExecution:
-        """When tensors leave the chip.
+        """Set when tensors leave the chip.
 
         Raises:
             AssertionError: not a ``Liveness``.
@@ -201,5 +201,5 @@ class SerialPhasedExecution(_IPhasedExecution):
         return self
 
     def backendOptions(self) -> Dict[str, Union[int, bool]]:
-        """What the compiler is told of the strategy."""
+        """Return the compiler's options for this strategy."""
         return {**super().backendOptions(), "serial_phases_execution": True}

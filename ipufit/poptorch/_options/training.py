@@ -10,7 +10,7 @@ __all__ = ["_TrainingOptions"]
 
 
 class _TrainingOptions(OptionGroup):
-    """How gradients are gathered: ``options.Training``. Not for inference models."""
+    """Options of how gradients are reduced: ``options.Training``. Not for inference models."""
 
     def __init__(self, popart_options: _PopartOptions) -> None:
         self._popart_options = popart_options
@@ -21,14 +21,14 @@ class _TrainingOptions(OptionGroup):
         )
 
     def gradientAccumulation(self, gradient_accumulation: int) -> _TrainingOptions:
-        """Micro-batches whose gradients make one update of the weights."""
+        """Set the number of micro-batches whose gradients make one update of the weights."""
         self.set(gradient_accumulation=gradient_accumulation)
         return self
 
     def accumulationAndReplicationReductionType(
         self, reduction_type: enums.ReductionType
     ) -> _TrainingOptions:
-        """Whether an update takes the mean or the sum over micro-batches and replicas.
+        """Set whether gradients are averaged or added up over micro-batches and replicas.
 
         It does not depend on the loss' own reduction.
 
@@ -48,7 +48,7 @@ class _TrainingOptions(OptionGroup):
     def setMeanAccumulationAndReplicationReductionStrategy(
         self, mean_reduction_strategy: enums.MeanReductionStrategy
     ) -> _TrainingOptions:
-        """When a mean is divided: at every addition (``Running``) or at the end (``Post``).
+        """Set when a mean is divided: at every addition (``Running``) or at the end (``Post``).
 
         An optimizer whose ``accum_type`` is float16 chooses ``Running`` by itself.
         """
