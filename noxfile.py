@@ -248,6 +248,13 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session
+def house(session: nox.Session) -> None:
+    """Measure the structure of the package, and hold it against the bounds that it has reached."""
+    session.install("-e", ".", *group("torch"))
+    session.run("python", "-m", "tests.house")
+
+
+@nox.session
 def typing(session: nox.Session) -> None:
     """Check types with mypy, and that those of all public names are complete."""
     session.install("-e", ".[completion,plot,tensorboard]", *group("typing", "torch"))
