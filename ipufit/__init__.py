@@ -15,7 +15,7 @@ from ipufit.report import Report
 from ipufit.training.load import load
 from ipufit.training.model import Model
 from ipufit.utils.lazy_exports import on_use
-from ipufit.utils.seeding import seed_everything
+from ipufit.utils.random_streams import seed_everything
 
 if TYPE_CHECKING:
     from ipufit.analysis.tuner.lr_finder import LearningRates

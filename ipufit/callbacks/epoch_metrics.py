@@ -23,7 +23,7 @@ from ipufit.core.plan import Plan
 from ipufit.engines.program import ExecutionResult
 from ipufit.losses import Loss
 from ipufit.metrics import MetricSet
-from ipufit.metrics.pending_batches import Seen
+from ipufit.metrics.metric_set import Seen
 from ipufit.processes import Processes
 from ipufit.utils.names import check_log_name
 

@@ -13,9 +13,8 @@ import safetensors.torch
 from torch import Tensor
 
 from ipufit.utils import files
+from ipufit.utils.codec import UnfitError, apart, reason_of
 from ipufit.utils.fault_injection import check_disk
-from ipufit.utils.plain_tensors import apart
-from ipufit.utils.unreadable import UnfitError, reason_of
 
 __all__ = ["Files"]
 

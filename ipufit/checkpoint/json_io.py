@@ -7,8 +7,7 @@ import math
 import re
 from typing import Any, Dict, List, NoReturn, Tuple
 
-from ipufit.utils.codec import MAX_DEPTH
-from ipufit.utils.unreadable import UnfitError, reason_of, shown
+from ipufit.utils.codec import MAX_DEPTH, UnfitError, reason_of, shown
 
 __all__ = ["dump", "parse"]
 

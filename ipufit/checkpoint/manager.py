@@ -21,7 +21,7 @@ from ipufit.checkpoint.store import Store
 from ipufit.checkpoint.training_state import Found, RunConfiguration, parts_of, restore, tree_of
 from ipufit.errors import CheckpointError, ConfigurationError
 from ipufit.utils.codec import encode
-from ipufit.utils.verbosity import stacklevel_of_user
+from ipufit.utils.console import stacklevel_of_user
 
 __all__ = ["CheckpointManager", "Resumption", "find"]
 

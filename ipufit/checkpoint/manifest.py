@@ -6,7 +6,7 @@ import re
 from typing import Any, Dict, Mapping, NamedTuple, Tuple
 
 from ipufit.checkpoint.json_io import dump, parse
-from ipufit.utils.unreadable import UnfitError, shown
+from ipufit.utils.codec import UnfitError, shown
 
 __all__ = ["MANIFEST", "STATE", "SUFFIX", "Entry", "check_group", "read_manifest", "write_manifest"]
 

@@ -14,7 +14,7 @@ from ipufit.checkpoint.files import Files
 from ipufit.checkpoint.json_io import parse
 from ipufit.checkpoint.manifest import MANIFEST, MOST_BYTES, STATE, SUFFIX, Entry, read_manifest
 from ipufit.errors import CheckpointError
-from ipufit.utils.unreadable import UnfitError, reason_of, shown
+from ipufit.utils.codec import UnfitError, reason_of, shown
 
 __all__ = ["MOST_STATE_BYTES", "Contents", "read_contents"]
 

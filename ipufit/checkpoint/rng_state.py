@@ -7,7 +7,7 @@ from typing import Any, Dict, Mapping
 
 import torch
 
-from ipufit.utils.preserve import generator_states, set_generators
+from ipufit.utils.state import generator_states, set_generators
 
 __all__ = ["restore", "stored"]
 

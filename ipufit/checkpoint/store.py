@@ -16,8 +16,7 @@ from ipufit.checkpoint.manifest import MANIFEST, STATE, SUFFIX, Entry, check_gro
 from ipufit.checkpoint.names import held, is_left_over, is_name, name_of, part_of, place_of
 from ipufit.checkpoint.reading import MOST_STATE_BYTES, Contents, read_contents
 from ipufit.errors import CheckpointError
-from ipufit.utils.plain_tensors import why_not_stored
-from ipufit.utils.unreadable import UnfitError, reason_of, shown
+from ipufit.utils.codec import UnfitError, reason_of, shown, why_not_stored
 
 __all__ = ["Store"]
 

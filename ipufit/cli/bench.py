@@ -18,7 +18,7 @@ from torch import Tensor
 from ipufit.analysis.tuner.trials import Trial, seed_of_trial
 from ipufit.cli.intercept_fit import asked, looked_at
 from ipufit.core.batch import CombinedBatch
-from ipufit.core.jit_modes import GRAPH, INDUCTOR, KERNELS, OFF
+from ipufit.core.compile_arguments import GRAPH, INDUCTOR, KERNELS, OFF
 from ipufit.core.plan import Plan
 from ipufit.engines.program import Engine
 from ipufit.errors import CaptureError, ConfigurationError, DataError

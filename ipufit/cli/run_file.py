@@ -12,7 +12,7 @@ import types
 from dataclasses import dataclass
 from typing import Callable, Optional, Sequence
 
-from ipufit.utils.locations import PACKAGE
+from ipufit.utils.console import PACKAGE
 
 __all__ = [
     "Script",

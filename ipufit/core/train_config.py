@@ -8,7 +8,7 @@ from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Protocol, Sequ
 
 import torch
 
-from ipufit.core.jit_modes import AUTO, OFF
+from ipufit.core.compile_arguments import AUTO, OFF
 from ipufit.errors import ConfigurationError
 
 __all__ = [

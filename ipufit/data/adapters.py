@@ -11,10 +11,17 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from ipufit.core.batch import Mode
-from ipufit.data.arrays import ArrayLoader, EpochOrder, is_array
+from ipufit.data.arrays import (
+    ArrayLoader,
+    EpochOrder,
+    as_tensors,
+    frame_as_array,
+    is_array,
+    is_frame,
+    is_table,
+)
 from ipufit.data.sharding import Sharded
 from ipufit.data.source import Source
-from ipufit.data.tables import as_tensors, frame_as_array, is_frame, is_table
 from ipufit.data.weights import ClassWeights, refuse_bad_weights
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.losses.module_loss import OwnLoss

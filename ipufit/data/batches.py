@@ -11,11 +11,11 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
 from ipufit.core.plan import Plan
+from ipufit.data.arrays import frame_as_tensor, is_frame
 from ipufit.data.casting import Casting, Casts
 from ipufit.data.rank_shards import Ledger, layout_of
 from ipufit.data.rows import Horizon, Picked
 from ipufit.data.source import Source
-from ipufit.data.tables import frame_as_tensor, is_frame
 from ipufit.data.weights import checked_weight
 from ipufit.errors import DataError
 from ipufit.losses.module_loss import OwnLoss

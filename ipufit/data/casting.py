@@ -12,7 +12,7 @@ from ipufit.core.batch import MicroBatch
 from ipufit.core.train_config import Precision
 from ipufit.losses import Loss
 from ipufit.utils import tree
-from ipufit.utils.verbosity import stacklevel_of_user
+from ipufit.utils.console import stacklevel_of_user
 
 __all__ = ["Casting", "Casts"]
 

@@ -21,8 +21,8 @@ from ipufit.data.weights import refuse_zero_update
 from ipufit.errors import DataError
 from ipufit.losses.module_loss import OwnLoss
 from ipufit.utils.interrupts import is_interrupted
-from ipufit.utils.preserve import generators_kept
 from ipufit.utils.random_streams import DataStream, stream_key
+from ipufit.utils.state import generators_kept
 
 __all__ = ["Feed", "Stage"]
 

@@ -37,15 +37,14 @@ from ipufit.data.loaders import (
 from ipufit.data.rank_shards import Portion
 from ipufit.data.read_errors import ends_in_a_sample, unreadable
 from ipufit.data.rows import Horizon, Rows, batch_count, is_in_memory
-from ipufit.data.sharded_loader import OwnLoader
-from ipufit.data.sharding import AsWorkerOfAll, as_worker, refuse_unshared
+from ipufit.data.sharding import AsWorkerOfAll, OwnLoader, as_worker, refuse_unshared
 from ipufit.data.weights import ClassWeights
 from ipufit.data.workers import end_workers, kill_workers, starting_workers
 from ipufit.errors import DataError
 from ipufit.utils import tree
 from ipufit.utils.interrupts import is_interrupted
-from ipufit.utils.preserve import generators_of
 from ipufit.utils.random_streams import DataStream
+from ipufit.utils.state import generators_of
 
 __all__ = ["Source"]
 

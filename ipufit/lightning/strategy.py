@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List, Optional, Union
 from torch import Tensor
 
 from ipufit.core.batch import Mode
-from ipufit.core.option_roles import INFERENCE, TRAINING, role_of
+from ipufit.core.compile_arguments import INFERENCE, TRAINING, role_of
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
 from ipufit.lightning.loaders import Execution, Executions
@@ -24,7 +24,7 @@ from ipufit.lightning_module.steps import acting_as
 from ipufit.processes import current
 from ipufit.report.settings import Report, refuse_report, resolve_report
 from ipufit.training import loop
-from ipufit.utils.poptorch_types import sdk_kind
+from ipufit.utils.poptorch_sdk import sdk_kind
 
 __all__ = ["IPUStrategy"]
 

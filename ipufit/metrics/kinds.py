@@ -15,7 +15,7 @@ from ipufit.core.outputs import Key, pick
 from ipufit.core.sample_weights import as_weights
 from ipufit.errors import MetricError
 from ipufit.metrics.stored import joined, refuse_unjoined, restore, stored, without_talk
-from ipufit.metrics.sums import Part, shapes
+from ipufit.metrics.values import Part, shapes
 
 __all__ = ["Mean", "Metric", "Object", "Prefixed", "shapes"]
 

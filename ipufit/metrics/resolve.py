@@ -23,8 +23,14 @@ from ipufit.core.outputs import Key, label
 from ipufit.errors import ConfigurationError
 from ipufit.metrics.kinds import Mean, Metric, Object, Prefixed
 from ipufit.metrics.metric_set import MetricSet
-from ipufit.metrics.sums import sum_of_elements, sum_of_samples, sum_of_weighted_samples
-from ipufit.metrics.values import is_count, is_error, lookup
+from ipufit.metrics.values import (
+    is_count,
+    is_error,
+    lookup,
+    sum_of_elements,
+    sum_of_samples,
+    sum_of_weighted_samples,
+)
 from ipufit.utils.names import check_log_name
 
 __all__ = ["resolve_metrics"]

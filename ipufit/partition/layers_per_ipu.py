@@ -3,21 +3,106 @@
 from __future__ import annotations
 
 import collections.abc
+import dataclasses
 import operator
-from typing import AbstractSet, Any, Dict, List, Sequence
+from typing import AbstractSet, Any, Dict, List, Sequence, Tuple
 
 from torch import nn
 
 from ipufit.errors import PartitionError
 from ipufit.partition.cut_layers import ipus_of
-from ipufit.partition.division import Division
 from ipufit.partition.partition import AFTER
 from ipufit.partition.repeated_layers import repeated_layers
 from ipufit.partition.request import PartitionRequest, count_of
-from ipufit.partition.split_layers import ipus_with_parts
+from ipufit.partition.serialized_layers import Serialized
 from ipufit.partition.tied_weights import Visit, with_returns
 
-__all__ = ["counted", "share_out"]
+__all__ = ["Division", "check_splits", "counted", "ipus_with_parts", "share_out"]
+
+
+def check_splits(module: nn.Module, strategy: str, ipus: int, is_training: bool) -> None:
+    """Refuse layers whose parts lie on other IPUs than a replica has, or on too many."""
+    wanted = ipus_of(module, is_training)
+    if wanted and wanted != ipus:
+        raise _misplaced(module, wanted, ipus, is_training)
+    if wanted and "phased" in strategy:
+        raise PartitionError(
+            f"splits_per_ipu put parts of one layer on several IPUs, which phases can't have, but "
+            f"the strategy is {strategy!r}. Use a factor, or another strategy."
+        )
+    if not is_training:
+        _check_places(module)
+
+
+def _misplaced(module: nn.Module, wanted: int, ipus: int, is_training: bool) -> PartitionError:
+    by_config = any(getattr(layer, "by_config", False) for layer in module.modules())
+    if is_training:
+        cure = "Divide the module with stages, or pass ipus_per_replica="
+        cure = f"{cure}{wanted}." if not by_config else f"Set IPUConfig.ipus_per_replica={wanted}."
+        return PartitionError(
+            "splits_per_ipu of serialised layers must have a number for each IPU of a replica, got "
+            f"{wanted} and a replica has {ipus}. {cure}"
+        )
+    divide = "divide the module there as in training."
+    cure = divide if not by_config else f"set IPUConfig.inference_ipus_per_replica={wanted}."
+    return PartitionError(
+        "splits_per_ipu of layers serialised in inference must have a number for each IPU of a "
+        f"replica there, got {wanted} and a replica has {ipus}. Say with "
+        f"inference_serialized_layers how they are cut in inference, or {cure}"
+    )
+
+
+def _check_places(module: nn.Module) -> None:
+    """Refuse a parameter that inference, which has those of training, needs on several IPUs."""
+    for layer in module.modules():
+        places = layer.places(training=False) if isinstance(layer, Serialized) else {}
+        for name, ipus in places.items():
+            if len(ipus) > 1:
+                assert isinstance(layer, Serialized)
+                before, parts = layer.parts.describe(), layer.inference_parts
+                kind = "embedding" if isinstance(layer, nn.Embedding) else "projection"
+                cure = "splits_per_ipu in serialized_layers"
+                if layer.by_config:
+                    cure = f"IPUConfig.serialized_{kind}_splits_per_ipu or {cure}"
+                raise PartitionError(
+                    f"a parameter must be on one IPU, but in inference {layer.title!r} is cut by "
+                    f"{parts.describe()}, which needs its {name!r} on IPUs "
+                    f"{', '.join(map(str, ipus))}; the parameters are those of training, "
+                    f"{before}. Cut it into {parts.count} parts in training too, by {cure}."
+                )
+
+
+def ipus_with_parts(module: nn.Module) -> AbstractSet[int]:
+    """The IPUs of a replica on which parts of serialised layers lie."""
+    layers = (part for part in module.modules() if isinstance(part, Serialized))
+    return {0, *(ipu for layer in layers for ipu in layer.parts.ipus)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """What the arguments of ``compile`` say of the stages.
+
+    Attributes:
+        begins: as in :class:`ipufit.partition.partition.Partition`.
+        stages: how many, as far as the arguments tell.
+        places: as there: the IPU of each stage, if one goes back to an earlier IPU.
+    """
+
+    begins: Tuple[Tuple[str, int], ...] = ()
+    stages: int = 1
+    places: Tuple[int, ...] = ()
+
+    @staticmethod
+    def along(visits: Sequence[Visit]) -> Division:
+        """A stage for every change of the IPU, from IPU 0 on."""
+        begins: List[Tuple[str, int]] = []
+        places = [0]
+        for visit in visits:
+            if visit.ipu != places[-1]:
+                places.append(visit.ipu)
+            begins.append((visit.name, len(places) - 1))
+        returns = places != list(range(len(places)))
+        return Division(tuple(begins), len(places), tuple(places) if returns else ())
 
 
 def counted(module: nn.Module, asked: PartitionRequest, can_return: bool = True) -> Division:

@@ -12,10 +12,13 @@ import difflib
 import sys
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
+from torch import nn
+
 from ipufit.errors import PartitionError
 from ipufit.partition.partition import BLOCK, Partition
+from ipufit.utils.poptorch_sdk import sdk_kind
 
-__all__ = ["OwnBlocks", "UncountedError", "blocks_without_end"]
+__all__ = ["OwnBlocks", "UncountedError", "annotated_ipus", "blocks_without_end", "is_annotated"]
 
 
 class UncountedError(PartitionError):
@@ -235,3 +238,32 @@ def _all(names: Sequence[str]) -> str:
 def _nearest(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"Did you mean {near[0]!r}? " if near else ""
+
+
+# Of PopTorch and of the stand-in: what BeginBlock hangs on a module or makes of a callable, and
+# the context manager, which a module may hold.
+_HOOKS = ("_BlockHook", "BlockHook")
+_MODULES = ("LegacyBeginBlockFn", "Block")
+
+
+def is_annotated(module: nn.Module) -> bool:
+    """Whether ``BeginBlock`` was called for the module or a part of it, or it holds a ``Block``.
+
+    What ``forward`` makes itself is not seen.
+    """
+    return any(True for _ in _annotations(module))
+
+
+def annotated_ipus(module: nn.Module) -> Optional[int]:
+    """Count the IPUs that the annotations of a module name, from 0; None where they name none."""
+    ipus = [block._ipu_id for block in _annotations(module) if block._ipu_id is not None]
+    return 1 + max(ipus) if ipus else None
+
+
+def _annotations(module: nn.Module) -> Iterator[Any]:
+    for part in module.modules():
+        if sdk_kind(part, _MODULES):
+            yield part
+        for hook in part._forward_pre_hooks.values():
+            if sdk_kind(hook, _HOOKS):
+                yield hook

@@ -12,7 +12,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from ipufit.core.jit_modes import OFF
+from ipufit.core.compile_arguments import OFF
 from ipufit.errors import ConfigurationError, UnknownNameError
 from ipufit.utils import tree
 

@@ -1,14 +1,16 @@
-"""The arguments of ``compile`` that divide a module, as they came."""
+"""Arguments of ``compile`` that divide a module, and the execution strategy that they name."""
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import Any, Optional
+from typing import Any, Optional, Tuple
 
-from ipufit.errors import PartitionError
+from ipufit.errors import PartitionError, UnknownNameError
+from ipufit.partition.partition import STRATEGIES
+from ipufit.utils.poptorch_sdk import sdk_kind
 
-__all__ = ["PartitionRequest", "count_of"]
+__all__ = ["POPTORCH_STRATEGIES", "PartitionRequest", "count_of", "kind_of", "strategy_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,3 +66,40 @@ def count_of(name: str, value: Any) -> Optional[int]:
     if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < 1:
         raise PartitionError(f"{name} must be a positive whole number or None, got {value!r}.")
     return operator.index(value)
+
+
+POPTORCH_STRATEGIES = {
+    "ShardedExecution": "sharded",
+    "PipelinedExecution": "pipelined",
+    "SerialPhasedExecution": "serial_phased",
+    "ParallelPhasedExecution": "parallel_phased",
+}
+
+
+def strategy_of(asked: PartitionRequest) -> Tuple[str, Any]:
+    """The name of the strategy, and PopTorch's object or None.
+
+    Raises:
+        UnknownNameError: a name that there is not.
+        PartitionError: something else.
+    """
+    given = asked.strategy
+    if given is None:
+        return "pipelined", None
+    if isinstance(given, str):
+        if given not in STRATEGIES:
+            raise UnknownNameError(asked.name("strategy"), given, STRATEGIES)
+        return given, None
+    found = kind_of(given)
+    if found is not None:
+        return found, given
+    raise PartitionError(
+        f"{asked.name('strategy')} must be one of {', '.join(map(repr, STRATEGIES))}, or an object "
+        f"such as poptorch.PipelinedExecution(), got {given!r}."
+    )
+
+
+def kind_of(strategy: object) -> Optional[str]:
+    """The name of what an execution strategy of PopTorch's is; None if it is none."""
+    kind = sdk_kind(strategy, POPTORCH_STRATEGIES)
+    return None if kind is None else POPTORCH_STRATEGIES[kind]

@@ -10,13 +10,10 @@ from torch import nn
 
 from ipufit.errors import PartitionError
 from ipufit.partition.cut_layers import ipus_of
-from ipufit.partition.division import Division
-from ipufit.partition.layers_per_ipu import counted
+from ipufit.partition.layers_per_ipu import Division, check_splits, counted, ipus_with_parts
 from ipufit.partition.partition import Partition, Partitions
-from ipufit.partition.request import PartitionRequest, count_of
-from ipufit.partition.split_layers import check_splits, ipus_with_parts
+from ipufit.partition.request import POPTORCH_STRATEGIES, PartitionRequest, count_of, strategy_of
 from ipufit.partition.stage_names import Placed, begun_by, first_gap, named_stages
-from ipufit.partition.strategy import POPTORCH_STRATEGIES, strategy_of
 from ipufit.utils.error_collector import Faults
 
 __all__ = ["AUTO", "resolve_partition", "resolve_partitions"]

@@ -1,13 +1,15 @@
-"""Into how many parts a layer is cut, and where they lie."""
+"""Number and places of the parts of a serialised layer, and the class that all such layers have."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any, Optional, Sequence, Tuple
 
+from torch import nn
+
 from ipufit.errors import ConfigurationError
 
-__all__ = ["MODES", "WHOLE", "Parts", "Serialization", "parts_of"]
+__all__ = ["MODES", "WHOLE", "InParts", "Parts", "Serialization", "has_parts", "parts_of"]
 
 MODES = ("output_channels", "reducing_dim", "input_channels")
 
@@ -156,3 +158,12 @@ def _splits(layer: str, splits: Any) -> Tuple[int, ...]:
 def _together(splits: Sequence[int], first: int) -> Any:
     counts = [count for count in splits if count]
     return [0] * first + counts + [0] * (len(splits) - first - len(counts))
+
+
+class InParts(nn.Module):
+    """What all serialised layers are."""
+
+
+def has_parts(module: nn.Module) -> bool:
+    """Whether a layer of the module is serialised."""
+    return any(isinstance(layer, InParts) for layer in module.modules())

@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ipufit.errors import ConfigurationError
-from ipufit.partition.is_serialized import InParts
 from ipufit.partition.partition import BLOCK
-from ipufit.partition.serialization import Parts
-from ipufit.utils.poptorch_tracing import begin_block, sdk_in_use
+from ipufit.partition.serialization import InParts, Parts
+from ipufit.utils.poptorch_sdk import begin_block, sdk_in_use
 
 __all__ = [
     "CutWeight",

@@ -14,8 +14,8 @@ from ipufit.partition.partition import Partition
 from ipufit.partition.stage_context import followed
 from ipufit.utils import tree
 from ipufit.utils.functional import call_with
-from ipufit.utils.module_modes import evaluating, training
 from ipufit.utils.random_streams import isolated
+from ipufit.utils.state import evaluating, training
 
 __all__ = ["stages_of_blocks"]
 

@@ -21,9 +21,9 @@ from ipufit.partition.recomputation import calls_watched
 from ipufit.partition.stage_context import followed
 from ipufit.utils import tree
 from ipufit.utils.functional import call_with
-from ipufit.utils.module_modes import training
-from ipufit.utils.poptorch_tracing import blocks_watched
+from ipufit.utils.poptorch_sdk import blocks_watched
 from ipufit.utils.random_streams import isolated
+from ipufit.utils.state import training
 
 __all__ = ["Segment", "Trace", "measure"]
 

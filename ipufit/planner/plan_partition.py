@@ -8,7 +8,7 @@ from typing import Any, Callable, Optional, Protocol, Sequence, Tuple
 from torch import nn
 
 from ipufit.core.batch import MicroBatch
-from ipufit.core.jit_modes import GRAPH
+from ipufit.core.compile_arguments import GRAPH
 from ipufit.core.plan import Plan
 from ipufit.core.plan_checks import round_up
 from ipufit.core.train_config import TrainConfig
@@ -19,9 +19,8 @@ from ipufit.partition.recomputation import resolve_recompute
 from ipufit.partition.request import PartitionRequest
 from ipufit.partition.resolve import AUTO, resolve_partition
 from ipufit.planner.costs import IPU_MEMORY, StageCost
-from ipufit.planner.partition_plan import PartitionPlan, Planned
+from ipufit.planner.partition_plan import PartitionPlan, Planned, fingerprint
 from ipufit.planner.pipeline_schedule import SCHEDULES
-from ipufit.planner.plan_arguments import fingerprint
 from ipufit.planner.planning import Divided, Estimator, schedule_of
 from ipufit.utils.error_collector import Faults, one_of
 

@@ -13,9 +13,8 @@ from ipufit.core.train_config import TrainConfig
 from ipufit.errors import PartitionError
 from ipufit.losses import Loss
 from ipufit.partition.partition import Partition
-from ipufit.planner.costs import IPU_MEMORY, Costs, StageCost, by_ipu, memory_of
+from ipufit.planner.costs import IPU_MEMORY, Costs, StageCost, by_ipu, memory_of, state_bytes
 from ipufit.planner.measure import Trace, measure
-from ipufit.planner.optimizer_memory import state_bytes
 from ipufit.planner.pipeline_schedule import SCHEDULES
 from ipufit.planner.search import Cut, Tail, best_division, cuts_of, tail_of
 from ipufit.planner.texts import size

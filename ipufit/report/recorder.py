@@ -38,8 +38,8 @@ from ipufit.report.profiling import Profiler
 from ipufit.report.rows import Rows, columns_of
 from ipufit.report.settings import Report
 from ipufit.utils.phase_timer import NO_CLOCK, PHASES
-from ipufit.utils.preserve import generators_kept
 from ipufit.utils.random_streams import LOCK
+from ipufit.utils.state import generators_kept
 
 __all__ = ["Recorder", "recorded"]
 

@@ -33,7 +33,7 @@ from ipufit.tracing.mask_rewrites import (
     unread_masks,
 )
 from ipufit.tracing.recurrent import SecondGradientError, time_steps, whole_recurrent_layers
-from ipufit.utils.locations import PACKAGE
+from ipufit.utils.console import PACKAGE
 from ipufit.utils.random_streams import LOCK
 
 __all__ = [

@@ -46,8 +46,8 @@ from ipufit.tracing.grad_step import GradStep, ModuleWithLoss, attributes_kept
 from ipufit.tracing.ipu_only import for_this_engine
 from ipufit.tracing.validate import unregistered
 from ipufit.utils import tree
-from ipufit.utils.locations import PACKAGE
-from ipufit.utils.preserve import generators_kept
+from ipufit.utils.console import PACKAGE
+from ipufit.utils.state import generators_kept
 
 __all__ = ["Step", "explain"]
 

@@ -18,9 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ipufit.core.batch import MicroBatch
 from ipufit.utils import tree
 from ipufit.utils.functional import call_with
-from ipufit.utils.module_modes import evaluating
-from ipufit.utils.preserve import generators_kept
 from ipufit.utils.random_streams import isolated
+from ipufit.utils.state import evaluating, generators_kept
 
 __all__ = ["Layer", "layers_of", "note_calls", "output_shapes"]
 

@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 import torch
 
 from ipufit.tracing.capture import CALLERS, Frame
-from ipufit.utils.locations import PACKAGE
+from ipufit.utils.console import PACKAGE
 
 __all__ = ["Lines", "is_installed", "is_users", "users_frame", "users_module"]
 

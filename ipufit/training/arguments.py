@@ -26,8 +26,8 @@ from ipufit.training.fit_data import (
     resolve_prefetch,
 )
 from ipufit.training.session import Session, refuse_several
+from ipufit.utils.console import resolve_verbose
 from ipufit.utils.error_collector import Faults, at_least
-from ipufit.utils.verbosity import resolve_verbose
 
 if TYPE_CHECKING:
     from ipufit.checkpoint.training_state import Found

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Tuple, Un
 import torch
 from torch import nn
 
-from ipufit.core.jit_modes import resolve_jit
-from ipufit.core.option_roles import INFERENCE, TRAINING
+from ipufit.core.compile_arguments import INFERENCE, TRAINING, resolve_jit
 from ipufit.core.train_config import (
     LossScale,
     TrainConfig,
@@ -27,11 +26,11 @@ from ipufit.errors import ConfigurationError
 from ipufit.losses import Loss, resolve_loss
 from ipufit.metrics import MetricSet, resolve_metrics
 from ipufit.optim.resolve import resolve_optimizer
-from ipufit.partition.annotations import annotated_ipus
-from ipufit.partition.is_serialized import has_parts
+from ipufit.partition.own_blocks import annotated_ipus
 from ipufit.partition.partition import NOT_DIVIDED, Partitions
 from ipufit.partition.recomputation import resolve_recompute
 from ipufit.partition.request import PartitionRequest
+from ipufit.partition.serialization import has_parts
 from ipufit.processes import current
 from ipufit.tracing.validate import refuse_unregistered
 from ipufit.training.run_defaults import FixedWork
@@ -153,8 +152,7 @@ def _as_planned(module: nn.Module, request: CompileRequest) -> Tuple[CompileRequ
     first, second = request.partition, request.inference_partition
     if first.stages is None and second.stages is None:
         return request, None
-    from ipufit.planner.partition_plan import PartitionPlan
-    from ipufit.planner.plan_arguments import as_planned
+    from ipufit.planner.partition_plan import PartitionPlan, as_planned
 
     limit = first.stages.planned.memory if isinstance(first.stages, PartitionPlan) else None
     first, second = as_planned(module, first), as_planned(module, second)

@@ -124,7 +124,7 @@ class Divider:
         if partitions.is_ipus_set:
             raise error
         # Imported here, as below: few models are divided.
-        from ipufit.partition.split_layers import check_splits
+        from ipufit.partition.layers_per_ipu import check_splits
 
         for mode in (True, False) if training and partitions.inference is None else (training,):
             partition = None
@@ -146,7 +146,7 @@ def _undivided(session: Session, training: bool, followed: Optional[Partition]) 
         training: whether for training.
         followed: the partition of training, whose strategy inference has by default.
     """
-    from ipufit.partition.strategy import kind_of
+    from ipufit.partition.request import kind_of
 
     strategy = session.poptorch_strategy(training)
     if strategy is None and not training and followed is not None:

@@ -26,9 +26,9 @@ from ipufit.training.rank_consistency import join_fit, join_inference
 from ipufit.training.session import Session
 from ipufit.training.summary import stripped
 from ipufit.training.validation import Validation
-from ipufit.utils.module_modes import evaluating, training
+from ipufit.utils.console import say_dev_run, stacklevel_of_user
 from ipufit.utils.phase_timer import NO_CLOCK
-from ipufit.utils.verbosity import say_dev_run, stacklevel_of_user
+from ipufit.utils.state import evaluating, training
 
 if TYPE_CHECKING:
     from ipufit.checkpoint.manager import CheckpointManager

@@ -11,10 +11,9 @@ from torch.utils.data import DataLoader
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
 from ipufit.data.adapters import Given, comes_in_samples, open_data, split_data
-from ipufit.data.arrays import is_array
+from ipufit.data.arrays import is_array, is_frame
 from ipufit.data.limits import batch_count, dev_run_length, first_batches
 from ipufit.data.source import Source
-from ipufit.data.tables import is_frame
 from ipufit.errors import ConfigurationError
 from ipufit.training.session import Session
 from ipufit.utils.error_collector import Faults, at_least

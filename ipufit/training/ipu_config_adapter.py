@@ -9,11 +9,11 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from torch import nn
 
-from ipufit.core.option_roles import INFERENCE, TRAINING
+from ipufit.core.compile_arguments import INFERENCE, TRAINING
 from ipufit.engines.ipu.ipu_config import IPUConfig, Partition
 from ipufit.errors import ConfigurationError
-from ipufit.partition.annotations import is_annotated
 from ipufit.partition.embedding_layers import KINDS, check_ties, meant_layer
+from ipufit.partition.own_blocks import is_annotated
 from ipufit.partition.request import PartitionRequest
 from ipufit.utils.error_collector import Faults
 

@@ -22,10 +22,10 @@ from ipufit.errors import DataError, NonFiniteLossError
 from ipufit.training.execution_sync import Together
 from ipufit.training.sanity_check import FailureExplainer
 from ipufit.utils import tree
+from ipufit.utils.console import stacklevel_of_user
 from ipufit.utils.fault_injection import strike
 from ipufit.utils.interrupts import SameProcess, deferred
 from ipufit.utils.phase_timer import NO_CLOCK, NoClock
-from ipufit.utils.verbosity import stacklevel_of_user
 
 __all__ = ["Fit", "Job", "check_rows", "evaluate", "predict", "predictions"]
 

@@ -11,7 +11,7 @@ from ipufit.errors import ConfigurationError
 from ipufit.training.loop import Job
 from ipufit.training.session import Session, refuse_several
 from ipufit.utils.interrupts import deferred
-from ipufit.utils.module_modes import evaluating, training
+from ipufit.utils.state import evaluating, training
 
 __all__ = ["as_batch", "as_keras_returns", "predict_on_batch", "test_on_batch", "train_on_batch"]
 

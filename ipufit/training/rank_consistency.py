@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ipufit._version import __version__
 from ipufit.core.batch import Mode
-from ipufit.core.jit_modes import CUDAGRAPH, INDUCTOR
+from ipufit.core.compile_arguments import CUDAGRAPH, INDUCTOR
 from ipufit.core.plan import Plan
 from ipufit.errors import ProcessError
 from ipufit.processes import Processes, common

@@ -30,8 +30,8 @@ from ipufit.errors import (
 from ipufit.losses import LabelRange, Loss, check_labels
 from ipufit.metrics import MetricSet
 from ipufit.utils import tree
-from ipufit.utils.module_modes import evaluating, training
 from ipufit.utils.random_streams import isolated
+from ipufit.utils.state import evaluating, training
 
 __all__ = [
     "FailureExplainer",

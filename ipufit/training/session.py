@@ -23,8 +23,8 @@ from torch import nn
 
 from ipufit.callbacks.epoch_metrics import EpochMetrics
 from ipufit.core.batch import MicroBatch, Mode
+from ipufit.core.compile_arguments import INFERENCE, TRAINING, role_of
 from ipufit.core.logged_values import joined_rules
-from ipufit.core.option_roles import INFERENCE, TRAINING, role_of
 from ipufit.core.plan import Plan
 from ipufit.core.train_config import TrainConfig
 from ipufit.data.batches import is_weighted
@@ -51,10 +51,10 @@ from ipufit.training.sanity_check import (
     probe,
     wrap_batch_errors,
 )
+from ipufit.utils.console import stacklevel_of_user
 from ipufit.utils.interrupts import deferred
 from ipufit.utils.names import check_log_name
 from ipufit.utils.random_streams import draw_seed
-from ipufit.utils.verbosity import stacklevel_of_user
 
 if TYPE_CHECKING:
     from ipufit.engines.ipu.preflight.report import PreflightReport

@@ -15,9 +15,9 @@ from ipufit.data.source import Source
 from ipufit.errors import DataError, IpufitError
 from ipufit.training import loop
 from ipufit.training.session import Session
-from ipufit.utils.module_modes import evaluating
 from ipufit.utils.names import in_validation
 from ipufit.utils.random_streams import isolated
+from ipufit.utils.state import evaluating
 
 __all__ = ["Validation"]
 

@@ -2,22 +2,92 @@
 
 What JSON has stands for itself. Everything else is an object of one key, its tag:
 ``{"$tuple": [...]}``, ``{"$dict": [[key, value], ...]}`` for keys that are no plain strings,
-``{"$float": "nan"}``, ``{"$int": "0x..."}`` beyond 64 bits, ``{"$tensor": name}``.
+``{"$float": "nan"}``, ``{"$int": "0x..."}`` beyond 64 bits, ``{"$tensor": name}``. Tensors are made
+dense, on the host and apart in memory, as a safetensors file takes them.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from typing import Any, Callable, Dict, Mapping, Set, Tuple, Union
+from typing import Any, Callable, Dict, Mapping, Optional, Set, Tuple, Union
 
+import torch
 from torch import Tensor, nn
 
 from ipufit.errors import CheckpointError
-from ipufit.utils.plain_tensors import host_copy, why_not_stored
-from ipufit.utils.unreadable import shown
 
-__all__ = ["MAX_DEPTH", "decode", "encode"]
+__all__ = [
+    "MAX_DEPTH",
+    "UnfitError",
+    "apart",
+    "decode",
+    "encode",
+    "host_copy",
+    "reason_of",
+    "shown",
+    "why_not_stored",
+]
+
+_SHOWN = 80  # characters of a text from a file that an error repeats
+
+
+class UnfitError(Exception):
+    """A file of a checkpoint, or what should become one, is not as it must be.
+
+    Attributes:
+        reason: the end of "but ...", without a full stop.
+        advice: what to do, where it is something else than usual.
+    """
+
+    def __init__(self, reason: str, advice: str = "") -> None:
+        self.reason = reason
+        self.advice = advice
+        super().__init__(reason)
+
+
+def reason_of(error: Exception) -> str:
+    """What an error says, without the path that the whole message has already."""
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return str(text).rstrip(".")
+
+
+def shown(text: str) -> str:
+    """A text from a file, quoted and cut: it may be as long as its writer liked."""
+    return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}..."
+
+
+def why_not_stored(tensor: Tensor) -> Optional[str]:
+    """What kind of tensor it is, if it is one that no file of tensors can hold; else None."""
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout}"
+    if tensor.is_meta:
+        return "a tensor on the device meta"
+    return "a quantized tensor" if tensor.is_quantized else None
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """The same values, contiguous, in memory of their own on the host."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return copy.copy_(tensor.detach())
+
+
+def apart(tensors: Mapping[str, Tensor]) -> Dict[str, Tensor]:
+    """The tensors, of which those that are not as a file takes them are copied."""
+    found: Dict[str, Tensor] = {}
+    taken = set()
+    for name, tensor in tensors.items():
+        memory = tensor.untyped_storage().data_ptr()
+        is_fit = (
+            tensor.device.type == "cpu"
+            and tensor.is_contiguous()
+            and not (tensor.is_conj() or tensor.is_neg())
+            and memory not in taken
+        )
+        taken.add(memory)
+        found[name] = tensor.detach() if is_fit else host_copy(tensor)
+    return found
+
 
 MAX_DEPTH = 100  # containers within each other
 _BITS = 64  # of an int that every reader of JSON can take

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ipufit
 from ipufit.callbacks import ProgbarLogger
 from ipufit.errors import ConfigurationError
-from ipufit.utils.verbosity import resolve_verbose
+from ipufit.utils.console import resolve_verbose
 
 
 def model_and_loader(n=23):

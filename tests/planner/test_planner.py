@@ -15,9 +15,8 @@ from ipufit import poptorch
 from ipufit.core.batch import MicroBatch
 from ipufit.errors import PartitionError
 from ipufit.partition.partition import Partition
-from ipufit.planner.costs import IPU_MEMORY, memory_of
+from ipufit.planner.costs import IPU_MEMORY, memory_of, state_bytes
 from ipufit.planner.measure import measure
-from ipufit.planner.optimizer_memory import state_bytes
 from ipufit.planner.search import best_cuts, cuts_of
 from tests.planner.test_measuring import kept
 

@@ -26,8 +26,8 @@ from ipufit.training.sample_batch import no_batch
 from ipufit.training.sanity_check import FailureExplainer, check_call, wrap_batch_errors
 from ipufit.training.session import Session
 from ipufit.training.summary import sample_of
-from ipufit.utils.module_modes import evaluating, training
 from ipufit.utils.random_streams import isolated
+from ipufit.utils.state import evaluating, training
 
 __all__ = ["checked", "checked_sample", "run_check"]
 

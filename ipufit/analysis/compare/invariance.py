@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ipufit.analysis.compare.invariance_causes import find_causes
 from ipufit.analysis.compare.invariance_report import InvarianceReport, InvarianceSetting
 from ipufit.core.batch import Mode
-from ipufit.core.jit_modes import OFF
+from ipufit.core.compile_arguments import OFF
 from ipufit.core.plan import Plan
 from ipufit.core.train_config import OutputMode, Precision
 from ipufit.data.adapters import Given, open_data
@@ -24,8 +24,7 @@ from ipufit.tracing.tolerance import Tolerance, distance
 from ipufit.training.session import Session, refuse_several
 from ipufit.training.summary import batch_of, sample_of
 from ipufit.utils import tree
-from ipufit.utils.module_modes import training
-from ipufit.utils.preserve import generators_kept
+from ipufit.utils.state import generators_kept, training
 
 __all__ = ["check_invariance"]
 

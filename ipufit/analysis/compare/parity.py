@@ -6,7 +6,7 @@ from typing import Any, Callable, Tuple
 
 from ipufit.analysis.tuner.trials import Trial
 from ipufit.core.batch import Mode
-from ipufit.core.jit_modes import GRAPH, INDUCTOR
+from ipufit.core.compile_arguments import GRAPH, INDUCTOR
 from ipufit.data.adapters import Given, open_data
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError

@@ -26,9 +26,8 @@ from ipufit.training import loop
 from ipufit.training.arguments import checked_seed
 from ipufit.training.loop import Job
 from ipufit.training.session import Session
-from ipufit.utils.module_modes import training
-from ipufit.utils.preserve import cuda_in_use, everything_kept, generators_kept
 from ipufit.utils.random_streams import draw_seed
+from ipufit.utils.state import cuda_in_use, everything_kept, generators_kept, training
 
 __all__ = ["BatchSize", "Trial", "candidates", "find_batch_size", "find_lr", "seed_of_trial"]
 

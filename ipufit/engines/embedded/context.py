@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ipufit.core.batch import MicroBatch, Mode
-from ipufit.core.jit_modes import GRAPH, OFF
+from ipufit.core.compile_arguments import GRAPH, OFF
 from ipufit.core.precision import (
     autocast_state,
     computes_in_half,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ipufit.core.batch import Mode
-from ipufit.core.jit_modes import CUDAGRAPH, INDUCTOR
+from ipufit.core.compile_arguments import CUDAGRAPH, INDUCTOR
 from ipufit.core.train_config import TrainConfig
 from ipufit.engines.embedded import timing
 from ipufit.engines.embedded.context import EngineContext

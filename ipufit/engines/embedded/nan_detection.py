@@ -7,7 +7,7 @@ from typing import Optional, Sequence, Tuple
 
 from torch import Tensor
 
-from ipufit.core.jit_modes import INDUCTOR
+from ipufit.core.compile_arguments import INDUCTOR
 from ipufit.core.train_config import TrainConfig
 from ipufit.engines.embedded.training_state import TrainingState
 from ipufit.errors import ConfigurationError, NonFiniteLossError

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ipufit.core.batch import Mode
-from ipufit.core.option_roles import role_of
+from ipufit.core.compile_arguments import role_of
 from ipufit.core.train_config import TrainConfig
 from ipufit.engines.ipu.context import IpuContext
 from ipufit.engines.ipu.inference import InferenceProgram

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ipufit.core.batch import Mode
-from ipufit.core.option_roles import role_of
+from ipufit.core.compile_arguments import role_of
 from ipufit.engines.ipu.blocks import place
 from ipufit.engines.ipu.distributed_options import new_options, set_replicas
 from ipufit.engines.ipu.profiling import set_profile

@@ -8,7 +8,7 @@ import os
 import warnings
 from typing import Any, Dict, List, Optional
 
-from ipufit.core.option_roles import TRAINING
+from ipufit.core.compile_arguments import TRAINING
 from ipufit.engines.ipu.sdk import is_standin
 from ipufit.engines.ipu.size import Size
 from ipufit.engines.program import ProgramSpec

@@ -25,7 +25,7 @@ from ipufit.tracing.grad_step import ModuleWithLoss, carries_loss
 from ipufit.tracing.rebinding import refuse_rebinding, storages
 from ipufit.tracing.results import OutputShape, ReportedScalars
 from ipufit.utils import tree
-from ipufit.utils.poptorch_tracing import traced_by
+from ipufit.utils.poptorch_sdk import traced_by
 
 __all__ = ["Form", "IpuStep", "Traced", "counts_batches"]
 

@@ -27,7 +27,7 @@ from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, Train
 from ipufit.errors import ConfigurationError, LossError, NonFiniteLossError
 from ipufit.tracing.fingerprint import FrozenValues, fingerprint
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
-from ipufit.utils.preserve import copied_state
+from ipufit.utils.state import copied_state
 
 __all__ = ["TrainingProgram"]
 

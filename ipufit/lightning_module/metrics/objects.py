@@ -11,7 +11,7 @@ from ipufit.errors import ConfigurationError, MetricError
 from ipufit.lightning_module.detect import is_collection, metrics_in
 from ipufit.lightning_module.metrics.calls import Calls
 from ipufit.metrics.stored import is_plain, joined, restore, stored
-from ipufit.metrics.sums import shapes
+from ipufit.metrics.values import shapes
 from ipufit.processes import Processes
 
 __all__ = ["ModuleMetrics", "Objects", "has_seen", "metric_at", "number", "quiet"]

@@ -18,10 +18,10 @@ from ipufit.errors import ConfigurationError, MetricError
 from ipufit.lightning_module.metrics.calls import Calls, find_calls
 from ipufit.lightning_module.metrics.objects import ModuleMetrics, Objects, metric_at, number, quiet
 from ipufit.metrics.stored import refuse_unjoined
-from ipufit.metrics.sums import shapes
+from ipufit.metrics.values import shapes
 from ipufit.utils import tree
-from ipufit.utils.preserve import generators_kept
 from ipufit.utils.random_streams import LOCK
+from ipufit.utils.state import generators_kept
 
 __all__ = ["MeasuredProgram"]
 

@@ -7,7 +7,7 @@ from typing import Callable, Optional
 import torch
 from torch import nn
 
-from ipufit.core.jit_modes import AUTO, CUDAGRAPH
+from ipufit.core.compile_arguments import AUTO, CUDAGRAPH
 from ipufit.core.train_config import TrainConfig
 from ipufit.engines.embedded.cuda_graphs.capture import CudaGraphs, GraphMaker, why_no_graphs
 from ipufit.errors import ConfigurationError

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Sequence
 import torch
 from torch import Tensor, fx
 
-from ipufit.core.jit_modes import GRAPH, KERNELS
+from ipufit.core.compile_arguments import GRAPH, KERNELS
 from ipufit.engines.embedded.passes.channels_last import to_channels_last
 from ipufit.engines.embedded.passes.direct_calls import call_directly
 from ipufit.engines.embedded.passes.fuse_concat import fuse_concats

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ipufit.core.batch import CombinedBatch
-from ipufit.core.jit_modes import CUDAGRAPH
+from ipufit.core.compile_arguments import CUDAGRAPH
 from ipufit.engines.embedded.context import EngineContext
 from ipufit.engines.embedded.cuda_graphs.capture import Draw, Graph, GraphMaker
 from ipufit.engines.embedded.cuda_graphs.static_inputs import Sent, Static, keeps_its_form

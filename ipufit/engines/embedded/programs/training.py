@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ipufit.core.batch import CombinedBatch, MicroBatch, ProcessShard, split_by_update
-from ipufit.core.jit_modes import AUTO, INDUCTOR, KERNELS
+from ipufit.core.compile_arguments import AUTO, INDUCTOR, KERNELS
 from ipufit.core.precision import warn_of_vanishing_eps
 from ipufit.engines.embedded.clipping import GradientTransform
 from ipufit.engines.embedded.context import EngineContext
@@ -37,8 +37,8 @@ from ipufit.tracing.flat_storage import Block, FlatStorage
 from ipufit.tracing.grad_step import public_name
 from ipufit.tracing.shared_memory import refuse_shared_memory
 from ipufit.utils.malloc_policy import give_back_freed_memory
-from ipufit.utils.preserve import copied_state, generators_kept
 from ipufit.utils.random_streams import LOCK
+from ipufit.utils.state import copied_state, generators_kept
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.autotune import JitAutotuner

@@ -12,7 +12,7 @@ from typing import Callable, Container, Dict, List, Optional, Sequence, Tuple, T
 import torch
 from torch import Tensor, nn
 
-from ipufit.core.jit_modes import CUDAGRAPH, INDUCTOR
+from ipufit.core.compile_arguments import CUDAGRAPH, INDUCTOR
 from ipufit.core.train_config import Clip, TrainConfig
 from ipufit.engines.embedded.clipping import GradientTransform, clipped
 from ipufit.engines.embedded.flat_optimizer import Graphs, RuleOptimizer, refuse_step_hooks

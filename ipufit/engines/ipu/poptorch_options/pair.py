@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, List, Optional, Tuple
 
-from ipufit.core.option_roles import INFERENCE, TRAINING
+from ipufit.core.compile_arguments import INFERENCE, TRAINING
 from ipufit.core.train_config import LossScale, TrainConfig
 from ipufit.engines.ipu.poptorch_options.reading import PopTorchOptions
 from ipufit.engines.ipu.poptorch_options.report import SetterEffects, setter_effects

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Dict, Optional, Tuple
 
-from ipufit.core.option_roles import INFERENCE
+from ipufit.core.compile_arguments import INFERENCE
 from ipufit.errors import ConfigurationError
-from ipufit.partition.request import PartitionRequest
-from ipufit.partition.strategy import kind_of
+from ipufit.partition.request import PartitionRequest, kind_of
 from ipufit.processes import current
-from ipufit.utils.poptorch_types import sdk_kind
+from ipufit.utils.poptorch_sdk import sdk_kind
 
 __all__ = ["PopTorchOptions"]
 

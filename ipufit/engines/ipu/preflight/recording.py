@@ -26,8 +26,8 @@ from ipufit.errors import CaptureError
 from ipufit.losses import Loss
 from ipufit.utils import tree
 from ipufit.utils.functional import call_with
-from ipufit.utils.module_modes import evaluating, training
 from ipufit.utils.random_streams import isolated
+from ipufit.utils.state import evaluating, training
 
 __all__ = ["Recording", "record"]
 

@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, Iterator, Tuple
 
 import torch
 
-from ipufit.core.jit_modes import AUTO
+from ipufit.core.compile_arguments import AUTO
 from ipufit.core.train_config import TrainConfig
 from ipufit.engines.ipu.preflight.facts import UNSUPPORTED, Fact, Place, always, guide
 

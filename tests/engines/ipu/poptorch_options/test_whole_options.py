@@ -9,7 +9,7 @@ from torch import nn
 
 import ipufit
 from ipufit import poptorch
-from ipufit.core.option_roles import INFERENCE, TRAINING
+from ipufit.core.compile_arguments import INFERENCE, TRAINING
 from ipufit.engines.ipu.poptorch_options.reading import PopTorchOptions
 from ipufit.engines.ipu.poptorch_options.report import setter_effects
 from ipufit.errors import ConfigurationError, PlanError

@@ -1,12 +1,26 @@
-"""Which PopTorch is tracing, for layers that tell it where and how they are computed."""
+"""PopTorch, of the SDK or the stand-in, without importing it: its classes, and who is tracing."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from typing import Any, Callable, Iterator, Optional
+from typing import Any, Callable, Container, Iterator, Optional
 
-__all__ = ["begin_block", "blocks_watched", "sdk_in_use", "traced_by"]
+__all__ = ["begin_block", "blocks_watched", "sdk_in_use", "sdk_kind", "traced_by"]
+
+
+def sdk_kind(thing: object, names: Container[str]) -> Optional[str]:
+    """Which of PopTorch's classes something is an instance of; None if it is of none of these.
+
+    Args:
+        thing: anything.
+        names: of the classes.
+    """
+    for kind in type(thing).__mro__:
+        if kind.__name__ in names and "poptorch" in kind.__module__:
+            return kind.__name__
+    return None
+
 
 _OnBegin = Callable[[str, Optional[int]], None]
 

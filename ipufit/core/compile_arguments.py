@@ -1,7 +1,8 @@
-"""``jit`` of ``compile``: the ways in which a recorded program can run."""
+"""Arguments of ``compile`` that several rooms read: values of ``jit``, options of programs."""
 
 from __future__ import annotations
 
+from ipufit.core.batch import Mode
 from ipufit.errors import ConfigurationError
 from ipufit.utils.error_collector import one_of
 
@@ -10,10 +11,13 @@ __all__ = [
     "CUDAGRAPH",
     "GRAPH",
     "INDUCTOR",
+    "INFERENCE",
     "KERNELS",
     "LOWERINGS",
     "OFF",
+    "TRAINING",
     "resolve_jit",
+    "role_of",
 ]
 
 AUTO, OFF, GRAPH, KERNELS = "auto", "off", "graph", "kernels"
@@ -37,3 +41,11 @@ def resolve_jit(jit: object, run_eagerly: object) -> str:
             "program. Leave one of them out."
         )
     return OFF
+
+
+TRAINING, INFERENCE = "training_options", "inference_options"
+
+
+def role_of(mode: Mode) -> str:
+    """The argument of ``compile`` that holds the options for such a program."""
+    return TRAINING if mode is Mode.TRAIN else INFERENCE

@@ -1,15 +1,19 @@
-"""How much is printed, and which line of the user's a warning shows."""
+"""Output for the user: how much is printed, and which of their lines a warning names."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from typing import Any, Mapping, Union
 
 from ipufit.errors import ConfigurationError
-from ipufit.utils.locations import PACKAGE
 
-__all__ = ["resolve_verbose", "say_dev_run", "stacklevel_of_user"]
+__all__ = ["PACKAGE", "resolve_verbose", "say_dev_run", "stacklevel_of_user"]
+
+# The folder of the package, with a separator at its end, as code objects name their files.
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
 
 # Blocks of ours are entered through contextlib.
 _OURS = (PACKAGE, contextlib.__file__)

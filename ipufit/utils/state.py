@@ -1,4 +1,4 @@
-"""Try something out on a model, and leave no trace."""
+"""State of modules, optimizers and random generators, put back bit for bit after a trial."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from ipufit.utils.interrupts import deferred
 __all__ = [
     "copied_state",
     "cuda_in_use",
+    "evaluating",
     "everything_kept",
     "generator_states",
     "generators_kept",
     "generators_of",
     "set_generators",
+    "training",
 ]
 
 
@@ -117,3 +119,33 @@ def generators_of(loader: Any) -> List[torch.Generator]:
     owners.append(getattr(batch_sampler, "sampler", None))
     found = {id(g): g for g in (getattr(owner, "generator", None) for owner in owners)}
     return [g for g in found.values() if isinstance(g, torch.Generator)]
+
+
+@contextlib.contextmanager
+def _as_found(modules: Sequence[Optional[nn.Module]]) -> Iterator[None]:
+    flags = [(m, m.training) for module in modules if module is not None for m in module.modules()]
+    try:
+        yield
+    finally:
+        for m, flag in flags:
+            m.training = flag
+
+
+@contextlib.contextmanager
+def training(*modules: Optional[nn.Module]) -> Iterator[None]:
+    """Train mode of module and loss; one already in it keeps the parts set to eval."""
+    with _as_found(modules):
+        for module in modules:
+            if module is not None and not module.training:
+                module.train()
+        yield
+
+
+@contextlib.contextmanager
+def evaluating(*modules: Optional[nn.Module]) -> Iterator[None]:
+    """Eval mode of module and loss."""
+    with _as_found(modules):
+        for module in modules:
+            if module is not None:
+                module.eval()
+        yield
