@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import math
 import os
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
-from ipufit.callbacks import history_files, history_plot
+from ipufit.callbacks import history_plot
 from ipufit.callbacks.callback import Callback, Logs
 from ipufit.callbacks.monitor_mode import direction_of
 from ipufit.errors import ConfigurationError
@@ -14,6 +16,9 @@ from ipufit.errors import ConfigurationError
 __all__ = ["History"]
 
 Path = Union[str, "os.PathLike[str]"]
+
+_FORMAT = "ipufit.History/1"
+_ROWS = 8  # epochs that a notebook shows
 
 
 class History(Callback):
@@ -163,7 +168,17 @@ class History(Callback):
         Args:
             path: of the file; what it held is replaced. Values have all their digits.
         """
-        history_files.write_csv(self, path)
+        columns = [self._cells(name) for name in self.history]
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(["epoch", *self.history])
+            writer.writerows(zip(self.epoch, *columns))
+
+    def _cells(self, name: str) -> List[str]:
+        cells = [""] * len(self.epoch)
+        for place, value in zip(self.places(name), self.history[name]):
+            cells[place] = repr(value)
+        return cells
 
     def to_json(self, path: Optional[Path] = None) -> str:
         """Everything as JSON: values, ``updates`` and ``params``.
@@ -178,7 +193,33 @@ class History(Callback):
         Raises:
             ConfigurationError: ``params`` holds something that JSON can't.
         """
-        return history_files.write_json(self, path)
+        content = {
+            "format": _FORMAT,
+            "params": self.params,
+            "epoch": self.epoch,
+            "history": {
+                name: [
+                    [place, _json_number(value)] for place, value in zip(self.places(name), values)
+                ]
+                for name, values in self.history.items()
+            },
+            "updates": {
+                name: [[update, _json_number(value)] for update, value in values]
+                for name, values in self.updates.items()
+            },
+        }
+        try:
+            text = json.dumps(content, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(
+                "History.params must hold only what JSON has (numbers that are finite, strings, "
+                f"lists, dicts, None), but {str(error).rstrip('.')}. Take that entry out, or turn "
+                "it into a string."
+            ) from error
+        if path is not None:
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text + "\n")
+        return text
 
     @classmethod
     def from_json(cls, source: Path) -> History:
@@ -191,7 +232,34 @@ class History(Callback):
             ConfigurationError: it is no such file.
         """
         history = cls()
-        history_files.read_json(source, history, history._places)
+        text = os.fspath(source)
+        came = "the text"
+        if not text.lstrip().startswith("{"):
+            came = repr(text)
+            try:
+                with open(text, encoding="utf-8") as file:
+                    text = file.read()
+            except OSError as error:
+                raise ConfigurationError(
+                    f"from_json needs a file that to_json wrote, or its text, but {error}. Check "
+                    "the path."
+                ) from error
+        try:
+            content = json.loads(text)
+            if content["format"] != _FORMAT:
+                raise ValueError(f"its format is {content['format']!r}")
+            history.params.update(content["params"])
+            history.epoch.extend(content["epoch"])
+            for name, pairs in content["history"].items():
+                history._places[name] = [place for place, _ in pairs]
+                history.history[name] = [float(value) for _, value in pairs]
+            for name, pairs in content["updates"].items():
+                history.updates[name] = [(update, float(value)) for update, value in pairs]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigurationError(
+                f"from_json needs what History.to_json wrote, got something else in {came} "
+                f"({type(error).__name__}: {error}). Write it with history.to_json(path)."
+            ) from error
         return history
 
     def to_dataframe(self) -> Any:
@@ -248,7 +316,32 @@ class History(Callback):
         return f"History({len(self.epoch)} epochs{': ' + last if last else ''})"
 
     def _repr_html_(self) -> str:
-        return history_files.as_html(self)
+        """Return a small table for notebooks: the last epochs, the best of each column in bold."""
+        # Imported here: its table of characters would slow `import ipufit` down.
+        import html
+
+        names = list(self.history)
+        columns: Dict[str, List[float]] = {name: self.aligned(name) for name in names}
+        best: Dict[str, Any] = {
+            name: history_plot.best_place(columns[name], direction)
+            for name in names
+            for direction in [direction_of(name, self.params.get("directions"))]
+            if direction is not None
+        }
+        shown = set(range(len(self.epoch))[-_ROWS:]) | {p for p in best.values() if p is not None}
+        rows, before = [], -1
+        for place in sorted(shown):
+            if place != before + 1:
+                rows.append(f"<tr><td colspan='{len(names) + 1}'>&#8230;</td></tr>")
+            before = place
+            cells = [_cell(columns[name][place], best.get(name) == place) for name in names]
+            rows.append(f"<tr><td>{self.epoch[place]}</td>{''.join(cells)}</tr>")
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in ["epoch", *names])
+        count = len(self.epoch)
+        return (
+            f"<table><caption>History of {count} epoch{'' if count == 1 else 's'}</caption>"
+            f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+        )
 
     def _known(self, name: str) -> None:
         if name not in self.history:
@@ -266,3 +359,12 @@ def _number(name: str, value: Any) -> float:
             f"values of an epoch must be numbers, but {name!r} in logs is a "
             f"{type(value).__name__}. Keep it in the callback itself, or put a number there."
         ) from error
+
+
+def _json_number(value: float) -> Union[float, str]:
+    return value if math.isfinite(value) else str(value)
+
+
+def _cell(value: float, best: bool) -> str:
+    text = "" if math.isnan(value) else f"{value:.4g}"
+    return f"<td><b>{text}</b></td>" if best else f"<td>{text}</td>"

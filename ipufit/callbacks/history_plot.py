@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING, Any, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Protocol, Sequence, Tuple, Union
 
 from ipufit.callbacks.monitor_mode import direction_of
 from ipufit.errors import ConfigurationError
 from ipufit.utils.figures import new_figure, saved
-
-if TYPE_CHECKING:
-    from ipufit.callbacks.history import History
 
 __all__ = ["best_place", "draw"]
 
@@ -24,6 +21,23 @@ _MARKED = 40
 _PANEL = (4.6, 3.2)  # inches
 
 
+class RecordedValues(Protocol):
+    """The part of :class:`ipufit.History` that its picture shows; see there."""
+
+    history: Dict[str, List[float]]
+    epoch: List[int]
+    updates: Dict[str, List[Tuple[int, float]]]
+    params: Dict[str, Any]
+
+    def places(self, name: str) -> List[int]:
+        """Return for each value the place in ``epoch`` that it belongs to."""
+        ...
+
+    def aligned(self, name: str) -> List[float]:
+        """Return one value per epoch, NaN where the epoch has none."""
+        ...
+
+
 def best_place(values: Sequence[float], direction: str) -> Optional[int]:
     """Index of the first value that is as good as any; None if all are NaN."""
     sign = 1.0 if direction == "min" else -1.0
@@ -32,7 +46,7 @@ def best_place(values: Sequence[float], direction: str) -> Optional[int]:
 
 
 def draw(
-    history: History,
+    history: RecordedValues,
     path: Union[str, os.PathLike[str], None],
     metrics: Union[str, Sequence[str], None],
     columns: Optional[int],
@@ -56,7 +70,9 @@ def draw(
     return saved(figure, path, "History.plot")
 
 
-def _chosen(history: History, metrics: Union[str, Sequence[str], None]) -> List[Tuple[str, bool]]:
+def _chosen(
+    history: RecordedValues, metrics: Union[str, Sequence[str], None]
+) -> List[Tuple[str, bool]]:
     """Names of the panels, and whether their values belong to updates."""
     trained = [name for name in history.history if not name.startswith("val_")]
     held_out = [n[4:] for n in history.history if n.startswith("val_") and n[4:] not in trained]
@@ -93,7 +109,7 @@ def _columns(columns: Optional[int], panels: int) -> int:
     return min(columns, panels)
 
 
-def _draw_epochs(panel: Any, name: str, history: History, mark_best: bool) -> None:
+def _draw_epochs(panel: Any, name: str, history: RecordedValues, mark_best: bool) -> None:
     lines = [
         (key, label, style)
         for key, label, style in (
@@ -149,7 +165,7 @@ def _scale(panel: Any, values: Sequence[float]) -> None:
         panel.set_yscale("log")
 
 
-def _mark_best(panel: Any, history: History, key: str, label: str, color: str) -> None:
+def _mark_best(panel: Any, history: RecordedValues, key: str, label: str, color: str) -> None:
     direction = direction_of(key, history.params.get("directions"))
     values = [_finite(value) for value in history.aligned(key)]
     place = best_place(values, direction) if direction is not None else None

@@ -1,33 +1,73 @@
-"""Stages that need a micro-batch: found by ipufit, of a plan, of a module's own blocks."""
+"""Stages that show with a micro-batch: automatic ones, a plan's, those of a module's own blocks."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Optional, Set, Tuple
+from typing import TYPE_CHECKING, Any, Optional, Protocol, Set, Tuple
 
 import torch
+from torch import nn
 
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.plan import Plan
 from ipufit.core.plan_checks import check_filling
 from ipufit.data.batches import Unpacker
+from ipufit.data.casting import Casting
 from ipufit.data.source import Source
 from ipufit.errors import PartitionError
+from ipufit.losses import Loss
 from ipufit.partition.own_blocks import OwnBlocks, UncountedError
 from ipufit.partition.partition import Partition, Partitions
 from ipufit.utils.interrupts import deferred
 from ipufit.utils.random_streams import isolated
 
 if TYPE_CHECKING:
-    from ipufit.training.session import Session
+    from ipufit.planner.planning import Estimator
 
-__all__ = ["Divider", "redivided", "settled"]
+__all__ = ["DeferredPartitioner", "DividedSession", "replan", "with_stage_count"]
 
 
-class Divider:
-    """Finds stages that were left open, counts a module's own, holds those of a plan to its memory.
+class DividedSession(Protocol):
+    """The part of a compiled model that its partition depends on."""
 
-    Again where training has micro-batches of another shape. Inference takes what there is.
+    @property
+    def module(self) -> nn.Module:
+        """The user's module."""
+        ...
+
+    @property
+    def loss(self) -> Loss:
+        """The loss in its normal form."""
+        ...
+
+    @property
+    def casting(self) -> Casting:
+        """Dtypes to which batches are brought."""
+        ...
+
+    @property
+    def partitions(self) -> Partitions:
+        """Where the module lies on the IPUs of a replica."""
+        ...
+
+    def recomputes(self, strategy: str, stages: int) -> bool:
+        """Return True if training has PopTorch compute activations again."""
+        ...
+
+    def estimator(self, sample: MicroBatch, partition: Optional[Partition] = None) -> Estimator:
+        """Follow a micro-batch through module and loss, for estimates of its divisions."""
+        ...
+
+    def poptorch_strategy(self, training: bool) -> Any:
+        """Return the execution strategy of PopTorch's options of a mode; None for none."""
+        ...
+
+
+class DeferredPartitioner:
+    """Finds open stages, counts a module's own blocks, and holds a plan's stages to its memory.
+
+    It does so again where training has micro-batches of another shape. Inference takes the
+    partition that there is.
 
     Args:
         memory: bytes per IPU of the plan that ``compile`` was given; None where it was none.
@@ -37,9 +77,9 @@ class Divider:
         self._memory = memory
         self._shapes: Optional[Tuple[object, ...]] = None
         self._counted: Set[bool] = set()
-        self._looked: Set[bool] = set()
+        self._searched: Set[bool] = set()
 
-    def divided(self, session: Session, first: MicroBatch, training: bool) -> Partitions:
+    def divide(self, session: DividedSession, first: MicroBatch, training: bool) -> Partitions:
         """The partitions for jobs that begin with this micro-batch.
 
         Raises:
@@ -54,14 +94,16 @@ class Divider:
         automatic = next((p for p in both if p is not None and p.is_automatic), None)
         with deferred():
             if automatic is not None and automatic.stages > 1:
-                partitions = _found(session, first, automatic)
+                partitions = _find_stages(session, first, automatic)
             elif self._memory is not None:
-                _hold(session, first, partitions.training, self._memory)
+                _check_memory(session, first, partitions.training, self._memory)
         # Those that an inference has found are found again for training.
         self._shapes = shapes if training else None
         return partitions
 
-    def counted(self, session: Session, first: MicroBatch, training: bool) -> Partitions:
+    def count_own_stages(
+        self, session: DividedSession, first: MicroBatch, training: bool
+    ) -> Partitions:
         """The partitions, with the stages of a module that divides itself, which show now.
 
         Raises:
@@ -73,12 +115,12 @@ class Divider:
             return partitions
         if training not in self._counted:
             with deferred():
-                stages = _look(session, partition, first, training)
+                stages = _count_stages(session, partition, first, training)
             partitions = partitions.counted(training, stages)
             self._counted.add(training)
         return partitions
 
-    def looked(self, session: Session, source: Source, training: bool) -> Partitions:
+    def count_own_ipus(self, session: DividedSession, source: Source, training: bool) -> Partitions:
         """Count the IPUs of the module's own blocks before a plan shares IPUs out to replicas.
 
         A forward pass of a sample shows them, where the data can be looked at beforehand.
@@ -90,24 +132,26 @@ class Divider:
         """
         partitions = session.partitions
         is_one = partitions.of(training) is None
-        if partitions.is_ipus_set or training in self._looked or not OwnBlocks(None).can_hear:
+        if partitions.is_ipus_set or training in self._searched or not OwnBlocks(None).can_hear:
             return partitions
-        if not training and is_one and True in self._looked:
+        if not training and is_one and True in self._searched:
             return partitions  # there are none
-        self._looked.add(training)
+        self._searched.add(training)
         for mode in (Mode.TRAIN if training else Mode.EVALUATE, Mode.PREDICT):
             example = _example(session, source, mode)
             if example is None:
                 continue
             try:
                 with deferred():
-                    _look(session, partitions.of(training), example, training)
+                    _count_stages(session, partitions.of(training), example, training)
             except UncountedError as error:
-                return self.followed(session, error, training)
+                return self.follow_blocks(session, error, training)
             break
         return partitions
 
-    def followed(self, session: Session, error: UncountedError, training: bool) -> Partitions:
+    def follow_blocks(
+        self, session: DividedSession, error: UncountedError, training: bool
+    ) -> Partitions:
         """Divide the module as its own blocks do, which have shown now.
 
         Inference follows training until blocks of its own show.
@@ -138,7 +182,7 @@ class Divider:
         return partitions
 
 
-def _undivided(session: Session, training: bool, followed: Optional[Partition]) -> Partition:
+def _undivided(session: DividedSession, training: bool, followed: Optional[Partition]) -> Partition:
     """One IPU, with the strategy that options of PopTorch's have for more of them.
 
     Args:
@@ -155,7 +199,7 @@ def _undivided(session: Session, training: bool, followed: Optional[Partition]) 
     return Partition((), 1, name, strategy is not None, 1, strategy)
 
 
-def redivided(
+def replan(
     plan: Plan, partition: Optional[Partition], ipus: Optional[int], auto_round_ipus: bool
 ) -> Plan:
     """The plan for other IPUs of its one replica, which have shown since it was made.
@@ -181,7 +225,7 @@ def redivided(
     return dataclasses.replace(plan, stages=stages, reserved_ipus=checked.reserved_ipus)
 
 
-def _example(session: Session, source: Source, mode: Mode) -> Optional[MicroBatch]:
+def _example(session: DividedSession, source: Source, mode: Mode) -> Optional[MicroBatch]:
     """A micro-batch like those of a source; None where none can be made of it beforehand."""
     try:
         with isolated(torch.device("cpu")):
@@ -192,15 +236,15 @@ def _example(session: Session, source: Source, mode: Mode) -> Optional[MicroBatc
         return None  # whoever reads the data says what is wrong with it
 
 
-def _look(
-    session: Session, partition: Optional[Partition], batch: MicroBatch, training: bool
+def _count_stages(
+    session: DividedSession, partition: Optional[Partition], batch: MicroBatch, training: bool
 ) -> int:
     from ipufit.planner.count_stages import stages_of_blocks
 
     return stages_of_blocks(partition, session.module, session.loss, batch, training)
 
 
-def settled(plan: Plan, partition: Optional[Partition]) -> Plan:
+def with_stage_count(plan: Plan, partition: Optional[Partition]) -> Plan:
     """The plan, when all stages are known, with their number where there are more than IPUs.
 
     Raises:
@@ -215,7 +259,7 @@ def settled(plan: Plan, partition: Optional[Partition]) -> Plan:
     return dataclasses.replace(plan, depth=partition.depth)
 
 
-def _found(session: Session, first: MicroBatch, partition: Partition) -> Partitions:
+def _find_stages(session: DividedSession, first: MicroBatch, partition: Partition) -> Partitions:
     recompute = session.recomputes(partition.strategy, partition.ipus)
     how = (partition.ipus, partition.strategy, recompute)
     begins, places = session.estimator(first).automatic(*how)
@@ -229,7 +273,9 @@ def _found(session: Session, first: MicroBatch, partition: Partition) -> Partiti
     return opened.found(begins, places)
 
 
-def _hold(session: Session, first: MicroBatch, partition: Optional[Partition], memory: int) -> None:
+def _check_memory(
+    session: DividedSession, first: MicroBatch, partition: Optional[Partition], memory: int
+) -> None:
     """Refuse micro-batches with which a plan's stages take more than it was made for."""
     from ipufit.planner.costs import by_ipu, memory_of
     from ipufit.planner.planning import schedule_of

@@ -39,7 +39,7 @@ from ipufit.partition.own_blocks import UncountedError
 from ipufit.partition.partition import NOT_DIVIDED, Partition, Partitions
 from ipufit.processes import Processes, current
 from ipufit.training import loop
-from ipufit.training.deferred_partition import Divider, redivided, settled
+from ipufit.training.deferred_partition import DeferredPartitioner, replan, with_stage_count
 from ipufit.training.execution_sync import Together
 from ipufit.training.loop import Job
 from ipufit.training.run_defaults import FixedWork
@@ -103,7 +103,7 @@ class Session:
         self.fixed = fixed or FixedWork()
         self._options = options or {}
         self.partitions = partitions
-        self._divider = Divider(planned_memory)
+        self._partitioner = DeferredPartitioner(planned_memory)
         self._ipus: Dict[bool, Optional[int]] = {}
         self.module = module
         self.engine = engine
@@ -201,7 +201,7 @@ class Session:
             PlanError: an argument disagrees with what is fixed.
         """
         if arguments["ipus"] is not None or "ipus" in self.fixed.names(training):
-            self.partitions = self._divider.looked(self, source, training)
+            self.partitions = self._partitioner.count_own_ipus(self, source, training)
         return self.fixed.resolve(training, self.partitions.of(training), **arguments)
 
     def plan(
@@ -351,14 +351,14 @@ class Session:
         check_call(self.module, first, self.loss, source)
         if training and source.class_weights is not None:
             check_class_weights(source.class_weights, self.module, first, self.loss)
-        self.partitions = self._divider.divided(self, first, training)
+        self.partitions = self._partitioner.divide(self, first, training)
         how = (mode, seed, domain, wants_outputs, profile_folder)
         try:
             return self._job(feed, first, source, plan, *how)
         except UncountedError as error:
             self.follow_blocks(error, training)
         partition, ipus = self.partitions.of(training), self._ipus.get(training)
-        plan = redivided(plan, partition, ipus, self.auto_round_ipus)
+        plan = replan(plan, partition, ipus, self.auto_round_ipus)
         return self._job(feed, first, source, plan, *how)
 
     def _job(
@@ -375,7 +375,7 @@ class Session:
     ) -> Job:
         explainer = self.explainer(mode, source.role)
         self.count_stages(first, mode is Mode.TRAIN)
-        plan = settled(plan, self.partitions.of(mode is Mode.TRAIN))
+        plan = with_stage_count(plan, self.partitions.of(mode is Mode.TRAIN))
         plan = dataclasses.replace(plan, micro_batch_size=feed.micro_batch_size or first.size)
         metrics = MetricSet() if mode is Mode.PREDICT else self.metrics.fresh()
         metrics.check_joined(self.processes.num_processes)
@@ -476,11 +476,11 @@ class Session:
             error: that the recording ended with; raised again where the user has set the IPUs.
             training: what was recorded.
         """
-        self.partitions = self._divider.followed(self, error, training)
+        self.partitions = self._partitioner.follow_blocks(self, error, training)
 
     def count_stages(self, first: MicroBatch, training: bool) -> None:
         """Look how many stages the module's own blocks make, where they divide it."""
-        self.partitions = self._divider.counted(self, first, training)
+        self.partitions = self._partitioner.count_own_stages(self, first, training)
 
     def poptorch_strategy(self, training: bool) -> Any:
         """The execution strategy that was set in PopTorch's options of a mode; None for none."""
