@@ -5,7 +5,6 @@ import os
 import pathlib
 import signal
 import sys
-import zlib
 
 import hypothesis
 import pytest
@@ -21,14 +20,13 @@ os.environ.pop("COLUMNS", None)
 # A shell starts its background jobs with Ctrl-C ignored; some tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Of the points of a grid, one in so many is run without --exhaustive: a prime, so that the sample
-# meets every value of every parameter. On the oldest Python, which shows whether anything is
-# missing there, one in so many of any test that has many, and likewise on the other engine, which
-# has tests of its own. And so many examples of a property.
+# Of the points of a grid, one in so many is run without --exhaustive, evenly from the first to the
+# last, and one more for each value of a side that is then still missing; on the oldest Python,
+# which shows whether anything is missing there, and on the other engine, which has tests of its
+# own, one in so many of any test, and the last. And so many examples of a property.
 SAMPLE = 13
-SAMPLE_OF_OLDEST = 11
-SAMPLE_OF_OTHER = 3
-MANY = 6
+# A parameter of more values is no side of a grid, but a list of cases.
+LONGEST_SIDE = 6
 IS_OLDEST = sys.version_info < (3, 9)
 EXAMPLES, ALL_EXAMPLES = 200, 2000
 
@@ -57,9 +55,8 @@ def pytest_addoption(parser):
         "--exhaustive",
         action="store_true",
         help=f"run every point of the tests marked as a grid, not one in {SAMPLE}, on the oldest "
-        f"Python and the other engine of all, not one in {SAMPLE_OF_OLDEST} and "
-        f"{SAMPLE_OF_OTHER}, those marked as long, and {ALL_EXAMPLES} examples of each property, "
-        f"not {EXAMPLES}",
+        "Python and the other engine of all tests, those marked as long, and "
+        f"{ALL_EXAMPLES} examples of each property, not {EXAMPLES}",
     )
 
 
@@ -108,36 +105,46 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if not item.get_closest_marker("both_engines")]
     if config.getoption("--exhaustive"):
         return
-    many = SAMPLE_OF_OLDEST if IS_OLDEST else SAMPLE_OF_OTHER if is_other else 1
-    tests = [item.nodeid.partition("[")[0] for item in items]
-    points, places = collections.Counter(tests), collections.Counter()
-    kept, left_out = [], []
-    for item, test in zip(items, tests):
-        if item.get_closest_marker("long") is not None:
-            left_out.append(item)
-            continue
-        (kept if _in_sample(item, test, points, places, many) else left_out).append(item)
-    items[:] = kept
-    config.hook.pytest_deselected(items=left_out)
+    one_in = SAMPLE if IS_OLDEST or is_other else 1
+    points = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("long") is None:
+            points[item.nodeid.partition("[")[0]].append(item)
+    chosen = set()
+    for test in points.values():
+        if test[0].get_closest_marker("grid") is not None:
+            chosen.update(_with_all_values(test, _evenly(test, SAMPLE)))
+        else:
+            chosen.update(_evenly(test, one_in))
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
-def _in_sample(item, test, points, places, many):
-    """Whether this point of a test is run.
+def _evenly(points, one_in):
+    """One in so many of the points of a test, from the first on, and the last."""
+    return [*points[::one_in], points[-1]]
 
-    Args:
-        points: of each test.
-        places: of each test, how many came before.
-        many: of a test that has many, one in so many is run.
+
+def _with_all_values(points, chosen):
+    """The chosen points of a grid, and more, until no value of a side of it is missing.
+
+    Nothing is added to a sample of a list of cases.
     """
-    count, place = points[test], places[test]
-    places[test] += 1
-    one_in = 1
-    if item.get_closest_marker("grid") is not None:
-        one_in = SAMPLE
-    elif count >= MANY:
-        one_in = many
-    # Not the first of each: the ways of running that come first would be all that is run.
-    return place % one_in == zlib.crc32(test.encode()) % min(count, one_in)
+    values = {point: _values(point) for point in points}
+    counts = collections.Counter(name for name, _ in set().union(*values.values()))
+    sides = {name for name, count in counts.items() if count <= LONGEST_SIDE}
+    met = set().union(*(values[point] for point in chosen))
+    for point in reversed(points):
+        if any(name in sides for name, _ in values[point] - met):
+            chosen.append(point)
+            met |= values[point]
+    return chosen
+
+
+def _values(point):
+    """Name each parameter of a point with the identity of its value, which need not be hashable."""
+    parameters = point.callspec.params if hasattr(point, "callspec") else {}
+    return {(name, id(value)) for name, value in parameters.items()}
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,8 @@
 """What a process of a distributed fit runs; its results are compared with those of one process.
 
 Run by test_fits.py in one, two and four processes. Arguments: the folder for the results, and names
-of functions here; none for all. With "buckets" gradients go in many small ones.
+of fits, or the first words of several; none for all. With "buckets" gradients go in many small
+ones.
 """
 
 import json
@@ -20,6 +21,12 @@ from ipufit.engines.embedded import overlapped_reduction
 REPLICAS = 4
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 PROCESS = int(os.environ.get("RANK", "0"))
+WANTED = [argument for argument in sys.argv[2:] if argument != "buckets"]
+
+
+def is_wanted(name):
+    """Whether this fit, or all those that begin with its first word, are among the arguments."""
+    return not WANTED or name in WANTED or name.split()[0] in WANTED
 
 
 class Pairs(Dataset):
@@ -109,6 +116,8 @@ def fit(net, *given, compiled=None, weights=True, **options):
 def lengths():
     """Every length leaves another end, down to a single sample in all processes."""
     for samples in (64, 61, 33, 9, 1):
+        if not is_wanted(f"lengths {samples}"):
+            continue
         x, y = data(samples)
         options = {"validation_data": (x, y), "batch_size": 4}
         model, found = fit(mlp, x, y, compiled={"metrics": ["accuracy"]}, **options)
@@ -142,7 +151,8 @@ def forms():
         "class_weight": ((x, y), {"batch_size": 4, "class_weight": {0: 2.0, 1: 0.5}}),
     }
     for name, (arguments, options) in given.items():
-        yield f"forms {name}", fit(mlp, *arguments, **options)[1]
+        if is_wanted(f"forms {name}"):
+            yield f"forms {name}", fit(mlp, *arguments, **options)[1]
 
 
 def models():
@@ -169,7 +179,10 @@ def models():
         "schedule": (mlp, {"lr_scheduler": lambda update: 0.01 / (1 + update)}),
     }
     for name, (net, compiled) in given.items():
-        yield f"models {name}", fit(net, x, y, batch_size=4, compiled=compiled)[1]
+        if is_wanted(f"models {name}"):
+            yield f"models {name}", fit(net, x, y, batch_size=4, compiled=compiled)[1]
+    if not is_wanted("models tokens"):
+        return
     own = {"loss": nn.CrossEntropyLoss(ignore_index=-100)}
     net = lambda: nn.Sequential(mlp(), nn.Unflatten(1, (3, 1)), nn.Upsample(2))  # noqa: E731
     yield "models tokens", fit(net, x, tokens, batch_size=4, compiled=own)[1]
@@ -177,6 +190,8 @@ def models():
 
 def measures():
     """Metrics of every kind that can be joined."""
+    if not is_wanted("measures"):
+        return
     x, y = data(53)
     metrics = {
         "accuracy": "accuracy",
@@ -203,6 +218,8 @@ class StopsInOne(Callback):
 
 def callbacks():
     """Callbacks run in all processes, those that only report in the first; any may stop."""
+    if not is_wanted("callbacks"):
+        return
     x, y = data(61)
     folder = os.path.join(sys.argv[1], f"logs-{PROCESSES}-{PROCESS}.csv")
     seen = []
@@ -216,7 +233,6 @@ def callbacks():
 
 
 def main():
-    asked = [each for each in sys.argv[2:] if each != "buckets"]
     begun = []
     if "buckets" in sys.argv[2:]:
         overlapped_reduction.BUCKET, inner = 256, overlapped_reduction.BucketSums.sum
@@ -229,8 +245,7 @@ def main():
     torch.set_default_dtype(torch.float64)
     results = {}
     for part in (lengths, forms, models, measures, callbacks):
-        for name, found in part() if part.__name__ in (asked or [part.__name__]) else ():
-            results[name] = found
+        results.update(part())
     assert bool(begun) == ("buckets" in sys.argv[2:])
     with open(os.path.join(sys.argv[1], f"{PROCESSES}-{PROCESS}.json"), "w") as file:
         json.dump(results, file)
