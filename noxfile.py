@@ -36,6 +36,18 @@ WHEEL_TESTS = [
         *("data/test_data_forms", "training/test_counts"),
     )
 ]
+# A little of every room, under a minute and a half on two cores.
+SMOKE_TESTS = [
+    *WHEEL_TESTS,
+    *(
+        f"tests/{part}.py"
+        for part in (
+            *("callbacks/test_callback_list", "checkpoint/test_store", "engines/ipu/test_contract"),
+            *("losses/test_losses", "partition/test_stage_names", "poptorch/test_micro_batches"),
+            *("report/test_rows", "training/test_equality"),
+        )
+    ),
+]
 # What shows that an extra works, by its name: test files and folders, or scripts.
 EXTRA_CHECKS = {
     "plot": ("tests/callbacks/test_history.py", "tests/analysis/tuner/test_lr_finder.py"),
@@ -90,6 +102,13 @@ def tests(session: nox.Session) -> None:
     if not session.posargs:
         # Those of Model once more, on the stand-in for an IPU.
         session.run("python", "-m", "pytest", "--engine=ipu-standin", *PARALLEL)
+
+
+@nox.session
+def smoke(session: nox.Session) -> None:
+    """Run a little of every room, for a first look."""
+    session.install("-e", TESTED, *group("test", "torch"))
+    session.run("python", "-m", "pytest", *PARALLEL, *SMOKE_TESTS)
 
 
 @nox.session
