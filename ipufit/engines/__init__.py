@@ -1,4 +1,4 @@
-"""What runs a program: one folder per engine. Called, it tells which of them can run here."""
+"""Engines, one folder each, and a call that tells which of them can run here."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _VARIABLE = "IPUFIT_ENGINE"
 
 @dataclasses.dataclass(frozen=True)
 class EngineStatus:
-    """Whether an engine can run here.
+    """An engine's name, and whether it can run here.
 
     Attributes:
         name: as ``Model(engine=...)`` takes it.
@@ -97,7 +97,7 @@ _NAMES = f"one of {', '.join(map(repr, _MAKERS))}"
 
 
 def engine_maker(engine: Union[str, Callable[[], Engine]]) -> Callable[[], Engine]:
-    """What makes the engine for every ``compile``.
+    """Return the function that makes the engine for every ``compile``.
 
     Args:
         engine: a name, or a callable that makes one. "auto" is what the environment variable

@@ -25,7 +25,7 @@ __all__ = ["Engine", "ExecutionResult", "Prepared", "Program", "ProgramSpec", "T
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What is known of a program's results before it runs.
+    """Facts about a program's results that are known before it runs.
 
     Attributes:
         outputs: the module's outputs, as tensors without data (device "meta").
@@ -40,7 +40,7 @@ class Prepared:
 
 @dataclasses.dataclass(frozen=True)
 class ExecutionResult:
-    """What one execution hands back to the host.
+    """The results that one execution hands back to the host.
 
     Attributes:
         losses: one value per micro-batch, float64, on the host. Empty when predicting. A program
@@ -95,7 +95,7 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramSpec:
-    """What to build.
+    """A description of the program that an engine is to build.
 
     Attributes:
         module: the user's module.
@@ -133,12 +133,12 @@ class ProgramSpec:
 
     @property
     def run_eagerly(self) -> bool:
-        """Whether the user's module itself runs, without capture."""
+        """True where the user's module itself runs, without capture."""
         return self.config.run_eagerly
 
     @property
     def divides_weights(self) -> bool:
-        """Whether each of several processes has a part of the weights."""
+        """True where each of several processes has a part of the weights."""
         return self.config.shard_weights and self.processes.is_distributed
 
 

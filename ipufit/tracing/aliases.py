@@ -107,6 +107,6 @@ def _aliased(node: fx.Node) -> Iterator[Tuple[fx.Node, bool]]:
 
 
 def _returns(node: fx.Node, other: fx.Node) -> bool:
-    """Whether an operator that writes to an argument returns it."""
+    """Tell whether an operator that writes to an argument returns it."""
     schema = schema_of(node)
     return schema is not None and any(result.alias_info is not None for result in schema.returns)

@@ -79,7 +79,7 @@ _EAGERLY = "To run this module as it is, without capture, use compile(..., run_e
 
 
 def _first_user_frame(frames: Sequence[Frame]) -> Optional[Frame]:
-    """Of frames from the innermost outwards: the user's, or else that of a torch module.
+    """Return the user's innermost frame, or else that of a torch module.
 
     What called ipufit is not what went wrong.
     """
@@ -319,7 +319,7 @@ def _compiled_error(frame: Optional[Frame]) -> CaptureError:
 
 
 def has_mask_index(args: Tuple[Any, ...]) -> bool:
-    """Whether aten::index with these arguments takes what a mask says."""
+    """Tell whether aten::index with these arguments takes what a mask says."""
     indices = args[1] if len(args) > 1 else ()
     return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
@@ -449,7 +449,7 @@ def recordable(rewrites_one_hot: bool = True) -> Iterator[None]:
 
 
 class _Restored:
-    """Whether a generator was set back since the recording began."""
+    """Watches for a generator that is set back after the recording has begun."""
 
     generator = False
 
@@ -572,7 +572,7 @@ def _simplify(graph: fx.GraphModule) -> None:
 
 
 def uses_random_numbers(graph: fx.GraphModule) -> bool:
-    """Whether the graph draws from a random generator."""
+    """Tell whether the graph draws from a random generator."""
     return any(
         draws(node.target, node.args, node.kwargs)
         for node in graph.graph.nodes

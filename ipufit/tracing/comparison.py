@@ -1,4 +1,4 @@
-"""What ``Model.compare`` returns: where a program and its reference part."""
+"""The result of ``Model.compare``: where a program and its reference part."""
 
 from __future__ import annotations
 

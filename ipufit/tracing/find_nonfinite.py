@@ -293,7 +293,7 @@ class NonFiniteSearch(TorchDispatchMode):
         return result
 
     def _source(self, tensor: Tensor, kind: str) -> Optional[_Found]:
-        """What such a value of a tensor comes from; of parts of the memory, the same part first."""
+        """Find the origin of such a value of a tensor; for parts of memory, the same part first."""
         candidates = [
             each for each in self._found.get(_memory(tensor), ()) if each.nan or kind == "inf"
         ] or self._found.get(_memory(tensor), [])
@@ -348,7 +348,7 @@ def _first(nonfinite: _Found) -> _Found:
 
 
 def _after_constant(nonfinite: _Found) -> _Found:
-    """Of the operators between what Python wrote and the result, the first that chose from it."""
+    """Find the first operator that chose from a value that Python wrote."""
     path = [nonfinite]
     while path[-1].sources and path[-1].cause != "constant":
         path.append(path[-1].sources[0])
@@ -365,7 +365,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _kind_of(tensor: Tensor) -> Optional[str]:
-    """What is not finite: NaN, "nan"; nothing but infinities, "inf"; nothing at all, None."""
+    """Classify a tensor: "nan", or "inf" where there are infinities alone; None if finite."""
     if not _is_number(tensor) or not tensor.numel() or bool(tensor.isfinite().all()):
         return None
     return "nan" if bool(tensor.isnan().any()) else "inf"
@@ -376,12 +376,12 @@ def _bad(tensor: Tensor, kind: str) -> Tensor:
 
 
 def _is_mask(tensor: Tensor) -> bool:
-    """Whether all that is not finite is ``-inf``, as in a mask that is added to scores."""
+    """Tell whether all that is not finite is ``-inf``, as in a mask that is added to scores."""
     return bool((tensor.isfinite() | (tensor == -torch.inf)).all())
 
 
 def _is_written(args: object, kwargs: object, inputs: Sequence[Tensor]) -> bool:
-    """Whether Python gave the infinity, or the operator makes a tensor of nothing."""
+    """Tell whether Python gave the infinity, or the operator makes a tensor of nothing."""
     leaves = tree.flatten((args, kwargs or {}))[0]
     numbers = [leaf for leaf in leaves if isinstance(leaf, float)]
     return not inputs or any(number in (torch.inf, -torch.inf) for number in numbers)

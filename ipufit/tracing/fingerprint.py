@@ -1,4 +1,4 @@
-"""What a recording depends on besides tensors: the Python values that were frozen into it."""
+"""Fingerprints of the Python values that a recording has frozen, besides tensors."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _own_values(called: object, referents: List[object]) -> Tuple[object, ...]:
 
 
 def _plain_attributes(value: object) -> Tuple[object, ...]:
-    """Of an object that is called, its numbers and strings: what it holds besides may be large."""
+    """List numbers and strings of an object that is called; the rest of it may be large."""
     if isinstance(value, nn.Module) or _is_code(value):
         return ()
     attributes = getattr(value, "__dict__", {})

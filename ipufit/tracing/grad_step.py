@@ -146,7 +146,7 @@ def attributes_kept(module: nn.Module) -> Iterator[List[str]]:
 
 
 def carries_loss(result: Any) -> bool:
-    """Whether a module that may return its own loss did so: a 0-dim tensor where a loss stands."""
+    """Tell whether a module that may return its own loss did so: a 0-dim tensor in its place."""
     found = find_loss(result)
     return found is not None and found[1].dim() == 0 and found[1].is_floating_point()
 

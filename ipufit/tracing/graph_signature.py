@@ -1,4 +1,4 @@
-"""What is remembered of a recorded micro-batch: enough to tell whether another one is the same."""
+"""Signatures of traced micro-batches: enough to tell whether another one is the same."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GraphSignature:
 
     @staticmethod
     def of(graph: fx.GraphModule) -> GraphSignature:
-        """What is to be remembered; the graph itself may be changed afterwards."""
+        """Make the signature of a graph, which may be changed afterwards."""
         nodes = list(graph.graph.nodes)
         constants = [getattr(graph, str(n.target)) for n in nodes if n.op == "get_attr"]
         drawn = [operator_name(n) for n in nodes if draws(n.target, n.args, n.kwargs)]
@@ -46,7 +46,7 @@ class GraphSignature:
         )
 
     def equals(self, other: GraphSignature) -> bool:
-        """Whether both compute the same from the same arguments."""
+        """Tell whether both compute the same from the same arguments."""
         return self.text == other.text and same_constants(self.constants, other.constants)
 
 
@@ -79,7 +79,7 @@ class _Number(str):
 
 
 def same_constants(first: Tuple[Tensor, ...], second: Tuple[Tensor, ...]) -> bool:
-    """Whether two lists of tensors hold the same values."""
+    """Tell whether two lists of tensors hold the same values."""
     return len(first) == len(second) and all(
         a is b or (a.dtype == b.dtype and a.device == b.device and torch.equal(a, b))
         for a, b in zip(first, second)

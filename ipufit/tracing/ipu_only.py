@@ -1,4 +1,4 @@
-"""What only an IPU can do, met while a program of this engine is made."""
+"""Refusals of what only an IPU can do, met while a program of this engine is made."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def only_on_ipus(error: Optional[BaseException]) -> Optional[str]:
 
 @contextlib.contextmanager
 def for_this_engine() -> Iterator[None]:
-    """What is called in the block becomes part of what this engine runs."""
+    """Make what is called in the block part of what this engine runs."""
     token = _MAKING.set(True)
     try:
         yield
@@ -27,5 +27,5 @@ def for_this_engine() -> Iterator[None]:
 
 
 def is_for_this_engine() -> bool:
-    """Whether the caller is to be run by this engine; not where somebody just looks at a model."""
+    """Tell whether this engine is to run the caller; no where a model is only looked at."""
     return _MAKING.get()

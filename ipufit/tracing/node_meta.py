@@ -33,7 +33,7 @@ _LISTENERS: List[Listener] = []
 
 
 def is_backward(node: fx.Node) -> bool:
-    """Whether the node was recorded while torch followed the loss back."""
+    """Tell whether the node was recorded while torch followed the loss back."""
     return _BACKWARD in node.meta
 
 
@@ -83,7 +83,7 @@ def _mark(graph: fx.Graph, after: fx.Node, key: str, value: Any) -> None:
 
 @contextlib.contextmanager
 def backward_marked(objective: Optional[Tensor] = None) -> Iterator[None]:
-    """What is recorded in the block belongs to the backward pass.
+    """Mark what is recorded in the block as part of the backward pass.
 
     Args:
         objective: what is followed back; for whoever listens.
@@ -111,7 +111,7 @@ def backward_heard(listener: Listener) -> Iterator[None]:
 
 @contextlib.contextmanager
 def layers_marked(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """What is recorded in each call of these layers belongs together.
+    """Mark what is recorded in each call of these layers as belonging together.
 
     Raises:
         ConfigurationError: one of them was never called.

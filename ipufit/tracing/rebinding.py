@@ -104,7 +104,7 @@ def _assignment(
 
 
 def _methods(owner: type) -> Iterator[Callable[..., Any]]:
-    """Of a class of the user's: forward, and then what it may call."""
+    """List methods of a user's class: forward, and then what it may call."""
     if owner.__module__.partition(".")[0] == "torch":
         return
     forward = inspect.unwrap(owner.forward)  # type: ignore[attr-defined]

@@ -73,11 +73,11 @@ class _Segment:
             kept |= more
 
     def _leaves(self, node: fx.Node) -> bool:
-        """Whether the rest of the forward pass, or the caller, uses the value."""
+        """Tell whether the rest of the forward pass, or the caller, uses the value."""
         return any(user not in self._own and not is_backward(user) for user in node.users)
 
     def _depends_on_time(self, node: fx.Node, kept: Set[fx.Node]) -> bool:
-        """Whether the node would give something else later, or change what others read."""
+        """Tell whether the node would give another value later, or change what others read."""
         if node.target is operator.getitem and node.args[0] in kept:
             return True
         if self._is_fixed(self._memories.of(node), kept):
@@ -97,7 +97,7 @@ class _Segment:
         return False
 
     def _is_fixed(self, memory: fx.Node, kept: Set[fx.Node]) -> bool:
-        """Whether memory is written that the layer does not have to itself, or not repeatably."""
+        """Tell whether memory is written that is not the layer's own, or not repeatably."""
         writes = self._memories.writes.get(memory, ())
         if not writes:
             return False
@@ -108,7 +108,7 @@ class _Segment:
         return any(n in kept or not (n in self._own or is_backward(n)) for n in members)
 
     def _find_wanted(self) -> List[fx.Node]:
-        """What is computed again, in its order: all that the backward pass uses, and its causes."""
+        """List what is computed again, in order: what the backward pass uses, and its causes."""
         todo = [
             node
             for node in self._nodes
@@ -142,7 +142,7 @@ class _Segment:
 
 
 def _repeatable(node: fx.Node) -> bool:
-    """Whether an operator gives the same values when it runs again."""
+    """Tell whether an operator gives the same values when it runs again."""
     if node.target is operator.getitem:
         return True
     if schema_of(node) is None:
@@ -158,7 +158,7 @@ def _statistics_left_out(node: fx.Node) -> bool:
 
 
 def _inputs(node: fx.Node) -> List[fx.Node]:
-    """What the second computation reads."""
+    """List the values that the second computation reads."""
     if not _statistics_left_out(node):
         return node.all_input_nodes
     statistics = {a for a in node.args[3:5] if isinstance(a, fx.Node)}

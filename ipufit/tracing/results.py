@@ -1,4 +1,4 @@
-"""What a micro-batch gives besides gradients: the module's outputs, the loss, logged values."""
+"""Results of a micro-batch besides gradients: the module's outputs, the loss, logged values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OutputShape:
         self.tensors: List[Tensor] = [leaves[i] for i in self._places]
 
     def equals(self, other: OutputShape) -> bool:
-        """Whether both put tensors into the same places among the same other leaves."""
+        """Tell whether both put tensors into the same places among the same other leaves."""
         return (
             self._structure == other._structure
             and self._places == other._places
@@ -68,12 +68,12 @@ class ReportedScalars:
 
     @property
     def is_loss_alone(self) -> bool:
-        """Whether there is no other number."""
+        """True where there is no number but the loss."""
         return not (self.counted or self.rules)
 
     @staticmethod
     def of(term: LossTerm, entries: Entries) -> Tuple[ReportedScalars, Tensor]:
-        """What there is, and one tensor of it: shape (), or (size,) in float64 if it is several."""
+        """Gather the numbers into a tensor: shape (), or (size,) in float64 for several."""
         loss = term.value.detach()
         values = [loss] if term.count is None else [loss, term.count.detach()]
         rules = {name: entry.rule for name, entry in entries.items()}

@@ -110,7 +110,7 @@ class SourceTracker:
                 handle.remove()
 
     def now(self) -> Origin:
-        """Of the operator that is being called, from inside of a dispatch mode."""
+        """The origin of the operator that is being called, from inside of a dispatch mode."""
         if self._running is not None:
             return self._running
         module, kind = self._stack[-1] if self._stack else (LOSS, "")

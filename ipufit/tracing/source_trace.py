@@ -135,7 +135,7 @@ class SourceInterpreter(fx.Interpreter):
         self._node: Optional[fx.Node] = None
 
     def now(self) -> Origin:
-        """Of the node that runs."""
+        """The origin of the node that runs."""
         return Origin() if self._node is None else self._origins.get(self._node.name, Origin())
 
     def run_node(self, n: fx.Node) -> Any:

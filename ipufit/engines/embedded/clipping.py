@@ -16,7 +16,7 @@ __all__ = ["GradientTransform", "clipped"]
 
 @dataclasses.dataclass(frozen=True)
 class GradientTransform:
-    """What happens to the gradient between its reduction and the optimizer.
+    """Changes the gradient between its reduction and the optimizer.
 
     Attributes:
         clip: bounds on it.

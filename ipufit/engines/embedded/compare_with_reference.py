@@ -175,7 +175,7 @@ class ReferenceComparison:
                 yield "buffer", public_name(name), one, two
 
     def _add_lowered(self, own: Sequence[Tensor], own_state: Sequence[Tensor]) -> None:
-        """What really runs, held against the recorded graph that it stands for."""
+        """Compare what really runs with the traced graph that it stands for."""
         arguments = self._arguments()
         self.seed()
         results = list(self.recorded.run(*arguments))

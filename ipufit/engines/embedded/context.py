@@ -1,4 +1,4 @@
-"""What the programs of one embedded engine share: traced steps, the way to the host, and state."""
+"""State that the programs of one embedded engine share, and the steps that it has traced."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ class EngineContext:
         state: Sequence[Tensor],
         replicas: Sequence[Mapping[str, Tensor]],
     ) -> Optional[BatchedStep]:
-        """What runs several micro-batches like the example at once; None where that may differ.
+        """Return a batched step for micro-batches like the example; None where results may differ.
 
         Args:
             spec: what is built.
@@ -248,7 +248,7 @@ class EngineContext:
         divided: Optional[Sequence[str]] = None,
         several: bool = False,
     ) -> Tuple[Callable[..., List[Tensor]], bool, Lowered, Optional[fx.GraphModule]]:
-        """What to run, whether it may draw random numbers, how it runs, and what was recorded.
+        """Trace a function; return what runs, whether it draws random numbers, how, and the graph.
 
         Args:
             divided: names of the first arguments, where these are weights in parts.

@@ -48,12 +48,12 @@ class EMA:
 
     @property
     def fresh(self) -> bool:
-        """Whether there was no update yet."""
+        """True before the first update."""
         return self._fresh
 
     @property
     def swapped(self) -> bool:
-        """Whether weights and averages have changed places."""
+        """True while weights and averages have changed places."""
         return bool(self._weights)
 
     def after_update(self, flats: Sequence[Tensor], updates: int, skipped: bool) -> None:

@@ -71,7 +71,7 @@ class EmbeddedEngine(EngineContext):
             refuse_missing()
 
     def choices(self) -> Dict[str, str]:
-        """What was measured to be the fastest, for a checkpoint."""
+        """Return which kernels were measured to be the fastest, for a checkpoint."""
         return timing.known()
 
     def prefer(self, choices: Mapping[str, str]) -> None:
@@ -79,7 +79,7 @@ class EmbeddedEngine(EngineContext):
         timing.prefer(choices)
 
     def computes_on_host(self, module: nn.Module) -> bool:
-        """Whether programs of the module run on this computer's own cores."""
+        """Tell whether programs of the module run on this computer's own cores."""
         device = next(itertools.chain(module.parameters(), module.buffers()), torch.empty(0)).device
         return device.type == "cpu" and not self.as_device
 
@@ -122,7 +122,7 @@ class EmbeddedEngine(EngineContext):
         return None if self.lowered is None else self.lowered.way
 
     def explain(self, config: TrainConfig, options: Mapping[str, Any]) -> List[str]:
-        """What is particular about how it runs, in sentences.
+        """Describe what is particular about how training runs, in sentences.
 
         Args:
             config: how an update is made.

@@ -1,4 +1,4 @@
-"""What the micro-batches of an execution have produced, and its one way to the host."""
+"""Outputs of the micro-batches of an execution, and their one way to the host."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ExecutionOutputs:
                 rows.add_(tensor)
 
     def losses(self, begin: int) -> Tensor:
-        """Of all micro-batches but those that the first entries of ``numbers`` are of."""
+        """Return the losses of all micro-batches from an entry of ``numbers`` on."""
         found = [
             numbers.reshape(len(kinds), -1)[:, 0].to(torch.float64)
             for kinds, numbers in self.numbers[begin:]
@@ -81,7 +81,7 @@ class ExecutionOutputs:
     def anchors(
         self, tensors: Sequence[Tensor], settings: Optional[Mapping[str, float]] = None
     ) -> Tuple[ExecutionResult, List[bool]]:
-        """What :meth:`tensors` gave, once it is on the host, as anchors."""
+        """Make the result of an execution from :meth:`tensors` once they are on the host."""
         host = iter(tensors)
         values = next(host).to(torch.float64) if self.numbers else torch.empty(0)
         finite = next(host).tolist() if self.finite else []

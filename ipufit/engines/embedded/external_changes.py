@@ -1,4 +1,4 @@
-"""What callbacks may have done to the module between two executions."""
+"""Changes that callbacks may have made to the module between two executions."""
 
 from __future__ import annotations
 

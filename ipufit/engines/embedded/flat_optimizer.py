@@ -265,7 +265,7 @@ class RuleOptimizer:
         return self._coefficients(rows)
 
     def _coefficients(self, rows: Rows) -> List[Tensor]:
-        """What the rules of all blocks take in each of these updates, on the host."""
+        """Compute the numbers that the rules of all blocks take in each update, on the host."""
         tables = []
         for block, flat, rule, done in zip(
             self._storage.blocks, self._storage.flats, self._rules, self._counts
@@ -321,7 +321,7 @@ class RuleOptimizer:
         self._told, self._table = [], []
 
     def constants(self, rows: Rows) -> Tuple[object, ...]:
-        """What the coming updates depend on that is in no table."""
+        """Return what the coming updates depend on that is in no table."""
         if not self._fused:
             return ()
         return tuple(tuple(own.values()) for told in self._told_of(rows) for own in told)

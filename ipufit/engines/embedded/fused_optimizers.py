@@ -42,7 +42,7 @@ def fused_for(rule: OptimizerRule, flat: Tensor) -> Optional[FusedOptimizer]:
 
 
 def numbers_for(group: Mapping[str, Any], n: float) -> Dict[str, Any]:
-    """What the kernels take as numbers.
+    """Return the settings that the kernels take as numbers.
 
     Args:
         group: settings of a parameter group.
@@ -95,7 +95,7 @@ _EXAMPLE: Mapping[str, Any] = {
 
 @functools.lru_cache(maxsize=None)
 def _works(kernel: FusedOptimizer, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch has the kernel for such tensors: those for the CPU came with 2.4."""
+    """Tell whether this torch has the kernel for such tensors: for the CPU since 2.4."""
     tensors: List[Tensor] = [torch.zeros(1, dtype=dtype, device=device) for _ in range(4)]
     state = {"exp_avg": tensors[2], "exp_avg_sq": tensors[3]}
     step = torch.ones((), dtype=torch.float32, device=device)

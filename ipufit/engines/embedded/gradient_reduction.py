@@ -42,12 +42,12 @@ class Reduction:
         return GradientSum(*self._known[key], self._dtype)
 
     def coefficients(self, sizes: Sequence[int]) -> List[float]:
-        """What the gradient of each of these micro-batches is multiplied with, in all."""
+        """Return what the gradient of each micro-batch is multiplied with, in all."""
         factors, share = self.shares(sizes)
         return [factor * share for factor in factors]
 
     def early(self, sizes: Sequence[int]) -> float:
-        """What gradients of these micro-batches may be multiplied with before they are added up.
+        """Return a factor that gradients may be multiplied with before they are added up.
 
         The share of their sum if that is a power of two, which changes no bit of a normal number;
         else 1.
@@ -88,7 +88,7 @@ class GradientSum:
         self._lost: Optional[Tensor] = None
 
     def next_factor(self) -> float:
-        """Of the next micro-batch, if its loss stands for its samples."""
+        """The factor of the next micro-batch, if its loss stands for its samples."""
         return next(self._factors)
 
     def add(self, gradients: Sequence[Tensor], count: Optional[Tensor]) -> None:
@@ -122,7 +122,7 @@ class GradientSum:
         return self._total[block].add_(gradient, alpha=factor)
 
     def note(self, count: Optional[Tensor]) -> None:
-        """What the loss of one more micro-batch is a mean over; None where it is the samples."""
+        """Add what one more loss is a mean over; None where that is the samples."""
         if count is not None:
             self._counted = count if self._counted is None else self._counted + count
 
@@ -162,7 +162,7 @@ class GradientSum:
         return self._total
 
     def replace(self, totals: Sequence[Tensor]) -> None:
-        """What the sum is, over all processes."""
+        """Take the sum over all processes."""
         self._total = list(totals)
 
     def add_facts(
@@ -224,7 +224,7 @@ class GradientSum:
             self._keep_facts(few[0], is_counted)
 
     def is_suspect(self) -> bool:
-        """Whether a process may have said that its part is of no use; asks the device."""
+        """Ask the device whether a process may have said that its part is of no use."""
         if self._lost is not None:
             return bool(self._lost.item())
         return not math.isfinite(self._total[0][0].item())

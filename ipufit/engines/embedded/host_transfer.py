@@ -22,7 +22,7 @@ class Transfer:
         self.count = 0
 
     def to_host(self, tensors: Sequence[Tensor]) -> List[Tensor]:
-        """The same tensors on the host, in one copy whatever their number and dtypes."""
+        """Copy tensors to the host, in one copy whatever their number and dtypes."""
         if not tensors:
             return []
         self.count += 1

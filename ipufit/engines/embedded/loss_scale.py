@@ -68,7 +68,7 @@ class Scaler:
         return torch.full((), self.state.value, dtype=torch.float64, device=device)
 
     def coming(self, updates: int) -> List[ScaleState]:
-        """What so many updates find if no gradient is lost, and what they leave behind."""
+        """Foresee the scale of so many updates, and the one after, if no gradient is lost."""
         states = [self.state]
         for _ in range(updates):
             states.append(states[-1].after(True, self._rule))
@@ -81,7 +81,7 @@ class Scaler:
         seen: List[Tensor],
         update: int,
     ) -> bool:
-        """Whether an update is skipped; the factor follows.
+        """Decide whether an update is skipped; the factor follows.
 
         Args:
             gradients: of the update, reduced.

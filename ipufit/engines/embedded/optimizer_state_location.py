@@ -61,7 +61,7 @@ class HostMemory(StateMemory):
         return [tensor.to(self._device, copy=True) for tensor in kept]
 
     def renew(self, kept: Tensor, updated: Tensor) -> Tensor:
-        """The same memory of the host, with the new values."""
+        """Put new values into the memory of the host that is there."""
         return kept.copy_(updated)
 
     def for_torch(self, kept: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class HostMemory(StateMemory):
 
 
 def state_memory(offload: bool, device: torch.device, as_device: bool) -> StateMemory:
-    """What ``offload_optimizer_state`` asks for.
+    """Choose the memory that ``offload_optimizer_state`` asks for.
 
     Args:
         offload: whether the state is to be in host memory.

@@ -1,4 +1,4 @@
-"""Whether somebody has changed the state of torch's optimizer since a program wrote it there."""
+"""Detects changes of the state of torch's optimizer since a program wrote it there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["OptimizerStateVersion"]
 
 
 class OptimizerStateVersion:
-    """What torch's optimizer held when a program last brought it up to date.
+    """A mark of what torch's optimizer held when a program last brought it up to date.
 
     Args:
         optimizer: torch's.
@@ -28,12 +28,12 @@ class OptimizerStateVersion:
 
     @property
     def is_noted(self) -> bool:
-        """Whether it was ever brought up to date."""
+        """True when the optimizer was ever brought up to date."""
         return self._held is not None
 
     @property
     def is_changed(self) -> bool:
-        """Whether it holds something else now."""
+        """True when the optimizer holds something else now."""
         return self.is_noted and _signature(self._optimizer, self._live) != self._held
 
     def note(self, updates: int, live: Sequence[Tensor] = ()) -> None:
@@ -52,11 +52,11 @@ class OptimizerStateVersion:
         self._live = ()
 
     def is_ahead(self, updates: int) -> bool:
-        """Whether somebody has made another state of it, after so many updates, when it was new."""
+        """Tell whether the state was changed when it was new, after so many updates."""
         return self.is_changed and self._updates == updates
 
     def to_take_over(self, updates: int) -> bool:
-        """Whether a callback has made another state of it, after so many updates.
+        """Tell whether a callback has changed the state, after so many updates.
 
         Raises:
             ConfigurationError: it changed a state that was not up to date.
@@ -73,7 +73,7 @@ class OptimizerStateVersion:
 
 
 def _signature(optimizer: torch.optim.Optimizer, live: Sequence[Tensor]) -> object:
-    """What changes when somebody changes the optimizer's state, but for what is live."""
+    """Return a value that changes with the optimizer's state, but for what is live."""
     return {
         (id(parameter), name): (id(value), _content(value, live))
         for parameter, state in optimizer.state.items()

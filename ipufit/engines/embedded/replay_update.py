@@ -52,7 +52,7 @@ class Replay:
         )
 
     def find(self, update: Update, offset: int) -> NonFiniteValue:
-        """What made it, by running the module itself, and else by running the recording.
+        """Find the cause by running the module itself, and else by running the recording.
 
         Args:
             update: its micro-batches.

@@ -30,7 +30,7 @@ def same(first: Tensor, second: Tensor) -> bool:
 
 
 class ReplicaMemory:
-    """What the buffers of every replica were when a training program ended.
+    """Buffers of every replica as a training program left them.
 
     The module holds those of replica 0 of all processes. A later program with as many replicas
     goes on where the others stopped, unless the module's own buffers have been changed in between.

@@ -57,7 +57,7 @@ def fastest(
 
 
 def known() -> Dict[str, str]:
-    """What was found so far in this process, by digests of what it depends on."""
+    """Return what was measured so far in this process, by digests of what it depends on."""
     return dict(_known)
 
 

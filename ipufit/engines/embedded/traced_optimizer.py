@@ -42,7 +42,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> List[Dict[str, str]]:
 
 
 def _outside_state(optimizer: torch.optim.Optimizer) -> Any:
-    """What an optimizer holds besides parameters and their state; no step may change it."""
+    """List what an optimizer holds besides parameters and their state; no step may change it."""
     own = {name: v for name, v in vars(optimizer).items() if name not in ("state", "param_groups")}
     plain = {
         k: repr(v) if isinstance(v, (int, float, str, bool)) else id(v) for k, v in own.items()
@@ -187,7 +187,7 @@ class TracedOptimizer:
         }
 
     def _has_newcomers(self) -> bool:
-        """Whether a parameter has no state: all at first, one that was frozen until now later."""
+        """Tell whether a parameter has no state yet: all at first, later one unfrozen since."""
         return {key[:2] for key in self._state} != set(self._places())
 
     def _tensor_keys(self) -> List[_Key]:

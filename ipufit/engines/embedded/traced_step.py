@@ -41,7 +41,7 @@ class TracedStep:
     graph: Optional[fx.GraphModule]
 
     def reported(self) -> ReportedScalars:
-        """What the numbers of the last run are.
+        """Return what the numbers of the last run are.
 
         The module itself, run without a recording, may report something else every time.
         """

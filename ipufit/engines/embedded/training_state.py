@@ -1,4 +1,4 @@
-"""What updates change, on the device, and how to go back to what it was."""
+"""State that updates change, on the device, and how to go back to what it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the programs of one IPU engine share: PopTorch, compiled inference programs, the time."""
+"""State that the programs of one IPU engine share: PopTorch, compiled programs, the time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class IpuContext:
 
     @property
     def wide(self) -> bool:
-        """Whether float64 is kept, as only the stand-in can."""
+        """True where float64 is kept, as only the stand-in can."""
         return keeps_float64(self.sdk)
 
     def inference_unit(self, spec: ProgramSpec, size: Size, example: MicroBatch) -> Executable:

@@ -41,7 +41,7 @@ class Owner:
         self._present = None
 
     def has(self, executor: Any) -> bool:
-        """Whether this executor has the device."""
+        """Tell whether this executor has the device."""
         return self._present is not None and self._present() is executor
 
     def compile(self, executor: Any, arguments: List[Any]) -> None:

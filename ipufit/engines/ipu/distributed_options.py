@@ -92,7 +92,7 @@ def _check_popdist(
 
 
 def fixes_replicas(sdk: Any) -> bool:
-    """Whether all programs of this process have the replicas that PopRun says."""
+    """Tell whether all programs of this process have the replicas that PopRun says."""
     return _popdist(sdk) is not None
 
 

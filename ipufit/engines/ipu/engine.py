@@ -74,7 +74,7 @@ class IpuEngine(IpuContext):
         return InferenceProgram(self, spec)
 
     def explain(self, train_config: TrainConfig, options: Mapping[str, Any]) -> List[str]:
-        """What is particular about how it runs, in sentences.
+        """Describe what is particular about how training runs, in sentences.
 
         Args:
             config: how an update is made.

@@ -27,7 +27,7 @@ _LARGEST = 2**31 - 1
 
 @dataclasses.dataclass
 class Result:
-    """What one micro-batch gave.
+    """The results of one micro-batch.
 
     Attributes:
         numbers: what it reports, float64; empty when predicting.
@@ -60,7 +60,7 @@ class Executable:
 
     @property
     def traced(self) -> Traced:
-        """What is known of the step since it was compiled."""
+        """The facts about the step that its compilation has shown."""
         return self.step.traced
 
     def compile(self, example: MicroBatch) -> None:

@@ -1,4 +1,4 @@
-"""What an IPU can't do: refused by name, before anything is compiled."""
+"""Limits of an IPU: what is refused by name, before anything is compiled."""
 
 from __future__ import annotations
 

@@ -85,11 +85,11 @@ class Host:
         self._counters[name].add_(times)
 
     def buffers(self) -> Dict[str, Tensor]:
-        """As they are now."""
+        """The buffers as they are now."""
         return dict(self._named("named_buffers"))
 
     def share_buffers(self, processes: Processes) -> None:
-        """Those of floating point become those of process 0; the host counts all others alike."""
+        """Give all processes the floating-point buffers of process 0; others are counted alike."""
         own = [buffer for buffer in self.buffers().values() if buffer.is_floating_point()]
         common = [plain(buffer) for buffer in own]
         processes.broadcast(common)
@@ -107,7 +107,7 @@ class Host:
         return [_version(parameter) for parameter in self.parameters.values()]
 
     def all_versions(self) -> List[int]:
-        """Those of buffers as well."""
+        """The versions of parameters and of buffers."""
         return [*self.versions(), *map(_version, self.buffers().values())]
 
 
@@ -235,7 +235,7 @@ def _form(parameter: Tensor) -> Tuple[Any, ...]:
 
 
 def _copy(source: Dict[str, Tensor], target: Dict[str, Tensor]) -> None:
-    """What a device can have changed; integers are constants to it, and the host counts them."""
+    """Copy what a device can have changed; integers are constants to it, the host counts them."""
     with torch.no_grad():
         for name, tensor in target.items():
             if tensor.is_floating_point():

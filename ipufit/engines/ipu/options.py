@@ -38,7 +38,7 @@ def check_options(sdk: Any, options: Any, role: str) -> None:
 
 
 def seed_of(spec: ProgramSpec, updates: int) -> int:
-    """What a device's random numbers start from after so many updates, or passes of inference.
+    """Return the seed of a device after so many updates, or passes of inference.
 
     It is set before every call, and so they depend on nothing that ran before.
     """

@@ -31,7 +31,7 @@ _HOST = torch.device("cpu")
 
 
 def padding_needed(sizes: Sequence[int], plan: Plan) -> str:
-    """What padding would make a full update of micro-batches of these sizes, of all processes.
+    """Return the padding that makes a full update of micro-batches of these sizes.
 
     Returns:
         "none", "micro-batches" or "samples", as in :class:`Size`.
@@ -70,7 +70,7 @@ def padded(batch: MicroBatch, size: int) -> MicroBatch:
 
 
 def samples_stand_apart(spec: ProgramSpec, example: MicroBatch) -> bool:
-    """Whether the loss of some samples can be told whatever stands beside them in a micro-batch.
+    """Tell whether the loss of some samples is the same whatever samples stand beside them.
 
     Tried out with the module itself on the host, on copies: the outputs for the first half of the
     samples must not change by a bit when the others do. A module that carries something from batch
@@ -116,7 +116,7 @@ def _stand_apart(
 
 
 def _with_others(batch: MicroBatch, kept: int) -> MicroBatch:
-    """The same with other samples after the first ones."""
+    """Copy a micro-batch with other samples after the first ones."""
     leaves = []
     for leaf in batch.leaves:
         if not leaf.dim():

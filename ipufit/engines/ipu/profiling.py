@@ -65,7 +65,7 @@ def place_of_profile(sdk: Any, options: Any, spec: ProgramSpec) -> Optional[str]
 
 
 def _folder(spec: ProgramSpec) -> str:
-    """That of this process: all of them run the same program, and each writes what it sees."""
+    """The folder of this process: all run the same program, and each writes what it sees."""
     assert spec.profile_folder is not None
     process = spec.processes.process_id
     return os.path.join(spec.profile_folder, *([f"process-{process}"] if process else []))
@@ -83,7 +83,7 @@ def _beside(spec: ProgramSpec, size: Size) -> List[str]:
 
 
 def _own(options: Any) -> Dict[str, str]:
-    """What the user says of a profile: the environment comes first, as for Poplar itself."""
+    """The user's settings of a profile: the environment comes first, as for Poplar itself."""
     popart = getattr(options, "_Popart", None)
     engine = getattr(popart, "options", {}).get("engineOptions", {})
     found = {**engine, **_environment()}

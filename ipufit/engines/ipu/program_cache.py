@@ -59,7 +59,7 @@ class ProgramCache:
 
     @property
     def sizes(self) -> Tuple[Size, ...]:
-        """Of the programs that there are."""
+        """The sizes of the programs that there are."""
         return tuple(self._programs)
 
     def built(self, size: Size) -> Trained:
@@ -167,7 +167,7 @@ class ProgramCache:
 
     @property
     def changes_buffers(self) -> bool:
-        """Whether forward changes buffers of floating point, which replicas have apart."""
+        """True where forward changes floating-point buffers, which replicas have apart."""
         all_traced = [program.unit.traced for program in self._programs.values()]
         # The statistics of a BatchNorm change unseen, beside its counter.
         return any(traced.changed or traced.counters for traced in all_traced)
@@ -196,7 +196,7 @@ class ProgramCache:
         self.note_published()
 
     def note_published(self) -> None:
-        """What the torch optimizer holds is that of now."""
+        """Remember that the torch optimizer holds the state of now."""
         self._published.note(self.updates)
 
     def drop(self) -> None:

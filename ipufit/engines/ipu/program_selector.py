@@ -92,7 +92,7 @@ class ProgramSelector:
         return list(plan.updates(plan.tail.samples))[-1]
 
     def shares(self, sizes: Sequence[int], size: Size, counted: bool) -> List[float]:
-        """What the loss of each micro-batch is multiplied with before PopTorch's reduction.
+        """Return what each loss is multiplied with before PopTorch's reduction.
 
         Args:
             sizes: samples of the update's micro-batches, of all processes.
@@ -108,7 +108,7 @@ class ProgramSelector:
         return [share * divisor for share in self._reduction.coefficients(sizes)]
 
     def _may_be(self, need: str) -> bool:
-        """Whether such padding changes nothing."""
+        """Tell whether such padding changes nothing."""
         if need == "none":
             return True
         traced = self._programs.built(self._size).unit.traced

@@ -22,7 +22,7 @@ def anchors_of(
     spec: ProgramSpec,
     settings: Mapping[str, float],
 ) -> ExecutionResult:
-    """What came back from the micro-batches of an execution.
+    """Put the results of the micro-batches of an execution together.
 
     Args:
         results: of each micro-batch, in stream order.

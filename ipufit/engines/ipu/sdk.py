@@ -42,14 +42,14 @@ def find_sdk() -> Optional[importlib.machinery.ModuleSpec]:
 
 
 def _has_core(origin: Optional[str]) -> bool:
-    """Whether PopTorch's compiled half lies beside this file, as only there."""
+    """Tell whether PopTorch's compiled half lies beside this file, as it does in the SDK alone."""
     return origin is not None and any(
         file.suffix in (".so", ".pyd") for file in Path(origin).parent.glob("poptorch_core*")
     )
 
 
 def _is_sdk(module: types.ModuleType) -> bool:
-    """Whether a module that was imported as ``poptorch`` is the SDK's."""
+    """Tell whether a module that was imported as ``poptorch`` is the SDK's."""
     return module.__name__ == "poptorch" and _has_core(getattr(module, "__file__", None))
 
 
@@ -101,7 +101,7 @@ def sdk_or_none() -> Any:
 
 
 def is_standin(module: Any) -> bool:
-    """Whether this PopTorch is the stand-in."""
+    """Tell whether this PopTorch is the stand-in."""
     return bool(module.__name__ == _STANDIN)
 
 
@@ -111,7 +111,7 @@ def load_standin() -> Any:
 
 
 def keeps_float64(module: Any) -> bool:
-    """Whether this PopTorch computes in float64: a device never does, the stand-in if told to."""
+    """Tell whether this PopTorch computes in float64: the stand-in may, a device never does."""
     if not is_standin(module):
         return False
     return bool(importlib.import_module(f"{_STANDIN}._precision").keeps_float64())

@@ -30,7 +30,7 @@ class Size:
 
     @staticmethod
     def of(plan: Plan) -> Size:
-        """That of a full execution."""
+        """The size of a full execution."""
         return Size(
             plan.device_iterations, plan.gradient_accumulation, plan.replicas, plan.micro_batch_size
         )

@@ -1,4 +1,4 @@
-"""What PopTorch traces: the user's module and loss, as a function of a batch's tensors."""
+"""The function that PopTorch traces: the user's module and loss over a batch's tensors."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def in_place_of(original: Optional[nn.Module], copied: nn.Module) -> Iterator[No
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What a step does with its tensors.
+    """The layout of a step's tensors.
 
     Attributes:
         structure: of a micro-batch.
@@ -116,14 +116,14 @@ class Form:
 
     @staticmethod
     def of(example: MicroBatch, padding: str) -> Form:
-        """That of micro-batches like this one."""
+        """The form of micro-batches like this one."""
         scalars = tuple(i for i, leaf in enumerate(example.leaves) if not leaf.dim())
         return Form(example.structure, scalars, padding)
 
 
 @dataclasses.dataclass
 class Traced:
-    """What was seen while the step was traced; empty before.
+    """Facts that tracing the step has shown; empty before.
 
     Attributes:
         outputs: how output tensors become the module's outputs.
@@ -187,12 +187,12 @@ class IpuStep(nn.Module):
 
     @property
     def trains(self) -> bool:
-        """Whether there is an objective among the results."""
+        """True when there is an objective among the results."""
         return self._mode is Mode.TRAIN
 
     @property
     def reports(self) -> bool:
-        """Whether there are numbers among the results."""
+        """True when there are numbers among the results."""
         return self._loss is not None and self._mode is not Mode.PREDICT
 
     def whole(self) -> ModuleWithLoss:
@@ -330,7 +330,7 @@ class IpuStep(nn.Module):
 
 
 def counts_batches(module: nn.Module, name: str) -> bool:
-    """Whether a buffer is the counter of a BatchNorm that does not go into its statistics."""
+    """Tell whether a buffer is a BatchNorm's counter that does not go into its statistics."""
     path, _, attribute = name.rpartition(".")
     owner = module.get_submodule(path)
     is_norm = isinstance(owner, nn.modules.batchnorm._BatchNorm)

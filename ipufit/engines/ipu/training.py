@@ -185,7 +185,7 @@ class TrainingProgram:
         return [_Update(*each) for each in zip(layouts, shares, own)]
 
     def _run_all(self, updates: Sequence[_Update], rows: Sequence[Any]) -> List[Result]:
-        """The same calls in all processes, whatever their own micro-batches are."""
+        """Make the calls that all processes make, whatever their own micro-batches are."""
         size, self._lost = self._size, None
         results: List[Result] = []
         full = [padding_needed(u.share.sizes, self._spec.plan) == "none" for u in updates]
@@ -243,7 +243,7 @@ class TrainingProgram:
         return results
 
     def _refuse_lost(self) -> None:
-        """Of several processes all make the whole execution: the others would wait for this one.
+        """Refuse a lost update in all processes, each of which makes the whole execution.
 
         Raises:
             NonFiniteLossError: a loss was no finite number.
@@ -335,7 +335,7 @@ class TrainingProgram:
 
 
 def _prepared(unit: Executable, samples: int) -> Prepared:
-    """What is known of the results for a micro-batch with so many samples that count."""
+    """Describe the results for a micro-batch with so many samples that count."""
     traced = unit.traced
     if not unit.step.wants_outputs:
         return Prepared(None, traced.reported.rules, traced.labels)

@@ -47,11 +47,11 @@ class BatchDim:
     inner: int = 1
 
     def size(self, samples: int) -> int:
-        """Of the dimension."""
+        """The size of the dimension."""
         return self.outer * samples * self.inner
 
     def moved(self, dim: int) -> BatchDim:
-        """The same along another dimension."""
+        """Return these samples along another dimension."""
         return dataclasses.replace(self, dim=dim)
 
 

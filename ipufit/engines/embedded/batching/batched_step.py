@@ -17,7 +17,7 @@ __all__ = ["BatchedResult", "BatchedStep"]
 
 @dataclasses.dataclass(frozen=True)
 class BatchedResult:
-    """What several micro-batches give.
+    """Results of several micro-batches that ran at once.
 
     Attributes:
         kinds: what the numbers of each are.
@@ -32,19 +32,19 @@ class BatchedResult:
     gradients: List[Tensor]
 
     def losses(self) -> List[float]:
-        """Of each, on the host."""
+        """The loss of each micro-batch, on the host."""
         column = self.numbers if self.numbers.dim() == 1 else self.numbers[:, 0]
         values: List[float] = column.tolist()
         return values
 
     def outputs_of(self, place: int) -> List[Tensor]:
-        """Those of one micro-batch."""
+        """Return the outputs of one micro-batch."""
         size = len(self.outputs) // len(self.kinds)
         return self.outputs[place * size : (place + 1) * size]
 
     @property
     def count(self) -> Optional[Tensor]:
-        """What their losses are means over, added up; None where that is the samples."""
+        """The sum of what the losses are means over; None where that is the samples."""
         return self.numbers[:, 1].sum() if self.kinds[0].counted else None
 
 
@@ -73,7 +73,7 @@ class BatchedStep:
     graph: Optional[fx.GraphModule] = None
 
     def takes(self, recorded: Sequence[TracedStep]) -> bool:
-        """Whether an update of micro-batches recorded like this can be made of it."""
+        """Tell whether an update of micro-batches traced like this can be made of it."""
         whole = bool(recorded) and not len(recorded) % self.count
         return whole and all(each is self.base for each in recorded)
 

@@ -1,4 +1,4 @@
-"""Whether the micro-batches of an update run as larger batches, and if not, why."""
+"""Decides whether micro-batches of an update run as larger batches, and says why not."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Make = Callable[
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What was decided.
+    """A larger batch to run, or the reason for running micro-batches one by one.
 
     Attributes:
         merged: what runs; None where micro-batches run one by one.
@@ -64,7 +64,7 @@ class Decision:
         return Decision(None, f"The {total} micro-batches of an update run one by one: {reason}.")
 
     def among(self, replicas: Sequence[Mapping[str, Tensor]], total: int) -> Decision:
-        """The same, or one by one where replicas differ in a buffer that what runs would read.
+        """Return this decision, or one by one where replicas differ in a buffer that is read.
 
         Args:
             replicas: buffers of each.
@@ -112,7 +112,7 @@ def decide(
 
 
 def _same_in_all(replicas: Sequence[Mapping[str, Tensor]], names: Sequence[str]) -> bool:
-    """Whether all replicas have equal buffers of these names."""
+    """Tell whether all replicas have equal buffers of these names."""
     first = replicas[0]
     return all(same(first[name], other[name]) for other in replicas[1:] for name in names)
 
@@ -120,7 +120,7 @@ def _same_in_all(replicas: Sequence[Mapping[str, Tensor]], names: Sequence[str])
 def _check_request(
     spec: ProgramSpec, step: ModuleWithLoss, example: MicroBatch, state: Sequence[Tensor]
 ) -> None:
-    """What needs no look at the module."""
+    """Refuse what needs no look at the module."""
     config, loss = spec.config, spec.loss
     assert loss is not None
     if loss.in_module:
@@ -187,7 +187,7 @@ class _Work:
         self._state = list(state)
 
     def merged(self, total: int, make: Make) -> BatchedStep:
-        """As many micro-batches of an update in one as memory allows.
+        """Put as many micro-batches of an update into one as memory allows.
 
         Raises:
             RefusalError: none can be.
@@ -229,7 +229,7 @@ class _Work:
         return BatchedStep(run, step, self._recorded, count, blocks, reads, step.factor, graph)
 
     def _early(self, total: int) -> float:
-        """What the gradients of an update may be multiplied with on the way."""
+        """The factor that gradients of an update may be multiplied with on the way."""
         if self._spec.processes.is_distributed:
             # Others may not merge theirs.
             return 1.0
@@ -262,7 +262,7 @@ class _Work:
     def _same_program(
         self, forward: fx.GraphModule, outputs: OutputShape, written: GraphSignature
     ) -> fx.GraphModule:
-        """Whether the micro-batch is what the operators of forward and their derivatives make it.
+        """Check that forward's operators and their derivatives are all that is traced.
 
         Hooks, derivatives of one's own and layers whose gradient is left out are seen by this.
         """
@@ -307,7 +307,7 @@ def _check_results(along: Sequence[State]) -> None:
 
 @contextlib.contextmanager
 def _explained(reason: str) -> Iterator[None]:
-    """What the user's code raises on another batch than those of the data is no error."""
+    """Turn errors that the user's code raises on a larger batch into a refusal."""
     try:
         yield
     except RefusalError:

@@ -67,7 +67,7 @@ class _Proof:
         return RefusalError(f"{what} does something else with {many} samples than with {few}")
 
     def states(self, fixed: int) -> List[State]:
-        """Of all results."""
+        """The states of all results."""
         placeholders = 0
         for small, large in self._pairs:
             if small.op == "placeholder":
@@ -133,14 +133,14 @@ class _Proof:
         return state
 
     def _check_write(self, call: Call, state: State) -> None:
-        """What is written must be where the samples are, under every name of the memory."""
+        """Refuse a write elsewhere than to the samples, under any name of the memory."""
         members = self._memories.members[self._memories.of(call.first)]
         known = [self._states[member] for member in members if member in self._states]
         if state != call.state(call.first) or NOT_MAPPED in known:
             raise call.coupled()
 
     def _compare(self, small: fx.Node, large: fx.Node, sized: Sequence[str], name: str) -> bool:
-        """Whether both have equal arguments; all but sizes must be."""
+        """Refuse arguments that differ in anything but sizes."""
         schema = small.target._schema  # type: ignore[union-attr]
         names = [argument.name for argument in schema.arguments]
         if len(small.args) != len(large.args) or small.kwargs.keys() != large.kwargs.keys():
@@ -191,7 +191,7 @@ class _Proof:
 
 
 def _without_copies(graph: fx.Graph) -> fx.Graph:
-    """The same graph without what only says where values are, which may depend on sizes."""
+    """Copy a graph without operators that only place values, which may depend on sizes."""
     result = fx.Graph()
     result.output(result.graph_copy(graph, {}))
     memories = Memories(result)

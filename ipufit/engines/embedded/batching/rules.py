@@ -1,4 +1,4 @@
-"""What each operator makes of samples that lie along a dimension.
+"""Batching rules: where samples lie in an operator's results, by where they lie in its inputs.
 
 An operator is here if every element of its results belongs to one sample and depends on that
 sample and on fixed tensors alone, and if its derivative is that of such a function: a sum over the
@@ -51,7 +51,7 @@ class Call:
         )
 
     def __getitem__(self, name: str) -> Any:
-        """What was given by this name of the operator's schema."""
+        """Return the argument with this name of the operator's schema."""
         return self._given.get(name)
 
     @property
@@ -67,7 +67,7 @@ class Call:
 
     @property
     def results(self) -> Tuple[Any, Any]:
-        """What it makes of both, without values."""
+        """The operator's results for both sizes, without values."""
         return self._small.meta["val"], self._large.meta["val"]
 
     def state(self, node: Any) -> State:
@@ -75,11 +75,11 @@ class Call:
         return self._states[node] if isinstance(node, fx.Node) else NOT_MAPPED
 
     def shape(self, node: fx.Node) -> Sequence[int]:
-        """Of an argument, for a micro-batch."""
+        """Return the shape of an argument, for a micro-batch."""
         return tuple(node.meta["val"].shape)
 
     def large_shape(self, node: fx.Node) -> Sequence[int]:
-        """Of an argument, for several."""
+        """Return the shape of an argument, for several micro-batches."""
         return tuple(self._twins[node].meta["val"].shape)
 
     def along(self, node: Any) -> BatchDim:
@@ -107,7 +107,7 @@ class Call:
         return dims
 
     def coupled(self) -> RefusalError:
-        """What is said of an operator that lets samples see each other."""
+        """Make the refusal of an operator that lets samples see each other."""
         return RefusalError(f"{self.name} in forward joins the samples of a batch")
 
 
@@ -205,7 +205,7 @@ def _expand(call: Call) -> State:
 
 
 def _repeated_rows(call: Call) -> State:
-    """Of equal rows, whose number alone depends on that of the samples."""
+    """The state of equal rows, whose number alone depends on that of the samples."""
     small, large = call.results
     differing = [d for d, (a, b) in enumerate(zip(small.shape, large.shape)) if a != b]
     if not differing:
@@ -384,7 +384,7 @@ def _joined(call: Call) -> State:
 
 
 def _product(call: Call, first: fx.Node, second: fx.Node) -> BatchDim:
-    """Of matrices, or of stacks of them."""
+    """The rule for products of matrices, or of stacks of them."""
     left, right = call.state(first), call.state(second)
     last = len(call.shape(first)) - 1
     if isinstance(left, BatchDim) and left.dim == last - 1 and right == NOT_MAPPED:

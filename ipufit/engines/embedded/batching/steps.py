@@ -120,7 +120,7 @@ class Replayed(ModuleWithLoss):
         return list(self._recording[0](*tensors.values(), *leaves))
 
     def loss_of(self, outputs: Any, target: Any, sample_weight: Any) -> LossTerm:
-        """Of one micro-batch."""
+        """Compute the loss of one micro-batch."""
         assert self._loss is not None
         return self._loss(outputs, target, sample_weight)
 
@@ -141,7 +141,7 @@ class _Chunks(Replayed):
         along: Sequence[State],
         samples: int,
     ) -> Tuple[List[_Found], Optional[Tensor]]:
-        """What there is of each micro-batch, and the losses in one tensor where that was possible.
+        """Run forward and losses; the losses are one tensor where that is possible.
 
         Args:
             leaves: forward's, of all micro-batches in one.
@@ -297,7 +297,7 @@ class BatchedGradStep:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether the loss gets one tensor, a row for each sample, and no weights."""
+        """Tell whether the loss gets one tensor, a row for each sample, and no weights."""
         target, weight = self._example.structure.children[2:]
         own = forward_leaves(self._example)
         return target.kind is None and not weight.leaves and own in self._rows
@@ -326,7 +326,7 @@ def _has_rows(leaf: Tensor, size: int) -> bool:
 
 
 def _share(term: LossTerm, early: float) -> Tensor:
-    """What a loss is multiplied with in the sum over micro-batches."""
+    """The factor of a loss in the sum over micro-batches."""
     if term.count is None:
         return torch.full_like(term.value, early)
     return term.count.to(term.value.dtype)

@@ -1,4 +1,4 @@
-"""Whether executions are captured: what ``jit`` asks for, and what is there."""
+"""Chooses whether executions are captured, by what ``jit`` asks for and what is there."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_cudagraph(module: nn.Module) -> None:
 def graph_maker(
     config: TrainConfig, device: torch.device, tape: Optional[Callable[[torch.device], GraphMaker]]
 ) -> Optional[GraphMaker]:
-    """What captures the executions of a program; None where they run as they were recorded."""
+    """Choose what captures the executions of a program; None where they run as recorded."""
     if config.jit not in (AUTO, CUDAGRAPH):
         return None
     if tape is not None:

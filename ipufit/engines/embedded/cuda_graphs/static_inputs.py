@@ -15,7 +15,7 @@ _ALIGNMENT = 512
 
 
 def keeps_its_form(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a copy on the device has the strides that the tensor is recorded with there."""
+    """Tell whether a copy on the device has the strides that the tensor has there when traced."""
     return tensor.device != device or tensor.stride() == torch.empty_like(tensor).stride()
 
 

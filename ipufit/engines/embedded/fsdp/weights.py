@@ -152,12 +152,12 @@ class ShardedWeights(FlatStorage):
 
     @property
     def views(self) -> Dict[str, Tensor]:
-        """What a graph takes: the parameters by name, with memory only between events."""
+        """The parameters by name as a graph takes them, with memory only between events."""
         return {name: view for piece in self.pieces for name, view in piece.views.items()}
 
     @property
     def names(self) -> List[List[str]]:
-        """Of the parameters in each piece."""
+        """The names of the parameters in each piece."""
         return [[slot.name for slot in piece.block.slots] for piece in self.pieces]
 
     @contextlib.contextmanager
@@ -246,7 +246,7 @@ class ShardedWeights(FlatStorage):
         self.note()
 
     def is_changed(self) -> bool:
-        """Whether the module has other values than the parts, here."""
+        """Tell whether the module has other values than the parts, here."""
         with torch.no_grad():
             return not all(
                 as_bytes(part_of(self._processes, _whole(piece.block), piece.cuts)).equal(
@@ -256,11 +256,11 @@ class ShardedWeights(FlatStorage):
             )
 
     def note(self) -> None:
-        """What the module holds now is what the parts hold."""
+        """Remember that the module holds what the parts hold."""
         self._seen = self._signature()
 
     def was_touched(self) -> bool:
-        """Whether somebody has changed the module's parameters since the last publication."""
+        """Tell whether the module's parameters were changed since the last publication."""
         return self._signature() != self._seen
 
     def _signature(self) -> List[Tuple[int, int]]:

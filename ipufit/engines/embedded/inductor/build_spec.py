@@ -1,4 +1,4 @@
-"""What is recorded for a training program as the form of one update, or why there is none."""
+"""Describes a traced training program as the specification of one update, or refuses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CAT = torch.ops.aten.cat.default
 
 
 class UnfitError(Exception):
-    """What is recorded can't be compiled as one update; the text says why."""
+    """A traced program can't be compiled as one update; the text says why."""
 
 
 @dataclasses.dataclass(frozen=True)

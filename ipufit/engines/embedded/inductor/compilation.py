@@ -50,7 +50,7 @@ class Compilation:
         self.close = weakref.finalize(self, _close, self._opened, os.getpid())
 
     def is_done(self) -> bool:
-        """Whether :meth:`result` need not wait."""
+        """Tell whether :meth:`result` need not wait."""
         return self._process.poll() is not None
 
     def result(self) -> Path:

@@ -150,7 +150,7 @@ class CompiledUpdates:
 
     @property
     def is_ready(self) -> bool:
-        """Whether updates can be made here."""
+        """True when updates can be made here."""
         return self._run is not None
 
     def poll(self) -> bool:
@@ -204,7 +204,7 @@ class CompiledUpdates:
             self._running = None
 
     def fits(self, update: Update) -> bool:
-        """Whether :meth:`make` can make it: all micro-batches are there, and full ones."""
+        """Tell whether :meth:`make` can make it: all micro-batches are there, and full ones."""
         return (
             self._run is not None
             and len(update) == self._spec.plan.micro_batches_per_update

@@ -1,4 +1,4 @@
-"""What the process that compiles is told, and all that its result depends on."""
+"""The request to the process that compiles: all that its result depends on."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Request:
         return Request(form, tuple(inputs), torch.get_num_threads())
 
     def to_json(self) -> str:
-        """As a text."""
+        """Write the request as JSON."""
         return json.dumps(dataclasses.asdict(self))
 
     @staticmethod
@@ -90,7 +90,7 @@ def _digest(*texts: str) -> str:
 
 
 def _processor() -> str:
-    """What code made for this very processor depends on."""
+    """Describe all that code made for this very processor depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

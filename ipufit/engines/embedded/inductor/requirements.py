@@ -1,4 +1,4 @@
-"""What it takes to compile: a torch that can, and a C++ compiler."""
+"""Requirements of compiling: a torch that can, and a C++ compiler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["loader", "missing", "refuse_missing"]
 
 
 def loader() -> Optional[type]:
-    """What runs a compiled library; None where this torch has none."""
+    """Return the class that runs a compiled library; None where this torch has none."""
     found: Optional[type] = getattr(
         getattr(torch._C, "_aoti", None), "AOTIModelContainerRunnerCpu", None
     )
@@ -29,7 +29,7 @@ def _compiler() -> str:
 
 
 def missing() -> Optional[str]:
-    """What is not there, and what to do about it, in two sentences; None where all is."""
+    """Say what is not there and what to do about it, in two sentences; None where all is."""
     if os.name != "posix":
         return "a POSIX system, which this is not. Leave jit out, or pass jit='graph'."
     if loader() is None or importlib.util.find_spec("torch._inductor") is None:

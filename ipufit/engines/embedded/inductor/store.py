@@ -71,7 +71,7 @@ class Store:
         return entry / LIBRARY
 
     def why_missing(self, parts: Parts) -> str:
-        """What of a program differs from the most similar one that is there, in a few words."""
+        """Say in a few words how a program differs from the most similar one that is there."""
         others = [described["parts"] for _, described in self._entries()]
         if not others:
             return "nothing was cached yet"

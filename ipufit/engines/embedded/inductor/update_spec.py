@@ -188,7 +188,7 @@ class _Update:
         constants: Sequence[Tensor],
         batches: Sequence[Sequence[Tensor]],
     ) -> Tuple[List[Tensor], List[Tensor], List[Tensor]]:
-        """What the micro-batches report, their outputs, and the gradient as the rules get it."""
+        """Run the micro-batches; return their numbers, outputs and the gradient for the rules."""
         form = self._form
         weights = {slot.place: slot.weight(flat) for slot, flat in zip(form.slots, flats)}
         total = GradientSum(form.factors, form.share, self._dtype)

@@ -65,7 +65,7 @@ def _elements(nodes: Sequence[fx.Node]) -> int:
 
 
 def channels_last(pictures: Tensor) -> Tensor:
-    """The same values with channels last; of one channel, marked as such.
+    """Return a node with these values, channels last; of one channel, marked as such.
 
     Args:
         pictures: shape (samples, channels, height, width).
@@ -78,7 +78,7 @@ def channels_last(pictures: Tensor) -> Tensor:
 
 
 def as_recorded(value: Tensor, strides: Sequence[int]) -> Tensor:
-    """The same values with these strides."""
+    """Return a node with these values in the strides that were recorded."""
     if value.stride() == tuple(strides):
         return value
     return torch.empty_strided(value.shape, strides, dtype=value.dtype).copy_(value)
@@ -99,7 +99,7 @@ def _is_of_pictures(node: fx.Node) -> bool:
 
 
 def _allows(node: fx.Node, flow: Flow) -> bool:
-    """Whether the node computes the same whatever the strides of what it is given."""
+    """Tell whether the node computes the same whatever the strides of its inputs."""
     if node.op != "call_function":
         return True
     if node.target in _VIEWS and not flow.is_given(node) and flow.is_written_after(node):

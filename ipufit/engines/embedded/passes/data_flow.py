@@ -1,4 +1,4 @@
-"""What a pass over a recorded graph asks of its values: what they look like, who writes to them."""
+"""Facts that passes need about the values of a graph: their form, and who writes to them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Flow:
         self._given = {self._memories.of(n) for n in graph.nodes if n.op == "placeholder"}
 
     def is_given(self, node: fx.Node) -> bool:
-        """Whether the memory of the node is an input's."""
+        """Tell whether the memory of the node is an input's."""
         return self._memories.of(node) in self._given
 
     def is_written(self, node: fx.Node) -> bool:
-        """Whether anything writes into the memory of the node."""
+        """Tell whether anything writes into the memory of the node."""
         return self._memories.of(node) in self._memories.writes
 
     def is_written_after(self, node: fx.Node) -> bool:
-        """Whether anything writes into the memory of the node when it has been made."""
+        """Tell whether anything writes into the memory of the node once it is there."""
         writes = self._memories.writes.get(self._memories.of(node), [])
         return any(self._order[write] > self._order[node] for write in writes)

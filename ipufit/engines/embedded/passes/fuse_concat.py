@@ -18,7 +18,7 @@ _SMALLEST = 2**14
 
 
 class _Part(NamedTuple):
-    """What a concatenation takes.
+    """An input of a concatenation.
 
     Attributes:
         node: the flat tensor.
@@ -50,7 +50,7 @@ def fuse_concats(graph: fx.Graph) -> int:
 
 
 def _parts(node: fx.Node, flow: Flow) -> List[_Part]:
-    """What it joins; nothing if that is not flat tensors of one kind."""
+    """List the inputs of a concatenation; none if they are not flat tensors of one kind."""
     whole, given = value_of(node), node.args[0]
     assert isinstance(given, (list, tuple))
     values = [value_of(part) for part in given]
@@ -134,7 +134,7 @@ def _redirect(graph: fx.Graph, product: fx.Node, whole: fx.Node, begin: int) -> 
 
 
 def _drop_views(graph: fx.Graph, node: fx.Node) -> None:
-    """What is left of a product that writes elsewhere now."""
+    """Remove what is left of a product that writes elsewhere now."""
     while not node.users and node.target in (_aten.view.default, _aten.mm.default):
         source = node.args[0]
         graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""What runs in place of a recorded graph: the same operators, or kernels that are faster here."""
+"""Chooses the kernels of a traced graph: as recorded, or others that are faster here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _AS_IT_IS = "Runs the graph as it was recorded"
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """What runs.
+    """A traced graph as it runs.
 
     Attributes:
         run: takes and returns what the recorded graph does.
@@ -49,7 +49,7 @@ class Lowered:
 
     @property
     def graph(self) -> Optional[fx.GraphModule]:
-        """What runs, as a graph; None where that is something else."""
+        """The graph that runs; None where something else runs."""
         owner = getattr(self.run, "__self__", None)
         return owner if isinstance(owner, fx.GraphModule) else None
 
@@ -137,7 +137,7 @@ def _disagreement(
     second: Callable[..., List[Tensor]],
     arguments: Sequence[Tensor],
 ) -> Optional[str]:
-    """What speaks against the second way, None if nothing does: its results, or that it fails."""
+    """Say what speaks against the second way: other results, or that it fails; else None."""
     results = []
     for run in (first, second):
         with torch.no_grad(), isolated(arguments[-1].device):

@@ -45,7 +45,7 @@ def simplify(graph: fx.Graph) -> None:
 
 
 def _is_idle(node: fx.Node, flow: Flow) -> bool:
-    """Whether a copy has the layout of what it copies, and neither is written afterwards."""
+    """Tell whether a copy has its source's layout, and neither is written afterwards."""
     given = node.args[0]
     source, copy = value_of(given), value_of(node)
     if source is None or copy is None or not isinstance(given, fx.Node):

@@ -1,4 +1,4 @@
-"""What is in memory while updates are made: what stays, and values that come and go."""
+"""Memory in use while updates are made: what stays, and values that come and go."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def fixed_bytes(
 
 
 def _gradient_bytes(spec: ProgramSpec, flats: Sequence[Tensor]) -> int:
-    """Of what gradients are added up in."""
+    """Bytes of the tensors that gradients are added up in."""
     dtype = spec.config.accumulation_dtype
     return sum(flat.numel() * _size(dtype or flat.dtype) for flat in flats)
 

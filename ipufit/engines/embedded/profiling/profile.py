@@ -152,7 +152,7 @@ class OperatorProfiler:
     captured: bool
 
     def run(self) -> Dict[str, Any]:
-        """What :mod:`ipufit.report.files` has under ``operators``."""
+        """Return the entry ``operators`` of :mod:`ipufit.report.files`."""
         if self.recorded.graph is None or self.recorded.lowered.graph is None:
             return {"missing": _EAGERLY}
         try:
@@ -286,5 +286,5 @@ class OperatorProfiler:
 
 
 def _name_of(spec: ProgramSpec) -> str:
-    """What stands for a weight update among operators."""
+    """Name a weight update among operators."""
     return type(spec.optimizer).__name__

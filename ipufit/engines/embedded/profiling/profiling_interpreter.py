@@ -19,7 +19,7 @@ __all__ = ["OpRecord", "ProfilingInterpreter", "TimedRun"]
 
 @dataclasses.dataclass(frozen=True)
 class OpRecord:
-    """What one call of an operator does.
+    """One call of an operator: its work in operations and bytes.
 
     Attributes:
         operator: such as "aten.mm.default"; the name of a function that is none.
@@ -60,7 +60,7 @@ class TimedRun(fx.Interpreter):
 
 
 class ProfilingInterpreter(TimedRun):
-    """The same, which also looks at what each operator computes, and at the memory in use.
+    """Times every node, and looks at what it computes and at the memory in use.
 
     Args:
         graph, timer: as of a timed run.

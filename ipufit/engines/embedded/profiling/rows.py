@@ -1,4 +1,4 @@
-"""What operators take, added up by where they come from."""
+"""Time and work of operators, added up by where they come from."""
 
 from __future__ import annotations
 

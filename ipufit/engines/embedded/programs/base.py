@@ -1,4 +1,4 @@
-"""What training and inference programs of the embedded engine have in common."""
+"""Base of the training and inference programs of the embedded engine."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class BaseProgram:
         return self._by_form[form]
 
     def _recorded_for(self, batches: Sequence[MicroBatch]) -> List[TracedStep]:
-        """What is recorded for each."""
+        """Return the traced step of each micro-batch."""
         found: List[TracedStep] = []
         for batch, previous in zip(batches, (None, *batches)):
             alike = previous is not None and batch.shares_storage_with(previous)
@@ -63,7 +63,7 @@ class BaseProgram:
         return found
 
     def _is_here(self, batches: Sequence[MicroBatch]) -> bool:
-        """Whether all are on the device."""
+        """Tell whether all micro-batches are on the device."""
         for batch, previous in zip(batches, (None, *batches)):
             if previous is not None and batch.shares_storage_with(previous):
                 continue

@@ -73,7 +73,7 @@ class _Captured:
 
 @dataclasses.dataclass(frozen=True)
 class _Counters:
-    """What the host knows of the updates so far."""
+    """Counters of the updates so far, which the host keeps."""
 
     updates: int
     counts: Sequence[float]

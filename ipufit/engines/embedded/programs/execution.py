@@ -90,7 +90,7 @@ class Execution:
         return self._run_late()
 
     def _run_watched(self, replay: Replay) -> ExecutionResult:
-        """The same, with what is not finite traced to where it began."""
+        """Run all updates, and trace what is not finite to where it began."""
         start, snapshot = self._live.updates, self._live.snapshot()
         try:
             collected = self.attempt(self._updates, None)
@@ -162,7 +162,7 @@ class Execution:
         return None
 
     def _first_lost_of_all(self, losses: Tensor) -> Optional[int]:
-        """The same, whichever process it is in."""
+        """Return the first update with a loss that is not finite in any process."""
         lost = self._first_lost(losses)
         if self._shares is None:
             return lost
@@ -179,7 +179,7 @@ class Execution:
 
 
 def settings_of(spec: ProgramSpec, live: TrainingState, rows: Rows) -> Dict[str, float]:
-    """What a program says of itself after an execution.
+    """Return what a program says of itself after an execution.
 
     Args:
         spec: of the program.

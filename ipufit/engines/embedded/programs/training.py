@@ -241,7 +241,7 @@ class TrainingProgram(BaseProgram):
         return prepared
 
     def _find_overlap(self, example: MicroBatch) -> Optional[Overlap]:
-        """What says when the processes add their gradients, where there are several buckets."""
+        """Return what times the sums over processes, where there are several buckets."""
         meeting = self._recorded(example).lowered.meeting
         if meeting is None:
             return None
@@ -251,7 +251,7 @@ class TrainingProgram(BaseProgram):
         return known
 
     def _find_merged(self, example: MicroBatch) -> Optional[BatchedStep]:
-        """What takes several micro-batches like this one at once, if there is such a thing."""
+        """Return the step that takes several micro-batches like this one at once, if any."""
         plan = self._spec.plan
         if (
             plan.own_micro_batches_per_update == 1

@@ -99,7 +99,7 @@ class ShardedTrainingProgram(TrainingProgram):
             self._is_gathered = True
 
     def _optimizer_state(self) -> Dict[str, Any]:
-        """The same in process 0; the others have settings alone."""
+        """A copy of the optimizer's state in process 0; the others have settings alone."""
         return self._parts.state_dict(self._updater.parts())
 
     def write_state(self, state: TrainState) -> None:

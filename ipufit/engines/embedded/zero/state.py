@@ -40,7 +40,7 @@ def cuts_of(block: Block, count: int, between_parameters: bool) -> List[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What a process has of the state of one parameter.
+    """One process's part of the state of one parameter.
 
     Attributes:
         slot: the parameter, with its memory order; where it lay in its block means nothing here.
@@ -72,7 +72,7 @@ class StateParts:
         self._parts: Dict[str, Part] = {}
 
     def updates(self, name: str) -> float:
-        """That were made to a parameter of this name."""
+        """The number of updates made to a parameter of this name."""
         return self._parts[name].updates if name in self._parts else 0.0
 
     def keep(self, parts: Mapping[str, Part]) -> None:

@@ -461,6 +461,6 @@ class IPUConfig(ParameterValues, SerializationMixin):
         return {name: getattr(self, name) for name in PARAMETERS}
 
     def __repr__(self) -> str:
-        """What differs from the defaults."""
+        """Show the parameters that differ from the defaults."""
         changed = report.changed(self)
         return f"IPUConfig({', '.join(f'{name}={value!r}' for name, value in changed.items())})"

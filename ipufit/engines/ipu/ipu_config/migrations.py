@@ -1,4 +1,4 @@
-"""What files of earlier releases of optimum-graphcore say, in the words of the last one."""
+"""Files of earlier releases of optimum-graphcore, in the words of the last one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _ON_CPU = "execute_encoder_on_cpu_for_generation"
 
 
 def renewed(given: Mapping[str, Any], faults: List[str]) -> Tuple[Dict[str, Any], List[str]]:
-    """The same with the names of today; unknown ones stay.
+    """Rename parameters to the names of today; unknown ones stay.
 
     Args:
         given: values by name, as a file or a call has them.

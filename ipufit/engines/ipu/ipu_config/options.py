@@ -104,7 +104,7 @@ def engine_options(sdk: Any, config: ParameterValues, for_inference: bool) -> An
 
 
 def _set_compiler(popart: Any) -> None:
-    """What optimum-graphcore tells the compiler whatever the configuration says."""
+    """Set what optimum-graphcore tells the compiler whatever the configuration says."""
     popart.set("disableGradAccumulationTensorStreams", True)
     popart.set("accumulateOuterFragmentSettings.schedule", _OVERLAP_MEMORY_OPTIMIZED)
     popart.set("accumulateOuterFragmentSettings.excludedVirtualGraphs", ["0"])

@@ -201,7 +201,7 @@ PARAMETERS: Dict[str, Parameter] = {parameter.name: parameter for parameter in _
 
 
 def is_default(name: str, value: Any) -> bool:
-    """Whether that is what holds where nothing was said."""
+    """Tell whether a value is the one that holds where nothing was said."""
     default = PARAMETERS[name].default
     return type(value) is type(default) and bool(value == default)
 

@@ -27,7 +27,7 @@ _LAYERS = ("embedding", "projection")
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What was read.
+    """The parameters that were read, with notes.
 
     Attributes:
         values: of all parameters, those that follow from others filled in.
@@ -110,7 +110,7 @@ def check_changes(changes: Mapping[str, Any], faults: List[str]) -> Dict[str, An
 
 
 def check_values(values: Mapping[str, Any]) -> Tuple[List[str], Set[str]]:
-    """What is wrong with values one by one, and whose those are."""
+    """List what is wrong with values one by one, and whose those are."""
     faults: List[str] = []
     bad: Set[str] = set()
     for name, value in values.items():
@@ -194,7 +194,7 @@ def filled(given: Mapping[str, Any]) -> Dict[str, Any]:
 
 
 def incoherent(values: Mapping[str, Any], bad: AbstractSet[str] = frozenset()) -> List[str]:
-    """What does not fit together, a sentence each.
+    """List what does not fit together, a sentence each.
 
     Args:
         values: of all parameters.

@@ -1,4 +1,4 @@
-"""What each parameter does on an engine: exactly, approximately, or nothing, and why."""
+"""Effect of each parameter on an engine: exact, approximate, or none, and why."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def _wrapped(text: str) -> str:
 
 
 def _remarks(config: ParameterValues, engine: str) -> List[str]:
-    """What else should be known of this configuration."""
+    """List what else should be known of this configuration."""
     lines = [f"note: {note}" for note in config.notes]
     is_alone = config.replication_factor == 1 and not _over_processes(engine)
     if config.replicated_tensor_sharding and is_alone:

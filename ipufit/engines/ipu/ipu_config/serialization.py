@@ -19,7 +19,7 @@ Made = TypeVar("Made", bound="SerializationMixin")
 
 
 class SerializationMixin:
-    """What an IPUConfig has of files; it fills in the rest."""
+    """Methods of an IPUConfig that read and write files; it fills in the rest."""
 
     @classmethod
     def _made(
@@ -144,7 +144,7 @@ class SerializationMixin:
         return copied
 
     def to_json_string(self) -> str:
-        """The same as JSON, sorted by name.
+        """Write the values as JSON, sorted by name.
 
         Raises:
             ConfigurationError: ``parallelize_kwargs`` hold what JSON has not.
