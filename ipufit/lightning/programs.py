@@ -16,7 +16,7 @@ from ipufit.core.plan_checks import round_up
 from ipufit.data.batches import Unpacker
 from ipufit.data.source import Source
 from ipufit.engines.program import ExecutionResult, Program
-from ipufit.errors import CaptureError, PlanError
+from ipufit.errors import CaptureError, ConfigurationError, PlanError
 from ipufit.lightning.loaders import Execution, Executions
 from ipufit.lightning.packages import part
 from ipufit.lightning.reporting import TrainingReport
@@ -30,7 +30,7 @@ from ipufit.training.session import Session
 from ipufit.utils.interrupts import deferred
 from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
-__all__ = ["Done", "Programs", "Work"]
+__all__ = ["Done", "Programs", "Work", "words_of_strategy"]
 
 
 class Work(NamedTuple):
@@ -114,7 +114,8 @@ class Programs:
     def run(self, batch: Execution, mode: Mode, work: Work, trainer: Any) -> List[Done]:
         """The batches of an execution; of several where more came than one takes."""
         micro_batches = self._micro_batches(batch, mode)
-        program = self._program(mode, micro_batches[0], work, trainer)
+        with words_of_strategy():
+            program = self._program(mode, micro_batches[0], work, trainer)
         if mode is Mode.TRAIN and trainer.current_epoch != self._epoch:
             self._begin_epoch(program, trainer)
         done = []
@@ -297,6 +298,40 @@ def _in_words_of_trainer(error: CaptureError) -> CaptureError:
         what=error.what,
         cure=error.cure,
     )
+
+
+@contextlib.contextmanager
+def words_of_strategy() -> Iterator[None]:
+    """Replace arguments of ``compile`` in the advice of an error by what a Trainer's user writes.
+
+    Raises:
+        ConfigurationError: the block's, with another text.
+    """
+    try:
+        yield
+    except ConfigurationError as error:
+        text = str(error)
+        for argument, instead in _INSTEAD_OF_COMPILE.items():
+            text = text.replace(argument, instead)
+        if text != str(error):
+            error.args = (text,)
+        raise
+
+
+# What advice says to users of compile, and what users of IPUStrategy do.
+_INSTEAD_OF_COMPILE = {
+    "name its IPU in an object for strategy": (
+        "name its IPU in an execution strategy, such as options.setExecutionStrategy("
+        "poptorch.PipelinedExecution(...)) of training_opts and inference_opts"
+    ),
+    "Divide the module with stages, or pass ipus_per_replica=": (
+        "Begin blocks in the module with poptorch.BeginBlock(layer, ipu_id=...), so that the IPUs "
+        "of a replica are "
+    ),
+    "or use compile(optimizer=None) to only evaluate and predict": (
+        "or call trainer.validate, test or predict, which need no optimizer"
+    ),
+}
 
 
 def _is_pipeline(partition: Partition, work: Work, trains: bool) -> bool:

@@ -16,7 +16,7 @@ from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
 from ipufit.lightning.loaders import Execution, Executions
 from ipufit.lightning.packages import part
-from ipufit.lightning.programs import Done, Programs, Work
+from ipufit.lightning.programs import Done, Programs, Work, words_of_strategy
 from ipufit.lightning.reporting import TrainingReport
 from ipufit.lightning_module.model import LightningModel
 from ipufit.lightning_module.optimizers import configured
@@ -149,7 +149,8 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         if not self._session_is_made:
             model = self._model_of_ours
             model._options = {"precision": _PRECISIONS[trainer.precision], **self._options}
-            model._make_session(None)
+            with words_of_strategy():
+                model._make_session(None)
         session = self._model_of_ours._compiled("fit")
         writes_profile = getattr(session.engine, "takes_options", False)
         if self._report_folder is None or writes_profile or trainer.state.fn != "fit":
@@ -176,13 +177,14 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
         bound = {"clipvalue" if how == "value" else "global_clipnorm": clip} if clip else {}
         self.optimizers = [optimizer]
         self.lr_scheduler_configs: List[Any] = []
-        self._model_of_ours.compile(
-            optimizer,
-            lr_scheduler=schedule,
-            precision=_PRECISIONS[trainer.precision],
-            **bound,
-            **self._options,
-        )
+        with words_of_strategy():
+            self._model_of_ours.compile(
+                optimizer,
+                lr_scheduler=schedule,
+                precision=_PRECISIONS[trainer.precision],
+                **bound,
+                **self._options,
+            )
 
     @property
     def _model_of_ours(self) -> LightningModel:

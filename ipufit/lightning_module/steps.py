@@ -169,6 +169,12 @@ def _size(batch: Any) -> int:
 
 
 def _trained(result: Any) -> Mapping[str, Any]:
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if isinstance(loss, Tensor) and loss.numel() != 1:
+        raise LossError(
+            "training_step must return a loss of one number, got one of shape "
+            f"{tuple(loss.shape)}. Return for example loss.mean()."
+        )
     if isinstance(result, Tensor):
         return {"loss": result}
     if result is None:

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from ipufit import poptorch
-from ipufit.errors import PlanError
+from ipufit.errors import OptimizerError, PartitionError, PlanError
+from ipufit.partition import serialize
 from ipufit.poptorch._precision import float64_kept
 from tests.lightning.test_strategy import IPUStrategy, by_ipufit
 from tests.lightning.twins import by_lightning, largest_difference, loader, pl, rows
@@ -233,3 +234,72 @@ def test_ipus_that_can_not_be_reserved_are_refused_in_the_words_of_a_trainer(eng
         strategy = IPUStrategy(training_opts=rounding, inference_opts=rounding, engine=engine)
         how = {"devices": devices, "strategy": strategy, "max_epochs": 1}
         by_ipufit(kind(), "fit", data, data, **how)
+
+
+class Unplaced(Four):
+    """One block names no IPU."""
+
+    def __init__(self, where=None):
+        super().__init__()
+        self.where = where or {}
+
+    def forward(self, inputs):
+        with poptorch.Block("first", ipu_id=0):
+            inputs = self.layers[0](inputs).tanh()
+        with poptorch.Block("second", ipu_id=1):
+            inputs = self.layers[1](inputs)
+        with poptorch.Block("third", **self.where):
+            return self.head(inputs)
+
+
+class Cut(Four):
+    """A layer in parts on two IPUs, in a module on one."""
+
+    def __init__(self, divided=False):
+        super().__init__(divided)
+        serialize(self, {"head": [1, 2]})
+        if divided:
+            poptorch.BeginBlock(self.layers[0], ipu_id=0)
+            poptorch.BeginBlock(self.head, ipu_id=1)
+
+
+@ENGINES
+@pytest.mark.parametrize(
+    ("kind", "error", "text", "mended"),
+    [
+        (
+            Unplaced,
+            PartitionError,
+            "every block must say on which IPU it runs, but the block 'third' does not. Begin it "
+            "with ipu_id=0, say, or name its IPU in an execution strategy, such as "
+            "options.setExecutionStrategy(poptorch.PipelinedExecution(...)) of training_opts and "
+            "inference_opts.",
+            lambda: Unplaced({"ipu_id": 1}),
+        ),
+        (
+            Cut,
+            PartitionError,
+            "splits_per_ipu of serialised layers must have a number for each IPU of a replica, got "
+            "2 and a replica has 1. Begin blocks in the module with poptorch.BeginBlock(layer, "
+            "ipu_id=...), so that the IPUs of a replica are 2.",
+            lambda: Cut(True),
+        ),
+        (
+            lambda: Four().requires_grad_(False),
+            OptimizerError,
+            "the module has no trainable parameter: nothing that SGD holds requires gradients. "
+            "Unfreeze at least one with requires_grad_(True), or call trainer.validate, test or "
+            "predict, which need no optimizer.",
+            Four,
+        ),
+    ],
+    ids=["block", "serialised", "frozen"],
+)
+def test_errors_advise_what_the_user_of_a_trainer_can_write(engine, kind, error, text, mended):
+    """They named arguments of compile, which a Trainer does not call."""
+    data = loader(X, Y, batch_size=2)
+    how = {"max_epochs": 1, "accumulate_grad_batches": 7}
+    with pytest.raises(error) as caught:
+        by_ipufit(kind(), "fit", data, strategy=IPUStrategy(engine=engine), **how)
+    assert str(caught.value) == text
+    by_ipufit(mended(), "fit", data, strategy=IPUStrategy(engine=engine), **how)

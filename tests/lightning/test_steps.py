@@ -337,6 +337,11 @@ def test_a_list_that_a_step_adds_to_is_refused():
             "training_step must return a loss, or a dict with 'loss', got a dict of 'logits'. "
             "Return for example {'loss': loss}.",
         ),
+        (
+            "self(batch[0]).sum(1)",
+            "training_step must return a loss of one number, got one of shape (4,). Return for "
+            "example loss.mean().",
+        ),
     ],
 )
 def test_a_training_step_without_a_loss_is_refused(result, text):
