@@ -124,7 +124,9 @@ class Kit:
         self.faults: List[str] = []
         self.notes: List[str] = []
 
-    def close(self, what: str, got: Any, wanted: Any, tolerance: Optional[float] = None) -> bool:
+    def close(
+        self, what: str, got: object, wanted: object, tolerance: Optional[float] = None
+    ) -> bool:
         """Claim that two tensors, or numbers, are equal up to rounding, and return the answer."""
         tolerance = self.tolerance if tolerance is None else tolerance
         got, wanted = (torch.as_tensor(each).detach().double() for each in (got, wanted))
@@ -143,7 +145,7 @@ class Kit:
         self.faults.append(f"{what}: {_show(got)}, not {_show(wanted)}")
         return False
 
-    def equal(self, what: str, got: Any, wanted: Any) -> bool:
+    def equal(self, what: str, got: object, wanted: object) -> bool:
         """Claim that two things are equal, and return the answer."""
         if got == wanted:
             return True

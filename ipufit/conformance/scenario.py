@@ -30,7 +30,7 @@ class Net(nn.Module):
     def __init__(
         self,
         scenario: Scenario,
-        operators: Any = PlainOperators,
+        operators: object = PlainOperators,
         part: Callable[[int], ContextManager[Any]] = lambda index: contextlib.nullcontext(),
     ) -> None:
         super().__init__()

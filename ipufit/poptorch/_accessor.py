@@ -159,7 +159,7 @@ def _strategy_of(value: Union[SharingStrategy, int, str]) -> SharingStrategy:
     )
 
 
-def _is_own(dataset: Any) -> bool:
+def _is_own(dataset: object) -> bool:
     """Return True for a DataLoader of this package, whose class can't be imported here."""
     return isinstance(dataset, TorchDataLoader) and hasattr(dataset, "combinedBatchSize")
 

@@ -25,11 +25,11 @@ ADVICE = (
 )
 
 
-def _mismatch(what: str, name: str, expected: Any, got: Any) -> NoReturn:
+def _mismatch(what: str, name: str, expected: object, got: object) -> NoReturn:
     raise error(f"{what} mismatch for {name}: expected {expected} but got {got}.{ADVICE}")
 
 
-def _type_name(value: Any) -> str:
+def _type_name(value: object) -> str:
     kind = type(value)
     prefix = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return f"{prefix}{kind.__qualname__}"
@@ -77,7 +77,7 @@ def _compare_items(
         compare(f"{name}[{i}]", item, actual[i], differing)
 
 
-def _compare_tensors(name: str, compiled: Any, actual: Any, differing: Set[str]) -> None:
+def _compare_tensors(name: str, compiled: object, actual: object, differing: Set[str]) -> None:
     """Compare only the tensors of two lists, or of two values with a custom parser, in order."""
     _compare_items(
         name, flattenTensorStructure(compiled), flattenTensorStructure(actual), differing
@@ -97,7 +97,7 @@ def compare_keys(name: str, compiled: Mapping[Any, Any], actual: Mapping[Any, An
         raise error(f"Keys mismatch for {name}: {'. '.join(details)}.{ADVICE}")
 
 
-def _constants(value: Any) -> Iterator[Any]:
+def _constants(value: object) -> Iterator[Any]:
     """Yield the leaves of nested containers that are neither tensors nor values with a parser."""
     if isinstance(value, dict):
         for item in value.values():

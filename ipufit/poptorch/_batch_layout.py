@@ -91,7 +91,7 @@ class Layout:
         return tensors
 
 
-def _kind_of(data: Any) -> str:
+def _kind_of(data: object) -> str:
     if isinstance(data, Tensor):
         return "tensor"
     if isinstance(data, dict):

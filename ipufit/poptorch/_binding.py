@@ -29,7 +29,7 @@ class ArgumentParser:
         TypeError: it is neither.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: object) -> None:
         if not isinstance(model, nn.Module) and not callable(model):
             raise TypeError(
                 "Expected a torch.nn.Module or a callable, got "

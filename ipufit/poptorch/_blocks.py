@@ -73,7 +73,7 @@ class Block(torch.nn.Module):
     def __enter__(self) -> None:
         Block.start(self._user_id, self._ipu_id)
 
-    def __exit__(self, type: Any, value: Any, traceback: Any) -> None:
+    def __exit__(self, type: object, value: object, traceback: object) -> None:
         for blocks in _active_blocks():
             blocks.leave()
 
@@ -105,7 +105,7 @@ class _BlockHook:
         self._user_id = user_id
         self._ipu_id = ipu_id
 
-    def __call__(self, module: torch.nn.Module, input: Any) -> None:
+    def __call__(self, module: torch.nn.Module, input: object) -> None:
         self._user_id = _begin(self._user_id, self._ipu_id, self)
 
     def __repr__(self) -> str:
@@ -130,7 +130,7 @@ class LegacyBeginBlockFn(torch.nn.Module):
 
 
 def BeginBlock(
-    layer_to_call: Any, user_id: Optional[str] = None, ipu_id: Optional[int] = None
+    layer_to_call: object, user_id: Optional[str] = None, ipu_id: Optional[int] = None
 ) -> Any:
     """Start a block at each call of a module; it lasts until another one starts.
 

@@ -39,7 +39,7 @@ def class_path(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def imported_class(path: Any, base: type) -> Optional[type]:
+def imported_class(path: object, base: type) -> Optional[type]:
     """Return an already imported subclass of ``base`` by its path, or None if there is none."""
     if not isinstance(path, str) or path.count(":") != 1:
         raise InvalidContent(f"{path!r} is not the name of a class")
@@ -65,7 +65,7 @@ class Encoder:
         # The tensors are kept: a number of one that is gone could come again.
         self._numbered: Dict[int, Tuple[str, Tensor]] = {}
 
-    def encode(self, value: Any) -> Any:
+    def encode(self, value: object) -> Any:
         """Encode a value as JSON.
 
         Raises:
@@ -121,7 +121,7 @@ class Encoder:
             return {"namedtuple": [class_path(kind), list(value._fields), parts]}
         raise self._refusal(value)
 
-    def _atom(self, value: Any) -> Any:
+    def _atom(self, value: object) -> Any:
         if isinstance(value, enum.Enum) and type(value).__module__ == _ENUMS:
             return {"enum": [type(value).__name__, value.name]}
         for tag, kind in _NAMED_IN_TORCH.items():
@@ -135,7 +135,7 @@ class Encoder:
             return {"slice": [self.encode(part) for part in (value.start, value.stop, value.step)]}
         raise self._refusal(value)
 
-    def _refusal(self, value: Any) -> Exception:
+    def _refusal(self, value: object) -> Exception:
         return error(
             f"a file can't hold a value of type {class_path(type(value)).replace(':', '.')}: it "
             "holds tensors, numbers, texts, None, and lists, tuples and dicts of them. Use one of "
@@ -155,7 +155,7 @@ class Decoder:
         self._parameters: Dict[str, nn.Parameter] = {}
         self.handlers: Dict[str, Callable[[Any], Any]] = {}
 
-    def decode(self, data: Any) -> Any:
+    def decode(self, data: object) -> Any:
         """Decode a value from JSON.
 
         Raises:
@@ -186,7 +186,7 @@ class Decoder:
             raise InvalidContent(f"{name!r} is not a {tag}")
         return value
 
-    def _read_float(self, text: Any) -> float:
+    def _read_float(self, text: object) -> float:
         if text not in ("inf", "-inf", "nan"):
             raise InvalidContent(f"{text!r} is not a number")
         return float(text)
@@ -195,17 +195,17 @@ class Decoder:
         real, imaginary = (self.decode(part) for part in parts)
         return complex(real, imaginary)
 
-    def _read_tuple(self, items: Any) -> Tuple[Any, ...]:
+    def _read_tuple(self, items: object) -> Tuple[Any, ...]:
         return tuple([self.decode(item) for item in _list(items)])
 
-    def _read_size(self, items: Any) -> torch.Size:
+    def _read_size(self, items: object) -> torch.Size:
         return torch.Size(_whole_numbers(items))
 
     def _read_slice(self, parts: Any) -> slice:
         start, stop, step = (self.decode(part) for part in parts)
         return slice(start, stop, step)
 
-    def _read_device(self, text: Any) -> torch.device:
+    def _read_device(self, text: object) -> torch.device:
         if not isinstance(text, str) or text.partition(":")[0] not in _DEVICES:
             raise InvalidContent(f"{text!r} is not a device")
         return torch.device(text)
@@ -224,7 +224,7 @@ class Decoder:
             raise InvalidContent(f"{dtype!r} is not a dtype")
         return torch.empty(_whole_numbers(shape), dtype=kind, device="meta")
 
-    def _read_tensor(self, name: Any) -> Tensor:
+    def _read_tensor(self, name: object) -> Tensor:
         if not isinstance(name, str) or name not in self._tensors:
             raise InvalidContent(f"it holds no tensor {name!r}")
         return self._tensors[name]
@@ -235,10 +235,10 @@ class Decoder:
             self._parameters[name] = nn.Parameter(self._read_tensor(name), bool(requires_grad))
         return self._parameters[name]
 
-    def _items(self, items: Any) -> Dict[Any, Any]:
+    def _items(self, items: object) -> Dict[Any, Any]:
         return {self.decode(key): self.decode(item) for key, item in _list(items)}
 
-    def _read_dict(self, items: Any) -> Dict[Any, Any]:
+    def _read_dict(self, items: object) -> Dict[Any, Any]:
         return self._items(items)
 
     def _read_mapping(self, parts: Any) -> Any:
@@ -270,7 +270,7 @@ class Decoder:
         return tuple.__new__(kind, values)
 
 
-def _list(value: Any) -> List[Any]:
+def _list(value: object) -> List[Any]:
     if not isinstance(value, list):
         raise InvalidContent("a list was expected")
     return value

@@ -42,7 +42,9 @@ class DataProcess(BatchReader):
         Error: the process doesn't start, or the dataset has no first batch.
     """
 
-    def __init__(self, dataset: Any, settings: WorkerSettings, strategy: SharingStrategy) -> None:
+    def __init__(
+        self, dataset: object, settings: WorkerSettings, strategy: SharingStrategy
+    ) -> None:
         self._owner = os.getpid()
         self._process: Any = None
         context: Any = torch.multiprocessing.get_context(_START_METHODS[strategy])

@@ -46,7 +46,7 @@ class FiledDataset:
     there may be too little.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: object) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  # open until it has been read
         pickle.dump(dataset, self._file, protocol=4)
         self._file.flush()
@@ -160,7 +160,7 @@ class DataWorker:
     """
 
     def __init__(
-        self, dataset: Any, settings: WorkerSettings, commands: Connection, events: Connection
+        self, dataset: object, settings: WorkerSettings, commands: Connection, events: Connection
     ) -> None:
         self._dataset = dataset
         self._settings = settings
@@ -265,7 +265,7 @@ class DataWorker:
         self._ring.publish()
         self._tell(Event.ITEM, rows)
 
-    def _tell(self, event: Event, value: Any) -> None:
+    def _tell(self, event: Event, value: object) -> None:
         try:
             self._events.send((event, value))
         except (BrokenPipeError, ConnectionResetError):
@@ -347,7 +347,7 @@ def serve(
     gc.collect()
 
 
-def _stop(number: int, frame: Any) -> NoReturn:
+def _stop(number: int, frame: object) -> NoReturn:
     raise Stopped
 
 

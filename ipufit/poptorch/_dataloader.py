@@ -31,7 +31,7 @@ def log_iterable(num_workers: int, kwargs: Dict[str, Any]) -> None:
         )
 
 
-def log_sized(dataset: Any, step: int, drop_last: bool) -> None:
+def log_sized(dataset: object, step: int, drop_last: bool) -> None:
     """Log what happens to the samples that don't fill ``step``, the combined batches of one run."""
     samples = _length(dataset)
     if samples is None:
@@ -64,7 +64,7 @@ def log_sized(dataset: Any, step: int, drop_last: bool) -> None:
         )
 
 
-def log_sampled(sampler: Any, batch_size: Optional[int], number: Optional[int]) -> None:
+def log_sampled(sampler: object, batch_size: Optional[int], number: Optional[int]) -> None:
     """Warn that the last batches of a sampler may not make a combined batch of ``number``."""
     if not number or not batch_size:
         return
@@ -88,7 +88,7 @@ def log_sampled(sampler: Any, batch_size: Optional[int], number: Optional[int]) 
         )
 
 
-def log_rebatched(sampler: Any, rows: int) -> None:
+def log_rebatched(sampler: object, rows: int) -> None:
     """Warn that a sampler's batches are divided anew, if it doesn't tell how large they are."""
     if getattr(sampler, "batch_size", None) is None:
         logger.warning(
@@ -357,7 +357,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # as i
         self._next_epoch = epoch
 
 
-def _check_options(options: Any) -> None:
+def _check_options(options: object) -> None:
     if not hasattr(options, "_freeze"):
         raise AssertionError(
             "The first argument of DataLoader must be poptorch.Options, got "

@@ -36,7 +36,7 @@ from ipufit.poptorch.options import Options
 __all__ = ["PoplarExecutor"]
 
 
-def without_backward(result: Any) -> Any:
+def without_backward(result: object) -> Any:
     """Outputs that say why there is nothing to go back through."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
@@ -46,7 +46,7 @@ def without_backward(result: Any) -> Any:
             "the model. If you're using an inferenceModel, you should use a trainingModel instead."
         )
 
-    def visit(value: Any) -> None:
+    def visit(value: object) -> None:
         if isinstance(value, (list, tuple)):
             for each in value:
                 visit(each)

@@ -78,7 +78,7 @@ def _any(question: Callable[[Tensor], Tensor], values: Sequence[Any]) -> bool:
     )
 
 
-def _values(value: Any) -> Iterator[Any]:
+def _values(value: object) -> Iterator[Any]:
     """Yield the floating-point tensors, and the numbers that are not finite, in a structure."""
     if isinstance(value, Tensor):
         if value.is_floating_point():

@@ -33,7 +33,7 @@ CALL_CPU = "ipufit_poptorch::call_cpu"
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
-def _is_name(text: Any) -> bool:
+def _is_name(text: object) -> bool:
     """Return True for a text that may be a name in the source that fx generates."""
     return isinstance(text, str) and bool(_IDENTIFIER.match(text)) and not keyword.iskeyword(text)
 
@@ -108,7 +108,7 @@ def _attribute(module: nn.Module, name: str) -> Any:
     return value
 
 
-def _function_name(target: Any) -> str:
+def _function_name(target: object) -> str:
     if target is operator.getitem:
         return "getitem"
     if isinstance(target, OpOverload):
@@ -128,7 +128,7 @@ def _function_name(target: Any) -> str:
     )
 
 
-def _function(name: Any) -> Callable[..., Any]:
+def _function(name: object) -> Callable[..., Any]:
     if name == "getitem":
         return operator.getitem
     parts = name.split(".") if isinstance(name, str) else []
@@ -147,12 +147,12 @@ def reads_graphs(decoder: Decoder) -> None:
     # The nodes so far of the program that is being read; a program may hold others.
     open_graphs: List[Dict[str, fx.Node]] = []
 
-    def node(name: Any) -> fx.Node:
+    def node(name: object) -> fx.Node:
         if not open_graphs or not isinstance(name, str) or name not in open_graphs[-1]:
             raise InvalidContent(f"a program uses {name!r} before it is computed")
         return open_graphs[-1][name]
 
-    def graph(content: Any) -> fx.GraphModule:
+    def graph(content: object) -> fx.GraphModule:
         root = nn.Module()
         for name, value in _pairs(content, "attributes"):
             decoded = decoder.decode(value)
@@ -184,14 +184,14 @@ def reads_graphs(decoder: Decoder) -> None:
     decoder.handlers["node"] = node
 
 
-def _entries(content: Any, key: str) -> List[Any]:
+def _entries(content: object, key: str) -> List[Any]:
     entries = content.get(key) if isinstance(content, dict) else None
     if not isinstance(entries, list):
         raise InvalidContent(f"a program has no {key}")
     return entries
 
 
-def _pairs(content: Any, key: str) -> List[Tuple[Any, Any]]:
+def _pairs(content: object, key: str) -> List[Tuple[Any, Any]]:
     entries = _entries(content, key)
     if not all(isinstance(entry, list) and len(entry) == 2 for entry in entries):
         raise InvalidContent(f"the {key} of a program must be pairs")
@@ -199,7 +199,7 @@ def _pairs(content: Any, key: str) -> List[Tuple[Any, Any]]:
 
 
 def _add_node(
-    graph: fx.Graph, root: nn.Module, entry: Any, decoder: Decoder, nodes: Dict[str, fx.Node]
+    graph: fx.Graph, root: nn.Module, entry: object, decoder: Decoder, nodes: Dict[str, fx.Node]
 ) -> None:
     if not isinstance(entry, dict):
         raise InvalidContent("a node of a program has no kind")

@@ -87,7 +87,7 @@ def _in_single(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     """Call an operator on float32 copies, and round its results to float16."""
     wide: Dict[int, Tensor] = {}
 
-    def widened(value: Any) -> Any:
+    def widened(value: object) -> Any:
         if isinstance(value, Tensor) and value.dtype == _HALF:
             return wide.setdefault(id(value), value.float())
         return torch.float32 if isinstance(value, torch.dtype) and value == _HALF else value
@@ -100,7 +100,7 @@ def _in_single(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
             originals[id(copy)] = value.copy_(copy)
     rounds = _rounds([*args, *kwargs.values()])
 
-    def rounded(value: Any) -> Any:
+    def rounded(value: object) -> Any:
         if not isinstance(value, Tensor):
             return value
         if id(value) in originals:

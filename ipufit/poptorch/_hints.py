@@ -23,7 +23,7 @@ def hints_watched(on_hint: OnHint) -> Iterator[None]:
         _watchers.pop()
 
 
-def noticed(name: str, argument: Any) -> None:
+def noticed(name: str, argument: object) -> None:
     """Pass a hint on to all listeners."""
     for watcher in _watchers:
         watcher(name, argument)

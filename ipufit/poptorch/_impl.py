@@ -37,7 +37,7 @@ def isDispatchTracing() -> bool:
     return tracing() is not None
 
 
-def _restoreWrapperIfNecessary(obj: Any) -> Any:
+def _restoreWrapperIfNecessary(obj: object) -> Any:
     """Return the object, for files in which PopTorch pickled a wrapped model with a call of this.
 
     Our own files have plain modules and tensors, and don't call it.

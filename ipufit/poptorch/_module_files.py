@@ -94,7 +94,7 @@ def _one(module: nn.Module, name: str, order: Dict[int, int]) -> Dict[str, Any]:
     }
 
 
-def _attribute(value: Any, name: str) -> Tuple[str, Any]:
+def _attribute(value: object, name: str) -> Tuple[str, Any]:
     function = getattr(value, "__name__", None)
     for place in (nn.functional, torch):
         path = f"{place.__name__}:{function}"
@@ -135,7 +135,7 @@ def module_from_values(values: Any) -> nn.Module:
         raise InvalidContent(f"it holds no sound module: {reason}") from reason
 
 
-def _empty(path: Any) -> nn.Module:
+def _empty(path: object) -> nn.Module:
     kind = imported_class(path, nn.Module)
     if kind is None:
         raise UnknownClass(path)
@@ -165,12 +165,12 @@ def _filled(module: nn.Module, entry: Dict[str, Any], modules: List[nn.Module]) 
     return state
 
 
-def _expect(name: Any, value: Any, kind: type) -> None:
+def _expect(name: object, value: object, kind: type) -> None:
     if not isinstance(name, str) or not (value is None or isinstance(value, kind)):
         raise InvalidContent(f"{name!r} is no {kind.__name__}")
 
 
-def _function(path: Any) -> Any:
+def _function(path: object) -> Any:
     function = _functions().get(path) if isinstance(path, str) else None
     if function is None:
         raise InvalidContent(f"{path!r} is not a function of torch")

@@ -91,7 +91,7 @@ class _Reader:
             self._marks.markAsVariable("loss_scaling")
         self._automatic = automatic
 
-    def attribute(self, name: str, default: Any) -> Any:
+    def attribute(self, name: str, default: object) -> Any:
         """Return a setting of the optimizer that belongs to no group."""
         value = getattr(self._optimizer, name, default)
         if name.endswith("accum_type") and value not in (torch.float16, torch.float32):

@@ -38,11 +38,11 @@ class ICustomArgParser(abc.ABC):
     """
 
     @abc.abstractmethod
-    def yieldTensors(self, struct: Any) -> Iterator[Tensor]:
+    def yieldTensors(self, struct: object) -> Iterator[Tensor]:
         """Yield every tensor of the object."""
 
     @abc.abstractmethod
-    def reconstruct(self, original_structure: Any, tensor_iterator: Iterator[Tensor]) -> Any:
+    def reconstruct(self, original_structure: object, tensor_iterator: Iterator[Tensor]) -> Any:
         """Return a new object like ``original_structure`` with the tensors of ``tensor_iterator``.
 
         Leave the original as it is: it stands for the arguments that the model was compiled with.
@@ -98,7 +98,7 @@ def registerGeometricCustomArgParsers() -> None:
     register()
 
 
-def parser_of(value: Any) -> Optional[ICustomArgParser]:
+def parser_of(value: object) -> Optional[ICustomArgParser]:
     """Return the parser of a value's type, or of the first registered type it is an instance of."""
     if not _parsers:
         return None
@@ -108,7 +108,7 @@ def parser_of(value: Any) -> Optional[ICustomArgParser]:
     return next((parser for kind, parser in _parsers.items() if isinstance(value, kind)), None)
 
 
-def flattenTensorStructure(tensors: Any, canonical_structure: Any = None) -> List[Tensor]:
+def flattenTensorStructure(tensors: object, canonical_structure: object = None) -> List[Tensor]:
     """Return the tensors of lists, tuples, dicts and types with a parser, in one flat list.
 
     Args:
@@ -137,7 +137,7 @@ def _every(tensor: Tensor) -> bool:
 
 
 def reconstructTensorStructure(
-    structure: Any, values: Iterable[Any], filter_fn: Callable[[Tensor], bool] = _every
+    structure: object, values: Iterable[Any], filter_fn: Callable[[Tensor], bool] = _every
 ) -> Any:
     """Return a copy of a structure with other tensors; everything else is copied as it is.
 
@@ -176,7 +176,7 @@ class _Values:
         )
 
 
-def _rebuilt(value: Any, values: _Values, wanted: Callable[[Tensor], bool]) -> Any:
+def _rebuilt(value: object, values: _Values, wanted: Callable[[Tensor], bool]) -> Any:
     parser = parser_of(value)
     if parser is not None:
         # Its own tensors and no others: a parser may take all that its iterator holds.

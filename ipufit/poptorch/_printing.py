@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-from typing import Any
 
 import torch
 
@@ -26,6 +25,6 @@ def module_repr(m: torch.nn.Module) -> str:
     return f"{hooks}{kind}({inside})"
 
 
-def print(m: Any) -> None:
+def print(m: object) -> None:
     """Print a module as ``module_repr`` shows it, and anything else as Python does."""
     builtins.print(module_repr(m) if isinstance(m, torch.nn.Module) else m)

@@ -255,7 +255,7 @@ class _Step:
         return [gradient for gradient in gradients if gradient is not None]
 
     def _note(
-        self, result: Any, outputs: Sequence[Tensor], final: Optional[Tensor]
+        self, result: object, outputs: Sequence[Tensor], final: Optional[Tensor]
     ) -> List[Tensor]:
         computed = [isinstance(tensor, FakeTensor) for tensor in outputs]
         # Whatever is done to a tensor here, in the middle of the recording, makes it a fake one.

@@ -155,7 +155,7 @@ class ParameterProxy:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_parameter"], name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         setattr(self.__dict__["_parameter"], name, value)
 
     def __repr__(self) -> str:
@@ -167,7 +167,7 @@ class ParameterProxy:
         return func(*_unproxied(args), **_unproxied(kwargs or {}))
 
 
-def _unproxied(value: Any) -> Any:
+def _unproxied(value: object) -> Any:
     if isinstance(value, ParameterProxy):
         return value.__dict__["_parameter"]
     if isinstance(value, dict):

@@ -167,7 +167,7 @@ def _options(data: Dict[str, Any]) -> Options:
     return options
 
 
-def _model(values: Any, arguments: Arguments) -> nn.Module:
+def _model(values: object, arguments: Arguments) -> nn.Module:
     try:
         return module_from_values(values)
     except UnknownClass as reason:
@@ -190,7 +190,7 @@ def _model(values: Any, arguments: Arguments) -> nn.Module:
     return model
 
 
-def _default(value: Any) -> Any:
+def _default(value: object) -> Any:
     return inspect.Parameter.empty if flattenTensorStructure(value) else value
 
 

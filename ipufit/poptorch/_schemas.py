@@ -9,7 +9,7 @@ from torch import Tensor
 __all__ = ["tensors_in", "written"]
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
     """Yield the tensors in arguments or results, in their order."""
     if isinstance(value, Tensor):
         yield value

@@ -11,7 +11,7 @@ __all__ = ["as_plain", "reduced_as_plain"]
 
 
 @contextlib.contextmanager
-def as_plain(value: Any, plain: Type[Any]) -> Iterator[None]:
+def as_plain(value: object, plain: Type[Any]) -> Iterator[None]:
     """Give an object its original class back inside the block.
 
     Args:

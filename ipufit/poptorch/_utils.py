@@ -73,7 +73,7 @@ def _joined(group: List[Any]) -> Any:
     return reconstructTensorStructure(first, combine_batch_tensors_gen(tensors))
 
 
-def _facts(value: Any) -> Iterator[Any]:
+def _facts(value: object) -> Iterator[Any]:
     """Yield everything in a structure but its tensors; of types with a parser only their number."""
     parser = parser_of(value)
     if parser is not None:

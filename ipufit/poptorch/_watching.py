@@ -69,11 +69,11 @@ def _is_device(value: object) -> bool:
     return isinstance(value, str) and value.partition(":")[0] == "ipu"
 
 
-def _narrow(dtype: Any) -> Any:
+def _narrow(dtype: object) -> Any:
     return torch.float32 if dtype == torch.float64 else dtype
 
 
-def _on_device(value: Any, wide: bool) -> Any:
+def _on_device(value: object, wide: bool) -> Any:
     """Convert an argument that names the IPU or float64 to what the engine computes with."""
     if _is_device(value):
         return _HOST
@@ -143,7 +143,7 @@ class _Calls(TorchFunctionMode):
         return not isinstance(tensor, FakeTensor) or self._trace.is_on_host(tensor)
 
 
-def _narrowed(result: Any) -> Any:
+def _narrowed(result: object) -> Any:
     if isinstance(result, FakeTensor) and result.dtype == torch.float64:
         return result.to(torch.float32)
     return result

@@ -79,7 +79,7 @@ class _Wrapped:
     _poptorch_plain: Type[Any]
     _poptorch_links: Tuple[ExecutorLink, ...]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         """Pickle as the plain class, so that a file can be read without this package."""
         pull(self._poptorch_links)
         with quietly():
@@ -172,7 +172,7 @@ class WrappedModel(_Wrapped, nn.Module):
         return result
 
 
-def isWrapped(value: Any) -> bool:
+def isWrapped(value: object) -> bool:
     """Return True for a module, parameter or buffer that a training executor has wrapped."""
     return isinstance(value, _Wrapped)
 

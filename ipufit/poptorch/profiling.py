@@ -80,13 +80,13 @@ def _measuring(kind: Type[Any], name: str, channel: Channel) -> Type[Any]:
     method = getattr(kind, name)
 
     @functools.wraps(method)
-    def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def measured(self: object, *args: Any, **kwargs: Any) -> Any:
         with channel.tracepoint(name):
             return method(self, *args, **kwargs)
 
     plain = getattr(kind, "_instrumented", kind)
 
-    def reduced(self: Any, protocol: Any) -> Any:
+    def reduced(self: object, protocol: object) -> Any:
         return reduced_as_plain(self, plain, protocol)
 
     namespace = {

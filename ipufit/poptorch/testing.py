@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 __all__ = ["allclose"]
 
 
-def allclose(ref: Any, other: Any) -> bool:
+def allclose(ref: object, other: object) -> bool:
     """Return True if two structures of tensors have one shape and close values.
 
     Args:

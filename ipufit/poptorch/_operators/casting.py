@@ -45,13 +45,13 @@ for _place in (F, torch, torch._C._nn):
             CASTS[getattr(_place, _name)] = {1: "weight", 2: "bias"}
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def _cast(value: object, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype:
         return value.to(dtype)
     return value
 
 
-def cast(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+def cast(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Return the arguments of a call, with weight and bias in the type of the input.
 
     Arguments of functions that are not in ``CASTS`` are returned unchanged.

@@ -27,7 +27,7 @@ def _inference_only(trace: Trace, name: str) -> None:
         )
 
 
-def _listed(value: Any) -> List[Any]:
+def _listed(value: object) -> List[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
@@ -95,7 +95,7 @@ def _checked_loop_body(body: Callable[..., Any], inputs: Sequence[Tensor]) -> Ca
     return checked
 
 
-def _like(result: Any, expected: Tensor, position: int) -> Any:
+def _like(result: object, expected: Tensor, position: int) -> Any:
     if not isinstance(result, Tensor):
         return result
     same = _on_device(result.dtype) == _on_device(expected.dtype) and result.shape == expected.shape

@@ -112,13 +112,13 @@ def _check_attributes(attributes: Dict[str, Any]) -> None:
         _check_ascii(value)
 
 
-def _check_ascii(value: Any) -> None:
+def _check_ascii(value: object) -> None:
     for text in value if isinstance(value, (list, tuple)) else [value]:
         if isinstance(text, str) and not text.isascii():
             raise ValueError(f"{text} contains non-ASCII characters. Use ASCII only.")
 
 
-def _check_range(value: Any) -> None:
+def _check_range(value: object) -> None:
     if isinstance(value, float) and abs(value) > _LARGEST:
         side = "high" if value > 0 else "low"
         raise error(

@@ -34,7 +34,7 @@ class _Same(torch.autograd.Function):
         return marked
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: object, *gradients: Any) -> Any:
         return None, gradients[0], None
 
 
@@ -57,7 +57,7 @@ def _mark(structure: Any, mode: Any, operator: Any, kind: str) -> Any:
     return reconstructTensorStructure(structure, map(marked, tensors))
 
 
-def set_overlap_for_input(input_tensors: Any, mode: Any) -> Any:
+def set_overlap_for_input(input_tensors: object, mode: object) -> Any:
     """Mark inputs that are sent to the IPU while it computes; call it first in ``forward``.
 
     Args:
@@ -69,7 +69,7 @@ def set_overlap_for_input(input_tensors: Any, mode: Any) -> Any:
     return _mark(input_tensors, mode, _INPUT, "input")
 
 
-def set_overlap_for_output(output_tensors: Any, mode: Any) -> Any:
+def set_overlap_for_output(output_tensors: object, mode: object) -> Any:
     """Mark outputs that leave the IPU while it computes; call it right before returning them.
 
     Args:

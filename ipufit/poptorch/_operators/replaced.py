@@ -51,7 +51,7 @@ def _normalised(
     return result.to(input.dtype)
 
 
-def _widened(value: Any) -> Any:
+def _widened(value: object) -> Any:
     return value.float() if isinstance(value, Tensor) else value
 
 

@@ -30,7 +30,7 @@ for _name in ("index_put", "masked_fill", "masked_select", "masked_scatter"):
             _MASKED[getattr(_owner, _full)] = (1, _keyword)
 
 
-def _bool(value: Any) -> Any:
+def _bool(value: object) -> Any:
     if isinstance(value, Tensor) and value.dtype == torch.uint8:
         return value != 0
     if isinstance(value, (list, tuple)) and any(isinstance(each, Tensor) for each in value):
@@ -38,7 +38,7 @@ def _bool(value: Any) -> Any:
     return value
 
 
-def with_bool_masks(func: Any, args: Sequence[Any], kwargs: Dict[str, Any]) -> Sequence[Any]:
+def with_bool_masks(func: object, args: Sequence[Any], kwargs: Dict[str, Any]) -> Sequence[Any]:
     """Return the positional arguments with bool masks; those in ``kwargs`` are replaced there."""
     if func not in _MASKED:
         return args

@@ -112,7 +112,7 @@ class MultiConv:
             )
         _open[trace] = len(graph_so_far())
 
-    def __exit__(self, type: Any, value: Any, traceback: Any) -> None:
+    def __exit__(self, type: object, value: object, traceback: object) -> None:
         trace = tracing()
         if trace is None:
             return
@@ -156,7 +156,7 @@ class NameScope:
     def __enter__(self) -> None:
         push_name_scope(self.name)
 
-    def __exit__(self, type: Any, value: Any, traceback: Any) -> None:
+    def __exit__(self, type: object, value: object, traceback: object) -> None:
         pop_name_scope()
 
 

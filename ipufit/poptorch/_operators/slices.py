@@ -182,7 +182,7 @@ def _recorded_update(input: Tensor, src: Tensor, axis: int, start: Tensor, size:
     return input.index_copy(axis, positions, src.to(input.dtype))
 
 
-def has_tensor_bounds(index: Any) -> bool:
+def has_tensor_bounds(index: object) -> bool:
     """Return True if ``x[index]`` has a slice whose start or end is a tensor."""
     parts = index if isinstance(index, tuple) else (index,)
     return any(
@@ -225,7 +225,7 @@ def _slice_between(tensor: Tensor, axis: int, start: Any, stop: Any, step: Any) 
     return _recorded_slice(tensor, axis, start, size, 1 if step is None else step)
 
 
-def _constant_value(bound: Any) -> Any:
+def _constant_value(bound: object) -> Any:
     """Return the value of a bound that the host can compute; otherwise the bound."""
     if not isinstance(bound, Tensor):
         return bound
@@ -242,7 +242,7 @@ def _constant_value(bound: Any) -> Any:
     return bound if value is None else value + more
 
 
-def _consumes(part: Any) -> int:
+def _consumes(part: object) -> int:
     """Return how many dimensions of the tensor a part of an index covers."""
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
@@ -259,7 +259,7 @@ def _not_constant(because: str) -> Exception:
     )
 
 
-def _size_between(start: Any, stop: Any) -> int:
+def _size_between(start: object, stop: object) -> int:
     if not isinstance(start, Tensor) or not isinstance(stop, Tensor):
         raise _not_constant("Only one of start and end changes from run to run.")
     nodes = node_of(start), node_of(stop)
@@ -318,7 +318,7 @@ def _step(node: fx.Node, kind: str) -> Optional[Tuple[Any, int]]:
     return other, int(amount)
 
 
-def _number(operand: Any) -> Any:
+def _number(operand: object) -> Any:
     """Return the value of an operand that is a constant; None for any other."""
     if isinstance(operand, (int, float)):
         return operand

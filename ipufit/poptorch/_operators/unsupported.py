@@ -185,7 +185,7 @@ _CHECKS: Dict[Any, Any] = {
 }
 
 
-def check(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def check(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuse a call of a torch function that PopTorch doesn't support.
 
     Raises:

@@ -137,7 +137,7 @@ def validate(values: Dict[str, Any]) -> None:
     _validate_counts(values)
 
 
-def _kind(name: str, value: Any) -> str:
+def _kind(name: str, value: object) -> str:
     """Return the compiler's name of a value's type."""
     if isinstance(value, bool):
         return "bool"
@@ -167,7 +167,7 @@ def _hint(name: str, kind: str) -> str:
     return hint if hint.startswith("Did") else f"No {kind} option has a name like it."
 
 
-def _log(name: str, value: Any) -> None:
+def _log(name: str, value: object) -> None:
     """Say what the compiler is told, as PopTorch says it, so that its log can be searched alike."""
     if isinstance(value, dict):
         for key, entry in value.items():

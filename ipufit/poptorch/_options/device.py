@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Dict, Optional, Union
+from typing import Dict, Optional, TypeVar, Union
 
 from ipufit.poptorch import enums
 from ipufit.poptorch._options.group import OptionGroup, need_type
@@ -11,18 +11,20 @@ from ipufit.poptorch._options.popart import _PopartOptions
 
 __all__ = ["DeviceOptions"]
 
+Self = TypeVar("Self", bound="DeviceOptions")
+
 
 class DeviceOptions(OptionGroup):
     """Options that say where a model runs."""
 
     _popart: _PopartOptions
 
-    def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> Any:
+    def autoRoundNumIPUs(self: Self, auto_round_num_ipus: bool = True) -> Self:
         """Take the next power of two where a model needs another number of IPUs."""
         self.set(auto_round_num_ipus=auto_round_num_ipus)
         return self
 
-    def useIpuModel(self, use_model: bool) -> Any:
+    def useIpuModel(self: Self, use_model: bool) -> Self:
         """Follow the rules of the IPU Model instead of hardware's.
 
         It comes before the environment variable ``POPTORCH_IPU_MODEL``.
@@ -31,7 +33,7 @@ class DeviceOptions(OptionGroup):
         self.createOrSet(use_model=use_model)
         return self
 
-    def connectionType(self, connection_type: enums.ConnectionType) -> Any:
+    def connectionType(self: Self, connection_type: enums.ConnectionType) -> Self:
         """When a model takes its device.
 
         Raises:
@@ -41,7 +43,7 @@ class DeviceOptions(OptionGroup):
         self.set(connection_type=connection_type.value)
         return self
 
-    def syncPattern(self, sync_pattern: enums.SyncPattern) -> Any:
+    def syncPattern(self: Self, sync_pattern: enums.SyncPattern) -> Self:
         """Which IPUs wait for each other.
 
         Raises:
@@ -51,7 +53,7 @@ class DeviceOptions(OptionGroup):
         self.set(sync_pattern=sync_pattern.value)
         return self
 
-    def useIpuId(self, ipu_id: int) -> Any:
+    def useIpuId(self: Self, ipu_id: int) -> Self:
         """Take this device of the system.
 
         Raises:
@@ -61,14 +63,16 @@ class DeviceOptions(OptionGroup):
         self.createOrSet(ipu_id=ipu_id)
         return self
 
-    def useOfflineIpuTarget(self, ipu_version: int = 2) -> Any:
+    def useOfflineIpuTarget(self: Self, ipu_version: int = 2) -> Self:
         """Only compile, for a kind of IPU: 1, 2 or 21. It sets ``ConnectionType.Never``."""
         need_type("ipu_version", ipu_version, int)
         self.connectionType(enums.ConnectionType.Never)
         self.createOrSet(ipu_version=ipu_version)
         return self
 
-    def setAvailableMemoryProportion(self, available_memory_proportion: Dict[str, float]) -> Any:
+    def setAvailableMemoryProportion(
+        self: Self, available_memory_proportion: Dict[str, float]
+    ) -> Self:
         """Memory for temporary values, as a part of each IPU's: ``{"IPU0": 0.5}``.
 
         Raises:
@@ -91,7 +95,7 @@ class DeviceOptions(OptionGroup):
         self.createOrSet(available_memory_proportion=by_ipu)
         return self
 
-    def enableExecutableCaching(self, path: Optional[Union[str, os.PathLike[str]]]) -> Any:
+    def enableExecutableCaching(self: Self, path: Optional[Union[str, os.PathLike[str]]]) -> Self:
         """Keep compiled programs in a folder and take them from there; None for no longer."""
         if path is None:
             self._popart.set("enableEngineCaching", False)

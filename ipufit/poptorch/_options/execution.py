@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Union
+from typing import List, Optional, TypeVar, Union
 
 import torch
 
@@ -14,6 +14,8 @@ from ipufit.poptorch._options.strategies import _IExecutionStrategy
 
 __all__ = ["ExecutionOptions"]
 
+Self = TypeVar("Self", bound="ExecutionOptions")
+
 
 class ExecutionOptions(OptionGroup):
     """Options on which the results of a run depend."""
@@ -21,19 +23,19 @@ class ExecutionOptions(OptionGroup):
     _popart: _PopartOptions
     _execution_strategy: _IExecutionStrategy
 
-    def deviceIterations(self, device_iterations: int) -> Any:
+    def deviceIterations(self: Self, device_iterations: int) -> Self:
         """Set the number of steps of one run, each with its own micro-batches."""
         self.set(device_iterations=device_iterations)
         return self
 
-    def replicationFactor(self, replication_factor: int) -> Any:
+    def replicationFactor(self: Self, replication_factor: int) -> Self:
         """Set the number of copies of the model, each with its own micro-batches."""
         self.set(replication_factor=replication_factor)
         return self
 
     def inputReplicaGrouping(
-        self, input_group_size: int, input_group_type: enums.CommGroupType
-    ) -> Any:
+        self: Self, input_group_size: int, input_group_type: enums.CommGroupType
+    ) -> Self:
         """Let the replicas of a group read the same micro-batch.
 
         Args:
@@ -68,14 +70,14 @@ class ExecutionOptions(OptionGroup):
         self.set(input_group_size=input_group_size, input_cgt=input_group_type)
         return self
 
-    def broadcastBuffers(self, broadcast_buffers: bool = True) -> Any:
+    def broadcastBuffers(self: Self, broadcast_buffers: bool = True) -> Self:
         """Require equal buffers on all replicas; False gives each replica its own."""
         self.set(broadcast_buffers=broadcast_buffers)
         return self
 
     def outputMode(
-        self, output_mode: enums.OutputMode, output_return_period: Optional[int] = None
-    ) -> Any:
+        self: Self, output_mode: enums.OutputMode, output_return_period: Optional[int] = None
+    ) -> Self:
         """Set which outputs of a run come back.
 
         Args:
@@ -136,7 +138,7 @@ class ExecutionOptions(OptionGroup):
         period = output_return_period if output_mode == enums.OutputMode.EveryN else 1
         self.anchored_tensors[short_name] = [long_name, output_mode is None, output_mode, period]
 
-    def randomSeed(self, random_seed: int) -> Any:
+    def randomSeed(self: Self, random_seed: int) -> Self:
         """Seed the device's random numbers, and torch's at once.
 
         Raises:
@@ -148,7 +150,7 @@ class ExecutionOptions(OptionGroup):
         self.createOrSet(random_seed=random_seed)
         return self
 
-    def setExecutionStrategy(self, strategy: _IExecutionStrategy) -> Any:
+    def setExecutionStrategy(self: Self, strategy: _IExecutionStrategy) -> Self:
         """Set how the model is distributed over IPUs.
 
         Raises:
@@ -164,7 +166,7 @@ class ExecutionOptions(OptionGroup):
         self._execution_strategy = strategy
         return self
 
-    def updatableNamedBuffers(self, buffers: List[str]) -> Any:
+    def updatableNamedBuffers(self: Self, buffers: List[str]) -> Self:
         """Name the buffers that ``executor.copyNamedBuffersToDevice()`` copies.
 
         Raises:
@@ -176,7 +178,7 @@ class ExecutionOptions(OptionGroup):
         self._popart.set("updatableNamedBuffers", list(buffers))
         return self
 
-    def enableSyntheticData(self, enabled: Union[bool, int]) -> Any:
+    def enableSyntheticData(self: Self, enabled: Union[bool, int]) -> Self:
         """Compute on synthetic inputs and return no useful results, to measure speed.
 
         Args:
@@ -188,7 +190,7 @@ class ExecutionOptions(OptionGroup):
         self._popart.set("syntheticDataMode", 2 if enabled else 0)
         return self
 
-    def enableStableNorm(self, enabled: bool) -> Any:
+    def enableStableNorm(self: Self, enabled: bool) -> Self:
         """Compute norms more exactly. torch's norms are exact already."""
         need_type("enableStableNorm", enabled, bool)
         self._popart.set("enableStableNorm", enabled)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import difflib
-from typing import Any, Dict, Iterable, Optional
+from typing import Any, Dict, Iterable, Optional, TypeVar
 
 from ipufit.poptorch._logging import logger
 
 __all__ = ["OptionGroup", "nearest", "need_type"]
+
+Self = TypeVar("Self", bound="OptionGroup")
 
 _FROZEN = (
     "Can't modify frozen Options: they belong to a model or a DataLoader. "
@@ -168,7 +170,7 @@ class OptionGroup:
     def __setstate__(self, state: Dict[str, Any]) -> None:
         self.__dict__.update(state)
 
-    def __deepcopy__(self, memory: Dict[int, Any]) -> Any:
+    def __deepcopy__(self: Self, memory: Dict[int, Any]) -> Self:
         """Return a copy that is not frozen."""
         copied = type(self).__new__(type(self))
         memory[id(self)] = copied

@@ -95,7 +95,7 @@ def ignored(options: Options) -> List[str]:
     return sorted(names)
 
 
-def _setter_of(key: str, value: Any) -> str:
+def _setter_of(key: str, value: object) -> str:
     """Return the setter of an option of the compiler."""
     if isinstance(value, dict):
         for field, setter in _FIELDS.items():

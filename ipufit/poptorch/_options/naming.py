@@ -25,7 +25,7 @@ def _setters(target: object) -> List[str]:
     return [name for name in names if callable(getattr(type(target), name))]
 
 
-def member(target: Any, name: str) -> Any:
+def member(target: object, name: str) -> Any:
     """Return a group of options, or a setter.
 
     Raises:
@@ -38,7 +38,7 @@ def member(target: Any, name: str) -> Any:
     return getattr(target, name)
 
 
-def _enum_member(value: Any) -> Any:
+def _enum_member(value: object) -> Any:
     """Return the enum's member that a text such as ``"Enum.Member"`` names, or the value itself."""
     if not isinstance(value, str) or value.count(".") != 1:
         return value

@@ -34,7 +34,7 @@ class _PopartOptions:
         if option != "_is_frozen" and self._is_frozen:
             raise AttributeError(_FROZEN)
 
-    def set(self, key: str, value: Any) -> _PopartOptions:
+    def set(self, key: str, value: object) -> _PopartOptions:
         """Set one option."""
         self.checkIsFrozen()
         need_type("key", key, str)

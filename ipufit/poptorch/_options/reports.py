@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import Any, List, Optional
+from typing import List, Optional, TypeVar
 
 from ipufit.poptorch._logging import logger
 from ipufit.poptorch._options.group import OptionGroup, need_type
 from ipufit.poptorch._options.popart import _PopartOptions
 
 __all__ = ["DEFAULT_EXCLUDES", "ReportOptions"]
+
+Self = TypeVar("Self", bound="ReportOptions")
 
 DEFAULT_EXCLUDES = ("install/poptorch", "site-packages/torch", "site-packages/poptorch")
 # The compiler's word for "never repeat too often".
@@ -21,29 +23,29 @@ class ReportOptions(OptionGroup):
 
     _popart: _PopartOptions
 
-    def logDir(self, log_dir: str) -> Any:
+    def logDir(self: Self, log_dir: str) -> Self:
         """Set the folder for the compiler's logs."""
         self.set(log_dir=log_dir)
         return self
 
-    def maxRepeatLogs(self, max_lines: Optional[int]) -> Any:
+    def maxRepeatLogs(self: Self, max_lines: Optional[int]) -> Self:
         """Set how often the compiler may repeat a line of its log; None for no limit."""
         self.set(max_repeat_logs=_NO_LIMIT if max_lines is None else max_lines)
         return self
 
-    def modelName(self, name: str) -> Any:
+    def modelName(self: Self, name: str) -> Self:
         """Set the model's name in profiles; the default is "training" or "inference"."""
         need_type("model_name", name, str)
         self.createOrSet(model_name=name)
         return self
 
-    def logCycleCount(self, log_cycle_count: bool) -> Any:
+    def logCycleCount(self: Self, log_cycle_count: bool) -> Self:
         """Count the device's cycles. Only hardware has any."""
         need_type("logCycleCount", log_cycle_count, bool)
         self._popart.set("instrumentWithHardwareCycleCounter", log_cycle_count)
         return self
 
-    def enableProfiling(self, profile_dir: Optional[str] = None) -> Any:
+    def enableProfiling(self: Self, profile_dir: Optional[str] = None) -> Self:
         """Write a profile into a folder; None is the current one."""
         self.checkIsFrozen()
         if profile_dir is not None:
@@ -61,24 +63,24 @@ class ReportOptions(OptionGroup):
         self._popart.setEngineOptions({**self._popart.options.get("engineOptions", {}), **settings})
         return self
 
-    def showCompilationProgressBar(self, show: bool = True) -> Any:
+    def showCompilationProgressBar(self: Self, show: bool = True) -> Self:
         """Show a bar while compiling, which is needed for ``executor.compilationTime()``."""
         need_type("showCompilationProgressBar", show, bool)
         self._show_compilation_progress_bar = show
         return self
 
-    def relaxOptimizerAttributesChecks(self, relax: bool = True) -> Any:
+    def relaxOptimizerAttributesChecks(self: Self, relax: bool = True) -> Self:
         """Log unknown attributes of an optimizer as debug messages, not as warnings."""
         need_type("relaxOptimizerAttributesChecks", relax, bool)
         self._relax_optimizer_checks = relax
         return self
 
-    def disableModuleNamescope(self) -> Any:
+    def disableModuleNamescope(self: Self) -> Self:
         """Leave modules' names out of the program's names."""
         self._module_namescope_enabled = False
         return self
 
-    def sourceLocationExcludes(self, excludes: List[str]) -> Any:
+    def sourceLocationExcludes(self: Self, excludes: List[str]) -> Self:
         """Set parts of paths whose frames are left out when the program is printed."""
         self.checkIsFrozen()
         need_type("sourceLocationExcludes", excludes, list, tuple)
@@ -87,6 +89,6 @@ class ReportOptions(OptionGroup):
         self._source_location_excludes = list(excludes)
         return self
 
-    def appendToLocationExcludes(self, *excludes: str) -> Any:
+    def appendToLocationExcludes(self: Self, *excludes: str) -> Self:
         """Add parts of paths to those of ``sourceLocationExcludes``."""
         return self.sourceLocationExcludes([*self._source_location_excludes, *excludes])

@@ -99,7 +99,7 @@ def _encode(where: str, value: Any) -> Any:
     )
 
 
-def _decode(data: Any) -> Any:
+def _decode(data: object) -> Any:
     """Rebuild a value from plain data."""
     if not isinstance(data, dict):
         return data
