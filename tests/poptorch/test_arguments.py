@@ -8,7 +8,7 @@ from torch import nn
 
 from ipufit.poptorch import _parsers as parsers
 from ipufit.poptorch._binding import ArgumentParser
-from ipufit.poptorch._combined_batch import BatchDivision
+from ipufit.poptorch._compiled import BatchDivision
 from ipufit.poptorch._dtype_cast import (
     DEVICE_DTYPES,
     check_input,

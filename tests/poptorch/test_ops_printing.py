@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ipufit import poptorch
-from ipufit.poptorch._operators.text import Style, text_of
+from ipufit.poptorch._operators.printing import Style, text_of
 from tests.poptorch.recording import record
 
 PLAIN = Style(1000, 3, 75, 8, "auto", " ", "[", "]")

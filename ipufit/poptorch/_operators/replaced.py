@@ -2,19 +2,212 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ipufit.poptorch._operators.ctc_loss import ctc_loss
-from ipufit.poptorch._operators.products import in_place, index_reduce, scatter_reduce
+from ipufit.poptorch._operators.library import define
 from ipufit.poptorch._schemas import tensors_in
 from ipufit.poptorch._tracing import tracing
 from ipufit.tracing import recurrent
 
 __all__ = ["REPLACED"]
+
+
+class _Product(torch.autograd.Function):
+    """Product of scattered numbers, whose gradient reads no values, unlike that of torch 2.0.
+
+    For a place with value ``x`` and sources ``s_i`` the result is ``y = x * prod_i s_i``, or
+    without the ``x``; a place without sources stays as it is. Hence
+
+        dy/dx = prod_i s_i        dy/ds_i = x * prod_{j != i} s_j
+
+    where the last product is, of the product ``p`` of the sources that are not zero, ``p / s_i`` if
+    none is zero, ``p`` if only ``s_i`` is, and zero if another one is.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, dim: int, index: Tensor, source: Tensor, include_self: bool
+    ) -> Tensor:
+        ctx.save_for_backward(input, index, source)
+        ctx.dim, ctx.include_self = dim, include_self
+        return torch.scatter_reduce(
+            input, dim, index, source, reduce="prod", include_self=include_self
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tuple[Any, ...]:
+        input, index, source = ctx.saved_tensors
+        dim, include_self = ctx.dim, ctx.include_self
+        (gradient,) = gradients
+        zero = source == 0
+        zeros = torch.zeros_like(input).scatter_add(dim, index, zero.to(input.dtype))
+        product = torch.ones_like(input).scatter_reduce(
+            dim, index, source.masked_fill(zero, 1), reduce="prod"
+        )
+        if include_self:
+            of_input = gradient * product.masked_fill(zeros > 0, 0)
+            gradient = gradient * input
+        else:
+            of_input = gradient.scatter(dim, index, 0)
+        others = product.gather(dim, index) / source.masked_fill(zero, 1)
+        other_zeros = zeros.gather(dim, index) - zero.to(input.dtype)
+        of_source = gradient.gather(dim, index) * others.masked_fill(other_zeros > 0, 0)
+        return of_input, None, None, of_source, None
+
+
+def _product(
+    function: Callable[..., Tensor],
+    input: Tensor,
+    dim: int,
+    index: Tensor,
+    source: Tensor,
+    reduce: str,
+    include_self: bool,
+    scattered: Callable[[], Tensor],
+) -> Tensor:
+    trained = torch.is_grad_enabled() and (input.requires_grad or source.requires_grad)
+    if reduce != "prod" or not trained or not input.dim():
+        return function(input, dim, index, source, reduce, include_self=include_self)
+    places = scattered()
+    used = source[tuple(slice(size) for size in places.shape)]
+    result: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+        input, dim, places, used, include_self
+    )
+    return result
+
+
+def scatter_reduce(
+    input: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
+) -> Tensor:
+    """Compute ``torch.scatter_reduce`` with a gradient for products that can be recorded."""
+    return _product(
+        torch.scatter_reduce, input, dim, index, src, reduce, include_self, lambda: index
+    )
+
+
+def index_reduce(
+    input: Tensor,
+    dim: int,
+    index: Tensor,
+    source: Tensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> Tensor:
+    """Compute ``torch.index_reduce`` as a scatter in which every row goes to one position."""
+
+    def scattered() -> Tensor:
+        shape = [1] * source.dim()
+        shape[dim] = -1
+        return index.to(torch.int64).reshape(shape).expand_as(source)
+
+    return _product(torch.index_reduce, input, dim, index, source, reduce, include_self, scattered)
+
+
+def in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the in-place variant of a function, which changes its first argument."""
+
+    def changed(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # What gradients are computed from must stay as it was.
+        return input.copy_(function(input.clone(), *args, **kwargs))
+
+    return changed
+
+
+Lengths = Union[Tensor, Sequence[int]]
+
+
+def _run_ctc(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    zero_infinity: bool,
+) -> Tuple[Tensor, Tensor]:
+    labels, steps = targets.to(torch.int64), input_lengths.tolist()
+    lengths = target_lengths.tolist()
+    losses, alphas = torch.ops.aten._ctc_loss(
+        log_probs, labels, steps, lengths, blank, zero_infinity
+    )
+    gradient = torch.ops.aten._ctc_loss_backward(
+        torch.ones_like(losses),
+        log_probs,
+        labels,
+        steps,
+        lengths,
+        losses,
+        alphas,
+        blank,
+        zero_infinity,
+    )
+    return losses, gradient
+
+
+# Both at once: what the backward pass of torch needs has a shape that depends on values.
+_CTC = define(
+    "ctc_loss(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, "
+    "int blank, bool zero_infinity) -> (Tensor, Tensor)",
+    _run_ctc,
+    lambda log_probs, *rest: (
+        log_probs.new_empty(log_probs.shape[1]),
+        torch.empty_like(log_probs),
+    ),
+)
+
+
+class _Losses(torch.autograd.Function):
+    """Computes the loss of each sample, and its gradient in the same operator."""
+
+    @staticmethod
+    def forward(ctx: Any, log_probs: Tensor, *rest: Any) -> Tensor:
+        losses, gradient = _CTC(log_probs, *rest)
+        ctx.save_for_backward(gradient)
+        return losses  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Tuple[Any, ...]:
+        (of_inputs,) = ctx.saved_tensors
+        return (of_inputs * gradients[0][None, :, None], *[None] * 5)
+
+
+def _length_tensor(lengths: Any) -> Tensor:
+    if isinstance(lengths, Tensor):
+        return lengths.reshape(-1)
+    numbers = [lengths] if isinstance(lengths, int) else list(lengths)
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Lengths,
+    target_lengths: Lengths,
+    blank: int = 0,
+    reduction: Union[str, int] = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """Compute ``torch.nn.functional.ctc_loss`` with lengths that may change from run to run.
+
+    ``reduction`` is ``"mean"`` or ``"sum"``, or torch's number for it.
+    """
+    if log_probs.dim() == 2:
+        log_probs, targets = log_probs[:, None], targets.reshape(1, -1)
+    single = log_probs.float() if log_probs.dtype == torch.float16 else log_probs
+    lengths = _length_tensor(target_lengths)
+    losses: Tensor = _Losses.apply(  # type: ignore[no-untyped-call]
+        single, targets, _length_tensor(input_lengths), lengths, blank, zero_infinity
+    )
+    if zero_infinity:
+        losses = torch.where(losses == float("inf"), torch.zeros_like(losses), losses)
+    if reduction in ("mean", 1):
+        losses = losses / lengths.clamp(min=1).to(losses.device, losses.dtype)
+        return losses.mean().to(log_probs.dtype)
+    return losses.sum().to(log_probs.dtype)
 
 
 def bincount(input: Tensor, weights: Optional[Tensor] = None, minlength: int = 0) -> Tensor:
