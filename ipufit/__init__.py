@@ -14,7 +14,7 @@ from ipufit.processes import distributed
 from ipufit.report import Report
 from ipufit.training.load import load
 from ipufit.training.model import Model
-from ipufit.utils.lazy_exports import on_use
+from ipufit.utils.lazy_exports import lazy_exports
 from ipufit.utils.random_streams import seed_everything
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ipufit.engines.ipu.preflight.report import PreflightReport
     from ipufit.planner.partition_plan import PartitionPlan
 else:
-    __getattr__, __dir__ = on_use(
+    __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             "BatchSize": "ipufit.analysis.tuner.trials",

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from ipufit.callbacks.callback import Callback
 from ipufit.callbacks.callback_list import CallbackList
 from ipufit.callbacks.history import History
-from ipufit.utils.lazy_exports import on_use
+from ipufit.utils.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from ipufit.callbacks.asynchronous import Asynchronous
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ipufit.callbacks.terminate_on_nan import TerminateOnNaN
     from ipufit.callbacks.timer import Timer
 else:
-    __getattr__, __dir__ = on_use(
+    __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             "Asynchronous": "ipufit.callbacks.asynchronous",

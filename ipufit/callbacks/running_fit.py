@@ -13,7 +13,7 @@ from ipufit.callbacks.history import History
 from ipufit.core.batch import DataCursor, MicroBatch
 from ipufit.core.plan import Plan
 from ipufit.core.train_config import TrainConfig
-from ipufit.data.pipeline import Feed
+from ipufit.data.pipeline import BatchPipeline
 from ipufit.engines.program import Engine, Program
 from ipufit.losses import Loss
 from ipufit.processes import Processes
@@ -128,7 +128,7 @@ class RunningFit(Protocol):
         ...
 
     @property
-    def feed(self) -> Feed:
+    def feed(self) -> BatchPipeline:
         """The pipeline of the training data."""
         ...
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ipufit.utils.lazy_exports import on_use
+from ipufit.utils.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from ipufit.checkpoint.files import Files
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ipufit.checkpoint.store import Store
     from ipufit.utils.codec import decode, encode
 else:
-    __getattr__, __dir__ = on_use(
+    __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             "Contents": "ipufit.checkpoint.reading",

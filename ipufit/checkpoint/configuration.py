@@ -36,9 +36,9 @@ from torch.nn.modules import activation, dropout
 from torch.utils.data import DataLoader
 
 from ipufit.data.batches import is_weighted
-from ipufit.data.in_memory import held_rows
+from ipufit.data.in_memory import rows_in_memory
 from ipufit.data.loaders import reads_as_torch
-from ipufit.data.rows import Horizon, Rows
+from ipufit.data.rows import ReadAhead, Rows
 from ipufit.errors import ConfigurationError, UnknownNameError
 from ipufit.optim.schedules import settings
 from ipufit.utils import tree
@@ -46,7 +46,7 @@ from ipufit.utils import tree
 if TYPE_CHECKING:
     from ipufit.core.batch import MicroBatch
     from ipufit.core.train_config import HyperparameterSchedule, TrainConfig
-    from ipufit.data.source import Source
+    from ipufit.data.source import DataAdapter
     from ipufit.losses import Loss
     from ipufit.metrics import MetricSet
 
@@ -203,8 +203,8 @@ class RunData:
         updates: of every epoch, where ``steps_per_epoch`` fixes them; None if the data does.
     """
 
-    training: Source
-    validation: Optional[Source]
+    training: DataAdapter
+    validation: Optional[DataAdapter]
     updates: Optional[int]
 
 
@@ -390,7 +390,7 @@ def _code(code: types.CodeType) -> str:
     return digest.hexdigest()[:16]
 
 
-def _order(source: Source) -> Any:
+def _order(source: DataAdapter) -> Any:
     """Who says in what order the samples come."""
     loader: Any = source.loader
     if not reads_as_torch(loader):
@@ -399,10 +399,10 @@ def _order(source: Source) -> Any:
     return True if source.is_shuffled else type(sampler).__name__
 
 
-def _data(source: Source) -> Configuration:
+def _data(source: DataAdapter) -> Configuration:
     """Describe the data, as far as that needs no code of the user's."""
     loader: Any = source.loader
-    rows = held_rows(loader)
+    rows = rows_in_memory(loader)
     # Tensors and arrays are rows alike.
     description: Configuration = {"class": type(loader).__name__}
     if reads_as_torch(loader):
@@ -422,7 +422,7 @@ def _rows(rows: Rows) -> Configuration:
     count = int(rows.leaves()[0].shape[0])
     chosen = torch.linspace(0, count - 1, min(count, _ROWS), dtype=torch.float64).long()
     some = dataclasses.replace(rows, order=lambda: chosen, samples=len(chosen))
-    leaves = [leaf for picked in some.picked(Horizon(_ROWS)) for leaf in picked.leaves]
+    leaves = [leaf for picked in some.picked(ReadAhead(_ROWS)) for leaf in picked.leaves]
     forms = [f"{str(leaf.dtype)[6:]} {[*leaf.shape[1:]]}" for leaf in leaves]
     return {"columns": forms, "content": _tensor_digest(leaves)}
 

@@ -13,8 +13,8 @@ import torch
 
 from ipufit.callbacks.history import History
 from ipufit.core.batch import MicroBatch, Mode
-from ipufit.data.adapters import Given, open_data
-from ipufit.data.batches import Unpacker
+from ipufit.data.adapters import DataArguments, get_data_adapter
+from ipufit.data.batches import BatchValidator
 from ipufit.errors import DataError, IpufitError
 from ipufit.training.arguments import FitArguments
 from ipufit.training.fit_data import FitRequest
@@ -154,8 +154,8 @@ def first_micro_batch(session: Session, given: Mapping[str, Any]) -> MicroBatch:
     """
     names = ("x", "y", "sample_weight", "class_weight", "batch_size", "shuffle")
     own_loss = session.loss.in_module
-    source = open_data(
-        Given("training data", *(given[name] for name in names)), Mode.TRAIN, own_loss
+    source = get_data_adapter(
+        DataArguments("training data", *(given[name] for name in names)), Mode.TRAIN, own_loss
     )
     with isolated(torch.device("cpu")):
         batch = next(iter(source.loader), None)
@@ -164,4 +164,4 @@ def first_micro_batch(session: Session, given: Mapping[str, Any]) -> MicroBatch:
             "training data must yield at least one batch, but it is empty. Check the dataset's "
             "length and the sampler."
         )
-    return Unpacker(source, Mode.TRAIN, own_loss, session.casting)(batch, 0)
+    return BatchValidator(source, Mode.TRAIN, own_loss, session.casting)(batch, 0)

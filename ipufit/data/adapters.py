@@ -21,19 +21,19 @@ from ipufit.data.arrays import (
     is_table,
 )
 from ipufit.data.sharding import Sharded
-from ipufit.data.source import Source
+from ipufit.data.source import DataAdapter
 from ipufit.data.weights import ClassWeights, refuse_bad_weights
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.losses.module_loss import OwnLoss
 from ipufit.utils import tree
-from ipufit.utils.error_collector import Faults, at_least
+from ipufit.utils.error_collector import ErrorCollector, at_least
 
 __all__ = [
     "DEFAULT_BATCH_SIZE",
-    "Given",
+    "DataArguments",
     "are_inputs",
     "comes_in_samples",
-    "open_data",
+    "get_data_adapter",
     "split_data",
 ]
 
@@ -41,7 +41,7 @@ DEFAULT_BATCH_SIZE = 32  # Keras'
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class DataArguments:
     """What a user passed as data, as it came.
 
     Attributes:
@@ -67,7 +67,7 @@ class Given:
     batch_size_name: str = "batch_size"
     are_inputs: bool = False
 
-    def as_arrays(self) -> Given:
+    def as_arrays(self) -> DataArguments:
         """The data with what pandas or the datasets library holds as arrays and tensors.
 
         Raises:
@@ -88,7 +88,7 @@ class Given:
         return frame_as_array(leaf, f"{self.role}: {path}") if is_frame(leaf) else leaf
 
 
-def open_data(given: Given, mode: Mode, own_loss: OwnLoss) -> Source:
+def get_data_adapter(given: DataArguments, mode: Mode, own_loss: OwnLoss) -> DataAdapter:
     """A source of batches for data in any form.
 
     Args:
@@ -100,7 +100,7 @@ def open_data(given: Given, mode: Mode, own_loss: OwnLoss) -> Source:
         DataError: it is not data.
         ConfigurationError: arguments that don't go with this form; all of them.
     """
-    faults = Faults()
+    faults = ErrorCollector()
     is_cut = isinstance(given.x, Sharded)
     if is_cut:
         given = dataclasses.replace(given, x=given.x.loader)
@@ -108,18 +108,18 @@ def open_data(given: Given, mode: Mode, own_loss: OwnLoss) -> Source:
     _refuse_table(given)
     kind = _kind(given)
     size = DEFAULT_BATCH_SIZE
-    with faults.collected():
+    with faults.collect():
         if given.batch_size is not None:
             size = at_least(given.batch_size_name, given.batch_size, 1, " or None")
-    with faults.collected():
+    with faults.collect():
         _refuse_no_flag(given.shuffle)
     for check in (_refuse_batch_size, _refuse_shuffle, _refuse_parts):
-        with faults.collected():
+        with faults.collect():
             check(given, kind)
-    with faults.collected():
+    with faults.collect():
         class_weights = _class_weights(given, own_loss)
     if kind == "arrays":
-        with faults.collected():
+        with faults.collect():
             _refuse_missing_or_weights(given, mode, own_loss)
     faults.raise_all()
     shuffles = given.shuffles if given.shuffle is None else given.shuffle
@@ -128,10 +128,10 @@ def open_data(given: Given, mode: Mode, own_loss: OwnLoss) -> Source:
     if kind == "dataset":
         return _of_dataset(given, size, shuffles, class_weights, is_cut)
     loader = DataLoader(given.x, batch_size=size) if kind == "stream" else given.x
-    return Source(loader, given.role, class_weights=class_weights, is_cut=is_cut)
+    return DataAdapter(loader, given.role, class_weights=class_weights, is_cut=is_cut)
 
 
-def comes_in_samples(given: Given) -> bool:
+def comes_in_samples(given: DataArguments) -> bool:
     """Whether batches are made here, so that there is a batch size to choose."""
     return _kind(given) != "loader"
 
@@ -156,7 +156,7 @@ def _can_bind(module: nn.Module, *inputs: Any) -> bool:
     return True
 
 
-def _kind(given: Given) -> str:
+def _kind(given: DataArguments) -> str:
     """One of "arrays", "dataset", "stream" (an IterableDataset), or "loader" (anything else)."""
     x = given.x.loader if isinstance(given.x, Sharded) else given.x
     if isinstance(x, DataLoader):
@@ -202,7 +202,7 @@ def _refuse_no_flag(shuffle: Any) -> None:
         raise ConfigurationError(f"shuffle must be True, False or None, got {shuffle!r}.")
 
 
-def _refuse_batch_size(given: Given, kind: str) -> None:
+def _refuse_batch_size(given: DataArguments, kind: str) -> None:
     if given.batch_size is not None and kind == "loader":
         raise ConfigurationError(
             f"{given.batch_size_name} goes with tensors, arrays and datasets, but the "
@@ -210,7 +210,7 @@ def _refuse_batch_size(given: Given, kind: str) -> None:
         )
 
 
-def _refuse_shuffle(given: Given, kind: str) -> None:
+def _refuse_shuffle(given: DataArguments, kind: str) -> None:
     if given.shuffle is not None and kind in ("loader", "stream"):
         raise ConfigurationError(
             f"shuffle goes with tensors, arrays and map-style datasets, but the {given.role} has "
@@ -218,7 +218,7 @@ def _refuse_shuffle(given: Given, kind: str) -> None:
         )
 
 
-def _refuse_parts(given: Given, kind: str) -> None:
+def _refuse_parts(given: DataArguments, kind: str) -> None:
     parts = {"y": given.y, "sample_weight": given.sample_weight}
     names = [name for name, value in parts.items() if value is not None]
     if names and kind != "arrays":
@@ -229,7 +229,7 @@ def _refuse_parts(given: Given, kind: str) -> None:
         )
 
 
-def _class_weights(given: Given, own_loss: OwnLoss) -> Optional[ClassWeights]:
+def _class_weights(given: DataArguments, own_loss: OwnLoss) -> Optional[ClassWeights]:
     if given.class_weight is None:
         return None
     if own_loss:
@@ -249,7 +249,7 @@ def _no_weights(name: str) -> ConfigurationError:
     )
 
 
-def _refuse_missing_or_weights(given: Given, mode: Mode, own_loss: OwnLoss) -> None:
+def _refuse_missing_or_weights(given: DataArguments, mode: Mode, own_loss: OwnLoss) -> None:
     if given.sample_weight is not None and own_loss:
         raise _no_weights("sample_weight")
     if given.y is None and given.sample_weight is not None:
@@ -264,12 +264,12 @@ def _refuse_missing_or_weights(given: Given, mode: Mode, own_loss: OwnLoss) -> N
 
 
 def _of_arrays(
-    given: Given,
+    given: DataArguments,
     mode: Mode,
     batch_size: int,
     shuffle: bool,
     class_weights: Optional[ClassWeights],
-) -> Source:
+) -> DataAdapter:
     parts = [given.x, given.y, given.sample_weight]
     roots = ("x", "y", "sample_weight")
     names: List[str] = []
@@ -290,10 +290,12 @@ def _of_arrays(
     loader = ArrayLoader(raw, names, batch_size, given.role)
     if given.sample_weight is not None:
         refuse_bad_weights(given.sample_weight, weight_names, given.role, mode is Mode.TRAIN)
-    return Source(loader, given.role, loader.rows if shuffle else None, class_weights=class_weights)
+    return DataAdapter(
+        loader, given.role, loader.rows if shuffle else None, class_weights=class_weights
+    )
 
 
-def _refuse_table(given: Given) -> None:
+def _refuse_table(given: DataArguments) -> None:
     """A table would be read as an iterable, of the names of its columns or of its rows."""
     kind = type(given.x)
     if hasattr(kind, "to_numpy") or hasattr(kind, "toarray"):
@@ -317,12 +319,12 @@ def _refuse_no_array(path: str, leaf: Any, root: str, role: str) -> None:
 
 
 def _of_dataset(
-    given: Given,
+    given: DataArguments,
     batch_size: int,
     shuffle: bool,
     class_weights: Optional[ClassWeights],
     is_cut: bool,
-) -> Source:
+) -> DataAdapter:
     dataset = given.x
     try:
         len(dataset)
@@ -339,10 +341,12 @@ def _of_dataset(
 
     loader: Any = DataLoader(dataset, batch_size=batch_size)
     order = shuffled if shuffle else None
-    return Source(loader, given.role, order, class_weights=class_weights, is_cut=is_cut)
+    return DataAdapter(loader, given.role, order, class_weights=class_weights, is_cut=is_cut)
 
 
-def split_data(given: Given, fraction: Any, held_out: Given) -> Tuple[Given, Given]:
+def split_data(
+    given: DataArguments, fraction: Any, held_out: DataArguments
+) -> Tuple[DataArguments, DataArguments]:
     """What to train on, and the last ``fraction`` of the samples to hold out.
 
     Args:

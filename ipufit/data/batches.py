@@ -13,21 +13,21 @@ from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
 from ipufit.core.plan import Plan
 from ipufit.data.arrays import frame_as_tensor, is_frame
 from ipufit.data.casting import Casting, Casts
-from ipufit.data.rank_shards import Ledger, layout_of
-from ipufit.data.rows import Horizon, Picked
-from ipufit.data.source import Source
+from ipufit.data.rank_shards import GlobalBatchIndex, layout_of
+from ipufit.data.rows import ReadAhead, RowBlock
+from ipufit.data.source import DataAdapter
 from ipufit.data.weights import checked_weight
 from ipufit.errors import DataError
 from ipufit.losses.module_loss import OwnLoss
 from ipufit.utils import tree
 
-__all__ = ["Unpacker", "executions", "is_weighted", "portioned_executions"]
+__all__ = ["BatchValidator", "executions", "is_weighted", "sharded_executions"]
 
 # What forward is called with (positional, by name), the target, and the samples' weights.
 _Call = Tuple[Tuple[Any, ...], Mapping[str, Any], Any, Any]
 
 
-class Unpacker:
+class BatchValidator:
     """Turns the loader's batches into micro-batches, and refuses what the program could not take.
 
     Args:
@@ -39,7 +39,7 @@ class Unpacker:
     """
 
     def __init__(
-        self, source: Source, mode: Mode, own_loss: OwnLoss, casting: Optional[Casting] = None
+        self, source: DataAdapter, mode: Mode, own_loss: OwnLoss, casting: Optional[Casting] = None
     ) -> None:
         self._source = source
         self._mode = mode
@@ -61,7 +61,7 @@ class Unpacker:
         Raises:
             DataError: as from a call.
         """
-        if not isinstance(raw, Picked):
+        if not isinstance(raw, RowBlock):
             self._picked = None
             return [self(raw, index)]
         last = self._last
@@ -70,14 +70,14 @@ class Unpacker:
             return MicroBatch.split_rows(leaves, last.structure, last.size)
         return [self._picked_one(each, index + i) for i, each in enumerate(raw.apart())]
 
-    def _picked_one(self, one: Picked, index: int) -> MicroBatch:
+    def _picked_one(self, one: RowBlock, index: int) -> MicroBatch:
         batch = self._unpacked(tree.unflatten(one.leaves, one.structure), index)
         used = one.leaves[: len(batch.leaves)]
         same = not is_weighted(batch) and all(map(operator.is_, used, batch.leaves))
         self._picked, self._used = (one.structure if same else None), len(used)
         return self._in_dtypes(batch)
 
-    def _are_like_the_last(self, picked: Picked) -> bool:
+    def _are_like_the_last(self, picked: RowBlock) -> bool:
         """Whether none of them needs a closer look."""
         assert self._last is not None
         pairs = zip(picked.leaves[: self._used], self._last.leaves)
@@ -350,7 +350,7 @@ def executions(
     reuses_memory: bool = False,
     check_update: Optional[Callable[[Sequence[MicroBatch], int], None]] = None,
     updates: Optional[Callable[[], int]] = None,
-    horizon: Optional[Horizon] = None,
+    horizon: Optional[ReadAhead] = None,
 ) -> Iterator[CombinedBatch]:
     """Micro-batches in the loader's order, as many to an execution as the plan says.
 
@@ -364,7 +364,7 @@ def executions(
         horizon: told how many batches the execution still wants.
     """
     per_update = plan.micro_batches_per_update
-    horizon = horizon or Horizon()
+    horizon = horizon or ReadAhead()
     group: List[MicroBatch] = []
     index = 0
 
@@ -394,13 +394,13 @@ def executions(
     yield CombinedBatch(group)
 
 
-def portioned_executions(
+def sharded_executions(
     batches: Iterator[Any],
     unpack: Callable[[Any, int], Sequence[MicroBatch]],
     plan: Plan,
-    ledger: Ledger,
+    ledger: GlobalBatchIndex,
     updates: Callable[[], int],
-    horizon: Horizon,
+    horizon: ReadAhead,
     reuses_memory: bool = False,
 ) -> Iterator[CombinedBatch]:
     """What this process has of the executions that it makes with others.

@@ -20,10 +20,10 @@ from ipufit.data.arrays import ArrayLoader, EpochOrder
 from ipufit.data.rows import Rows
 from ipufit.utils import tree
 
-__all__ = ["held_rows"]
+__all__ = ["rows_in_memory"]
 
 
-def held_rows(loader: Any) -> Optional[Rows]:
+def rows_in_memory(loader: Any) -> Optional[Rows]:
     """What a pass over a loader yields: the same samples in the same order, and the same draws.
 
     Returns:

@@ -9,7 +9,7 @@ from typing import Any, Collection, Iterable, Iterator, List, Optional
 from torch import Tensor
 
 from ipufit.data.loaders import unshuffled
-from ipufit.data.source import Source
+from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError
 from ipufit.utils import tree
 from ipufit.utils.error_collector import at_least
@@ -17,7 +17,7 @@ from ipufit.utils.error_collector import at_least
 __all__ = ["FirstBatches", "batch_count", "dev_run_length", "first_batches", "validation_epochs"]
 
 
-def batch_count(name: str, value: Any, source: Source, least: int = 1) -> int:
+def batch_count(name: str, value: Any, source: DataAdapter, least: int = 1) -> int:
     """A limit as a number of the source's batches.
 
     Args:
@@ -125,10 +125,10 @@ def _copy(leaf: Any) -> Any:
     return leaf.copy() if type(leaf).__module__ == "numpy" else leaf
 
 
-def first_batches(source: Source, count: int, role: str) -> Source:
+def first_batches(source: DataAdapter, count: int, role: str) -> DataAdapter:
     """A source of the first batches alone, which are kept in memory."""
     kept = FirstBatches(unshuffled(source.loader), count)
-    few = Source(kept, role, class_weights=source.class_weights)
+    few = DataAdapter(kept, role, class_weights=source.class_weights)
     few.micro_batch_size, few.samples = source.micro_batch_size, source.samples
     few.micro_batches = source.micro_batches
     few.reuses_memory = False

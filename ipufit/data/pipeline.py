@@ -10,21 +10,21 @@ from typing import Any, Callable, Generator, Iterator, List, NamedTuple, Optiona
 
 from ipufit.core.batch import CombinedBatch, DataCursor, MicroBatch, Mode
 from ipufit.core.plan import Plan
-from ipufit.data.batches import Unpacker, executions, portioned_executions
+from ipufit.data.batches import BatchValidator, executions, sharded_executions
 from ipufit.data.casting import Casting
 from ipufit.data.prefetch import prefetched
-from ipufit.data.rank_shards import Ledger, Portion
-from ipufit.data.read_errors import is_dead_worker, told_dead_worker
-from ipufit.data.rows import Horizon, Picked, batch_count
-from ipufit.data.source import Source
+from ipufit.data.rank_shards import GlobalBatchIndex, RankShard
+from ipufit.data.read_errors import describe_dead_worker, is_dead_worker
+from ipufit.data.rows import ReadAhead, RowBlock, batch_count
+from ipufit.data.source import DataAdapter
 from ipufit.data.weights import refuse_zero_update
 from ipufit.errors import DataError
 from ipufit.losses.module_loss import OwnLoss
 from ipufit.utils.interrupts import is_interrupted
 from ipufit.utils.random_streams import DataStream, stream_key
-from ipufit.utils.state import generators_kept
+from ipufit.utils.state import fork_rng
 
-__all__ = ["Feed", "Stage"]
+__all__ = ["BatchPipeline", "Stage"]
 
 _NO_BATCH = object()
 
@@ -43,7 +43,7 @@ class _Sought(NamedTuple):
     updates: int
 
 
-class Feed:
+class BatchPipeline:
     """One source, cut into the executions of a plan.
 
     Args:
@@ -65,7 +65,7 @@ class Feed:
 
     def __init__(
         self,
-        source: Source,
+        source: DataAdapter,
         mode: Mode,
         own_loss: OwnLoss,
         seed: int,
@@ -75,14 +75,14 @@ class Feed:
         casting: Optional[Casting] = None,
     ) -> None:
         self._source = source
-        self.unpacker = Unpacker(source, mode, own_loss, casting)
+        self.unpacker = BatchValidator(source, mode, own_loss, casting)
         self._mode = mode
         self._seed = seed
         self._domain = domain
         self._cut_every = tuple(cut_every)
         self._prefetch = prefetch
         self._updates = 0
-        self._horizon = Horizon()
+        self._horizon = ReadAhead()
         self._open: Optional[Generator[Any, None, None]] = None
         self._ahead: Optional[Iterator[Any]] = None
         self._ahead_epoch = -1
@@ -90,8 +90,8 @@ class Feed:
         self.tells_place = False
         self._sought: Optional[_Sought] = None
         # Of several processes: what all of them read, and where the passes over it begin.
-        self._ledger: Optional[Ledger] = None
-        self._portion: Optional[Portion] = None
+        self._ledger: Optional[GlobalBatchIndex] = None
+        self._portion: Optional[RankShard] = None
         self._begun: List[Tuple[int, DataCursor]] = []
         self._process: Optional[int] = None
 
@@ -121,7 +121,7 @@ class Feed:
 
     def _count_anew(self, skipped: Optional[int]) -> None:
         """Begin to note what other processes read, if there are any."""
-        self._ledger = None if skipped is None else Ledger(skipped)
+        self._ledger = None if skipped is None else GlobalBatchIndex(skipped)
         self._begun = []
 
     def _pass(self, plan: Plan, number: int, skip: int, done: int) -> Generator[Any, None, None]:
@@ -145,9 +145,9 @@ class Feed:
         with contextlib.ExitStack() as skipping:
             if skip:
                 # What is read once more draws once more.
-                skipping.enter_context(generators_kept())
+                skipping.enter_context(fork_rng())
             for raw in self._source.epoch(stream, key, self._horizon, portion):
-                for each in raw.apart() if isinstance(raw, Picked) and read < skip else [raw]:
+                for each in raw.apart() if isinstance(raw, RowBlock) and read < skip else [raw]:
                     read += batch_count(each)
                     self._place = DataCursor(number, read, generators)
                     if read > skip:
@@ -157,13 +157,13 @@ class Feed:
                     del each
                 del raw
 
-    def _portion_of(self, plan: Plan, stream: DataStream, begin: DataCursor) -> Optional[Portion]:
+    def _portion_of(self, plan: Plan, stream: DataStream, begin: DataCursor) -> Optional[RankShard]:
         """What this process reads of the pass that begins; None for all."""
         if self._ledger is None:
             return None
         self._begun.append((self._ledger.known, begin))
         drawing = contextlib.nullcontext if self._source.draws_nothing else stream.active
-        return Portion(plan, self._ledger, self._ledger.known, drawing)
+        return RankShard(plan, self._ledger, self._ledger.known, drawing)
 
     def _passes(self, plan: Plan, number: int, skip: int, done: int) -> Generator[Any, None, None]:
         """Pass after pass, from one of its batches on."""
@@ -274,7 +274,7 @@ class Feed:
             made = executions(batches, self.unpacker.each, plan, reuses, check, coming, horizon)
         else:
             given = (self._ledger, coming, horizon, reuses)
-            made = portioned_executions(batches, self.unpacker.each, plan, *given)
+            made = sharded_executions(batches, self.unpacker.each, plan, *given)
         try:
             for batch in made:
                 updates = batch.updates(plan)
@@ -328,7 +328,7 @@ class Feed:
                 raise KeyboardInterrupt from error
             if isinstance(error, DataError):
                 raise
-            raise DataError(f"{self._source.role}: {told_dead_worker(error)}") from error
+            raise DataError(f"{self._source.role}: {describe_dead_worker(error)}") from error
 
     def close(self) -> None:
         """Stop reading; safe twice."""

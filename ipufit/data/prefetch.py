@@ -11,7 +11,7 @@ from typing import Any, Callable, Generator, Optional, Tuple, TypeVar
 
 import torch
 
-from ipufit.utils.interrupts import SameProcess, deferred, is_interrupted
+from ipufit.utils.interrupts import ForkGuard, defer_sigint, is_interrupted
 from ipufit.utils.random_streams import LOCK
 
 __all__ = ["prefetched", "reads_ahead"]
@@ -40,7 +40,7 @@ def prefetched(
         yield from items
         return
     ahead = _Queue(items, depth)
-    process = SameProcess()
+    process = ForkGuard()
     try:
         ahead.start()
         while True:
@@ -55,7 +55,7 @@ def prefetched(
     finally:
         left_by = sys.exc_info()[1]
         # Whoever goes on while the thread still reads would find the generator in use.
-        with deferred():
+        with defer_sigint():
             ahead.close(give_up if is_interrupted(left_by) else None)
 
 
@@ -87,13 +87,13 @@ class _Queue:
         self._closed = False
         for _ in range(depth):
             self._room.put(None)
-        self._world = _World()
+        self._world = _ThreadContext()
         run = contextvars.copy_context().run
         self._thread = _Reader(target=run, args=(self._fill,), name="ipufit-prefetch", daemon=True)
 
     def start(self) -> None:
         """Begin to read. Ctrl-C waits until there is a thread that close can wait for."""
-        with deferred():
+        with defer_sigint():
             self._thread.start()
 
     def get(self) -> Tuple[str, Any]:
@@ -148,7 +148,7 @@ class _Queue:
         return not self._closed
 
 
-class _World:
+class _ThreadContext:
     """What torch keeps for each thread apart, and data code may depend on."""
 
     def __init__(self) -> None:

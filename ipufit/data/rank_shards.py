@@ -16,10 +16,10 @@ from ipufit.core.batch import MicroBatch
 from ipufit.core.plan import Plan
 from ipufit.data.rows import Rows
 
-__all__ = ["Ledger", "Portion", "layout_of"]
+__all__ = ["GlobalBatchIndex", "RankShard", "layout_of"]
 
 
-class Ledger:
+class GlobalBatchIndex:
     """The batches of all processes in the order of their updates, as far as they are known.
 
     They are counted from the first one that is wanted, over all passes that an epoch takes.
@@ -78,7 +78,7 @@ class Ledger:
 
 
 @dataclasses.dataclass
-class Portion:
+class RankShard:
     """What this process reads of one pass over the data.
 
     Attributes:
@@ -91,7 +91,7 @@ class Portion:
     """
 
     plan: Plan
-    ledger: Ledger
+    ledger: GlobalBatchIndex
     begin: int
     drawing: Callable[[], ContextManager[None]]
     total: Optional[int] = None

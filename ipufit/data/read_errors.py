@@ -18,7 +18,7 @@ from torch.utils.data import (
 
 from ipufit.errors import DataError, IpufitError
 
-__all__ = ["ends_in_a_sample", "frames_of", "is_dead_worker", "told_dead_worker", "unreadable"]
+__all__ = ["describe_dead_worker", "ends_in_a_sample", "frames_of", "is_dead_worker", "unreadable"]
 
 
 def unreadable(
@@ -43,7 +43,7 @@ def unreadable(
         getattr(loader, "num_workers", 0)
     )
     if is_dead_worker(error) or (lost and not _is_from_worker(error)):
-        return DataError(f"{role}, batch {batch}: {told_dead_worker(error)}")
+        return DataError(f"{role}, batch {batch}: {describe_dead_worker(error)}")
     what, cure = _what(error, loader, batch, replay)
     text = str(error)
     came = f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -68,7 +68,7 @@ def is_dead_worker(error: Optional[BaseException]) -> bool:
     return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid")
 
 
-def told_dead_worker(error: Exception) -> str:
+def describe_dead_worker(error: Exception) -> str:
     """The same in our words and torch's."""
     came = f"{type(error).__name__}: {error}".rstrip().rstrip(".")
     return (

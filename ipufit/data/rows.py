@@ -12,14 +12,14 @@ from torch import Tensor
 from ipufit.data.prefetch import reads_ahead
 from ipufit.utils import tree
 
-__all__ = ["Horizon", "Picked", "Rows", "batch_count", "is_in_memory"]
+__all__ = ["ReadAhead", "RowBlock", "Rows", "batch_count", "is_in_memory"]
 
 # Elements of what torch copies without other threads; its limit is no part of its interface.
 _PIECE = 2**15 - 1
 
 
 @dataclasses.dataclass
-class Horizon:
+class ReadAhead:
     """How far a pass may read ahead.
 
     Attributes:
@@ -30,7 +30,7 @@ class Horizon:
 
 
 @dataclasses.dataclass(frozen=True)
-class Picked:
+class RowBlock:
     """Batches of rows that were copied together.
 
     Attributes:
@@ -59,14 +59,14 @@ class Picked:
         """As the user's loader has them."""
         return [tree.unflatten(leaves, self.structure) for leaves in zip(*self.columns())]
 
-    def apart(self) -> List[Picked]:
+    def apart(self) -> List[RowBlock]:
         """Each batch by itself."""
         return [dataclasses.replace(self, leaves=leaves) for leaves in zip(*self.columns())]
 
 
 def batch_count(raw: Any) -> int:
     """How many batches it is that a pass over the data yields at once."""
-    return len(raw) if isinstance(raw, Picked) else 1
+    return len(raw) if isinstance(raw, RowBlock) else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +88,10 @@ class Rows:
     order: Callable[[], Optional[Tensor]]
 
     def __iter__(self) -> Iterator[Any]:
-        for picked in self.picked(Horizon()):
+        for picked in self.picked(ReadAhead()):
             yield from picked.batches()
 
-    def picked(self, horizon: Horizon, most: Optional[int] = None) -> Iterator[Picked]:
+    def picked(self, horizon: ReadAhead, most: Optional[int] = None) -> Iterator[RowBlock]:
         """The batches of a pass, ``most`` of them at most, as many at once as are wanted."""
         order = self.order()
         samples = self.samples if most is None else min(self.samples, most * self.batch_size)
@@ -101,7 +101,7 @@ class Rows:
             end = min(begin + horizon.batches * self.batch_size, samples)
             rows = slice(begin, end) if order is None else order[begin:end]
             picked = [_copy(leaf, rows) for leaf in leaves]
-            yield Picked(picked, self.structure, self.batch_size)
+            yield RowBlock(picked, self.structure, self.batch_size)
             # Nothing is kept of batches that are done with.
             del leaves, picked
             begin = end

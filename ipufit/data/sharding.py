@@ -14,13 +14,13 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ipufit.data.arrays import ArrayLoader
 from ipufit.data.loaders import like, reads_as_torch
-from ipufit.data.rank_shards import Portion
+from ipufit.data.rank_shards import RankShard
 from ipufit.errors import DataError
 
 __all__ = [
     "AsWorkerOfAll",
-    "OwnLoader",
     "Sharded",
+    "ShardedLoader",
     "as_worker",
     "asks_for_workers",
     "refuse_unshared",
@@ -165,7 +165,7 @@ def refuse_unshared(loader: Any, role: str, processes: int) -> None:
         )
 
 
-class _OwnIndices:
+class _ShardSampler:
     """The batch sampler of such a loader: what a portion takes of another one's indices."""
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ class _OwnIndices:
         return self.indices
 
 
-class OwnLoader:
+class ShardedLoader:
     """Reads like a DataLoader of map-style data, with workers of its own.
 
     Args:
@@ -187,10 +187,10 @@ class OwnLoader:
 
     def __init__(self, loader: Any) -> None:
         self.whole = loader
-        self._sampler = _OwnIndices()
+        self._sampler = _ShardSampler()
         self._own = like(loader, batch_sampler=self._sampler)
 
-    def batches(self, portion: Portion, most: Optional[int], draws_once: bool) -> Iterator[Any]:
+    def batches(self, portion: RankShard, most: Optional[int], draws_once: bool) -> Iterator[Any]:
         """One pass over the own batches.
 
         Args:

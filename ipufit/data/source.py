@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from ipufit.core.batch import DataCursor
 from ipufit.data.arrays import ArrayLoader
-from ipufit.data.in_memory import held_rows
+from ipufit.data.in_memory import rows_in_memory
 from ipufit.data.loaders import (
     batch_total,
     is_plain,
@@ -34,10 +34,10 @@ from ipufit.data.loaders import (
     sample_makers,
     stream_length,
 )
-from ipufit.data.rank_shards import Portion
+from ipufit.data.rank_shards import RankShard
 from ipufit.data.read_errors import ends_in_a_sample, unreadable
-from ipufit.data.rows import Horizon, Rows, batch_count, is_in_memory
-from ipufit.data.sharding import AsWorkerOfAll, OwnLoader, as_worker, refuse_unshared
+from ipufit.data.rows import ReadAhead, Rows, batch_count, is_in_memory
+from ipufit.data.sharding import AsWorkerOfAll, ShardedLoader, as_worker, refuse_unshared
 from ipufit.data.weights import ClassWeights
 from ipufit.data.workers import end_workers, kill_workers, starting_workers
 from ipufit.errors import DataError
@@ -46,7 +46,7 @@ from ipufit.utils.interrupts import is_interrupted
 from ipufit.utils.random_streams import DataStream
 from ipufit.utils.state import generators_of
 
-__all__ = ["Source"]
+__all__ = ["DataAdapter"]
 
 _NOTHING: ContextManager[None] = contextlib.nullcontext()
 _READ_AGAIN = (
@@ -58,7 +58,7 @@ _READ_AGAIN = (
 _BEING_READ: Any = weakref.WeakSet()
 
 
-class Source:
+class DataAdapter:
     """The user's data as batches, and what can be known of it before it runs.
 
     Args:
@@ -102,7 +102,7 @@ class Source:
         self.most: Optional[int] = None
         self.reuses_memory = may_reuse_memory(loader)
         self._shuffled = shuffled
-        self._own_loader: Optional[OwnLoader] = None
+        self._own_loader: Optional[ShardedLoader] = None
         self._worker: Optional[Tuple[int, int]] = None
         self._stream_loader: Optional[Any] = None
         self._has_yielded = False
@@ -142,7 +142,7 @@ class Source:
         if self.samples is not None and self.micro_batch_size:
             self.samples = min(self.samples, batches * self.micro_batch_size)
 
-    def again(self, role: str) -> Source:
+    def again(self, role: str) -> DataAdapter:
         """The same data for another role."""
         source = copy.copy(self)
         source.role = role
@@ -206,7 +206,7 @@ class Source:
     @property
     def is_held(self) -> bool:
         """Whether batches are rows of what is in the host's memory already."""
-        rows = held_rows(self.loader)
+        rows = rows_in_memory(self.loader)
         return rows is not None and all(map(is_in_memory, rows.leaves()))
 
     def own_place(self, between_epochs: bool = False) -> Any:
@@ -264,8 +264,8 @@ class Source:
         self,
         stream: DataStream,
         key: int = 0,
-        horizon: Optional[Horizon] = None,
-        portion: Optional[Portion] = None,
+        horizon: Optional[ReadAhead] = None,
+        portion: Optional[RankShard] = None,
     ) -> Iterator[Any]:
         """The batches of one epoch, each as the loader yields it, or several as ``Picked``.
 
@@ -292,7 +292,7 @@ class Source:
         if exclusive:
             _BEING_READ.add(loader)
         try:
-            yield from self._read(loader, stream, horizon or Horizon(), portion)
+            yield from self._read(loader, stream, horizon or ReadAhead(), portion)
         finally:
             if exclusive:
                 _BEING_READ.discard(loader)
@@ -301,8 +301,8 @@ class Source:
         self,
         loader: Any,
         stream: DataStream,
-        horizon: Horizon,
-        portion: Optional[Portion],
+        horizon: ReadAhead,
+        portion: Optional[RankShard],
     ) -> Iterator[Any]:
         iterator: Any = None
         index = seen = 0
@@ -315,7 +315,7 @@ class Source:
         try:
             with told, self._drawing(stream), starts:
                 _draw_as_for_new_workers(loader)
-                rows = held_rows(loader)
+                rows = rows_in_memory(loader)
                 if portion is not None:
                     iterator = self._own_batches(loader, rows, horizon, portion)
                 else:
@@ -377,7 +377,7 @@ class Source:
         return self._stream_loader
 
     def _own_batches(
-        self, loader: Any, rows: Optional[Rows], horizon: Horizon, portion: Portion
+        self, loader: Any, rows: Optional[Rows], horizon: ReadAhead, portion: RankShard
     ) -> Iterator[Any]:
         """What a portion says of a pass over a loader."""
         if rows is not None:
@@ -386,7 +386,7 @@ class Source:
             whole = (lambda: loader, _rows_in, lambda batch: batch)
             return portion.picked(*whole, self.most, draws_once=True, are_indices=False)
         if self._own_loader is None or self._own_loader.whole is not loader:
-            self._own_loader = OwnLoader(loader)
+            self._own_loader = ShardedLoader(loader)
         return self._own_loader.batches(portion, self.most, self.reads_alone)
 
     def _in_turn(self, loader: Any) -> ContextManager[None]:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, dataloader
 
 from ipufit.data.loaders import reads_as_torch
 from ipufit.data.read_errors import frames_of
-from ipufit.utils.interrupts import deferred, starting_processes
+from ipufit.utils.interrupts import defer_sigint, starting_processes
 
 __all__ = ["end_workers", "kill_workers", "starting_workers"]
 
@@ -64,7 +64,7 @@ def end_workers(iterator: Any) -> None:
     workers: List[Any] = getattr(iterator, "_workers", [])
     if not workers:
         return
-    with deferred():
+    with defer_sigint():
         deadline = time.monotonic() + _PATIENCE
         # torch ends them one after the other, and lets go of them only then.
         iterator._workers = [_Impatient(worker, deadline) for worker in workers]

@@ -13,8 +13,8 @@ from ipufit.core.batch import CombinedBatch, MicroBatch, Mode
 from ipufit.core.logged_values import Running
 from ipufit.core.plan import Plan
 from ipufit.core.plan_checks import round_up
-from ipufit.data.batches import Unpacker
-from ipufit.data.source import Source
+from ipufit.data.batches import BatchValidator
+from ipufit.data.source import DataAdapter
 from ipufit.engines.program import ExecutionResult, Program
 from ipufit.errors import CaptureError, ConfigurationError, PlanError
 from ipufit.lightning.loaders import Execution, Executions
@@ -27,7 +27,7 @@ from ipufit.partition.own_blocks import UncountedError
 from ipufit.partition.partition import Partition
 from ipufit.training.sanity_check import prepare_tail
 from ipufit.training.session import Session
-from ipufit.utils.interrupts import deferred
+from ipufit.utils.interrupts import defer_sigint
 from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
 __all__ = ["Done", "Programs", "Work", "words_of_strategy"]
@@ -92,7 +92,7 @@ class Programs:
         self._model = model
         self._profile_folder = profile_folder
         self._programs: Dict[Mode, Program] = {}
-        self._unpackers: Dict[Mode, Unpacker] = {}
+        self._unpackers: Dict[Mode, BatchValidator] = {}
         self._first: Optional[MicroBatch] = None
         self._epoch = 0
         self._report: Optional[TrainingReport] = None
@@ -133,8 +133,8 @@ class Programs:
 
     def _micro_batches(self, batch: Execution, mode: Mode) -> List[MicroBatch]:
         if mode not in self._unpackers:
-            source = Source([batch[0]], f"{mode.value} data")
-            self._unpackers[mode] = Unpacker(source, mode, "whole")
+            source = DataAdapter([batch[0]], f"{mode.value} data")
+            self._unpackers[mode] = BatchValidator(source, mode, "whole")
         unpacker = self._unpackers[mode]
         return [unpacker(raw, index) for index, raw in enumerate(batch)]
 
@@ -157,7 +157,7 @@ class Programs:
         mode: Mode,
         first: MicroBatch,
         work: Work,
-        source: Optional[Source],
+        source: Optional[DataAdapter],
         trainer: Any,
     ) -> Program:
         session, trains = self._session, mode is Mode.TRAIN
@@ -219,7 +219,7 @@ class Programs:
         """The module without the Trainer, on which no program depends, and uninterrupted."""
         own: Dict[str, Any] = {"_trainer": None, "_current_fx_name": None}
         parts = lightning_parts(self._model.lightning)
-        with replaced([(part, own) for part in parts]), deferred():
+        with replaced([(part, own) for part in parts]), defer_sigint():
             yield
 
     def publish(self) -> None:
@@ -362,7 +362,7 @@ def _is_pipeline(partition: Partition, work: Work, trains: bool) -> bool:
     return False
 
 
-def _training_data(trainer: Any) -> Optional[Source]:
+def _training_data(trainer: Any) -> Optional[DataAdapter]:
     """What its end needs is known before it comes; None where it is not."""
     loader = trainer.train_dataloader
-    return Source(loader.loader, "training data") if isinstance(loader, Executions) else None
+    return DataAdapter(loader.loader, "training data") if isinstance(loader, Executions) else None

@@ -26,7 +26,7 @@ from ipufit.lightning_module.unsupported import refuse_module
 from ipufit.losses.module_loss import WHOLE_BATCH
 from ipufit.metrics import MetricSet
 from ipufit.training.model import Model
-from ipufit.utils.error_collector import Faults
+from ipufit.utils.error_collector import ErrorCollector
 
 if TYPE_CHECKING:
     from ipufit.analysis.check import CheckReport
@@ -68,10 +68,10 @@ class LightningModel(Model):
         by_trainer: bool = False,
     ) -> None:
         where = None if device is None else torch.device(device)
-        faults = Faults()
-        with faults.collected():
+        faults = ErrorCollector()
+        with faults.collect():
             engine_maker(engine)
-        with faults.collected():
+        with faults.collect():
             refuse_module(module, by_trainer)
         faults.raise_all()
         if where is not None:

@@ -6,7 +6,7 @@ from typing import Any, Dict
 
 from ipufit.errors import ConfigurationError
 from ipufit.lightning_module.detect import base_of, overrides, parameters_of
-from ipufit.utils.error_collector import Faults
+from ipufit.utils.error_collector import ErrorCollector
 
 __all__ = ["refuse_data_hooks", "refuse_module"]
 
@@ -91,8 +91,8 @@ def refuse_module(module: Any, by_trainer: bool = False) -> None:
             "ipufit.Model(module)."
         )
     kind = type(module).__name__
-    faults = Faults()
-    with faults.collected():
+    faults = ErrorCollector()
+    with faults.collect():
         if not module.automatic_optimization:
             raise ConfigurationError(
                 f"{kind} has automatic_optimization = False, but the program makes every update "
@@ -106,12 +106,12 @@ def refuse_module(module: Any, by_trainer: bool = False) -> None:
         if by_trainer:
             for words, others in _FOR_TRAINER.items():
                 instead = instead.replace(words, others)
-        with faults.collected():
+        with faults.collect():
             if overrides(module, name):
                 raise ConfigurationError(f"{kind}.{name} can't be called. {instead}")
     signature = parameters_of(module.training_step)
     for name, instead in _ARGUMENTS.items():
-        with faults.collected():
+        with faults.collect():
             if signature is not None and name in signature.parameters:
                 raise ConfigurationError(
                     f"{kind}.training_step must take batch or (batch, batch_idx), got {name!r}. "
@@ -126,9 +126,9 @@ def refuse_data_hooks(data: Any) -> None:
     Raises:
         ConfigurationError: it overrides what is not called.
     """
-    faults = Faults()
+    faults = ErrorCollector()
     for name in _DATA:
-        with faults.collected():
+        with faults.collect():
             if overrides(data, name, "LightningDataModule"):
                 raise ConfigurationError(
                     f"{type(data).__name__}.{name} can't be called. ipufit brings batches to the "

@@ -17,7 +17,7 @@ from ipufit.errors import MetricError
 from ipufit.metrics.stored import joined, refuse_unjoined, restore, stored, without_talk
 from ipufit.metrics.values import Part, shapes
 
-__all__ = ["Mean", "Metric", "Object", "Prefixed", "shapes"]
+__all__ = ["Mean", "Metric", "OutputMetric", "TorchMetricAdapter", "shapes"]
 
 
 class Metric(Protocol):
@@ -167,7 +167,7 @@ class Mean:
         return {self._own: self._finish(mean)}
 
 
-class Object:
+class TorchMetricAdapter:
     """A metric or a collection of torchmetrics, or anything with the same three methods.
 
     Args:
@@ -208,10 +208,10 @@ class Object:
             return (self._own,)
         return tuple(f"{self._key}_{key}" if self._key else str(key) for key in keys())
 
-    def fresh(self) -> Object:
+    def fresh(self) -> TorchMetricAdapter:
         """The same without state, sharing nothing."""
         how = (self._weight_name, self.names, self._order)
-        return Object(self._key, self._metric, self.name, *how)
+        return TorchMetricAdapter(self._key, self._metric, self.name, *how)
 
     def higher_is_better(self) -> Dict[str, Optional[bool]]:
         """By name, as the object says in an attribute of this name, like torchmetrics'."""
@@ -279,7 +279,7 @@ class Object:
         return {self._own: _number(self.name, result)}
 
 
-class Prefixed:
+class OutputMetric:
     """Another metric under longer names, on one of several outputs if it has a key.
 
     Args:
@@ -305,9 +305,9 @@ class Prefixed:
         """Keys of :meth:`compute`; exact after a trial."""
         self._inner.names = tuple(name[len(self._prefix) :] for name in names)
 
-    def fresh(self) -> Prefixed:
+    def fresh(self) -> OutputMetric:
         """The same without state, sharing nothing."""
-        return Prefixed(self._prefix, self._inner.fresh(), self._key)
+        return OutputMetric(self._prefix, self._inner.fresh(), self._key)
 
     def higher_is_better(self) -> Dict[str, Optional[bool]]:
         """By name; None where nobody knows."""

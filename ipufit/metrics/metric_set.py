@@ -14,10 +14,10 @@ from ipufit.metrics.kinds import Metric, shapes
 from ipufit.processes import Processes
 from ipufit.utils.names import check_log_name
 from ipufit.utils.random_streams import LOCK
-from ipufit.utils.state import generators_kept
+from ipufit.utils.state import fork_rng
 from ipufit.utils.tree import flatten, map_leaves
 
-__all__ = ["MetricSet", "Seen", "Waiting", "joined"]
+__all__ = ["MetricSet", "PendingBatches", "Seen", "joined"]
 
 # What is known of a micro-batch: prediction, target, size and sample_weight.
 Seen = Tuple[Any, Any, int, Any]
@@ -47,7 +47,7 @@ def _as_one(seen: Sequence[Seen]) -> Seen:
     return torch.cat(predictions), torch.cat(targets), sum(sizes), None
 
 
-class Waiting:
+class PendingBatches:
     """Executions whose metrics nobody has asked for yet.
 
     After the update of a network a metric finds nothing of its own in the processor's caches: what
@@ -106,7 +106,7 @@ class MetricSet:
     def __init__(self, metrics: Sequence[Metric] = ()) -> None:
         """Hold metrics that nobody else holds."""
         self._metrics = list(metrics)
-        self._waiting = Waiting()
+        self._waiting = PendingBatches()
 
     def __bool__(self) -> bool:
         """Whether there is any metric."""
@@ -291,7 +291,7 @@ class MetricSet:
         given = map_leaves(_copy, (prediction, target, sample_weight))
         prediction, target, sample_weight = given
         # Another thread may be reading data with torch's generator.
-        with warnings.catch_warnings(), LOCK, generators_kept():
+        with warnings.catch_warnings(), LOCK, fork_rng():
             warnings.simplefilter("ignore")
             trial.update(prediction, target, size, sample_weight)
             for metric in trial._metrics:

@@ -21,7 +21,7 @@ from typing import (
 from ipufit.core.objective_arguments import argument_order, is_running_metric
 from ipufit.core.outputs import Key, label
 from ipufit.errors import ConfigurationError
-from ipufit.metrics.kinds import Mean, Metric, Object, Prefixed
+from ipufit.metrics.kinds import Mean, Metric, OutputMetric, TorchMetricAdapter
 from ipufit.metrics.metric_set import MetricSet
 from ipufit.metrics.values import (
     is_count,
@@ -182,8 +182,8 @@ def _resolve(item: _Item, weighted: bool, taken: Set[str], plain: Any) -> Metric
     prefix = "" if item.output is None else f"{label(item.output)}_"
     metric = _build(item, weighted, prefix, taken)
     if weighted and any(prefix + name in plain for name in metric.names):
-        metric = Prefixed("weighted_", metric)
-    return metric if item.output is None else Prefixed(prefix, metric, item.output)
+        metric = OutputMetric("weighted_", metric)
+    return metric if item.output is None else OutputMetric(prefix, metric, item.output)
 
 
 def _build(item: _Item, weighted: bool, prefix: str, taken: Set[str]) -> Metric:
@@ -198,7 +198,7 @@ def _build(item: _Item, weighted: bool, prefix: str, taken: Set[str]) -> Metric:
         name = item.name or type(metric).__name__
         weight_name = _weight_name(metric, prefix + name) if weighted else None
         order = argument_order(metric.update, f"update of metric {prefix + name!r}")
-        return Object(item.name, metric, prefix + name, weight_name, order=order)
+        return TorchMetricAdapter(item.name, metric, prefix + name, weight_name, order=order)
     if is_running_metric(metric):
         raise ConfigurationError(
             "a metric must be a name, a callable (prediction, target), or an object of "

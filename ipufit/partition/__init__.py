@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from ipufit.utils.lazy_exports import on_use
+from ipufit.utils.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from ipufit.partition.cut_layers import serialize, to_dense
     from ipufit.partition.serialization import Serialization
 else:
-    __getattr__, __dir__ = on_use(
+    __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             "Serialization": "ipufit.partition.serialization",

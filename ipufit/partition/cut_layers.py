@@ -19,7 +19,7 @@ from ipufit.partition.serialized_layers import (
     SerializedLookup,
     SplitProjection,
 )
-from ipufit.utils.error_collector import Faults
+from ipufit.utils.error_collector import ErrorCollector
 
 __all__ = [
     "can_be_serialized",
@@ -145,7 +145,7 @@ def serialized_while_checked(
     module: nn.Module,
     layers: Optional[Mapping[str, Any]],
     inference_layers: Optional[Mapping[str, Any]],
-    faults: Faults,
+    faults: ErrorCollector,
     by_config: bool = False,
 ) -> Iterator[None]:
     """Serialise, and take it back if anything in the block turns out not to work.
@@ -162,7 +162,7 @@ def serialized_while_checked(
     if layers is None and inference_layers is None and not undone:
         yield
         return
-    with faults.collected():
+    with faults.collect():
         for layer in undone:
             _join(layer)
         if layers is not None or inference_layers is not None:
@@ -195,12 +195,12 @@ def _checked(
     module: nn.Module, layers: Any, inference_layers: Any, by_config: bool = False
 ) -> List[_Work]:
     """All layers that are to be cut, with what becomes of them in training and inference."""
-    faults = Faults()
+    faults = ErrorCollector()
     training: Dict[int, _Work] = {}
     inference: Optional[Dict[int, _Work]] = None
-    with faults.collected():
+    with faults.collect():
         training = {} if layers is None else _side(module, layers)
-    with faults.collected():
+    with faults.collect():
         try:
             inference = None if inference_layers is None else _side(module, inference_layers)
         except UnknownNameError:
@@ -232,10 +232,10 @@ def _side(module: nn.Module, layers: Any) -> Dict[int, _Work]:
             "serialized layers must be given as a dict from the name of a layer to its number of "
             f"parts, got {layers!r}. Write for example {{'embed': 4}}."
         )
-    faults = Faults()
+    faults = ErrorCollector()
     works: List[_Work] = []
     for name, given in layers.items():
-        with faults.collected():
+        with faults.collect():
             parts = parts_of(name, given)
             layer = _layer(module, name)
             _check_layer(name, layer, parts)
@@ -306,13 +306,13 @@ def _with_partners(module: nn.Module, works: List[_Work]) -> Dict[int, _Work]:
     """All that has to be cut so that what shares a weight goes on sharing it."""
     named = {id(work.layer): work for work in works}
     found: Dict[int, _Work] = {}
-    faults = Faults()
+    faults = ErrorCollector()
     for first in works:
         if not first.cuts_weight:
             found.setdefault(id(first.layer), first)
             continue
         for name, layer in shared_with(module, first.layer):
-            with faults.collected():
+            with faults.collect():
                 own = named.get(id(layer))
                 found[id(layer)] = _like(first, name, layer, own)
     faults.raise_all()

@@ -14,7 +14,7 @@ from ipufit.partition.layers_per_ipu import Division, check_splits, counted, ipu
 from ipufit.partition.partition import Partition, Partitions
 from ipufit.partition.request import POPTORCH_STRATEGIES, PartitionRequest, count_of, strategy_of
 from ipufit.partition.stage_names import Placed, begun_by, first_gap, named_stages
-from ipufit.utils.error_collector import Faults
+from ipufit.utils.error_collector import ErrorCollector
 
 __all__ = ["AUTO", "resolve_partition", "resolve_partitions"]
 
@@ -31,9 +31,9 @@ def resolve_partitions(
         PartitionError: the arguments can't work, or not together; with every fault.
         UnknownNameError: a module that there is not, with the nearest name.
     """
-    faults = Faults()
+    faults = ErrorCollector()
     first = second = None
-    with faults.collected():
+    with faults.collect():
         first = resolve_partition(module, training)
         second = _inherited(first)
         if inference.is_empty:
@@ -45,7 +45,7 @@ def resolve_partitions(
             inference = dataclasses.replace(training, strategy=shared[0], prefix=shared[1])
         elif inference.layers_per_ipu is not None:
             inference = dataclasses.replace(inference, layers=training.layers)
-        with faults.collected():
+        with faults.collect():
             second = resolve_partition(module, inference, is_training=False)
     faults.raise_all()
     return Partitions(first, second, training.sets_ipus)
@@ -70,15 +70,15 @@ def resolve_partition(
         PartitionError: the arguments can't work, or not together; with every fault.
         UnknownNameError: a module that there is not, with the nearest name.
     """
-    faults = Faults()
+    faults = ErrorCollector()
     strategy, own = "pipelined", None
     count: Optional[int] = None
     division = Division()
-    with faults.collected():
+    with faults.collect():
         strategy, own = strategy_of(asked)
-    with faults.collected():
+    with faults.collect():
         count = count_of(asked.name("ipus_per_replica"), asked.ipus_per_replica)
-    with faults.collected():
+    with faults.collect():
         if asked.stages is not None and asked.layers_per_ipu is not None:
             raise PartitionError(
                 f"{asked.name('stages')} and {asked.name('layers_per_ipu')} both divide the "

@@ -9,7 +9,15 @@ from torch import nn
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["MODES", "WHOLE", "InParts", "Parts", "Serialization", "has_parts", "parts_of"]
+__all__ = [
+    "MODES",
+    "WHOLE",
+    "Parts",
+    "Serialization",
+    "SerializedModule",
+    "has_serialized_layers",
+    "parts_of",
+]
 
 MODES = ("output_channels", "reducing_dim", "input_channels")
 
@@ -160,10 +168,10 @@ def _together(splits: Sequence[int], first: int) -> Any:
     return [0] * first + counts + [0] * (len(splits) - first - len(counts))
 
 
-class InParts(nn.Module):
+class SerializedModule(nn.Module):
     """What all serialised layers are."""
 
 
-def has_parts(module: nn.Module) -> bool:
+def has_serialized_layers(module: nn.Module) -> bool:
     """Whether a layer of the module is serialised."""
-    return any(isinstance(layer, InParts) for layer in module.modules())
+    return any(isinstance(layer, SerializedModule) for layer in module.modules())

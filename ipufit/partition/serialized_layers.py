@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ipufit.errors import ConfigurationError
 from ipufit.partition.partition import BLOCK
-from ipufit.partition.serialization import InParts, Parts
+from ipufit.partition.serialization import Parts, SerializedModule
 from ipufit.utils.poptorch_sdk import begin_block, sdk_in_use
 
 __all__ = [
@@ -34,7 +34,7 @@ _MODES = {
 }
 
 
-class Serialized(InParts):
+class Serialized(SerializedModule):
     """What all serialised layers have.
 
     Attributes:

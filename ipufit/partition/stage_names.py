@@ -9,7 +9,7 @@ from torch import nn
 
 from ipufit.errors import PartitionError, UnknownNameError
 from ipufit.partition.partition import AFTER
-from ipufit.utils.error_collector import Faults
+from ipufit.utils.error_collector import ErrorCollector
 
 __all__ = ["Placed", "begun_by", "first_called", "first_gap", "is_called", "named_stages"]
 
@@ -32,17 +32,17 @@ def named_stages(module: nn.Module, given: Mapping[Any, Any], argument: str) -> 
     """
     first = {id(part): name for name, part in module.named_modules() if name}
     known = {n: p for n, p in module.named_modules(remove_duplicate=False) if n and p is not module}
-    faults = Faults()
+    faults = ErrorCollector()
     found: Dict[str, Placed] = {}
     written: Dict[str, Any] = {}
     for key, stage in given.items():
-        with faults.collected():
+        with faults.collect():
             name = str(key)
             inside = begun_by(name, known)
             if inside not in known:
                 raise UnknownNameError(f"module in {argument}", name, first.values(), shown=5)
             _check_called(known[inside], inside, argument)
-        with faults.collected():
+        with faults.collect():
             placed = _placed(stage, f"{argument}[{key!r}]")
             if inside in known:
                 own = name[: len(name) - len(inside)] + first[id(known[inside])]

@@ -15,7 +15,7 @@ from ipufit.partition.stage_context import followed
 from ipufit.utils import tree
 from ipufit.utils.functional import call_with
 from ipufit.utils.random_streams import isolated
-from ipufit.utils.state import evaluating, training
+from ipufit.utils.state import eval_mode, train_mode
 
 __all__ = ["stages_of_blocks"]
 
@@ -65,7 +65,7 @@ def stages_of_blocks(
         return ()
 
     values: Sequence[Tensor] = [*(tensor.detach() for tensor in named.values()), *leaves]
-    mode = (training if is_training else evaluating)(module, step.loss_module)
+    mode = (train_mode if is_training else eval_mode)(module, step.loss_module)
     try:
         with isolated(device), mode, attributes_kept(step):
             capture(run, values)

@@ -23,7 +23,7 @@ from ipufit.utils import tree
 from ipufit.utils.functional import call_with
 from ipufit.utils.poptorch_sdk import blocks_watched
 from ipufit.utils.random_streams import isolated
-from ipufit.utils.state import training
+from ipufit.utils.state import train_mode
 
 __all__ = ["Segment", "Trace", "measure"]
 
@@ -115,7 +115,7 @@ def measure(
     with_loss = loss is not None and (bool(loss.in_module) or target is not None)
     how = (precision or Precision(), partition, recompute)
     run = _Pass(step, list(named), batch, weigher, with_loss, how)
-    with isolated(device), training(module, step.loss_module), attributes_kept(step):
+    with isolated(device), train_mode(module, step.loss_module), attributes_kept(step):
         # Time step by time step, where it is seen what torch keeps of each.
         capture(run, [*map(_apart, named.values()), *leaves], whole_layers=False)
     return Trace(weigher.segments, weigher.sizes, weigher.born, weigher.placed)

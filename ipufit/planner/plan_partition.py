@@ -22,7 +22,7 @@ from ipufit.planner.costs import IPU_MEMORY, StageCost
 from ipufit.planner.partition_plan import PartitionPlan, Planned, fingerprint
 from ipufit.planner.pipeline_schedule import SCHEDULES
 from ipufit.planner.planning import Divided, Estimator, schedule_of
-from ipufit.utils.error_collector import Faults, one_of
+from ipufit.utils.error_collector import ErrorCollector, one_of
 
 __all__ = ["CompiledModule", "plan_partition"]
 
@@ -196,10 +196,10 @@ def _recomputation(session: CompiledModule, recompute: Any) -> _Recomputation:
 
 def _checked(how: Tuple[Any, Any, Any]) -> Tuple[str, int]:
     schedule, _, memory = how
-    faults = Faults()
-    with faults.collected():
+    faults = ErrorCollector()
+    with faults.collect():
         one_of("schedule", schedule, SCHEDULES)
-    with faults.collected():
+    with faults.collect():
         whole = isinstance(memory, int) and not isinstance(memory, bool)
         if memory is not None and not (whole and memory > 0):
             raise ConfigurationError(

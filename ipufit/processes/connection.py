@@ -17,7 +17,7 @@ from torch import Tensor, distributed
 from ipufit.errors import ConfigurationError, IpufitError, ProcessError
 from ipufit.processes.heartbeat_store import POLL, Heartbeats, HeartbeatStore, StoreLostError
 from ipufit.processes.launchers import Rendezvous
-from ipufit.utils.interrupts import SameProcess
+from ipufit.utils.interrupts import ForkGuard
 
 __all__ = ["Connection", "PendingWork"]
 
@@ -172,7 +172,7 @@ class Connection:
         self._store: Any = None
         self._broken = ""
         self._is_ours = False
-        self._same = SameProcess()
+        self._same = ForkGuard()
 
     def connect(self) -> None:
         """Join torch.distributed, once.

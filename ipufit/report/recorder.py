@@ -39,7 +39,7 @@ from ipufit.report.rows import Rows, columns_of
 from ipufit.report.settings import Report
 from ipufit.utils.phase_timer import NO_CLOCK, PHASES
 from ipufit.utils.random_streams import LOCK
-from ipufit.utils.state import generators_kept
+from ipufit.utils.state import fork_rng
 
 __all__ = ["Recorder", "recorded"]
 
@@ -207,7 +207,7 @@ class Recorder(Observer):
         session, self._job, self._history = self._session, job, history
         with self.clock.during("report"):
             # To look at the module is to run it, which may draw random numbers.
-            with LOCK, generators_kept():
+            with LOCK, fork_rng():
                 self._look(job)
             self._facts.update(
                 environment=facts.environment(session),

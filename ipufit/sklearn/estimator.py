@@ -21,7 +21,7 @@ from ipufit.losses.resolve import resolve_loss
 from ipufit.sklearn.building import build_module, build_optimizer
 from ipufit.sklearn.versions import validate_data
 from ipufit.training.model import Model
-from ipufit.utils.error_collector import Faults
+from ipufit.utils.error_collector import ErrorCollector
 
 __all__ = ["Estimator"]
 
@@ -87,9 +87,9 @@ def group_of(estimator: object, group: str) -> Dict[str, Any]:
 def _check_options(group: str, options: Mapping[str, object], call: Callable[..., object]) -> None:
     names: List[str] = [name for name in inspect.signature(call).parameters if name != "self"]
     free = [name for name in names if name not in _TAKEN[group]]
-    faults = Faults()
+    faults = ErrorCollector()
     for name in options:
-        with faults.collected():
+        with faults.collect():
             _check_option(group, name, names, free)
     faults.raise_all()
 

@@ -47,7 +47,7 @@ from ipufit.tracing.ipu_only import for_this_engine
 from ipufit.tracing.validate import unregistered
 from ipufit.utils import tree
 from ipufit.utils.console import PACKAGE
-from ipufit.utils.state import generators_kept
+from ipufit.utils.state import fork_rng
 
 __all__ = ["Step", "explain"]
 
@@ -230,7 +230,7 @@ def _repeat(step: Step, sample: MicroBatch) -> Tuple[Optional[Exception], _Opera
     arguments = (whole, list(parameters), list(buffers), sample, step.with_loss)
     micro = GradStep(*arguments, False, None, step.precision, False)
     watched = _LastOperator()
-    with generators_kept(), attributes_kept(whole), for_this_engine(), warnings.catch_warnings():
+    with fork_rng(), attributes_kept(whole), for_this_engine(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             copies = [tensor.detach().clone() for tensor in tensors]

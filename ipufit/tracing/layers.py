@@ -19,7 +19,7 @@ from ipufit.core.batch import MicroBatch
 from ipufit.utils import tree
 from ipufit.utils.functional import call_with
 from ipufit.utils.random_streams import isolated
-from ipufit.utils.state import evaluating, generators_kept
+from ipufit.utils.state import eval_mode, fork_rng
 
 __all__ = ["Layer", "layers_of", "note_calls", "output_shapes"]
 
@@ -114,7 +114,7 @@ def output_shapes(
         for part in module.modules()
     ]
     try:
-        with isolated(device), evaluating(module), _attributes_kept(module):
+        with isolated(device), eval_mode(module), _attributes_kept(module):
             _call_without_values(module, batch, device, used)
     except (DataDependentOutputException, DynamicOutputShapeException):
         return found, used, "it reads the value of a tensor"
@@ -137,7 +137,7 @@ def outputs_of(module: nn.Module, batch: MicroBatch) -> Any:
         batch: a micro-batch; of its tensors only shape and dtype matter.
     """
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    with generators_kept(), isolated(device), evaluating(module), _attributes_kept(module):
+    with fork_rng(), isolated(device), eval_mode(module), _attributes_kept(module):
         try:
             return _call_without_values(module, batch, device, set())
         except Exception:

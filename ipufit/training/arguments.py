@@ -13,9 +13,9 @@ from ipufit.callbacks.callback_list import checked
 from ipufit.checkpoint.settings import Checkpoint, resolve_checkpoint, resolve_resume
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
-from ipufit.data.adapters import Given, open_data
+from ipufit.data.adapters import DataArguments, get_data_adapter
 from ipufit.data.limits import validation_epochs
-from ipufit.data.source import Source
+from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError
 from ipufit.report.settings import Report, refuse_report, resolve_report
 from ipufit.training.fit_data import (
@@ -27,7 +27,7 @@ from ipufit.training.fit_data import (
 )
 from ipufit.training.session import Session, refuse_several
 from ipufit.utils.console import resolve_verbose
-from ipufit.utils.error_collector import Faults, at_least
+from ipufit.utils.error_collector import ErrorCollector, at_least
 
 if TYPE_CHECKING:
     from ipufit.checkpoint.training_state import Found
@@ -48,7 +48,7 @@ class InferenceArguments:
         prefetch: executions to prepare ahead.
     """
 
-    source: Source
+    source: DataAdapter
     plan: Plan
     callbacks: List[Callback]
     seed: int
@@ -59,7 +59,7 @@ class InferenceArguments:
     def check(
         session: Session,
         mode: Mode,
-        given: Given,
+        given: DataArguments,
         steps: Any,
         prefetch: Any,
         ipus: Any,
@@ -69,26 +69,26 @@ class InferenceArguments:
         verbose: Union[int, str],
     ) -> InferenceArguments:
         """Raise all faults at once, or return the arguments."""
-        faults = Faults()
+        faults = ErrorCollector()
         source = plan = None
-        with faults.collected():
-            source = open_data(given, mode, session.loss.in_module)
-        with faults.collected():
+        with faults.collect():
+            source = get_data_adapter(given, mode, session.loss.in_module)
+        with faults.collect():
             steps = None if steps is None else at_least("steps", steps, 1, " or None")
-        with faults.collected():
+        with faults.collect():
             work = (ipus, device_iterations)
             if source is not None:
                 plan = inference_plan(session, source, steps, "steps", *work)
             else:
-                inference_plan(session, Source([], given.role), None, "steps", *work)
-        with faults.collected():
+                inference_plan(session, DataAdapter([], given.role), None, "steps", *work)
+        with faults.collect():
             callbacks = checked(callbacks)
-        with faults.collected():
+        with faults.collect():
             seed = None if seed is None else checked_seed(seed)
             seed = session.fixed.seed_or(seed, is_training=False) or 0
-        with faults.collected():
+        with faults.collect():
             level = resolve_verbose(verbose)
-        with faults.collected():
+        with faults.collect():
             prefetch = resolve_prefetch(prefetch, source, session)
         faults.raise_all()
         assert source is not None
@@ -121,9 +121,9 @@ class FitArguments:
         seed: drawn, if none was given.
     """
 
-    source: Source
+    source: DataAdapter
     plan: Plan
-    held_out: Optional[Tuple[Source, Plan, int]]
+    held_out: Optional[Tuple[DataAdapter, Plan, int]]
     validation_epochs: List[int]
     first_epoch: int
     last_epoch: int
@@ -149,9 +149,9 @@ class FitArguments:
                 "fit needs gradients, which torch.inference_mode() switches off for good. Call it "
                 "outside of that block; evaluate and predict need no such block."
             )
-        faults = Faults()
+        faults = ErrorCollector()
         first, last = 0, 1
-        with faults.collected():
+        with faults.collect():
             first, last = _epochs(request.initial_epoch, request.epochs)
         data = FitData(session, request, faults)
         data.open()
@@ -159,35 +159,35 @@ class FitArguments:
         plan = data.plan(dev_run)
         callbacks, seed, level = _common(session, faults, request)
         inference = data.inference_plan(dev_run)
-        with faults.collected():
+        with faults.collect():
             refuse_unused(request)
         due: List[int] = []
-        with faults.collected():
+        with faults.collect():
             due = validation_epochs(request.validation_freq, first, last)
         prefetch = held_prefetch = 0
-        with faults.collected():
+        with faults.collect():
             passes = request.steps_per_epoch is not None
             prefetch = resolve_prefetch(request.prefetch, data.source, session, passes)
             held_prefetch = resolve_prefetch(request.prefetch, data.held_out, session)
         checkpoint = resume = None
         max_restarts = 0
-        with faults.collected():
+        with faults.collect():
             checkpoint = resolve_checkpoint(request.checkpoint)
-        with faults.collected():
+        with faults.collect():
             resume = resolve_resume(request.resume, checkpoint)
         resume_changes: FrozenSet[str] = frozenset()
         if request.resume_changes is not None:
             # Imported here: few runs change anything.
             from ipufit.checkpoint.configuration import resolve_resume_changes
 
-            with faults.collected():
+            with faults.collect():
                 resume_changes = resolve_resume_changes(
                     request.resume_changes, request.resume, session.groups
                 )
-        with faults.collected():
+        with faults.collect():
             max_restarts = _restarts(session, request.max_restarts, request.checkpoint)
         report = None
-        with faults.collected():
+        with faults.collect():
             report = resolve_report(request.report, request.autoreport, request.autoreport_dir)
             if report is not None and not dev_run:
                 refuse_report(report, resume is not None)
@@ -290,15 +290,15 @@ def _first_of(checkpoint: Found, first: int, last: int) -> int:
 
 
 def _common(
-    session: Session, faults: Faults, request: FitRequest
+    session: Session, faults: ErrorCollector, request: FitRequest
 ) -> Tuple[List[Callback], Optional[int], int]:
     callbacks: List[Callback] = []
     seed, level = None, 0
-    with faults.collected():
+    with faults.collect():
         callbacks = checked(request.callbacks)
-    with faults.collected():
+    with faults.collect():
         seed = session.fixed.seed_or(None if request.seed is None else checked_seed(request.seed))
-    with faults.collected():
+    with faults.collect():
         level = resolve_verbose(request.verbose)
     return callbacks, seed, level
 

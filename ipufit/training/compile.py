@@ -30,12 +30,12 @@ from ipufit.partition.own_blocks import annotated_ipus
 from ipufit.partition.partition import NOT_DIVIDED, Partitions
 from ipufit.partition.recomputation import resolve_recompute
 from ipufit.partition.request import PartitionRequest
-from ipufit.partition.serialization import has_parts
+from ipufit.partition.serialization import has_serialized_layers
 from ipufit.processes import current
 from ipufit.tracing.validate import refuse_unregistered
 from ipufit.training.run_defaults import FixedWork
 from ipufit.training.session import Session
-from ipufit.utils.error_collector import Faults, one_of
+from ipufit.utils.error_collector import ErrorCollector, one_of
 
 if TYPE_CHECKING:
     from ipufit.engines.ipu.ipu_config import IPUConfig
@@ -96,10 +96,10 @@ def compiled(
         ConfigurationError: something can't work; several faults as one error.
     """
     # Here and below, what plain models need nothing of is imported where it is needed.
-    faults = Faults()
+    faults = ErrorCollector()
     config = pair = limit = None
     mode = "all"
-    with faults.collected():
+    with faults.collect():
         request, limit = _as_planned(module, request)
     faults.raise_all()
     if request.config is not None:
@@ -174,7 +174,7 @@ def _partitions(module: nn.Module, request: CompileRequest) -> Partitions:
         PartitionError: the arguments can't work, or not together; with every fault.
     """
     first, second = request.partition, request.inference_partition
-    if first.is_absent and second.is_absent and not has_parts(module):
+    if first.is_absent and second.is_absent and not has_serialized_layers(module):
         return NOT_DIVIDED
     from ipufit.partition.resolve import resolve_partitions
 
@@ -187,13 +187,13 @@ def _checked(
     request: CompileRequest,
     config: Optional[IPUConfig],
     pair: Optional[OptionPair],
-    faults: Faults,
+    faults: ErrorCollector,
     planned_memory: Optional[int],
 ) -> Session:
     resolved, metrics, optimizer = _what(module, request, faults)
     settings = _how(module, request, faults)
     partitions = NOT_DIVIDED
-    with faults.collected():
+    with faults.collect():
         partitions = _partitions(module, request)
     schedule = _schedule(request, optimizer, faults)
     assert resolved is not None
@@ -238,7 +238,7 @@ def _checked(
 
 
 def _schedule(
-    request: CompileRequest, optimizer: Optional[torch.optim.Optimizer], faults: Faults
+    request: CompileRequest, optimizer: Optional[torch.optim.Optimizer], faults: ErrorCollector
 ) -> Optional[Schedule]:
     """Resolve the schedule, and report its faults with those of all other arguments.
 
@@ -258,7 +258,7 @@ def _schedule(
 
     schedule, restore = None, None
     interval = request.lr_scheduler_interval
-    with faults.collected():
+    with faults.collect():
         if optimizer is None and request.optimizer is not None:
             check_form(request.lr_scheduler)
         else:
@@ -288,23 +288,23 @@ def _configured(
 
 
 def _what(
-    module: nn.Module, request: CompileRequest, faults: Faults
+    module: nn.Module, request: CompileRequest, faults: ErrorCollector
 ) -> Tuple[Optional[Loss], MetricSet, Optional[torch.optim.Optimizer]]:
     """Loss, metrics and optimizer in normal form."""
     named: List[Tuple[str, nn.Parameter]] = list(module.named_parameters())
     loss, optimizer, metrics = None, None, MetricSet()
-    with faults.collected():
+    with faults.collect():
         loss = resolve_loss(
             request.loss, request.loss_weights, request.normalize, request.sample_weight_reduction
         )
         if loss.module is not None:
             named += [(f"loss.{name}", p) for name, p in loss.module.named_parameters()]
-    with faults.collected():
+    with faults.collect():
         if request.optimizer is not None:
             if not any(parameter.requires_grad for _, parameter in named):
                 refuse_unregistered(module)
             optimizer = resolve_optimizer(request.optimizer, named)
-    with faults.collected():
+    with faults.collect():
         # What metrics of several outputs go by is not known without their losses.
         if loss is not None or not isinstance(request.loss, (list, tuple, dict)):
             outputs = loss.outputs if loss is not None else None
@@ -312,42 +312,42 @@ def _what(
     return loss, metrics, optimizer
 
 
-def _how(module: nn.Module, request: CompileRequest, faults: Faults) -> Dict[str, Any]:
+def _how(module: nn.Module, request: CompileRequest, faults: ErrorCollector) -> Dict[str, Any]:
     """The TrainConfig, but for the schedule, which needs an optimizer that is known to be good."""
     settings: Dict[str, Any] = {"gradient_reduction": request.gradient_reduction}
-    with faults.collected():
+    with faults.collect():
         one_of("gradient_reduction", request.gradient_reduction, ("mean", "sum"))
         if request.gradient_reduction == "sum":
             refuse_sums_of_shares(request.normalize, request.sample_weight_reduction)
-    with faults.collected():
+    with faults.collect():
         settings["clip"] = resolve_clip(
             request.clipnorm, request.global_clipnorm, request.clipvalue
         )
-    with faults.collected():
+    with faults.collect():
         settings["averaging"] = resolve_averaging(
             request.use_ema, request.ema_momentum, request.ema_overwrite_frequency
         )
-    with faults.collected():
+    with faults.collect():
         settings["precision"] = resolve_precision(request.precision)
         settings["loss_scale"] = resolve_loss_scale(request.loss_scale, settings["precision"])
-    with faults.collected():
+    with faults.collect():
         settings["accumulation_dtype"] = resolve_dtype(
             "accumulation_dtype", request.accumulation_dtype
         )
-    with faults.collected():
+    with faults.collect():
         settings["output_mode"] = resolve_output_mode(request.output_mode, request.output_every)
         if request.output_mode == "sum":
             refuse_metrics_of_sums(request.metrics or request.weighted_metrics)
-    with faults.collected():
+    with faults.collect():
         settings["jit"] = resolve_jit(request.jit, request.run_eagerly)
         settings["recompute"] = resolve_recompute(module, request.recompute, settings["jit"])
     for name, choices in _CHOICES.items():
-        with faults.collected():
+        with faults.collect():
             one_of(name, getattr(request, name), choices)
     settings["offload_optimizer_state"] = request.offload_optimizer_state
     settings["shard_optimizer"] = request.shard_optimizer
     settings["shard_weights"] = request.shard_weights
-    with faults.collected():
+    with faults.collect():
         if request.shard_weights is True and request.shard_optimizer is False:
             raise ConfigurationError(
                 "shard_weights=True divides the optimizer's state too, but got "

@@ -11,14 +11,14 @@ from torch import nn
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.plan import Plan
 from ipufit.core.plan_checks import check_filling
-from ipufit.data.batches import Unpacker
+from ipufit.data.batches import BatchValidator
 from ipufit.data.casting import Casting
-from ipufit.data.source import Source
+from ipufit.data.source import DataAdapter
 from ipufit.errors import PartitionError
 from ipufit.losses import Loss
 from ipufit.partition.own_blocks import OwnBlocks, UncountedError
 from ipufit.partition.partition import Partition, Partitions
-from ipufit.utils.interrupts import deferred
+from ipufit.utils.interrupts import defer_sigint
 from ipufit.utils.random_streams import isolated
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class DeferredPartitioner:
             return partitions
         both = (partitions.training, partitions.inference)
         automatic = next((p for p in both if p is not None and p.is_automatic), None)
-        with deferred():
+        with defer_sigint():
             if automatic is not None and automatic.stages > 1:
                 partitions = _find_stages(session, first, automatic)
             elif self._memory is not None:
@@ -114,13 +114,15 @@ class DeferredPartitioner:
         if partition is None or not partition.is_own:
             return partitions
         if training not in self._counted:
-            with deferred():
+            with defer_sigint():
                 stages = _count_stages(session, partition, first, training)
             partitions = partitions.counted(training, stages)
             self._counted.add(training)
         return partitions
 
-    def count_own_ipus(self, session: DividedSession, source: Source, training: bool) -> Partitions:
+    def count_own_ipus(
+        self, session: DividedSession, source: DataAdapter, training: bool
+    ) -> Partitions:
         """Count the IPUs of the module's own blocks before a plan shares IPUs out to replicas.
 
         A forward pass of a sample shows them, where the data can be looked at beforehand.
@@ -142,7 +144,7 @@ class DeferredPartitioner:
             if example is None:
                 continue
             try:
-                with deferred():
+                with defer_sigint():
                     _count_stages(session, partitions.of(training), example, training)
             except UncountedError as error:
                 return self.follow_blocks(session, error, training)
@@ -225,12 +227,12 @@ def replan(
     return dataclasses.replace(plan, stages=stages, reserved_ipus=checked.reserved_ipus)
 
 
-def _example(session: DividedSession, source: Source, mode: Mode) -> Optional[MicroBatch]:
+def _example(session: DividedSession, source: DataAdapter, mode: Mode) -> Optional[MicroBatch]:
     """A micro-batch like those of a source; None where none can be made of it beforehand."""
     try:
         with isolated(torch.device("cpu")):
             raw = source.preview()
-            unpack = Unpacker(source, mode, session.loss.in_module, session.casting)
+            unpack = BatchValidator(source, mode, session.loss.in_module, session.casting)
             return unpack(raw[0], 0) if raw else None
     except Exception:
         return None  # whoever reads the data says what is wrong with it

@@ -13,8 +13,8 @@ from ipufit.callbacks.history import History
 from ipufit.callbacks.running_fit import CallbackModel
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
-from ipufit.data.adapters import Given
-from ipufit.data.source import Source
+from ipufit.data.adapters import DataArguments
+from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError, RecoverableDeviceError
 from ipufit.processes import Processes
 from ipufit.training import loop
@@ -28,7 +28,7 @@ from ipufit.training.summary import stripped
 from ipufit.training.validation import Validation
 from ipufit.utils.console import say_dev_run, stacklevel_of_user
 from ipufit.utils.phase_timer import NO_CLOCK
-from ipufit.utils.state import evaluating, training
+from ipufit.utils.state import eval_mode, train_mode
 
 if TYPE_CHECKING:
     from ipufit.checkpoint.manager import CheckpointManager
@@ -103,7 +103,7 @@ def _train(model: CallbackModel, session: Session, given: FitArguments) -> Histo
         if given.held_out is not None:
             held_out, inference, held_prefetch = given.held_out
             validation = Validation(session, held_out, inference, given.seed, held_prefetch)
-        stack.enter_context(training(model.module, session.loss.module))
+        stack.enter_context(train_mode(model.module, session.loss.module))
         _prefer(session, given)
         job = session.start_together(
             given.source,
@@ -286,7 +286,7 @@ def _way(session: Session) -> str:
     return getattr(session.engine, "way", None) or session.config.jit
 
 
-def _updates_per_epoch(plan: Plan, source: Source) -> Optional[int]:
+def _updates_per_epoch(plan: Plan, source: DataAdapter) -> Optional[int]:
     """From the plan, else from the number of batches, else unknown."""
     if plan.updates_per_epoch is not None:
         return plan.updates_per_epoch
@@ -308,7 +308,7 @@ def _check(
         schedule.check(coming, _accumulation_steps(job.plan, given.source, updates))
 
 
-def _accumulation_steps(plan: Plan, source: Source, updates: int) -> List[int]:
+def _accumulation_steps(plan: Plan, source: DataAdapter, updates: int) -> List[int]:
     """Of the updates of an epoch; a short last one has fewer."""
     most = plan.gradient_accumulation
     micro_batches = plan.micro_batches_per_epoch or source.micro_batches
@@ -322,14 +322,14 @@ def infer(
     model: CallbackModel,
     session: Session,
     mode: Mode,
-    data: Given,
+    data: DataArguments,
     how: Tuple[Any, ...],
     run: Callable[[Job, CallbackList], Any],
 ) -> Any:
     """Check everything, and evaluate or predict."""
     with session.processes.propagate_errors():
         given = _checked(session, mode, data, how)
-        with evaluating(model.module, session.loss.module):
+        with eval_mode(model.module, session.loss.module):
             job = _inference_job(session, given, mode)
             with session.running(job):
                 told = _callbacks(model, session, given, job, mode)
@@ -339,7 +339,9 @@ def infer(
                     told.call("close")
 
 
-def _checked(session: Session, mode: Mode, data: Given, how: Tuple[Any, ...]) -> InferenceArguments:
+def _checked(
+    session: Session, mode: Mode, data: DataArguments, how: Tuple[Any, ...]
+) -> InferenceArguments:
     session.casting.start_call()
     given = session.processes.run_on_all_ranks(
         lambda: InferenceArguments.check(session, mode, data, *how)
@@ -349,7 +351,7 @@ def _checked(session: Session, mode: Mode, data: Given, how: Tuple[Any, ...]) ->
 
 
 def stream(
-    model: CallbackModel, session: Session, data: Given, how: Tuple[Any, ...]
+    model: CallbackModel, session: Session, data: DataArguments, how: Tuple[Any, ...]
 ) -> Iterator[Any]:
     """Check everything, and predict piece by piece, as it is asked for."""
     with session.processes.propagate_errors():
@@ -359,7 +361,7 @@ def stream(
 def _stream(model: CallbackModel, session: Session, given: InferenceArguments) -> Iterator[Any]:
     """Between two pieces the module is in the mode of its owner."""
     modules = (model.module, session.loss.module)
-    with evaluating(*modules):
+    with eval_mode(*modules):
         job = _inference_job(session, given, Mode.PREDICT)
     weights = session.weights_version()
     with session.running(job):
@@ -373,7 +375,7 @@ def _stream(model: CallbackModel, session: Session, given: InferenceArguments) -
                         "or is compiled again or closed, but that happened in between. Start "
                         "another one."
                     )
-                with evaluating(*modules):
+                with eval_mode(*modules):
                     piece = [next(pieces, _END)]
                 if piece[0] is _END:
                     return

@@ -10,13 +10,13 @@ from torch.utils.data import DataLoader
 
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
-from ipufit.data.adapters import Given, comes_in_samples, open_data, split_data
+from ipufit.data.adapters import DataArguments, comes_in_samples, get_data_adapter, split_data
 from ipufit.data.arrays import is_array, is_frame
 from ipufit.data.limits import batch_count, dev_run_length, first_batches
-from ipufit.data.source import Source
+from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError
 from ipufit.training.session import Session
-from ipufit.utils.error_collector import Faults, at_least
+from ipufit.utils.error_collector import ErrorCollector, at_least
 
 __all__ = [
     "FitData",
@@ -78,21 +78,21 @@ class FitData:
         notes: what History should say of it.
     """
 
-    def __init__(self, session: Session, asked: FitRequest, faults: Faults) -> None:
+    def __init__(self, session: Session, asked: FitRequest, faults: ErrorCollector) -> None:
         self._session = session
         self._asked = asked
         self._faults = faults
         self._steps: Optional[int] = None
         self._validation_steps: Optional[int] = None
-        self.source: Optional[Source] = None
-        self.held_out: Optional[Source] = None
+        self.source: Optional[DataAdapter] = None
+        self.held_out: Optional[DataAdapter] = None
         self.notes: Dict[str, Any] = {}
 
     def open(self) -> None:
         """Training and validation data, whatever forms they have."""
         asked, faults = self._asked, self._faults
         own_loss = self._session.loss.in_module
-        given = Given(
+        given = DataArguments(
             "training data",
             asked.x,
             asked.y,
@@ -102,20 +102,20 @@ class FitData:
             asked.shuffle,
             shuffles=asked.overfit_batches is None,
         )
-        with faults.collected():
-            self.source = open_data(given, Mode.TRAIN, own_loss)
-        held = Given(
+        with faults.collect():
+            self.source = get_data_adapter(given, Mode.TRAIN, own_loss)
+        held = DataArguments(
             "validation data",
             None,
             batch_size=asked.validation_batch_size,
             batch_size_name="validation_batch_size",
         )
-        with faults.collected():
+        with faults.collect():
             held_given = self._held_out(held, given)
             if held_given is not None:
-                self.held_out = open_data(held_given, Mode.EVALUATE, own_loss)
+                self.held_out = get_data_adapter(held_given, Mode.EVALUATE, own_loss)
 
-    def _held_out(self, held: Given, given: Given) -> Optional[Given]:
+    def _held_out(self, held: DataArguments, given: DataArguments) -> Optional[DataArguments]:
         """The validation data in the user's form; of a split, what is left is the training data."""
         asked = self._asked
         split = asked.validation_split
@@ -135,7 +135,7 @@ class FitData:
             if self.source is None:
                 return None
             kept, rest = split_data(given, split, held)
-            self.source = open_data(kept, Mode.TRAIN, own_loss)
+            self.source = get_data_adapter(kept, Mode.TRAIN, own_loss)
         if rest is None or rest.batch_size is not None or self.source is None:
             return rest
         if comes_in_samples(rest):
@@ -146,26 +146,26 @@ class FitData:
         """Apply all limits but those in executions, whose number is returned; 0 for none."""
         asked, faults = self._asked, self._faults
         dev_run = 0
-        with faults.collected():
+        with faults.collect():
             dev_run = dev_run_length(asked.fast_dev_run)
-        with faults.collected():
+        with faults.collect():
             if asked.steps_per_epoch is not None:
                 self._steps = at_least("steps_per_epoch", asked.steps_per_epoch, 1, " or None")
-        with faults.collected():
+        with faults.collect():
             if asked.validation_steps is not None:
                 name = "validation_steps"
                 self._validation_steps = at_least(name, asked.validation_steps, 1, " or None")
-        with faults.collected():
+        with faults.collect():
             _refuse_rivals(asked)
         if self.source is not None:
-            with faults.collected():
+            with faults.collect():
                 self._limit_training(self.source)
         if self.held_out is not None and asked.overfit_batches is None:
-            with faults.collected():
+            with faults.collect():
                 self._limit_validation(self.held_out)
         return dev_run
 
-    def _limit_training(self, source: Source) -> None:
+    def _limit_training(self, source: DataAdapter) -> None:
         asked = self._asked
         if asked.limit_train_batches is not None:
             count = batch_count("limit_train_batches", asked.limit_train_batches, source)
@@ -180,7 +180,7 @@ class FitData:
         if self._steps is not None:
             self.notes["steps_per_epoch"] = self._steps
 
-    def _limit_validation(self, held_out: Source) -> None:
+    def _limit_validation(self, held_out: DataAdapter) -> None:
         value = self._asked.limit_val_batches
         if value is None:
             return
@@ -196,9 +196,9 @@ class FitData:
 
         Without data, whose faults are told too, what the arguments say by themselves is checked.
         """
-        asked, source = self._asked, self.source or Source([], "training data")
+        asked, source = self._asked, self.source or DataAdapter([], "training data")
         given = asked.ipus, asked.device_iterations, asked.gradient_accumulation
-        with self._faults.collected():
+        with self._faults.collect():
             work = training_work(self._session, source, given)
             plan = self._session.plan(source, *work, True, self._steps)
             if not dev_run:
@@ -213,14 +213,14 @@ class FitData:
     def inference_plan(self, dev_run: int) -> Optional[Plan]:
         """The batch algebra of validation; its arguments are looked at without validation too."""
         asked = self._asked
-        source = self.held_out or self.source or Source([], "training data")
+        source = self.held_out or self.source or DataAdapter([], "training data")
         own = {"ipus": asked.inference_ipus, "device_iterations": asked.inference_device_iterations}
         own = {name: value for name, value in own.items() if value is not None}
         fixed = self._session.fixed.names(False)
         shared = {"ipus": asked.ipus, "device_iterations": asked.device_iterations}
         shared = {name: shared[name] for name in shared if name not in fixed}
         shared = {"ipus": None, "device_iterations": None, **shared, **own}
-        with self._faults.collected(inference=list(own)):
+        with self._faults.collect(inference=list(own)):
             shared = self._session.resolve_work(source, False, **shared)
             if self.held_out is None:
                 self._session.plan(source, **shared, gradient_accumulation=1, training=False)
@@ -235,7 +235,7 @@ class FitData:
 
 
 def limited_plan(
-    session: Session, source: Source, limit: Any, steps: Any, work: Tuple[Any, Any, Any]
+    session: Session, source: DataAdapter, limit: Any, steps: Any, work: Tuple[Any, Any, Any]
 ) -> Plan:
     """The batch algebra of a training that is limited, for ``explain``.
 
@@ -259,7 +259,7 @@ def limited_plan(
 
 
 def training_work(
-    session: Session, source: Source, work: Tuple[Any, Any, Any]
+    session: Session, source: DataAdapter, work: Tuple[Any, Any, Any]
 ) -> Tuple[Any, Any, Any]:
     """ipus, device_iterations and gradient_accumulation, as asked for or as ``compile`` has fixed.
 
@@ -275,7 +275,7 @@ def training_work(
 
 def inference_plan(
     session: Session,
-    source: Source,
+    source: DataAdapter,
     steps: Optional[int],
     name: str,
     ipus: Any,
@@ -298,7 +298,7 @@ def inference_plan(
     return session.plan(source, ipus, device_iterations, 1, False, steps)
 
 
-def _validation_parts(data: Any, held: Given, own_loss: bool) -> Optional[Given]:
+def _validation_parts(data: Any, held: DataArguments, own_loss: bool) -> Optional[DataArguments]:
     """A tuple is ``(x, y)`` or ``(x, y, sample_weight)``, as in Keras; the rest is one thing.
 
     So is a list that can be none of batches: an array by itself is no batch with a target.
@@ -320,7 +320,7 @@ def _validation_parts(data: Any, held: Given, own_loss: bool) -> Optional[Given]
 
 
 def resolve_prefetch(
-    prefetch: Any, source: Optional[Source], session: Session, passes: bool = False
+    prefetch: Any, source: Optional[DataAdapter], session: Session, passes: bool = False
 ) -> int:
     """How many executions to prepare ahead; None leaves the choice to the kind of data.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Callable, List, Mapping, Optional, Sequen
 from torch import nn
 
 from ipufit.core.batch import Mode
-from ipufit.data.adapters import Given, open_data
+from ipufit.data.adapters import DataArguments, get_data_adapter
 from ipufit.engines.choice import engine_maker
 from ipufit.errors import ConfigurationError, NotCompiledError
 from ipufit.partition.request import PartitionRequest
@@ -48,8 +48,8 @@ def explained(
     """
     plan = session.last_plan
     if x is not None:
-        given = Given("training data", x, batch_size=batch_size)
-        source = open_data(given, Mode.PREDICT, session.loss.in_module)
+        given = DataArguments("training data", x, batch_size=batch_size)
+        source = get_data_adapter(given, Mode.PREDICT, session.loss.in_module)
         plan = limited_plan(session, source, limit, steps, work)
     elif (batch_size, steps, limit) != (None, None, None):
         raise ConfigurationError(

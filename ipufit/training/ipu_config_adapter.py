@@ -15,7 +15,7 @@ from ipufit.errors import ConfigurationError
 from ipufit.partition.embedding_layers import KINDS, check_ties, meant_layer
 from ipufit.partition.own_blocks import is_annotated
 from ipufit.partition.request import PartitionRequest
-from ipufit.utils.error_collector import Faults
+from ipufit.utils.error_collector import ErrorCollector
 
 __all__ = [
     "configured",
@@ -23,7 +23,9 @@ __all__ = [
 ]
 
 
-def configured(module: nn.Module, asked: Any, faults: Faults) -> Tuple[Optional[IPUConfig], Any]:
+def configured(
+    module: nn.Module, asked: Any, faults: ErrorCollector
+) -> Tuple[Optional[IPUConfig], Any]:
     """The configuration that ``compile`` was given, and its arguments with what that says of them.
 
     Args:
@@ -32,21 +34,21 @@ def configured(module: nn.Module, asked: Any, faults: Faults) -> Tuple[Optional[
         faults: to which conflicts are added, and what can't be read; then there is none.
     """
     config = None
-    with faults.collected():
+    with faults.collect():
         config = load_config(asked.config)
     if config is None:
         return None, asked
     check_config(config, asked, faults)
-    with faults.collected():
+    with faults.collect():
         first, second = divided(config, module, asked.partition, asked.inference_partition)
         asked = dataclasses.replace(asked, partition=first, inference_partition=second)
-    with faults.collected():
+    with faults.collect():
         cuts = asked.serialized_layers, asked.inference_serialized_layers
         first_cuts, second_cuts = cut_layers(config, module, *cuts)
         asked = dataclasses.replace(
             asked, serialized_layers=first_cuts, inference_serialized_layers=second_cuts
         )
-    with faults.collected():
+    with faults.collect():
         asked = dataclasses.replace(asked, recompute=recomputed(config, asked.recompute))
     return config, asked
 
@@ -73,7 +75,7 @@ def load_config(config: Any) -> Optional[IPUConfig]:
     return copy.deepcopy(config.for_pod_type())
 
 
-def check_config(config: IPUConfig, asked: Any, faults: Faults) -> None:
+def check_config(config: IPUConfig, asked: Any, faults: ErrorCollector) -> None:
     """Note where the arguments of ``compile`` disagree, and what can't be done yet.
 
     Args:
@@ -82,37 +84,37 @@ def check_config(config: IPUConfig, asked: Any, faults: Faults) -> None:
         faults: to which they are added.
     """
     for name in (TRAINING, INFERENCE):
-        with faults.collected():
+        with faults.collect():
             if getattr(asked, name) is not None:
                 raise ConfigurationError(
                     f"config and {name} both say how PopTorch runs the model. Leave one out; "
                     f"beside {name}, fit has ipus, device_iterations and gradient_accumulation."
                 )
     mode = output_mode_of(config)
-    with faults.collected():
+    with faults.collect():
         if asked.output_mode not in (None, mode):
             raise _disagrees("output_mode", asked.output_mode, config.output_mode)
-    with faults.collected():
+    with faults.collect():
         if config.auto_loss_scaling and asked.loss_scale not in (None, "dynamic"):
             raise ConfigurationError(
                 "loss_scale must agree with IPUConfig.auto_loss_scaling, which is True, got "
                 f"{asked.loss_scale!r}. Leave one out."
             )
-    with faults.collected():
+    with faults.collect():
         if asked.offload_optimizer_state not in (None, config.optimizer_state_offchip):
             name, there = "offload_optimizer_state", config.optimizer_state_offchip
             raise _disagrees(name, asked.offload_optimizer_state, there, "optimizer_state_offchip")
-    with faults.collected():
+    with faults.collect():
         if asked.shard_optimizer not in (None, config.replicated_tensor_sharding):
             name, there = "shard_optimizer", config.replicated_tensor_sharding
             raise _disagrees(name, asked.shard_optimizer, there, "replicated_tensor_sharding")
-    with faults.collected():
+    with faults.collect():
         if asked.gradient_reduction not in (None, "mean"):
             raise ConfigurationError(
                 "gradient_reduction must agree with config, by which gradients are reduced by the "
                 f"mean, as in optimum-graphcore, got {asked.gradient_reduction!r}. Leave one out."
             )
-    with faults.collected():
+    with faults.collect():
         if asked.auto_round_ipus is False:
             raise ConfigurationError(
                 "auto_round_ipus must agree with config, by which IPUs are rounded up to a power "
@@ -168,13 +170,13 @@ def divided(
     Raises:
         ConfigurationError: both divide it, and not alike.
     """
-    faults = Faults()
+    faults = ErrorCollector()
     pair = []
     has_own = training.ipus_per_replica is not None or is_annotated(module)
     has_own = has_own and (training.stages, training.layers) == (None, None)
     has_own = has_own and config.layers_per_ipu == [-1]
     one, other = config.ipus_per_replica, config.inference_ipus_per_replica
-    with faults.collected():
+    with faults.collect():
         if has_own and one != other:
             raise ConfigurationError(
                 "a module with blocks of its own is on the same IPUs in training and in inference, "
@@ -184,7 +186,7 @@ def divided(
     # Stages of training hold for inference on as many IPUs, as they do without a configuration.
     follows = has_own or (training.stages is not None and one == other)
     for asked, for_inference in ((training, False), (inference, True)):
-        with faults.collected():
+        with faults.collect():
             partition = config.partition(for_inference=for_inference)
             pair.append(_divided(partition, asked, follows))
     faults.raise_all()
@@ -237,13 +239,13 @@ def cut_layers(config: IPUConfig, module: nn.Module, asked: Any, inference: Any)
         return asked, inference
     # A configuration has a value for everything: what it does not cut in inference is whole there.
     cuts = [dict(asked or {}), dict((asked if inference is None else inference) or {})]
-    faults = Faults()
+    faults = ErrorCollector()
     meant: Dict[str, Tuple[str, Sequence[Tuple[str, Any]]]] = {}
     for kind in KINDS:
         both = [_cut(config, kind, prefix) for prefix in ("", "inference_")]
         if all(cut is None for _, cut in both):
             continue
-        with faults.collected():
+        with faults.collect():
             layer = meant_layer(module, kind, named, both)
             meant[kind] = layer, both
             for found, (_, given), (_, cut) in zip(cuts, named, both):
@@ -252,7 +254,7 @@ def cut_layers(config: IPUConfig, module: nn.Module, asked: Any, inference: Any)
                     found[layer] = cut
             if both[1][1] is None and inference is None:
                 cuts[1].pop(layer, None)
-    with faults.collected():
+    with faults.collect():
         check_ties(module, meant)
     faults.raise_all()
     return (cuts[0] or asked, cuts[1]) if meant else (asked, inference)

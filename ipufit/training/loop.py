@@ -16,15 +16,15 @@ from ipufit.callbacks.history import History
 from ipufit.callbacks.running_fit import Measurement
 from ipufit.core.batch import CombinedBatch, DataCursor
 from ipufit.core.train_config import HyperparameterSchedule
-from ipufit.data.pipeline import Feed, Stage
+from ipufit.data.pipeline import BatchPipeline, Stage
 from ipufit.engines.program import ExecutionResult
 from ipufit.errors import DataError, NonFiniteLossError
 from ipufit.training.execution_sync import Together
 from ipufit.training.sanity_check import FailureExplainer
 from ipufit.utils import tree
 from ipufit.utils.console import stacklevel_of_user
-from ipufit.utils.fault_injection import strike
-from ipufit.utils.interrupts import SameProcess, deferred
+from ipufit.utils.fault_injection import raise_injected_fault
+from ipufit.utils.interrupts import ForkGuard, defer_sigint
 from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
 __all__ = ["Fit", "Job", "check_rows", "evaluate", "predict", "predictions"]
@@ -41,7 +41,7 @@ class Job(Measurement):
         outputs: the module's, as tensors without data.
     """
 
-    feed: Feed
+    feed: BatchPipeline
     together: Together
     explainer: FailureExplainer
     outputs: Any = None
@@ -58,7 +58,7 @@ class Job(Measurement):
 
     def prepare(self) -> None:
         """Take over what callbacks have changed in the module or the optimizer."""
-        with deferred(), self.explainer.explained([self.first]):
+        with defer_sigint(), self.explainer.explained([self.first]):
             self.program.prepare(self.first)
 
     def run(self, batch: CombinedBatch) -> ExecutionResult:
@@ -78,7 +78,7 @@ class Job(Measurement):
     def _computing(self, batch: CombinedBatch) -> Iterator[None]:
         """Uninterrupted, and with the layer or the line that can't take what the block computes."""
         first = None if self.together.processes.is_distributed else self._batches
-        with deferred(), self.explainer.explained(batch.micro_batches, first):
+        with defer_sigint(), self.explainer.explained(batch.micro_batches, first):
             yield
         self._batches += len(batch.micro_batches)
 
@@ -110,7 +110,7 @@ class Fit:
     named: Callable[[str], str] = "val_{}".format
     clock: NoClock = NO_CLOCK
     place: Optional[DataCursor] = dataclasses.field(default=None, init=False)
-    _process: SameProcess = dataclasses.field(default_factory=SameProcess, init=False)
+    _process: ForkGuard = dataclasses.field(default_factory=ForkGuard, init=False)
     _non_finite: Optional[NonFiniteLossError] = dataclasses.field(default=None, init=False)
 
     def run(self, first_epoch: int, epochs: int, is_within_epoch: bool = False) -> None:
@@ -143,7 +143,7 @@ class Fit:
                     ends.callback(observer.end_fit, logs)
 
     @property
-    def feed(self) -> Feed:
+    def feed(self) -> BatchPipeline:
         """The pipeline of the training data."""
         return self.job.feed
 
@@ -204,7 +204,7 @@ class Fit:
         clock.turn("compute")
         try:
             self._process.check()
-            strike(job.program, batch.updates(job.plan))
+            raise_injected_fault(job.program, batch.updates(job.plan))
             result = job.run(batch)
         except NonFiniteLossError as error:
             error.place(epoch, job.meter.samples)

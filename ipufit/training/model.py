@@ -26,7 +26,7 @@ from ipufit.callbacks.history import History
 from ipufit.checkpoint.settings import Checkpoint
 from ipufit.core.batch import Mode
 from ipufit.core.train_config import LossScale
-from ipufit.data.adapters import Given, are_inputs
+from ipufit.data.adapters import DataArguments, are_inputs
 from ipufit.engines.choice import engine_maker
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
@@ -610,7 +610,7 @@ class Model(Inspected):
             DataError: data that can't be read or fed.
         """
         session = self._compiled("evaluate")
-        data = Given("evaluation data", x, y, sample_weight, batch_size=batch_size)
+        data = DataArguments("evaluation data", x, y, sample_weight, batch_size=batch_size)
         how = (steps, prefetch, ipus, device_iterations, callbacks, seed, verbose)
         one_of("return_dict", return_dict, (True, False))
         values: Dict[str, float] = fit.infer(self, session, Mode.EVALUATE, data, how, loop.evaluate)
@@ -655,7 +655,7 @@ class Model(Inspected):
             DataError: data that can't be read or fed, or an output without a row per sample.
         """
         session = self._compiled("predict")
-        data = Given(
+        data = DataArguments(
             "prediction data", x, batch_size=batch_size, are_inputs=are_inputs(self.module, x)
         )
         how = (steps, prefetch, ipus, device_iterations, callbacks, seed, verbose)
@@ -699,7 +699,7 @@ class Model(Inspected):
             DataError: data that can't be read or fed, or an output without a row per sample.
         """
         session = self._compiled("predict_iter")
-        data = Given(
+        data = DataArguments(
             "prediction data", x, batch_size=batch_size, are_inputs=are_inputs(self.module, x)
         )
         how = (steps, prefetch, ipus, device_iterations, callbacks, seed, verbose)
@@ -816,7 +816,7 @@ class Model(Inspected):
         from ipufit.analysis.tuner.trials import Trial
 
         session = self._trainable("find_lr")
-        data = Given("training data", x, y, batch_size=batch_size, shuffles=True)
+        data = DataArguments("training data", x, y, batch_size=batch_size, shuffles=True)
         rates = (min_lr, max_lr, updates)
         trial = Trial(session, self._make_engine)
         return searches.find_lr(self, trial, data, rates, ipus, gradient_accumulation, seed)

@@ -6,12 +6,12 @@ import contextlib
 from typing import Any, Dict, Iterator, List, Tuple, Union
 
 from ipufit.core.batch import CombinedBatch, Mode
-from ipufit.data.adapters import Given, open_data
+from ipufit.data.adapters import DataArguments, get_data_adapter
 from ipufit.errors import ConfigurationError
 from ipufit.training.loop import Job
 from ipufit.training.session import Session, refuse_several
-from ipufit.utils.interrupts import deferred
-from ipufit.utils.state import evaluating, training
+from ipufit.utils.interrupts import defer_sigint
+from ipufit.utils.state import eval_mode, train_mode
 
 __all__ = ["as_batch", "as_keras_returns", "predict_on_batch", "test_on_batch", "train_on_batch"]
 
@@ -29,10 +29,10 @@ def _running(
 ) -> Iterator[Tuple[Job, CombinedBatch]]:
     """A program for this batch on one replica, and the only execution there is for it."""
     refuse_several(session, "A call with a single batch", "Call fit, evaluate or predict.")
-    given = Given("batch", [batch], class_weight=class_weight)
-    source = open_data(given, mode, session.loss.in_module)
+    given = DataArguments("batch", [batch], class_weight=class_weight)
+    source = get_data_adapter(given, mode, session.loss.in_module)
     plan = session.plan(source, None, 1, 1, training=mode is Mode.TRAIN)
-    in_mode = training if mode is Mode.TRAIN else evaluating
+    in_mode = train_mode if mode is Mode.TRAIN else eval_mode
     with in_mode(session.module, session.loss.module):
         job = session.start(source, plan, mode, seed, mode.value)
         with session.running(job):
@@ -40,7 +40,7 @@ def _running(
 
 
 def _measured(job: Job, only: CombinedBatch) -> Dict[str, float]:
-    with deferred():
+    with defer_sigint():
         job.meter.add(only, job.program.run(only))
         return dict(job.meter.values())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ipufit.core.batch import MicroBatch
-from ipufit.data.source import Source
+from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError
 from ipufit.training.sanity_check import check_call
 from ipufit.training.session import Session
@@ -28,7 +28,7 @@ def sample_for(session: Session, x: Any, asks: str) -> MicroBatch:
     """
     if x is not None:
         sample = sample_of(x, session.loss.in_module, asks, True, session.casting)
-        check_call(session.module, sample, session.loss, Source([], asks))
+        check_call(session.module, sample, session.loss, DataAdapter([], asks))
         return sample
     if session.sample is None:
         raise no_batch(asks)

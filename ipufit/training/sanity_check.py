@@ -15,7 +15,7 @@ from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.outputs import pick
 from ipufit.core.plan import Plan
 from ipufit.core.train_config import Precision
-from ipufit.data.source import Source
+from ipufit.data.source import DataAdapter
 from ipufit.data.weights import ClassWeights
 from ipufit.engines.program import Prepared, Program
 from ipufit.errors import (
@@ -31,7 +31,7 @@ from ipufit.losses import LabelRange, Loss, check_labels
 from ipufit.metrics import MetricSet
 from ipufit.utils import tree
 from ipufit.utils.random_streams import isolated
-from ipufit.utils.state import evaluating, training
+from ipufit.utils.state import eval_mode, train_mode
 
 __all__ = [
     "FailureExplainer",
@@ -102,7 +102,7 @@ class FailureExplainer:
             loss = None
         step = Step(self.module, loss, loss is not None, self.precision)
         # The block may have put back the modes in which its error came up.
-        mode = training if self.mode is Mode.TRAIN else evaluating
+        mode = train_mode if self.mode is Mode.TRAIN else eval_mode
         with mode(self.module, loss.module if loss is not None else None):
             return explain(error, step, batches, lambda index: self._where(first, index))
 
@@ -125,7 +125,7 @@ class FailureExplainer:
         return f"{self.role}: " if first is None else f"{self.role}, batch {first + index}: "
 
 
-def check_call(module: nn.Module, first: MicroBatch, loss: Loss, source: Source) -> None:
+def check_call(module: nn.Module, first: MicroBatch, loss: Loss, source: DataAdapter) -> None:
     """Hold the batch against the signature of forward, before torch's own error for it.
 
     Raises:
@@ -218,7 +218,11 @@ def probe(metrics: MetricSet, outputs: Any, first: MicroBatch, loss: Loss) -> No
 
 
 def prepare_tail(
-    program: Program, plan: Plan, first: MicroBatch, source: Source, explainer: FailureExplainer
+    program: Program,
+    plan: Plan,
+    first: MicroBatch,
+    source: DataAdapter,
+    explainer: FailureExplainer,
 ) -> Optional[Prepared]:
     """Build for a smaller last micro-batch too, so that a module that can't take it fails now.
 

@@ -29,8 +29,8 @@ from ipufit.core.plan import Plan
 from ipufit.core.train_config import TrainConfig
 from ipufit.data.batches import is_weighted
 from ipufit.data.casting import Casting
-from ipufit.data.pipeline import Feed
-from ipufit.data.source import Source
+from ipufit.data.pipeline import BatchPipeline
+from ipufit.data.source import DataAdapter
 from ipufit.engines.program import Engine, Program, ProgramSpec
 from ipufit.errors import CaptureError, ConfigurationError, MetricError, PlanError
 from ipufit.losses import Loss
@@ -52,7 +52,7 @@ from ipufit.training.sanity_check import (
     wrap_batch_errors,
 )
 from ipufit.utils.console import stacklevel_of_user
-from ipufit.utils.interrupts import deferred
+from ipufit.utils.interrupts import defer_sigint
 from ipufit.utils.names import check_log_name
 from ipufit.utils.random_streams import draw_seed
 
@@ -189,7 +189,7 @@ class Session:
         self._training.swap_averages()
         self._swaps += 1
 
-    def resolve_work(self, source: Source, training: bool, **arguments: Any) -> Dict[str, Any]:
+    def resolve_work(self, source: DataAdapter, training: bool, **arguments: Any) -> Dict[str, Any]:
         """Fill in what ``compile`` has fixed of ipus, device_iterations and gradient_accumulation.
 
         Args:
@@ -206,7 +206,7 @@ class Session:
 
     def plan(
         self,
-        source: Source,
+        source: DataAdapter,
         ipus: Optional[int],
         device_iterations: int,
         gradient_accumulation: int,
@@ -252,7 +252,7 @@ class Session:
 
     def start(
         self,
-        source: Source,
+        source: DataAdapter,
         plan: Plan,
         mode: Mode,
         seed: int,
@@ -286,7 +286,7 @@ class Session:
         if mode is Mode.TRAIN:
             self.config.output_mode.check(plan.device_iterations)
         reading = (seed, domain, cut_every, prefetch, self.casting)
-        feed = Feed(source, mode, self.loss.in_module, *reading)
+        feed = BatchPipeline(source, mode, self.loss.in_module, *reading)
         try:
             with feed.watched():
                 first = feed.peek(epoch, plan)
@@ -297,7 +297,7 @@ class Session:
             feed.close()
             raise
 
-    def _prepared_in_a_dtype(self, feed: Feed, first: MicroBatch, *about: Any) -> Job:
+    def _prepared_in_a_dtype(self, feed: BatchPipeline, first: MicroBatch, *about: Any) -> Job:
         """The job, with whole numbers in the first dtype that module and loss run with."""
         batch: Optional[MicroBatch] = first
         failure: Optional[Exception] = None
@@ -337,9 +337,9 @@ class Session:
 
     def _prepared(
         self,
-        feed: Feed,
+        feed: BatchPipeline,
         first: MicroBatch,
-        source: Source,
+        source: DataAdapter,
         plan: Plan,
         mode: Mode,
         seed: int,
@@ -363,9 +363,9 @@ class Session:
 
     def _job(
         self,
-        feed: Feed,
+        feed: BatchPipeline,
         first: MicroBatch,
-        source: Source,
+        source: DataAdapter,
         plan: Plan,
         mode: Mode,
         seed: int,
@@ -386,7 +386,7 @@ class Session:
             self._training = program
         try:
             # An interrupt in the middle of a recording could leave torch recording for good.
-            with deferred():
+            with defer_sigint():
                 prepared = program.prepare(first)
             explainer.labels = prepared.labels
             explainer.check_labels([first])
@@ -394,7 +394,7 @@ class Session:
                 probe(metrics, prepared.outputs, first, self.loss)
             if mode is Mode.PREDICT:
                 loop.check_rows(prepared.outputs, first.size)
-            with deferred():
+            with defer_sigint():
                 tail = prepare_tail(program, plan, first, source, explainer)
             rules = joined_rules(prepared.rules, tail.rules if tail is not None else {})
             for name, rule in rules.items():
@@ -572,7 +572,7 @@ class Session:
 
     def finish(self, program: Program) -> None:
         """Give the device back, and keep the count of updates; safe twice."""
-        with deferred():
+        with defer_sigint():
             try:
                 program.close()
             finally:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ipufit.core.batch import MicroBatch, Mode
-from ipufit.data.batches import Unpacker
+from ipufit.data.batches import BatchValidator
 from ipufit.data.casting import Casting
-from ipufit.data.source import Source
+from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError
 from ipufit.losses.module_loss import OwnLoss
 from ipufit.utils.random_streams import isolated
@@ -84,7 +84,7 @@ def sample_of(
     with_target = target and isinstance(batch, (tuple, list)) and len(batch) in (2, 3)
     with_target = with_target and batch[1] is not None
     mode = Mode.TRAIN if own_loss or with_target else Mode.PREDICT
-    return Unpacker(Source([batch], "the sample"), mode, own_loss, casting)(batch, 0)
+    return BatchValidator(DataAdapter([batch], "the sample"), mode, own_loss, casting)(batch, 0)
 
 
 def batch_of(x: Any, own_loss: OwnLoss, asks: str) -> Any:
@@ -107,7 +107,7 @@ def batch_of(x: Any, own_loss: OwnLoss, asks: str) -> Any:
             )
         # The order of a shuffled loader must not depend on who has looked into it.
         with isolated(torch.device("cpu")):
-            batch = next(iter(Source(x, "the sample").loader), None)
+            batch = next(iter(DataAdapter(x, "the sample").loader), None)
         if batch is None:
             raise ConfigurationError(f"{asks} needs a batch, but the loader has none. Pass one.")
     return batch

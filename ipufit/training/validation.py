@@ -10,14 +10,14 @@ import torch
 from ipufit.callbacks import CallbackList
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.plan import Plan
-from ipufit.data.batches import Unpacker
-from ipufit.data.source import Source
+from ipufit.data.batches import BatchValidator
+from ipufit.data.source import DataAdapter
 from ipufit.errors import DataError, IpufitError
 from ipufit.training import loop
 from ipufit.training.session import Session
 from ipufit.utils.names import in_validation
 from ipufit.utils.random_streams import isolated
-from ipufit.utils.state import evaluating
+from ipufit.utils.state import eval_mode
 
 __all__ = ["Validation"]
 
@@ -26,7 +26,7 @@ class Validation:
     """Evaluates held-out data after each epoch of a fit, with random numbers of its own."""
 
     def __init__(
-        self, session: Session, source: Source, plan: Plan, seed: int, prefetch: int = 0
+        self, session: Session, source: DataAdapter, plan: Plan, seed: int, prefetch: int = 0
     ) -> None:
         self._session = session
         self._source = source
@@ -73,11 +73,13 @@ class Validation:
         if not preview:
             return
         session = self._session
-        unpacker = Unpacker(self._source, Mode.EVALUATE, session.loss.in_module, session.casting)
+        unpacker = BatchValidator(
+            self._source, Mode.EVALUATE, session.loss.in_module, session.casting
+        )
         example = unpacker(preview[0], 0)
-        source = Source(preview, self._source.role)
+        source = DataAdapter(preview, self._source.role)
         try:
-            with evaluating(self._session.module, self._session.loss.module):
+            with eval_mode(self._session.module, self._session.loss.module):
                 plan = dataclasses.replace(self._plan, fixed_updates=None)
                 job = self._session.start(source, plan, Mode.EVALUATE, self._seed, "check")
                 self._names, self._directions = job.meter.names, job.meter.directions
@@ -99,7 +101,7 @@ class Validation:
         """Loss and metrics over all samples."""
         session = self._session
         kept = [(buffer, buffer.clone()) for buffer in session.buffers()]
-        with evaluating(session.module, session.loss.module):
+        with eval_mode(session.module, session.loss.module):
             job = session.start(
                 self._source,
                 self._plan,

@@ -9,17 +9,17 @@ from typing import Any, Dict, Iterator, List, Sequence, Tuple, Union
 
 from ipufit.errors import ConfigurationError, DataError, PlanError
 
-__all__ = ["Faults", "at_least", "folder_of", "one_of"]
+__all__ = ["ErrorCollector", "at_least", "folder_of", "one_of"]
 
 
-class Faults:
+class ErrorCollector:
     """Collects what is wrong with the arguments of one call."""
 
     def __init__(self) -> None:
         self._found: List[Union[ConfigurationError, DataError]] = []
 
     @contextlib.contextmanager
-    def collected(self, inference: Sequence[str] = ()) -> Iterator[None]:
+    def collect(self, inference: Sequence[str] = ()) -> Iterator[None]:
         """Keep an error of the user's arguments or data for :meth:`raise_all`, which must follow.
 
         Args:

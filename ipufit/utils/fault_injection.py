@@ -17,7 +17,7 @@ from ipufit.errors import (
 )
 from ipufit.utils.error_collector import at_least, one_of
 
-__all__ = ["Fault", "check_disk", "inject", "strike"]
+__all__ = ["Fault", "check_disk", "inject", "raise_injected_fault"]
 
 
 @dataclasses.dataclass
@@ -71,7 +71,7 @@ def inject(fault: str, at_update: int) -> Iterator[Fault]:
                 waiting.remove(planned)
 
 
-def strike(program: Any, updates: int) -> None:
+def raise_injected_fault(program: Any, updates: int) -> None:
     """Let go wrong what was asked for in one of these updates.
 
     Args:

@@ -18,13 +18,13 @@ from typing import Any, Callable, Dict, Iterator, List, Optional
 
 from ipufit.errors import ConfigurationError
 
-__all__ = ["SameProcess", "deferred", "is_interrupted", "starting_processes"]
+__all__ = ["ForkGuard", "defer_sigint", "is_interrupted", "starting_processes"]
 
 _START = multiprocessing.process.BaseProcess.start.__code__
 _LOADER = "torch.utils.data.dataloader"
 
 
-class SameProcess:
+class ForkGuard:
     """Knows the process that it was made in."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class SameProcess:
 
 
 @contextlib.contextmanager
-def deferred() -> Iterator[None]:
+def defer_sigint() -> Iterator[None]:
     """Hold SIGINT back until the block ends, even by an error; a second one interrupts at once.
 
     Does nothing outside the main thread, where Python delivers no signal, and where the user has a

@@ -6,10 +6,10 @@ import importlib
 import sys
 from typing import Any, Callable, List, Mapping, Optional, Tuple
 
-__all__ = ["on_use"]
+__all__ = ["lazy_exports"]
 
 
-def on_use(
+def lazy_exports(
     package: str, homes: Mapping[str, str], moved: Optional[Mapping[str, str]] = None
 ) -> Tuple[Callable[[str], Any], Callable[[], List[str]]]:
     """``__getattr__`` and ``__dir__`` of a package (PEP 562).

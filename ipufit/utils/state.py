@@ -11,18 +11,18 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
 import torch
 from torch import Tensor, nn
 
-from ipufit.utils.interrupts import deferred
+from ipufit.utils.interrupts import defer_sigint
 
 __all__ = [
-    "copied_state",
+    "copy_optimizer_state",
     "cuda_in_use",
-    "evaluating",
-    "everything_kept",
+    "eval_mode",
+    "fork_rng",
     "generator_states",
-    "generators_kept",
     "generators_of",
+    "preserve_state",
     "set_generators",
-    "training",
+    "train_mode",
 ]
 
 
@@ -54,7 +54,7 @@ def set_generators(states: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def generators_kept() -> Iterator[None]:
+def fork_rng() -> Iterator[None]:
     """Leave the generators of torch, Python and NumPy (if it is loaded) as they were found."""
     states = generator_states()
     try:
@@ -64,7 +64,7 @@ def generators_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def everything_kept(
+def preserve_state(
     modules: Sequence[Optional[nn.Module]],
     optimizer: Optional[torch.optim.Optimizer],
     loader: Any = None,
@@ -84,12 +84,12 @@ def everything_kept(
     ]
     values = [tensor.detach().clone() for tensor in tensors]
     drawing = [(generator, generator.get_state()) for generator in generators_of(loader)]
-    state = None if optimizer is None else copied_state(optimizer)
-    with generators_kept():
+    state = None if optimizer is None else copy_optimizer_state(optimizer)
+    with fork_rng():
         try:
             yield
         finally:
-            with deferred(), torch.no_grad():
+            with defer_sigint(), torch.no_grad():
                 for tensor, value in zip(tensors, values):
                     tensor.copy_(value)
                 for generator, value in drawing:
@@ -98,7 +98,7 @@ def everything_kept(
                     optimizer.load_state_dict(state)
 
 
-def copied_state(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
+def copy_optimizer_state(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
     """A copy of ``optimizer.state_dict()``; tensors that shared memory have their own in it."""
     copied: Dict[str, Any] = _copied(optimizer.state_dict())
     return copied
@@ -132,7 +132,7 @@ def _as_found(modules: Sequence[Optional[nn.Module]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def training(*modules: Optional[nn.Module]) -> Iterator[None]:
+def train_mode(*modules: Optional[nn.Module]) -> Iterator[None]:
     """Train mode of module and loss; one already in it keeps the parts set to eval."""
     with _as_found(modules):
         for module in modules:
@@ -142,7 +142,7 @@ def training(*modules: Optional[nn.Module]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def evaluating(*modules: Optional[nn.Module]) -> Iterator[None]:
+def eval_mode(*modules: Optional[nn.Module]) -> Iterator[None]:
     """Eval mode of module and loss."""
     with _as_found(modules):
         for module in modules:

@@ -45,10 +45,10 @@ def _timed(
 @contextlib.contextmanager
 def _reading(read: Callable[..., Any]) -> Iterator[None]:
     """``read``, given what reads executions and its arguments, takes its place."""
-    from ipufit.data.pipeline import Feed
+    from ipufit.data.pipeline import BatchPipeline
 
-    original = Feed.executions
-    with mock.patch.object(Feed, "executions", lambda *given: read(original, *given)):
+    original = BatchPipeline.executions
+    with mock.patch.object(BatchPipeline, "executions", lambda *given: read(original, *given)):
         yield
 
 

@@ -17,11 +17,11 @@ from torch.utils.data import (
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
 from ipufit.data.arrays import ArrayLoader, EpochOrder
-from ipufit.data.in_memory import held_rows
-from ipufit.data.pipeline import Feed
+from ipufit.data.in_memory import rows_in_memory
+from ipufit.data.pipeline import BatchPipeline
 from ipufit.data.prefetch import prefetched
 from ipufit.data.rows import Rows
-from ipufit.data.source import Source
+from ipufit.data.source import DataAdapter
 from ipufit.utils import tree
 
 pytestmark = pytest.mark.both_engines
@@ -60,7 +60,7 @@ def drawn_alike(one, other):
 def test_the_same_samples_in_the_same_order(dataset, options):
     """With torch's draws; dtypes, strides and containers as torch's collate makes them."""
     loader = DataLoader(dataset, **options)
-    rows = held_rows(loader)
+    rows = rows_in_memory(loader)
     own, wanted = drawn_alike(rows, loader)
     assert len(own) == len(wanted) == len(loader)
     for batch, expected in zip(own, wanted):
@@ -73,7 +73,7 @@ def test_the_same_samples_in_the_same_order(dataset, options):
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_generator_of_the_users_is_drawn_from_alike(shuffle):
     orders = []
-    for read in (lambda loader: loader, held_rows):
+    for read in (lambda loader: loader, rows_in_memory):
         generator = torch.Generator().manual_seed(5)
         loader = DataLoader(TensorDataset(Y), batch_size=4, shuffle=shuffle, generator=generator)
         epochs = [torch.cat([y for (y,) in read(loader)]) for _ in range(2)]
@@ -83,14 +83,14 @@ def test_a_generator_of_the_users_is_drawn_from_alike(shuffle):
 
 def test_our_own_order():
     loader = DataLoader(WHOLE, batch_size=4, sampler=EpochOrder(37, 11))
-    own, wanted = drawn_alike(held_rows(loader), loader)
+    own, wanted = drawn_alike(rows_in_memory(loader), loader)
     assert torch.equal(torch.cat([y for _, y, _ in own]), torch.cat([y for _, y, _ in wanted]))
 
 
 def test_batches_are_copies():
     """What a callback writes into the data is seen by later batches, and by no earlier one."""
     x = torch.zeros(8, 1)
-    batches = iter(held_rows(DataLoader(TensorDataset(x), batch_size=4)))
+    batches = iter(rows_in_memory(DataLoader(TensorDataset(x), batch_size=4)))
     (first,) = next(batches)
     x += 1
     (second,) = next(batches)
@@ -104,7 +104,7 @@ def test_rows_of_any_size_are_copied(shuffle, depth):
     wide, scalar = torch.arange(3.0 * 40000).view(3, 200, 200), torch.arange(3)
     empty = torch.zeros(3, 0)
     loader = DataLoader(TensorDataset(wide, scalar, empty), batch_size=2, shuffle=shuffle)
-    own, wanted = drawn_alike(prefetched(iter(held_rows(loader)), depth), loader)
+    own, wanted = drawn_alike(prefetched(iter(rows_in_memory(loader)), depth), loader)
     assert len(own) == 2
     for batch, expected in zip(own, wanted):
         for tensor, other in zip(batch, expected):
@@ -149,10 +149,10 @@ class Watching(Rows):
 def feed(samples, cut_every=(), limit=None, mode=Mode.PREDICT):
     """A feed over so many numbers, two to a batch, and what is read at once."""
     reads = Reads(samples)
-    source = Source(ArrayLoader([reads.x], ["x"], 2, "data"), "data", reads.rows)
+    source = DataAdapter(ArrayLoader([reads.x], ["x"], 2, "data"), "data", reads.rows)
     if limit is not None:
         source.limit(limit)
-    return Feed(source, mode, True, 0, "train", cut_every), reads.spans
+    return BatchPipeline(source, mode, True, 0, "train", cut_every), reads.spans
 
 
 def plan(device_iterations, fixed_updates=None):
@@ -230,4 +230,4 @@ NEGATIVE = Subset(WHOLE, [0, -1])
     ],
 )
 def test_anything_else_is_left_to_torch(loader):
-    assert held_rows(loader) is None
+    assert rows_in_memory(loader) is None

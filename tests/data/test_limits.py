@@ -13,8 +13,8 @@ from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
 from ipufit.data.arrays import EpochOrder
 from ipufit.data.limits import batch_count
-from ipufit.data.pipeline import Feed
-from ipufit.data.source import Source
+from ipufit.data.pipeline import BatchPipeline
+from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.testing import RecordingEngine
 from ipufit.utils.random_streams import stream_key
@@ -385,9 +385,11 @@ def test_fast_dev_run_tries_everything_once(run, count, steps, capsys):
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_executions_end_at_every_kth_update_of_the_fit(cut_every, sizes, prefetch):
     """Counted over epochs; the micro-batches are the same in the same order."""
-    source = Source([(TEN[i : i + 1], TEN[i : i + 1]) for i in [*range(10), *range(4)]], "data")
+    source = DataAdapter(
+        [(TEN[i : i + 1], TEN[i : i + 1]) for i in [*range(10), *range(4)]], "data"
+    )
     plan = Plan.make(micro_batch_size=1, device_iterations=4, gradient_accumulation=2)
-    feed = Feed(source, Mode.TRAIN, False, 0, "train", cut_every, prefetch)
+    feed = BatchPipeline(source, Mode.TRAIN, False, 0, "train", cut_every, prefetch)
     executions = [e for epoch in range(2) for e in feed.executions(epoch, plan)]
     assert [len(e.micro_batches) // 2 for e in executions] == sizes
     order = [b.leaves[0].item() for e in executions for b in e.micro_batches]
@@ -620,5 +622,5 @@ def test_an_argument_that_goes_with_another_form_is_refused_by_name(x, arguments
 
 def test_a_fraction_is_taken_as_it_is_written():
     """0.29 * 100 is 28.999999999999996 to a computer, and 29 batches to whoever wrote it."""
-    source = Source([TEN] * 100, "training data")
+    source = DataAdapter([TEN] * 100, "training data")
     assert batch_count("limit_train_batches", 0.29, source) == 29

@@ -26,7 +26,7 @@ import ipufit
 from ipufit.callbacks import Callback
 from ipufit.core.batch import CombinedBatch
 from ipufit.data.prefetch import prefetched
-from ipufit.data.source import Source
+from ipufit.data.source import DataAdapter
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.errors import DataError
 from ipufit.testing import RecordingEngine
@@ -272,7 +272,7 @@ def test_the_default_leaves_code_of_the_user_in_its_thread(name, engine):
         history = fit(model, *arguments[:1], **({"y": arguments[1]} if arguments[1:] else {}))
     except DataError:
         assert name == "own collate"  # makes single samples; only the default matters
-        assert not Source(arguments[0], "data").reads_alone
+        assert not DataAdapter(arguments[0], "data").reads_alone
         return
     assert history.params["prefetch"] == expected
 

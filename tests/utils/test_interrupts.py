@@ -19,7 +19,7 @@ from ipufit.data import workers
 from ipufit.data.prefetch import prefetched
 from ipufit.data.workers import end_workers
 from ipufit.errors import DataError
-from ipufit.utils.interrupts import deferred, is_interrupted, starting_processes
+from ipufit.utils.interrupts import defer_sigint, is_interrupted, starting_processes
 
 pytestmark = [
     pytest.mark.both_engines,
@@ -298,7 +298,7 @@ def test_an_error_does_not_swallow_the_interrupt_before_it():
     """Ctrl-C reaches workers too, and torch raises from another signal that one has ended."""
 
     def run():
-        with deferred():
+        with defer_sigint():
             signal.raise_signal(signal.SIGINT)
             raise RuntimeError("DataLoader worker (pid 1) exited unexpectedly")
 

@@ -18,7 +18,7 @@ from ipufit.analysis.check.static_checks import mode_findings, untrained_finding
 from ipufit.analysis.check.suite import CheckSuite
 from ipufit.core.batch import MicroBatch, Mode
 from ipufit.core.train_config import Precision
-from ipufit.data.source import Source
+from ipufit.data.source import DataAdapter
 from ipufit.partition.partition import NOT_DIVIDED, Partitions
 from ipufit.tracing.capture import Frame
 from ipufit.tracing.user_lines import users_frame
@@ -27,7 +27,7 @@ from ipufit.training.sanity_check import FailureExplainer, check_call, wrap_batc
 from ipufit.training.session import Session
 from ipufit.training.summary import sample_of
 from ipufit.utils.random_streams import isolated
-from ipufit.utils.state import evaluating, training
+from ipufit.utils.state import eval_mode, train_mode
 
 __all__ = ["checked", "checked_sample", "run_check"]
 
@@ -66,9 +66,9 @@ def run_check(
         with quiet(events):
             findings.add(*mode_findings(tested.step))
             loss_module = loss.module if loss is not None else None
-            with training(module, loss_module):
+            with train_mode(module, loss_module):
                 with_gradient = CheckSuite(tested, pristine, findings, True).run()
-            with evaluating(module, loss_module), findings.with_note(" in eval mode"):
+            with eval_mode(module, loss_module), findings.with_note(" in eval mode"):
                 CheckSuite(tested, pristine, findings, False).run()
         findings.add(*untrained_findings(tested.step, tested.trained, with_gradient))
     explainer.labels = tested.labels
@@ -139,7 +139,7 @@ def checked_sample(
     """
     loss = session.loss if session is not None else None
     if loss is not None:
-        check_call(module, sample, loss, Source([], "check"))
+        check_call(module, sample, loss, DataAdapter([], "check"))
         if not loss.in_module and sample.unpack()[2] is None:
             loss = None
     precision = session.config.precision if session is not None else Precision()

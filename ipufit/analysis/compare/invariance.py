@@ -15,7 +15,7 @@ from ipufit.core.batch import Mode
 from ipufit.core.compile_arguments import OFF
 from ipufit.core.plan import Plan
 from ipufit.core.train_config import OutputMode, Precision
-from ipufit.data.adapters import Given, open_data
+from ipufit.data.adapters import DataArguments, get_data_adapter
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError, DataError
 from ipufit.losses import Loss
@@ -24,7 +24,7 @@ from ipufit.tracing.tolerance import Tolerance, distance
 from ipufit.training.session import Session, refuse_several
 from ipufit.training.summary import batch_of, sample_of
 from ipufit.utils import tree
-from ipufit.utils.state import generators_kept, training
+from ipufit.utils.state import fork_rng, train_mode
 
 __all__ = ["check_invariance"]
 
@@ -66,7 +66,7 @@ def check_invariance(
             f"check_invariance divides the samples of a batch, which needs at least 2, got {size}. "
             "Pass a batch of 8 or 12."
         )
-    with generators_kept():
+    with fork_rng():
         try:
             trial = _Trial(session, make_engine, batch, size, torch.float64)
             results = [trial.run(way) for way in _ways(size)]
@@ -186,7 +186,7 @@ class _Trial:
         ] * _UPDATES
         engine = self._make_engine()
         copied = Session(module, optimizer, loss, MetricSet(), engine, self._config)
-        source = open_data(Given("sample", pieces), Mode.TRAIN, loss.in_module)
+        source = get_data_adapter(DataArguments("sample", pieces), Mode.TRAIN, loss.in_module)
         plan = Plan.make(
             micro_batch_size=size,
             ipus=replicas,
@@ -195,7 +195,7 @@ class _Trial:
             samples=self._size * _UPDATES,
             training=True,
         )
-        with training(module, loss.module):
+        with train_mode(module, loss.module):
             job = copied.start(source, plan, Mode.TRAIN, 0, "train")
             with copied.running(job):
                 with job.executions(0) as batches:
@@ -207,7 +207,7 @@ class _Trial:
     def causes(self) -> Any:
         """Find what breaks invariance, on a copy of the module."""
         module, _, loss = self._copies()
-        with training(module, loss.module):
+        with train_mode(module, loss.module):
             batch = sample_of(self._batch, loss.in_module, "check_invariance", target=True)
             return find_causes(module, loss, batch, self._config.gradient_reduction)
 

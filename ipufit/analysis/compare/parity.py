@@ -7,15 +7,15 @@ from typing import Any, Callable, Tuple
 from ipufit.analysis.tuner.trials import Trial
 from ipufit.core.batch import Mode
 from ipufit.core.compile_arguments import GRAPH, INDUCTOR
-from ipufit.data.adapters import Given, open_data
+from ipufit.data.adapters import DataArguments, get_data_adapter
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
 from ipufit.tracing.comparison import Comparison
 from ipufit.tracing.tolerance import Tolerance
 from ipufit.training.session import Session, refuse_several
 from ipufit.training.summary import batch_of
-from ipufit.utils.error_collector import Faults, one_of
-from ipufit.utils.interrupts import deferred
+from ipufit.utils.error_collector import ErrorCollector, one_of
+from ipufit.utils.interrupts import defer_sigint
 
 __all__ = ["REFERENCES", "compare"]
 
@@ -39,21 +39,21 @@ def compare(
         DataError: the batch can't be fed.
     """
     refuse_several(session, "compare", "Compare in one process: each runs the same program.")
-    faults, tolerance = Faults(), Tolerance(*tolerances)
-    with faults.collected():
+    faults, tolerance = ErrorCollector(), Tolerance(*tolerances)
+    with faults.collect():
         one_of("reference", reference, REFERENCES)
-    with faults.collected():
+    with faults.collect():
         tolerance.check()
     faults.raise_all()
     beside = _beside(session)
     batch = batch_of(sample, session.loss.in_module, "compare")
-    source = open_data(Given("sample", [batch]), Mode.TRAIN, session.loss.in_module)
+    source = get_data_adapter(DataArguments("sample", [batch]), Mode.TRAIN, session.loss.in_module)
     plan = session.plan(source, None, 1, 1, training=True)
     # A compiled update tells nothing of its operators, and would be compiled only for this.
     jit = GRAPH if session.config.jit == INDUCTOR else None
     with Trial(session, beside, jit).running(source, plan, 0, lambda _: None) as job:
         program: Any = job.program
-        with deferred():
+        with defer_sigint():
             comparison: Comparison = program.compare(job.first, reference, tolerance)
     return comparison
 

@@ -9,8 +9,8 @@ from ipufit.analysis.tuner.lr_finder import LearningRates, check_range, exponent
 from ipufit.analysis.tuner.trials import BatchSize, Trial
 from ipufit.core.batch import Mode
 from ipufit.core.plan import Plan
-from ipufit.data.adapters import Given, comes_in_samples, open_data
-from ipufit.data.source import Source
+from ipufit.data.adapters import DataArguments, comes_in_samples, get_data_adapter
+from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError
 from ipufit.training.session import refuse_several
 
@@ -20,7 +20,7 @@ __all__ = ["find_batch_size", "find_lr"]
 def find_lr(
     model: Any,
     trial: Trial,
-    data: Given,
+    data: DataArguments,
     rates: Tuple[Any, Any, Any],
     ipus: Any,
     gradient_accumulation: Any,
@@ -36,7 +36,7 @@ def find_lr(
     refuse_several(session, "find_lr", "Look in one process, and pass the others what it found.")
     assert session.optimizer is not None
     check_range(*rates)
-    source = open_data(data, Mode.TRAIN, session.loss.in_module)
+    source = get_data_adapter(data, Mode.TRAIN, session.loss.in_module)
     work = session.resolve_work(
         source, True, ipus=ipus, gradient_accumulation=gradient_accumulation
     )
@@ -65,17 +65,17 @@ def find_batch_size(
     session = trial.session
     instead = "Look in one process, and pass the others what it found."
     refuse_several(session, "find_batch_size", instead)
-    if not comes_in_samples(Given("training data", x, y)):
+    if not comes_in_samples(DataArguments("training data", x, y)):
         raise ConfigurationError(
             "find_batch_size needs samples to make batches of, but the training data comes in "
             f"batches already, from a {type(x).__name__}. Pass tensors, arrays or the dataset."
         )
 
-    def open_with(size: int) -> Source:
-        arguments = Given("training data", x, y, batch_size=size, shuffles=True)
-        return open_data(arguments, Mode.TRAIN, session.loss.in_module)
+    def open_with(size: int) -> DataAdapter:
+        arguments = DataArguments("training data", x, y, batch_size=size, shuffles=True)
+        return get_data_adapter(arguments, Mode.TRAIN, session.loss.in_module)
 
-    def plan_of(source: Source, accumulation: int) -> Plan:
+    def plan_of(source: DataAdapter, accumulation: int) -> Plan:
         return session.plan(source, total, 1, accumulation, training=True)
 
     single = open_with(1)

@@ -17,7 +17,7 @@ from ipufit.callbacks.history import History
 from ipufit.core.batch import CombinedBatch, Mode
 from ipufit.core.plan import Plan
 from ipufit.core.train_config import OutputMode
-from ipufit.data.source import Source
+from ipufit.data.source import DataAdapter
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError, DataError, NonFiniteLossError
 from ipufit.metrics import MetricSet
@@ -27,7 +27,7 @@ from ipufit.training.arguments import checked_seed
 from ipufit.training.loop import Job
 from ipufit.training.session import Session
 from ipufit.utils.random_streams import draw_seed
-from ipufit.utils.state import cuda_in_use, everything_kept, generators_kept, training
+from ipufit.utils.state import cuda_in_use, fork_rng, preserve_state, train_mode
 
 __all__ = ["BatchSize", "Trial", "candidates", "find_batch_size", "find_lr", "seed_of_trial"]
 
@@ -67,7 +67,7 @@ class Trial:
     @contextlib.contextmanager
     def running(
         self,
-        source: Source,
+        source: DataAdapter,
         plan: Plan,
         seed: int,
         schedule: Callable[[torch.optim.Optimizer], Optional[Schedule]],
@@ -90,7 +90,7 @@ class Trial:
         optimizer = session.optimizer
         assert optimizer is not None
         modules = [session.module, session.loss.module]
-        with everything_kept(modules, optimizer, source.loader), training(*modules):
+        with preserve_state(modules, optimizer, source.loader), train_mode(*modules):
             config = dataclasses.replace(
                 session.config,
                 averaging=None,
@@ -117,13 +117,13 @@ def seed_of_trial(seed: Optional[int], session: Session) -> int:
     seed = session.fixed.seed_or(None if seed is None else checked_seed(seed))
     if seed is not None:
         return seed
-    with generators_kept():
+    with fork_rng():
         return draw_seed()
 
 
 def find_lr(
     trial: Trial,
-    source: Source,
+    source: DataAdapter,
     plan: Plan,
     optimizer: torch.optim.Optimizer,
     rates: List[float],
@@ -176,8 +176,8 @@ def _ratios(optimizer: torch.optim.Optimizer) -> List[float]:
 
 def find_batch_size(
     trial: Trial,
-    source_of: Callable[[int], Source],
-    plan_of: Callable[[Source, int], Plan],
+    source_of: Callable[[int], DataAdapter],
+    plan_of: Callable[[DataAdapter, int], Plan],
     candidates: List[Tuple[int, int]],
     seed: int,
 ) -> BatchSize:
@@ -251,8 +251,8 @@ def candidates(
 
 def _one_update(
     trial: Trial,
-    source: Source,
-    plan_of: Callable[[Source, int], Plan],
+    source: DataAdapter,
+    plan_of: Callable[[DataAdapter, int], Plan],
     accumulation: int,
     seed: int,
 ) -> float:

@@ -17,7 +17,7 @@ from ipufit.errors import ConfigurationError, PlanError
 from ipufit.losses import Loss
 from ipufit.optim.rules import rule_for
 from ipufit.tracing.shared_memory import refuse_shared_memory
-from ipufit.utils.error_collector import Faults
+from ipufit.utils.error_collector import ErrorCollector
 
 __all__ = ["check_autocast", "check_ipus", "check_request", "check_trained"]
 
@@ -42,16 +42,16 @@ def check_request(
     Raises:
         ConfigurationError: it does; several faults as one error.
     """
-    faults = Faults()
+    faults = ErrorCollector()
     for name, fact in refused_arguments(config):
-        with faults.collected():
+        with faults.collect():
             raise ConfigurationError(
                 f"an IPU can't run {name}: {fact.says}. {fact.cure}, or use engine='embedded'."
             )
-    with faults.collected():
+    with faults.collect():
         if optimizer is not None:
             check_optimizer(optimizer, config)
-    with faults.collected():
+    with faults.collect():
         _check_tensors(module, loss, wide)
     faults.raise_all()
 

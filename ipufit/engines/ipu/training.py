@@ -27,7 +27,7 @@ from ipufit.engines.program import ExecutionResult, Prepared, ProgramSpec, Train
 from ipufit.errors import ConfigurationError, LossError, NonFiniteLossError
 from ipufit.tracing.fingerprint import FrozenValues, fingerprint
 from ipufit.tracing.grad_step import ModuleWithLoss, public_name
-from ipufit.utils.state import copied_state
+from ipufit.utils.state import copy_optimizer_state
 
 __all__ = ["TrainingProgram"]
 
@@ -287,7 +287,7 @@ class TrainingProgram:
         return TrainState(
             {public_name(name): plain(p) for name, p in self._host.parameters.items()},
             [buffers],
-            copied_state(self._optimizer),
+            copy_optimizer_state(self._optimizer),
             self._spec.seed,
             self.updates,
             loss_scale=None if scale is None else (scale.initial, 0),

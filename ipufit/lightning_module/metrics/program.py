@@ -21,7 +21,7 @@ from ipufit.metrics.stored import refuse_unjoined
 from ipufit.metrics.values import shapes
 from ipufit.utils import tree
 from ipufit.utils.random_streams import LOCK
-from ipufit.utils.state import generators_kept
+from ipufit.utils.state import fork_rng
 
 __all__ = ["MeasuredProgram"]
 
@@ -145,7 +145,7 @@ def _try(key: Calls, objects: Objects, tensors: Sequence[Tensor]) -> None:
     Raises:
         MetricError: one can't, or its value is no number.
     """
-    with warnings.catch_warnings(), LOCK, generators_kept():
+    with warnings.catch_warnings(), LOCK, fork_rng():
         warnings.simplefilter("ignore")
         trial = copy.deepcopy(dict(objects))
         for metric in trial.values():

@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from ipufit.utils.lazy_exports import on_use
+from ipufit.utils.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from ipufit.optim.schedules.resolve import AtEpochEnd, resolve_schedule
     from ipufit.optim.schedules.schedule import Schedule
 else:
-    __getattr__, __dir__ = on_use(
+    __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             "AtEpochEnd": "ipufit.optim.schedules.resolve",

@@ -38,7 +38,7 @@ from ipufit.tracing.grad_step import public_name
 from ipufit.tracing.shared_memory import refuse_shared_memory
 from ipufit.utils.malloc_policy import give_back_freed_memory
 from ipufit.utils.random_streams import LOCK
-from ipufit.utils.state import copied_state, generators_kept
+from ipufit.utils.state import copy_optimizer_state, fork_rng
 
 if TYPE_CHECKING:
     from ipufit.engines.embedded.autotune import JitAutotuner
@@ -414,7 +414,7 @@ class TrainingProgram(BaseProgram):
             self._seed(recorded, self.updates)
 
         # Forward runs once more to be recorded, and may draw from any of them.
-        with LOCK, generators_kept(), torch.no_grad():
+        with LOCK, fork_rng(), torch.no_grad():
             args = (self._spec, self._step, self._live, recorded, batch, self._maker, seed)
             return OperatorProfiler(*args, captured=self._captured is not None).run()
 
@@ -457,7 +457,7 @@ class TrainingProgram(BaseProgram):
     def _optimizer_state(self) -> Dict[str, Any]:
         """A copy of it, as torch has it."""
         self.publish()
-        return copied_state(self._optimizer)
+        return copy_optimizer_state(self._optimizer)
 
     def write_state(self, state: TrainState) -> None:
         """Continue from another state. Replicas that it does not know start like its first."""

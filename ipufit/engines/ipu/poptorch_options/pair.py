@@ -11,7 +11,7 @@ from ipufit.engines.ipu.poptorch_options.reading import PopTorchOptions
 from ipufit.engines.ipu.poptorch_options.report import SetterEffects, setter_effects
 from ipufit.errors import ConfigurationError
 from ipufit.partition.partition import Partitions
-from ipufit.utils.error_collector import Faults
+from ipufit.utils.error_collector import ErrorCollector
 
 __all__ = ["OptionPair"]
 
@@ -28,11 +28,11 @@ class OptionPair:
     inference: Optional[PopTorchOptions] = None
 
     @staticmethod
-    def read(arguments: Any, faults: Faults) -> OptionPair:
+    def read(arguments: Any, faults: ErrorCollector) -> OptionPair:
         """Read the options among the arguments of ``compile``; faults are collected."""
         by_role = {}
         for role in (TRAINING, INFERENCE):
-            with faults.collected():
+            with faults.collect():
                 by_role[role] = PopTorchOptions.read(role, getattr(arguments, role))
         return OptionPair(by_role.get(TRAINING), by_role.get(INFERENCE))
 
@@ -41,11 +41,11 @@ class OptionPair:
         """The options that were passed, training first."""
         return [options for options in (self.training, self.inference) if options is not None]
 
-    def merged(self, arguments: Any, faults: Faults) -> Any:
+    def merged(self, arguments: Any, faults: ErrorCollector) -> Any:
         """Fill the arguments of ``compile`` from the options; conflicts are collected."""
         for options in self.present:
             name = "inference_partition" if options.is_inference else "partition"
-            with faults.collected():
+            with faults.collect():
                 divided = options.with_strategy(getattr(arguments, name), arguments.partition)
                 arguments = dataclasses.replace(arguments, **{name: divided})
         if self.training is None:
@@ -66,13 +66,13 @@ class OptionPair:
             ),
             ("auto_round_ipus", self.training.rounds_ipus or None, "autoRoundNumIPUs"),
         ):
-            with faults.collected():
+            with faults.collect():
                 arguments = _set_argument(arguments, name, value, f"{role}.{setter}")
-        with faults.collected():
+        with faults.collect():
             # Off IPUs, options share nothing out.
             setter = f"{role}.TensorLocations.setOptimizerLocation"
             _set_argument(arguments, "shard_optimizer", self.training.shards_state, setter)
-        with faults.collected():
+        with faults.collect():
             if self.training.scales_loss and arguments.loss_scale not in (None, "dynamic"):
                 raise ConfigurationError(
                     f"loss_scale must agree with {role}.Training.setAutomaticLossScaling, which is "

@@ -27,7 +27,7 @@ from ipufit.losses import Loss
 from ipufit.utils import tree
 from ipufit.utils.functional import call_with
 from ipufit.utils.random_streams import isolated
-from ipufit.utils.state import evaluating, training
+from ipufit.utils.state import eval_mode, train_mode
 
 __all__ = ["Recording", "record"]
 
@@ -109,7 +109,7 @@ def record(
         return ()
 
     values = [*(tensor.detach() for tensor in named.values()), *leaves]
-    mode = (training if is_training else evaluating)(module, step.loss_module)
+    mode = (train_mode if is_training else eval_mode)(module, step.loss_module)
     with isolated(device), mode, attributes_kept(step):
         try:
             capture(run, values, whole_layers=False, rewrites_one_hot=False)
