@@ -1,4 +1,4 @@
-"""For those who keep their Trainer: the accelerator "ipu" and IPUStrategy, for Lightning 2.
+"""The accelerator "ipu" and IPUStrategy of Lightning 2, for those who keep their Trainer.
 
 Importing this imports Lightning, and registers both names with it.
 """
@@ -14,7 +14,7 @@ __all__ = ["IPUAccelerator", "IPUStrategy", "Trainer"]
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Tell of a name that Lightning had before IPUStrategy.
+    """Raise an error that says how a name of older versions of Lightning is called today.
 
     Raises:
         ImportError: of that name; no AttributeError, of which ``from ... import`` tells nothing.

@@ -14,7 +14,7 @@ __all__ = ["IPUAccelerator", "Replicas", "Trainer"]
 
 
 class Replicas(List[torch.device]):
-    """The one device that a Trainer sees, and how many replicas are behind it."""
+    """Device list of a Trainer: one device, with the number of replicas behind it."""
 
     def __init__(self, count: int) -> None:
         super().__init__([torch.device("cpu")])
@@ -22,16 +22,16 @@ class Replicas(List[torch.device]):
 
 
 class IPUAccelerator(part("accelerators").Accelerator):  # type: ignore[misc]
-    """What ``Trainer(accelerator="ipu", devices=8)`` means: eight replicas of the model.
+    """Accelerator "ipu", for which ``devices=8`` means eight replicas of the model.
 
     They run on the engine of the strategy, and so also where there is no IPU.
     """
 
     def setup_device(self, device: torch.device) -> None:
-        """The engine finds its devices itself."""
+        """Do nothing: the engine finds its devices itself."""
 
     def setup(self, trainer: Any) -> None:
-        """Make sure that ipufit is what trains.
+        """Make sure that the strategy is that of ipufit.
 
         Raises:
             ConfigurationError: another strategy would train on the host instead.
@@ -44,15 +44,15 @@ class IPUAccelerator(part("accelerators").Accelerator):  # type: ignore[misc]
             )
 
     def teardown(self) -> None:
-        """Nothing is held here."""
+        """Do nothing: there is nothing to free."""
 
     def get_device_stats(self, device: Any) -> Dict[str, Any]:
-        """None are known."""
+        """Return no statistics."""
         return {}
 
     @staticmethod
     def parse_devices(devices: Any) -> int:
-        """A number of replicas."""
+        """Convert ``devices`` of a Trainer to a number of replicas."""
         if type(devices) is str and devices.isdigit():
             devices = int(devices)
         if type(devices) is not int or devices < 1:
@@ -64,22 +64,22 @@ class IPUAccelerator(part("accelerators").Accelerator):  # type: ignore[misc]
 
     @staticmethod
     def get_parallel_devices(devices: int) -> Replicas:
-        """One device for the Trainer, which must start no further processes."""
+        """Return one device for the Trainer, which must start no further processes."""
         return Replicas(devices)
 
     @staticmethod
     def auto_device_count() -> int:
-        """One replica, if nobody says more."""
+        """Return 1, the default number of replicas."""
         return 1
 
     @staticmethod
     def is_available() -> bool:
-        """Always: without an IPU the embedded engine runs."""
+        """Return True: without an IPU the embedded engine runs."""
         return True
 
     @staticmethod
     def name() -> str:
-        """As the Trainer takes it."""
+        """Return the name by which a Trainer takes it."""
         return "ipu"
 
 

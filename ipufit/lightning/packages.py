@@ -1,4 +1,4 @@
-"""Which of Lightning's two packages there is."""
+"""Import of Lightning from whichever of its two packages is installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["part"]
 
 
 def _package() -> str:
-    """The one that is in use already; else the newer name first."""
+    """Return the name of the package that is in use already, else of the newer one."""
     names = ("lightning.pytorch", "pytorch_lightning")
     for name in names:
         if sys.modules.get(name) is not None:
@@ -30,6 +30,6 @@ def _package() -> str:
 
 
 def part(name: str) -> Any:
-    """A module of Lightning, such as "strategies"; "" for the package itself."""
+    """Import a module of Lightning, such as "strategies"; "" is the package itself."""
     package = _package()
     return importlib.import_module(f"{package}.{name}" if name else package)

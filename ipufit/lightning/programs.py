@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional
+import itertools
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -17,12 +18,11 @@ from ipufit.data.batches import BatchValidator
 from ipufit.data.source import DataAdapter
 from ipufit.engines.program import ExecutionResult, Program
 from ipufit.errors import CaptureError, ConfigurationError, PlanError
-from ipufit.lightning.loaders import Execution, Executions
 from ipufit.lightning.packages import part
 from ipufit.lightning.reporting import TrainingReport
 from ipufit.lightning_module.detect import lightning_parts
 from ipufit.lightning_module.model import LightningModel
-from ipufit.lightning_module.patch import replaced
+from ipufit.lightning_module.trainer_proxy import replace_attributes
 from ipufit.partition.own_blocks import UncountedError
 from ipufit.partition.partition import Partition
 from ipufit.training.sanity_check import prepare_tail
@@ -30,11 +30,54 @@ from ipufit.training.session import Session
 from ipufit.utils.interrupts import defer_sigint
 from ipufit.utils.phase_timer import NO_CLOCK, NoClock
 
-__all__ = ["Done", "Programs", "Work", "words_of_strategy"]
+__all__ = ["Done", "Execution", "Executions", "Programs", "Work", "words_of_strategy"]
+
+
+class Execution(List[Any]):
+    """Batches of one execution, in order."""
+
+
+class Executions:
+    """Loader that yields as many batches at a time as an execution takes; the last may have fewer.
+
+    Args:
+        loader: an iterable of batches.
+        count: how many.
+        find_clock: what is told that data is read.
+
+    Attributes:
+        loader, count: the arguments.
+    """
+
+    def __init__(
+        self, loader: Any, count: int, find_clock: Callable[[], NoClock] = lambda: NO_CLOCK
+    ) -> None:
+        self.loader = loader
+        self.count = count
+        self._find_clock = find_clock
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler of the loader, which a Trainer tells the epoch."""
+        return getattr(self.loader, "sampler", None)
+
+    def __len__(self) -> int:
+        return -(-len(self.loader) // self.count)
+
+    def __iter__(self) -> Iterator[Execution]:
+        batches = iter(self.loader)
+        while True:
+            clock = self._find_clock()
+            clock.turn("data")
+            execution = Execution(itertools.islice(batches, self.count))
+            clock.turn("callbacks")
+            if not execution:
+                return
+            yield execution
 
 
 class Work(NamedTuple):
-    """What an execution does."""
+    """Batch algebra of an execution."""
 
     replicas: int
     device_iterations: int
@@ -48,7 +91,7 @@ class Work(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """What an execution gave.
+    """Result of an execution.
 
     Attributes:
         samples: how many it had.
@@ -217,9 +260,9 @@ class Programs:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """The module without the Trainer, on which no program depends, and uninterrupted."""
-        own: Dict[str, Any] = {"_trainer": None, "_current_fx_name": None}
+        detached: Dict[str, Any] = {"_trainer": None, "_current_fx_name": None}
         parts = lightning_parts(self._model.lightning)
-        with replaced([(part, own) for part in parts]), defer_sigint():
+        with replace_attributes([(part, detached) for part in parts]), defer_sigint():
             yield
 
     def publish(self) -> None:
@@ -363,6 +406,6 @@ def _is_pipeline(partition: Partition, work: Work, trains: bool) -> bool:
 
 
 def _training_data(trainer: Any) -> Optional[DataAdapter]:
-    """What its end needs is known before it comes; None where it is not."""
+    """Return the training data, whose end is prepared before it comes; None if unknown."""
     loader = trainer.train_dataloader
     return DataAdapter(loader.loader, "training data") if isinstance(loader, Executions) else None

@@ -1,4 +1,4 @@
-"""A report of a Trainer's training, as ``fit(report=)`` writes it."""
+"""Report of a Trainer's training, as ``fit(report=)`` writes it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TrainingReport:
     def begin(
         self, program: Program, plan: Plan, first: MicroBatch, rules: Mapping[str, LogRule]
     ) -> None:
-        """The program is prepared.
+        """Begin the report when the program is prepared.
 
         Args:
             program: of the training.
@@ -78,14 +78,14 @@ class TrainingReport:
         self._recorder.begin(Measurement(program, plan, meter, first), self._history, self._updates)
 
     def begin_epoch(self, epoch: int) -> None:
-        """An epoch begins."""
+        """Begin an epoch."""
         assert self._meter is not None
         self._meter.reset()
         self._epoch = epoch
         self._recorder.begin_executions(epoch)
 
     def add(self, batch: CombinedBatch, anchors: ExecutionResult) -> None:
-        """An execution has ended."""
+        """Add an execution that has ended."""
         assert self._meter is not None
         self.clock.turn("metrics")
         self._meter.add(batch, anchors)
@@ -94,12 +94,12 @@ class TrainingReport:
         self._recorder.end_execution(self._epoch, [])
 
     def end_executions(self) -> None:
-        """A validation begins."""
+        """End the executions of an epoch as a validation begins."""
         if self._meter is not None:
             self._recorder.end_executions()
 
     def end_epoch(self, metrics: Mapping[str, Any]) -> None:
-        """An epoch has ended.
+        """End an epoch.
 
         Args:
             metrics: ``callback_metrics`` of the Trainer.
@@ -115,7 +115,7 @@ class TrainingReport:
         self._recorder.end_epoch(epoch, logs)
 
     def end(self, error: Optional[BaseException]) -> None:
-        """The run is over: make the page.
+        """End the run and make the page.
 
         Args:
             error: that ended it; None where it came to its end.

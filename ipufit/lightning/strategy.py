@@ -14,12 +14,18 @@ from ipufit.core.batch import Mode
 from ipufit.core.compile_arguments import INFERENCE, TRAINING, role_of
 from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
-from ipufit.lightning.loaders import Execution, Executions
 from ipufit.lightning.packages import part
-from ipufit.lightning.programs import Done, Programs, Work, words_of_strategy
+from ipufit.lightning.programs import (
+    Done,
+    Execution,
+    Executions,
+    Programs,
+    Work,
+    words_of_strategy,
+)
 from ipufit.lightning.reporting import TrainingReport
 from ipufit.lightning_module.model import LightningModel
-from ipufit.lightning_module.optimizers import configured
+from ipufit.lightning_module.optimizers import configure_optimizer
 from ipufit.lightning_module.steps import acting_as
 from ipufit.processes import current
 from ipufit.report.settings import Report, refuse_report, resolve_report
@@ -168,7 +174,7 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
     def setup_optimizers(self, trainer: Any) -> None:
         """One optimizer, and a schedule that the program steps with every update."""
         facts = _Facts(trainer, self._updates)
-        optimizer, schedule = configured(self.lightning_module, facts)
+        optimizer, schedule = configure_optimizer(self.lightning_module, facts)
         if optimizer is None:
             raise ConfigurationError(
                 "configure_optimizers must return an optimizer, got none. Return one."
@@ -357,8 +363,8 @@ class IPUStrategy(part("strategies").SingleDeviceStrategy):  # type: ignore[misc
                 "does not hold the schedule. Load its weights into the module, or train with "
                 "ipufit.Model.from_lightning and fit(checkpoint=...)."
             )
-        found: Dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)
-        return found
+        checkpoint: Dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)
+        return checkpoint
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -22,7 +22,7 @@ _LOADERS = {
 
 
 class Loaders:
-    """The data of a stage.
+    """Data of a stage: loaders of a module or data module, or what the user passed.
 
     Args:
         owner: a LightningDataModule, a LightningModule with loaders, or None: ``x`` is the data.
@@ -39,50 +39,50 @@ class Loaders:
         self._stage = stage
 
     def main(self) -> Any:
-        """What the stage reads.
+        """Return the data that the stage reads.
 
         Raises:
             ConfigurationError: several loaders, or none.
         """
-        return self.x if self.owner is None else self._asked(_LOADERS[self._stage])
+        return self.x if self.owner is None else self._call_method(_LOADERS[self._stage])
 
     def held_out(self) -> Any:
-        """What ``fit`` validates on; None for nothing."""
+        """Return the data that ``fit`` validates on; None for none."""
         name = _LOADERS["validate"]
         if self.owner is None or not self._has(name):
             return None
-        found = self._asked(name)
-        return None if isinstance(found, (list, tuple)) and not found else found
+        loader = self._call_method(name)
+        return None if isinstance(loader, (list, tuple)) and not loader else loader
 
     def _has(self, name: str) -> bool:
         base = "LightningDataModule" if is_data_module(self.owner) else "LightningModule"
         return overrides(self.owner, name, base)
 
-    def _asked(self, name: str) -> Any:
+    def _call_method(self, name: str) -> Any:
         where = f"{type(self.owner).__name__}.{name}"
         if not self._has(name):
             raise ConfigurationError(
                 f"{where} must return a loader, but there is none. Write it, or pass data."
             )
-        found = getattr(self.owner, name)()
-        if isinstance(found, (list, tuple)) and len(found) == 1:
-            return found[0]
-        is_combined = type(found).__name__ == "CombinedLoader"
+        loaders = getattr(self.owner, name)()
+        if isinstance(loaders, (list, tuple)) and len(loaders) == 1:
+            return loaders[0]
+        is_combined = type(loaders).__name__ == "CombinedLoader"
         if (
             is_combined
-            or isinstance(found, Mapping)
-            or (isinstance(found, (list, tuple)) and found)
+            or isinstance(loaders, Mapping)
+            or (isinstance(loaders, (list, tuple)) and loaders)
         ):
             raise ConfigurationError(
-                f"{where} must return one loader, got {type(found).__name__}. Join the datasets "
+                f"{where} must return one loader, got {type(loaders).__name__}. Join the datasets "
                 "with torch.utils.data.ConcatDataset or StackDataset, or call evaluate once for "
                 "each."
             )
-        return found
+        return loaders
 
 
 def loaders_for(module: Any, x: Any, datamodule: Any, stage: str) -> Loaders:
-    """What was given, or the loaders of the LightningModule.
+    """Choose the data that the user passed, or else the loaders of the LightningModule.
 
     Args:
         module: the LightningModule.
@@ -120,7 +120,7 @@ def loaders_for(module: Any, x: Any, datamodule: Any, stage: str) -> Loaders:
 
 @contextlib.contextmanager
 def set_up(module: Any, loaders: Loaders, stage: str, facts: object) -> Iterator[None]:
-    """``prepare_data``, in the first process alone, ``setup``, and at the end ``teardown``.
+    """Call ``prepare_data`` in the first process alone, ``setup``, and afterwards ``teardown``.
 
     Args:
         module: the LightningModule.

@@ -1,4 +1,4 @@
-"""Which objects are Lightning's, and what of them is the user's, without importing Lightning."""
+"""Detection of Lightning's objects, and of methods that users override, without Lightning."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PACKAGES = ("lightning", "pytorch_lightning")
 
 
 def base_of(value: object, name: str = "LightningModule") -> Optional[type]:
-    """Lightning's class of this name, if the object is one; of either package."""
+    """Return the class of Lightning that an object derives from, in either package; else None."""
     for kind in type(value).__mro__:
         if kind.__name__ == name and kind.__module__.partition(".")[0] in _PACKAGES:
             return kind
@@ -32,12 +32,12 @@ def base_of(value: object, name: str = "LightningModule") -> Optional[type]:
 
 
 def is_data_module(value: object) -> bool:
-    """Whether it is a LightningDataModule."""
+    """Return True for a LightningDataModule."""
     return base_of(value, "LightningDataModule") is not None
 
 
 def overrides(value: Any, name: str, base: str = "LightningModule") -> bool:
-    """Whether the user has written this method, in the class or on the object.
+    """Return True if the user has written this method, in the class or on the object.
 
     Args:
         value: a LightningModule or LightningDataModule.
@@ -47,24 +47,26 @@ def overrides(value: Any, name: str, base: str = "LightningModule") -> bool:
     if name in vars(value):
         return True
     owner = next((kind for kind in type(value).__mro__ if name in vars(kind)), None)
-    known = base_of(value, base)
-    return owner is not None and known is not None and owner not in known.__mro__
+    lightning_class = base_of(value, base)
+    return (
+        owner is not None and lightning_class is not None and owner not in lightning_class.__mro__
+    )
 
 
 def lightning_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and all LightningModules inside it."""
+    """Yield the module and all LightningModules inside it."""
     for part in module.modules():
         if base_of(part) is not None:
             yield part
 
 
 def is_metric(value: object) -> bool:
-    """Whether it is a metric of torchmetrics, or a collection of them."""
+    """Return True for a metric of torchmetrics or a collection of them."""
     return _is_of_torchmetrics(value, "Metric") or is_collection(value)
 
 
 def is_collection(value: object) -> bool:
-    """Whether it is a MetricCollection of torchmetrics."""
+    """Return True for a MetricCollection of torchmetrics."""
     return _is_of_torchmetrics(value, "MetricCollection")
 
 
@@ -76,7 +78,7 @@ def _is_of_torchmetrics(value: object, name: str) -> bool:
 
 
 def metrics_in(module: nn.Module, inside: bool = True) -> Iterator[Tuple[str, Any]]:
-    """The metric objects of a module by their paths, each once.
+    """Yield the metric objects of a module by their paths, each once.
 
     Args:
         module: where they are.
@@ -92,28 +94,28 @@ def metrics_in(module: nn.Module, inside: bool = True) -> Iterator[Tuple[str, An
 
 
 def parts_without_metrics(
-    module: nn.Module, seen: Set[int], prefix: str, remove_duplicate: bool
+    module: nn.Module, visited: Set[int], prefix: str, remove_duplicate: bool
 ) -> Iterator[Tuple[str, nn.Module]]:
-    """As ``named_modules``, but for metric objects and what they alone hold.
+    """Yield modules as ``named_modules`` does, without metric objects and their parts.
 
     Args:
         module: where to begin.
-        seen: identities of those that were told.
+        visited: identities of parts that were yielded before.
         prefix: before all names.
         remove_duplicate: whether each is told once.
     """
-    if remove_duplicate and id(module) in seen:
+    if remove_duplicate and id(module) in visited:
         return
-    seen.add(id(module))
+    visited.add(id(module))
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None and not is_metric(child):
             path = f"{prefix}.{name}" if prefix else name
-            yield from parts_without_metrics(child, seen, path, remove_duplicate)
+            yield from parts_without_metrics(child, visited, path, remove_duplicate)
 
 
 def parameters_of(method: Any) -> Optional[inspect.Signature]:
-    """The signature of a bound method; None where Python can't tell."""
+    """Return the signature of a bound method; None where Python can't tell."""
     try:
         return inspect.signature(method)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""The hooks of a LightningModule that lie between executions, called when their time comes."""
+"""Callback that calls the hooks of a LightningModule that lie between executions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ipufit.callbacks.callback import Logs
 from ipufit.lightning_module.detect import overrides
 from ipufit.lightning_module.logging import Log, attached, hook_log, no_log
 from ipufit.lightning_module.metrics import ModuleMetrics
-from ipufit.lightning_module.trainer_proxy import RunFacts
+from ipufit.lightning_module.trainer_proxy import FitTrainerProxy
 
 __all__ = ["ModuleHooks"]
 
@@ -31,7 +31,7 @@ class ModuleHooks(Callback):
     """
 
     def __init__(
-        self, module: Any, metrics: ModuleMetrics, stage: str, known: Dict[str, Any]
+        self, module: Any, metrics: ModuleMetrics, stage: str, facts: Dict[str, Any]
     ) -> None:
         super().__init__()
         self._module = module
@@ -43,9 +43,9 @@ class ModuleHooks(Callback):
         self._validating = False
         ends = ("on_train_epoch_end", "on_validation_epoch_end")
         self.adds = None if any(overrides(module, name) for name in ends) else ()
-        self._facts = RunFacts(
+        self._facts = FitTrainerProxy(
             {
-                **known,
+                **facts,
                 "current_epoch": lambda: self._epoch,
                 "global_step": lambda: self._updates(),
                 "callback_metrics": lambda: _as_tensors(self._seen),
@@ -77,7 +77,7 @@ class ModuleHooks(Callback):
     def _call(
         self, names: Iterable[str], role: str = "train", values: Optional[Dict[str, float]] = None
     ) -> None:
-        """Those of these hooks that there are; at the end of an epoch, with its values."""
+        """Call those of these hooks that exist; at the end of an epoch, with its values."""
         processes = None if values is None else self._process()
         log: Optional[Log] = None
         if values is not None:
@@ -89,34 +89,34 @@ class ModuleHooks(Callback):
                     getattr(self._module, name)()
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
-        """The module's on_fit_start and on_train_start."""
+        """Call the module's on_fit_start and on_train_start."""
         self._training = True
         self._call(("on_fit_start", "on_train_start"))
 
     def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:
-        """Its on_train_epoch_start."""
+        """Call the module's on_train_epoch_start."""
         self._epoch = epoch
         self._call(("on_train_epoch_start",))
 
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
-        """Its on_train_epoch_end; what it logs is in the history."""
+        """Call the module's on_train_epoch_end, whose logged values enter the history."""
         assert isinstance(logs, dict)
         self._seen = {**self._seen, **logs}
         self._call(("on_train_epoch_end",), values=logs)
 
     def on_train_end(self, logs: Optional[Logs] = None) -> None:
-        """Its on_train_end and on_fit_end."""
+        """Call the module's on_train_end and on_fit_end."""
         self._call(("on_train_end", "on_fit_end"))
         self._training = False
 
     def on_test_begin(self, logs: Optional[Logs] = None) -> None:
-        """Its on_validation_start and on_validation_epoch_start, or those of the test."""
+        """Call the hooks at the start of a validation or test."""
         self._validating = True
         names = (f"on_{self._stage}_start", f"on_{self._stage}_epoch_start")
         self._call(names, self._stage)
 
     def on_test_end(self, logs: Optional[Logs] = None) -> None:
-        """Its on_validation_epoch_end and on_validation_end, or those of the test."""
+        """Call the hooks at the end of a validation or test."""
         assert isinstance(logs, dict)
         self._seen = {**self._seen, **logs}
         self._call((f"on_{self._stage}_epoch_end",), self._stage, logs)
@@ -124,11 +124,11 @@ class ModuleHooks(Callback):
         self._validating = False
 
     def on_predict_begin(self, logs: Optional[Logs] = None) -> None:
-        """Its on_predict_start and on_predict_epoch_start."""
+        """Call the module's on_predict_start and on_predict_epoch_start."""
         self._call(("on_predict_start", "on_predict_epoch_start"), "predict")
 
     def on_predict_end(self, logs: Optional[Logs] = None) -> None:
-        """Its on_predict_epoch_end and on_predict_end."""
+        """Call the module's on_predict_epoch_end and on_predict_end."""
         self._call(("on_predict_epoch_end", "on_predict_end"), "predict")
 
 

@@ -1,4 +1,4 @@
-"""``self.log`` of a LightningModule: into the program while a step is recorded, else by hand."""
+"""Implementations of ``self.log``, for steps that are being recorded and for hooks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ipufit.core.logged_values import LogRule, check_value, report
 from ipufit.errors import ConfigurationError
 from ipufit.lightning_module.detect import is_collection, is_metric, lightning_parts
 from ipufit.lightning_module.metrics import MetricCalls, MetricValue
-from ipufit.lightning_module.patch import replaced
+from ipufit.lightning_module.trainer_proxy import replace_attributes
 from ipufit.utils.names import check_log_name
 
 __all__ = ["Log", "Notes", "attached", "hook_log", "no_log", "step_log"]
@@ -38,7 +38,7 @@ _REDUCTIONS = {
 
 @contextlib.contextmanager
 def attached(module: nn.Module, trainer: object, log: Log) -> Iterator[None]:
-    """In the block ``self.trainer``, ``self.log`` and ``self.log_dict`` are these.
+    """Replace ``self.trainer``, ``self.log`` and ``self.log_dict`` in the block.
 
     Args:
         module: a LightningModule; those inside it get the same.
@@ -58,13 +58,13 @@ def attached(module: nn.Module, trainer: object, log: Log) -> Iterator[None]:
         for name, value in items.items():
             log(name, value, *args, **options)
 
-    own = {"_trainer": trainer, "log": log, "log_dict": log_dict}
-    with replaced([(part, own) for part in lightning_parts(module)]):
+    attributes = {"_trainer": trainer, "log": log, "log_dict": log_dict}
+    with replace_attributes([(part, attributes) for part in lightning_parts(module)]):
         yield
 
 
 def step_log(role: str, size: int, metrics: MetricCalls, notes: Optional[Notes] = None) -> Log:
-    """``self.log`` of a step: the value becomes part of the program.
+    """Make ``self.log`` of a step, by which a value becomes part of the program.
 
     Args:
         role: "train", "validation" or "test".
@@ -122,7 +122,7 @@ def step_log(role: str, size: int, metrics: MetricCalls, notes: Optional[Notes] 
 
 
 def hook_log(values: Dict[str, float], computed: Callable[[str, Any], float]) -> Log:
-    """``self.log`` of a hook at the end of an epoch: the value stands beside those of the epoch.
+    """Make ``self.log`` of a hook at the end of an epoch, which adds to the values of the epoch.
 
     Args:
         values: those of the epoch.
@@ -150,7 +150,7 @@ def hook_log(values: Dict[str, float], computed: Callable[[str, Any], float]) ->
 
 
 def no_log(where: str) -> Log:
-    """``self.log`` where nothing can be logged."""
+    """Make ``self.log`` of a method in which nothing can be logged."""
 
     def log(name: object, *_: Any, **__: Any) -> None:
         raise ConfigurationError(
@@ -183,13 +183,13 @@ def _refuse_reduction(name: str, reduce: str) -> None:
 def _refuse(
     name: str, enable_graph: bool, group: object, metric_attribute: object, rank_zero: bool
 ) -> None:
-    given = {
+    refused = {
         "enable_graph": (enable_graph, "no gradient flows through a logged value"),
         "sync_dist_group": (group is not None, "values are those of all processes"),
         "metric_attribute": (metric_attribute is not None, "the value is no metric object"),
         "rank_zero_only": (rank_zero, "values are those of all processes"),
     }
-    for option, (is_given, why) in given.items():
+    for option, (is_given, why) in refused.items():
         if is_given:
             raise ConfigurationError(
                 f"self.log({name!r}) can't honour {option}: {why}. Leave it out."

@@ -1,4 +1,4 @@
-"""Model of a LightningModule: the same methods, with its steps, optimizer, data and hooks."""
+"""Model of a LightningModule, with its steps, optimizer, data and hooks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ipufit.lightning_module.data import Loaders, loaders_for, set_up
 from ipufit.lightning_module.detect import lightning_parts, overrides
 from ipufit.lightning_module.hooks import ModuleHooks
 from ipufit.lightning_module.metrics import EpochMetrics, MeasuredProgram, ModuleMetrics
-from ipufit.lightning_module.optimizers import configured
+from ipufit.lightning_module.optimizers import configure_optimizer
 from ipufit.lightning_module.steps import Steps, acting_as, steps_of
-from ipufit.lightning_module.trainer_proxy import NotKnownYetError, RunFacts
+from ipufit.lightning_module.trainer_proxy import FitTrainerProxy, NotKnownYetError
 from ipufit.lightning_module.unsupported import refuse_module
 from ipufit.losses.module_loss import WHOLE_BATCH
 from ipufit.metrics import MetricSet
@@ -42,7 +42,7 @@ _DIVIDING = ("stages", "layers_per_ipu", "strategy", "config", "training_options
 
 
 class LightningModel(Model):
-    """What :meth:`ipufit.Model.from_lightning` returns.
+    """Model that trains a LightningModule, made by :meth:`ipufit.Model.from_lightning`.
 
     Args:
         module: a LightningModule.
@@ -111,7 +111,7 @@ class LightningModel(Model):
         before = self._options, self._is_waiting
         self._options = {"optimizer": optimizer, **options}
         try:
-            self._make_session(RunFacts({}, fitting=False))
+            self._make_session(FitTrainerProxy({}, fitting=False))
         except NotKnownYetError:
             # configure_optimizers asks for what only fit knows.
             self._is_waiting = True
@@ -120,8 +120,8 @@ class LightningModel(Model):
             self._options, self._is_waiting = before
             raise
 
-    def _make_session(self, facts: Optional[RunFacts]) -> None:
-        """Compile: with what the module configures, or without an optimizer if there are no facts.
+    def _make_session(self, facts: Optional[FitTrainerProxy]) -> None:
+        """Compile with what the module configures, or without an optimizer if facts is None.
 
         Raises:
             NotKnownYetError: ``configure_optimizers`` asks for what the facts don't tell.
@@ -129,7 +129,7 @@ class LightningModel(Model):
         options = dict(self._options)
         optimizer = options.pop("optimizer", None)
         if optimizer is None and facts is not None:
-            optimizer, schedule = configured(self.lightning, facts)
+            optimizer, schedule = configure_optimizer(self.lightning, facts)
             if schedule is not None:
                 options["lr_scheduler"] = schedule
         super().compile(optimizer, WHOLE_BATCH, **options)
@@ -162,8 +162,8 @@ class LightningModel(Model):
         options.update(batch_size=batch_size, epochs=epochs)
         self._refuse_checkpoint_hooks(options)
         loaders = loaders_for(self.lightning, x, datamodule, "fit")
-        known = {"max_epochs": epochs}
-        with self._stage("fit", loaders, "validation", known) as hooks:
+        facts = {"max_epochs": epochs}
+        with self._stage("fit", loaders, "validation", facts) as hooks:
             data = loaders.main()
             if "validation_data" not in options and "validation_split" not in options:
                 if overrides(self.lightning, "validation_step"):
@@ -171,7 +171,7 @@ class LightningModel(Model):
             elif options.get("validation_data") is not None or options.get("validation_split"):
                 self._require("validation_step")
             if self._is_waiting:
-                self._make_session(RunFacts({**known, **self._counted(data, y, options)}))
+                self._make_session(FitTrainerProxy({**facts, **self._counted(data, y, options)}))
             options["callbacks"] = self._with_hooks(hooks, options.get("callbacks", ()))
             return super().fit(data, y, **options)
 
@@ -184,7 +184,7 @@ class LightningModel(Model):
         datamodule: Any = None,
         **options: Any,
     ) -> Union[float, List[float], Dict[str, float]]:
-        """What ``validation_step`` logs, and its loss if it returns one.
+        """Evaluate with ``validation_step``: the values that it logs, and its loss, if any.
 
         Args:
             x: as for :meth:`ipufit.Model.evaluate`, or a LightningDataModule; None takes
@@ -200,7 +200,7 @@ class LightningModel(Model):
     def test(
         self, x: Any = None, y: Any = None, *, datamodule: Any = None, **options: Any
     ) -> Union[float, List[float], Dict[str, float]]:
-        """The same with ``test_step`` and ``test_dataloader``."""
+        """Evaluate with ``test_step`` and ``test_dataloader``."""
         return self._evaluated("test", "test", x, y, datamodule, options)
 
     def _evaluated(
@@ -220,7 +220,7 @@ class LightningModel(Model):
         datamodule: Any = None,
         **options: Any,
     ) -> Any:
-        """What ``predict_step`` returns, joined over all batches.
+        """Predict with ``predict_step``, whose results are joined over all batches.
 
         Args:
             x: as for :meth:`ipufit.Model.predict`, or a LightningDataModule; None takes
@@ -237,7 +237,7 @@ class LightningModel(Model):
     def predict_iter(
         self, x: Any = None, batch_size: Optional[int] = None, **options: Any
     ) -> Iterator[Any]:
-        """What ``predict`` returns, piece by piece, without the hooks of the module.
+        """Yield the results of ``predict`` piece by piece, without the hooks of the module.
 
         Args:
             x: as for :meth:`ipufit.Model.predict_iter`.
@@ -258,26 +258,26 @@ class LightningModel(Model):
             yield piece.pop()
 
     def predict_on_batch(self, x: Any) -> Any:
-        """What ``predict_step`` returns for one batch."""
+        """Return the result of ``predict_step`` for one batch."""
         self._ready()
         with acting_as(self.module, "predict"):
             return super().predict_on_batch(x)
 
     def summary(self, x: Any = None, **options: Any) -> None:
-        """The layers and, for a batch as the loader gives it, what the steps make of it."""
+        """Print the layers and, for a batch as the loader gives it, the shapes in the steps."""
         self._ready()
         super().summary(x, **options)
 
     def check(self, x: Any = None) -> CheckReport:
-        """What of the steps a recorded program would not do as it is written."""
+        """Check the steps for what a recorded program would not do as it is written."""
         self._ready()
         return super().check(x)
 
     def _ready(self) -> None:
-        """Compile for what needs no optimizer, if nobody has."""
+        """Compile for calls that need no optimizer, unless that was done."""
         if self._session is None:
             try:
-                self._make_session(RunFacts({}, fitting=False))
+                self._make_session(FitTrainerProxy({}, fitting=False))
             except NotKnownYetError:
                 self._make_session(None)
 
@@ -291,25 +291,25 @@ class LightningModel(Model):
         return session
 
     def _measured(self, program: Program, spec: ProgramSpec) -> Program:
-        """A program that updates the metric objects of the module."""
+        """Wrap a program so that it updates the metric objects of the module."""
         if spec.mode is Mode.PREDICT:
             return program
         return MeasuredProgram(program, self._metrics, self.module.role, spec)
 
     def logged_metrics(self, role: str) -> Dict[str, Any]:
-        """The metric objects that a step logs, by the names of their values, for a Trainer."""
+        """Return the metric objects that a step logs, by the names of their values."""
         return dict(self._metrics.logged(role))
 
     @contextlib.contextmanager
     def _stage(
-        self, stage: str, loaders: Loaders, role: str, known: Dict[str, Any]
+        self, stage: str, loaders: Loaders, role: str, facts: Dict[str, Any]
     ) -> Iterator[ModuleHooks]:
-        """The module set up for a stage, and its hooks; of a Trainer that it had it lets go."""
+        """Set up the module for a stage, without its old Trainer, and yield its hooks."""
         for part in lightning_parts(self.lightning):
             vars(part)["_trainer"] = None
-        hooks = ModuleHooks(self.lightning, self._metrics, role, known)
-        facts = RunFacts(known)
-        with set_up(self.lightning, loaders, stage, facts), acting_as(self.module, role):
+        hooks = ModuleHooks(self.lightning, self._metrics, role, facts)
+        proxy = FitTrainerProxy(facts)
+        with set_up(self.lightning, loaders, stage, proxy), acting_as(self.module, role):
             if stage != "fit":
                 self._ready()
             yield hooks
@@ -340,22 +340,22 @@ class LightningModel(Model):
             )
 
     def _counted(self, data: Any, y: Any, options: Dict[str, Any]) -> Dict[str, Any]:
-        """What is known of the number of updates, as a Trainer calls it."""
+        """Count batches and updates under a Trainer's names, as far as that can be done."""
         if any(options.get(name) for name in _RECOUNTING) or y is not None:
             return {}
         if any(self._options.get(name) is not None for name in _DIVIDING):
             return {}
         accumulation = options.get("gradient_accumulation") or 1
-        known: Dict[str, Any] = {"accumulate_grad_batches": accumulation}
+        counts: Dict[str, Any] = {"accumulate_grad_batches": accumulation}
         if isinstance(data, torch.utils.data.DataLoader):
             try:
                 batches = len(data)
             except TypeError:
-                return known
+                return counts
             updates = math.ceil(batches / (accumulation * (options.get("ipus") or 1)))
-            known["num_training_batches"] = batches
-            known["estimated_stepping_batches"] = updates * int(options.get("epochs", 1))
-        return known
+            counts["num_training_batches"] = batches
+            counts["estimated_stepping_batches"] = updates * int(options.get("epochs", 1))
+        return counts
 
 
 def _first(pieces: Iterator[Any]) -> Iterator[Any]:

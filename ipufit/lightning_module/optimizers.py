@@ -1,4 +1,4 @@
-"""Every form that ``configure_optimizers`` may return, as one optimizer and one schedule."""
+"""Conversion of every result of ``configure_optimizers`` to one optimizer and one schedule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ipufit.lightning_module.detect import overrides
 from ipufit.lightning_module.logging import attached, no_log
 from ipufit.optim.schedules.resolve import AtEpochEnd, EveryBatches
 
-__all__ = ["configured"]
+__all__ = ["configure_optimizer"]
 
 _KEYS = {
     *("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau"),
@@ -23,7 +23,7 @@ _FORMS = (
 )
 
 
-def configured(module: Any, facts: object) -> Tuple[Optional[torch.optim.Optimizer], Any]:
+def configure_optimizer(module: Any, facts: object) -> Tuple[Optional[torch.optim.Optimizer], Any]:
     """Call ``configure_optimizers``.
 
     Args:
@@ -94,9 +94,9 @@ def _of_dict(result: Mapping[str, Any]) -> Tuple[List[Any], List[Any], Optional[
     return [result["optimizer"]], [] if scheduler is None else [scheduler], result.get("monitor")
 
 
-def _schedule(given: Any, monitor: Optional[str]) -> Any:
+def _schedule(returned: Any, monitor: Optional[str]) -> Any:
     """A scheduler, or Lightning's dict around one."""
-    config = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
+    config = dict(returned) if isinstance(returned, Mapping) else {"scheduler": returned}
     unknown = sorted(set(config) - _KEYS)
     if unknown or "scheduler" not in config:
         raise ConfigurationError(

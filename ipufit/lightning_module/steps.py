@@ -1,4 +1,4 @@
-"""A LightningModule as a program sees it: a module whose forward is the step of the moment."""
+"""Face of a LightningModule for programs: a module whose forward is one of its steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ipufit.errors import CaptureError, ConfigurationError, LossError
 from ipufit.lightning_module.detect import overrides, parameters_of, parts_without_metrics
 from ipufit.lightning_module.logging import Notes, attached, no_log, step_log
 from ipufit.lightning_module.metrics import MetricCalls
-from ipufit.lightning_module.trainer_proxy import BatchIndex, StepFacts
+from ipufit.lightning_module.trainer_proxy import BatchIndex, StepTrainerProxy
 from ipufit.partition.own_blocks import blocks_without_end
 from ipufit.utils import tree
 
@@ -34,7 +34,7 @@ _IN_PREDICT = "Call it on what predict returns."
 
 
 class Steps(nn.Module):
-    """Another face of the same object: its attributes, parameters and parts are the user's own.
+    """Module that shares attributes, parameters and parts with the user's LightningModule.
 
     Metric objects are no parts of it: the host updates them, and no program holds their state.
 
@@ -60,11 +60,11 @@ class Steps(nn.Module):
 
     # The hooks of the user's module are for its own forward, which the step calls.
     def __call__(self, batch: Any) -> Any:
-        """The same as :meth:`forward`."""
+        """Call :meth:`forward`."""
         return self.forward(batch)
 
     def forward(self, batch: Any) -> Any:
-        """A step.
+        """Run the step of the present role.
 
         Args:
             batch: as the loader gives it.
@@ -80,7 +80,7 @@ class Steps(nn.Module):
         notes = None if self.notes is None else self.notes.setdefault(role, {})
         log = no_log(name) if role == "predict" else step_log(role, size, metrics, notes)
         growth = _refusing_growth(module, name)
-        facts = attached(module, StepFacts(role), log)
+        facts = attached(module, StepTrainerProxy(role), log)
         with metrics.in_place(), facts, growth, blocks_without_end():
             if overrides(module, "on_after_batch_transfer"):
                 batch = module.on_after_batch_transfer(batch, 0)
@@ -95,20 +95,20 @@ class Steps(nn.Module):
         prefix: str = "",
         remove_duplicate: bool = True,
     ) -> Iterator[Tuple[str, nn.Module]]:
-        """All parts but metric objects."""
-        seen = {id(part) for part in memo or ()}
-        for name, part in parts_without_metrics(self, seen, prefix, remove_duplicate):
+        """Yield all parts but metric objects."""
+        visited = {id(part) for part in memo or ()}
+        for name, part in parts_without_metrics(self, visited, prefix, remove_duplicate):
             if memo is not None and remove_duplicate:
                 memo.add(part)
             yield name, part
 
     def keep_notes(self) -> None:
-        """From now on write down how values are logged."""
+        """Record from now on how values are logged."""
         object.__setattr__(self, "notes", {})
 
     @property
     def role(self) -> str:
-        """Which step is meant: "train", "validation", "test" or "predict"."""
+        """The present step: "train", "validation", "test" or "predict"."""
         return "train" if self.training else str(vars(self)[_ROLE])
 
     def _more(self, role: str) -> Tuple[object, ...]:
@@ -139,10 +139,14 @@ class Steps(nn.Module):
 
 
 def steps_of(module: nn.Module) -> Steps:
-    """The face of a LightningModule, with the name of its class."""
-    own = type(module)
-    names = {"__slots__": (), "__module__": own.__module__, "__qualname__": own.__qualname__}
-    kind = type(own.__name__, (Steps,), names)
+    """Make the face of a LightningModule, named like its class."""
+    module_class = type(module)
+    names = {
+        "__slots__": (),
+        "__module__": module_class.__module__,
+        "__qualname__": module_class.__qualname__,
+    }
+    kind = type(module_class.__name__, (Steps,), names)
     steps: Steps = object.__new__(kind)
     vars(module).setdefault(_ROLE, "validation")
     object.__setattr__(steps, "__dict__", vars(module))
@@ -153,7 +157,7 @@ def steps_of(module: nn.Module) -> Steps:
 
 @contextlib.contextmanager
 def acting_as(steps: Steps, role: str) -> Iterator[None]:
-    """In the block, eval mode means this step."""
+    """Run this step in eval mode, in the block."""
     there = vars(steps)
     before = there[_ROLE]
     there[_ROLE] = role

@@ -1,21 +1,29 @@
-"""What stands in the place of a Trainer and of batch_idx, and never tells anything untrue."""
+"""Stand-ins for a Trainer and for batch_idx, which refuse what they can't answer truthfully."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
-from typing import Any, Callable, Mapping, NoReturn, Optional
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NoReturn, Optional, Tuple
 
 from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.tracing.capture import user_frame
 
-__all__ = ["BatchIndex", "NotKnownYetError", "RunFacts", "StepFacts", "refuse_here"]
+__all__ = [
+    "BatchIndex",
+    "FitTrainerProxy",
+    "NotKnownYetError",
+    "StepTrainerProxy",
+    "refuse_here",
+    "replace_attributes",
+]
 
 _INSIDE = ("ipufit.", "lightning.", "pytorch_lightning.")
 
 
 def refuse_here(what: str, instead: str) -> NoReturn:
-    """Refuse the user's line that is being recorded.
+    """Refuse the line of user code that is being recorded.
 
     Raises:
         CaptureError: always, with file and line.
@@ -23,16 +31,16 @@ def refuse_here(what: str, instead: str) -> NoReturn:
     frame: Optional[types.FrameType] = sys._getframe(1)
     while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_INSIDE):
         frame = frame.f_back
-    found = user_frame(frame)
-    if found is None:
+    user_line = user_frame(frame)
+    if user_line is None:
         raise CaptureError(f"{what}. {instead}", what=what, cure=instead)
-    file, line, function = found
+    file, line, function = user_line
     text = f"{what}, at {file}:{line} in {function}. {instead}"
     raise CaptureError(text, file, line, function=function, what=what, cure=instead)
 
 
 class BatchIndex:
-    """In the place of batch_idx: it may be passed on, and not be used.
+    """Stand-in for batch_idx: it may be passed on, and not be used.
 
     A step is recorded once; the number would be that of the first batch for ever.
     """
@@ -65,8 +73,8 @@ _STAGES = {
 }
 
 
-class StepFacts:
-    """``self.trainer`` while a step is recorded: which step it is, and nothing else.
+class StepTrainerProxy:
+    """Stand-in for ``self.trainer`` while a step is recorded: it knows which step it is.
 
     Args:
         role: "train", "validation", "test" or "predict".
@@ -90,31 +98,38 @@ class StepFacts:
 
 
 def _as_read(name: str) -> str:
-    own = ("current_epoch", "global_step", "global_rank", "local_rank", "logger", "loggers")
-    return f"self.{name}" if name in own else f"self.trainer.{name}"
+    module_attributes = (
+        "current_epoch",
+        "global_step",
+        "global_rank",
+        "local_rank",
+        "logger",
+        "loggers",
+    )
+    return f"self.{name}" if name in module_attributes else f"self.trainer.{name}"
 
 
 class NotKnownYetError(ConfigurationError):
-    """``self.trainer`` was asked for what only ``fit`` knows."""
+    """Raised where ``self.trainer`` is asked for what only ``fit`` knows."""
 
 
-class RunFacts:
-    """``self.trainer`` outside of the steps: what is known of the run.
+class FitTrainerProxy:
+    """Stand-in for ``self.trainer`` outside of the steps, with facts about the run.
 
     Args:
-        known: attributes by name; a callable is called for its value.
+        facts: attributes by name; a callable is called for its value.
         fitting: whether ``fit`` has been called, so that no more will be known.
         setters: by name what setting an attribute does; others can't be set.
     """
 
     def __init__(
         self,
-        known: Mapping[str, Any],
+        facts: Mapping[str, Any],
         fitting: bool = True,
         setters: Optional[Mapping[str, Callable[[Any], None]]] = None,
     ) -> None:
-        own = {"_known": dict(known), "_fitting": fitting, "_setters": dict(setters or {})}
-        vars(self).update(own)
+        state = {"_known": dict(facts), "_fitting": fitting, "_setters": dict(setters or {})}
+        vars(self).update(state)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self._setters:
@@ -138,3 +153,25 @@ class RunFacts:
         if not self._fitting:
             raise NotKnownYetError(f"{text} More is known when fit has been called.")
         raise ConfigurationError(f"{text} Pass it to the module's __init__ instead.")
+
+
+@contextlib.contextmanager
+def replace_attributes(attributes: Iterable[Tuple[Any, Mapping[str, Any]]]) -> Iterator[None]:
+    """Replace attributes of objects in the block, by name.
+
+    Args:
+        attributes: each object with its attributes.
+    """
+    before: List[Tuple[Dict[str, Any], Mapping[str, Any], Dict[str, Any]]] = []
+    try:
+        for each, values in attributes:
+            there = vars(each)
+            before.append((there, values, {name: there[name] for name in values if name in there}))
+            there.update(values)
+        yield
+    finally:
+        for there, values, earlier in before:
+            there.update(earlier)  # in its old place: a recording depends on the order
+            for name in values:
+                if name not in earlier:
+                    there.pop(name, None)

@@ -1,4 +1,4 @@
-"""What a LightningModule may do and a recorded program can't, each with the way out."""
+"""Refusals of what a LightningModule may do and a recorded program can't, with the way out."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def refuse_module(module: Any, by_trainer: bool = False) -> None:
 
 
 def refuse_data_hooks(data: Any) -> None:
-    """The same for a LightningDataModule.
+    """Refuse hooks of a LightningDataModule that are not called.
 
     Raises:
         ConfigurationError: it overrides what is not called.

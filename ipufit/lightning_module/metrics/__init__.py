@@ -4,10 +4,8 @@ The program hands out what they are called with, and the host updates them after
 torchmetrics is never imported here.
 """
 
-from ipufit.lightning_module.metrics.epoch import EpochMetrics
-from ipufit.lightning_module.metrics.objects import ModuleMetrics
+from ipufit.lightning_module.metrics.objects import EpochMetrics, ModuleMetrics
 from ipufit.lightning_module.metrics.program import MeasuredProgram
-from ipufit.lightning_module.metrics.recording import MetricCalls
-from ipufit.lightning_module.metrics.values import MetricValue
+from ipufit.lightning_module.metrics.recording import MetricCalls, MetricValue
 
 __all__ = ["EpochMetrics", "MeasuredProgram", "MetricCalls", "MetricValue", "ModuleMetrics"]

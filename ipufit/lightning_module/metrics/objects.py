@@ -1,26 +1,36 @@
-"""The metric objects of a LightningModule, and whose state they have."""
+"""Metric objects of a LightningModule, with a state for each step, and their values over epochs."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Set, Tuple
+import copy
+import math
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
 from torch import Tensor, nn
 
 from ipufit.errors import ConfigurationError, MetricError
 from ipufit.lightning_module.detect import is_collection, metrics_in
-from ipufit.lightning_module.metrics.calls import Calls
+from ipufit.lightning_module.metrics.recording import MetricKey
 from ipufit.metrics.stored import is_plain, joined, restore, stored
 from ipufit.metrics.values import shapes
 from ipufit.processes import Processes
 
-__all__ = ["ModuleMetrics", "Objects", "has_seen", "metric_at", "number", "quiet"]
+__all__ = [
+    "EpochMetrics",
+    "ModuleMetrics",
+    "Objects",
+    "as_number",
+    "has_seen",
+    "metric_at",
+    "without_sync",
+]
 
 Objects = Mapping[str, Any]
 
 
 class ModuleMetrics:
-    """The metric objects of a module, whose state is that of the step that was the last.
+    """Metric objects of a module, whose state is that of the step that ran last.
 
     A metric that several steps call, such as those of training and validation, counts apart in
     each.
@@ -34,43 +44,43 @@ class ModuleMetrics:
         self._module = module
         self._by_trainer = by_trainer
         self._objects: Dict[str, Any] = {}
-        self._known: Dict[str, Dict[Calls, Calls]] = {}
-        self._tried: Set[Tuple[str, Calls]] = set()
+        self._known: Dict[str, Dict[MetricKey, MetricKey]] = {}
+        self._tried: Set[Tuple[str, MetricKey]] = set()
         self._held: Dict[str, str] = {}
         self._aside: Dict[Tuple[str, str], Any] = {}
         self._late: List[str] = []
 
     def find(self) -> Objects:
-        """Metrics of the module by path, but for those inside of others, as it is now."""
+        """Return the metrics of the module by path, without those inside of others."""
         self._objects = dict(metrics_in(self._module, inside=False))
         return self._objects
 
     def begin(self, role: str) -> None:
-        """A program of this step is made, which may do other things than the one before."""
+        """Forget what a step did: a new program of it is made."""
         self.find()
         self._known[role] = {}
 
-    def learn(self, role: str, key: Calls) -> None:
-        """The step does this with a micro-batch of some size."""
+    def learn(self, role: str, key: MetricKey) -> None:
+        """Learn from a key what the step does with a micro-batch of some size."""
         self._known.setdefault(role, {})[key] = key
 
-    def is_new(self, role: str, key: Calls) -> bool:
-        """Whether it is the first time that anybody asks about this."""
+    def is_new(self, role: str, key: MetricKey) -> bool:
+        """Return True for the first question about a key."""
         there = (role, key) in self._tried
         self._tried.add((role, key))
         return not there
 
     def epochs(self, role: str) -> Dict[str, str]:
-        """Paths of the metrics whose values over the epoch a step logs, by name."""
+        """Return the paths of the metrics whose values over the epoch a step logs, by name."""
         return {n: path for key in self._known.get(role, ()) for n, path in key.epochs.items()}
 
     def called(self, role: str) -> Dict[str, Any]:
-        """Those of :meth:`find` that a step calls."""
+        """Return the metrics of :meth:`find` that a step calls."""
         calls = {call.path for key in self._known.get(role, ()) for call in key.calls}
         return {p: m for p, m in self._objects.items() if any(is_in(each, p) for each in calls)}
 
     def turn_to(self, role: str) -> Objects:
-        """Give those that the step calls the state that is its own.
+        """Give the metrics that the step calls the state of that step.
 
         Raises:
             ConfigurationError: another step calls it too, and nobody knows where it keeps its
@@ -94,7 +104,7 @@ class ModuleMetrics:
         return objects
 
     def logged(self, role: str) -> Iterator[Tuple[str, Any]]:
-        """The metrics that a step logs, by the names of their values, as a Trainer takes them."""
+        """Yield the metrics that a step logs, by the names of values, as a Trainer takes them."""
         objects = self.called(role)
         for collection in filter(is_collection, objects.values()):
             # Members that share one state get copies of it, as log_dict makes them.
@@ -103,7 +113,7 @@ class ModuleMetrics:
             yield name, _inside(objects, path)
 
     def reset(self, role: str) -> None:
-        """What is logged forgets everything, as at the end of an epoch of Lightning's."""
+        """Reset the metrics that are logged, as Lightning does at the end of an epoch."""
         objects = self.turn_to(role)
         logged = {path for key in self._known.get(role, ()) for path in key.resets}
         for path in sorted({*logged, *self._late}):
@@ -111,7 +121,7 @@ class ModuleMetrics:
         self._late = []
 
     def finish(self) -> None:
-        """Training or an evaluation is over."""
+        """End training or an evaluation."""
         for role in self._known:
             self.reset(role)
 
@@ -129,46 +139,46 @@ class ModuleMetrics:
                 "self.log_dict."
             )
         self._late.append(paths[id(metric)])
-        return number(metric.compute(), f"self.{paths[id(metric)]}")
+        return as_number(metric.compute(), f"self.{paths[id(metric)]}")
 
     @contextlib.contextmanager
     def shown(self, role: str, processes: Optional[Processes] = None) -> Iterator[None]:
-        """In the block the objects have the state of a step, for hooks of the module.
+        """Give the objects the state of a step, in the block, for hooks of the module.
 
         Args:
             role: whose.
             processes: of several, which all come here, the state is that of all; None for the own.
         """
         objects = self.turn_to(role)
-        own: Dict[str, Any] = {}
+        local_states: Dict[str, Any] = {}
         if processes is not None and processes.is_distributed and objects:
-            own = {path: stored(metric, path) for path, metric in objects.items()}
-            told = processes.gather(own, "metrics")
+            local_states = {path: stored(metric, path) for path, metric in objects.items()}
+            states = processes.gather(local_states, "metrics")
             for path, metric in objects.items():
-                restore(metric, joined(metric, [each[path] for each in told], path))
+                restore(metric, joined(metric, [each[path] for each in states], path))
         with contextlib.ExitStack() as stack:
             for metric in self._objects.values():
-                stack.enter_context(quiet(metric))
+                stack.enter_context(without_sync(metric))
             yield
-        for path, state in own.items():
+        for path, state in local_states.items():
             # A hook may have reset it; else it goes on from its own part.
             if has_seen(objects[path]):
                 restore(objects[path], state)
 
 
 def metric_at(objects: Objects, path: str) -> Any:
-    """A metric by its path, in one of these or one of these itself."""
-    for own, metric in objects.items():
-        if own != path and is_in(path, own) and is_collection(metric):
+    """Return a metric by its path, which may lie inside one of these objects."""
+    for outer, metric in objects.items():
+        if outer != path and is_in(path, outer) and is_collection(metric):
             # Members that share one state are shown it.
             metric.values(copy_state=False)
     return _inside(objects, path)
 
 
 def _inside(objects: Objects, path: str) -> Any:
-    for own, metric in objects.items():
-        if is_in(path, own):
-            return metric if own == path else metric.get_submodule(path[len(own) + 1 :])
+    for outer, metric in objects.items():
+        if is_in(path, outer):
+            return metric if outer == path else metric.get_submodule(path[len(outer) + 1 :])
     raise AssertionError(path)
 
 
@@ -176,8 +186,8 @@ def is_in(path: str, outer: str) -> bool:
     return path == outer or path.startswith(f"{outer}.")
 
 
-def number(value: Any, name: str) -> float:
-    """One real number.
+def as_number(value: Any, name: str) -> float:
+    """Convert the value of a metric to one real number.
 
     Raises:
         MetricError: it is not.
@@ -197,19 +207,135 @@ def _members(metric: Any) -> List[Any]:
 
 
 def has_seen(metric: Any) -> bool:
-    """Whether it has been updated since it was reset."""
+    """Return True if a metric has been updated since it was reset."""
     return any(each._update_count for each in _members(metric))
 
 
 @contextlib.contextmanager
-def quiet(metric: Any) -> Iterator[None]:
-    """In the block it does not ask other processes by itself, at a time of its own."""
+def without_sync(metric: Any) -> Iterator[None]:
+    """Keep a metric, in the block, from asking other processes by itself."""
     names = ("sync_on_compute", "_to_sync")
-    kept = [(each, [getattr(each, name) for name in names]) for each in _members(metric)]
-    for each, _ in kept:
+    saved = [(each, [getattr(each, name) for name in names]) for each in _members(metric)]
+    for each, _ in saved:
         each.sync_on_compute = each._to_sync = False
     try:
         yield
     finally:
-        for each, before in kept:
+        for each, before in saved:
             each.sync_on_compute, each._to_sync = before
+
+
+class EpochMetrics:
+    """Metric of ipufit for the values over an epoch of the metrics that a step logs.
+
+    They are updated by :class:`MeasuredProgram`.
+
+    Args:
+        metrics: of the module.
+        step: tells the role of the step that is meant.
+        role: "train", "validation" or "test"; None for that of the moment when it is used.
+        copies: what to take in place of the module's own metrics.
+    """
+
+    name = "of the steps"
+    writes = counts = False
+    exact = lasts = True
+
+    def __init__(
+        self,
+        metrics: ModuleMetrics,
+        step: Any,
+        role: Optional[str] = None,
+        copies: Optional[Objects] = None,
+    ) -> None:
+        self._metrics = metrics
+        self._step = step
+        self._role = role
+        self._copies = copies
+
+    @property
+    def names(self) -> Tuple[str, ...]:
+        """Keys of :meth:`compute`, once the step has been recorded."""
+        return () if self._role is None else tuple(self._metrics.epochs(self._role))
+
+    @names.setter
+    def names(self, names: Tuple[str, ...]) -> None:
+        """They are known."""
+
+    def fresh(self) -> EpochMetrics:
+        """Return the metrics of the present role or, if this has a role, a copy without state."""
+        if self._role is None:
+            role = self._step.role
+            self._metrics.begin(role)
+            return EpochMetrics(self._metrics, self._step, role)
+        copies = copy.deepcopy(self._objects)
+        for metric in copies.values():
+            metric.reset()
+        return EpochMetrics(self._metrics, self._step, self._role, copies)
+
+    @property
+    def _objects(self) -> Objects:
+        assert self._role is not None
+        return self._metrics.turn_to(self._role) if self._copies is None else self._copies
+
+    def reset(self) -> None:
+        """Begin a new epoch."""
+        if self._role is not None and self._copies is None:
+            self._metrics.reset(self._role)
+
+    def update(self, prediction: Any, target: Any, size: int, weight: Any) -> None:
+        """Do nothing: the program has updated the metrics."""
+
+    def compute(self) -> Dict[str, float]:
+        """Return the values so far; nan before the first micro-batch."""
+        objects, values = self._objects, {}
+        assert self._role is not None
+        for name, path in self._metrics.epochs(self._role).items():
+            metric = metric_at(objects, path)
+            with without_sync(metric):
+                values[name] = as_number(metric.compute(), name) if has_seen(metric) else math.nan
+        return values
+
+    def state_dict(self) -> Any:
+        """Return the state of every metric that the step calls.
+
+        Raises:
+            MetricError: one can't say.
+        """
+        for path, metric in self._objects.items():
+            if not is_plain(metric):
+                raise MetricError(
+                    f"a checkpoint holds what every metric has seen, but self.{path} "
+                    f"({type(metric).__name__}) can't say it. Use a plain metric of torchmetrics, "
+                    "or leave checkpoint out."
+                )
+        return {path: stored(metric, path) for path, metric in self._objects.items()}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from a state."""
+        for path, metric in self._objects.items():
+            if path in state:
+                restore(metric, state[path])
+
+    def joined(self, states: Sequence[Any]) -> Any:
+        """Merge states as torchmetrics has declared it.
+
+        Raises:
+            MetricError: a state can't be joined.
+        """
+        return {
+            path: joined(metric, [state[path] for state in states], f"self.{path}")
+            for path, metric in self._objects.items()
+        }
+
+    def check_joined(self, processes: int) -> None:
+        """Do nothing: which metrics the step calls is known once it has been recorded."""
+
+    def higher_is_better(self) -> Dict[str, Optional[bool]]:
+        """Return the direction of every value, as its metric says."""
+        objects = self._objects
+        assert self._role is not None
+        return {
+            name: getattr(metric_at(objects, path), "higher_is_better", None)
+            for name, path in self._metrics.epochs(self._role).items()
+        }

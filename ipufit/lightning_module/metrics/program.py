@@ -15,8 +15,14 @@ from ipufit.core.batch import CombinedBatch, MicroBatch
 from ipufit.core.logged_values import joined_rules
 from ipufit.engines.program import ExecutionResult, Prepared, Program, ProgramSpec
 from ipufit.errors import ConfigurationError, MetricError
-from ipufit.lightning_module.metrics.calls import Calls, find_calls
-from ipufit.lightning_module.metrics.objects import ModuleMetrics, Objects, metric_at, number, quiet
+from ipufit.lightning_module.metrics.objects import (
+    ModuleMetrics,
+    Objects,
+    as_number,
+    metric_at,
+    without_sync,
+)
+from ipufit.lightning_module.metrics.recording import MetricKey, find_calls
 from ipufit.metrics.stored import refuse_unjoined
 from ipufit.metrics.values import shapes
 from ipufit.utils import tree
@@ -27,7 +33,7 @@ __all__ = ["MeasuredProgram"]
 
 
 class MeasuredProgram:
-    """A program that hands out what metrics are called with, and the metrics.
+    """Program whose outputs for metrics update the metric objects.
 
     Everything else is the program's own.
 
@@ -55,7 +61,7 @@ class MeasuredProgram:
         return self._program.updates
 
     def prepare(self, example: MicroBatch) -> Prepared:
-        """Build, and try the metrics.
+        """Build the program, and try the metrics on copies.
 
         Raises:
             MetricError: a metric can't take what it is called with.
@@ -74,7 +80,7 @@ class MeasuredProgram:
         rules = joined_rules(prepared.rules, {value.name: value.rule for value in key.values})
         return Prepared(outputs, rules)
 
-    def _check(self, key: Calls) -> None:
+    def _check(self, key: MetricKey) -> None:
         mode = self._spec.config.output_mode
         if self._role == "train" and (mode.kind != "all" or mode.every > 1):
             raise ConfigurationError(
@@ -87,7 +93,7 @@ class MeasuredProgram:
                 refuse_unjoined(metric, f"self.{path}", self._spec.processes.num_processes)
 
     def run(self, batch: CombinedBatch) -> ExecutionResult:
-        """One execution; the values of its micro-batches are among what it logs.
+        """Run one execution, which logs the metric values of its micro-batches too.
 
         Raises:
             MetricError: a metric can't take what it is called with.
@@ -96,42 +102,48 @@ class MeasuredProgram:
         if not any(map(find_calls, anchors.outputs)):
             return anchors
         keys = [find_calls(outputs) for outputs in anchors.outputs]
-        for found in filter(None, keys):
-            self._metrics.learn(self._role, found)
+        for learnt in filter(None, keys):
+            self._metrics.learn(self._role, learnt)
         objects = self._metrics.turn_to(self._role)
         logged: List[Mapping[str, float]] = list(anchors.logged) or [{} for _ in anchors.losses]
-        rules, kept = dict(anchors.rules), []
+        rules, outputs_without_metrics = dict(anchors.rules), []
         for place, outputs, key in zip(anchors.places, anchors.outputs, keys):
             outputs = dict(outputs)
             if key is not None:
-                values = _called(key, objects, outputs.pop(key))
+                values = _update_metrics(key, objects, outputs.pop(key))
                 logged[place] = {**logged[place], **values}
                 rules = joined_rules(rules, {value.name: value.rule for value in key.values})
-            kept.append(outputs)
-        return dataclasses.replace(anchors, outputs=kept, logged=logged, rules=rules)
+            outputs_without_metrics.append(outputs)
+        return dataclasses.replace(
+            anchors, outputs=outputs_without_metrics, logged=logged, rules=rules
+        )
 
 
-def _called(key: Calls, objects: Objects, tensors: Any) -> Dict[str, float]:
-    """Update the metrics with a micro-batch, and give the values that are logged of it."""
+def _update_metrics(key: MetricKey, objects: Objects, tensors: Any) -> Dict[str, float]:
+    """Update the metrics with a micro-batch, and return the values that are logged of it."""
     wanted = {value.call for value in key.values}
     results: Dict[int, Any] = {}
     for number_of, call in enumerate(key.calls):
         metric = metric_at(objects, call.path)
         args, kwargs = call.arguments(tuple(_beside(metric, each) for each in tensors))
-        with _named_failure(f"self.{call.path}", args, kwargs), torch.no_grad(), quiet(metric):
+        with _named_failure(f"self.{call.path}", args, kwargs), torch.no_grad(), without_sync(
+            metric
+        ):
             if number_of in wanted:
                 results[number_of] = metric(*args, **kwargs)
             else:
                 metric.update(*args, **kwargs)
-    found = {}
+    values = {}
     for value in key.values:
         result = results[value.call]
-        found[value.name] = number(result if value.key is None else result[value.key], value.name)
-    return found
+        values[value.name] = as_number(
+            result if value.key is None else result[value.key], value.name
+        )
+    return values
 
 
 def _beside(metric: Any, tensor: Tensor) -> Tensor:
-    """On the device of the metric's own state."""
+    """Move a tensor to the device of a metric's state."""
     device = getattr(metric, "device", None)
     if device is None:
         first = next(iter(metric.values(copy_state=False)), None)
@@ -139,7 +151,7 @@ def _beside(metric: Any, tensor: Tensor) -> Tensor:
     return tensor.to(device)
 
 
-def _try(key: Calls, objects: Objects, tensors: Sequence[Tensor]) -> None:
+def _try(key: MetricKey, objects: Objects, tensors: Sequence[Tensor]) -> None:
     """Find out, on copies and before any training, whether metrics can take such tensors.
 
     Raises:
@@ -151,14 +163,14 @@ def _try(key: Calls, objects: Objects, tensors: Sequence[Tensor]) -> None:
         for metric in trial.values():
             metric.reset()
         filled = tree.map_leaves(_filled, tuple(tensors))
-        _called(key, trial, filled)
+        _update_metrics(key, trial, filled)
         for name, path in key.epochs.items():
             try:
                 value = metric_at(trial, path).compute()
             except Exception:
                 # Of so few samples it may have no value.
                 continue
-            number(value, name)
+            as_number(value, name)
 
 
 def _filled(leaf: Tensor) -> Tensor:
@@ -173,9 +185,9 @@ def _named_failure(shown: str, args: Any, kwargs: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        given = [shapes(each) for each in (*args, *kwargs.values())]
+        shown_args = [shapes(each) for each in (*args, *kwargs.values())]
         raise MetricError(
-            f"{shown} must take what the step calls it with, got {', '.join(given) or 'nothing'}, "
-            f"and failed with {type(error).__name__}: {str(error).rstrip('.')}. Call it with what "
-            "its update takes."
+            f"{shown} must take what the step calls it with, got "
+            f"{', '.join(shown_args) or 'nothing'}, and failed with {type(error).__name__}: "
+            f"{str(error).rstrip('.')}. Call it with what its update takes."
         ) from error

@@ -1,22 +1,171 @@
-"""Stands in for metric objects while a step is recorded, and writes down what it does with them."""
+"""Recording of calls of metric objects in a step, which stand-ins take instead of the metrics."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, Iterator, List, NoReturn, Optional, Tuple, Union
+import dataclasses
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NoReturn, Optional, Tuple, Union
 
 from torch import Tensor, nn
 
 from ipufit.core.logged_values import LogRule
 from ipufit.errors import ConfigurationError
 from ipufit.lightning_module.detect import is_collection, is_metric, metrics_in
-from ipufit.lightning_module.metrics.calls import Call, Calls, OfBatch, Place
-from ipufit.lightning_module.metrics.values import MetricValue
-from ipufit.lightning_module.patch import replaced
-from ipufit.lightning_module.trainer_proxy import refuse_here
+from ipufit.lightning_module.trainer_proxy import refuse_here, replace_attributes
 from ipufit.utils import tree
 
-__all__ = ["MetricCalls"]
+__all__ = [
+    "BatchValue",
+    "MetricCall",
+    "MetricCalls",
+    "MetricKey",
+    "MetricValue",
+    "TensorIndex",
+    "find_calls",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorIndex:
+    """Index of a tensor among the tensors of all calls.
+
+    Attributes:
+        index: there.
+    """
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricCall:
+    """One call of a metric.
+
+    Attributes:
+        path: the metric's, from the LightningModule.
+        structure: of positional and named arguments.
+        leaves: of them, a place instead of each tensor.
+    """
+
+    path: str
+    structure: tree.Structure
+    leaves: Tuple[Any, ...]
+
+    def arguments(self, tensors: Tuple[Tensor, ...]) -> Tuple[Any, Dict[str, Any]]:
+        """Return positional and named arguments around these tensors."""
+        leaves = [
+            tensors[each.index] if isinstance(each, TensorIndex) else each for each in self.leaves
+        ]
+        args, kwargs = tree.unflatten(leaves, self.structure)
+        return args, kwargs
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchValue:
+    """A value that a call returns, logged like any number of a step.
+
+    Attributes:
+        name: under which.
+        rule: how the values of micro-batches become one.
+        call: index of the call.
+        key: of a collection's result; None of a metric's.
+    """
+
+    name: str
+    rule: LogRule
+    call: int
+    key: Optional[str]
+
+
+class MetricKey(str):
+    """Key, among the outputs, of the tensors with which a step calls metrics.
+
+    As a text it says all that it knows, so that two are equal where they mean the same.
+
+    Attributes:
+        calls: in order.
+        values: of micro-batches, to be logged.
+        epochs: metrics whose value over the epoch is logged, by name.
+        resets: metrics that are logged, and forget everything at the end of an epoch.
+    """
+
+    calls: Tuple[MetricCall, ...]
+    values: Tuple[BatchValue, ...]
+    epochs: Mapping[str, str]
+    resets: Tuple[str, ...]
+
+    @staticmethod
+    def of(
+        calls: List[MetricCall], values: List[BatchValue], epochs: Dict[str, str], resets: List[str]
+    ) -> MetricKey:
+        """Make the key of these calls and values."""
+        key = MetricKey(f"metrics: {calls}, {values}, {epochs}, {resets}")
+        key.calls, key.values = tuple(calls), tuple(values)
+        key.epochs, key.resets = dict(epochs), tuple(resets)
+        return key
+
+
+def find_calls(outputs: Any) -> Optional[MetricKey]:
+    """Return the key among the outputs of a program; None if there is none."""
+    if not isinstance(outputs, Mapping):
+        return None
+    return next((key for key in outputs if isinstance(key, MetricKey)), None)
+
+
+class MetricValue:
+    """Stand-in for the result of a call of a metric: it may be logged, and nothing else.
+
+    The host computes it after the execution, so that a step that is being recorded has none.
+
+    Args:
+        shown: the call, in messages.
+        call: its index.
+        key: of a collection's result; None of a metric's.
+    """
+
+    __slots__ = ("call", "key", "shown")
+
+    def __init__(self, shown: str, call: int, key: Optional[str]) -> None:
+        self.shown = shown
+        self.call = call
+        self.key = key
+
+    def __repr__(self) -> str:
+        return f"<the value of {self.shown}, which the host computes after the execution>"
+
+    def _itself(self) -> MetricValue:
+        return self
+
+    detach = clone = cpu = item = _itself
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _refuse_use(self)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        leaves = tree.flatten([args, kwargs])[0]
+        _refuse_use(next(leaf for leaf in leaves if isinstance(leaf, MetricValue)))
+
+
+def _refuse_use(self: MetricValue, *_: object) -> NoReturn:
+    refuse_here(
+        f"the value of {self.shown} was used, but metric objects are updated by the host when the "
+        "execution is over, so that a recorded step has no value of theirs",
+        "Pass it to self.log as it is. What the step computes with must be computed in tensors, "
+        "such as (prediction.argmax(1) == target).float().mean().",
+    )
+
+
+for _name in (
+    *("int", "index", "float", "bool", "str", "format", "hash", "eq", "ne", "lt", "le", "gt", "ge"),
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "abs", "divmod", "round"),
+    *("radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod", "rpow", "and", "or", "rdivmod"),
+    *("getitem", "iter", "len"),
+):
+    setattr(MetricValue, f"__{_name}__", _refuse_use)
 
 _CONSTANTS = (bool, int, float, str, bytes)
 
@@ -36,21 +185,21 @@ class MetricCalls:
         self._objects = dict(metrics_in(module))
         self._paths = {id(metric): path for path, metric in self._objects.items()}
         self._hidden = {p: m for p, m in _hidden(module) if id(m) not in self._paths}
-        self._calls: List[Call] = []
+        self._calls: List[MetricCall] = []
         self._tensors: List[Tensor] = []
-        self._held: List[Tensor] = []
-        self._places: Dict[Tuple[int, int], Place] = {}
+        self._alive: List[Tensor] = []
+        self._places: Dict[Tuple[int, int], TensorIndex] = {}
         self._latest: Dict[str, MetricValue] = {}
-        self._values: List[OfBatch] = []
+        self._values: List[BatchValue] = []
         self._epochs: Dict[str, str] = {}
         self._resets: List[str] = []
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """In the block a call of a metric is written down, and the metric does not change."""
+        """Record calls of metrics in the block, without changing the metrics."""
         stand_ins = [(m, self._stand_ins(path, m)) for path, m in self._objects.items()]
         stand_ins += [(m, _refusals(path)) for path, m in self._hidden.items()]
-        with replaced(stand_ins):
+        with replace_attributes(stand_ins):
             yield
 
     def _stand_ins(self, path: str, metric: Any) -> Dict[str, Callable[..., Any]]:
@@ -95,19 +244,19 @@ class MetricCalls:
         if self._refused is not None:
             refuse_here(f"self.{path} was called in {self._step}", self._refused)
         leaves, structure = tree.flatten((args, kwargs))
-        kept = tuple(self._kept(path, leaf) for leaf in leaves)
-        self._calls.append(Call(path, structure, kept))
+        constants = tuple(self._record_leaf(path, leaf) for leaf in leaves)
+        self._calls.append(MetricCall(path, structure, constants))
         return len(self._calls) - 1
 
-    def _kept(self, path: str, leaf: Any) -> Any:
+    def _record_leaf(self, path: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             # A copy: what the step does to it in place later on is not what the metric got.
             key = id(leaf), 0 if leaf.is_inference() else leaf._version
             if key not in self._places:
-                self._places[key] = Place(len(self._tensors))
+                self._places[key] = TensorIndex(len(self._tensors))
                 self._tensors.append(leaf.detach().clone())
                 # So that no other tensor gets its id.
-                self._held.append(leaf)
+                self._alive.append(leaf)
             return self._places[key]
         if isinstance(leaf, _CONSTANTS):
             return leaf
@@ -117,8 +266,8 @@ class MetricCalls:
         )
 
     def log_value(self, name: str, value: MetricValue, rule: LogRule) -> None:
-        """A value that a call returned, logged as a number."""
-        self._values.append(OfBatch(name, rule, value.call, value.key))
+        """Log a value that a call returned, as a number."""
+        self._values.append(BatchValue(name, rule, value.call, value.key))
 
     def log_metric(
         self,
@@ -129,7 +278,7 @@ class MetricCalls:
         attribute: Any,
         by_trainer: bool = False,
     ) -> None:
-        """A metric itself, logged under the names that Lightning gives it.
+        """Log a metric itself under the names that Lightning gives it.
 
         Args:
             name: as it was given.
@@ -176,7 +325,7 @@ class MetricCalls:
             self._resets.append(path)
 
     def result(self, result: Any) -> Any:
-        """What the step returns, with the tensors of all calls.
+        """Return the result of the step, with the tensors of all calls.
 
         Raises:
             ConfigurationError: a metric is logged that nobody has called.
@@ -190,12 +339,12 @@ class MetricCalls:
                 )
         if not self._calls:
             return result
-        key = Calls.of(self._calls, self._values, self._epochs, self._resets)
+        key = MetricKey.of(self._calls, self._values, self._epochs, self._resets)
         return {**_without_values(result), key: tuple(self._tensors)}
 
 
 def _hidden(module: nn.Module) -> Iterator[Tuple[str, Any]]:
-    """Metrics in plain containers, where nobody finds them."""
+    """Yield metrics in plain containers, where torch does not see them."""
     for path, part in module.named_modules():
         for name, value in vars(part).items():
             if type(value) not in (list, tuple, dict) or name.startswith("_") or is_metric(part):
@@ -218,5 +367,5 @@ def _refusals(path: str) -> Dict[str, Callable[..., Any]]:
 
 
 def _without_values(result: Any) -> Any:
-    """What a step returns besides the loss: a text where a metric's value is."""
+    """Replace values of metrics in a result, besides the loss, by texts."""
     return tree.map_leaves(lambda leaf: repr(leaf) if type(leaf) is MetricValue else leaf, result)
