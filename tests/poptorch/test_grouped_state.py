@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from ipufit import poptorch
-from ipufit.poptorch._grouped_state import merge_parts, split_parts
+from ipufit.poptorch._optimizer_link import merge_parts, split_parts
 
 
 class Rows(nn.Module):
