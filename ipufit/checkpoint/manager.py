@@ -16,9 +16,15 @@ from ipufit.callbacks.running_fit import CallbackModel, ObservedSession, Running
 from ipufit.checkpoint.configuration import ConfigurationChange, RunData
 from ipufit.checkpoint.names import name_of
 from ipufit.checkpoint.settings import Checkpoint
-from ipufit.checkpoint.signals import Signals
+from ipufit.checkpoint.signals import PreemptionHandler
 from ipufit.checkpoint.store import Store
-from ipufit.checkpoint.training_state import Found, RunConfiguration, parts_of, restore, tree_of
+from ipufit.checkpoint.training_state import (
+    RestoredState,
+    RunConfiguration,
+    checkpoint_contents,
+    loop_state,
+    restore,
+)
 from ipufit.errors import CheckpointError, ConfigurationError
 from ipufit.utils.codec import encode
 from ipufit.utils.console import stacklevel_of_user
@@ -26,7 +32,7 @@ from ipufit.utils.console import stacklevel_of_user
 __all__ = ["CheckpointManager", "Resumption", "find"]
 
 
-def find(checkpoint: Optional[Checkpoint], resume: Optional[str]) -> Optional[Found]:
+def find(checkpoint: Optional[Checkpoint], resume: Optional[str]) -> Optional[RestoredState]:
     """The checkpoint that ``fit`` goes on from; None to begin.
 
     Raises:
@@ -53,7 +59,7 @@ def find(checkpoint: Optional[Checkpoint], resume: Optional[str]) -> Optional[Fo
                 f"{later[-1]!r}, which the run would write again. Pass another folder as "
                 "checkpoint, or move the later ones away."
             )
-        return Found.of(Store(folder), name)
+        return RestoredState.of(Store(folder), name)
     assert store is not None
     newest, faults = store.newest()
     for fault in faults:
@@ -68,7 +74,7 @@ def find(checkpoint: Optional[Checkpoint], resume: Optional[str]) -> Optional[Fo
     name, contents = newest
     for damaged in names[names.index(name) + 1 :]:
         store.set_aside(damaged)
-    return Found.made(store, name, contents)
+    return RestoredState.made(store, name, contents)
 
 
 def _is_in(store: Optional[Store], folder: str) -> bool:
@@ -94,7 +100,7 @@ class Resumption:
         max_restarts: how often it may fail.
     """
 
-    checkpoint: Optional[Found]
+    checkpoint: Optional[RestoredState]
     allowed: FrozenSet[str]
     restarts: int
     max_restarts: int
@@ -114,7 +120,7 @@ class CheckpointManager(Observer):
         run: what belongs to the run as a whole; it comes back from a checkpoint.
 
     Attributes:
-        found: what ``fit`` goes on from, or None.
+        restored: what ``fit`` goes on from, or None.
         run: of the whole run, once it has begun.
     """
 
@@ -139,12 +145,12 @@ class CheckpointManager(Observer):
         self._session = session
         self._settings = settings
         self._store = None if settings is None else Store(settings.folder)
-        self.found = resumption.checkpoint
+        self.restored = resumption.checkpoint
         self._callbacks = callbacks
         self._stateful = list(stateful)
         self.run = dict(run)
         self._best = _Best()
-        self._signals = Signals()
+        self._signals = PreemptionHandler()
         self._direction: Optional[str] = None
 
     @contextlib.contextmanager
@@ -153,14 +159,14 @@ class CheckpointManager(Observer):
         if self._settings is None:
             yield
             return
-        with self._signals.heard():
+        with self._signals.listening():
             yield
 
     def begin_fit(self, fit: RunningFit) -> None:
         """Find out, before any work, whether everything can be written down; go on if asked to.
 
         Raises:
-            CheckpointError: something holds what no checkpoint can hold, or ``found`` is of
+            CheckpointError: something holds what no checkpoint can hold, or ``restored`` is of
                 another run.
         """
         self._fit = fit
@@ -168,36 +174,36 @@ class CheckpointManager(Observer):
             assert self._store is not None
             fit.feed.tells_place = True
             self._find_direction()
-            encode(tree_of(fit, self._stateful))
+            encode(loop_state(fit, self._stateful))
         restarts = self._resumption.max_restarts > 0
         self._begun = RunConfiguration.of(self._session, self._data, fit.job)
-        if self.found is None:
+        if self.restored is None:
             if restarts:
                 self._write(self.run["first_epoch"] - 1, in_epoch=False)
             return
-        if self.found.in_epoch:
-            self._callbacks.call("on_epoch_begin", self.found.epoch, {})
+        if self.restored.in_epoch:
+            self._callbacks.call("on_epoch_begin", self.restored.epoch, {})
         changes = self._compare()
         allowed = self._resumption.allowed
-        restore(self.found, fit, self._session, self._stateful, changes, allowed)
-        self._begun.adopt(self.found, changes)
+        restore(self.restored, fit, self._session, self._stateful, changes, allowed)
+        self._begun.adopt(self.restored, changes)
         if self._begun.changes or allowed:
             unchanged = sorted(allowed - {change.name for change in changes})
             resume_changes = {"changed": self._begun.changes, "unchanged": unchanged}
             fit.history.params["resume_changes"] = resume_changes
-        self.run.update(self.found.run)
-        best = self.found.best
+        self.run.update(self.restored.run)
+        best = self.restored.best
         self._best = _Best(best["name"], best["value"])
         self._model.stop_training = False
         if changes and restarts:
             # A device that fails before the next one would go on without the changes.
-            document = self.found.document
-            name = f"{self.found.name}-changed"
-            self._write(document["epoch"], self.found.in_epoch, name)
+            document = self.restored.document
+            name = f"{self.restored.name}-changed"
+            self._write(document["epoch"], self.restored.in_epoch, name)
 
     def _compare(self) -> List[ConfigurationChange]:
         """Return the configuration's changes since the checkpoint, found by the first process."""
-        checkpoint = self.found
+        checkpoint = self.restored
         assert checkpoint is not None
         if self._resumption.restarts:
             return []  # This very call has begun it.
@@ -234,7 +240,7 @@ class CheckpointManager(Observer):
         if settings is None or self._fit.ending():
             return
         every = settings.every_updates
-        came = self._signals.agreed(self._processes)
+        came = self._signals.agree(self._processes)
         if came or (every is not None and not self._done() % every):
             self._write(epoch, in_epoch=True)
             self._end_if_asked(epoch)
@@ -252,7 +258,7 @@ class CheckpointManager(Observer):
         value = None if settings.monitor is None else logs.get(settings.monitor)
         if value is not None and self._is_better(float(value)):
             self._best = _Best(name, float(value))
-        self._signals.agreed(self._processes)
+        self._signals.agree(self._processes)
         self._write(epoch, in_epoch=False)
         self._end_if_asked(epoch)
 
@@ -283,7 +289,7 @@ class CheckpointManager(Observer):
             "best": best,
             **self._begun.document(self._session),
         }
-        document, tensors = parts_of(self._fit, self._session, self._stateful, about)
+        document, tensors = checkpoint_contents(self._fit, self._session, self._stateful, about)
         if not self._processes.is_rank_zero:
             return
         self._store.write(name, document, tensors)

@@ -10,26 +10,26 @@ from typing import Dict, Iterator, Optional
 
 from ipufit.processes import Processes, common
 
-__all__ = ["Signals"]
+__all__ = ["PreemptionHandler"]
 
 
-class Signals:
+class PreemptionHandler:
     """Listens while a ``fit`` runs; a second signal ends it at once, by KeyboardInterrupt.
 
     A handler of the user's own stays in place, and so it does outside the main thread, where
     Python delivers no signal.
 
     Attributes:
-        came: the signal that came, or None.
+        signal: the one that came, or None.
         agreed_on: the one by which all processes end, or None.
     """
 
     def __init__(self) -> None:
-        self.came: Optional[signal.Signals] = None
+        self.signal: Optional[signal.Signals] = None
         self.agreed_on: Optional[signal.Signals] = None
 
     @contextlib.contextmanager
-    def heard(self) -> Iterator[None]:
+    def listening(self) -> Iterator[None]:
         """Within the block a signal is noted."""
         before: Dict[signal.Signals, object] = {}
         if threading.current_thread() is threading.main_thread():
@@ -43,24 +43,24 @@ class Signals:
                 if signal.getsignal(number) is handler or signal.getsignal(number) == handler
             }
         for number in before:
-            signal.signal(number, self._note)
+            signal.signal(number, self._record)
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def _note(self, number: int, frame: Optional[FrameType]) -> None:
-        if self.came is not None:
+    def _record(self, number: int, frame: Optional[FrameType]) -> None:
+        if self.signal is not None:
             raise KeyboardInterrupt
-        self.came = signal.Signals(number)
+        self.signal = signal.Signals(number)
 
-    def agreed(self, processes: Processes) -> bool:
+    def agree(self, processes: Processes) -> bool:
         """Whether a signal came, to any process; then it came to all.
 
         They ask at the same time. What comes later counts when they ask next.
         """
-        own = None if self.came is None else int(self.came)
+        own = None if self.signal is None else int(self.signal)
         numbers = [number for number in processes.gather(own, "signals") if number is not None]
         if numbers:
             self.agreed_on = signal.Signals(numbers[0])

@@ -39,7 +39,7 @@ from ipufit.optim.schedules import settings
 from ipufit.processes import Processes
 from ipufit.utils.codec import decode, encode
 
-__all__ = ["Found", "RunConfiguration", "parts_of", "restore", "tree_of"]
+__all__ = ["RestoredState", "RunConfiguration", "checkpoint_contents", "loop_state", "restore"]
 
 _KIND = "training"
 _PARTS = (
@@ -53,7 +53,7 @@ _BETWEEN_PASSES = frozenset(("data", "metrics", "shuffle"))
 Groups = Dict[str, Dict[str, Tensor]]
 
 
-def tree_of(fit: RunningFit, callbacks: Sequence[Callback]) -> Dict[str, Any]:
+def loop_state(fit: RunningFit, callbacks: Sequence[Callback]) -> Dict[str, Any]:
     """All that is not of the program: where meter, history and callbacks stand."""
     return {
         "meter": fit.job.meter.state_dict(),
@@ -63,7 +63,7 @@ def tree_of(fit: RunningFit, callbacks: Sequence[Callback]) -> Dict[str, Any]:
     }
 
 
-def parts_of(
+def checkpoint_contents(
     fit: RunningFit,
     session: ObservedSession,
     callbacks: Sequence[Callback],
@@ -75,7 +75,7 @@ def parts_of(
     place = fit.place if about["in_epoch"] else fit.feed.after(about["epoch"], fit.place)
     choices = getattr(session.engine, "choices", None)
     tree = {
-        **tree_of(fit, callbacks),
+        **loop_state(fit, callbacks),
         "optimizer": state.optimizer,
         "averages": state.averages,
         "others": others,
@@ -115,7 +115,7 @@ def _apart(processes: Processes, tree: Mapping[str, Any]) -> List[Dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class RestoredState:
     """A checkpoint that was read.
 
     Attributes:
@@ -131,16 +131,16 @@ class Found:
     tree: Mapping[str, Any]
 
     @staticmethod
-    def of(store: Store, name: str) -> Found:
+    def of(store: Store, name: str) -> RestoredState:
         """Read one.
 
         Raises:
             CheckpointError: it can't be read, or is no checkpoint of a training run.
         """
-        return Found.made(store, name, store.read(name))
+        return RestoredState.made(store, name, store.read(name))
 
     @staticmethod
-    def made(store: Store, name: str, contents: Contents) -> Found:
+    def made(store: Store, name: str, contents: Contents) -> RestoredState:
         """The same of what was read already.
 
         Raises:
@@ -153,7 +153,7 @@ class Found:
             # In memory of their own: what was read is mapped from files that will be removed.
             tensors = {name: each.clone() for name, each in contents.tensors["state"].items()}
             tree = decode(document["content"], tensors)
-            return _checked(Found(name, document, contents.tensors["weights"], tree))
+            return _checked(RestoredState(name, document, contents.tensors["weights"], tree))
         except CheckpointError:
             raise
         except Exception as error:
@@ -266,7 +266,7 @@ class Found:
         return done
 
 
-def _checked(checkpoint: Found) -> Found:
+def _checked(checkpoint: RestoredState) -> RestoredState:
     """The same, if everything that is asked of it has the right form.
 
     Raises:
@@ -362,7 +362,7 @@ class RunConfiguration:
         last = {name: value for name, value in now.items() if value != self.begin.get(name)}
         return {"configuration": {"begin": self.begin, "last": last}, "changes": self.changes}
 
-    def changes_since(self, checkpoint: Found) -> List[ConfigurationChange]:
+    def changes_since(self, checkpoint: RestoredState) -> List[ConfigurationChange]:
         """Return how this run's configuration differs from the one that wrote a checkpoint."""
         stored = checkpoint.document.get("configuration")
         if stored is None:
@@ -377,7 +377,7 @@ class RunConfiguration:
         same_torch = checkpoint.document["torch"] == torch.__version__
         return changes_between(stored["begin"], stored["last"], self.begin, same_torch)
 
-    def adopt(self, checkpoint: Found, changes: Sequence[ConfigurationChange]) -> None:
+    def adopt(self, checkpoint: RestoredState, changes: Sequence[ConfigurationChange]) -> None:
         """Go on with the configuration of a checkpoint, but for what has changed on purpose."""
         stored = checkpoint.document.get("configuration")
         names = {configuration_name(change.name) for change in changes}
@@ -395,7 +395,7 @@ def _mutable(session: ObservedSession) -> Configuration:
 
 
 def _check_fits(
-    checkpoint: Found,
+    checkpoint: RestoredState,
     state: TrainState,
     fit: RunningFit,
     session: ObservedSession,
@@ -456,7 +456,7 @@ def _check_fits(
 
 
 def restore(
-    checkpoint: Found,
+    checkpoint: RestoredState,
     fit: RunningFit,
     session: ObservedSession,
     callbacks: Sequence[Callback],
@@ -526,7 +526,7 @@ def _place(state: Mapping[str, Any]) -> DataCursor:
 
 
 def _restore_program(
-    checkpoint: Found,
+    checkpoint: RestoredState,
     state: TrainState,
     fit: RunningFit,
     session: ObservedSession,
@@ -561,7 +561,7 @@ def _restore_program(
 
 
 def _settings_after(
-    checkpoint: Found, session: ObservedSession, changed: FrozenSet[str]
+    checkpoint: RestoredState, session: ObservedSession, changed: FrozenSet[str]
 ) -> Tuple[Dict[str, Any], Any]:
     """The optimizer's state and that of the schedule, with the settings that are others now."""
     optimizer, state = checkpoint.tree["optimizer"], checkpoint.tree["schedule"]

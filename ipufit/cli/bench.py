@@ -26,7 +26,7 @@ from ipufit.tracing.tolerance import Tolerance, distance
 from ipufit.training.arguments import FitArguments
 from ipufit.training.loop import Job
 from ipufit.training.model import Model
-from ipufit.training.session import Session, refuse_several
+from ipufit.training.session import Session, require_single_process
 
 __all__ = ["bench_script"]
 
@@ -81,7 +81,7 @@ def bench_script(
     found: List[Dict[str, Any]] = []
 
     def look(model: Model, session: Session, given: Mapping[str, Any], caller: FrameType) -> None:
-        refuse_several(session, "ipufit bench", "Start it without a launcher.")
+        require_single_process(session, "ipufit bench", "Start it without a launcher.")
         ways = _ways(session, with_inductor)
         request = asked(session, given)
         plan = _measure(ways, session, model, request, seconds)
@@ -192,7 +192,7 @@ def _round(way: _Way, job: Job, seconds: float) -> None:
     size, end = 0, 0.0
     for epoch, batch, waited in _executions(job):
         begin = time.perf_counter()
-        anchors = job.together.run(job.program, batch)
+        anchors = job.sync.run(job.program, batch)
         now = time.perf_counter()
         if not size:
             size, end = batch.samples, now + seconds

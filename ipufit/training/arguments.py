@@ -25,12 +25,12 @@ from ipufit.training.fit_data import (
     refuse_unused,
     resolve_prefetch,
 )
-from ipufit.training.session import Session, refuse_several
+from ipufit.training.session import Session, require_single_process
 from ipufit.utils.console import resolve_verbose
 from ipufit.utils.error_collector import ErrorCollector, at_least
 
 if TYPE_CHECKING:
-    from ipufit.checkpoint.training_state import Found
+    from ipufit.checkpoint.training_state import RestoredState
 
 __all__ = ["FitArguments", "InferenceArguments"]
 
@@ -115,7 +115,7 @@ class FitArguments:
         resume: what to go on from, as asked for.
         resume_changes: names of what may differ from the run that goes on.
         restarts: how often the device has failed so far.
-        found: the checkpoint to go on from; None to begin.
+        restored: the checkpoint to go on from; None to begin.
         max_restarts: how often a device may fail.
         report: where a report is written; None for none.
         seed: drawn, if none was given.
@@ -138,7 +138,7 @@ class FitArguments:
     max_restarts: int
     report: Optional[Report] = None
     restarts: int = 0
-    found: Optional[Found] = None
+    restored: Optional[RestoredState] = None
     seed: int = 0
 
     @staticmethod
@@ -231,7 +231,7 @@ class FitArguments:
             report=report,
         )
 
-    def going_on_from(self, found: Optional[Found]) -> FitArguments:
+    def going_on_from(self, restored: Optional[RestoredState]) -> FitArguments:
         """The same, to go on from a checkpoint or, from None, to begin.
 
         Raises:
@@ -239,28 +239,28 @@ class FitArguments:
             DataError: the data can't be read so often.
         """
         seed, first = self.asked_seed, self.first_epoch
-        if found is not None:
-            seed = _seed_of(found, seed)
-            first = _first_of(found, first, self.last_epoch)
+        if restored is not None:
+            seed = _seed_of(restored, seed)
+            first = _first_of(restored, first, self.last_epoch)
         if self.plan.fixed_updates is None:
             self.source.check_epochs(self.last_epoch - first)
-        return dataclasses.replace(self, found=found, asked_seed=seed, first_epoch=first)
+        return dataclasses.replace(self, restored=restored, asked_seed=seed, first_epoch=first)
 
-    def again(self, found: Optional[Found]) -> FitArguments:
+    def again(self, restored: Optional[RestoredState]) -> FitArguments:
         """The same, to go on from a checkpoint."""
-        if found is None:
+        if restored is None:
             return self
-        original = found.run["first_epoch"]
-        first = _first_of(found, original, self.last_epoch)
+        original = restored.run["first_epoch"]
+        first = _first_of(restored, original, self.last_epoch)
         restarts = self.restarts + 1
-        return dataclasses.replace(self, found=found, first_epoch=first, restarts=restarts)
+        return dataclasses.replace(self, restored=restored, first_epoch=first, restarts=restarts)
 
 
 def _restarts(session: Session, max_restarts: Any, checkpoint: Any) -> int:
     count = at_least("max_restarts", max_restarts, 0)
     if count:
         instead = "Leave it out, and let the launcher begin again: torchrun --max-restarts."
-        refuse_several(session, f"max_restarts={count}", instead)
+        require_single_process(session, f"max_restarts={count}", instead)
     if count and checkpoint is None:
         raise ConfigurationError(
             f"max_restarts={count} goes on from the last checkpoint when a device has failed, but "
@@ -269,7 +269,7 @@ def _restarts(session: Session, max_restarts: Any, checkpoint: Any) -> int:
     return count
 
 
-def _seed_of(checkpoint: Found, seed: Optional[int]) -> int:
+def _seed_of(checkpoint: RestoredState, seed: Optional[int]) -> int:
     if seed is not None and seed != checkpoint.seed:
         raise ConfigurationError(
             f"seed must be that of the run that goes on, {checkpoint.seed}, got {seed}. Leave it "
@@ -278,7 +278,7 @@ def _seed_of(checkpoint: Found, seed: Optional[int]) -> int:
     return checkpoint.seed
 
 
-def _first_of(checkpoint: Found, first: int, last: int) -> int:
+def _first_of(checkpoint: RestoredState, first: int, last: int) -> int:
     """The epoch to begin with."""
     if first != checkpoint.run["first_epoch"]:
         raise ConfigurationError(

@@ -33,7 +33,7 @@ from ipufit.partition.request import PartitionRequest
 from ipufit.partition.serialization import has_serialized_layers
 from ipufit.processes import current
 from ipufit.tracing.validate import refuse_unregistered
-from ipufit.training.run_defaults import FixedWork
+from ipufit.training.run_defaults import RunDefaults
 from ipufit.training.session import Session
 from ipufit.utils.error_collector import ErrorCollector, one_of
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ipufit.engines.ipu.poptorch_options.pair import OptionPair
     from ipufit.optim.schedules import Schedule
 
-__all__ = ["CompileRequest", "compiled"]
+__all__ = ["CompileRequest", "build_session"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class CompileRequest:
     config: Any
 
 
-def compiled(
+def build_session(
     module: nn.Module, make_engine: Callable[[], Engine], request: CompileRequest
 ) -> Session:
     """Check all arguments, and only then make anything.
@@ -103,9 +103,9 @@ def compiled(
         request, limit = _as_planned(module, request)
     faults.raise_all()
     if request.config is not None:
-        from ipufit.training.ipu_config_adapter import configured, output_mode_of
+        from ipufit.training.ipu_config_adapter import apply_ipu_config, output_mode_of
 
-        config, request = configured(module, request, faults)
+        config, request = apply_ipu_config(module, request, faults)
         mode = mode if config is None else output_mode_of(config)
     else:
         request = dataclasses.replace(request, partition=_as_annotated(module, request.partition))
@@ -190,8 +190,8 @@ def _checked(
     faults: ErrorCollector,
     planned_memory: Optional[int],
 ) -> Session:
-    resolved, metrics, optimizer = _what(module, request, faults)
-    settings = _how(module, request, faults)
+    resolved, metrics, optimizer = _resolve_objectives(module, request, faults)
+    settings = _resolve_settings(module, request, faults)
     partitions = NOT_DIVIDED
     with faults.collect():
         partitions = _partitions(module, request)
@@ -206,16 +206,16 @@ def _checked(
     train_config = TrainConfig(schedule=schedule, **settings)
     options = {TRAINING: request.training_options, INFERENCE: request.inference_options}
     printed: List[str] = []
-    fixed = FixedWork()
+    fixed = RunDefaults()
     if pair is not None:
         train_config, printed, sentences = pair.applied(engine, train_config, partitions)
-        fixed = FixedWork.of_options(pair.training, pair.inference, sentences)
+        fixed = RunDefaults.of_options(pair.training, pair.inference, sentences)
     if config is not None:
         from ipufit.engines.ipu.ipu_config.report import in_short
         from ipufit.partition.cut_layers import described
 
         train_config, options = _configured(config, engine, train_config, options)
-        printed, fixed = [in_short(config, engine.name)], FixedWork.of(config)
+        printed, fixed = [in_short(config, engine.name)], RunDefaults.of(config)
         printed += described(module)
     check = getattr(engine, "check", None)
     if check is not None:
@@ -287,7 +287,7 @@ def _configured(
     return train_config, options
 
 
-def _what(
+def _resolve_objectives(
     module: nn.Module, request: CompileRequest, faults: ErrorCollector
 ) -> Tuple[Optional[Loss], MetricSet, Optional[torch.optim.Optimizer]]:
     """Loss, metrics and optimizer in normal form."""
@@ -312,7 +312,9 @@ def _what(
     return loss, metrics, optimizer
 
 
-def _how(module: nn.Module, request: CompileRequest, faults: ErrorCollector) -> Dict[str, Any]:
+def _resolve_settings(
+    module: nn.Module, request: CompileRequest, faults: ErrorCollector
+) -> Dict[str, Any]:
     """The TrainConfig, but for the schedule, which needs an optimizer that is known to be good."""
     settings: Dict[str, Any] = {"gradient_reduction": request.gradient_reduction}
     with faults.collect():

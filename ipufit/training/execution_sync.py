@@ -17,10 +17,10 @@ from ipufit.errors import NonFiniteLossError, ProcessError
 from ipufit.processes import Processes, common
 from ipufit.utils import tree
 
-__all__ = ["Together", "refuse_other_order"]
+__all__ = ["ExecutionSync", "refuse_other_order"]
 
 
-class Together:
+class ExecutionSync:
     """One program in each process, which run the same executions.
 
     With one process everything is handed through.

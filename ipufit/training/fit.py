@@ -22,7 +22,7 @@ from ipufit.training.arguments import FitArguments, InferenceArguments
 from ipufit.training.execution_sync import refuse_other_order
 from ipufit.training.fit_data import FitRequest
 from ipufit.training.loop import Job
-from ipufit.training.rank_consistency import join_fit, join_inference
+from ipufit.training.rank_consistency import sync_inference_config, sync_run_config
 from ipufit.training.session import Session
 from ipufit.training.summary import stripped
 from ipufit.training.validation import Validation
@@ -45,7 +45,7 @@ _HERE = "IPU_RESET"
 _CHECKED_UPDATES = 10_000
 
 
-def fit(model: CallbackModel, session: Session, asked: FitRequest) -> History:
+def fit(model: CallbackModel, session: Session, request: FitRequest) -> History:
     """Check everything, and train; the history is the model's too, also when this does not return.
 
     A device that can be used again gets another chance, where that was asked for.
@@ -53,120 +53,122 @@ def fit(model: CallbackModel, session: Session, asked: FitRequest) -> History:
     processes = session.processes
     session.casting.start_call()
     with processes.propagate_errors():
-        given = processes.run_on_all_ranks(lambda: FitArguments.check(session, asked))
+        arguments = processes.run_on_all_ranks(lambda: FitArguments.check(session, request))
         with contextlib.ExitStack() as stack:
-            if given.checkpoint is not None:
+            if arguments.checkpoint is not None:
                 # Imported here, as below: many runs keep no checkpoints.
                 from ipufit.checkpoint.lock import locked
 
-                folder = given.checkpoint.folder if processes.is_rank_zero else None
+                folder = arguments.checkpoint.folder if processes.is_rank_zero else None
                 processes.run_on_all_ranks(lambda: folder and stack.enter_context(locked(folder)))
-            return _fit_again(model, session, join_fit(session, given))
+            return _fit_again(model, session, sync_run_config(session, arguments))
 
 
-def _fit_again(model: CallbackModel, session: Session, given: FitArguments) -> History:
+def _fit_again(model: CallbackModel, session: Session, arguments: FitArguments) -> History:
     session.warn_of_changes()
-    for restart in range(1, given.max_restarts + 1):
+    for restart in range(1, arguments.max_restarts + 1):
         try:
-            return _train(model, session, given)
+            return _train(model, session, arguments)
         except RecoverableDeviceError as error:
             if error.action != _HERE:
                 raise
             from ipufit.checkpoint.manager import find
 
-            given = given.again(find(given.checkpoint, "auto"))
-            assert given.found is not None
+            arguments = arguments.again(find(arguments.checkpoint, "auto"))
+            assert arguments.restored is not None
             warnings.warn(
-                f"restart {restart} of {given.max_restarts}, from update {given.found.done}: "
-                f"{error}",
+                f"restart {restart} of {arguments.max_restarts}, from update "
+                f"{arguments.restored.done}: {error}",
                 UserWarning,
                 stacklevel=stacklevel_of_user(),
             )
-    return _train(model, session, given)
+    return _train(model, session, arguments)
 
 
-def _train(model: CallbackModel, session: Session, given: FitArguments) -> History:
+def _train(model: CallbackModel, session: Session, arguments: FitArguments) -> History:
     with contextlib.ExitStack() as stack:
         recorder: Optional[Recorder] = None
         # Of several processes the first one writes down what they do.
-        if given.report is not None and session.processes.is_rank_zero:
+        if arguments.report is not None and session.processes.is_rank_zero:
             # Imported here: few runs are written down.
             from ipufit.report.recorder import recorded
 
-            goes_on_from = None if given.found is None else given.found.done
-            recorder = stack.enter_context(recorded(session, given.report, goes_on_from))
+            goes_on_from = None if arguments.restored is None else arguments.restored.done
+            recorder = stack.enter_context(recorded(session, arguments.report, goes_on_from))
         model.stop_training = False
         model.outputs = []
-        own = [callback for callback in given.callbacks if isinstance(callback, History)]
-        model.history = own[0] if own else History()
+        histories = [callback for callback in arguments.callbacks if isinstance(callback, History)]
+        model.history = histories[0] if histories else History()
         validation = None
-        if given.held_out is not None:
-            held_out, inference, held_prefetch = given.held_out
-            validation = Validation(session, held_out, inference, given.seed, held_prefetch)
+        if arguments.held_out is not None:
+            held_out, inference, held_prefetch = arguments.held_out
+            validation = Validation(session, held_out, inference, arguments.seed, held_prefetch)
         stack.enter_context(train_mode(model.module, session.loss.module))
-        _prefer(session, given)
-        job = session.start_together(
-            given.source,
-            given.plan,
+        _prefer(session, arguments)
+        job = session.start_on_all_ranks(
+            arguments.source,
+            arguments.plan,
             Mode.TRAIN,
-            given.seed,
+            arguments.seed,
             "train",
-            given.first_epoch,
-            wants_outputs=any(callback.wants_outputs for callback in given.callbacks),
-            cut_every=_cuts(given),
-            prefetch=given.prefetch,
-            profile_folder=None if given.report is None else given.report.popvision,
+            arguments.first_epoch,
+            wants_outputs=any(callback.wants_outputs for callback in arguments.callbacks),
+            cut_every=_cuts(arguments),
+            prefetch=arguments.prefetch,
+            profile_folder=None if arguments.report is None else arguments.report.popvision,
         )
         with session.running(job):
-            run = {"first_update": job.program.updates, "first_epoch": given.first_epoch}
-            session.processes.run_on_all_ranks(lambda: _check(session, job, given, validation))
+            run = {"first_update": job.program.updates, "first_epoch": arguments.first_epoch}
+            session.processes.run_on_all_ranks(lambda: _check(session, job, arguments, validation))
             # Those that prefetch may be further on; all have looked at the first update.
             refuse_other_order(session.processes.gather(job.feed.order, "order of samples"))
-            _expect(job, given)
+            _expect(job, arguments)
             session.last_plan, session.sample = job.plan, stripped(job.first)
-            told = _callbacks(model, session, given, job, Mode.TRAIN, given.last_epoch, validation)
-            about = {name: value for name, value in told.params.items() if name != "resumes"}
+            callbacks = _callbacks(
+                model, session, arguments, job, Mode.TRAIN, arguments.last_epoch, validation
+            )
+            about = {name: value for name, value in callbacks.params.items() if name != "resumes"}
             model.history.params = {
                 **about,
-                **describe_run(session, job.plan, given.seed, given.source.dropped),
-                "prefetch": given.prefetch,
-                **given.notes,
+                **describe_run(session, job.plan, arguments.seed, arguments.source.dropped),
+                "prefetch": arguments.prefetch,
+                **arguments.notes,
             }
-            if given.level and session.processes.is_rank_zero:
-                say_dev_run(given.notes, validation is not None)
-            if given.found is not None:
-                model.history.params["resumed"] = given.found.described
-            observers: List[Observer] = [CallbackObserver(told)]
+            if arguments.level and session.processes.is_rank_zero:
+                say_dev_run(arguments.notes, validation is not None)
+            if arguments.restored is not None:
+                model.history.params["resumed"] = arguments.restored.described
+            observers: List[Observer] = [CallbackObserver(callbacks)]
             if session.processes.is_distributed:
-                may_stop = any(map(_may_stop, given.callbacks))
+                may_stop = any(map(_may_stop, arguments.callbacks))
                 observers.append(_StopAgreement(model, session.processes, may_stop))
             manager = None
-            if given.checkpoint is not None or given.found is not None:
-                manager = _checkpoint_manager(model, session, given, told, run)
+            if arguments.checkpoint is not None or arguments.restored is not None:
+                manager = _checkpoint_manager(model, session, arguments, callbacks, run)
                 observers.append(manager)
                 run = manager.run
             clock = NO_CLOCK
             if recorder is not None:
-                recorder.begin(job, model.history, _updates_to_come(job, given))
+                recorder.begin(job, model.history, _updates_to_come(job, arguments))
                 observers.append(recorder)
                 clock = recorder.clock
             fit = loop.Fit(
                 job,
                 observers,
                 model.history,
-                functools.partial(validation.run, told) if validation is not None else None,
+                functools.partial(validation.run, callbacks) if validation is not None else None,
                 lambda: model.stop_training,
                 session.config.schedule,
-                given.validation_epochs.__contains__,
+                arguments.validation_epochs.__contains__,
                 clock=clock,
             )
             if validation is not None:
                 fit.named = functools.partial(validation.named, trained=job.meter.names)
-            is_within_epoch = given.found is not None and given.found.in_epoch
+            is_within_epoch = arguments.restored is not None and arguments.restored.in_epoch
             try:
                 with contextlib.nullcontext() if manager is None else manager.listening():
-                    told.check_monitors()
-                    fit.run(given.first_epoch, given.last_epoch, is_within_epoch)
+                    callbacks.check_monitors()
+                    fit.run(arguments.first_epoch, arguments.last_epoch, is_within_epoch)
             finally:
                 model.history.params["updates_done"] = job.program.updates - run["first_update"]
                 model.history.params["capture_seconds"] = model.capture_seconds
@@ -207,25 +209,25 @@ class _StopAgreement(Observer):
 def _checkpoint_manager(
     model: CallbackModel,
     session: Session,
-    given: FitArguments,
+    arguments: FitArguments,
     callbacks: CallbackList,
     run: Dict[str, Any],
 ) -> CheckpointManager:
     from ipufit.checkpoint import configuration, manager
 
-    changes, restarts = given.resume_changes, given.restarts
+    changes, restarts = arguments.resume_changes, arguments.restarts
     return manager.CheckpointManager(
         model,
         session,
-        given.checkpoint,
-        manager.Resumption(given.found, changes, restarts, given.max_restarts),
+        arguments.checkpoint,
+        manager.Resumption(arguments.restored, changes, restarts, arguments.max_restarts),
         configuration.RunData(
-            given.source,
-            None if given.held_out is None else given.held_out[0],
-            given.plan.fixed_updates,
+            arguments.source,
+            None if arguments.held_out is None else arguments.held_out[0],
+            arguments.plan.fixed_updates,
         ),
         callbacks,
-        given.callbacks,
+        arguments.callbacks,
         run,
     )
 
@@ -253,32 +255,32 @@ def describe_run(session: Session, plan: Plan, seed: int, dropped: int = 0) -> D
     }
 
 
-def _cuts(given: FitArguments) -> List[int]:
+def _cuts(arguments: FitArguments) -> List[int]:
     """An execution ends wherever the count of updates is a multiple of one of these."""
-    cuts = [callback.every_updates for callback in given.callbacks]
-    cuts += [] if given.checkpoint is None else [given.checkpoint.every_updates]
+    cuts = [callback.every_updates for callback in arguments.callbacks]
+    cuts += [] if arguments.checkpoint is None else [arguments.checkpoint.every_updates]
     return [every for every in cuts if every]
 
 
-def _prefer(session: Session, given: FitArguments) -> None:
+def _prefer(session: Session, arguments: FitArguments) -> None:
     """What the engine measured for the run that goes on holds for the rest of it."""
     prefer = getattr(session.engine, "prefer", None)
-    if given.found is not None and prefer is not None:
-        prefer(given.found.choices(session.processes) or {})
+    if arguments.restored is not None and prefer is not None:
+        prefer(arguments.restored.choices(session.processes) or {})
 
 
-def _expect(job: Job, given: FitArguments) -> None:
+def _expect(job: Job, arguments: FitArguments) -> None:
     """Tell the program how much is to come, if it wants to know and that is known."""
     expect = getattr(job.program, "expect", None)
-    updates = _updates_to_come(job, given)
+    updates = _updates_to_come(job, arguments)
     if expect is not None and updates is not None:
         expect(updates)
 
 
-def _updates_to_come(job: Job, given: FitArguments) -> Optional[int]:
+def _updates_to_come(job: Job, arguments: FitArguments) -> Optional[int]:
     """In all epochs, from the beginning of the first one; None if nobody knows."""
-    updates = _updates_per_epoch(job.plan, given.source)
-    return None if updates is None else updates * (given.last_epoch - given.first_epoch)
+    updates = _updates_per_epoch(job.plan, arguments.source)
+    return None if updates is None else updates * (arguments.last_epoch - arguments.first_epoch)
 
 
 def _way(session: Session) -> str:
@@ -296,16 +298,16 @@ def _updates_per_epoch(plan: Plan, source: DataAdapter) -> Optional[int]:
 
 
 def _check(
-    session: Session, job: Job, given: FitArguments, validation: Optional[Validation]
+    session: Session, job: Job, arguments: FitArguments, validation: Optional[Validation]
 ) -> None:
     """Find out now what would fail at the end of an epoch, or in the middle of one."""
     if validation is not None:
         validation.check(job.first)
     schedule = session.config.schedule
-    updates = _updates_per_epoch(job.plan, given.source)
+    updates = _updates_per_epoch(job.plan, arguments.source)
     if schedule is not None and updates is not None:
-        coming = min(updates * (given.last_epoch - given.first_epoch), _CHECKED_UPDATES)
-        schedule.check(coming, _accumulation_steps(job.plan, given.source, updates))
+        coming = min(updates * (arguments.last_epoch - arguments.first_epoch), _CHECKED_UPDATES)
+        schedule.check(coming, _accumulation_steps(job.plan, arguments.source, updates))
 
 
 def _accumulation_steps(plan: Plan, source: DataAdapter, updates: int) -> List[int]:
@@ -328,26 +330,26 @@ def infer(
 ) -> Any:
     """Check everything, and evaluate or predict."""
     with session.processes.propagate_errors():
-        given = _checked(session, mode, data, how)
+        arguments = _checked(session, mode, data, how)
         with eval_mode(model.module, session.loss.module):
-            job = _inference_job(session, given, mode)
+            job = _inference_job(session, arguments, mode)
             with session.running(job):
-                told = _callbacks(model, session, given, job, mode)
+                callbacks = _callbacks(model, session, arguments, job, mode)
                 try:
-                    return run(job, told)
+                    return run(job, callbacks)
                 finally:
-                    told.call("close")
+                    callbacks.call("close")
 
 
 def _checked(
     session: Session, mode: Mode, data: DataArguments, how: Tuple[Any, ...]
 ) -> InferenceArguments:
     session.casting.start_call()
-    given = session.processes.run_on_all_ranks(
+    arguments = session.processes.run_on_all_ranks(
         lambda: InferenceArguments.check(session, mode, data, *how)
     )
-    join_inference(session, given, mode)
-    return given
+    sync_inference_config(session, arguments, mode)
+    return arguments
 
 
 def stream(
@@ -358,15 +360,15 @@ def stream(
         return _stream(model, session, _checked(session, Mode.PREDICT, data, how))
 
 
-def _stream(model: CallbackModel, session: Session, given: InferenceArguments) -> Iterator[Any]:
+def _stream(model: CallbackModel, session: Session, arguments: InferenceArguments) -> Iterator[Any]:
     """Between two pieces the module is in the mode of its owner."""
     modules = (model.module, session.loss.module)
     with eval_mode(*modules):
-        job = _inference_job(session, given, Mode.PREDICT)
+        job = _inference_job(session, arguments, Mode.PREDICT)
     weights = session.weights_version()
     with session.running(job):
-        told = _callbacks(model, session, given, job, Mode.PREDICT)
-        pieces = loop.predictions(job, told)
+        callbacks = _callbacks(model, session, arguments, job, Mode.PREDICT)
+        pieces = loop.predictions(job, callbacks)
         try:
             while True:
                 if session.is_retired or session.weights_version() != weights:
@@ -383,12 +385,17 @@ def _stream(model: CallbackModel, session: Session, given: InferenceArguments) -
                 yield piece.pop()
         finally:
             pieces.close()
-            told.call("close")
+            callbacks.call("close")
 
 
-def _inference_job(session: Session, given: InferenceArguments, mode: Mode) -> Job:
-    return session.start_together(
-        given.source, given.plan, mode, given.seed, mode.value, prefetch=given.prefetch
+def _inference_job(session: Session, arguments: InferenceArguments, mode: Mode) -> Job:
+    return session.start_on_all_ranks(
+        arguments.source,
+        arguments.plan,
+        mode,
+        arguments.seed,
+        mode.value,
+        prefetch=arguments.prefetch,
     )
 
 
@@ -401,7 +408,7 @@ def _may_stop(callback: Callback) -> bool:
 def _callbacks(
     model: CallbackModel,
     session: Session,
-    given: Union[FitArguments, InferenceArguments],
+    arguments: Union[FitArguments, InferenceArguments],
     job: Job,
     mode: Mode,
     epochs: int = 1,
@@ -409,30 +416,30 @@ def _callbacks(
 ) -> CallbackList:
     """The user's, then History, then the progress bar, as in Keras; one of the user's is enough."""
     is_first = session.processes.is_rank_zero
-    users = [callback for callback in given.callbacks if is_first or not callback.only_reports]
+    users = [callback for callback in arguments.callbacks if is_first or not callback.only_reports]
     metrics = [] if mode is Mode.PREDICT else [*job.meter.names, *job.meter.settings]
     directions = {name: way for name, way in job.meter.directions.items() if name in metrics}
     added: List[Callback] = []
-    if isinstance(given, FitArguments):
+    if isinstance(arguments, FitArguments):
         if validation is not None:
             metrics += validation.names(job.meter.names)
             directions.update(validation.directions(job.meter.names, directions))
-        if model.history not in given.callbacks:
+        if model.history not in arguments.callbacks:
             added.append(model.history)
-    if given.level and is_first:
+    if arguments.level and is_first:
         # Imported here: nobody needs it who sees nothing.
         from ipufit.callbacks.progbar_logger import ProgbarLogger
 
-        if not any(isinstance(callback, ProgbarLogger) for callback in given.callbacks):
-            added.append(ProgbarLogger(given.level))
+        if not any(isinstance(callback, ProgbarLogger) for callback in arguments.callbacks):
+            added.append(ProgbarLogger(arguments.level))
     params = {
         "epochs": epochs,
-        "verbose": given.level,
-        "updates": _updates_per_epoch(job.plan, given.source),
+        "verbose": arguments.level,
+        "updates": _updates_per_epoch(job.plan, arguments.source),
         "samples": job.plan.samples,
-        "resumes": isinstance(given, FitArguments) and given.found is not None,
+        "resumes": isinstance(arguments, FitArguments) and arguments.restored is not None,
         "metrics": metrics,
         "directions": directions,
-        "adds": sorted({name for callback in given.callbacks for name in callback.adds or ()}),
+        "adds": sorted({name for callback in arguments.callbacks for name in callback.adds or ()}),
     }
     return CallbackList([*users, *added], model, params)

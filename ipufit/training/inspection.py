@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ipufit.planner.partition_plan import PartitionPlan
     from ipufit.tracing.comparison import Comparison
 
-__all__ = ["Inspected"]
+__all__ = ["InspectionMixin"]
 
 
 def explained(
@@ -92,7 +92,7 @@ def summarized(
 
 
 @with_hints
-class Inspected:
+class InspectionMixin:
     """The methods of :class:`ipufit.Model` that look without training.
 
     Most programs call none of them, so what they need is imported when they are called.

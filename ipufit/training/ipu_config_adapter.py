@@ -18,12 +18,12 @@ from ipufit.partition.request import PartitionRequest
 from ipufit.utils.error_collector import ErrorCollector
 
 __all__ = [
-    "configured",
+    "apply_ipu_config",
     "output_mode_of",
 ]
 
 
-def configured(
+def apply_ipu_config(
     module: nn.Module, asked: Any, faults: ErrorCollector
 ) -> Tuple[Optional[IPUConfig], Any]:
     """The configuration that ``compile`` was given, and its arguments with what that says of them.

@@ -19,7 +19,7 @@ from ipufit.core.train_config import HyperparameterSchedule
 from ipufit.data.pipeline import BatchPipeline, Stage
 from ipufit.engines.program import ExecutionResult
 from ipufit.errors import DataError, NonFiniteLossError
-from ipufit.training.execution_sync import Together
+from ipufit.training.execution_sync import ExecutionSync
 from ipufit.training.sanity_check import FailureExplainer
 from ipufit.utils import tree
 from ipufit.utils.console import stacklevel_of_user
@@ -36,13 +36,13 @@ class Job(Measurement):
 
     Attributes:
         feed: the loader.
-        together: brings in what other processes compute.
+        sync: brings in what other processes compute.
         explainer: says why module or loss can't take a micro-batch.
         outputs: the module's, as tensors without data.
     """
 
     feed: BatchPipeline
-    together: Together
+    sync: ExecutionSync
     explainer: FailureExplainer
     outputs: Any = None
     _batches: int = dataclasses.field(default=0, init=False)
@@ -54,7 +54,7 @@ class Job(Measurement):
         """Those of an epoch, as long as the block lasts."""
         self._batches = self.meter.updates * self.plan.micro_batches_per_update
         with contextlib.closing(self.feed.executions(epoch, self.plan, stage)) as batches:
-            yield self.together.executions(batches)
+            yield self.sync.executions(batches)
 
     def prepare(self) -> None:
         """Take over what callbacks have changed in the module or the optimizer."""
@@ -64,7 +64,7 @@ class Job(Measurement):
     def run(self, batch: CombinedBatch) -> ExecutionResult:
         """One execution, and what it gave in all processes; outputs are those of this one."""
         with self._computing(batch):
-            return self.together.run(self.program, batch)
+            return self.sync.run(self.program, batch)
 
     def predict(self, batch: CombinedBatch) -> Any:
         """The outputs of one execution for its samples, those of all processes."""
@@ -72,12 +72,12 @@ class Job(Measurement):
             anchors = self.program.run(batch)
         for micro_batch, outputs in zip(batch.micro_batches, anchors.outputs):
             check_rows(outputs, micro_batch.size)
-        return _joined(self.together.outputs(batch, anchors.outputs, self.outputs))
+        return _joined(self.sync.outputs(batch, anchors.outputs, self.outputs))
 
     @contextlib.contextmanager
     def _computing(self, batch: CombinedBatch) -> Iterator[None]:
         """Uninterrupted, and with the layer or the line that can't take what the block computes."""
-        first = None if self.together.processes.is_distributed else self._batches
+        first = None if self.sync.processes.is_distributed else self._batches
         with defer_sigint(), self.explainer.explained(batch.micro_batches, first):
             yield
         self._batches += len(batch.micro_batches)
@@ -150,8 +150,8 @@ class Fit:
     @property
     def shards_data(self) -> bool:
         """True if ipufit shards the data, or one process reads all of it."""
-        together = self.job.together
-        return together.is_portioned or not together.processes.is_distributed
+        sync = self.job.sync
+        return sync.is_portioned or not sync.processes.is_distributed
 
     def ending(self) -> bool:
         """Return True if training ends with the last execution."""
@@ -220,11 +220,11 @@ class Fit:
 
     def _epoch_logs(self, epoch: int) -> Dict[str, float]:
         """Return the values of an epoch whose executions are over, its validation included."""
-        logs = self.job.meter.reduce_across_ranks(self.job.together.processes)
+        logs = self.job.meter.reduce_across_ranks(self.job.sync.processes)
         if self._non_finite is not None:
             logs["loss"] = self._non_finite.value
         self._warn_of_skipped(epoch)
-        self.job.together.share_buffers(self.job.program)
+        self.job.sync.share_buffers(self.job.program)
         if self.validate is not None and self.validates(epoch):
             with self.clock.during("validation"):
                 validation = self.validate(epoch)
@@ -261,7 +261,7 @@ def evaluate(job: Job, callbacks: CallbackList, epoch: int = 0) -> Dict[str, flo
             anchors = job.run(batch)
             meter.add(batch, anchors)
             callbacks.call("on_test_batch_end", meter.updates - 1, meter.running())
-    values = meter.reduce_across_ranks(job.together.processes)
+    values = meter.reduce_across_ranks(job.sync.processes)
     callbacks.call("on_test_end", values)
     return values
 

@@ -34,9 +34,9 @@ from ipufit.partition.request import PartitionRequest
 from ipufit.report.settings import Report
 from ipufit.tracing.validate import refuse_unrecordable
 from ipufit.training import fit, loop, on_batch
-from ipufit.training.compile import CompileRequest, compiled
+from ipufit.training.compile import CompileRequest, build_session
 from ipufit.training.fit_data import FitRequest
-from ipufit.training.inspection import Inspected
+from ipufit.training.inspection import InspectionMixin
 from ipufit.training.session import Session
 from ipufit.utils.error_collector import one_of
 from ipufit.utils.names import with_hints
@@ -51,7 +51,7 @@ __all__ = ["Model"]
 
 
 @with_hints
-class Model(Inspected):
+class Model(InspectionMixin):
     """Trains, evaluates and applies a torch module as one traced program.
 
     The module stays the source of truth for the weights: it holds the trained values after ``fit``,
@@ -306,7 +306,7 @@ class Model(Inspected):
                 "compile was called inside fit, from a callback or the data. Call it when fit has "
                 "returned."
             )
-        session = compiled(
+        session = build_session(
             self.module,
             self._make_engine,
             CompileRequest(

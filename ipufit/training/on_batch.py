@@ -9,7 +9,7 @@ from ipufit.core.batch import CombinedBatch, Mode
 from ipufit.data.adapters import DataArguments, get_data_adapter
 from ipufit.errors import ConfigurationError
 from ipufit.training.loop import Job
-from ipufit.training.session import Session, refuse_several
+from ipufit.training.session import Session, require_single_process
 from ipufit.utils.interrupts import defer_sigint
 from ipufit.utils.state import eval_mode, train_mode
 
@@ -28,7 +28,7 @@ def _running(
     session: Session, batch: Any, mode: Mode, seed: int, class_weight: Any = None
 ) -> Iterator[Tuple[Job, CombinedBatch]]:
     """A program for this batch on one replica, and the only execution there is for it."""
-    refuse_several(session, "A call with a single batch", "Call fit, evaluate or predict.")
+    require_single_process(session, "A call with a single batch", "Call fit, evaluate or predict.")
     given = DataArguments("batch", [batch], class_weight=class_weight)
     source = get_data_adapter(given, mode, session.loss.in_module)
     plan = session.plan(source, None, 1, 1, training=mode is Mode.TRAIN)

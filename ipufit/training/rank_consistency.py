@@ -19,16 +19,16 @@ from ipufit.core.plan import Plan
 from ipufit.errors import ProcessError
 from ipufit.processes import Processes, common
 from ipufit.training.arguments import FitArguments, InferenceArguments
-from ipufit.training.session import Session, refuse_several
+from ipufit.training.session import Session, require_single_process
 from ipufit.utils.random_streams import draw_seed
 
 if TYPE_CHECKING:
-    from ipufit.checkpoint.training_state import Found
+    from ipufit.checkpoint.training_state import RestoredState
 
-__all__ = ["join_fit", "join_inference"]
+__all__ = ["sync_inference_config", "sync_run_config"]
 
 
-def join_fit(session: Session, given: FitArguments) -> FitArguments:
+def sync_run_config(session: Session, given: FitArguments) -> FitArguments:
     """Agree on what is trained, and begin with what process 0 has: checkpoint, seed and weights.
 
     Raises:
@@ -43,11 +43,13 @@ def join_fit(session: Session, given: FitArguments) -> FitArguments:
         _agree_on_tensors(session)
         jit = session.config.jit
         if jit in (INDUCTOR, CUDAGRAPH):
-            processes.run_on_all_ranks(lambda: refuse_several(session, f"jit={jit!r}", _OTHER_JIT))
+            processes.run_on_all_ranks(
+                lambda: require_single_process(session, f"jit={jit!r}", _OTHER_JIT)
+            )
         _refuse_one_gpu_for_two(session)
-    found = _found_by_first(processes, given)
+    restored = _restore_on_all_ranks(processes, given)
     asked = given
-    given = processes.run_on_all_ranks(lambda: asked.going_on_from(found))
+    given = processes.run_on_all_ranks(lambda: asked.going_on_from(restored))
     seed = processes.run_on_rank_zero(
         lambda: draw_seed() if given.asked_seed is None else given.asked_seed
     )
@@ -56,7 +58,7 @@ def join_fit(session: Session, given: FitArguments) -> FitArguments:
     return dataclasses.replace(given, seed=seed)
 
 
-def join_inference(session: Session, given: InferenceArguments, mode: Mode) -> None:
+def sync_inference_config(session: Session, given: InferenceArguments, mode: Mode) -> None:
     """Agree on what is evaluated or predicted, with the weights of process 0.
 
     Raises:
@@ -72,9 +74,9 @@ def join_inference(session: Session, given: InferenceArguments, mode: Mode) -> N
             _spread(session, with_optimizer=False)
 
 
-def _found_by_first(processes: Processes, given: FitArguments) -> Optional[Found]:
+def _restore_on_all_ranks(processes: Processes, given: FitArguments) -> Optional[RestoredState]:
     """The checkpoint to go on from, which process 0 alone reads."""
-    found: List[Found] = []
+    restored: List[RestoredState] = []
 
     def read() -> Any:
         if given.checkpoint is None and given.resume is None:
@@ -82,16 +84,16 @@ def _found_by_first(processes: Processes, given: FitArguments) -> Optional[Found
         # Imported here, as below: many runs keep no checkpoints.
         from ipufit.checkpoint.manager import find
 
-        found.extend(each for each in [find(given.checkpoint, given.resume)] if each is not None)
-        names = [field.name for each in found for field in dataclasses.fields(each)]
-        return [{name: getattr(each, name) for name in names} for each in found]
+        restored.extend(each for each in [find(given.checkpoint, given.resume)] if each is not None)
+        names = [field.name for each in restored for field in dataclasses.fields(each)]
+        return [{name: getattr(each, name) for name in names} for each in restored]
 
     told = processes.run_on_rank_zero(read)
-    if told and not found:
-        from ipufit.checkpoint.training_state import Found
+    if told and not restored:
+        from ipufit.checkpoint.training_state import RestoredState
 
-        found.extend(Found(**each) for each in told)
-    return next(iter(found), None)
+        restored.extend(RestoredState(**each) for each in told)
+    return next(iter(restored), None)
 
 
 def _facts(session: Session, plan: Plan, is_portioned: bool) -> Dict[str, Any]:

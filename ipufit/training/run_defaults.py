@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ipufit.engines.ipu.ipu_config import IPUConfig
     from ipufit.engines.ipu.poptorch_options.reading import PopTorchOptions
 
-__all__ = ["FixedWork"]
+__all__ = ["RunDefaults"]
 
 # A value, and what says so.
 Fixed = Tuple[int, str]
@@ -26,7 +26,7 @@ _DEFAULTS: Dict[str, Optional[int]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class FixedWork:
+class RunDefaults:
     """Arguments of ``fit``, ``evaluate`` and ``predict`` that ``compile`` has fixed.
 
     Attributes:
@@ -47,7 +47,7 @@ class FixedWork:
     said: Tuple[str, ...] = ()
 
     @staticmethod
-    def of(config: IPUConfig) -> FixedWork:
+    def of(config: IPUConfig) -> RunDefaults:
         """What a configuration fixes."""
         training = {
             **_work(config, ""),
@@ -59,14 +59,14 @@ class FixedWork:
         seed = None if config.seed is None else (config.seed, "IPUConfig.seed")
         sentence = f"Work, seed and options are those of {config!r}."
         inference = _work(config, "inference_")
-        return FixedWork(training, inference, {}, seed, None, "another config", (sentence,))
+        return RunDefaults(training, inference, {}, seed, None, "another config", (sentence,))
 
     @staticmethod
     def of_options(
         training: Optional[PopTorchOptions],
         inference: Optional[PopTorchOptions],
         said: Sequence[str],
-    ) -> FixedWork:
+    ) -> RunDefaults:
         """What whole PopTorch options fix.
 
         Args:
@@ -77,7 +77,7 @@ class FixedWork:
         work = [{} if options is None else options.work() for options in pair]
         replicas = [options is not None and options.replicas for options in pair]
         one, other = (None if options is None else options.seed for options in pair)
-        return FixedWork(
+        return RunDefaults(
             work[0],
             work[1],
             {is_training: each for is_training, each in zip((True, False), replicas) if each},

@@ -40,9 +40,9 @@ from ipufit.partition.partition import NOT_DIVIDED, Partition, Partitions
 from ipufit.processes import Processes, current
 from ipufit.training import loop
 from ipufit.training.deferred_partition import DeferredPartitioner, replan, with_stage_count
-from ipufit.training.execution_sync import Together
+from ipufit.training.execution_sync import ExecutionSync
 from ipufit.training.loop import Job
-from ipufit.training.run_defaults import FixedWork
+from ipufit.training.run_defaults import RunDefaults
 from ipufit.training.sanity_check import (
     FailureExplainer,
     check_call,
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from ipufit.engines.ipu.preflight.report import PreflightReport
     from ipufit.planner.planning import Estimator
 
-__all__ = ["Session", "refuse_several"]
+__all__ = ["Session", "require_single_process"]
 
 
 class Session:
@@ -97,10 +97,10 @@ class Session:
         auto_round_ipus: bool = False,
         options: Optional[Mapping[str, Any]] = None,
         partitions: Partitions = NOT_DIVIDED,
-        fixed: Optional[FixedWork] = None,
+        fixed: Optional[RunDefaults] = None,
         planned_memory: Optional[int] = None,
     ) -> None:
-        self.fixed = fixed or FixedWork()
+        self.fixed = fixed or RunDefaults()
         self._options = options or {}
         self.partitions = partitions
         self._partitioner = DeferredPartitioner(planned_memory)
@@ -315,7 +315,7 @@ class Session:
         assert failure is not None
         raise failure
 
-    def start_together(self, *args: Any, **options: Any) -> Job:
+    def start_on_all_ranks(self, *args: Any, **options: Any) -> Job:
         """The same in all processes, if it works in all.
 
         Raises:
@@ -405,8 +405,8 @@ class Session:
         settings = self.config.settings if mode is Mode.TRAIN else ()
         meter = EpochMetrics(metrics, plan, self.loss, rules, settings)
         weighted = source.role if mode is Mode.TRAIN and is_weighted(first) else None
-        together = Together(self.processes, plan, source.is_portioned, weighted)
-        return Job(program, plan, meter, first, feed, together, explainer, prepared.outputs)
+        sync = ExecutionSync(self.processes, plan, source.is_portioned, weighted)
+        return Job(program, plan, meter, first, feed, sync, explainer, prepared.outputs)
 
     def explainer(self, mode: Mode, role: str) -> FailureExplainer:
         """Says why module or loss can't take a micro-batch.
@@ -620,7 +620,7 @@ def _told_of_compile(error: PlanError) -> PlanError:
     return PlanError(faults, {k: v for k, v in error.suggestion.items() if k != name})
 
 
-def refuse_several(session: Session, what: str, instead: str) -> None:
+def require_single_process(session: Session, what: str, instead: str) -> None:
     """Refuse what works in one process alone.
 
     Raises:

@@ -13,7 +13,7 @@ from torch import nn
 
 import ipufit
 from ipufit.checkpoint.store import Store
-from ipufit.checkpoint.training_state import Found
+from ipufit.checkpoint.training_state import RestoredState
 from ipufit.errors import CheckpointError
 
 __all__ = ["FILES", "Reader"]
@@ -53,7 +53,7 @@ class Reader:
         if self._file != "manifest.json":
             self._adjust(content)
         try:
-            Found.of(Store(self._folder), self._name)
+            RestoredState.of(Store(self._folder), self._name)
         except CheckpointError:
             return False
         return True

@@ -37,6 +37,6 @@ def test_public_names_are_where_they_are_defined():
     names = set(public_names())
     assert {
         "ipufit.training.model.Model",
-        "ipufit.training.inspection.Inspected",
+        "ipufit.training.inspection.InspectionMixin",
         "ipufit.core.logged_values.log",
     } <= names

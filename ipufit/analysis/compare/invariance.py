@@ -21,7 +21,7 @@ from ipufit.errors import ConfigurationError, DataError
 from ipufit.losses import Loss
 from ipufit.metrics import MetricSet
 from ipufit.tracing.tolerance import Tolerance, distance
-from ipufit.training.session import Session, refuse_several
+from ipufit.training.session import Session, require_single_process
 from ipufit.training.summary import batch_of, sample_of
 from ipufit.utils import tree
 from ipufit.utils.state import fork_rng, train_mode
@@ -55,7 +55,7 @@ def check_invariance(
         DataError: the batch can't be fed, or divided.
     """
     instead = "Check in one process: its replicas stand for those of all."
-    refuse_several(session, "check_invariance", instead)
+    require_single_process(session, "check_invariance", instead)
     tolerance = Tolerance(*tolerances)
     tolerance.check()
     own_loss = session.loss.in_module

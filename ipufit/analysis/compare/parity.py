@@ -12,7 +12,7 @@ from ipufit.engines.program import Engine
 from ipufit.errors import ConfigurationError
 from ipufit.tracing.comparison import Comparison
 from ipufit.tracing.tolerance import Tolerance
-from ipufit.training.session import Session, refuse_several
+from ipufit.training.session import Session, require_single_process
 from ipufit.training.summary import batch_of
 from ipufit.utils.error_collector import ErrorCollector, one_of
 from ipufit.utils.interrupts import defer_sigint
@@ -38,7 +38,9 @@ def compare(
             into.
         DataError: the batch can't be fed.
     """
-    refuse_several(session, "compare", "Compare in one process: each runs the same program.")
+    require_single_process(
+        session, "compare", "Compare in one process: each runs the same program."
+    )
     faults, tolerance = ErrorCollector(), Tolerance(*tolerances)
     with faults.collect():
         one_of("reference", reference, REFERENCES)

@@ -12,7 +12,7 @@ from ipufit.core.plan import Plan
 from ipufit.data.adapters import DataArguments, comes_in_samples, get_data_adapter
 from ipufit.data.source import DataAdapter
 from ipufit.errors import ConfigurationError
-from ipufit.training.session import refuse_several
+from ipufit.training.session import require_single_process
 
 __all__ = ["find_batch_size", "find_lr"]
 
@@ -33,7 +33,9 @@ def find_lr(
         DataError: data that can't be read or fed, or that can be read only once.
     """
     session = trial.session
-    refuse_several(session, "find_lr", "Look in one process, and pass the others what it found.")
+    require_single_process(
+        session, "find_lr", "Look in one process, and pass the others what it found."
+    )
     assert session.optimizer is not None
     check_range(*rates)
     source = get_data_adapter(data, Mode.TRAIN, session.loss.in_module)
@@ -64,7 +66,7 @@ def find_batch_size(
     """
     session = trial.session
     instead = "Look in one process, and pass the others what it found."
-    refuse_several(session, "find_batch_size", instead)
+    require_single_process(session, "find_batch_size", instead)
     if not comes_in_samples(DataArguments("training data", x, y)):
         raise ConfigurationError(
             "find_batch_size needs samples to make batches of, but the training data comes in "
