@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Mode(enum.Enum):
-    """What a program does with a micro-batch."""
+    """Purpose of a program: to train, evaluate or predict."""
 
     TRAIN = "train"
     EVALUATE = "evaluate"
@@ -39,7 +39,7 @@ class Mode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatch:
-    """What one replica's forward sees at once.
+    """Batch of samples that one replica's forward sees at once.
 
     Attributes:
         leaves: its tensors, in the order of the structure.
@@ -61,7 +61,7 @@ class MicroBatch:
     def split_rows(
         leaves: Sequence[Tensor], structure: tree.Structure, size: int
     ) -> List[MicroBatch]:
-        """Those of one size that tensors hold, one after another along the first dimension."""
+        """Split tensors along the first dimension into micro-batches of one size."""
         columns = [torch.split(leaf, size) for leaf in leaves]
         found = [MicroBatch(own, structure, size) for own in zip(*columns)]
         for number, batch in enumerate(found):
@@ -70,7 +70,7 @@ class MicroBatch:
 
     @staticmethod
     def concat_leaves(batches: Sequence[MicroBatch], which: Sequence[int]) -> List[Tensor]:
-        """These leaves of several of one size, one after another along the first dimension.
+        """Concatenate some leaves of micro-batches of one size along the first dimension.
 
         No copy is made of what lies so in memory.
         """
@@ -83,7 +83,7 @@ class MicroBatch:
         return [torch.cat([batch.leaves[i] for batch in batches]) for i in which]
 
     def shares_storage_with(self, other: MicroBatch) -> bool:
-        """Whether both are rows of the same tensors, and so alike in all but their values."""
+        """True if both are rows of the same tensors, and so alike in all but their values."""
         place, others = self._place, other._place
         return place is not None and others is not None and place[0] is others[0]
 
@@ -109,16 +109,16 @@ class MicroBatch:
         return args, kwargs, target, sample_weight
 
     def head(self, size: int) -> MicroBatch:
-        """Its first samples."""
+        """Cut the micro-batch down to its first samples."""
         leaves = tuple(leaf[:size] if leaf.dim() else leaf for leaf in self.leaves)
         return MicroBatch(leaves, self.structure, size)
 
     def clone(self) -> MicroBatch:
-        """The same in memory of its own."""
+        """Copy the micro-batch into memory of its own."""
         return dataclasses.replace(self, leaves=tuple(leaf.clone() for leaf in self.leaves))
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on another device; itself if it is there already."""
+        """Move the micro-batch to a device; returns itself if it is there already."""
         if all(leaf.device == device for leaf in self.leaves):
             return self
         leaves = tuple(leaf.to(device, non_blocking=True) for leaf in self.leaves)
@@ -127,7 +127,7 @@ class MicroBatch:
 
 @dataclasses.dataclass(frozen=True)
 class DataCursor:
-    """Where the data stands.
+    """Position in the data, from which a checkpoint lets it go on.
 
     Attributes:
         number: of the pass over it.
@@ -192,7 +192,7 @@ class CombinedBatch:
         return [place // plan.all_replicas + 1 for place in last]
 
     def shares(self, plan: Plan) -> List[ProcessShard]:
-        """What of each update is this process's own."""
+        """Describe the part of each update that this process computes."""
         layout = self.layout if self.layout is not None else self.sizes(plan)
         return [ProcessShard.of(plan, tuple(update)) for update in layout]
 
@@ -216,7 +216,7 @@ class ProcessShard:
     @staticmethod
     @functools.lru_cache(maxsize=64)
     def of(plan: Plan, sizes: Tuple[int, ...]) -> ProcessShard:
-        """That of this process.
+        """Make the shard of this process.
 
         Args:
             plan: of the update.
@@ -247,7 +247,7 @@ def counts_by_rank(update: Sequence[int], plan: Plan, size: Optional[int] = None
 
 
 def local_indices(shares: Sequence[ProcessShard]) -> List[int]:
-    """Which micro-batches of an execution, of all processes in stream order, are the own ones."""
+    """Number the micro-batches of this process among those of all, in stream order."""
     numbers, begin = [], 0
     for share in shares:
         numbers += [begin + index for index in share.own]
@@ -256,7 +256,7 @@ def local_indices(shares: Sequence[ProcessShard]) -> List[int]:
 
 
 def split_by_update(own: Iterable[T], shares: Sequence[ProcessShard]) -> List[List[T]]:
-    """What stands for the own micro-batches of an execution, update by update."""
+    """Split items, one for each of this process's micro-batches, into lists by update."""
     rest = iter(own)
     return [list(itertools.islice(rest, len(share.own))) for share in shares]
 

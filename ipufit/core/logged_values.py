@@ -57,7 +57,7 @@ class LogRule:
 
 @dataclasses.dataclass
 class Entry:
-    """What one micro-batch has reported under one name."""
+    """Values that one micro-batch has logged under one name."""
 
     rule: LogRule
     values: List[Union[Tensor, float]]
@@ -91,7 +91,7 @@ _open: contextvars.ContextVar[Optional[Entries]] = contextvars.ContextVar("ipufi
 
 @contextlib.contextmanager
 def collecting() -> Iterator[Entries]:
-    """What is logged inside the block, by name in the order of first use."""
+    """Collect what is logged inside the block, by name in the order of first use."""
     entries: Entries = {}
     token = _open.set(entries)
     try:

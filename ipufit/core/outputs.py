@@ -100,7 +100,7 @@ def children(value: Any) -> Tuple[Any, ...]:
 
 
 def listed(value: Any) -> str:
-    """What came, for a sentence: the type, and the keys or the length if it has any."""
+    """Describe a value in a sentence: its type, and the keys or the length if it has any."""
     keys = children(value)
     if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
         return f"{type(value).__name__} of {len(value)}"

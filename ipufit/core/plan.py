@@ -29,7 +29,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Tail:
-    """What is left of an epoch after its full executions; it runs as one smaller execution."""
+    """Rest of an epoch after its full executions, which runs as one smaller execution."""
 
     samples: int
     updates: int
@@ -175,7 +175,7 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
 
     @property
     def own_micro_batches_per_update(self) -> int:
-        """Those of them that this process computes."""
+        """Micro-batches of an update that this process computes."""
         return self.gradient_accumulation * self.replicas
 
     def owner(self, number: int) -> int:
@@ -191,7 +191,7 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
 
     @property
     def alone(self) -> Plan:
-        """The same as if there were no other process."""
+        """Make the plan of this process as if there were no other."""
         return dataclasses.replace(self, processes=1, process=0)
 
     def updates_in(self, micro_batches: int) -> int:
@@ -243,7 +243,7 @@ Try 2 or 4, or auto_round_ipus=True to reserve 4 and leave 1 idle.
 
     @property
     def tail(self) -> Optional[Tail]:
-        """What is left after the full executions; None if nothing is, and for a stream."""
+        """Rest after the full executions; None if nothing is left, and for a stream."""
         left = (self.samples or 0) % self.combined_batch_size
         if left == 0:
             return None

@@ -30,7 +30,7 @@ __all__ = [
 
 
 def autocast_state(device: torch.device) -> Tuple[Any, ...]:
-    """Whether autocast is on for a device, and in which dtype."""
+    """Read whether autocast is on for a device, and in which dtype."""
     if hasattr(torch, "get_autocast_dtype"):
         kind = device.type
         return (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -56,7 +56,7 @@ def without_autocast(
 
 
 def _autocast_switch(kind: str) -> Callable[[], bool]:
-    """What says whether autocast is on for a kind of device."""
+    """Find the functions of torch that switch autocast for a kind of device."""
     if hasattr(torch, "get_autocast_dtype"):
         return functools.partial(torch.is_autocast_enabled, kind)
     return torch.is_autocast_cpu_enabled if kind == "cpu" else torch.is_autocast_enabled
@@ -145,13 +145,13 @@ def refuse_missing_half() -> Iterator[None]:
 
 
 def computes_in_half(tensors: Iterable[object]) -> bool:
-    """Whether one of these is a tensor of half precision."""
+    """True if one of the values is a tensor of half precision."""
     half = (torch.float16, torch.bfloat16)
     return any(isinstance(t, Tensor) and t.dtype in half for t in tensors)
 
 
 def mixes_double(tensors: Sequence[Tensor]) -> bool:
-    """Whether float64 stands beside a narrower floating-point type."""
+    """True if float64 stands beside a narrower floating-point type."""
     kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     return torch.float64 in kinds and len(kinds) > 1
 

@@ -42,7 +42,7 @@ def as_weights(weight: Any, kind: Type[ConfigurationError]) -> Tensor:
 
 
 def spread_shape(weight: Tensor, shape: Sequence[int]) -> bool:
-    """Whether the weights have the leading dimensions of ``shape``."""
+    """True if the weights have the leading dimensions of ``shape``."""
     return tuple(weight.shape) == tuple(shape[: weight.dim()])
 
 

@@ -39,7 +39,7 @@ class HyperparameterSchedule(Protocol):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
         ...
 
     @property
@@ -112,7 +112,7 @@ class Clip:
     value: Optional[float] = None
 
     def __bool__(self) -> bool:
-        """Whether any bound is set."""
+        """True if any bound is set."""
         return self != Clip()
 
 
@@ -132,7 +132,7 @@ class Averaging:
 
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """What the loss is multiplied with before the backward pass, and the gradient divided by.
+    """Factor of the loss in the backward pass, by which gradients are divided afterwards.
 
     Attributes:
         initial: the factor, at first.
@@ -145,11 +145,11 @@ class LossScale:
 
     @property
     def dynamic(self) -> bool:
-        """Whether the factor follows the gradients."""
+        """True if the factor follows the gradients."""
         return self.growth_interval is not None
 
     def describe(self) -> Union[float, str]:
-        """As short as ``compile`` takes it: a number, "dynamic", or what was changed in that."""
+        """Write it as ``compile`` takes it: a number, "dynamic", or the changes to that."""
         if not self.dynamic:
             return self.initial
         return "dynamic" if self == LossScale() else str(self)
@@ -237,7 +237,7 @@ class TrainConfig:
 
     @property
     def run_eagerly(self) -> bool:
-        """Whether the user's module itself runs, without a recording."""
+        """True if the user's module itself runs, without a recording."""
         return self.jit == OFF
 
     @property
@@ -251,7 +251,7 @@ class TrainConfig:
         return {"gradient_reduction": self.gradient_reduction, **self.extras()}
 
     def extras(self) -> Dict[str, Any]:
-        """Those that make more of an update than a plain one, as numbers and strings."""
+        """List settings that make more of an update than a plain one, as numbers and strings."""
         averaging, scale, every = self.averaging, self.loss_scale, self.output_mode.every
         dtype, mode = self.accumulation_dtype, self.output_mode.kind
         found = {

@@ -89,7 +89,7 @@ _SUFFIX = ".safetensors"
 
 
 def described(module: nn.Module, updates: int) -> Dict[str, str]:
-    """What a file says of the weights in it."""
+    """Read the description of the weights in a file."""
     kind = type(module)
     about = {
         "ipufit": __version__,
@@ -225,7 +225,7 @@ def differences(
     strict: bool = True,
     widens: bool = True,
 ) -> List[str]:
-    """What does not fit, a line each.
+    """List the differences, a line each.
 
     Args:
         own: of the module; what is no tensor is passed over.
@@ -252,7 +252,7 @@ def differences(
 
 
 def _widens(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether every value of one dtype has its equal in the other."""
+    """True if every value of one dtype has its equal in the other."""
     both_floating = source.is_floating_point and target.is_floating_point
     return source == target or (both_floating and torch.promote_types(source, target) == target)
 

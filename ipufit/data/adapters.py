@@ -42,7 +42,7 @@ DEFAULT_BATCH_SIZE = 32  # Keras'
 
 @dataclasses.dataclass(frozen=True)
 class DataArguments:
-    """What a user passed as data, as it came.
+    """Arguments of a call that hold data, as the user passed them.
 
     Attributes:
         role: what it is for, such as "training data".
@@ -132,7 +132,7 @@ def get_data_adapter(given: DataArguments, mode: Mode, own_loss: OwnLoss) -> Dat
 
 
 def comes_in_samples(given: DataArguments) -> bool:
-    """Whether batches are made here, so that there is a batch size to choose."""
+    """True if batches are made here, so that there is a batch size to choose."""
     return _kind(given) != "loader"
 
 
@@ -347,7 +347,7 @@ def _of_dataset(
 def split_data(
     given: DataArguments, fraction: Any, held_out: DataArguments
 ) -> Tuple[DataArguments, DataArguments]:
-    """What to train on, and the last ``fraction`` of the samples to hold out.
+    """Split data into samples to train on and the last ``fraction``, which is held out.
 
     Args:
         given: known to be good.

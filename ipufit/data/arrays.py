@@ -24,7 +24,7 @@ __all__ = [
 
 
 def is_table(value: Any) -> bool:
-    """Whether it is a ``datasets.Dataset``, by what it can do: the library is not imported."""
+    """True of a ``datasets.Dataset``, by its methods: the library is not imported."""
     kind = type(value)
     if kind.__module__.partition(".")[0] != "datasets" or isinstance(value, Mapping):
         return False
@@ -95,7 +95,7 @@ def frame_as_tensor(frame: Any, name: str) -> Tensor:
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is a tensor or an array of NumPy's, memory-mapped ones included."""
+    """True of a tensor or an array of NumPy's, memory-mapped ones included."""
     return isinstance(value, Tensor) or (
         type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "shape")
     )

@@ -78,7 +78,7 @@ class BatchValidator:
         return self._in_dtypes(batch)
 
     def _are_like_the_last(self, picked: RowBlock) -> bool:
-        """Whether none of them needs a closer look."""
+        """True if none of the batches needs a closer look."""
         assert self._last is not None
         pairs = zip(picked.leaves[: self._used], self._last.leaves)
         return (
@@ -158,7 +158,7 @@ class BatchValidator:
         return batch
 
     def _is_like_the_last(self, leaves: List[Any], structure: tree.Structure) -> bool:
-        """Whether nothing needs a closer look: the usual case, found out quickly."""
+        """True if the batch needs no closer look: the usual case, found out quickly."""
         last = self._last
         return (
             last is not None
@@ -403,7 +403,7 @@ def sharded_executions(
     horizon: ReadAhead,
     reuses_memory: bool = False,
 ) -> Iterator[CombinedBatch]:
-    """What this process has of the executions that it makes with others.
+    """Yield this process's part of the executions that all processes make together.
 
     Args:
         batches: the own ones of an epoch.
@@ -444,5 +444,5 @@ def sharded_executions(
 
 
 def is_weighted(batch: MicroBatch) -> bool:
-    """Whether its samples count by a weight each."""
+    """True if its samples count by a weight each."""
     return batch.structure.children[3].kind is not type(None)

@@ -24,7 +24,7 @@ __all__ = ["rows_in_memory"]
 
 
 def rows_in_memory(loader: Any) -> Optional[Rows]:
-    """What a pass over a loader yields: the same samples in the same order, and the same draws.
+    """Make rows of memory that yield what a pass over a loader does, with its order and draws.
 
     Returns:
         The rows, or None for a loader that does anything but pick samples from tensors and stack
@@ -76,7 +76,7 @@ def _is_plain_loader(loader: Any) -> bool:
 
 
 def _picks_each_once(loader: Any) -> bool:
-    """Whether each sample of the dataset comes once, in an order that is drawn all at once."""
+    """True if each sample of the dataset comes once, in an order that is drawn all at once."""
     sampler = loader.sampler
     if type(sampler) is EpochOrder:
         return len(sampler) == len(loader.dataset)
@@ -98,7 +98,7 @@ def _order(sampler: Any) -> Optional[Tensor]:
 
 
 def _indices(subset: Any) -> Optional[Tensor]:
-    """Those of a part of a dataset, if they are numbers from 0; they count from the end else."""
+    """Read the indices of a part of a dataset, if they are numbers from 0."""
     indices, length = subset.indices, len(subset.dataset)
     if not isinstance(indices, (range, list, tuple)):
         return None
@@ -108,7 +108,7 @@ def _indices(subset: Any) -> Optional[Tensor]:
 
 
 def _can_be_stacked(tensor: Any) -> bool:
-    """Whether picking rows gives the bits, dtype and strides that stacking the samples does."""
+    """True if picking rows gives the bits, dtype and strides that stacking the samples does."""
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided

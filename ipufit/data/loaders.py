@@ -1,4 +1,4 @@
-"""What can be known of a loader without running it."""
+"""Facts about a loader that are found without running it."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ __all__ = [
 
 
 def is_torchs(value: Any) -> bool:
-    """Whether torch, or ipufit, wrote its class."""
+    """True if torch, or ipufit, wrote its class."""
     return type(value).__module__.partition(".")[0] in ("torch", "ipufit")
 
 
 def reads_as_torch(loader: Any) -> bool:
-    """Whether it is a DataLoader whose batches no ``__iter__`` of a subclass makes or changes."""
+    """True of a DataLoader whose batches no ``__iter__`` of a subclass makes or changes."""
     return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
 
 
@@ -118,7 +118,7 @@ def place_of(candidate: Any) -> Optional[Tuple[str, int]]:
 
 
 def unshuffled(loader: Any) -> Any:
-    """The same batches in the order of the dataset, where the shuffling is torch's."""
+    """Make a loader in the order of the dataset, where the shuffling is torch's."""
     if not reads_as_torch(loader) or type(loader.sampler) is not RandomSampler:
         return loader
     if type(loader.batch_sampler) is not BatchSampler or not loader.batch_size:

@@ -158,7 +158,7 @@ class BatchPipeline:
                 del raw
 
     def _portion_of(self, plan: Plan, stream: DataStream, begin: DataCursor) -> Optional[RankShard]:
-        """What this process reads of the pass that begins; None for all."""
+        """Find the part of the beginning pass that this process reads; None for all."""
         if self._ledger is None:
             return None
         self._begun.append((self._ledger.known, begin))

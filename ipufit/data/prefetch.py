@@ -24,7 +24,7 @@ _PATIENCE = 1.0
 def prefetched(
     items: Generator[T, None, None], depth: int, give_up: Callable[[], None] = lambda: None
 ) -> Generator[T, None, None]:
-    """The same items in the same order, of which a thread prepares up to ``depth`` ahead.
+    """Yield items in their order, of which a thread prepares up to ``depth`` ahead.
 
     An exception of ``items`` is raised here, in its place, with its own traceback. Close what is
     returned to end the thread; it ends by itself after the last item. An interrupt does not wait
@@ -64,7 +64,7 @@ class _Reader(threading.Thread):
 
 
 def reads_ahead() -> bool:
-    """Whether this thread prepares executions while another one runs them."""
+    """True if this thread prepares executions while another one runs them."""
     return isinstance(threading.current_thread(), _Reader)
 
 
@@ -149,7 +149,7 @@ class _Queue:
 
 
 class _ThreadContext:
-    """What torch keeps for each thread apart, and data code may depend on."""
+    """Settings that torch keeps for each thread, and on which data code may depend."""
 
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()

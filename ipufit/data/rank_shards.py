@@ -66,11 +66,11 @@ class GlobalBatchIndex:
 
     @property
     def latest(self) -> int:
-        """What tells the order of the samples noted so far from another one."""
+        """Digest of the order of the samples so far, which tells it from another one."""
         return self._order
 
     def order(self) -> int:
-        """What tells the order of the samples taken so far from another one."""
+        """Digest of the order of the samples so far, which tells it from another one."""
         counts = sorted(count for count in self._orders if count <= self.begin)
         for count in counts[:-1]:
             del self._orders[count]
@@ -79,7 +79,7 @@ class GlobalBatchIndex:
 
 @dataclasses.dataclass
 class RankShard:
-    """What this process reads of one pass over the data.
+    """Part of one pass over the data that this process reads.
 
     Attributes:
         plan: says which batches are whose.
@@ -109,7 +109,7 @@ class RankShard:
         return self.plan.own_before(self.begin + batches) - self.plan.own_before(self.begin)
 
     def is_own(self, number: int) -> bool:
-        """Whether the batch of this number in the pass is an own one."""
+        """True if this process reads the batch of this number in the pass."""
         return self.plan.owner(self.begin + number) == self.plan.process
 
     def picked(

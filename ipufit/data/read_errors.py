@@ -54,7 +54,7 @@ def unreadable(
 
 
 def ends_in_a_sample(error: StopIteration, loader: Any) -> bool:
-    """Whether the user's code raised it for a sample, rather than torch after the last batch.
+    """True if the user's code raised it for a sample, rather than torch after the last batch.
 
     To a loop over the loader both look alike, and the rest of the epoch would be lost.
     """
@@ -64,12 +64,12 @@ def ends_in_a_sample(error: StopIteration, loader: Any) -> bool:
 
 
 def is_dead_worker(error: Optional[BaseException]) -> bool:
-    """Whether torch says that a worker process is gone."""
+    """True if torch says by this error that a worker process is gone."""
     return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid")
 
 
 def describe_dead_worker(error: Exception) -> str:
-    """The same in our words and torch's."""
+    """Describe the death of a worker in our words and torch's."""
     came = f"{type(error).__name__}: {error}".rstrip().rstrip(".")
     return (
         f"a worker process of the DataLoader ended: {came}. Run with num_workers=0 to see why; a "
@@ -78,7 +78,7 @@ def describe_dead_worker(error: Exception) -> str:
 
 
 def _what(error: Exception, loader: Any, batch: int, replay: Callable[[], Any]) -> Tuple[str, str]:
-    """What failed, and what to do."""
+    """Describe the failure, and what to do."""
     plain = "the batch could not be read", "Its traceback above shows the line that failed."
     if not isinstance(loader, DataLoader):
         return plain
@@ -125,14 +125,14 @@ def _is_fetch(frame: FrameType) -> bool:
 
 
 def _is_reraise(frame: FrameType) -> bool:
-    """Whether it is where torch raises a worker's error again."""
+    """True of the place where torch raises a worker's error again."""
     code = frame.f_code
     place = PurePath(code.co_filename).parts[-2:]
     return code.co_name == "reraise" and place == ("torch", "_utils.py")
 
 
 def _has_been_read(local: Any) -> bool:
-    """Whether all samples of the batch were there already when ``fetch`` failed."""
+    """True if all samples of the batch were there already when ``fetch`` failed."""
     if "data" not in local:
         return False
     fetcher = local["self"]

@@ -48,7 +48,7 @@ class RowBlock:
 
     @property
     def are_full(self) -> bool:
-        """Whether no batch is smaller."""
+        """True if no batch is smaller."""
         return not self.leaves[0].shape[0] % self.batch_size
 
     def columns(self) -> List[Sequence[Tensor]]:
@@ -56,7 +56,7 @@ class RowBlock:
         return [torch.split(leaf, self.batch_size) for leaf in self.leaves]
 
     def batches(self) -> List[Any]:
-        """As the user's loader has them."""
+        """Yield batches as the user's loader has them."""
         return [tree.unflatten(leaves, self.structure) for leaves in zip(*self.columns())]
 
     def apart(self) -> List[RowBlock]:
@@ -108,7 +108,7 @@ class Rows:
 
 
 def is_in_memory(leaf: Any) -> bool:
-    """Whether rows of it can be copied without a disk or another device."""
+    """True if rows of it can be copied without a disk or another device."""
     if isinstance(leaf, Tensor):
         return leaf.device.type == "cpu"
     while leaf is not None:

@@ -57,7 +57,7 @@ class Sharded:
 
 
 def asks_for_workers(dataset: Any) -> bool:
-    """Whether the code of a stream asks which worker it is, as torch's documentation has it."""
+    """True if the code of a stream asks which worker it is, as torch's documentation has it."""
     for kind in type(dataset).__mro__:
         if kind.__module__.partition(".")[0] == "torch":
             continue
@@ -77,7 +77,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Worker:
-    """What torch says of a worker, under the same names."""
+    """Facts that torch has of a worker, under its names."""
 
     id: int
     num_workers: int

@@ -143,7 +143,7 @@ class DataAdapter:
             self.samples = min(self.samples, batches * self.micro_batch_size)
 
     def again(self, role: str) -> DataAdapter:
-        """The same data for another role."""
+        """Make an adapter of this data for another role."""
         source = copy.copy(self)
         source.role = role
         source.class_weights = None
@@ -179,12 +179,12 @@ class DataAdapter:
 
     @property
     def draws_nothing(self) -> bool:
-        """Whether batches are read without a random number of torch's."""
+        """True if batches are read without a random number of torch's."""
         return isinstance(self.loader, ArrayLoader)
 
     @property
     def reads_alone(self) -> bool:
-        """Whether no code of the user's runs in this process while batches are read.
+        """True if no code of the user's runs in this process while batches are read.
 
         Then random numbers are drawn for the first batch of a pass at most.
 
@@ -205,7 +205,7 @@ class DataAdapter:
 
     @property
     def is_held(self) -> bool:
-        """Whether batches are rows of what is in the host's memory already."""
+        """True if batches are rows of what is in the host's memory already."""
         rows = rows_in_memory(self.loader)
         return rows is not None and all(map(is_in_memory, rows.leaves()))
 
@@ -222,7 +222,7 @@ class DataAdapter:
 
     @property
     def _stateful(self) -> Any:
-        """What has ``state_dict`` and ``load_state_dict``: the loader, or a stream read here."""
+        """Object with ``state_dict`` and ``load_state_dict``: the loader, or a stream read here."""
         loader: Any = self.loader
         found = [loader]
         if reads_as_torch(loader) and not loader.num_workers:
@@ -233,7 +233,7 @@ class DataAdapter:
         return None
 
     def generator_states(self) -> List[Tensor]:
-        """Of the user's generators that a loader of torch's draws from."""
+        """Read the states of the user's generators that a loader of torch's draws from."""
         return [generator.get_state() for generator in self._generators()]
 
     def _generators(self) -> List[torch.Generator]:
@@ -379,7 +379,7 @@ class DataAdapter:
     def _own_batches(
         self, loader: Any, rows: Optional[Rows], horizon: ReadAhead, portion: RankShard
     ) -> Iterator[Any]:
-        """What a portion says of a pass over a loader."""
+        """Yield the batches of a pass over a loader that a shard names."""
         if rows is not None:
             return portion.rows(rows, self.most).picked(horizon)
         if isinstance(loader, (list, tuple)):

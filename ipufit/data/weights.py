@@ -111,7 +111,7 @@ def refuse_zero_update(update: Sequence[MicroBatch], last_batch: int, role: str)
 
 
 def has_weight(micro_batch: MicroBatch) -> bool:
-    """Whether a sample of it counts."""
+    """True if a sample of it counts."""
     weight = micro_batch.unpack()[3]
     return any(bool((leaf > 0).any()) for leaf in tree.flatten(weight)[0])
 

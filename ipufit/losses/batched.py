@@ -15,7 +15,7 @@ __all__ = ["losses_together"]
 
 
 def losses_together(loss: Loss, prediction: Any, target: Any, count: int) -> Optional[Tensor]:
-    """What a loss gives for each of several micro-batches of one size.
+    """Compute a loss for each of several micro-batches of one size at once.
 
     Args:
         loss: any.
@@ -53,7 +53,7 @@ def losses_together(loss: Loss, prediction: Any, target: Any, count: int) -> Opt
 
 
 def _by_rows(layout: Layout, call: Any, prediction: Tensor, target: Tensor) -> bool:
-    """Whether each row of the elements comes of the same row of prediction and target alone."""
+    """True if each row of the elements comes of the same row of prediction and target alone."""
     if prediction.shape[0] != target.shape[0]:
         return False
     if layout == "classes" and not target.is_floating_point():

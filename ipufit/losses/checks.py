@@ -1,4 +1,4 @@
-"""What a loss asks of its arguments, and what is asked of its value.
+"""Checks of the arguments of a loss, and of its value.
 
 A loss is looked at while the update is captured, so every check here reads shapes and dtypes, never
 values: the tensors may be fake ones that have none.
@@ -86,7 +86,7 @@ def check_same_shape(name: str, prediction: Tensor, target: Tensor) -> None:
 
 
 def check_same_shape_floating(name: str, prediction: Tensor, target: Tensor) -> None:
-    """As :func:`check_same_shape`, for functions whose gradient fails on an integer target."""
+    """Check shapes, for functions whose gradient fails on an integer target."""
     check_same_shape(name, prediction, target)
     if not target.is_floating_point():
         raise LossError(
@@ -96,7 +96,7 @@ def check_same_shape_floating(name: str, prediction: Tensor, target: Tensor) -> 
 
 
 def _class_advice(prediction: Tensor, target: Tensor, wanted: Tuple[int, ...]) -> str:
-    """What to write so that a target becomes class indices, as a sentence."""
+    """Advise, in a sentence, how a target becomes class indices."""
     shape = tuple(target.shape)
     if shape == wanted:
         return "Make it int64 with .long()."
@@ -159,7 +159,7 @@ def check_labels(name: str, target: Tensor, classes: int, ignore_index: int, whe
 
 
 def _picking(name: str, role: str, value: Any) -> str:
-    """What to write so that a named loss gets one tensor of several, as a sentence."""
+    """Advise, in a sentence, how a named loss gets one tensor of several."""
     own = "a callable loss(prediction, target) that picks its tensors"
     if role == "prediction" and isinstance(value, Mapping) and value:
         return f"Name the output, loss={{{next(iter(value))!r}: {name!r}}}, or pass {own}."

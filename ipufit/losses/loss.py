@@ -61,7 +61,7 @@ class Loss:
 
     @property
     def outputs(self) -> Union[Tuple[str, ...], int, None]:
-        """What several losses go by: names of outputs, or their number; None of one loss."""
+        """Names of the outputs that several losses go by, or their number; None of one loss."""
         return None
 
     def __call__(self, prediction: Any, target: Any, sample_weight: Any = None) -> LossTerm:
@@ -208,7 +208,7 @@ class Loss:
         return elements
 
     def _per_sample(self, result: Any, target: Any, prediction: Any) -> Optional[Elements]:
-        """What a callable returned, if it is a tensor with one row for each sample."""
+        """Take the result of a callable if it is a tensor with one row for each sample."""
         if not isinstance(result, Tensor) or not result.dim() or not result.is_floating_point():
             return None
         leaves = tree.flatten((target, prediction))[0]
@@ -232,7 +232,7 @@ class Loss:
     def _own_weighting(
         self, call: Callable[..., Any], prediction: Any, target: Any, weight: Optional[Tensor]
     ) -> LossTerm:
-        """Of a loss that gets the weights itself, and returns one number."""
+        """Make the term of a loss that gets the weights itself, and returns one number."""
         result = self.order.call(call, prediction, target, sample_weight=weight)
         if self.normalize == "tokens":
             return self._counted(result)
@@ -261,7 +261,7 @@ class Loss:
         return LossTerm(check_loss_value(result, self._where))
 
     def _counted(self, result: Any) -> LossTerm:
-        """Of a callable's (mean, count)."""
+        """Make the term of a callable's (mean, count)."""
         if not isinstance(result, (tuple, list)) or len(result) != 2:
             raise LossError(
                 f"{self._where} must tell how many tokens its mean is over with "

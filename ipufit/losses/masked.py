@@ -19,7 +19,7 @@ __all__ = ["loss_of_valid"]
 def loss_of_valid(
     loss: Loss, prediction: Any, target: Any, sample_weight: Any, valid: Tensor
 ) -> Optional[LossTerm]:
-    """What the loss would be without the samples that do not count.
+    """Compute the loss without the samples that do not count.
 
     Args:
         loss: normal form.

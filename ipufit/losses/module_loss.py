@@ -14,7 +14,7 @@ OwnLoss = Union[bool, Literal["whole"]]
 
 
 class WholeBatch:
-    """As ``loss``: the module computes its own, and takes every batch as it is, in one argument."""
+    """Value of ``loss`` for a module that computes its own, and takes a batch as one argument."""
 
 
 WHOLE_BATCH = WholeBatch()
@@ -47,7 +47,7 @@ def find_loss(result: Any) -> Optional[Tuple[Any, Any]]:
 
 
 def own_loss_advice(result: Any) -> str:
-    """What to do about a result without a loss, as a sentence or two."""
+    """Advise, in a sentence or two, what to do about a result without a loss."""
     advice = "Return (outputs, loss) from forward, or pass loss= to compile."
     if isinstance(result, Mapping) and type(result) is not dict:
         # As models of the transformers library return, which compute a loss from labels alone.

@@ -166,7 +166,7 @@ def _keras_reduction(loss: Any, takes_weight: bool) -> Tuple[Literal["mean", "su
 
 
 def _takes(call: Callable[..., Any]) -> bool:
-    """Whether it has a parameter called sample_weight that can be given by name."""
+    """True if it has a parameter called sample_weight that can be passed by name."""
     try:
         parameter = inspect.signature(call).parameters.get("sample_weight")
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""What torch's own losses do with the elements of a micro-batch before they become one number.
+"""Rules of torch's own losses for the elements of a micro-batch before they become one number.
 
 Sample weights and counts need the loss of each element, and what torch divides their sum by: the
 number of elements for most, for classes the sum of the class weights of the targets that are not

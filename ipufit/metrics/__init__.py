@@ -2,7 +2,8 @@
 
 A named metric is exact: values are summed in float64 beside their count and divided once, so that
 no cut into micro-batches, replicas or executions changes the result. torchmetrics is never imported
-here; its objects are known by their methods ``update``, ``compute`` and ``reset``.
+here; its objects are known by their methods ``update``, ``compute`` and ``reset``. Rooms above use
+what is exported here; a new named metric is a row in ``values``.
 """
 
 from ipufit.metrics.metric_set import MetricSet

@@ -21,7 +21,7 @@ __all__ = ["Mean", "Metric", "OutputMetric", "TorchMetricAdapter", "shapes"]
 
 
 class Metric(Protocol):
-    """What a set asks of a metric."""
+    """Protocol of a metric in a set."""
 
     # For messages.
     name: str
@@ -43,7 +43,7 @@ class Metric(Protocol):
     def names(self, names: Tuple[str, ...]) -> None: ...
 
     def fresh(self) -> Metric:
-        """The same without state, sharing nothing."""
+        """Clone the metric without state, sharing nothing."""
         ...
 
     def reset(self) -> None:
@@ -59,7 +59,7 @@ class Metric(Protocol):
         ...
 
     def state_dict(self) -> Any:
-        """What it has seen, for a checkpoint.
+        """Return the state for a checkpoint.
 
         Raises:
             MetricError: it can't say.
@@ -126,7 +126,7 @@ class Mean:
         self.reset()
 
     def fresh(self) -> Mean:
-        """The same without state, sharing nothing."""
+        """Clone the metric without state, sharing nothing."""
         given = (self._part, self._finish, self._weighted, self._better, self.counts)
         return Mean(self._own, self.name, *given)
 
@@ -209,7 +209,7 @@ class TorchMetricAdapter:
         return tuple(f"{self._key}_{key}" if self._key else str(key) for key in keys())
 
     def fresh(self) -> TorchMetricAdapter:
-        """The same without state, sharing nothing."""
+        """Clone the metric without state, sharing nothing."""
         how = (self._weight_name, self.names, self._order)
         return TorchMetricAdapter(self._key, self._metric, self.name, *how)
 
@@ -227,7 +227,7 @@ class TorchMetricAdapter:
         self._seen = False
 
     def state_dict(self) -> Any:
-        """That of the object.
+        """Return the state of the object.
 
         Raises:
             MetricError: nobody knows where it keeps it.
@@ -240,7 +240,7 @@ class TorchMetricAdapter:
         restore(self._metric, state["metric"])
 
     def joined(self, states: Sequence[Any]) -> Any:
-        """As torchmetrics has declared it.
+        """Merge states as torchmetrics has declared them.
 
         Raises:
             MetricError: a state can't be joined.
@@ -306,7 +306,7 @@ class OutputMetric:
         self._inner.names = tuple(name[len(self._prefix) :] for name in names)
 
     def fresh(self) -> OutputMetric:
-        """The same without state, sharing nothing."""
+        """Clone the metric without state, sharing nothing."""
         return OutputMetric(self._prefix, self._inner.fresh(), self._key)
 
     def higher_is_better(self) -> Dict[str, Optional[bool]]:
@@ -318,7 +318,7 @@ class OutputMetric:
         self._inner.reset()
 
     def state_dict(self) -> Any:
-        """That of the metric itself."""
+        """Return that which the metric itself returns."""
         return self._inner.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
@@ -326,11 +326,11 @@ class OutputMetric:
         self._inner.load_state_dict(state)
 
     def joined(self, states: Sequence[Any]) -> Any:
-        """That of the metric itself."""
+        """Return that which the metric itself returns."""
         return self._inner.joined(states)
 
     def check_joined(self, processes: int) -> None:
-        """As the metric itself does."""
+        """Check like the metric itself."""
         self._inner.check_joined(processes)
 
     def update(self, prediction: Any, target: Any, size: int, weight: Any) -> None:

@@ -78,7 +78,7 @@ class PendingBatches:
 
     @property
     def are_many(self) -> bool:
-        """Whether they should wait no longer."""
+        """True if the batches should wait no longer."""
         return self._elements > _MOST
 
     def taken(self) -> Optional[Seen]:
@@ -109,7 +109,7 @@ class MetricSet:
         self._waiting = PendingBatches()
 
     def __bool__(self) -> bool:
-        """Whether there is any metric."""
+        """True if there is any metric."""
         return bool(self._metrics)
 
     @property
@@ -128,7 +128,7 @@ class MetricSet:
         return {name: bool(better) for name, better in found if better is not None}
 
     def fresh(self) -> MetricSet:
-        """The same metrics without any state, sharing nothing with this set."""
+        """Clone the set without any state, sharing nothing."""
         return MetricSet([metric.fresh() for metric in self._metrics])
 
     def reset(self) -> None:
@@ -250,7 +250,7 @@ class MetricSet:
         return [metric.joined(each) for metric, each in zip(self._metrics, zip(*states))]
 
     def state_dict(self) -> List[Any]:
-        """What every metric has seen.
+        """Return the states of all metrics.
 
         Raises:
             MetricError: one can't say.

@@ -1,4 +1,4 @@
-"""What a metric object has seen, as tensors, numbers and lists, and back."""
+"""States of metric objects as tensors, numbers and lists, and back."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def restore(metric: Any, state: Dict[str, Any]) -> None:
 
 
 def is_plain(metric: Any) -> bool:
-    """Whether what :func:`stored` takes of it is all that it keeps."""
+    """True if :func:`stored` takes all that the object keeps."""
     return bool(_declared(metric))
 
 
@@ -76,7 +76,7 @@ def refuse_unjoined(metric: Any, shown: str, processes: int) -> None:
 
 
 def joined(metric: Any, states: Sequence[Dict[str, Any]], shown: str) -> Dict[str, Any]:
-    """What all processes have seen, from what :func:`stored` returned in each.
+    """Merge the states that :func:`stored` returned in each process.
 
     States are joined as torchmetrics has declared it for each, by sum, maximum, minimum or one
     after another.
@@ -127,7 +127,7 @@ def _is_collection(metric: Any) -> bool:
 
 
 def _declared(metric: Any) -> List[Any]:
-    """Those of torchmetrics in it; none if something in it keeps more than it declares."""
+    """List the torchmetrics in it; none if something in it keeps more than it declares."""
     found = metric.modules() if isinstance(metric, nn.Module) else [metric]
     members = [each for each in found if isinstance(getattr(each, "_defaults", None), dict)]
     if any(not hasattr(each, "_update_count") or _keeps_more(each) for each in members):

@@ -62,7 +62,7 @@ def _absolute_error(name: str, prediction: Tensor, target: Tensor) -> Found:
 
 
 def _takes_indices(prediction: Tensor, target: Tensor) -> bool:
-    """Whether the target holds one class index for each prediction over at least two classes."""
+    """True if the target holds one class index for each prediction over at least two classes."""
     return (
         prediction.dim() > 1
         and prediction.shape[1] > 1
@@ -202,17 +202,17 @@ _NO_MEANS = ("auc", "f1", "f1_score", "precision", "r2", "r2_score", "recall")
 
 
 def is_error(name: str) -> bool:
-    """Whether a named metric is the better the smaller it is."""
+    """True of a named metric that is the better the smaller it is."""
     return name.lower() in _ERRORS
 
 
 def is_count(name: str) -> bool:
-    """Whether a named metric is true or false of every element."""
+    """True of a named metric that is true or false of every element."""
     return not is_error(name)
 
 
 def lookup(name: str) -> Tuple[Values, Callable[[float], float]]:
-    """What a metric name stands for: its values, and what is made of their mean.
+    """Look up a metric by name: its values, and the function of their mean.
 
     Raises:
         UnknownNameError: with the nearest known name.
@@ -234,7 +234,7 @@ Part = Callable[[Any, Any, int, Any], Tuple[float, float]]
 
 
 def shapes(value: Any) -> str:
-    """What came, for a sentence: shapes and dtypes of all tensors in it."""
+    """Describe shapes and dtypes of all tensors in a value, for a sentence."""
     leaves, structure = flatten_with_paths(value)
     if structure.kind is None or not leaves:
         return describe_tensor(value)
@@ -270,7 +270,7 @@ def sums(name: str, values: Tensor, kept: Optional[Tensor], weight: Any) -> Tupl
 def sum_of_elements(
     values: Values, name: str, prediction: Any, target: Any, size: int, weight: Any
 ) -> Tuple[float, float]:
-    """Of a named metric. Every element counts the same, so samples of one shape do as well."""
+    """Sum a named metric. Every element counts the same, so samples of one shape do as well."""
     for role, value in (("prediction", prediction), ("target", target)):
         if not isinstance(value, Tensor):
             raise MetricError(
@@ -284,7 +284,7 @@ def sum_of_elements(
 def sum_of_samples(
     metric: Callable[..., Any], name: str, prediction: Any, target: Any, size: int, weight: Any
 ) -> Tuple[float, float]:
-    """Of a user's callable: one value per sample, or one for the micro-batch."""
+    """Sum a user's callable: one value per sample, or one for the micro-batch."""
     value = metric(prediction, target)
     number = _number(value)
     if number is not None:
@@ -306,7 +306,7 @@ def sum_of_weighted_samples(
     size: int,
     weight: Any,
 ) -> Tuple[float, float]:
-    """Of a user's callable under weighted_metrics: it takes the weights, or leaves them to us."""
+    """Sum a user's callable under weighted_metrics: it takes the weights, or leaves them to us."""
     if not takes_weight:
         value = metric(prediction, target)
         if _has_rows(value, size):

@@ -45,7 +45,7 @@ class OptimizerRule:
 
     @classmethod
     def switches(cls, group: Group) -> Tuple[object, ...]:
-        """What must stay as it is while a program lives."""
+        """Settings that must stay as they are while a program lives."""
         return (bool(group["weight_decay"]), bool(group.get("maximize")))
 
     @classmethod

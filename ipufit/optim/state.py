@@ -38,7 +38,7 @@ _COUNTED = (torch.optim.Adam, torch.optim.AdamW, LAMB)
 def device_state(
     kind: Kind, name: str, parameter: Tensor, known: Mapping[str, Any], zeros: bool
 ) -> Dict[str, Tensor]:
-    """What a device has for a parameter where torch has this.
+    """Convert torch's state of a parameter to a device's.
 
     Args:
         kind: of optimizer.
@@ -62,7 +62,7 @@ def device_state(
 def torch_state(
     kind: Kind, name: str, parameter: Tensor, found: Mapping[str, Tensor], done: float
 ) -> Dict[str, Any]:
-    """What torch has for a parameter where a device has this; empty where it has none.
+    """Convert a device's state of a parameter to torch's; empty where it has none.
 
     Args:
         kind: of optimizer.

@@ -55,7 +55,7 @@ class _Work:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is cut."""
+        """True if nothing is cut."""
         return self.parts.is_whole and self.inference.is_whole
 
 
@@ -136,7 +136,7 @@ def described(module: nn.Module) -> List[str]:
 
 
 def can_be_serialized(layer: nn.Module, kind: type) -> bool:
-    """Whether a layer is an embedding, or a linear layer, of a class that can be cut."""
+    """True of an embedding, or a linear layer, of a class that can be cut."""
     return type(layer) is kind or (isinstance(layer, Serialized) and isinstance(layer, kind))
 
 
@@ -176,7 +176,7 @@ def serialized_while_checked(
 
 
 def _present(module: nn.Module) -> List[_Work]:
-    """What makes the module what it is."""
+    """List the cuts that the module has at present."""
     return [
         _Work(
             name=layer.title,
@@ -320,7 +320,7 @@ def _with_partners(module: nn.Module, works: List[_Work]) -> Dict[int, _Work]:
 
 
 def _weight(layer: nn.Module) -> nn.Parameter:
-    """What the layer's weight is while it is dense."""
+    """Find the weight that the layer has while it is dense."""
     weight: nn.Parameter = layer.dense[0] if isinstance(layer, CutWeight) else layer.weight  # type: ignore[assignment]
     return weight
 
@@ -338,7 +338,7 @@ def shared_with(module: nn.Module, layer: nn.Module) -> List[Tuple[str, nn.Modul
 
 
 def _like(first: _Work, name: str, layer: nn.Module, own: Optional[_Work]) -> _Work:
-    """The same cut for a layer that shares the weight.
+    """Cut a layer that shares the weight in the same way.
 
     Raises:
         ConfigurationError: it is of another kind, or was asked to be cut in another way.

@@ -1,4 +1,4 @@
-"""What an operator computes and moves: a table of our own, for torch has none before 2.1."""
+"""FLOPs and bytes of operators: a table of our own, for torch has none before 2.1."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _tensors(values: Any) -> List[Tensor]:
 
 
 def _is_view(operator: Any) -> bool:
-    """Whether it gives another look at its argument, without a copy."""
+    """True if the operator returns a view of its argument, without a copy."""
     if operator is torch.ops.aten.detach.default:
         return True
     returns = operator._schema.returns
@@ -79,7 +79,7 @@ def flops_of(operator: Any, args: Sequence[Any], result: Any) -> int:
 
 
 def bytes_of(operator: Any, args: Sequence[Any], kwargs: Dict[str, Any], result: Any) -> int:
-    """What one call of an ATen operator reads and writes in memory; of a view, nothing.
+    """Bytes that one call of an ATen operator reads and writes in memory; of a view, none.
 
     Each argument and each result once, and of what is expanded only what is there. What is looked
     up in a table is read as often as it is wanted, and no more of the table.
@@ -112,7 +112,7 @@ def _name(operator: Any) -> str:
 
 
 def _product(first: int) -> Callable[[Sequence[Any], Any], int]:
-    """Of a matrix product whose left factor is the argument of that index."""
+    """Count FLOPs of a matrix product whose left factor is the argument of that index."""
     return lambda args, result: 2 * result.numel() * args[first].shape[-1]
 
 
@@ -124,7 +124,7 @@ def _convolution(args: Sequence[Any], result: Any) -> int:
 
 
 def _convolution_backward(args: Sequence[Any], result: Any) -> int:
-    """As much for the gradient of the input, and for that of the weight, as forward."""
+    """Count as much for the gradient of the input, and for that of the weight, as forward."""
     gradient, inputs, weight, transposed, mask = args[0], args[1], args[2], args[7], args[10]
     places = inputs.numel() if transposed else gradient.numel()
     return int(2 * places * math.prod(weight.shape[1:])) * (int(mask[0]) + int(mask[1]))

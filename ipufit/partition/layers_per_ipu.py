@@ -80,7 +80,7 @@ def ipus_with_parts(module: nn.Module) -> AbstractSet[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """What the arguments of ``compile`` say of the stages.
+    """Stages as the arguments of ``compile`` give them.
 
     Attributes:
         begins: as in :class:`ipufit.partition.partition.Partition`.
@@ -105,20 +105,20 @@ class Division:
         return Division(tuple(begins), len(places), tuple(places) if returns else ())
 
 
-def counted(module: nn.Module, asked: PartitionRequest, can_return: bool = True) -> Division:
+def counted(module: nn.Module, request: PartitionRequest, can_return: bool = True) -> Division:
     """The modules that begin a stage.
 
     Args:
         module: the user's.
-        asked: the arguments.
+        request: the arguments.
         can_return: whether a stage may be on an IPU that has one before it.
     """
-    argument = asked.name("layers_per_ipu")
-    counts = _whole_numbers(asked.layers_per_ipu, argument)
-    count = count_of(asked.name("ipus_per_replica"), asked.ipus_per_replica) or 1
+    argument = request.name("layers_per_ipu")
+    counts = _whole_numbers(request.layers_per_ipu, argument)
+    count = count_of(request.name("ipus_per_replica"), request.ipus_per_replica) or 1
     if counts == [-1] and count == 1:
         return Division()
-    layers = repeated_layers(module, asked.layers, argument)
+    layers = repeated_layers(module, request.layers, argument)
     if counts == [-1]:
         # As an IPUConfig has it, which says beside it how many IPUs there are.
         if count > len(layers):

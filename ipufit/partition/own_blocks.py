@@ -68,7 +68,7 @@ class OwnBlocks:
 
     @property
     def is_left(self) -> bool:
-        """Whether the last block was left, and no other one entered."""
+        """True if the last block was left, and no other one entered."""
         return self.can_hear and not self._blocks.is_active
 
     def entered(self) -> List[Tuple[str, Optional[int]]]:
@@ -247,7 +247,7 @@ _MODULES = ("LegacyBeginBlockFn", "Block")
 
 
 def is_annotated(module: nn.Module) -> bool:
-    """Whether ``BeginBlock`` was called for the module or a part of it, or it holds a ``Block``.
+    """True if ``BeginBlock`` was called for the module or a part of it, or it holds a ``Block``.
 
     What ``forward`` makes itself is not seen.
     """

@@ -57,21 +57,21 @@ class Partition:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is yet to be found where the stages begin."""
+        """True if it is yet to be found where the stages begin."""
         return self.is_automatic and self.stages > 1 and not self.begins
 
     @property
     def is_own(self) -> bool:
-        """Whether the module divides itself."""
+        """True if the module divides itself."""
         return self.ipus > 1 and not self.begins and not self.is_automatic
 
     @property
     def is_pipelined(self) -> bool:
-        """Whether stages work on different micro-batches at the same time."""
+        """True if stages work on different micro-batches at the same time."""
         return self.strategy == "pipelined"
 
     def pipelines(self, training: bool, device_iterations: object) -> bool:
-        """Whether a job runs as a pipeline, or must be refused because it can't fill one.
+        """Decide whether a job runs as a pipeline, or refuse it because it can't fill one.
 
         An inference that does not fill it runs one stage after the other, unless the user named
         the strategy.
@@ -82,7 +82,7 @@ class Partition:
 
     @property
     def unit(self) -> str:
-        """What a part is called."""
+        """Word for a part in messages."""
         return "phase" if "phased" in self.strategy else "stage"
 
     def first(self) -> Dict[int, str]:
@@ -139,14 +139,14 @@ class Partitions:
 
     @property
     def open(self) -> Optional[Partition]:
-        """That of training or that of inference, where it is yet to be found; else None."""
+        """Partition of training or inference where the stages are yet to be found; else None."""
         both = (self.training, self.inference)
         return next((p for p in both if p is not None and p.is_open), None)
 
     def found(
         self, begins: Tuple[Tuple[str, int], ...], places: Tuple[int, ...] = ()
     ) -> Partitions:
-        """The same with what was yet to be found."""
+        """Fill in the stages that were yet to be found."""
         training, inference = (
             dataclasses.replace(p, begins=begins, stages=len(places) or p.stages, places=places)
             if p is not None and p.is_open
@@ -156,7 +156,7 @@ class Partitions:
         return dataclasses.replace(self, training=training, inference=inference)
 
     def counted(self, training: bool, stages: int) -> Partitions:
-        """The same where the module divides itself, with the number of its stages."""
+        """Fill in the number of stages of a module that divides itself."""
         one = self.of(training)
         assert one is not None
         return self.replaced(training, dataclasses.replace(one, stages=stages))

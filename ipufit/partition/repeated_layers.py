@@ -57,7 +57,7 @@ def _stack(name: str, part: nn.Module) -> Stack:
 
 
 def _are_alike(blocks: Sequence[nn.Module]) -> bool:
-    """Whether there are several, of one class (of one make-up where the class says nothing)."""
+    """True if there are several, of one class (of one make-up where the class says nothing)."""
     makeups = {_makeup(block) for block in blocks}
     return len(blocks) > 1 and len(makeups) == 1 and any(list(b.parameters()) for b in blocks)
 
@@ -110,7 +110,7 @@ def repeated_layers(
 
 
 def _are_twins(one: str, other: str) -> bool:
-    """Whether one is of the encoder and the other of the decoder."""
+    """True if one is of the encoder and the other of the decoder."""
     for a, b in (("encoder", "decoder"), ("decoder", "encoder")):
         if a in one and one.replace(a, b) == other:
             return True

@@ -35,12 +35,12 @@ class PartitionRequest:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was said."""
+        """True if no argument divides the module."""
         return (self.stages, self.layers_per_ipu, self.strategy) == (None, None, None)
 
     @property
     def is_absent(self) -> bool:
-        """Whether all arguments were left out, also those that only go with others."""
+        """True if all arguments were left out, also those that only go with others."""
         said = (self.stages, self.layers_per_ipu, self.layers, self.strategy, self.ipus_per_replica)
         return all(value is None for value in said)
 
@@ -51,7 +51,7 @@ class PartitionRequest:
         return divides or (self.ipus_per_replica is not None and not self.is_annotated)
 
     def name(self, argument: str) -> str:
-        """What the user calls an argument."""
+        """Name an argument as the user does."""
         return f"{self.prefix}{argument}"
 
 
@@ -76,26 +76,26 @@ POPTORCH_STRATEGIES = {
 }
 
 
-def strategy_of(asked: PartitionRequest) -> Tuple[str, Any]:
+def strategy_of(request: PartitionRequest) -> Tuple[str, Any]:
     """The name of the strategy, and PopTorch's object or None.
 
     Raises:
         UnknownNameError: a name that there is not.
         PartitionError: something else.
     """
-    given = asked.strategy
+    given = request.strategy
     if given is None:
         return "pipelined", None
     if isinstance(given, str):
         if given not in STRATEGIES:
-            raise UnknownNameError(asked.name("strategy"), given, STRATEGIES)
+            raise UnknownNameError(request.name("strategy"), given, STRATEGIES)
         return given, None
     found = kind_of(given)
     if found is not None:
         return found, given
     raise PartitionError(
-        f"{asked.name('strategy')} must be one of {', '.join(map(repr, STRATEGIES))}, or an object "
-        f"such as poptorch.PipelinedExecution(), got {given!r}."
+        f"{request.name('strategy')} must be one of {', '.join(map(repr, STRATEGIES))}, or an "
+        f"object such as poptorch.PipelinedExecution(), got {given!r}."
     )
 
 

@@ -25,7 +25,7 @@ AUTO = "auto"
 def resolve_partitions(
     module: nn.Module, training: PartitionRequest, inference: PartitionRequest
 ) -> Partitions:
-    """That of training and that of inference, which is training's where nothing else is said.
+    """Resolve the partitions of training and of inference, which has training's by default.
 
     Raises:
         PartitionError: the arguments can't work, or not together; with every fault.
@@ -57,13 +57,13 @@ def _inherited(partition: Optional[Partition]) -> Optional[Partition]:
 
 
 def resolve_partition(
-    module: nn.Module, asked: PartitionRequest, is_training: bool = True
+    module: nn.Module, request: PartitionRequest, is_training: bool = True
 ) -> Optional[Partition]:
     """Normal form, or None where everything is on one IPU and nobody said otherwise.
 
     Args:
         module: the user's.
-        asked: the arguments.
+        request: the arguments.
         is_training: whether they are those of training.
 
     Raises:
@@ -75,44 +75,44 @@ def resolve_partition(
     count: Optional[int] = None
     division = Division()
     with faults.collect():
-        strategy, own = strategy_of(asked)
+        strategy, own = strategy_of(request)
     with faults.collect():
-        count = count_of(asked.name("ipus_per_replica"), asked.ipus_per_replica)
+        count = count_of(request.name("ipus_per_replica"), request.ipus_per_replica)
     with faults.collect():
-        if asked.stages is not None and asked.layers_per_ipu is not None:
+        if request.stages is not None and request.layers_per_ipu is not None:
             raise PartitionError(
-                f"{asked.name('stages')} and {asked.name('layers_per_ipu')} both divide the "
+                f"{request.name('stages')} and {request.name('layers_per_ipu')} both divide the "
                 "module. Give one of them."
             )
-        if asked.layers is not None and asked.layers_per_ipu is None:
+        if request.layers is not None and request.layers_per_ipu is None:
             raise PartitionError(
                 "layers says which layers layers_per_ipu counts, but there is no layers_per_ipu. "
                 "Give both or none."
             )
-        if _is_auto(asked):
-            _check_auto(asked, strategy, own)
-        elif asked.stages is not None:
-            division = _named(module, asked.stages, asked.name("stages"))
-        elif asked.layers_per_ipu is not None:
-            division = counted(module, asked, can_return="phased" not in strategy)
+        if _is_auto(request):
+            _check_auto(request, strategy, own)
+        elif request.stages is not None:
+            division = _named(module, request.stages, request.name("stages"))
+        elif request.layers_per_ipu is not None:
+            division = counted(module, request, can_return="phased" not in strategy)
     faults.raise_all()
     begins, places = division.begins, division.places
     if own is not None and begins:
         raise PartitionError(
-            f"{asked.name('strategy')} as an object of PopTorch's names blocks of the module's "
-            f"own, but {asked.name('stages')} or {asked.name('layers_per_ipu')} divides it too. "
-            f"Use {asked.name('strategy')}={strategy!r}, or leave the other out."
+            f"{request.name('strategy')} as an object of PopTorch's names blocks of the module's "
+            f"own, but {request.name('stages')} or {request.name('layers_per_ipu')} divides it "
+            f"too. Use {request.name('strategy')}={strategy!r}, or leave the other out."
         )
-    if own is None and not begins and "phased" in strategy and not _is_auto(asked):
+    if own is None and not begins and "phased" in strategy and not _is_auto(request):
         kind = next(k for k, name in POPTORCH_STRATEGIES.items() if name == strategy)
         raise PartitionError(
-            f"{asked.name('strategy')}={strategy!r} runs the stages of {asked.name('stages')} or "
-            f"{asked.name('layers_per_ipu')} as phases, got neither. Give one of them, or, for "
-            f"blocks of the module's own, {asked.name('strategy')}=poptorch.{kind}('A', 'B') with "
-            "their names."
+            f"{request.name('strategy')}={strategy!r} runs the stages of {request.name('stages')} "
+            f"or {request.name('layers_per_ipu')} as phases, got neither. Give one of them, or, "
+            f"for blocks of the module's own, {request.name('strategy')}=poptorch.{kind}('A', 'B') "
+            "with their names."
         )
     if places:
-        _check_places(module, strategy, asked)
+        _check_places(module, strategy, request)
     stages = count or 1
     if begins:
         stages = max(division.stages, *(1 + ipu for ipu in ipus_with_parts(module)))
@@ -120,37 +120,37 @@ def resolve_partition(
     if places:
         ipus = 1 + max(places)
     if begins and count is not None and count != ipus:
-        cure = f"Set it to {ipus}" if asked.ipus_said_by else "Leave it out"
+        cure = f"Set it to {ipus}" if request.ipus_said_by else "Leave it out"
         raise PartitionError(
-            f"{asked.ipus_said_by or asked.name('ipus_per_replica')} must be the number of IPUs "
-            f"that the {strategy} stages take, {ipus}, got {count}. {cure}."
+            f"{request.ipus_said_by or request.name('ipus_per_replica')} must be the number of "
+            f"IPUs that the {strategy} stages take, {ipus}, got {count}. {cure}."
         )
     check_splits(module, strategy, ipus, is_training)
     if not begins and own is None and (count or 1) == 1:
-        if asked.strategy is not None and not _is_auto(asked):
+        if request.strategy is not None and not _is_auto(request):
             raise PartitionError(
-                f"{asked.name('strategy')} says how stages run, got {strategy!r}, but nothing "
+                f"{request.name('strategy')} says how stages run, got {strategy!r}, but nothing "
                 "divides the module. Give stages or layers_per_ipu, or ipus_per_replica for a "
                 "module with blocks of its own. For overlapped IO on one IPU use training_options "
                 "with setExecutionStrategy(poptorch.ShardedExecution())."
             )
         return None
-    chosen = asked.strategy is not None
-    return Partition(begins, stages, strategy, chosen, ipus, own, _is_auto(asked), places)
+    chosen = request.strategy is not None
+    return Partition(begins, stages, strategy, chosen, ipus, own, _is_auto(request), places)
 
 
-def _is_auto(asked: PartitionRequest) -> bool:
-    return isinstance(asked.stages, str) and asked.stages == AUTO
+def _is_auto(request: PartitionRequest) -> bool:
+    return isinstance(request.stages, str) and request.stages == AUTO
 
 
-def _check_auto(asked: PartitionRequest, strategy: str, own: Any) -> None:
+def _check_auto(request: PartitionRequest, strategy: str, own: Any) -> None:
     """Refuse what leaves open how many stages to make, or is no pipeline.
 
     Raises:
         PartitionError: with what to say instead.
     """
-    name = asked.name("stages")
-    if asked.prefix:
+    name = request.name("stages")
+    if request.prefix:
         raise PartitionError(
             f"{name} must map names of modules to numbers of stages, got 'auto'. Leave it out, so "
             "that inference has the stages of training, which stages='auto' finds."
@@ -158,9 +158,9 @@ def _check_auto(asked: PartitionRequest, strategy: str, own: Any) -> None:
     if own is not None or strategy not in ("pipelined", "sharded"):
         raise PartitionError(
             "stages='auto' divides a module for strategy='pipelined' or 'sharded', got "
-            f"{asked.strategy!r}. Use one of them, or name the stages."
+            f"{request.strategy!r}. Use one of them, or name the stages."
         )
-    if asked.ipus_per_replica is None:
+    if request.ipus_per_replica is None:
         raise PartitionError(
             "stages='auto' needs to know how many stages to make, for the IPUs of a replica must "
             "be known before the data. Pass ipus_per_replica=2, say, or ask model.plan(x), which "
@@ -175,7 +175,7 @@ def _ipus(strategy: str, stages: int) -> int:
     return min(stages, 2) if strategy == "parallel_phased" else stages
 
 
-def _check_places(module: nn.Module, strategy: str, asked: PartitionRequest) -> None:
+def _check_places(module: nn.Module, strategy: str, request: PartitionRequest) -> None:
     """Refuse what has a rule of its own for the IPUs of stages.
 
     Raises:
@@ -183,13 +183,13 @@ def _check_places(module: nn.Module, strategy: str, asked: PartitionRequest) -> 
     """
     if "phased" in strategy:
         raise PartitionError(
-            f"{asked.name('stages')} puts a stage on an IPU of its choice, (number, IPU), but the "
-            f"strategy is {strategy!r}, whose phases have their IPUs in turn. Give numbers alone, "
-            "or use strategy='pipelined' or 'sharded'."
+            f"{request.name('stages')} puts a stage on an IPU of its choice, (number, IPU), but "
+            f"the strategy is {strategy!r}, whose phases have their IPUs in turn. Give numbers "
+            "alone, or use strategy='pipelined' or 'sharded'."
         )
     if ipus_of(module) or ipus_of(module, training=False):
         raise PartitionError(
-            f"{asked.name('stages')} puts a stage on an IPU of its choice, (number, IPU), but "
+            f"{request.name('stages')} puts a stage on an IPU of its choice, (number, IPU), but "
             "serialised layers have parts on several IPUs, which number the stages. Cut them by a "
             "factor, or give numbers alone."
         )

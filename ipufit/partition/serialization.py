@@ -55,7 +55,7 @@ class Parts:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is cut, and nothing has a place."""
+        """True if nothing is cut, and nothing has a place."""
         return self.count == 1 and self.per_ipu is None
 
     @property
@@ -85,13 +85,13 @@ class Parts:
         return tuple(ipu for ipu, count in enumerate(self.per_ipu or ()) if count)
 
     def begins(self, part: int) -> bool:
-        """Whether this is the first part on its IPU."""
+        """True if this is the first part on its IPU."""
         return self.per_ipu is not None and (
             part == 0 or self.ipu_of(part) != self.ipu_of(part - 1)
         )
 
     def describe(self) -> str:
-        """As the user wrote it."""
+        """Write the number of parts as the user did."""
         if self.per_ipu is not None:
             return f"splits_per_ipu={list(self.per_ipu)}"
         return f"factor={self.count}"
@@ -169,9 +169,9 @@ def _together(splits: Sequence[int], first: int) -> Any:
 
 
 class SerializedModule(nn.Module):
-    """What all serialised layers are."""
+    """Base class of all serialised layers."""
 
 
 def has_serialized_layers(module: nn.Module) -> bool:
-    """Whether a layer of the module is serialised."""
+    """True if a layer of the module is serialised."""
     return any(isinstance(layer, SerializedModule) for layer in module.modules())

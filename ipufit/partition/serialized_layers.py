@@ -35,7 +35,7 @@ _MODES = {
 
 
 class Serialized(SerializedModule):
-    """What all serialised layers have.
+    """Base class of serialised layers, with the parts that each is cut into.
 
     Attributes:
         parts: into what it is cut in training.
@@ -51,7 +51,7 @@ class Serialized(SerializedModule):
     dim = 0
 
     def extra_repr(self) -> str:
-        """What torch's layer says, and into what it is cut."""
+        """Extend the text of torch's layer by the parts that it is cut into."""
         return f"{super().extra_repr()}, {self.cuts()}"
 
     def cuts(self) -> str:
@@ -62,7 +62,7 @@ class Serialized(SerializedModule):
         return f"{text}, inference {self.inference_parts.describe()}"
 
     def parts_in(self, training: bool) -> Parts:
-        """Those of training, or of inference."""
+        """Choose the parts of training, or of inference."""
         return self.parts if training else self.inference_parts
 
     def pieces(self) -> List[nn.Parameter]:
@@ -211,7 +211,7 @@ class SerializedLookup(Serialized, nn.Embedding):
     """``nn.Embedding`` with one table, looked up in one part of it after the other."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """As ``nn.Embedding``."""
+        """Look up rows like ``nn.Embedding``."""
         total: Optional[Tensor] = None
         last = self.parts_in(self.training).count - 1
         for part, table in self._begun():
@@ -246,7 +246,7 @@ class SerializedLinear(Serialized, nn.Linear):
     """``nn.Linear`` whose product is computed in parts, one after another, with one weight."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """As ``nn.Linear``."""
+        """Multiply like ``nn.Linear``."""
         sdk, parts = sdk_in_use(), self.parts_in(self.training)
         if parts.count == 1:
             return F.linear(input, next(self._begun())[1], self.bias)

@@ -1,4 +1,4 @@
-"""What the keys of ``stages`` mean: modules that are called, by any of their names."""
+"""Keys of ``stages``: modules that are called, by any of their names."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def begun_by(name: str, known: Container[str]) -> str:
 
 
 def is_called(part: nn.Module) -> bool:
-    """Whether it is a module that can be called, no mere container."""
+    """True of a module that can be called, no mere container."""
     container = isinstance(part, (nn.ModuleList, nn.ModuleDict))
     return not container or type(part).forward is not nn.Module.forward
 

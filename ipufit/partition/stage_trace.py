@@ -67,7 +67,7 @@ class Uses:
 
     @property
     def is_begun(self) -> bool:
-        """Whether the module was called."""
+        """True if the module was called."""
         return self._lie is not None
 
     def seeing(self) -> ContextManager[Any]:
@@ -120,7 +120,7 @@ def _extent(tensor: Tensor) -> Tuple[int, int]:
 
 
 def _computes(operator: Any, result: Any) -> bool:
-    """Whether it makes or changes a tensor; a view of one only names it anew."""
+    """True if the operator makes or changes a tensor; a view of one only names it anew."""
     if not any(isinstance(leaf, Tensor) for leaf in tree.flatten(result)[0]):
         return False
     if operator.namespace != "aten":
@@ -276,7 +276,7 @@ class Walk:
         return {self._begins[name] for name in missing}
 
     def _is_in_fused(self, name: str) -> bool:
-        """Whether a layer around it was called that torch may compute in one piece in inference."""
+        """True if a layer around it was called that torch may compute in one piece in inference."""
         parts = begun_by(name, self._names.values()).split(".")
         around = (".".join(parts[:end]) for end in range(len(parts)))
         return any(
@@ -391,7 +391,7 @@ class Walk:
         return list(places[key]) if key in places else None
 
     def _check_calls(self) -> None:
-        """The same by the calls of modules, where operators are not seen."""
+        """Check reads of parameters by the calls of modules, where operators are not seen."""
         used: Dict[int, Tuple[int, str]] = {}
         for name, part in self._module.named_modules(remove_duplicate=False):
             for key, parameter in part._parameters.items():

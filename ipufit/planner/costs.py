@@ -1,4 +1,4 @@
-"""What a part of a module takes on an IPU: memory, FLOPs and time."""
+"""Costs of a part of a module on an IPU: memory, FLOPs and time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IPU_MEMORY = TILES * TILE_MEMORY
 
 @dataclasses.dataclass(frozen=True)
 class StageCost:
-    """What one stage takes. Sizes are bytes, of one IPU of one replica.
+    """Costs of one stage. Sizes are bytes, of one IPU of one replica.
 
     Attributes:
         name: of the module that begins it.
@@ -96,7 +96,7 @@ def memory_of(costs: Sequence[StageCost], schedule: str, recompute: bool) -> Lis
 
 
 def by_ipu(taken: Sequence[int], places: Sequence[int]) -> List[int]:
-    """What stages take, added up for each IPU.
+    """Add up sizes of stages for each IPU.
 
     Args:
         taken: by every stage.
@@ -192,7 +192,7 @@ class Costs:
         return next(self.ranges(begin, [end], name))
 
     def ranges(self, begin: int, ends: Sequence[int], name: str = "") -> Iterator[StageCost]:
-        """The same with each of several ends, in ascending order, as far as they are asked for."""
+        """Yield the costs up to each of several ends, in ascending order, as they are needed."""
         tensors = _Tensors(self.trace, begin)
         own = sorted((s for s in self._states if s.segment >= begin), key=lambda s: s.segment)
         sums: Dict[str, Any] = dict.fromkeys(_SUMS, 0)

@@ -30,7 +30,7 @@ __all__ = ["Segment", "Trace", "measure"]
 
 @dataclasses.dataclass
 class Segment:
-    """What happens from one call of a module to the next.
+    """Operators from one call of a module to the next.
 
     Attributes:
         name: of the module whose call begins it; of a part of a serialised layer that is placed,
@@ -70,7 +70,7 @@ class Trace:
     placed: Dict[int, int] = dataclasses.field(default_factory=dict)
 
     def saved_bytes(self) -> int:
-        """What autograd keeps of the whole pass, each storage once."""
+        """Bytes that autograd keeps of the whole pass, each storage once."""
         return sum(self.sizes[key] for key in set().union(*(s.saved for s in self.segments)))
 
 
@@ -122,7 +122,7 @@ def measure(
 
 
 def _apart(tensor: Tensor) -> Tensor:
-    """The same in memory of its own: storages tell the weights apart.
+    """Copy a tensor into memory of its own: storages tell the weights apart.
 
     While a program runs, weights may lie in one storage.
     """
@@ -250,7 +250,7 @@ class _Weigher:
             waiting += [following for following, _ in node.next_functions]
 
     def begin(self, name: str) -> None:
-        """What follows is in a segment of this name."""
+        """Begin a segment of this name."""
         self.segments.append(Segment(name))
         self._at = len(self.segments) - 1
 

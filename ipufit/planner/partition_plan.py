@@ -123,7 +123,7 @@ class PartitionPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the memory of every IPU is enough."""
+        """True if the memory of every IPU is enough."""
         return max(self.memory) <= self.planned.memory
 
     @property
@@ -414,7 +414,7 @@ def _pipeline_table(plan: PartitionPlan) -> List[str]:
 
 
 def fingerprint(module: nn.Module) -> str:
-    """The same for modules of the same layers and the same shapes of parameters."""
+    """Hash a module's layers and the shapes of its parameters."""
     parts = [f"{name} {type(part).__qualname__}" for name, part in module.named_modules()]
     shapes = [f"{name} {tuple(p.shape)}" for name, p in module.named_parameters()]
     return hashlib.sha256("\n".join([*parts, *shapes]).encode()).hexdigest()

@@ -26,7 +26,7 @@ _WORTH = 1.05
 
 
 def schedule_of(strategy: str, schedule: Optional[str] = None) -> str:
-    """That of PopTorch's pipeline, or what was asked for; one stage at a time where sharded."""
+    """Find the schedule: PopTorch's, or the requested one; "sequential" where sharded."""
     if strategy == "sharded":
         return "sequential"
     return schedule or SCHEDULES[0]
@@ -94,7 +94,7 @@ class Estimator:
         return self._costs.trace
 
     def given(self, partition: Optional[Partition]) -> List[StageCost]:
-        """What the stages of a partition take, in their order.
+        """Estimate the costs of the stages of a partition, in their order.
 
         Raises:
             PartitionError: it is that of the module's own blocks, which has no names.
@@ -167,7 +167,7 @@ class Estimator:
     def automatic(
         self, stages: int, strategy: str, recompute: bool = False
     ) -> Tuple[Tuple[Tuple[str, int], ...], Tuple[int, ...]]:
-        """What ``compile(stages="auto")`` makes of it: the modules that begin a stage.
+        """Divide as ``compile(stages="auto")`` does: the modules that begin a stage.
 
         And the IPU of each stage, where one goes back.
 

@@ -35,7 +35,7 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True)
 class Tail:
-    """What may go back to the IPU of an earlier stage, for a weight that is there.
+    """Last part of a module, which may go back to the IPU of an earlier stage for a weight there.
 
     Attributes:
         cut: where it begins; it goes on to the end.
@@ -104,12 +104,12 @@ def cuts_of(trace: Trace, module: nn.Module, fine: bool, tail: Optional[Tail] = 
 
 
 def _is_weight(name: str) -> bool:
-    """Whether the module computes a parameter, as weight_norm's does, when a layer reads it."""
+    """True if the module computes a parameter, as weight_norm's does, when a layer reads it."""
     return "parametrizations" in name.split(".")
 
 
 def _working(trace: Trace, cuts: Sequence[Cut], end: int) -> List[Cut]:
-    """Those before which and after which something is computed."""
+    """Keep the cuts before which and after which something is computed."""
 
     def works(begin: int, end: int) -> bool:
         return any(segment.forward.clocks for segment in trace.segments[begin:end])

@@ -1,4 +1,4 @@
-"""What launchers tell a process in its environment.
+"""Facts about the processes of a run, from the environment that a launcher sets.
 
 =====================  ==========================================================================
 torchrun               RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT

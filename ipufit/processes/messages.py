@@ -48,7 +48,7 @@ def unpack(message: bytes) -> Any:
 
 
 def length(message: bytes) -> int:
-    """Of the whole message, of which the beginning is enough."""
+    """Read the length of a whole message from its beginning."""
     return int.from_bytes(message[:_LENGTH], "little")
 
 

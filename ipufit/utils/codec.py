@@ -47,7 +47,7 @@ class UnfitError(Exception):
 
 
 def reason_of(error: Exception) -> str:
-    """What an error says, without the path that the whole message has already."""
+    """Describe an error without the path, which the whole message has already."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return str(text).rstrip(".")
 
@@ -58,7 +58,7 @@ def shown(text: str) -> str:
 
 
 def why_not_stored(tensor: Tensor) -> Optional[str]:
-    """What kind of tensor it is, if it is one that no file of tensors can hold; else None."""
+    """Name the kind of a tensor that no file of tensors can hold; None of one that it can."""
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout}"
     if tensor.is_meta:
@@ -67,7 +67,7 @@ def why_not_stored(tensor: Tensor) -> Optional[str]:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """The same values, contiguous, in memory of their own on the host."""
+    """Copy a tensor to the host, contiguous and in memory of its own."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return copy.copy_(tensor.detach())
 
@@ -273,7 +273,7 @@ def _place(path: Path) -> str:
 
 
 def _said(content: object) -> str:
-    """What came, without a content that may be large."""
+    """Describe a value without its content, which may be large."""
     return shown(content) if isinstance(content, str) else f"a value of type {_type_name(content)}"
 
 

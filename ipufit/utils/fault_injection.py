@@ -22,7 +22,7 @@ __all__ = ["Fault", "check_disk", "inject", "raise_injected_fault"]
 
 @dataclasses.dataclass
 class Fault:
-    """What is to go wrong.
+    """Description of what is to go wrong.
 
     Attributes:
         kind: its name.

@@ -1,4 +1,4 @@
-"""What has to outlast a power cut: files of tensors, and the names in a folder."""
+"""Writes that outlast a power cut: files of tensors, and the names in a folder."""
 
 from __future__ import annotations
 

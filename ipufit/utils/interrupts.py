@@ -1,4 +1,4 @@
-"""What cuts into a run: Ctrl-C, which waits for the execution to finish, and copies by fork.
+"""Interrupts of a run: Ctrl-C, which waits for the execution to finish, and copies by fork.
 
 An exception that a signal's handler raises while a process is forked is lost in one of the hooks
 of fork, and that of ``logging`` then keeps its lock for ever: the next fork of another thread waits
@@ -32,7 +32,7 @@ class ForkGuard:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is that process, and no copy of it."""
+        """True in the process that made this guard, and in no copy of it."""
         return os.getpid() == self._process
 
     def check(self) -> None:

@@ -60,7 +60,7 @@ def check_log_name(name: object, taken: Container[str] = (), exact: bool = False
 
 
 def in_validation(name: str, exact: bool, trained: Container[str]) -> str:
-    """What a value of a validation is called beside those of training.
+    """Name a value of a validation beside those of training.
 
     Args:
         name: as it was logged.

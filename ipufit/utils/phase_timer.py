@@ -34,7 +34,7 @@ class NoClock:
         return _NOWHERE
 
     def turn(self, phase: str) -> None:
-        """What follows belongs to no phase."""
+        """Count the time that follows for no phase."""
 
     def reading(self, values: Iterator[T]) -> Iterator[T]:
         """The values themselves."""
@@ -66,7 +66,7 @@ class Clock(NoClock):
         return self._spans[phase]
 
     def turn(self, phase: str) -> None:
-        """What follows belongs to this phase, up to the next turn; a block within it to its own.
+        """Count the time that follows for this phase, up to the next turn or block.
 
         It costs half of what a block does, and every execution goes through several.
         """
@@ -101,11 +101,11 @@ class Clock(NoClock):
         return self._seconds
 
     def read(self) -> List[float]:
-        """The same as they are now."""
+        """Read the times as they are now."""
         return list(self.look())
 
     def seconds(self) -> Dict[str, float]:
-        """The same by name."""
+        """Return the seconds by name."""
         return dict(zip(PHASES, self.read()))
 
 

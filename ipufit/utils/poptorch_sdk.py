@@ -46,7 +46,7 @@ def traced_by(sdk: Any) -> Iterator[None]:
 
 
 def begin_block(name: str, ipu: Optional[int]) -> None:
-    """What runs from now on lies on this IPU of a replica."""
+    """Place what runs from now on on this IPU of a replica."""
     sdk, watcher = _SDK.get(), _WATCHER.get()
     if sdk is not None:
         sdk.Block.start(name, ipu_id=ipu)

@@ -130,7 +130,7 @@ class DataStream:
         self._state: Optional[torch.Tensor] = None
 
     def again(self) -> DataStream:
-        """The same stream, from its start."""
+        """Make this stream anew, from its start."""
         stream = copy.copy(self)
         stream._state = None
         return stream

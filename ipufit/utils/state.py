@@ -27,13 +27,13 @@ __all__ = [
 
 
 def cuda_in_use() -> bool:
-    """Whether anything has used CUDA yet; asking for more would start it."""
+    """True if anything has used CUDA yet; any other question would initialise it."""
     cuda: Any = torch.cuda
     return bool(cuda.is_initialized())
 
 
 def generator_states() -> Dict[str, Any]:
-    """Of the generators of torch, Python and NumPy, as far as they are in use."""
+    """Read the states of the generators of torch, Python and NumPy, as far as they are in use."""
     numpy: Any = sys.modules.get("numpy")
     found: Dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if numpy is not None:
@@ -44,7 +44,7 @@ def generator_states() -> Dict[str, Any]:
 
 
 def set_generators(states: Mapping[str, Any]) -> None:
-    """Let them go on from there."""
+    """Let the generators go on from these states."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     if "numpy" in states:
@@ -113,7 +113,7 @@ def _copied(value: Any) -> Any:
 
 
 def generators_of(loader: Any) -> List[torch.Generator]:
-    """Those of a DataLoader and of its samplers, each once."""
+    """List the generators of a DataLoader and of its samplers, each once."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = [loader, getattr(loader, "sampler", None), batch_sampler]
     owners.append(getattr(batch_sampler, "sampler", None))

@@ -33,12 +33,12 @@ class Structure:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether it is a leaf by itself."""
+        """True if the tree is a leaf."""
         return self.kind is None
 
     @property
     def is_none(self) -> bool:
-        """Whether it stands for None."""
+        """True if the structure stands for None."""
         return self.kind is type(None)
 
     @property
@@ -85,7 +85,7 @@ def _walk(value: Any, path: str, out: List[Tuple[str, Any]]) -> Structure:
 
 
 def _gather(value: Any, out: List[Any]) -> Structure:
-    """The same without paths, which are needed for messages alone."""
+    """Flatten without paths, which messages alone need."""
     if value is None:
         return _NONE
     parts = _children(value)

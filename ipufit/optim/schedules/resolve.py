@@ -1,4 +1,4 @@
-"""What users pass as ``lr_scheduler`` -> one normal form."""
+"""From what users pass as ``lr_scheduler`` to one normal form."""
 
 from __future__ import annotations
 
@@ -409,7 +409,7 @@ def _check_signature(function: Callable[..., object]) -> None:
 
 
 def _is_factory(function: Callable[..., object]) -> Optional[bool]:
-    """What the callable says of itself; None where it says nothing."""
+    """Read from a callable's annotations if it is a factory; None where they say nothing."""
     if isinstance(function, functools.partial) and isinstance(function.func, type):
         return issubclass(function.func, Scheduler)
     try:
@@ -424,7 +424,7 @@ def _is_factory(function: Callable[..., object]) -> Optional[bool]:
 
 
 def _annotated(annotation: Any) -> Optional[bool]:
-    """Whether an annotation belongs to a factory or to a schedule; None: to neither."""
+    """True if an annotation belongs to a factory, False to a schedule, None to neither."""
     if isinstance(annotation, str):
         last = annotation.rpartition(".")[2]
         if last in ("Optimizer", "LRScheduler", "ReduceLROnPlateau") or last.endswith("LR"):

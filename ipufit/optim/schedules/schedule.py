@@ -191,7 +191,7 @@ class Schedule(abc.ABC):
 
     @property
     def per_update(self) -> bool:
-        """Whether settings change with every update, not at epoch ends alone."""
+        """True if settings change with every update, not at epoch ends alone."""
         return self._per_update
 
     @property
@@ -235,7 +235,7 @@ class Schedule(abc.ABC):
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """What to call it in messages."""
+        """Name in messages."""
 
     @abc.abstractmethod
     def _advance(self) -> None:
@@ -247,7 +247,7 @@ class Schedule(abc.ABC):
 
     @abc.abstractmethod
     def _own_state(self) -> Any:
-        """What of it goes into a checkpoint."""
+        """Return the part of its state that goes into a checkpoint."""
 
     @abc.abstractmethod
     def _load_own(self, state: Any) -> None:
@@ -326,7 +326,7 @@ class Schedule(abc.ABC):
 
 
 def _bounds(name: str) -> Tuple[str, float, float]:
-    """What torch's optimizers accept when they are made; nothing checks it later."""
+    """Bounds that torch's optimizers check when they are made, and nothing checks later."""
     if re.fullmatch(r"beta\d+", name):
         return "a number from 0 up to, not including, 1", 0.0, 1.0
     if name in ("lr", "momentum", "weight_decay", "eps", "alpha"):

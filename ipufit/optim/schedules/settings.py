@@ -56,7 +56,7 @@ def numbers_of(settings: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def target(name: Any, settings: Dict[str, Any], kind: str, group: int) -> Target:
-    """What a name means to an optimizer.
+    """Find the setting of an optimizer that a name means.
 
     Args:
         name: "lr" or "learning_rate", "beta1", or any hyper-parameter that is a number.
