@@ -37,8 +37,8 @@ ENGINES = ("embedded", "ipu-standin")
 # engine that --engine names, unless it is marked as both_engines.
 OWN_ENGINES = (
     *("against_keras", "analysis/check", "analysis/compare", "bench", "browser", "cli"),
-    *("conformance", "integrations", "lightning", "pages", "poptorch", "processes", "report"),
-    "sklearn",
+    *("conformance", "house", "integrations", "lightning", "pages", "poptorch", "processes"),
+    *("report", "sklearn"),
 )
 
 

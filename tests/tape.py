@@ -141,3 +141,13 @@ class _Tape(TorchDispatchMode):
         for old, new in zip(made, (t for t in _tensors(result) if t.device == CPU)):
             if old.is_own and _memory(old.tensor()) != _memory(new):
                 old.tensor().copy_(new)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the operators that bring a value to the host."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))

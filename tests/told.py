@@ -1,4 +1,4 @@
-"""Callbacks for the tests of callbacks."""
+"""Callbacks for the tests of callbacks, and the texts of errors."""
 
 import pytest
 
@@ -34,8 +34,13 @@ class Means(Callback):
         self.values.append(logs["loss"])
 
 
+def message(call, *arguments, kind=ConfigurationError, **options):
+    """The text of the error of this kind that a call must raise."""
+    with pytest.raises(kind) as caught:
+        call(*arguments, **options)
+    return str(caught.value)
+
+
 def refused(call, text):
     """The call raises a ConfigurationError with exactly this text."""
-    with pytest.raises(ConfigurationError) as caught:
-        call()
-    assert str(caught.value) == text
+    assert message(call) == text

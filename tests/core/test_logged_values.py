@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -19,6 +18,7 @@ from ipufit.metrics import MetricSet
 from tests.fitting import PLANS, WAYS, Plan, assert_equal, compiled, fit
 from tests.nets import data
 from tests.reference import cut
+from tests.tape import HostReads
 
 pytestmark = pytest.mark.grid
 
@@ -346,16 +346,6 @@ def test_a_module_that_runs_may_log_as_its_values_will():
     means = X.flatten(1).mean(1)
     assert history["positive"] == close([means[means > 0].mean().item()])
     assert history["negative"] == close([means[means <= 0].mean().item()])
-
-
-class HostReads(TorchDispatchMode):
-    """Counts the operators that bring a value to the host."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 def test_values_come_over_in_the_one_transfer_of_an_execution():

@@ -15,6 +15,7 @@ import ipufit
 from ipufit.core.weights_file import Snapshot, load_weights, save_weights
 from ipufit.errors import ConfigurationError
 from tests.faulty import Net, Told, assert_same_bits, batches, compiled, fit, flat
+from tests.told import refused
 
 
 class Tied(nn.Module):
@@ -97,12 +98,6 @@ def test_a_failed_write_keeps_the_file_that_was_there(tmp_path, monkeypatch):
         save_weights(nn.Linear(2, 2), path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["w.safetensors"]
-
-
-def refused(call, text):
-    with pytest.raises(ConfigurationError) as caught:
-        call()
-    assert str(caught.value) == text
 
 
 def test_paths_that_can_not_be_written_are_refused(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import pickle
 from typing import Any
 
@@ -20,6 +21,7 @@ from ipufit.errors import ConfigurationError, LossError
 from ipufit.losses import resolve_loss
 from ipufit.tracing.capture import capture
 from ipufit.tracing.grad_step import GradStep, ModuleWithLoss
+from tests import told
 
 CLOSE = {"rtol": 1e-14, "atol": 1e-15}
 _GENERATOR = torch.Generator().manual_seed(4)
@@ -42,11 +44,7 @@ class Record:
     b: Any
 
 
-def message(call, *arguments, kind=LossError, **options):
-    """The text of the error that a call must raise."""
-    with pytest.raises(kind) as caught:
-        call(*arguments, **options)
-    return str(caught.value)
+message = functools.partial(told.message, kind=LossError)
 
 
 EXPECTED_A = functional.cross_entropy(A, CLASSES)

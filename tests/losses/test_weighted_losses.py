@@ -12,6 +12,7 @@ from torch.nn import functional
 from ipufit.errors import ConfigurationError, LossError
 from ipufit.losses import resolve_loss
 from ipufit.tracing.capture import capture
+from tests import told
 
 # Sums of some dozen numbers in another order, in float64.
 CLOSE = {"rtol": 1e-14, "atol": 1e-15}
@@ -99,11 +100,7 @@ def gradient(call, prediction):
     return value.detach(), torch.autograd.grad(value, prediction)[0]
 
 
-def message(call, *arguments, kind=LossError, **options):
-    """The text of the error that a call must raise."""
-    with pytest.raises(kind) as caught:
-        call(*arguments, **options)
-    return str(caught.value)
+message = functools.partial(told.message, kind=LossError)
 
 
 # ---- weights ------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from ipufit.callbacks import LambdaCallback
 from ipufit.errors import ConfigurationError, MetricError, UnknownNameError
 from ipufit.metrics import MetricSet, resolve_metrics
 from ipufit.utils.names import RESERVED, check_log_name
+from tests import told
 
 KNOWN = (
     "acc, accuracy, binary_accuracy, binary_accuracy_with_logits, categorical_accuracy, mae, "
@@ -60,11 +61,7 @@ def one(metric, prediction, target, sizes=UNEVEN):
     return value
 
 
-def message(call, *arguments, kind=MetricError):
-    """The text of the error that a call must raise."""
-    with pytest.raises(kind) as caught:
-        call(*arguments)
-    return str(caught.value)
+message = functools.partial(told.message, kind=MetricError)
 
 
 # ---- named metrics ------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 import warnings
 from typing import Any
@@ -18,6 +19,7 @@ from ipufit.errors import ConfigurationError, MetricError
 from ipufit.losses import resolve_loss
 from ipufit.metrics import resolve_metrics
 from ipufit.utils import tree
+from tests import told
 
 SAMPLES, CLASSES = 23, 5
 UNEVEN = (7, 1, 7, 5, 3)
@@ -66,11 +68,7 @@ def fed(metrics, prediction, target, weight=None, sizes=UNEVEN):
     return metrics.compute()
 
 
-def message(call, *arguments, kind=MetricError):
-    """The text of the error that a call must raise."""
-    with pytest.raises(kind) as caught:
-        call(*arguments)
-    return str(caught.value)
+message = functools.partial(told.message, kind=MetricError)
 
 
 def error(prediction, target):

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
@@ -18,6 +17,7 @@ from ipufit.errors import DataError
 from ipufit.losses import resolve_loss
 from ipufit.tracing.capture import capture
 from tests.nets import CNN, MLP, data
+from tests.tape import HostReads
 
 
 def with_engine(net, optimizer="adam", **options):
@@ -56,16 +56,6 @@ def test_at_most_one_transfer_to_the_host_per_execution(di, metrics):
     model.predict(loader(), **work)
     assert counter.count > 0
     assert engine.transfer.count == counter.count
-
-
-class HostReads(TorchDispatchMode):
-    """Counts the operators that bring a value to the host."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 def run_program(net, **changes):

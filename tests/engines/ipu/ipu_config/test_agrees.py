@@ -6,7 +6,8 @@ from torch import nn
 
 import ipufit
 from ipufit import IPUConfig, poptorch
-from ipufit.errors import ConfigurationError, PartitionError
+from ipufit.errors import PartitionError
+from tests.told import message as fault
 
 EVERY = pytest.mark.both_engines
 X = torch.arange(96.0).reshape(24, 4).sin()
@@ -51,13 +52,6 @@ def ran(model, **work):
     """An epoch, and predictions."""
     loss = model.fit(X, Y, batch_size=2, seed=1, verbose=0, **work).history["loss"]
     return loss, model.predict(X, batch_size=2, verbose=0)
-
-
-def fault(call, *args, **kwargs):
-    """The text of the error."""
-    with pytest.raises(ConfigurationError) as caught:
-        call(*args, **kwargs)
-    return str(caught.value)
 
 
 # Blocks of the module's own

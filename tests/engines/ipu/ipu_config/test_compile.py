@@ -15,6 +15,7 @@ from ipufit.engines.ipu.ipu_config.report import APPROXIMATED, EXACT, NONE, list
 from ipufit.errors import ConfigurationError, PlanError
 from ipufit.testing import RecordingEngine
 from tests.engines.ipu.ipu_config.test_parameters import OTHERS
+from tests.told import message as fault
 
 X = torch.arange(96.0).reshape(24, 4).sin()
 Y = torch.arange(24) % 3
@@ -54,13 +55,6 @@ def recorded(config, **options):
 def fit(model, **options):
     """One epoch."""
     return model.fit(X, Y, **{"batch_size": 2, "verbose": 0, **options})
-
-
-def fault(call, *args, **kwargs):
-    """The text of the error."""
-    with pytest.raises(ConfigurationError) as caught:
-        call(*args, **kwargs)
-    return str(caught.value)
 
 
 # What it fixes

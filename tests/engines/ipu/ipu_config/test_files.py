@@ -9,7 +9,7 @@ import pytest
 
 from ipufit import IPUConfig
 from ipufit.engines.ipu.ipu_config import files
-from ipufit.errors import ConfigurationError
+from tests.told import message as fault
 
 # Shapes of what was published from 2021 to 2023, with values of our own.
 OF_2021 = {
@@ -78,13 +78,6 @@ def write(folder, content, name="ipu_config.json"):
     path = folder / name
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     return path
-
-
-def fault(call, *args, **kwargs):
-    """The text of the error."""
-    with pytest.raises(ConfigurationError) as caught:
-        call(*args, **kwargs)
-    return str(caught.value)
 
 
 # What earlier releases wrote
