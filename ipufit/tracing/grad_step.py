@@ -147,8 +147,8 @@ def attributes_kept(module: nn.Module) -> Iterator[List[str]]:
 
 def carries_loss(result: Any) -> bool:
     """Tell whether a module that may return its own loss did so: a 0-dim tensor in its place."""
-    found = find_loss(result)
-    return found is not None and found[1].dim() == 0 and found[1].is_floating_point()
+    loss = find_loss(result)
+    return loss is not None and loss[1].dim() == 0 and loss[1].is_floating_point()
 
 
 class GradStep:
@@ -177,7 +177,7 @@ class GradStep:
         fixed: those of what comes next.
         precision: in which the module computes.
         outputs: how the output tensors become the module's outputs.
-        reached: names of the parameters that a gradient reached.
+        with_gradient: names of the parameters that a gradient reached.
         blocks: what their gradients are packed into.
         reported: what the numbers are that came with the loss of the last call.
         labels: class indices that the loss takes; None before the first call with a loss.
@@ -214,7 +214,7 @@ class GradStep:
         self.labels: Optional[Tuple[LabelRange, ...]] = None
         self.blocks: Sequence[Block] = ()
         self.outputs: OutputShape = OutputShape(None)
-        self.reached: Tuple[str, ...] = ()
+        self.with_gradient: Tuple[str, ...] = ()
 
     def __call__(self, *tensors: Tensor) -> List[Tensor]:
         """Run the user's module and loss, and autograd, on these tensors."""
@@ -268,38 +268,38 @@ class GradStep:
         self, loss: Tensor, state: Mapping[str, Tensor], scale: Optional[Tensor]
     ) -> List[Tensor]:
         weights = [state[name] for name in self.trained]
-        found: Sequence[Optional[Tensor]] = [None] * len(weights)
+        gradients: Sequence[Optional[Tensor]] = [None] * len(weights)
         if loss.requires_grad:
             self._refuse_bypass(loss)
             objective = loss if scale is None else loss * scale.to(loss.dtype)
             with backward_marked(objective):
-                found = torch.autograd.grad(objective, weights, allow_unused=True)
-        by_name = {n: g for n, g in zip(self.trained, found) if g is not None}
-        if not self.reached:
+                gradients = torch.autograd.grad(objective, weights, allow_unused=True)
+        by_name = {n: g for n, g in zip(self.trained, gradients) if g is not None}
+        if not self.with_gradient:
             self._lay_out(by_name)
-        late = sorted(set(by_name).difference(self.reached))
+        late = sorted(set(by_name).difference(self.with_gradient))
         if late:
             raise LossError(
                 "the same parameters must get a gradient in every micro-batch, but the first one "
                 f"left out {public_name(late[0])!r} and a later one did not. Multiply the part "
                 "that is left out by zero instead of skipping it."
             )
-        for name in self.reached:
+        for name in self.with_gradient:
             if name not in by_name:
                 by_name[name] = torch.zeros_like(state[name])
         return [block.gather(by_name) for block in self.blocks]
 
     def _refuse_bypass(self, loss: Tensor) -> None:
         """A parameter reached by a reference from outside the module would get no gradient."""
-        own = {id(p): name for name, p in self._step.named_parameters()}
+        parameter_names = {id(p): name for name, p in self._step.named_parameters()}
         # Those are looked for once: it takes longer than the rest.
-        overlooked = {} if self.reached else unregistered(self._step.net)
-        todo, seen = [loss.grad_fn], set()
+        overlooked = {} if self.with_gradient else unregistered(self._step.net)
+        todo, visited = [loss.grad_fn], set()
         while todo:
             node = todo.pop()
-            if node is None or node in seen:
+            if node is None or node in visited:
                 continue
-            seen.add(node)
+            visited.add(node)
             leaf = id(getattr(node, "variable", None))
             if leaf in overlooked:
                 attribute = overlooked[leaf]
@@ -307,7 +307,7 @@ class GradStep:
                     f"{attribute.text}, so that they would not be trained. {attribute.cure} What "
                     "is not to be trained, call requires_grad_(False) of."
                 )
-            name = own.get(leaf)
+            name = parameter_names.get(leaf)
             if name is not None:
                 raise CaptureError(
                     f"{public_name(name)!r} was used through a reference kept outside the module, "
@@ -336,19 +336,19 @@ class GradStep:
                     f"gradients must be dense, but that of {public_name(name)!r} is "
                     f"{gradient.layout}. Build the layer with sparse=False."
                 )
-        self.reached = tuple(name for name in self.trained if name in gradients)
-        self.blocks = self._layout(self.reached)
+        self.with_gradient = tuple(name for name in self.trained if name in gradients)
+        self.blocks = self._layout(self.with_gradient)
         # It belongs to a program, which what is recorded outlives.
         self._layout = None
 
     def _detached_outputs(self, outputs: Any, inputs: Sequence[Tensor]) -> List[Tensor]:
         refuse_hidden_tensors(outputs)
         self.outputs = OutputShape(outputs)
-        taken = {storage_id(t) for t in inputs} - {0}
+        storages = {storage_id(t) for t in inputs} - {0}
         # An output that shares memory with a weight, a buffer or the user's batch would change
         # later.
         tensors = [
-            t.detach().clone() if storage_id(t) in taken else t.detach()
+            t.detach().clone() if storage_id(t) in storages else t.detach()
             for t in self.outputs.tensors
         ]
         self.outputs.forget()

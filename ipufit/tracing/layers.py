@@ -62,18 +62,18 @@ def _walk(
     name: str,
     depth: int,
     owners: Dict[int, str],
-    seen: Dict[int, str],
+    names: Dict[int, str],
     parts: Set[int],
 ) -> Iterator[Layer]:
     kind = type(module).__name__
-    if id(module) in seen:
-        note = f"the same module as {seen[id(module)] or 'the model'}"
+    if id(module) in names:
+        note = f"the same module as {names[id(module)] or 'the model'}"
         yield Layer(name, depth, kind, 0, 0, [note], module)
         return
-    seen[id(module)] = name
+    names[id(module)] = name
     notes, counts = [], [0, 0]
-    own = {key: p for key, p in module._parameters.items() if p is not None}
-    for key, parameter in own.items():
+    parameters = {key: p for key, p in module._parameters.items() if p is not None}
+    for key, parameter in parameters.items():
         full = f"{name}.{key}" if name else key
         if id(parameter) in owners:
             notes.append(f"{key} is shared with {owners[id(parameter)]}")
@@ -85,7 +85,7 @@ def _walk(
     for key, child in module._modules.items():
         if child is not None and id(child) in parts:
             full = f"{name}.{key}" if name else key
-            yield from _walk(child, full, depth + 1, owners, seen, parts)
+            yield from _walk(child, full, depth + 1, owners, names, parts)
 
 
 def output_shapes(
@@ -104,12 +104,12 @@ def output_shapes(
         parameters that were used; and why the call failed, or None. The layers before a failure
         have shapes.
     """
-    found: Dict[nn.Module, List[str]] = {}
+    shapes: Dict[nn.Module, List[str]] = {}
     used: Set[str] = set()
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     handles = [
         part.register_forward_hook(
-            lambda part, _, out: found.setdefault(part, []).append(form(out))
+            lambda part, _, out: shapes.setdefault(part, []).append(form(out))
         )
         for part in module.modules()
     ]
@@ -117,14 +117,14 @@ def output_shapes(
         with isolated(device), eval_mode(module), _attributes_kept(module):
             _call_without_values(module, batch, device, used)
     except (DataDependentOutputException, DynamicOutputShapeException):
-        return found, used, "it reads the value of a tensor"
+        return shapes, used, "it reads the value of a tensor"
     except Exception as error:
         reason = str(error).partition("\n")[0].rstrip(".")
-        return found, used, f"{type(error).__name__}: {reason}"
+        return shapes, used, f"{type(error).__name__}: {reason}"
     finally:
         for handle in handles:
             handle.remove()
-    return found, used, None
+    return shapes, used, None
 
 
 def outputs_of(module: nn.Module, batch: MicroBatch) -> Any:
@@ -180,14 +180,14 @@ def _call_without_values(
 @contextlib.contextmanager
 def _attributes_kept(module: nn.Module) -> Iterator[None]:
     """Put back what forward assigns to its modules: it would be tensors without values."""
-    kept = [
+    saved = [
         (vars(part), {name: _shallow(value) for name, value in vars(part).items()})
         for part in module.modules()
     ]
     try:
         yield
     finally:
-        for attributes, before in kept:
+        for attributes, before in saved:
             for name in [name for name in attributes if name not in before]:
                 del attributes[name]
             for name, (value, content) in before.items():

@@ -65,47 +65,47 @@ class _Segment:
 
     def _find_kept(self) -> Set[fx.Node]:
         """Values that are not computed again."""
-        kept = {node for node in self._nodes if self._leaves(node) or not _repeatable(node)}
+        stored = {node for node in self._nodes if self._leaves(node) or not _repeatable(node)}
         while True:
-            more = {n for n in self._nodes if n not in kept and self._depends_on_time(n, kept)}
+            more = {n for n in self._nodes if n not in stored and self._depends_on_time(n, stored)}
             if not more:
-                return kept
-            kept |= more
+                return stored
+            stored |= more
 
     def _leaves(self, node: fx.Node) -> bool:
         """Tell whether the rest of the forward pass, or the caller, uses the value."""
         return any(user not in self._own and not is_backward(user) for user in node.users)
 
-    def _depends_on_time(self, node: fx.Node, kept: Set[fx.Node]) -> bool:
+    def _depends_on_time(self, node: fx.Node, stored: Set[fx.Node]) -> bool:
         """Tell whether the node would give another value later, or change what others read."""
-        if node.target is operator.getitem and node.args[0] in kept:
+        if node.target is operator.getitem and node.args[0] in stored:
             return True
-        if self._is_fixed(self._memories.of(node), kept):
+        if self._is_fixed(self._memories.of(node), stored):
             return True
         for memory in self._memories.written_by.get(node, ()):
-            if node.target not in NORMS and self._is_fixed(memory, kept):
+            if node.target not in NORMS and self._is_fixed(memory, stored):
                 return True
         for read in node.all_input_nodes:
             memory = self._memories.of(read)
             own_statistics = node.target in NORMS and memory in self._memories.written_by.get(
                 node, ()
             )
-            if own_statistics or not self._is_fixed(memory, kept):
+            if own_statistics or not self._is_fixed(memory, stored):
                 continue
             if any(self._place[w] > self._place[node] for w in self._memories.writes[memory]):
                 return True
         return False
 
-    def _is_fixed(self, memory: fx.Node, kept: Set[fx.Node]) -> bool:
+    def _is_fixed(self, memory: fx.Node, stored: Set[fx.Node]) -> bool:
         """Tell whether memory is written that is not the layer's own, or not repeatably."""
         writes = self._memories.writes.get(memory, ())
         if not writes:
             return False
-        if any(node not in self._own or node in kept for node in writes):
+        if any(node not in self._own or node in stored for node in writes):
             return True
         # Views that the backward pass makes go over to the second computation.
         members = self._memories.members[memory]
-        return any(n in kept or not (n in self._own or is_backward(n)) for n in members)
+        return any(n in stored or not (n in self._own or is_backward(n)) for n in members)
 
     def _find_wanted(self) -> List[fx.Node]:
         """List what is computed again, in order: what the backward pass uses, and its causes."""
@@ -130,13 +130,13 @@ class _Segment:
         users = {node: [user for user in node.users if is_backward(user)] for node in self._wanted}
         if not any(users.values()):
             return []
-        first = min((u for found in users.values() for u in found), key=self._place.__getitem__)
+        first = min((u for readers in users.values() for u in readers), key=self._place.__getitem__)
         copies: Dict[fx.Node, fx.Node] = {}
         with first.graph.inserting_before(first):
             for node in self._wanted:
                 copies[node] = _copy(node, copies)
-        for node, found in users.items():
-            for user in found:
+        for node, readers in users.items():
+            for user in readers:
                 user.replace_input_with(node, copies[node])
         return self._wanted
 
@@ -166,12 +166,12 @@ def _inputs(node: fx.Node) -> List[fx.Node]:
 
 
 def _copy(node: fx.Node, copies: Dict[fx.Node, fx.Node]) -> fx.Node:
-    made = node.graph.node_copy(node, lambda read: copies.get(read, read))
-    made.meta = dict(node.meta)
-    mark_backward(made)
-    mark_again(made, node)
+    copied = node.graph.node_copy(node, lambda read: copies.get(read, read))
+    copied.meta = dict(node.meta)
+    mark_backward(copied)
+    mark_again(copied, node)
     if _statistics_left_out(node):
         # The batch's own statistics are what counts; the running ones have moved on already.
-        args: Tuple[Any, ...] = made.args
-        made.args = (*args[:3], None, None, *args[5:])
-    return made
+        args: Tuple[Any, ...] = copied.args
+        copied.args = (*args[:3], None, None, *args[5:])
+    return copied

@@ -165,7 +165,7 @@ def record_alone(
     tensors = {**dict(step.named_parameters()), **dict(step.named_buffers())}
     trained = [name for name, tensor in tensors.items() if trains and tensor.requires_grad]
     names = [*trained, *(name for name in tensors if name not in trained)]
-    layout = (lambda reached: ()) if trains else None
+    layout = (lambda with_gradient: ()) if trains else None
     micro = GradStep(
         step,
         trained,

@@ -202,7 +202,7 @@ class ModuleUnderTest:
             run.operations = recorder.sealed()
         run.rebound = list(self._rebound)
         if with_gradients and run.error is None:
-            run.with_gradient = micro.reached
+            run.with_gradient = micro.with_gradient
         return run
 
 

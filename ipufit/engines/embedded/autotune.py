@@ -145,7 +145,7 @@ class JitAutotuner:
         self._trials = times
         return choice
 
-    def said(self) -> List[str]:
+    def explain(self) -> List[str]:
         """Tell the result of the measurement in a sentence, if there is a result."""
         if self._failure:
             return [f"Updates run as recorded, uncompiled: {self._failure}"]

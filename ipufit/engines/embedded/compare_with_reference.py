@@ -70,14 +70,14 @@ class ReferenceComparison:
                 "from those of its own dtype, but this one does. Set what draws them, such as "
                 "dropout, to 0, or use reference='eager'."
             )
-        given = self._arguments()
+        arguments = self._arguments()
         eager, results, state = self._eagerly(reference == "float64")
-        calls = trace_calls(recorded.micro, self.step, given)
+        calls = trace_calls(recorded.micro, self.step, arguments)
         run = _ComparedRun(recorded.graph, self._pairs(calls, eager), self._add)
         self.seed()
-        own = list(without_autocast(run.run, given)(*given))
-        self._add_results("", own, given, results, state)
-        self._add_lowered(own, given)
+        traced_results = list(without_autocast(run.run, arguments)(*arguments))
+        self._add_results("", traced_results, arguments, results, state)
+        self._add_lowered(traced_results, arguments)
         operators = [each for each in self.found if each.kind == "operator"]
         counts: Dict[str, int] = {}
         for each in self.found:
@@ -140,46 +140,50 @@ class ReferenceComparison:
     def _add_results(
         self,
         kind: str,
-        own: Sequence[Tensor],
+        traced_results: Sequence[Tensor],
         own_state: Sequence[Tensor],
         results: Sequence[Tensor],
         state: Sequence[Tensor],
     ) -> None:
         """Loss, gradients and buffers; all of one kind, unless it is ""."""
         for what, name, one, other in [
-            ("loss", "loss", own[0], results[0]),
-            *self._gradients(own, results),
+            ("loss", "loss", traced_results[0], results[0]),
+            *self._gradients(traced_results, results),
             *self._buffers(own_state, state),
         ]:
             prefix = f"{what} " if kind and what != "loss" else ""
             self._add(_result(kind or what, f"{prefix}{name}"), (one, other))
 
     def _gradients(
-        self, own: Sequence[Tensor], results: Sequence[Tensor]
+        self, traced_results: Sequence[Tensor], results: Sequence[Tensor]
     ) -> Iterator[Tuple[str, str, Tensor, Tensor]]:
         blocks = self.live.storage.blocks
-        pairs = zip(blocks, own[len(own) - len(blocks) :], results[len(results) - len(blocks) :])
+        pairs = zip(
+            blocks,
+            traced_results[len(traced_results) - len(blocks) :],
+            results[len(results) - len(blocks) :],
+        )
         for block, one, other in pairs:
             for slot in block.slots:
                 name = public_name(slot.name)
                 yield "gradient", name, slot.view(one), slot.view(other)
 
     def _buffers(
-        self, own: Sequence[Tensor], other: Sequence[Tensor]
+        self, traced_state: Sequence[Tensor], other: Sequence[Tensor]
     ) -> Iterator[Tuple[str, str, Tensor, Tensor]]:
         names = {id(buffer): name for name, buffer in self.step.named_buffers()}
         micro = self.recorded.micro
         buffers = set(names.values())
-        for name, one, two in zip([*micro.trained, *micro.fixed], own, other):
+        for name, one, two in zip([*micro.trained, *micro.fixed], traced_state, other):
             if name in buffers:
                 yield "buffer", public_name(name), one, two
 
-    def _add_lowered(self, own: Sequence[Tensor], own_state: Sequence[Tensor]) -> None:
+    def _add_lowered(self, traced_results: Sequence[Tensor], own_state: Sequence[Tensor]) -> None:
         """Compare what really runs with the traced graph that it stands for."""
         arguments = self._arguments()
         self.seed()
         results = list(self.recorded.run(*arguments))
-        self._add_results("lowering", results, arguments, own, own_state)
+        self._add_results("lowering", results, arguments, traced_results, own_state)
 
 
 def _as(tensor: Tensor, dtype: Optional[torch.dtype]) -> Tensor:

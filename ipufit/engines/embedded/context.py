@@ -189,7 +189,7 @@ class EngineContext:
             self.hints.update(micro.hints)
             key = (fingerprint(step)[0], *key[1:])
             self._traced[key] = TracedStep(
-                run, lowered, micro, micro.outputs, micro.reached, random, held, graph
+                run, lowered, micro, micro.outputs, micro.with_gradient, random, held, graph
             )
             if len(self._traced) > _KEPT:
                 self._traced.popitem(last=False)
@@ -297,18 +297,18 @@ class EngineContext:
         self.recomputed = (repeated, before, peak_bytes(graph))
 
     def fetch(
-        self, collected: ExecutionOutputs, settings: Optional[Mapping[str, float]] = None
+        self, results: ExecutionOutputs, settings: Optional[Mapping[str, float]] = None
     ) -> Tuple[ExecutionResult, List[bool]]:
         """Bring the results of an execution to the host, in one copy.
 
         Args:
-            collected: the results, on the device.
+            results: the results, on the device.
             settings: what the program says of itself.
         Returns:
             The results, and for each update whether its gradient was finite.
         """
         with self.clock.during("anchors"):
-            return collected.anchors(self.transfer.to_host(collected.tensors()), settings)
+            return results.anchors(self.transfer.to_host(results.tensors()), settings)
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:

@@ -109,7 +109,7 @@ class EMA:
             for slot in block.slots
         }
 
-    def held(self) -> List[Tensor]:
+    def state_tensors(self) -> List[Tensor]:
         """The tensors that they are in."""
         return self._tensors
 

@@ -72,7 +72,7 @@ class EmbeddedEngine(EngineContext):
 
     def choices(self) -> Dict[str, str]:
         """Return which kernels were measured to be the fastest, for a checkpoint."""
-        return timing.known()
+        return timing.measured_choices()
 
     def prefer(self, choices: Mapping[str, str]) -> None:
         """Choose the same."""
@@ -128,24 +128,24 @@ class EmbeddedEngine(EngineContext):
             config: how an update is made.
             options: those of an IPU; here there are none.
         """
-        said = [said_of(self.hints)] if self.hints else []
+        sentences = [said_of(self.hints)] if self.hints else []
         if self.lowered is not None and self.lowered.why:
-            said.append(self.lowered.why)
-        said += [self.replaying] if self.replaying is not None else []
-        said += [self.merging.said] if self.merging is not None else []
+            sentences.append(self.lowered.why)
+        sentences += [self.replaying] if self.replaying is not None else []
+        sentences += [self.merging.explanation] if self.merging is not None else []
         if config.offload_optimizer_state:
             in_host = isinstance(self.state_memory, HostMemory)
-            said.append(_OFFLOADED if in_host else _NOT_OFFLOADED)
+            sentences.append(_OFFLOADED if in_host else _NOT_OFFLOADED)
         if config.shard_optimizer:
-            said.append(_sharded(config))
-        said += [self.overlap.said()] if self.overlap is not None else []
-        said += self.compiled.said() if self.compiled is not None else []
-        said += self.autotuner.said() if self.autotuner is not None else []
+            sentences.append(_sharded(config))
+        sentences += [self.overlap.explain()] if self.overlap is not None else []
+        sentences += self.compiled.explain() if self.compiled is not None else []
+        sentences += self.autotuner.explain() if self.autotuner is not None else []
         if self.recomputed is None or not config.recompute:
-            return said
+            return sentences
         repeated, before, after = self.recomputed
         return [
-            *said,
+            *sentences,
             f"The backward pass computes {repeated} operators of {len(config.recompute)} layers "
             f"again: values of a micro-batch take {_mebibytes(after)} at most, "
             f"{_mebibytes(before)} without.",

@@ -76,7 +76,7 @@ class FlatOptimizer(Protocol):
         """Write the state into the torch optimizer, or let that look into it."""
         ...
 
-    def held(self) -> List[Tensor]:
+    def state_tensors(self) -> List[Tensor]:
         """The tensors of the state, where it is between two updates."""
         ...
 
@@ -230,16 +230,16 @@ class RuleOptimizer:
         if self._tabled:
             return []
         fused = [fused_for(rule, flat) for rule, flat in zip(self._rules, self._storage.flats)]
-        found = [kernel for kernel in fused if kernel is not None]
-        return found if len(found) == len(fused) else []
+        kernels = [kernel for kernel in fused if kernel is not None]
+        return kernels if len(kernels) == len(fused) else []
 
     def _load(self, block: Block, flat: Tensor, rule: OptimizerRule) -> Dict[str, Tensor]:
         state = {name: torch.zeros_like(flat) for name in rule.tensors}
         for slot in block.slots:
-            known = self._optimizer.state.get(slot.parameter, {})
+            torch_state = self._optimizer.state.get(slot.parameter, {})
             for name, whole in state.items():
-                if known.get(name) is not None:
-                    slot.view(whole).copy_(known[name])
+                if torch_state.get(name) is not None:
+                    slot.view(whole).copy_(torch_state[name])
         return {name: self.memory.keep(whole) for name, whole in state.items()}
 
     def refresh(self, rows: Rows) -> None:
@@ -270,8 +270,10 @@ class RuleOptimizer:
         for block, flat, rule, done in zip(
             self._storage.blocks, self._storage.flats, self._rules, self._counts
         ):
-            known = {id(row): _numbers(row[block.group]) for row in _different(rows)}
-            table = [rule.coefficients(known[id(row)], done + 1 + i) for i, row in enumerate(rows)]
+            settings = {id(row): _numbers(row[block.group]) for row in _different(rows)}
+            table = [
+                rule.coefficients(settings[id(row)], done + 1 + i) for i, row in enumerate(rows)
+            ]
             dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
             tables.append(torch.tensor(table, dtype=dtype))
         return tables
@@ -324,7 +326,9 @@ class RuleOptimizer:
         """Return what the coming updates depend on that is in no table."""
         if not self._fused:
             return ()
-        return tuple(tuple(own.values()) for told in self._told_of(rows) for own in told)
+        return tuple(
+            tuple(settings.values()) for arguments in self._told_of(rows) for settings in arguments
+        )
 
     @property
     def counts(self) -> Sequence[float]:
@@ -337,14 +341,14 @@ class RuleOptimizer:
 
     def _told_of(self, rows: Rows) -> List[List[Dict[str, Any]]]:
         """What the kernels are told, for each update and block."""
-        known: Dict[int, List[Dict[str, Any]]] = {}
-        told = []
+        settings: Dict[int, List[Dict[str, Any]]] = {}
+        arguments = []
         for i, row in enumerate(rows):
-            if id(row) not in known:
-                known[id(row)] = [_numbers(row[block.group]) for block in self._storage.blocks]
-            numbers = zip(known[id(row)], self._counts)
-            told.append([numbers_for(own, done + 1 + i) for own, done in numbers])
-        return told
+            if id(row) not in settings:
+                settings[id(row)] = [_numbers(row[block.group]) for block in self._storage.blocks]
+            numbers = zip(settings[id(row)], self._counts)
+            arguments.append([numbers_for(group, done + 1 + i) for group, done in numbers])
+        return arguments
 
     def _kept(self) -> List[Tensor]:
         return [tensor for state in self._states for tensor in state.values()]
@@ -359,29 +363,29 @@ class RuleOptimizer:
         gradients = self._finish(tensors[2 * count : 3 * count], self._storage.blocks, flats)
         for i, (block, rule) in enumerate(zip(self._storage.blocks, self._rules)):
             row, flat, gradient = tensors[i], flats[i], gradients[i]
-            own = {name: next(state) for name in self._states[i]}
+            block_state = {name: next(state) for name in self._states[i]}
             segments = [slice(slot.start, slot.stop) for slot in block.slots]
-            rule.update(flat, gradient, own, row.unbind(), segments)
+            rule.update(flat, gradient, block_state, row.unbind(), segments)
         return list(flats)
 
     def _update_fused(self, gradients: Sequence[Tensor], state: Sequence[Tensor]) -> None:
         flats, blocks, values = self._storage.flats, self._storage.blocks, iter(state)
         finished = self._finish(gradients, blocks, flats)
         self._told = self._told or self._told_of(self._rows)
-        told, numbers = self._told[0], self._coming[0]
+        arguments, numbers = self._told[0], self._coming[0]
         for i, kernel in enumerate(self._fused):
-            own = {name: next(values) for name in self._states[i]}
-            kernel(flats[i], finished[i], own, numbers[i][0], told[i])
+            block_state = {name: next(values) for name in self._states[i]}
+            kernel(flats[i], finished[i], block_state, numbers[i][0], arguments[i])
 
     def apply(self, gradients: Sequence[Tensor]) -> None:
         """One weight update."""
-        kept = self._kept()
-        at_work = self.memory.fetch(kept)
+        stored = self._kept()
+        at_work = self.memory.fetch(stored)
         if self._fused:
             self._update_fused(gradients, at_work)
         else:
             self._run(*self._arguments(gradients, at_work))
-        for tensor, updated in zip(kept, at_work):
+        for tensor, updated in zip(stored, at_work):
             self.memory.renew(tensor, updated)
         self.count()
 
@@ -423,14 +427,14 @@ class RuleOptimizer:
                 continue
             on_device = group.get("capturable") or group.get("fused")
             for slot in block.slots:
-                own = self._optimizer.state[slot.parameter]
+                torch_state = self._optimizer.state[slot.parameter]
                 for name, whole in state.items():
-                    own[name] = slot.window(whole)
+                    torch_state[name] = slot.window(whole)
                 if self._kind.counted:
                     device = slot.parameter.device if on_device else torch.device("cpu")
-                    own["step"] = make_step_counter(type(self._optimizer), updates, device)
+                    torch_state["step"] = make_step_counter(type(self._optimizer), updates, device)
 
-    def held(self) -> List[Tensor]:
+    def state_tensors(self) -> List[Tensor]:
         """The tensors of the state, where it is between two updates."""
         return self._kept()
 
@@ -447,10 +451,10 @@ class RuleOptimizer:
         for block, state in zip(storage.blocks, states):
             flats = list(state.values())
             for slot in block.slots:
-                own = self._optimizer.state.get(slot.parameter, {})
-                for name, value in own.items():
+                torch_state = self._optimizer.state.get(slot.parameter, {})
+                for name, value in torch_state.items():
                     if isinstance(value, Tensor) and flat_of(value, flats) is not None:
-                        own[name] = self.memory.for_torch(value)
+                        torch_state[name] = self.memory.for_torch(value)
 
     def recorded(self) -> Optional[fx.GraphModule]:
         """The graph of an update; None where it runs without one."""
@@ -463,7 +467,9 @@ class RuleOptimizer:
         other = copy.copy(self)
         other._storage = copy.copy(self._storage)
         other._storage.flats = [flat.clone() for flat in self._storage.flats]
-        other._states = [{name: t.clone() for name, t in own.items()} for own in self._states]
+        other._states = [
+            {name: t.clone() for name, t in block_state.items()} for block_state in self._states
+        ]
         other.refresh([self._optimizer.param_groups] * times)
         return other.apply
 

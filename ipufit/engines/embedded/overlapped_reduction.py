@@ -33,15 +33,15 @@ _ROUNDS = 5
 
 def buckets_of(named: Sequence[Tuple[str, nn.Parameter]]) -> List[List[Tuple[str, nn.Parameter]]]:
     """Neighbouring parameters, about :data:`BUCKET` bytes of them a time."""
-    found: List[List[Tuple[str, nn.Parameter]]] = [[]]
+    buckets: List[List[Tuple[str, nn.Parameter]]] = [[]]
     size = 0
     for name, parameter in named:
         if size >= BUCKET:
-            found.append([])
+            buckets.append([])
             size = 0
-        found[-1].append((name, parameter))
+        buckets[-1].append((name, parameter))
         size += parameter.numel() * parameter.element_size()
-    return found
+    return buckets
 
 
 class Overlap:
@@ -87,12 +87,12 @@ class Overlap:
             self._seconds[self._updates % 2].append(self._clock() - self._begun)
         self._updates += 1
         if self._updates == 2 * (_ROUNDS + 1):
-            told = self._processes.gather([statistics.median(each) for each in self._seconds])
-            after, along = (sum(each) for each in zip(*told))
+            medians = self._processes.gather([statistics.median(each) for each in self._seconds])
+            after, along = (sum(each) for each in zip(*medians))
             self._ratio = along / after
             self._goes_along = along < after
 
-    def said(self) -> str:
+    def explain(self) -> str:
         """A sentence on what was found."""
         how = f"Gradients are added in {len(self.order)} buckets"
         if self._goes_along is None:
@@ -158,9 +158,9 @@ class BucketSums:
             self._start(self._order[self._started])
         for block, works, sent in self._works:
             works.wait()
-            found = self._sums[block]
-            assert found is not None
-            give_back(found, sent)
+            part_sum = self._sums[block]
+            assert part_sum is not None
+            give_back(part_sum, sent)
         for block, part in self._parts:
             part.end()
             self._sums[block] = part.result

@@ -59,9 +59,9 @@ class Replay:
             offset: samples of the execution that come before.
         """
         for as_recorded in (False, True):
-            found = self._find(update, offset, as_recorded)
-            if found is not None:
-                return found
+            cause = self._find(update, offset, as_recorded)
+            if cause is not None:
+                return cause
         return NonFiniteValue("unknown", micro_batches=len(update))
 
     def _find(self, update: Update, offset: int, as_recorded: bool) -> Optional[NonFiniteValue]:
@@ -72,17 +72,17 @@ class Replay:
                 return None
             replica = place % len(states)
             self.seed(recorded, self.live.updates, place)
-            found, own = self._micro_batch(recorded, states[replica], batch, as_recorded)
-            if found is not None:
+            cause, gradients = self._micro_batch(recorded, states[replica], batch, as_recorded)
+            if cause is not None:
                 return dataclasses.replace(
-                    found,
+                    cause,
                     replica=replica,
                     micro_batch=place,
                     micro_batches=len(update),
                     offset=offset,
                 )
             offset += batch.size
-            total = [one + other for one, other in zip(total, own)] if total else own
+            total = [one + other for one, other in zip(total, gradients)] if total else gradients
         if not all(bool(flat.isfinite().all()) for flat in total):
             name = first_non_finite(self.live, total)[0]
             return NonFiniteValue("accumulation", micro_batches=len(update), parameter=name)
@@ -118,7 +118,7 @@ class Replay:
             return None, flats
         for flat in flats:
             if not bool(flat.isfinite().all()):
-                found = search.cause_of(flat) or NonFiniteValue("unknown")
-                name = found.parameter or first_non_finite(self.live, flats)[0]
-                return dataclasses.replace(found, parameter=name), flats
+                cause = search.cause_of(flat) or NonFiniteValue("unknown")
+                name = cause.parameter or first_non_finite(self.live, flats)[0]
+                return dataclasses.replace(cause, parameter=name), flats
         return None, flats

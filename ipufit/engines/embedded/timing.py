@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
 
 import torch
 
-__all__ = ["fastest", "known", "prefer", "seconds_of"]
+__all__ = ["fastest", "measured_choices", "prefer", "seconds_of"]
 
 # A way is taken instead of torch's own only if it needs less than this share of its time.
 _WORTH = 0.93
@@ -56,7 +56,7 @@ def fastest(
     return _known[digest]
 
 
-def known() -> Dict[str, str]:
+def measured_choices() -> Dict[str, str]:
     """Return what was measured so far in this process, by digests of what it depends on."""
     return dict(_known)
 

@@ -43,9 +43,12 @@ def _settings(optimizer: torch.optim.Optimizer) -> List[Dict[str, str]]:
 
 def _outside_state(optimizer: torch.optim.Optimizer) -> Any:
     """List what an optimizer holds besides parameters and their state; no step may change it."""
-    own = {name: v for name, v in vars(optimizer).items() if name not in ("state", "param_groups")}
+    attributes = {
+        name: v for name, v in vars(optimizer).items() if name not in ("state", "param_groups")
+    }
     plain = {
-        k: repr(v) if isinstance(v, (int, float, str, bool)) else id(v) for k, v in own.items()
+        k: repr(v) if isinstance(v, (int, float, str, bool)) else id(v)
+        for k, v in attributes.items()
     }
     return _settings(optimizer), plain
 
@@ -99,8 +102,8 @@ class TracedOptimizer:
         for b, block in enumerate(storage.blocks):
             for s, slot in enumerate(block.slots):
                 for name, value in self._optimizer.state.get(slot.parameter, {}).items():
-                    own = value.clone() if isinstance(value, Tensor) else value
-                    self._keep((b, s, name), own)
+                    copied = value.clone() if isinstance(value, Tensor) else value
+                    self._keep((b, s, name), copied)
         try:
             if run_eagerly:
                 # Once on copies: what can't be followed must show before any weight changes.
@@ -195,33 +198,38 @@ class TracedOptimizer:
 
     def _record_first(self) -> None:
         count = len(self._storage.flats)
-        made: Dict[_Key, Any] = {}
-        known = self._state
+        new_state: Dict[_Key, Any] = {}
+        old_state = self._state
         self._known_keys = self._tensor_keys()
 
         def first(*tensors: Tensor) -> List[Tensor]:
-            state = {**known, **dict(zip(self._known_keys, tensors[2 * count :]))}
-            made.clear()
-            made.update(self._step(tensors[:count], tensors[count : 2 * count], state))
-            return [value for value in made.values() if isinstance(value, Tensor)]
+            state = {**old_state, **dict(zip(self._known_keys, tensors[2 * count :]))}
+            new_state.clear()
+            new_state.update(self._step(tensors[:count], tensors[count : 2 * count], state))
+            return [value for value in new_state.values() if isinstance(value, Tensor)]
 
         flats = self._storage.flats
         examples = self._finish.examples(flats)
-        own = self._fetched()
-        tensors = [own[key] for key in self._known_keys]
+        fetched = self._fetched()
+        tensors = [fetched[key] for key in self._known_keys]
         self._graphs[True] = _captured(first, [*flats, *examples, *tensors])
-        self._keys = [key for key, value in made.items() if isinstance(value, Tensor)]
-        numbers = {key: value for key, value in made.items() if not isinstance(value, Tensor)}
+        self._keys = [key for key, value in new_state.items() if isinstance(value, Tensor)]
+        numbers = {key: value for key, value in new_state.items() if not isinstance(value, Tensor)}
         # The state that the later graph starts from: same shapes, values of no meaning.
         self._state = dict(numbers)
         self._state.update(
-            (key, torch.zeros(made[key].shape, dtype=made[key].dtype, device=made[key].device))
+            (
+                key,
+                torch.zeros(
+                    new_state[key].shape, dtype=new_state[key].dtype, device=new_state[key].device
+                ),
+            )
             for key in self._keys
         )
         self._record_later()
         self._numbers = numbers
         self._whole = set(self._state)
-        self._state = known
+        self._state = old_state
 
     def _record_later(self) -> None:
         self._keys = self._tensor_keys()
@@ -252,22 +260,22 @@ class TracedOptimizer:
 
         flats = self._storage.flats
         examples = self._finish.examples(flats)
-        own = self._fetched()
-        arguments = [*flats, *examples, *(own[key] for key in self._keys)]
+        fetched = self._fetched()
+        arguments = [*flats, *examples, *(fetched[key] for key in self._keys)]
         graph = _captured(later, arguments)
         return graph, {key: after[key] for key in numbers}
 
     def apply(self, gradients: Sequence[Tensor]) -> None:
         """One weight update."""
-        own = self._fetched()
+        fetched = self._fetched()
         if self._eager:
-            made = self._step(self._storage.flats, gradients, own)
-            self._state = {key: value for key, value in self._state.items() if key in made}
-            for key, value in made.items():
+            new_state = self._step(self._storage.flats, gradients, fetched)
+            self._state = {key: value for key, value in self._state.items() if key in new_state}
+            for key, value in new_state.items():
                 self._keep(key, value)
             return
         first = True in self._graphs and set(self._state) != self._whole
-        state = [own[key] for key in (self._known_keys if first else self._keys)]
+        state = [fetched[key] for key in (self._known_keys if first else self._keys)]
         tensors = self._graphs[first](*self._storage.flats, *gradients, *state)
         if first:
             self._state = dict(self._numbers)
@@ -311,13 +319,13 @@ class TracedOptimizer:
         """Write the state into the torch optimizer."""
         for (b, s, name), value in self._state.items():
             parameter = self._storage.blocks[b].slots[s].parameter
-            own = self._optimizer.state[parameter]
+            torch_state = self._optimizer.state[parameter]
             if (b, s, name) in self._kept:
-                own[name] = self._memory.for_torch(value)
+                torch_state[name] = self._memory.for_torch(value)
             else:
-                own[name] = value.clone() if isinstance(value, Tensor) else value
+                torch_state[name] = value.clone() if isinstance(value, Tensor) else value
 
-    def held(self) -> List[Tensor]:
+    def state_tensors(self) -> List[Tensor]:
         """The tensors of the state, where it is between two updates."""
         return [value for value in self._state.values() if isinstance(value, Tensor)]
 

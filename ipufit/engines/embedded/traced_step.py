@@ -25,9 +25,9 @@ class TracedStep:
         lowered: how it does so.
         micro: what was recorded.
         outputs: how the output tensors become the module's outputs.
-        reached: names of the parameters that a gradient reaches.
+        with_gradient: names of the parameters that a gradient reaches.
         random: whether it may draw random numbers.
-        held: objects whose identity the recording depends on.
+        kept_alive: objects whose identity the recording depends on.
         graph: what ``run`` runs; None where it runs the module itself.
     """
 
@@ -35,9 +35,9 @@ class TracedStep:
     lowered: Lowered
     micro: GradStep
     outputs: OutputShape
-    reached: Tuple[str, ...]
+    with_gradient: Tuple[str, ...]
     random: bool
-    held: Tuple[object, ...]
+    kept_alive: Tuple[object, ...]
     graph: Optional[fx.GraphModule]
 
     def reported(self) -> ReportedScalars:

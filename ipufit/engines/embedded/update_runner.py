@@ -80,7 +80,7 @@ class UpdateRunner:
         update: Update,
         first: int,
         wanted: Set[int],
-        collected: ExecutionOutputs,
+        results: ExecutionOutputs,
         left_out: Optional[bool],
         share: Optional[ProcessShard] = None,
     ) -> None:
@@ -90,7 +90,7 @@ class UpdateRunner:
             update: its micro-batches, of this process.
             first: place of the first one among those of the execution.
             wanted: places whose outputs come back.
-            collected: where results go.
+            results: where results go.
             left_out: whether it is known to have a gradient that is not finite; None to look.
             share: what these are of the whole update; None for all of it.
 
@@ -100,20 +100,20 @@ class UpdateRunner:
                 or a weight afterwards, with which the update is made already.
         """
         if self.compiled is not None and self.compiled.fits(update):
-            self.compiled.make(update, first, wanted, collected)
+            self.compiled.make(update, first, wanted, results)
             return
         live = self._live
         # Where an update is known to be made, nobody needs this: what fails takes all of them back.
         looks = left_out is not False and bool(live.replicas[0])
         saved = [copy_of(own) for own in live.replicas] if looks else []
         try:
-            gradients = self._gradients(update, first, wanted, collected, share)
+            gradients = self._gradients(update, first, wanted, results, share)
             skip = False
             if live.scaler is not None:
-                seen = self._as_used(gradients)
+                used_gradients = self._as_used(gradients)
                 if live.divided is not None:
-                    seen = [self._lost_anywhere(seen)]
-                skip = live.scaler.judge(seen, left_out, collected.finite, live.updates)
+                    used_gradients = [self._lost_anywhere(used_gradients)]
+                skip = live.scaler.judge(used_gradients, left_out, results.finite, live.updates)
             elif self._detects:
                 refuse_gradients(live, gradients)
         except BaseException:
@@ -121,7 +121,7 @@ class UpdateRunner:
                 put_back(buffers, values)
             raise
         if skip:
-            collected.skipped += 1
+            results.skipped += 1
             live.updater.skip()
         else:
             live.updater.apply(gradients)
@@ -136,7 +136,7 @@ class UpdateRunner:
         update: Update,
         first: int,
         wanted: Set[int],
-        collected: ExecutionOutputs,
+        results: ExecutionOutputs,
         share: Optional[ProcessShard],
     ) -> List[Tensor]:
         """Reduced over the micro-batches of one update, one flat tensor per block."""
@@ -148,13 +148,13 @@ class UpdateRunner:
         if self.overlap is not None and share is not None:
             sums = BucketSums(self._processes, self.overlap.order, total, live.cuts)
             goes_along = self.overlap.begin()
-        reported = len(collected.numbers)
+        reported = len(results.numbers)
         merged = self.merged
         # Of micro-batches of several sizes the gradients have factors of their own.
         alike = share is None or len(set(share.sizes)) == 1
         if merged is not None and alike and merged.takes([recorded for _, recorded in update]):
-            self._add_merged(merged, total, update, first, wanted, collected)
-            self._add_others(total, share, collected, reported, sums)
+            self._add_merged(merged, total, update, first, wanted, results)
+            self._add_others(total, share, results, reported, sums)
             return total.reduced(1.0)
         scale: List[Tensor] = []
         loss_scale: Union[float, Tensor] = 1.0
@@ -172,26 +172,26 @@ class UpdateRunner:
             meets = goes_along and index == len(update) - 1 and recorded.lowered.meeting is not None
             with self._met(sums if meets else None, recorded, total):
                 numbers, *rest = recorded.run(*state, *batch.leaves, *scale)
-            outputs, own = rest[: len(rest) - blocks], rest[len(rest) - blocks :]
+            outputs, gradients = rest[: len(rest) - blocks], rest[len(rest) - blocks :]
             kind = recorded.reported()
             if self.at_once and share is None:
                 refuse_loss(self._live, (numbers[0] if numbers.dim() else numbers).item())
-            collected.numbers.append(([kind], numbers))
+            results.numbers.append(([kind], numbers))
             if first + index in wanted:
-                collected.add_outputs(recorded, outputs, first + index)
+                results.add_outputs(recorded, outputs, first + index)
             count = numbers[1] if kind.counted else None
             if meets:
                 total.note(count)
             elif divided is not None:
-                total.collect(own, count)
+                total.collect(gradients, count)
             else:
-                total.add(own, count)
+                total.add(gradients, count)
             # Not held while the next one is computed.
-            del rest, outputs, own
+            del rest, outputs, gradients
         if divided is not None and share is not None:
             for _ in range(share.most - len(update)):
                 total.collect(divided.idle(divided.events), None)
-        self._add_others(total, share, collected, reported, sums)
+        self._add_others(total, share, results, reported, sums)
         return total.reduced(loss_scale)
 
     @contextlib.contextmanager
@@ -214,7 +214,7 @@ class UpdateRunner:
         self,
         total: GradientSum,
         share: Optional[ProcessShard],
-        collected: ExecutionOutputs,
+        results: ExecutionOutputs,
         reported: int,
         sums: Optional[BucketSums] = None,
     ) -> None:
@@ -223,13 +223,13 @@ class UpdateRunner:
         Args:
             total: the sum of this one.
             share: what of the update is its own; None for all.
-            collected: with what the update's micro-batches have reported.
+            results: with what the update's micro-batches have reported.
             reported: how many entries of it are of earlier updates.
             sums: those of buckets, some begun perhaps; None for all of the gradient at once.
         """
         if share is None:
             return
-        losses: List[float] = collected.losses(reported).tolist() if self.at_once else []
+        losses: List[float] = results.losses(reported).tolist() if self.at_once else []
         is_lost = not all(map(math.isfinite, losses))
         live = self._live
         flats = live.storage.flats
@@ -255,10 +255,10 @@ class UpdateRunner:
         Raises:
             NonFiniteLossError: one of all processes' losses is not finite.
         """
-        found = [
+        lost_losses = [
             [place, value] for place, value in zip(share.places, losses) if not math.isfinite(value)
         ]
-        every = [each for several in self._processes.gather(found) for each in several]
+        every = [each for several in self._processes.gather(lost_losses) for each in several]
         if not every:
             return
         try:
@@ -274,7 +274,7 @@ class UpdateRunner:
         update: Update,
         first: int,
         wanted: Set[int],
-        collected: ExecutionOutputs,
+        results: ExecutionOutputs,
     ) -> None:
         """The gradients of one update, several micro-batches at once."""
         for start in range(0, len(update), merged.count):
@@ -284,11 +284,11 @@ class UpdateRunner:
             if not all(map(math.isfinite, losses)):
                 for value in losses:
                     refuse_loss(self._live, value)
-            collected.numbers.append((result.kinds, result.numbers))
+            results.numbers.append((result.kinds, result.numbers))
             for place in range(len(batches)) if wanted else ():
                 if first + start + place in wanted:
                     outputs = result.outputs_of(place)
-                    collected.add_outputs(merged.base, outputs, first + start + place)
+                    results.add_outputs(merged.base, outputs, first + start + place)
             total.add_summed(result.gradients, result.count, merged.factor)
             del result
 

@@ -10,7 +10,7 @@ from typing import Any, Iterator, Tuple
 from ipufit.core.batch import MicroBatch
 from ipufit.engines.ipu.device import OWNER, alone
 from ipufit.engines.ipu.executable import Executable
-from ipufit.engines.ipu.failures import told
+from ipufit.engines.ipu.failures import translate_errors
 from ipufit.engines.ipu.module_copy import unwrapped
 from ipufit.engines.ipu.options import make_options
 from ipufit.engines.ipu.sdk import keeps_float64
@@ -83,7 +83,7 @@ class IpuContext:
         options = make_options(self.sdk, spec.options, spec, size)
         step = IpuStep(self.sdk, spec.module, spec.loss, spec, Form.of(example, size.padding))
         step.training = spec.module.training
-        with self.timed(), told(self.sdk, "wrapping the module"):
+        with self.timed(), translate_errors(self.sdk, "wrapping the module"):
             executor = self.sdk.inferenceModel(step, options=options)
             unit = Executable(self.sdk, step, executor, size, self.wide)
             unit.compile(example)
@@ -91,7 +91,7 @@ class IpuContext:
         return unit
 
     def _destroy(self, unit: Executable) -> None:
-        with told(self.sdk, "closing a program"):
+        with translate_errors(self.sdk, "closing a program"):
             OWNER.release(unit.executor)
             unit.executor.destroy()
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from ipufit.core.batch import MicroBatch
 from ipufit.engines.ipu.device import OWNER
-from ipufit.engines.ipu.failures import told
+from ipufit.engines.ipu.failures import translate_errors
 from ipufit.engines.ipu.size import Size
 from ipufit.engines.ipu.step import IpuStep, Traced
 from ipufit.errors import DataError
@@ -78,7 +78,9 @@ class Executable:
             return record_alone(whole, example, step.trains, step.reports, step.precision)
 
         watched = refuse_draws(whole, record, runs_eagerly=False)
-        with attributes_kept(whole), note_writes(whole), watched, told(self._sdk, "compiling"):
+        with attributes_kept(whole), note_writes(whole), watched, translate_errors(
+            self._sdk, "compiling"
+        ):
             OWNER.compile(self.executor, arguments)
         _warn_of_attributes(self.traced.attributes)
 
@@ -101,7 +103,7 @@ class Executable:
         assert count == self.size.micro_batches, "a program has one shape"
         extra = self._padding(shares or [1.0] * count, sizes or [self.size.micro_batch] * count)
         arguments = [*self._combined(batch), *extra]
-        with told(self._sdk, "running"):
+        with translate_errors(self._sdk, "running"):
             self.executor.rng_state = [seed]
             returned = self.executor(*arguments)
         return self._results(list(returned), sizes or [self.size.micro_batch] * count)

@@ -12,11 +12,11 @@ from ipufit.errors import (
     UnrecoverableDeviceError,
 )
 
-__all__ = ["told"]
+__all__ = ["translate_errors"]
 
 
 @contextlib.contextmanager
-def told(sdk: Any, doing: str) -> Iterator[None]:
+def translate_errors(sdk: Any, doing: str) -> Iterator[None]:
     """Raise what PopTorch raises in the block as an error of ours.
 
     Args:

@@ -11,7 +11,7 @@ from ipufit.engines.ipu.context import IpuContext
 from ipufit.engines.ipu.device import OWNER, alone
 from ipufit.engines.ipu.distributed_options import fixes_replicas
 from ipufit.engines.ipu.executable import Executable, Result
-from ipufit.engines.ipu.failures import told
+from ipufit.engines.ipu.failures import translate_errors
 from ipufit.engines.ipu.module_copy import Host, plain
 from ipufit.engines.ipu.options import seed_of
 from ipufit.engines.ipu.padding import padded
@@ -56,7 +56,7 @@ class InferenceProgram:
             self._unit(padded(example, self._size.micro_batch))
         unit = self._unit(example)
         self._example = self._example or example
-        with told(self._engine.sdk, "bringing weights to the device"):
+        with translate_errors(self._engine.sdk, "bringing weights to the device"):
             if not OWNER.take(unit.executor):
                 unit.executor.copyWeightsToDevice()
         self._versions = self._host.all_versions()
@@ -120,7 +120,7 @@ class InferenceProgram:
 
     def _take(self, unit: Executable) -> None:
         versions = self._host.all_versions()
-        with told(self._engine.sdk, "taking the device"):
+        with translate_errors(self._engine.sdk, "taking the device"):
             # A callback may have changed weights.
             if not OWNER.take(unit.executor) and versions != self._versions:
                 unit.executor.copyWeightsToDevice()

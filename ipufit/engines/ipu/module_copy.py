@@ -12,7 +12,7 @@ from ipufit.core.batch import MicroBatch
 from ipufit.engines.embedded.external_changes import changed_shape, refuse_replaced
 from ipufit.engines.ipu.device import OWNER
 from ipufit.engines.ipu.executable import Executable
-from ipufit.engines.ipu.failures import told
+from ipufit.engines.ipu.failures import translate_errors
 from ipufit.engines.ipu.optimizers import DeviceOptimizer
 from ipufit.engines.ipu.size import Size
 from ipufit.engines.ipu.step import Form, IpuStep
@@ -61,13 +61,13 @@ class Host:
         }
 
     def _named(self, how: str) -> List[Any]:
-        seen, found = set(), []
+        ids, named = set(), []
         for prefix, module in self._modules.items():
             for name, tensor in getattr(module, how)() if module is not None else ():
-                if id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    found.append((f"{prefix}.{name}", tensor))
-        return found
+                if id(tensor) not in ids:
+                    ids.add(id(tensor))
+                    named.append((f"{prefix}.{name}", tensor))
+        return named
 
     def refuse_changes(self) -> None:
         """Make sure that what was there at the start is there, and as it was.
@@ -90,12 +90,12 @@ class Host:
 
     def share_buffers(self, processes: Processes) -> None:
         """Give all processes the floating-point buffers of process 0; others are counted alike."""
-        own = [buffer for buffer in self.buffers().values() if buffer.is_floating_point()]
-        common = [plain(buffer) for buffer in own]
+        floating = [buffer for buffer in self.buffers().values() if buffer.is_floating_point()]
+        common = [plain(buffer) for buffer in floating]
         processes.broadcast(common)
         if not processes.is_rank_zero:
             with torch.no_grad():
-                for buffer, value in zip(own, common):
+                for buffer, value in zip(floating, common):
                     buffer.copy_(value)
 
     def tensors(self) -> Dict[str, Tensor]:
@@ -159,7 +159,7 @@ class Trained:
         self.optimizer = DeviceOptimizer(
             sdk, spec.optimizer, parameters, host.trained, spec.config, scheduled
         )
-        with told(sdk, "wrapping the module"):
+        with translate_errors(sdk, "wrapping the module"):
             executor = sdk.trainingModel(step, options=options, optimizer=self.optimizer.own)
         self.unit = Executable(sdk, step, executor, size, wide)
         self._sdk = sdk
@@ -186,7 +186,7 @@ class Trained:
 
     def store(self, updates: int) -> None:
         """Give all back to the user's module and torch's optimizer, and the device to others."""
-        with told(self._sdk, "reading weights and optimizer state"):
+        with translate_errors(self._sdk, "reading weights and optimizer state"):
             OWNER.release(self.executor)
             # What has not run has nothing to give, and the user may have changed his own since.
             if updates and self.own:
@@ -198,7 +198,7 @@ class Trained:
         """Tell the device of the settings of the coming updates, if they are others."""
         if not self.optimizer.changed(rows):
             return
-        with told(self._sdk, "changing the settings of the optimizer"):
+        with translate_errors(self._sdk, "changing the settings of the optimizer"):
             if self.optimizer.waits:
                 # State that goes to the device with the run would bring the settings before these.
                 OWNER.release(self.executor)
@@ -215,7 +215,7 @@ class Trained:
 
     def destroy(self) -> None:
         """Let the program go; safe twice."""
-        with told(self._sdk, "closing the program"):
+        with translate_errors(self._sdk, "closing the program"):
             OWNER.release(self.executor)
             self.executor.destroy()
         # PopTorch leaves them wrapped where compiling has failed.

@@ -10,7 +10,7 @@ from ipufit.core.batch import MicroBatch
 from ipufit.engines.embedded.optimizer_state_version import OptimizerStateVersion
 from ipufit.engines.ipu.context import IpuContext
 from ipufit.engines.ipu.device import OWNER
-from ipufit.engines.ipu.failures import told
+from ipufit.engines.ipu.failures import translate_errors
 from ipufit.engines.ipu.module_copy import Host, Trained
 from ipufit.engines.ipu.options import make_options
 from ipufit.engines.ipu.size import Size
@@ -123,7 +123,7 @@ class ProgramCache:
 
     def turn_to(self, program: Trained) -> None:
         """Let a program have the device, with the newest weights and optimizer state."""
-        with told(self._engine.sdk, "taking the device"):
+        with translate_errors(self._engine.sdk, "taking the device"):
             if self._current is program:
                 if not self._is_attached(program):
                     self._meet()
@@ -158,7 +158,7 @@ class ProgramCache:
         if program is None:
             return
         if self._is_attached(program):
-            with told(self._engine.sdk, "bringing weights to the device"):
+            with translate_errors(self._engine.sdk, "bringing weights to the device"):
                 _send_weights(program.executor)
         self._versions = self._host.versions()
 
@@ -190,7 +190,7 @@ class ProgramCache:
         if self._published.is_ahead(self.updates):
             return  # what a callback has made of it is the newer one
         if self._current is not None and self._unstored:
-            with told(self._engine.sdk, "reading the optimizer's state"):
+            with translate_errors(self._engine.sdk, "reading the optimizer's state"):
                 self._current.optimizer.store(self._unstored)
             self._unstored = 0
         self.note_published()

@@ -13,7 +13,7 @@ from ipufit.core.precision import check_precision, warn_of_vanishing_eps
 from ipufit.engines.ipu.context import IpuContext
 from ipufit.engines.ipu.device import alone
 from ipufit.engines.ipu.executable import Executable, Result, cut_rows
-from ipufit.engines.ipu.failures import told
+from ipufit.engines.ipu.failures import translate_errors
 from ipufit.engines.ipu.limits import check_trained
 from ipufit.engines.ipu.module_copy import Host, Trained, plain, unwrapped
 from ipufit.engines.ipu.options import seed_of
@@ -108,7 +108,7 @@ class TrainingProgram:
         error = kind("a drill lets it fail")
         if action is not None:
             error.recovery_action = action
-        with told(sdk, "running"):
+        with translate_errors(sdk, "running"):
             raise error
 
     @alone

@@ -52,11 +52,11 @@ class Decision:
 
     Attributes:
         merged: what runs; None where micro-batches run one by one.
-        said: a sentence about it.
+        explanation: a sentence about it.
     """
 
     merged: Optional[BatchedStep]
-    said: str
+    explanation: str
 
     @staticmethod
     def against(total: int, reason: str) -> Decision:
@@ -217,7 +217,7 @@ class _Work:
             count,
             self._spec.want_outputs,
             self._spec.config.precision,
-            micro.reached,
+            micro.with_gradient,
             micro.blocks,
             self._early(total),
         )
@@ -280,7 +280,9 @@ class _Work:
         )
         with _explained("the gradient of forward is not that of its operators"):
             graph = capture(again, [*self._state, *self._example.leaves])
-        if again.reached != micro.reached or not GraphSignature.of(graph).equals(written):
+        if again.with_gradient != micro.with_gradient or not GraphSignature.of(graph).equals(
+            written
+        ):
             raise RefusalError("the gradient of forward is not that of its operators")
         return graph
 

@@ -57,8 +57,8 @@ class Call:
     @property
     def first(self) -> fx.Node:
         """The tensor that it is called on."""
-        found: fx.Node = next(iter(self._given.values()))
-        return found
+        node: fx.Node = next(iter(self._given.values()))
+        return node
 
     @property
     def tensors(self) -> List[fx.Node]:
@@ -84,10 +84,10 @@ class Call:
 
     def along(self, node: Any) -> BatchDim:
         """Where the samples are in an argument that must have them."""
-        found = self.state(node)
-        if not isinstance(found, BatchDim):
+        state = self.state(node)
+        if not isinstance(state, BatchDim):
             raise self.coupled()
-        return found
+        return state
 
     def fixed(self, *nodes: Any) -> None:
         """Make sure that no sample is in these arguments."""
@@ -96,8 +96,8 @@ class Call:
 
     def dims(self, value: Any, rank: int) -> List[int]:
         """Dimensions, counted from the first; no value means all."""
-        given = [value] if isinstance(value, int) else list(value or range(rank))
-        return [dim % max(rank, 1) for dim in given]
+        dims = [value] if isinstance(value, int) else list(value or range(rank))
+        return [dim % max(rank, 1) for dim in dims]
 
     def off(self, value: Any, node: fx.Node) -> List[int]:
         """Dimensions of an argument, along none of which the samples lie."""
@@ -121,11 +121,11 @@ SIZED: Dict[str, Tuple[str, ...]] = {}
 
 def _by_name(node: fx.Node) -> Dict[str, Any]:
     schema = node.target._schema  # type: ignore[union-attr]
-    found = {}
+    arguments = {}
     for place, each in enumerate(schema.arguments):
-        given = node.args[place] if place < len(node.args) else each.default_value
-        found[each.name] = node.kwargs.get(each.name, given)
-    return found
+        value = node.args[place] if place < len(node.args) else each.default_value
+        arguments[each.name] = node.kwargs.get(each.name, value)
+    return arguments
 
 
 def _rule(names: str, sized: Tuple[str, ...] = ()) -> Callable[[Rule], Rule]:
@@ -163,16 +163,16 @@ def _elementwise(call: Call) -> State:
 def _broadcast(call: Call, nodes: Sequence[fx.Node]) -> BatchDim:
     """Elements that meet belong to the same sample."""
     rank = max(len(call.shape(node)) for node in nodes)
-    found = set()
+    states = set()
     for node in nodes:
         state = call.state(node)
         if isinstance(state, BatchDim):
-            found.add(state.moved(state.dim + rank - len(call.shape(node))))
+            states.add(state.moved(state.dim + rank - len(call.shape(node))))
         elif state != NOT_MAPPED:
             raise call.coupled()
-    if len(found) != 1:
+    if len(states) != 1:
         raise call.coupled()
-    along = found.pop()
+    along = states.pop()
     for node in nodes:
         place = along.dim - rank + len(call.shape(node))
         if call.state(node) == NOT_MAPPED and place >= 0 and call.shape(node)[place] != 1:
@@ -229,13 +229,13 @@ def _repeat(call: Call) -> State:
         if call["repeats"][along.dim + new] != 1:
             raise call.coupled()
         return along.moved(along.dim + new)
-    found = _repeated_rows(call)
-    if isinstance(found, BatchDim) and found.dim >= new:
+    state = _repeated_rows(call)
+    if isinstance(state, BatchDim) and state.dim >= new:
         # Repeated as a whole, a tensor of several rows gives each sample one of them in turn.
-        rows = call.shape(call.first)[found.dim - new]
-        if rows != found.inner and rows != 1:
+        rows = call.shape(call.first)[state.dim - new]
+        if rows != state.inner and rows != 1:
             raise call.coupled()
-    return found
+    return state
 
 
 @_rule("permute")
@@ -298,20 +298,20 @@ def _unbind(call: Call) -> State:
 
 @_rule("cat")
 def _cat(call: Call) -> State:
-    found = {call.along(node) for node in call.tensors}
+    states = {call.along(node) for node in call.tensors}
     for node in call.tensors:
         call.off(call["dim"], node)
-    if len(found) != 1:
+    if len(states) != 1:
         raise call.coupled()
-    return found.pop()
+    return states.pop()
 
 
 @_rule("stack")
 def _stack(call: Call) -> State:
-    found = {call.along(node) for node in call.tensors}
-    if len(found) != 1:
+    states = {call.along(node) for node in call.tensors}
+    if len(states) != 1:
         raise call.coupled()
-    along = found.pop()
+    along = states.pop()
     dim = call["dim"] % (len(call.shape(call.tensors[0])) + 1)
     return along.moved(along.dim + (dim <= along.dim))
 
@@ -454,10 +454,10 @@ def _index_select(call: Call) -> State:
 @_rule("index.Tensor")
 def _index(call: Call) -> State:
     """One tensor of indices, along one dimension."""
-    given = [(dim, index) for dim, index in enumerate(call["indices"]) if index is not None]
-    if len(given) != 1:
+    indexed = [(dim, index) for dim, index in enumerate(call["indices"]) if index is not None]
+    if len(indexed) != 1:
         raise call.coupled()
-    ((dim, index),) = given
+    ((dim, index),) = indexed
     table, chosen = call.state(call["self"]), call.state(index)
     if table == NOT_MAPPED and isinstance(chosen, BatchDim):
         return chosen.moved(dim + chosen.dim)
@@ -568,12 +568,12 @@ def _recurrent(call: Call) -> State:
     " _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
 )
 def _attention(call: Call) -> State:
-    found = {_leading(call, call[name], 4) for name in ("query", "key", "value")}
+    states = {_leading(call, call[name], 4) for name in ("query", "key", "value")}
     mask = call["attn_mask"] if call["attn_mask"] is not None else call["attn_bias"]
-    if len(found) != 1 or (mask is not None and not _fits(call, mask, next(iter(found)))):
+    if len(states) != 1 or (mask is not None and not _fits(call, mask, next(iter(states)))):
         raise call.coupled()
     return tuple(
-        next(iter(found)) if _has_samples(call, small, large, next(iter(found))) else UNREAD
+        next(iter(states)) if _has_samples(call, small, large, next(iter(states))) else UNREAD
         for small, large in zip(*call.results)
     )
 

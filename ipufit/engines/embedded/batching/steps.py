@@ -197,7 +197,7 @@ class BatchedGradStep:
         count: how many there are.
         want_outputs: return the module's outputs.
         precision: in which the module computes.
-        reached: names of the parameters that a gradient reaches.
+        with_gradient: names of the parameters that a gradient reaches.
         blocks: to pack gradients into.
         early: a factor for losses that have no count.
 
@@ -219,7 +219,7 @@ class BatchedGradStep:
         count: int,
         want_outputs: bool,
         precision: Precision,
-        reached: Sequence[str],
+        with_gradient: Sequence[str],
         blocks: Sequence[Block],
         early: float = 1.0,
     ) -> None:
@@ -231,7 +231,7 @@ class BatchedGradStep:
         self._count = count
         self._want_outputs = want_outputs
         self._precision = precision
-        self._reached = set(reached)
+        self._with_gradient = set(with_gradient)
         self._blocks = list(blocks)
         # Leaves with a row for each sample, which come in one tensor.
         self._rows = [i for i, leaf in enumerate(example.leaves) if _has_rows(leaf, example.size)]
@@ -241,57 +241,57 @@ class BatchedGradStep:
 
     def arguments(self, batches: Sequence[MicroBatch]) -> List[Tensor]:
         """The leaves of all micro-batches; each in one tensor where it has rows."""
-        joined = dict(zip(self._rows, MicroBatch.concat_leaves(batches, self._rows)))
-        found: List[Tensor] = []
+        rows = dict(zip(self._rows, MicroBatch.concat_leaves(batches, self._rows)))
+        leaves: List[Tensor] = []
         for i in range(len(self._example.leaves)):
-            found += [joined[i]] if i in joined else [batch.leaves[i] for batch in batches]
-        return found
+            leaves += [rows[i]] if i in rows else [batch.leaves[i] for batch in batches]
+        return leaves
 
-    def _parts(self, given: Sequence[Tensor]) -> List[Sequence[Tensor]]:
+    def _parts(self, leaves: Sequence[Tensor]) -> List[Sequence[Tensor]]:
         """For each leaf, those of the micro-batches."""
-        source = iter(given)
-        found: List[Sequence[Tensor]] = []
+        source = iter(leaves)
+        parts: List[Sequence[Tensor]] = []
         for i in range(len(self._example.leaves)):
             if i in self._rows:
-                found.append(torch.split(next(source), self._example.size))
+                parts.append(torch.split(next(source), self._example.size))
             else:
-                found.append([next(source) for _ in range(self._count)])
-        return found
+                parts.append([next(source) for _ in range(self._count)])
+        return parts
 
     def __call__(self, *tensors: Tensor) -> List[Tensor]:
         """Run the recording of forward, the losses, and autograd, on these tensors."""
         state = dict(zip(self._names, _trainable(tensors[: len(self._names)], self._trained)))
-        given = tensors[len(self._names) :]
-        own = forward_leaves(self._example)
+        batch_leaves = tensors[len(self._names) :]
+        forward_count = forward_leaves(self._example)
         with torch.enable_grad():
             others = []
-            for batch in zip(*self._parts(given)):
+            for batch in zip(*self._parts(batch_leaves)):
                 _, _, target, weight = tree.unflatten(batch, self._example.structure)
                 others.append(self._cast(target, weight))
             # Of forward's leaves each is one tensor, or nothing would have been merged.
-            leaves = list(self._cast(list(given[:own]), None)[0])
-            whole = self._cast(given[own], None)[0] if self._is_plain else None
+            leaves = list(self._cast(list(batch_leaves[:forward_count]), None)[0])
+            whole = self._cast(batch_leaves[forward_count], None)[0] if self._is_plain else None
             arguments = (leaves, others, whole, state, self._along, self._example.size)
-            found, values = call_with(self._chunks, state, arguments)
+            terms, values = call_with(self._chunks, state, arguments)
             if values is not None:
                 numbers, shares = values.detach(), [torch.full_like(values, self._early)]
                 self.factor = self._early
                 self.reported = [ReportedScalars()] * self._count
             else:
-                kinds = [ReportedScalars.of(term, entries) for _, term, entries in found]
+                kinds = [ReportedScalars.of(term, entries) for _, term, entries in terms]
                 numbers = torch.stack([each for _, each in kinds])
                 self.reported = [kind for kind, _ in kinds]
-                counted = any(term.count is not None for _, term, _ in found)
+                counted = any(term.count is not None for _, term, _ in terms)
                 self.factor = 1.0 if counted else self._early
-                shares = [_share(term, self.factor) for _, term, _ in found]
-            losses = [term.value for _, term, _ in found] if values is None else [values]
+                shares = [_share(term, self.factor) for _, term, _ in terms]
+            losses = [term.value for _, term, _ in terms] if values is None else [values]
             gradients = self._gradients(losses, shares, state)
         outputs: List[Tensor] = []
         if self._want_outputs:
-            taken = {storage_id(tensor) for tensor in tensors} - {0}
-            for each, _, _ in found:
+            storages = {storage_id(tensor) for tensor in tensors} - {0}
+            for each, _, _ in terms:
                 for tensor in OutputShape(each).tensors:
-                    shared = storage_id(tensor) in taken
+                    shared = storage_id(tensor) in storages
                     outputs.append(tensor.detach().clone() if shared else tensor.detach())
         return [numbers, *outputs, *gradients]
 
@@ -299,8 +299,8 @@ class BatchedGradStep:
     def _is_plain(self) -> bool:
         """Tell whether the loss gets one tensor, a row for each sample, and no weights."""
         target, weight = self._example.structure.children[2:]
-        own = forward_leaves(self._example)
-        return target.kind is None and not weight.leaves and own in self._rows
+        forward_count = forward_leaves(self._example)
+        return target.kind is None and not weight.leaves and forward_count in self._rows
 
     def _cast(self, value: Any, weight: Any) -> Tuple[Any, Any]:
         """In the precision's type, but for the weights of samples."""
@@ -312,11 +312,11 @@ class BatchedGradStep:
     ) -> List[Tensor]:
         weights = [state[name] for name in self._names[: self._trained]]
         with backward_marked():
-            found = torch.autograd.grad(losses, weights, shares, allow_unused=True)
+            gradients = torch.autograd.grad(losses, weights, shares, allow_unused=True)
         by_name = {
-            name: gradient for name, gradient in zip(self._names, found) if gradient is not None
+            name: gradient for name, gradient in zip(self._names, gradients) if gradient is not None
         }
-        if set(by_name) != self._reached:
+        if set(by_name) != self._with_gradient:
             raise RefusalError("a gradient reaches other parameters")
         return [block.gather(by_name) for block in self._blocks]
 

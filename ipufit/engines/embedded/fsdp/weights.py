@@ -34,16 +34,16 @@ def pieces_of(named: Sequence[Tuple[str, Tensor]]) -> List[List[Tuple[str, Tenso
         named: parameters, by names as torch makes them.
     """
     enough = sum(parameter.numel() for _, parameter in named) / _PIECES
-    found: List[List[Tuple[str, Tensor]]] = []
+    pieces: List[List[Tuple[str, Tensor]]] = []
     filled, owner = math.inf, ""
     for name, parameter in named:
         before, owner = owner, name.rpartition(".")[0]
-        if filled >= enough and (owner != before or not found):
-            found.append([])
+        if filled >= enough and (owner != before or not pieces):
+            pieces.append([])
             filled = 0
-        found[-1].append((name, parameter))
+        pieces[-1].append((name, parameter))
         filled += parameter.numel()
-    return found
+    return pieces
 
 
 @dataclasses.dataclass
@@ -70,11 +70,11 @@ class Piece:
     def of(block: Block, cuts: Sequence[int], processes: Processes, device: torch.device) -> Piece:
         """The piece with the values of its parameters, wherever these are."""
         flat = _whole(block).to(device)
-        own = part_of(processes, flat, cuts).clone()
+        part = part_of(processes, flat, cuts).clone()
         # A copy of what `gather` returned may be a view of the parameter, whose memory is not ours.
         flat = torch.empty_like(flat)
         views = {slot.name: slot.view(flat) for slot in block.slots}
-        piece = Piece(block, cuts, flat, own, views)
+        piece = Piece(block, cuts, flat, part, views)
         piece.free()
         return piece
 
@@ -131,8 +131,8 @@ class ShardedWeights(FlatStorage):
         self._home = {slot.name: slot.parameter for block in blocks for slot in block.slots}
         self.pieces: List[Piece] = []
         with torch.no_grad():
-            for block, own in zip(blocks, cuts):
-                self.pieces.append(Piece.of(block, own, processes, device))
+            for block, block_cuts in zip(blocks, cuts):
+                self.pieces.append(Piece.of(block, block_cuts, processes, device))
                 # One after another: the device never holds much more than the whole.
                 for slot in block.slots if device.type != "cpu" else ():
                     slot.parameter.data = slot.parameter.data.cpu()
@@ -174,14 +174,14 @@ class ShardedWeights(FlatStorage):
         Returns:
             This process's part of the gradients' sums, by piece.
         """
-        found: Dict[int, Tensor] = {}
+        sums: Dict[int, Tensor] = {}
         with self.at_work(events):
             for what, number in events:
                 if what == SUM:
-                    found[number] = self.sum(number)
+                    sums[number] = self.sum(number)
                 else:
                     getattr(self, what)(number)
-        return [found[number] for number in sorted(found)]
+        return [sums[number] for number in sorted(sums)]
 
     def fill(self, number: int) -> None:
         """A piece is whole from here on; the next one is on its way."""

@@ -80,8 +80,8 @@ def describe(
         for b, block in enumerate(updater.blocks)
         for slot in block.slots
     ]
-    taken = {slot.place for slot in slots}
-    rest = tuple(i for i in range(state) if i not in taken)
+    in_slots = {slot.place for slot in slots}
+    rest = tuple(i for i in range(state) if i not in in_slots)
     written = Memories(graph.graph).changed
     sizes = [example.size] * plan.micro_batches_per_update
     factors, share = Reduction(spec).shares(sizes)
@@ -125,10 +125,14 @@ def _refuse_config(spec: ProgramSpec, live: TrainingState) -> None:
 
 def _refuse_operators(graph: fx.GraphModule) -> None:
     for node in graph.graph.nodes:
-        known = getattr(node.target, "namespace", None) in _LIBRARIES
+        comes_with_torch = getattr(node.target, "namespace", None) in _LIBRARIES
         if node.target is recurrent.FORWARD:
             raise UnfitError("its recurrent layers run as torch's own code, whole")
-        if node.op == "call_function" and not known and node.target is not operator.getitem:
+        if (
+            node.op == "call_function"
+            and not comes_with_torch
+            and node.target is not operator.getitem
+        ):
             raise UnfitError(f"it calls {node.target}, which another process does not know")
         for value in _tensors(node.meta.get("val")):
             if value.device.type != "cpu":
@@ -152,40 +156,40 @@ def _code(
     graph: fx.GraphModule, count: int, blocks: Sequence[Any]
 ) -> Tuple[str, str, Tuple[Tensor, ...], int]:
     """Both texts for a form, the constants it takes after ``count`` tensors, its outputs."""
-    own = copy.deepcopy(graph.graph)
-    source = own.python_code("self").src
-    simplify(own)
-    use_onednn_matmul(own)
+    copied = copy.deepcopy(graph.graph)
+    source = copied.python_code("self").src
+    simplify(copied)
+    use_onednn_matmul(copied)
     constants: Dict[str, Tensor] = {}
-    inputs = [node for node in own.nodes if node.op == "placeholder"]
+    inputs = [node for node in copied.nodes if node.op == "placeholder"]
     assert len(inputs) == count
-    for node in list(own.nodes):
+    for node in list(copied.nodes):
         if node.op == "get_attr":
             # What the recording holds is an input of the other process.
             constants[node.target] = getattr(graph, node.target)
     lifted: Dict[str, fx.Node] = {}
     last = inputs[-1]
     for name in constants:
-        with own.inserting_after(last):
-            last = lifted[name] = own.placeholder(f"constant_{len(lifted)}")
-    for node in list(own.nodes):
+        with copied.inserting_after(last):
+            last = lifted[name] = copied.placeholder(f"constant_{len(lifted)}")
+    for node in list(copied.nodes):
         if node.op == "get_attr":
             node.replace_all_uses_with(lifted[node.target])
-            own.erase_node(node)
-    (output,) = (node for node in own.nodes if node.op == "output")
+            copied.erase_node(node)
+    (output,) = (node for node in copied.nodes if node.op == "output")
     results = list(output.args[0])
     first = len(results) - len(blocks)
-    with own.inserting_before(output):
+    with copied.inserting_before(output):
         gradients = [
             part
             for gradient, block in zip(results[first:], blocks)
-            for part in _parts(own, gradient, block)
+            for part in _parts(copied, gradient, block)
         ]
     output.args = ([*results[:first], *gradients],)
     for gradient in results[first:]:
         if gradient.target is _CAT and not gradient.users:
-            own.erase_node(gradient)
-    return source, own.python_code("self").src, tuple(constants.values()), first - 1
+            copied.erase_node(gradient)
+    return source, copied.python_code("self").src, tuple(constants.values()), first - 1
 
 
 def _parts(graph: fx.Graph, gradient: Any, block: Any) -> List[fx.Node]:

@@ -211,9 +211,7 @@ class CompiledUpdates:
             and all(recorded is self._recorded for _, recorded in update)
         )
 
-    def make(
-        self, update: Update, first: int, wanted: Set[int], collected: ExecutionOutputs
-    ) -> None:
+    def make(self, update: Update, first: int, wanted: Set[int], results: ExecutionOutputs) -> None:
         """One update, with its results like those of other updates.
 
         Raises:
@@ -233,11 +231,11 @@ class CompiledUpdates:
         kind, each = recorded.reported(), described.form.outputs
         for loss in _losses(numbers, len(update)):
             refuse_loss(live, loss)
-        collected.numbers.append(([kind] * len(update), numbers))
+        results.numbers.append(([kind] * len(update), numbers))
         for place in range(len(update)):
             if first + place in wanted:
                 own_outputs = outputs[place * each : (place + 1) * each]
-                collected.add_outputs(recorded, own_outputs, first + place)
+                results.add_outputs(recorded, own_outputs, first + place)
         live.updater.count()
         live.updates += 1
         if live.averages is not None:
@@ -257,7 +255,7 @@ class CompiledUpdates:
         self._same = [*weights, *live.updater.states(), *rest, *described.constants]
         self._bound = live.storage
 
-    def said(self) -> List[str]:
+    def explain(self) -> List[str]:
         """How updates run, in sentences."""
         if self.reason is not None:
             return [f"Updates run as recorded, uncompiled: {self.reason}."]

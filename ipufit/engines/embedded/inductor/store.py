@@ -112,15 +112,15 @@ class Store:
         entry = self._root / key_of(parts)
         description = {"parts": parts, "seconds": seconds, "sha256": _digest(library)}
         (library.parent / _DESCRIPTION).write_text(json.dumps(description))
-        made = library.parent / "entry"
-        made.mkdir(mode=0o700)
+        prepared = library.parent / "entry"
+        prepared.mkdir(mode=0o700)
         for path in (library, library.parent / _DESCRIPTION):
-            path.rename(made / path.name)
+            path.rename(prepared / path.name)
         if self.find(parts) is None:
             shutil.rmtree(entry, ignore_errors=True)
         with contextlib.suppress(OSError):
             # Somebody else may have been faster; theirs is as good.
-            made.rename(entry)
+            prepared.rename(entry)
         self._make_room(entry)
         return entry / LIBRARY
 
@@ -130,12 +130,12 @@ class Store:
 
     def _entries(self) -> List[Tuple[Path, Dict[str, Any]]]:
         """All that are whole, the most recently used first."""
-        found = []
+        entries = []
         for entry in self._root.iterdir():
             described = _description(entry)
             if described is not None:
-                found.append((entry, described))
-        return sorted(found, key=lambda each: -_used(each[0]))
+                entries.append((entry, described))
+        return sorted(entries, key=lambda each: -_used(each[0]))
 
     def _make_room(self, newest: Path) -> None:
         total = 0
@@ -162,9 +162,9 @@ def _private(root: Path) -> Path:
     root.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         root.mkdir(mode=0o700)
-    seen = root.lstat()
-    others = stat.S_IMODE(seen.st_mode) & 0o077
-    if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.getuid() or others:
+    status = root.lstat()
+    others = stat.S_IMODE(status.st_mode) & 0o077
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or others:
         raise ConfigurationError(
             f"compiled programs are kept in a directory that nobody else can use, but {root} "
             "belongs to somebody else, is open to others, or is no directory. Run chmod 700 on it "
@@ -175,8 +175,8 @@ def _private(root: Path) -> Path:
 
 def _description(entry: Path) -> Optional[Dict[str, Any]]:
     with contextlib.suppress(OSError, ValueError):
-        found: Dict[str, Any] = json.loads((entry / _DESCRIPTION).read_text())
-        return found
+        description: Dict[str, Any] = json.loads((entry / _DESCRIPTION).read_text())
+        return description
     return None
 
 

@@ -45,13 +45,13 @@ def to_channels_last(graph: fx.Graph) -> int:
     last: Dict[fx.Node, fx.Node] = {}
     for node in nodes:
         for place in _PICTURES[node.target]:
-            given = node.args[place]
-            assert isinstance(given, fx.Node)
-            if given not in last or flow.is_written(given):
+            source = node.args[place]
+            assert isinstance(source, fx.Node)
+            if source not in last or flow.is_written(source):
                 with graph.inserting_before(node):
-                    last[given] = graph.call_function(channels_last, (given,))
-                last[given].meta["val"] = value_of(given)
-            node.update_arg(place, last[given])
+                    last[source] = graph.call_function(channels_last, (source,))
+                last[source].meta["val"] = value_of(source)
+            node.update_arg(place, last[source])
     for node in graph.nodes:
         if node.target in _VIEWS:
             node.target = _aten.reshape.default

@@ -86,8 +86,8 @@ def insert_weight_hooks(
     hoist_gradients(graph, gradients)
     nodes = list(graph.nodes)
     spans = _spans(graph, nodes, inputs, pieces)
-    for piece, found in enumerate(spans):
-        for first, last in found:
+    for piece, uses in enumerate(spans):
+        for first, last in uses:
             with graph.inserting_before(nodes[first]):
                 graph.call_module("meeting", (FILL, piece))
             with graph.inserting_after(nodes[last]):
@@ -121,9 +121,9 @@ def _spans(
     pieces: Sequence[Sequence[str]],
 ) -> List[List[Tuple[int, int]]]:
     """From which node to which one each piece is read, by number: forward and backward."""
-    given = dict(zip(inputs, (node for node in nodes if node.op == "placeholder")))
+    weights = dict(zip(inputs, (node for node in nodes if node.op == "placeholder")))
     memories = Memories(graph)
-    for name, node in given.items():
+    for name, node in weights.items():
         if any(name in piece for piece in pieces) and memories.of(node) in memories.writes:
             raise CaptureError(
                 "with shard_weights=True a weight must stay as it is until its update, but forward "
@@ -132,28 +132,28 @@ def _spans(
             )
     back = next((i for i, node in enumerate(nodes) if is_backward(node)), len(nodes))
     owner: Dict[fx.Node, int] = {
-        memories.of(given[name]): number for number, piece in enumerate(pieces) for name in piece
+        memories.of(weights[name]): number for number, piece in enumerate(pieces) for name in piece
     }
     readers = [(place, _read(node, memories, owner)) for place, node in enumerate(nodes)]
-    found: List[List[Tuple[int, int]]] = []
+    all_spans: List[List[Tuple[int, int]]] = []
     for number in range(len(pieces)):
         uses = [place for place, read in readers if number in read]
         both = [[u for u in uses if u < back], [u for u in uses if u >= back]]
-        spans = [(own[0], own[-1]) for own in both if own]
+        spans = [(places[0], places[-1]) for places in both if places]
         if len(spans) == 2:
             (first, last), (again, end) = spans
             others = any(read - {number} for place, read in readers if last < place < again)
             spans = spans if others else [(first, end)]
-        found.append(spans)
-    return found
+        all_spans.append(spans)
+    return all_spans
 
 
 def _read(node: fx.Node, memories: Memories, owner: Dict[fx.Node, int]) -> Set[int]:
     """The pieces that a node reads, or makes views of."""
     if node.op != "call_function" or node.target in _SHAPE_ONLY:
         return set()
-    found = {owner.get(memories.of(each)) for each in node.all_input_nodes}
-    return {number for number in found if number is not None}
+    numbers = {owner.get(memories.of(each)) for each in node.all_input_nodes}
+    return {number for number in numbers if number is not None}
 
 
 def _add_sums(graph: fx.Graph, count: int) -> None:
@@ -164,6 +164,6 @@ def _add_sums(graph: fx.Graph, count: int) -> None:
     for number, gradient in enumerate(results[-count:]):
         assert isinstance(gradient, fx.Node)
         with graph.inserting_after(gradient):
-            made = graph.call_module("meeting", (SUM, number, results[0], gradient))
-        results[len(results) - count + number] = made
+            summed = graph.call_module("meeting", (SUM, number, results[0], gradient))
+        results[len(results) - count + number] = summed
     output.args = (results,)

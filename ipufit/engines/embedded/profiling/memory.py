@@ -48,8 +48,8 @@ def fixed_bytes(
     own = {id(t) for replica in live.replicas for t in replica.values()}
     apart = [t for t in given if id(t) not in own and flat_of(t, storage.flats) is None]
     weights = bytes_in([*storage.flats, *apart])
-    optimizer = bytes_in(live.updater.held())
-    averages = 0 if live.averages is None else bytes_in(live.averages.held())
+    optimizer = bytes_in(live.updater.state_tensors())
+    averages = 0 if live.averages is None else bytes_in(live.averages.state_tensors())
     count = plan.own_micro_batches_per_update * plan.device_iterations
     wanted = 0
     if spec.want_outputs:

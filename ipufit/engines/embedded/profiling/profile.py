@@ -170,29 +170,29 @@ class OperatorProfiler:
         assert graph is not None
         device = self.batch.leaves[0].device
         timer = timer_for(device)
-        given = self._arguments()
+        arguments = self._arguments()
         self.seed()
         start = time.perf_counter()
-        watched = ProfilingInterpreter(graph, timer, given)
-        results = without_autocast(watched.run, given)(*given)
+        watched = ProfilingInterpreter(graph, timer, arguments)
+        results = without_autocast(watched.run, arguments)(*arguments)
         timer.end_round()
-        rounds, timed = 1, without_autocast(TimedRun(graph, timer).run, given)
+        rounds, timed = 1, without_autocast(TimedRun(graph, timer).run, arguments)
         while rounds < _ROUNDS and time.perf_counter() - start < _ENOUGH:
             self.seed()
-            timed(*given)
+            timed(*arguments)
             timer.end_round()
             rounds += 1
         with warnings.catch_warnings():
             # Heard when the program was recorded.
             warnings.simplefilter("ignore")
-            calls = trace_calls(recorded.micro, self.step, given)
+            calls = trace_calls(recorded.micro, self.step, arguments)
         places = places_of(graph, recorded.graph, calls)
         rows = rows_of(watched.looked, places, timer.seconds)
         return {
             "micro_batch_size": self.batch.size,
             "way": recorded.lowered.way,
             "device": str(device),
-            "timed": f"node by node, {timer.said}; the shortest time of {rounds} rounds",
+            "timed": f"node by node, {timer.method}; the shortest time of {rounds} rounds",
             "note": " ".join(self._notes()),
             "rows": rows + self._optimizer_rows(results),
             "peak": peak_of(self._dtype(), device),
@@ -227,13 +227,13 @@ class OperatorProfiler:
             watched, places = self._watched_merged(merged, merged.graph), {}
             runs //= merged.count
         points: List[Point] = []
-        for node, held in watched.alive:
+        for node, live_bytes in watched.alive:
             place = places.get(node.name)
             if place is None:
                 # Whose it is nobody has noted.
                 place = Place(Origin(""), "backward" if is_backward(node) else "forward")
             operator = watched.looked[node.name].operator
-            points.append((operator, place.module, place.direction, held))
+            points.append((operator, place.module, place.direction, live_bytes))
         blocks = len(self.live.storage.blocks)
         gradients = bytes_in(results[len(results) - blocks :])
         if runs > 1 and config.accumulation_dtype is not None:
@@ -262,9 +262,9 @@ class OperatorProfiler:
     def _watched_merged(self, merged: BatchedStep, graph: fx.GraphModule) -> ProfilingInterpreter:
         """A run of several micro-batches as one."""
         batches = [self.batch] * merged.count
-        given = [t.clone() for t in (*self.live.states[0], *merged.step.arguments(batches))]
-        watched = ProfilingInterpreter(graph, timer_for(given[-1].device), given)
-        without_autocast(watched.run, given)(*given)
+        arguments = [t.clone() for t in (*self.live.states[0], *merged.step.arguments(batches))]
+        watched = ProfilingInterpreter(graph, timer_for(arguments[-1].device), arguments)
+        without_autocast(watched.run, arguments)(*arguments)
         return watched
 
     def _optimizer_rows(self, results: Sequence[Tensor]) -> List[Dict[str, Any]]:
@@ -280,7 +280,7 @@ class OperatorProfiler:
             update(gradients)
             timer.end("", begun)
             timer.end_round()
-        changed = bytes_in([*live.storage.flats, *live.updater.held()])
+        changed = bytes_in([*live.storage.flats, *live.updater.state_tensors()])
         looked = OpRecord(_name_of(self.spec), 0, 2 * changed + bytes_in(gradients))
         return rows_of({"": looked}, {"": Place(Origin(""), "optimizer")}, timer.seconds)
 

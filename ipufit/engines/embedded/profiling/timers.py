@@ -15,10 +15,10 @@ class Timer(Protocol):
     """Times calls by name, round after round; of each name the shortest time is kept.
 
     Attributes:
-        said: how, in half a sentence.
+        method: how, in half a sentence.
     """
 
-    said: str
+    method: str
 
     def begin(self) -> Any:
         """A call begins; what :meth:`end` takes."""
@@ -40,7 +40,7 @@ class Timer(Protocol):
 class HostTimer:
     """By the host's clock, where a call that returns is over."""
 
-    said = "by the clock of the host"
+    method = "by the clock of the host"
 
     def __init__(self) -> None:
         self._best: Dict[str, float] = {}
@@ -70,7 +70,7 @@ class DeviceTimer:
         device: the GPU.
     """
 
-    said = "by events on the GPU"
+    method = "by events on the GPU"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

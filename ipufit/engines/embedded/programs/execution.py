@@ -93,7 +93,7 @@ class Execution:
         """Run all updates, and trace what is not finite to where it began."""
         start, snapshot = self._live.updates, self._live.snapshot()
         try:
-            collected = self.attempt(self._updates, None)
+            results = self.attempt(self._updates, None)
         except NonFiniteLossError as error:
             lost = self._live.updates - start
             if error.found is not None:
@@ -102,21 +102,21 @@ class Execution:
                 self.attempt(self._updates[:lost], None)
             before = sum(batch.size for update in self._updates[:lost] for batch, _ in update)
             raise replay.explain(error, self._updates[lost], before) from None
-        return self._fetch(collected)[0]
+        return self._fetch(results)[0]
 
     def _run_late(self) -> ExecutionResult:
         snapshot = self._live.snapshot()
         left_out: Set[int] = set()
         while True:
             try:
-                collected = self.attempt(self._updates, left_out)
+                results = self.attempt(self._updates, left_out)
             except NonFiniteLossError:
                 raise  # this is the update it names: all before it are known to be good
             except BaseException:
                 # An update before this one may have been spoilt already: no loss was looked at.
                 self._live.restore(snapshot)
                 raise
-            anchors, finite = self._fetch(collected)
+            anchors, finite = self._fetch(results)
             lost = self._first_lost_of_all(anchors.losses)
             bad = next((i for i, ok in enumerate(finite) if not ok and i not in left_out), None)
             if lost is not None and (bad is None or lost <= bad):
@@ -141,17 +141,17 @@ class Execution:
         """
         plan = self._spec.plan
         is_sum = self._spec.config.output_mode.kind == "sum"
-        collected = ExecutionOutputs(plan.replicas if is_sum else 0)
+        results = ExecutionOutputs(plan.replicas if is_sum else 0)
         first = 0
         for index, update in enumerate(updates):
             left = None if left_out is None else index in left_out
             share = None if self._shares is None else self._shares[index]
-            self._maker.make(update, first, self._wanted, collected, left, share)
+            self._maker.make(update, first, self._wanted, results, left, share)
             first += len(update)
-        return collected
+        return results
 
-    def _fetch(self, collected: ExecutionOutputs) -> Tuple[ExecutionResult, List[bool]]:
-        return self._engine.fetch(collected, settings_of(self._spec, self._live, self._rows))
+    def _fetch(self, results: ExecutionOutputs) -> Tuple[ExecutionResult, List[bool]]:
+        return self._engine.fetch(results, settings_of(self._spec, self._live, self._rows))
 
     def _first_lost(self, losses: Tensor) -> Optional[int]:
         """The first update with a loss that is not finite."""

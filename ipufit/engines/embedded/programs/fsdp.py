@@ -42,10 +42,10 @@ class FSDPTrainingProgram(ShardedTrainingProgram):
         self._weights: Optional[ShardedWeights] = None
         super().__init__(engine, spec)
 
-    def _make_storage(self, reached: Sequence[str]) -> FlatStorage:
-        blocks = self._lay_out(reached)
+    def _make_storage(self, with_gradient: Sequence[str]) -> FlatStorage:
+        blocks = self._lay_out(with_gradient)
         cuts = self._updater.cuts_of(blocks)
-        names = [name for name in self._parameters if name not in set(reached)]
+        names = [name for name in self._parameters if name not in set(with_gradient)]
         rest = _blocks([(name, self._parameters[name]) for name in names])
         count = self._spec.processes.num_processes
         cuts += [cuts_of(block, count, False) for block in rest]

@@ -33,7 +33,7 @@ class InferenceProgram(BaseProgram):
 
     def run(self, batch: CombinedBatch) -> ExecutionResult:
         """One execution. Replicas share the module's buffers: inference does not set them apart."""
-        collected = ExecutionOutputs()
+        results = ExecutionOutputs()
         micro_batches = batch.micro_batches
         if not self._is_here(micro_batches):
             micro_batches = [micro_batch.to(self._device) for micro_batch in micro_batches]
@@ -46,11 +46,11 @@ class InferenceProgram(BaseProgram):
                 self._seed(recorded, self._passes + numbers[place])
                 result = list(recorded.run(*self._state, *micro_batch.leaves))
                 if self._spec.mode is Mode.EVALUATE:
-                    collected.numbers.append(([recorded.reported()], result.pop(0)))
+                    results.numbers.append(([recorded.reported()], result.pop(0)))
                 if self._spec.want_outputs:
-                    collected.add_outputs(recorded, result, place)
+                    results.add_outputs(recorded, result, place)
         self._passes += sum(map(len, batch.sizes(self._spec.plan)))
-        return self._engine.fetch(collected)[0]
+        return self._engine.fetch(results)[0]
 
     def read_state(self) -> TrainState:
         """The module's weights and buffers."""

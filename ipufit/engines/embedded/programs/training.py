@@ -99,7 +99,7 @@ class TrainingProgram(BaseProgram):
         self._maker.compiled = engine.compiled = engine.autotuner = None
         self._autotuner: Optional[JitAutotuner] = None
         self._make_compiled()
-        self._reached: Tuple[str, ...] = ()
+        self._with_gradient: Tuple[str, ...] = ()
         self._closed = False
         self._published = OptimizerStateVersion(self._optimizer)
         self._frozen_values = None if spec.run_eagerly else FrozenValues(self._step)
@@ -177,10 +177,10 @@ class TrainingProgram(BaseProgram):
         recorded = self._engine.record(
             self._spec, example, self._trained, fixed, state, self._lay_out
         )
-        if not self._reached:
-            self._take_over(recorded.reached)
-        if recorded.reached != self._reached:
-            different = sorted(set(recorded.reached) ^ set(self._reached))[0]
+        if not self._with_gradient:
+            self._take_over(recorded.with_gradient)
+        if recorded.with_gradient != self._with_gradient:
+            different = sorted(set(recorded.with_gradient) ^ set(self._with_gradient))[0]
             raise CaptureError(
                 "the same parameters must get a gradient whatever the micro-batch's size, but with "
                 f"{example.size} samples {public_name(different)!r} differs. Remove the branch on "
@@ -188,16 +188,16 @@ class TrainingProgram(BaseProgram):
             )
         return recorded
 
-    def _take_over(self, reached: Tuple[str, ...]) -> None:
+    def _take_over(self, with_gradient: Tuple[str, ...]) -> None:
         """From here on parameters and optimizer state are the program's."""
-        self._live.storage = self._make_storage(reached)
+        self._live.storage = self._make_storage(with_gradient)
         try:
             with self._engine.timed():
                 self._live.updater.bind(self._live.storage, self._spec.run_eagerly)
         except BaseException:
             self._live.storage.release()
             raise
-        self._reached = reached
+        self._with_gradient = with_gradient
         rule = self._spec.config.averaging
         if rule is not None:
             storage, averages = self._live.storage, self._engine.averages
@@ -205,8 +205,8 @@ class TrainingProgram(BaseProgram):
         self._note_published()
         self._live.states = [self._collect_state(buffers) for buffers in self._live.replicas]
 
-    def _make_storage(self, reached: Sequence[str]) -> FlatStorage:
-        return FlatStorage(self._lay_out(reached))
+    def _make_storage(self, with_gradient: Sequence[str]) -> FlatStorage:
+        return FlatStorage(self._lay_out(with_gradient))
 
     def prepare(self, example: MicroBatch) -> Prepared:
         """Record the program, or look again what it was recorded from.
@@ -214,7 +214,7 @@ class TrainingProgram(BaseProgram):
         Raises:
             ConfigurationError: a parameter was frozen or unfrozen since the program was built.
         """
-        if self._reached:
+        if self._with_gradient:
             for name in self._trained:
                 if not self._parameters[name].requires_grad:
                     raise ConfigurationError(
@@ -420,7 +420,7 @@ class TrainingProgram(BaseProgram):
 
     def _follow_the_optimizer(self) -> None:
         """Take over what a callback has made of the optimizer's state."""
-        if self._reached and self._published.to_take_over(self.updates):
+        if self._with_gradient and self._published.to_take_over(self.updates):
             self._let_go()
 
     def _follow_the_module(self) -> None:
@@ -510,19 +510,19 @@ class TrainingProgram(BaseProgram):
     def publish(self) -> None:
         """Write the optimizer's state where torch keeps it."""
         # What a callback has made of it is the newer one, until the next update takes it over.
-        if self._reached and not self._published.is_ahead(self.updates):
+        if self._with_gradient and not self._published.is_ahead(self.updates):
             self._live.updater.export()
             self._note_published()
 
     def _note_published(self) -> None:
-        self._published.note(self.updates, live=self._live.updater.held())
+        self._published.note(self.updates, live=self._live.updater.state_tensors())
 
     def _let_go(self) -> None:
         """Give back parameters and state; the next recording takes over what is there then."""
         self._keep_averages()
         self._live.updater.release()
         self._live.storage.release()
-        self._by_form, self._live.states, self._reached = {}, [], ()
+        self._by_form, self._live.states, self._with_gradient = {}, [], ()
         if self._captured is not None:
             self._captured.forget()
 
@@ -535,7 +535,7 @@ class TrainingProgram(BaseProgram):
         compiled = self._maker.compiled if tuned is None else tuned.compiled
         if compiled is not None:
             compiled.close()
-        if self._reached:
+        if self._with_gradient:
             self._memory.end()
             self.publish()
             self._engine.replicas.keep(self._live.replicas, self._buffers)

@@ -50,8 +50,8 @@ class ShardedTrainingProgram(TrainingProgram):
         )
         return self._updater
 
-    def _take_over(self, reached: Tuple[str, ...]) -> None:
-        super()._take_over(reached)
+    def _take_over(self, with_gradient: Tuple[str, ...]) -> None:
+        super()._take_over(with_gradient)
         self._live.cuts = self._updater.cuts if self._updater.takes_parts else None
         self._is_gathered = False
 
@@ -61,7 +61,7 @@ class ShardedTrainingProgram(TrainingProgram):
         Raises:
             ProcessError: some have changed it, and others not.
         """
-        if self._reached:
+        if self._with_gradient:
             self._take_over_changes()
         return super().prepare(example)
 
@@ -74,7 +74,7 @@ class ShardedTrainingProgram(TrainingProgram):
             self._let_go()
 
     def _follow_the_optimizer(self) -> None:
-        if not self._reached:
+        if not self._with_gradient:
             return
         if self._published.is_changed:
             raise ConfigurationError(
@@ -93,7 +93,7 @@ class ShardedTrainingProgram(TrainingProgram):
 
     def gather_optimizer(self) -> None:
         """Give torch's optimizer the whole state."""
-        if self._reached:
+        if self._with_gradient:
             self._parts.gather_optimizer(self._updater.parts())
             self._published.note(self.updates)
             self._is_gathered = True
@@ -113,6 +113,6 @@ class ShardedTrainingProgram(TrainingProgram):
 
     def close(self) -> None:
         """The module gets memory of its own again; the parts wait for the next program."""
-        if not self._closed and self._reached:
+        if not self._closed and self._with_gradient:
             self._updater.keep()
         super().close()

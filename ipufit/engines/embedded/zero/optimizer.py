@@ -138,18 +138,18 @@ class ShardedOptimizer(RuleOptimizer):
 
     def _slots(self) -> List[Tuple[int, Slot, Tuple[int, int]]]:
         """Block and place of each parameter, and which of its elements this process updates."""
-        me, found = self._processes.process_id, []
+        me, slots = self._processes.process_id, []
         for index, (block, cuts) in enumerate(zip(self._whole.blocks, self.cuts)):
             for slot in block.slots:
                 size = slot.parameter.numel()
                 begin, end = (min(max(c - slot.start, 0), size) for c in cuts[me : me + 2])
-                found.append((index, slot, (begin, end)))
-        return found
+                slots.append((index, slot, (begin, end)))
+        return slots
 
     def _own(self, storage: FlatStorage) -> FlatStorage:
         """The part that this process updates, with the parameters that are wholly in it."""
-        own, me = FlatStorage([]), self._processes.process_id
-        own.flats = self._flats_of(storage)
+        part_storage, me = FlatStorage([]), self._processes.process_id
+        part_storage.flats = self._flats_of(storage)
         for block, cuts in zip(storage.blocks, self.cuts):
             begin, end = cuts[me : me + 2]
             inside = tuple(
@@ -157,9 +157,9 @@ class ShardedOptimizer(RuleOptimizer):
                 for slot in block.slots
                 if begin <= slot.start and slot.stop <= end
             )
-            own.blocks.append(dataclasses.replace(block, slots=inside))
-        own.form = (*storage.form, tuple(map(tuple, self.cuts)), me)
-        return own
+            part_storage.blocks.append(dataclasses.replace(block, slots=inside))
+        part_storage.form = (*storage.form, tuple(map(tuple, self.cuts)), me)
+        return part_storage
 
     def _flats_of(self, storage: FlatStorage) -> List[Tensor]:
         return [part_of(self._processes, *each) for each in zip(storage.flats, self.cuts)]
@@ -171,13 +171,13 @@ class ShardedOptimizer(RuleOptimizer):
         for place, slot, (begin, end) in self._slots():
             if place != index or begin == end:
                 continue
-            known = self._optimizer.state.get(slot.parameter)
+            torch_state = self._optimizer.state.get(slot.parameter)
             parts = self._parts.known(slot.name)
             for name, whole in state.items():
                 target = whole[slot.start + begin - first : slot.start + end - first]
-                if known and known.get(name) is not None:
-                    target.copy_(flatten_like(known[name], slot.order)[begin:end])
-                elif not known and name in parts:
+                if torch_state and torch_state.get(name) is not None:
+                    target.copy_(flatten_like(torch_state[name], slot.order)[begin:end])
+                elif not torch_state and name in parts:
                     target.copy_(parts[name])
         return {name: self.memory.keep(whole) for name, whole in state.items()}
 
@@ -198,7 +198,7 @@ class ShardedOptimizer(RuleOptimizer):
 
     def parts(self) -> Dict[str, Part]:
         """The state that is here, by parameter; views."""
-        found: Dict[str, Part] = {}
+        parts: Dict[str, Part] = {}
         for index, slot, (begin, end) in self._slots():
             first = self.cuts[index][self._processes.process_id]
             piece = slice(slot.start + begin - first, slot.start + end - first)
@@ -207,8 +207,8 @@ class ShardedOptimizer(RuleOptimizer):
                 for name, whole in self._states[index].items()
             }
             group = self._whole.blocks[index].group
-            found[slot.name] = Part(slot, group, self._counts[index], begin, end, tensors)
-        return found
+            parts[slot.name] = Part(slot, group, self._counts[index], begin, end, tensors)
+        return parts
 
     def keep(self) -> None:
         """Let the state go to where the next program finds it."""

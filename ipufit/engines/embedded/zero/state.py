@@ -78,7 +78,7 @@ class StateParts:
     def keep(self, parts: Mapping[str, Part]) -> None:
         """Copies of them, until a program needs them."""
         for name, part in parts.items():
-            tensors = {own: tensor.clone() for own, tensor in part.tensors.items()}
+            tensors = {key: tensor.clone() for key, tensor in part.tensors.items()}
             self._parts[name] = dataclasses.replace(part, tensors=tensors)
 
     def forget(self, names: Sequence[str]) -> None:
@@ -107,13 +107,13 @@ class StateParts:
             return
         for name, flats in self._whole(names, self._parts, True, False).items():
             part, (slot, begin, end) = self._parts[name], needed[name]
-            whole = {own: _ordered(flat, part.slot, slot) for own, flat in flats.items()}
+            whole = {key: _ordered(flat, part.slot, slot) for key, flat in flats.items()}
             self._parts[name] = dataclasses.replace(
                 part,
                 slot=slot,
                 begin=begin,
                 end=end,
-                tensors={own: flat[begin:end].clone() for own, flat in whole.items()},
+                tensors={key: flat[begin:end].clone() for key, flat in whole.items()},
             )
 
     def _whole(
@@ -124,15 +124,17 @@ class StateParts:
         on_host: bool,
     ) -> Dict[str, Dict[str, Tensor]]:
         """Flat tensors of all parts, by parameter; where they are not wanted, none."""
-        told = self._processes.gather([parts[name].end - parts[name].begin for name in names])
-        found: Dict[str, Dict[str, Tensor]] = {}
-        for name, lengths in zip(names, zip(*told)):
-            for own, tensor in sorted(parts[name].tensors.items()):
+        all_lengths = self._processes.gather(
+            [parts[name].end - parts[name].begin for name in names]
+        )
+        by_name: Dict[str, Dict[str, Tensor]] = {}
+        for name, lengths in zip(names, zip(*all_lengths)):
+            for key, tensor in sorted(parts[name].tensors.items()):
                 sent = (tensor.cpu() if on_host else tensor).contiguous()
                 whole = gather_parts(self._processes, sent, lengths, everywhere)
                 if whole is not None:
-                    found.setdefault(name, {})[own] = whole
-        return found
+                    by_name.setdefault(name, {})[key] = whole
+        return by_name
 
     def collected(self, more: Mapping[str, Part], everywhere: bool) -> Dict[Tensor, Any]:
         """The whole state by parameter, as torch has it; in all processes at the same time.
@@ -144,24 +146,24 @@ class StateParts:
         """
         parts = {**self._parts, **more}
         names = sorted(name for name, part in parts.items() if part.updates)
-        found: Dict[Tensor, Any] = {}
+        states: Dict[Tensor, Any] = {}
         flats = self._whole(names, parts, everywhere, not everywhere)
         rule = rule_for(self.optimizer)
         for name in names if everywhere or self._processes.is_rank_zero else ():
             part = parts[name]
             parameter, group = part.slot.parameter, self.optimizer.param_groups[part.group]
-            own: Dict[str, Any] = {
+            state: Dict[str, Any] = {
                 key: flat.to(parameter.device if everywhere else "cpu").as_strided(
                     parameter.shape, part.slot.stride
                 )
                 for key, flat in flats.get(name, {}).items()
             }
-            found[parameter] = own
+            states[parameter] = state
             if rule is not None and rule.counted:
                 on_device = group.get("capturable") or group.get("fused")
                 device = parameter.device if on_device else torch.device("cpu")
-                own["step"] = make_step_counter(type(self.optimizer), part.updates, device)
-        return found
+                state["step"] = make_step_counter(type(self.optimizer), part.updates, device)
+        return states
 
     def gather_optimizer(self, more: Mapping[str, Part]) -> None:
         """Give torch's optimizer the whole state; in all processes at the same time.
@@ -169,10 +171,10 @@ class StateParts:
         Args:
             more: parts that a program has.
         """
-        for parameter, own in self.collected(more, True).items():
+        for parameter, state in self.collected(more, True).items():
             # What is there already was gathered before, and changed since, perhaps.
             if not self.optimizer.state.get(parameter):
-                self.optimizer.state[parameter].update(own)
+                self.optimizer.state[parameter].update(state)
 
     def state_dict(self, more: Mapping[str, Part]) -> Dict[str, Any]:
         """The optimizer's, of copies; whole in process 0; in all processes at the same time.
@@ -182,13 +184,19 @@ class StateParts:
         """
         groups = self.optimizer.param_groups
         places = {id(p): i for i, p in enumerate(p for group in groups for p in group["params"])}
-        collected = self.collected(more, False).items()
+        gathered = self.collected(more, False).items()
         # The next program takes over what somebody has given the optimizer.
-        own = {places[id(p)]: state for p, state in collected if not self.optimizer.state.get(p)}
-        found: Dict[str, Any] = self.optimizer.state_dict()
-        rest = {place: state for place, state in found["state"].items() if place not in own}
-        copied = copy.deepcopy({**found, "state": rest})
-        return {**copied, "state": {**copied["state"], **own}}
+        gathered_states = {
+            places[id(p)]: state for p, state in gathered if not self.optimizer.state.get(p)
+        }
+        whole_dict: Dict[str, Any] = self.optimizer.state_dict()
+        rest = {
+            place: state
+            for place, state in whole_dict["state"].items()
+            if place not in gathered_states
+        }
+        copied = copy.deepcopy({**whole_dict, "state": rest})
+        return {**copied, "state": {**copied["state"], **gathered_states}}
 
 
 def _fits(part: Part, slot: Slot, begin: int, end: int) -> bool:

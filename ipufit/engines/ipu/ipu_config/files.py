@@ -22,13 +22,13 @@ _LARGEST = 1 << 20
 _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def find(source: Path, subfolder: str, asked: Dict[str, Any]) -> str:
+def find(source: Path, subfolder: str, hub_arguments: Dict[str, Any]) -> str:
     """The file of a configuration.
 
     Args:
         source: a file, a folder with an ``ipu_config.json``, or a repository on the Hub.
         subfolder: in which the file is, "" for none.
-        asked: what else huggingface_hub is told.
+        hub_arguments: what else huggingface_hub is told.
 
     Raises:
         ConfigurationError: there is none, or the Hub can't be asked.
@@ -56,7 +56,9 @@ def find(source: Path, subfolder: str, asked: Dict[str, Any]) -> str:
             f"a configuration must be a file, a folder with a file {FILE_NAME}, or the name of a "
             f"repository on the Hugging Face Hub, but there is nothing at {path!r}. Check the path."
         )
-    return downloaded(path, FILE_NAME, {"subfolder": subfolder, **asked} if subfolder else asked)
+    return downloaded(
+        path, FILE_NAME, {"subfolder": subfolder, **hub_arguments} if subfolder else hub_arguments
+    )
 
 
 def read_file(path: str) -> Dict[str, Any]:
@@ -93,7 +95,7 @@ def parse(data: Union[str, bytes], where: str) -> Dict[str, Any]:
     doubled: List[str] = []
     try:
         text = data if isinstance(data, str) else data.decode("utf-8")
-        found = json.loads(
+        content = json.loads(
             text,
             object_pairs_hook=lambda pairs: _object(pairs, doubled),
             parse_constant=_refuse_constant,
@@ -103,10 +105,10 @@ def parse(data: Union[str, bytes], where: str) -> Dict[str, Any]:
             f"a configuration is a JSON object, but {where} is none ({type(error).__name__}: "
             f"{error}). Check that it is an {FILE_NAME}."
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ConfigurationError(
-            f"a configuration is a JSON object, but {where} holds a {type(found).__name__}. Check "
-            f"that it is an {FILE_NAME}."
+            f"a configuration is a JSON object, but {where} holds a {type(content).__name__}. "
+            f"Check that it is an {FILE_NAME}."
         )
     if doubled:
         names = ", ".join(map(repr, dict.fromkeys(doubled)))
@@ -114,16 +116,16 @@ def parse(data: Union[str, bytes], where: str) -> Dict[str, Any]:
             f"a configuration says everything once, but {where} has {names} several times. Leave "
             "one of each."
         )
-    return found
+    return content
 
 
 def _object(pairs: List[Tuple[str, Any]], doubled: List[str]) -> Dict[str, Any]:
-    found: Dict[str, Any] = {}
+    values: Dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in values:
             doubled.append(name)
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def _refuse_constant(name: str) -> Any:

@@ -240,7 +240,7 @@ def test_every_loss_is_what_it_is_apart(name):
     net = build(MLP)
     options = {"loss": loss, "run": fit_on(target), **options}
     one, history, engine = trained(net, Plan(2, 1, 2, 4), n=37, **options)
-    assert engine.merging.merged is not None, engine.merging.said
+    assert engine.merging.merged is not None, engine.merging.explanation
     other, expected, _ = trained(net, Plan(2, 1, 2, 4), n=37, merged=False, **options)
     assert_close(one, other, TOLERANCE)
     assert_same_numbers(history, expected)
@@ -528,7 +528,7 @@ def test_modules_of_independent_samples_merge(name, size):
     """Of micro-batches of one sample too, whose dimension could be taken for another one."""
     net = build(APART[name])
     one, history, engine = trained(net, Plan(size, 1, 3, 2))
-    assert engine.merging.said == (
+    assert engine.merging.explanation == (
         f"The 6 micro-batches of an update run as one batch of {6 * size} samples."
     )
     other, expected, _ = trained(net, Plan(size, 1, 3, 2), merged=False)
@@ -711,7 +711,7 @@ def test_modules_that_may_join_samples_do_not_merge(name):
 
     ours, history, engine = trained(net, Plan(2, 1, 2, 2), n=20, run=copied)
     assert engine.merging.merged is None
-    said = engine.merging.said
+    said = engine.merging.explanation
     assert said.startswith("The 4 micro-batches of an update run one by one: ")
     assert said.endswith(".")
     assert reason in said, said
@@ -739,7 +739,9 @@ def test_what_compile_was_asked_for_may_forbid_it(options, reason):
         return fit(model, x.float(), y, plan)
 
     _, _, engine = trained(net, Plan(2, 1, 1, 4), run=narrow, **options)
-    assert engine.merging.said == (f"The 4 micro-batches of an update run one by one: {reason}.")
+    assert engine.merging.explanation == (
+        f"The 4 micro-batches of an update run one by one: {reason}."
+    )
 
 
 def test_a_hook_on_a_parameter_sees_every_micro_batch():
@@ -748,7 +750,7 @@ def test_a_hook_on_a_parameter_sees_every_micro_batch():
     model.module.layers[0].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
     fit(model, *data(16), Plan(2, 1, 1, 4))
     assert "a hook of 'layers.0.weight' sees the gradient of every micro-batch" in (
-        engine.merging.said
+        engine.merging.explanation
     )
 
 
@@ -764,7 +766,9 @@ class OwnLoss(nn.Module):
 
 def test_a_loss_of_the_modules_own_is_not_cut():
     _, _, engine = trained(build(OwnLoss), Plan(2, 1, 1, 4), loss=None)
-    assert "the module computes its own loss, from a whole micro-batch" in engine.merging.said
+    assert (
+        "the module computes its own loss, from a whole micro-batch" in engine.merging.explanation
+    )
 
 
 def test_a_loss_that_draws_random_numbers_has_its_own_in_each_micro_batch():
@@ -772,7 +776,7 @@ def test_a_loss_that_draws_random_numbers_has_its_own_in_each_micro_batch():
         return functional.cross_entropy(prediction + torch.randn_like(prediction), target)
 
     _, _, engine = trained(build(MLP), Plan(2, 1, 1, 4), loss=noisy)
-    assert "aten.randn_like draws random numbers" in engine.merging.said
+    assert "aten.randn_like draws random numbers" in engine.merging.explanation
 
 
 def test_too_large_a_batch_is_cut_to_what_memory_allows(monkeypatch):
@@ -791,7 +795,7 @@ def test_too_large_a_batch_is_cut_to_what_memory_allows(monkeypatch):
         monkeypatch.setattr(decision, "MOST_BYTES", limit)
         ours, _, engine = trained(net, Plan(2, 1, 4, 2))
         assert_close(ours, expected, TOLERANCE)
-        assert said in engine.merging.said
+        assert said in engine.merging.explanation
 
 
 @pytest.mark.parametrize(
@@ -834,7 +838,7 @@ def test_replicas_whose_buffers_differ_run_apart():
             model.module.norm.running_mean.data.fill_(0.75 if epoch == 1 else 0.5)
 
         def on_epoch_end(self, epoch, logs=None):
-            said.append(engine.merging.said)
+            said.append(engine.merging.explanation)
 
     x, y = data(16)
     fit(model, x, y, Plan(2, 1, 1, 4), epochs=3, callbacks=[Change()])

@@ -85,7 +85,7 @@ def test_nothing_is_looked_for_where_nothing_was_ever_kept():
     tuner, made = run(library, (0.001, 0.0005), to_come=1000)
     assert library.started == []
     assert not any(made)
-    assert tuner.said() == []
+    assert tuner.explain() == []
     assert not tuner.wins
 
 
@@ -96,7 +96,7 @@ def test_what_was_kept_is_used_from_the_first_update_on():
     assert library.started == [False]
     assert all(made)
     assert tuner.wins
-    assert tuner.said() == ["Compiled updates take 0.50 of the time, and are kept."]
+    assert tuner.explain() == ["Compiled updates take 0.50 of the time, and are kept."]
 
 
 def test_what_was_measured_once_holds_for_the_process():
@@ -106,7 +106,7 @@ def test_what_was_measured_once_holds_for_the_process():
     tuner, made = run(library, (0.1, 0.2), to_come=1000, tried=tried)
     assert len(tried) == measured
     assert all(made)
-    assert tuner.said() == ["Compiled updates are kept, as was measured before."]
+    assert tuner.explain() == ["Compiled updates are kept, as was measured before."]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_what_is_no_faster_is_not_used():
     tuner, made = run(Library(kept=True), (0.1, 0.095), to_come=100_000)
     assert not any(made)
     assert not tuner.wins
-    assert tuner.said() == ["Compiled updates take 0.95 of the time, and are not used."]
+    assert tuner.explain() == ["Compiled updates take 0.95 of the time, and are not used."]
 
 
 def test_a_choice_is_within_a_twelfth_of_the_best():
@@ -151,10 +151,10 @@ def test_a_choice_is_within_a_twelfth_of_the_best():
 def test_a_compiler_that_fails_stops_nothing():
     tuner, made = run(Library(fails="no space left\nin line 3"), (0.1, 0.05), to_come=100_000)
     assert not any(made)
-    assert tuner.said() == ["Updates run as recorded, uncompiled: no space left"]
+    assert tuner.explain() == ["Updates run as recorded, uncompiled: no space left"]
     tuner, made = run(Library(refuses="a directory of others"), (0.1, 0.05), to_come=100_000)
     assert not any(made)
-    assert tuner.said() == ["Updates run as recorded, uncompiled: a directory of others"]
+    assert tuner.explain() == ["Updates run as recorded, uncompiled: a directory of others"]
 
 
 def test_executions_without_a_full_update_are_not_measured():
@@ -179,7 +179,7 @@ def test_another_program_is_another_choice():
     tuner, _ = run(Library(kept=True), (0.1, 0.05), to_come=100_000)
     tuner.enter(object(), object())
     assert not tuner.wins
-    assert tuner.said() == []
+    assert tuner.explain() == []
 
 
 def test_asking_whether_anything_is_kept_makes_no_directory(tmp_path, monkeypatch):

@@ -80,7 +80,7 @@ def embedded(net, optimizer, *loss, jit="inductor", **options):
 
 
 def reasons(engine):
-    return engine.compiled.said()
+    return engine.compiled.explain()
 
 
 @pytest.mark.grid
