@@ -231,9 +231,11 @@ class EpochMetrics:
     def values_without_metrics(self) -> Dict[str, float]:
         """Return the loss, the logged values and the settings, which cost nothing to work out."""
         values = {"loss": self.loss}
-        for name, running in self._logged.items():
-            if not self._rules[name].is_none:
-                values[name] = running.value
+        values.update((name, running.value) for name, running in self._logged.items())
+        # A validation_step of Lightning's may have no loss, and says so under its name.
+        values = {
+            n: v for n, v in values.items() if n not in self._rules or not self._rules[n].is_none
+        }
         values.update(self._settings)
         if "loss_scale" in self._settings:
             values["skipped_updates"] = self.skipped

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ipufit
 from ipufit.callbacks.epoch_metrics import EpochMetrics
-from ipufit.core.logged_values import LogRule, Running, collecting
+from ipufit.core.logged_values import LogRule, Running, collecting, report
 from ipufit.engines.embedded.engine import EmbeddedEngine
 from ipufit.errors import ConfigurationError
 from ipufit.metrics import MetricSet
@@ -552,3 +552,25 @@ def test_copies_of_a_module_log_as_well():
     plain, _ = compiled(Net().double(), frozen)
     first = fit(model, X, Y, callbacks=Copying()).history
     assert first["input_sum"] == fit(plain, X, Y).history["input_sum"]
+
+
+class WithoutLoss(nn.Module):
+    """Says that it has no loss, as a LightningModule whose validation_step returns none."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x, y):
+        report("loss", 0.0, LogRule("last", exact=True, is_none=True))
+        report("error", (self.head(x).sum(1) - y).abs().mean(), LogRule("mean"))
+        return {"loss": torch.zeros(())}
+
+
+def test_a_loss_that_is_none_is_not_among_the_values():
+    """Its zero stands for nothing."""
+    model = ipufit.Model(WithoutLoss(), engine="embedded")
+    model.compile(None, None)
+    batch = (torch.randn(4, 3), torch.randn(4))
+    assert list(model.evaluate([batch], verbose=0, return_dict=True)) == ["error"]
+    assert list(model.test_on_batch(batch, return_dict=True)) == ["error"]
