@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ipufit.analysis.tuner.trials import Trial, seed_of_trial
-from ipufit.cli.intercept_fit import asked, looked_at
+from ipufit.cli.intercept_fit import check_fit_arguments, intercept_fit
 from ipufit.core.batch import CombinedBatch
 from ipufit.core.compile_arguments import GRAPH, INDUCTOR, KERNELS, OFF
 from ipufit.core.plan import Plan
@@ -49,7 +49,7 @@ class _Way:
         losses: of the first execution, by micro-batch.
         refused: why it can't run; None where it can.
         ran_as: the way that was taken in the end, a name of ``lowerings``; None of another engine.
-        said: what the engine says of that.
+        explanation: sentences of the engine about that.
     """
 
     name: str
@@ -60,7 +60,7 @@ class _Way:
     losses: Optional[Tensor] = None
     refused: Optional[str] = None
     ran_as: Optional[str] = None
-    said: List[str] = dataclasses.field(default_factory=list)
+    explanation: List[str] = dataclasses.field(default_factory=list)
 
 
 def bench_script(
@@ -78,20 +78,22 @@ def bench_script(
         The exit status: 0 where all ways give the same losses, 1 where one does not, 2 where the
         script failed or fits no model.
     """
-    found: List[Dict[str, Any]] = []
+    results: List[Dict[str, Any]] = []
 
-    def look(model: Model, session: Session, given: Mapping[str, Any], caller: FrameType) -> None:
+    def look(
+        model: Model, session: Session, fit_args: Mapping[str, Any], caller: FrameType
+    ) -> None:
         require_single_process(session, "ipufit bench", "Start it without a launcher.")
         ways = _ways(session, with_inductor)
-        request = asked(session, given)
+        request = check_fit_arguments(session, fit_args)
         plan = _measure(ways, session, model, request, seconds)
-        found.append(_result(ways, session, plan))
+        results.append(_result(ways, session, plan))
 
     stream = sys.stderr if as_json else None
-    failed = looked_at(execute, look, "bench", printing_to=stream, in_one_line=True)
+    failed = intercept_fit(execute, look, "bench", printing_to=stream, in_one_line=True)
     if failed is not None:
         return failed
-    result = found[0]
+    result = results[0]
     text = json.dumps(result, indent=2, allow_nan=False) if as_json else "\n".join(_lines(result))
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
@@ -147,7 +149,7 @@ def _measure(
             trial = Trial(session, functools.partial(_same, engine), way.jit)
             try:
                 _check(way, session)
-                with trial.running(request.source, request.plan, seed, lambda own: None) as job:
+                with trial.running(request.source, request.plan, seed, lambda _: None) as job:
                     plan = job.plan
                     _round(way, job, share)
                     _note(way, session, engine)
@@ -165,16 +167,16 @@ def _same(engine: Engine) -> Engine:
 
 
 def _note(way: _Way, session: Session, engine: Engine) -> None:
-    """What became of the way: not every program can run in each."""
+    """Record how a way ran in the end: not every program can run in each."""
     explain = getattr(engine, "explain", None)
     if way.jit is None or explain is None:
         return
     way.ran_as = OFF if way.jit == OFF else getattr(engine, "way", None)
-    way.said = list(explain(dataclasses.replace(session.config, jit=way.jit), {}))
+    way.explanation = list(explain(dataclasses.replace(session.config, jit=way.jit), {}))
 
 
 def _check(way: _Way, session: Session) -> None:
-    """As ``compile`` would.
+    """Check options with a way as ``compile`` would.
 
     Raises:
         ConfigurationError: other options don't go with this way.
@@ -209,7 +211,7 @@ def _round(way: _Way, job: Job, seconds: float) -> None:
 
 
 def _executions(job: Job) -> Iterator[Tuple[int, CombinedBatch, float]]:
-    """Those of one epoch after another: its index, the batch, and the seconds until it was there.
+    """Yield index, batch and seconds of waiting of one execution after another, over epochs.
 
     Raises:
         DataError: an epoch has none.
@@ -230,11 +232,11 @@ def _executions(job: Job) -> Iterator[Tuple[int, CombinedBatch, float]]:
 
 
 def _result(ways: List[_Way], session: Session, plan: Plan) -> Dict[str, Any]:
-    """All that is printed, in plain values."""
+    """Return all that is printed, in plain values."""
     base = ways[0]
     assert base.losses is not None
     dtype = _dtype(session)
-    told = [_told(way, base, plan.update_size, dtype) for way in ways]
+    rows = [_way_values(way, base, plan.update_size, dtype) for way in ways]
     return {
         "title": type(session.module).__name__,
         "engine": session.engine.name,
@@ -244,24 +246,23 @@ def _result(ways: List[_Way], session: Session, plan: Plan) -> Dict[str, Any]:
         "update_size": plan.update_size,
         "device_iterations": plan.device_iterations,
         "rounds": _ROUNDS,
-        "agree": all(each["agrees"] for each in told if each["refused"] is None),
-        "ways": told,
+        "agree": all(each["agrees"] for each in rows if each["refused"] is None),
+        "ways": rows,
     }
 
 
-def _told(way: _Way, base: _Way, update_size: int, dtype: torch.dtype) -> Dict[str, Any]:
-    told: Dict[str, Any] = {"name": way.name, "refused": way.refused}
+def _way_values(way: _Way, base: _Way, update_size: int, dtype: torch.dtype) -> Dict[str, Any]:
+    values: Dict[str, Any] = {"name": way.name, "refused": way.refused}
     if way.refused is not None:
-        return told
+        return values
     assert way.losses is not None
     assert base.losses is not None
     away = distance(way.losses, base.losses)
     allowed = Tolerance().of(dtype, away.scale)
     ratios = [rate / of_base for rate, of_base in zip(way.rates, base.rates)]
     rate = statistics.median(way.rates)
-    told.update(
-        ran_as=way.ran_as,
-        said=way.said,
+    values["ran_as"], values["said"] = way.ran_as, way.explanation
+    values.update(
         executions=way.executions,
         updates_per_second=rate,
         samples_per_second=rate * update_size,
@@ -272,16 +273,16 @@ def _told(way: _Way, base: _Way, update_size: int, dtype: torch.dtype) -> Dict[s
         loss_may_be_away=allowed,
         agrees=away.absolute <= allowed,
     )
-    return told
+    return values
 
 
 def _dtype(session: Session) -> torch.dtype:
-    """The coarsest in which anything is computed."""
+    """Return the coarsest dtype in which anything is computed."""
     coarse = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-    found = {each.dtype for each in session.module.parameters()}
+    dtypes = {each.dtype for each in session.module.parameters()}
     precision = session.config.precision
-    found.update(each for each in (precision.autocast, precision.inputs) if each is not None)
-    return next((each for each in coarse if each in found), torch.float32)
+    dtypes.update(each for each in (precision.autocast, precision.inputs) if each is not None)
+    return next((each for each in coarse if each in dtypes), torch.float32)
 
 
 def _lines(result: Dict[str, Any]) -> List[str]:

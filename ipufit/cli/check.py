@@ -9,7 +9,7 @@ from typing import Any, Callable, List, Mapping
 
 from ipufit.analysis.check.check import checked_sample
 from ipufit.analysis.check.report import CheckReport
-from ipufit.cli.intercept_fit import first_micro_batch, looked_at
+from ipufit.cli.intercept_fit import first_micro_batch, intercept_fit
 from ipufit.training.model import Model
 from ipufit.training.session import Session
 
@@ -32,16 +32,18 @@ def check_script(execute: Callable[[], None], as_json: bool, every: bool) -> int
     """
     reports: List[CheckReport] = []
 
-    def look(model: Model, session: Session, given: Mapping[str, Any], caller: FrameType) -> None:
-        sample = first_micro_batch(session, given)
+    def look(
+        model: Model, session: Session, fit_args: Mapping[str, Any], caller: FrameType
+    ) -> None:
+        sample = first_micro_batch(session, fit_args)
         reports.append(checked_sample(model.module, session, sample, caller))
 
-    failed = looked_at(execute, look, "check", every, sys.stderr if as_json else None)
+    failed = intercept_fit(execute, look, "check", every, sys.stderr if as_json else None)
     if failed is not None:
         return failed
     if as_json:
-        found = {"reports": [report.as_dict() for report in reports]}
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        values = {"reports": [report.as_dict() for report in reports]}
+        sys.stdout.write(json.dumps(values, indent=2) + "\n")
     else:
         sys.stdout.write("\n\n".join(map(str, reports)) + "\n")
     sys.stdout.flush()

@@ -45,7 +45,7 @@ class _Print(argparse.Action):
 
 
 def _script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """What the shell reads.
+    """Return the script that the shell reads.
 
     Raises:
         ConfigurationError: the library that writes it is not installed.
@@ -68,7 +68,7 @@ def _script(parser: argparse.ArgumentParser, shell: str) -> str:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Those of a parser and of its commands."""
+    """Yield the actions of a parser and of its commands."""
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):

@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: List[str]) -> int:
-    """As ``python -m ipufit.conformance`` does.
+    """Run ``python -m ipufit.conformance``.
 
     Args:
         arguments: what stands behind the command.

@@ -39,12 +39,12 @@ def add(commands: Any) -> None:
 
 
 def _do(options: argparse.Namespace) -> int:
-    found = _examined()
+    facts = _examined()
     if options.json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        sys.stdout.write(json.dumps(facts, indent=2) + "\n")
     else:
-        sys.stdout.write("\n".join(_lines(found)) + "\n")
-    return 1 if found["problems"] else 0
+        sys.stdout.write("\n".join(_lines(facts)) + "\n")
+    return 1 if facts["problems"] else 0
 
 
 def _examined() -> Dict[str, Any]:
@@ -88,14 +88,14 @@ def _cuda(torch: Any) -> str:
 
 
 def _packages() -> Optional[List[Dict[str, Any]]]:
-    """What ipufit's own metadata names; None where it runs from a checkout and has none."""
+    """List the packages that ipufit's metadata names; None in a checkout without metadata."""
     from packaging.requirements import Requirement
 
     try:
         wanted = metadata.requires("ipufit") or []
     except metadata.PackageNotFoundError:
         return None
-    found = []
+    packages = []
     for requirement in map(Requirement, wanted):
         extras = _extras_of(requirement)
         # What another Python or system needs.
@@ -103,7 +103,7 @@ def _packages() -> Optional[List[Dict[str, Any]]]:
             continue
         extra = extras[0]
         version = _version(requirement.name)
-        found.append(
+        packages.append(
             {
                 "name": requirement.name,
                 "extra": extra,
@@ -113,7 +113,7 @@ def _packages() -> Optional[List[Dict[str, Any]]]:
                 and requirement.specifier.contains(version, prereleases=True),
             }
         )
-    return found
+    return packages
 
 
 def _extras_of(requirement: Any) -> List[Optional[str]]:
@@ -133,22 +133,22 @@ def _version(name: str) -> Optional[str]:
 
 
 def _problems(packages: Optional[List[Dict[str, Any]]]) -> List[str]:
-    """Of the packages that are needed, and of optional ones that are there."""
-    found = []
+    """Report problems of required packages, and of optional ones that are installed."""
+    problems = []
     for each in packages or ():
         if each["version"] is None and each["extra"] is None:
-            found.append(f"{each['name']}{each['wanted']} is missing. Run: pip install ipufit")
+            problems.append(f"{each['name']}{each['wanted']} is missing. Run: pip install ipufit")
         elif each["version"] is not None and not each["fits"]:
             what = "ipufit" if each["extra"] is None else f"ipufit[{each['extra']}]"
-            found.append(
+            problems.append(
                 f"{each['name']} must be {each['wanted']}, but is {each['version']}. Run: "
                 f"pip install --upgrade {what}"
             )
-    return found
+    return problems
 
 
 def _chosen(engines: List[Dict[str, Any]]) -> List[str]:
-    """Of the engine that the environment chooses."""
+    """Report a problem of the engine that the environment chooses."""
     name = os.environ.get("IPUFIT_ENGINE")
     usable = [each["name"] for each in engines if each["available"]]
     if not name or name == "auto" or name in usable:
@@ -159,19 +159,19 @@ def _chosen(engines: List[Dict[str, Any]]) -> List[str]:
     ]
 
 
-def _lines(found: Dict[str, Any]) -> List[str]:
-    lines = [f"{name:18}{value}" for name, value in found["versions"].items()]
-    lines += [f"{name:18}{value}" for name, value in found["machine"].items()]
+def _lines(facts: Dict[str, Any]) -> List[str]:
+    lines = [f"{name:18}{value}" for name, value in facts["versions"].items()]
+    lines += [f"{name:18}{value}" for name, value in facts["machine"].items()]
     lines += ["", "Engines"]
-    for each in found["engines"]:
+    for each in facts["engines"]:
         can = "can run" if each["available"] else "can't run"
         lines.append(f"  {each['name']:16}{can}: {each['reason']}")
     lines += ["", "Packages"]
-    if found["packages"] is None:
+    if facts["packages"] is None:
         lines.append("  ipufit runs from a checkout, which names none. Run: pip install -e .")
-    for each in found["packages"] or ():
+    for each in facts["packages"] or ():
         extra = f"  [{each['extra']}]" if each["extra"] else ""
         what = each["version"] or "not installed"
         lines.append(f"  {each['name']:16}{what} (wanted: {each['wanted'] or 'any'}){extra}")
-    lines += ["", *(found["problems"] or ["Models can be trained here."])]
+    lines += ["", *(facts["problems"] or ["Models can be trained here."])]
     return lines

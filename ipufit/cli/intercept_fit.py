@@ -1,4 +1,4 @@
-"""Running a script as it is, with something else in the place of what it would train."""
+"""Interception of ``fit`` while a script runs, by a function that looks at what it would train."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ipufit.training.model import Model
 from ipufit.training.session import Session
 from ipufit.utils.random_streams import isolated
 
-__all__ = ["UNREADABLE", "Look", "asked", "first_micro_batch", "looked_at"]
+__all__ = ["UNREADABLE", "Look", "check_fit_arguments", "first_micro_batch", "intercept_fit"]
 
 UNREADABLE = 2
 
@@ -42,7 +42,7 @@ class _EnoughError(BaseException):
         self.fault = fault
 
 
-def looked_at(
+def intercept_fit(
     execute: Callable[[], None],
     look: Look,
     verb: str,
@@ -64,10 +64,10 @@ def looked_at(
     Returns:
         The exit status of a script that failed or fits no model; None where all went well.
     """
-    seen = [0]
+    calls = [0]
     out = sys.stdout if printing_to is None else printing_to
     try:
-        replaced = _fit_replaced(_ending(look, in_one_line), every, seen)
+        replaced = _fit_replaced(_ending(look, in_one_line), every, calls)
         with replaced, contextlib.redirect_stdout(out):
             execute()
     except _EnoughError as enough:
@@ -80,7 +80,7 @@ def looked_at(
         sys.excepthook(*sys.exc_info())
         sys.stderr.write(f"ipufit {verb}: the script failed, so that the {verb} is not complete.\n")
         return UNREADABLE
-    if not seen[0]:
+    if not calls[0]:
         sys.stderr.write(
             f"ipufit {verb}: the script must call fit of an ipufit.Model, but did not. Pass the "
             "arguments with which it trains.\n"
@@ -90,15 +90,15 @@ def looked_at(
 
 
 def _ending(look: Look, in_one_line: bool) -> Look:
-    """The same; if wished, an error of ours ends the script."""
+    """Wrap a function so that, if wished, an error of ours ends the script."""
     if not in_one_line:
         return look
 
     def looking(
-        model: Model, session: Session, given: Mapping[str, Any], caller: FrameType
+        model: Model, session: Session, arguments: Mapping[str, Any], caller: FrameType
     ) -> None:
         try:
-            look(model, session, given, caller)
+            look(model, session, arguments, caller)
         except IpufitError as fault:
             raise _EnoughError(fault) from fault
 
@@ -106,15 +106,15 @@ def _ending(look: Look, in_one_line: bool) -> Look:
 
 
 @contextlib.contextmanager
-def _fit_replaced(look: Look, every: bool, seen: List[int]) -> Iterator[None]:
+def _fit_replaced(look: Look, every: bool, calls: List[int]) -> Iterator[None]:
     original: Any = Model.fit
     signature = inspect.signature(original)
 
     def fit(self: Model, *args: Any, **kwargs: Any) -> History:
-        given = signature.bind(self, *args, **kwargs)
-        given.apply_defaults()
-        look(self, self._trainable("fit"), given.arguments, sys._getframe(1))
-        seen[0] += 1
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        look(self, self._trainable("fit"), bound.arguments, sys._getframe(1))
+        calls[0] += 1
         if not every:
             raise _EnoughError
         self.history = History()
@@ -127,27 +127,29 @@ def _fit_replaced(look: Look, every: bool, seen: List[int]) -> Iterator[None]:
         Model.fit = original  # type: ignore[method-assign]
 
 
-def asked(session: Session, given: Mapping[str, Any], **instead: Any) -> FitArguments:
-    """What ``fit`` was asked for, checked, but for files that it would write.
+def check_fit_arguments(
+    session: Session, arguments: Mapping[str, Any], **instead: Any
+) -> FitArguments:
+    """Check the arguments of ``fit``, without files that it would write.
 
     Args:
         session: of the model.
-        given: its arguments by name.
+        arguments: its arguments by name.
         instead: arguments in the place of these.
     """
     names = [field.name for field in dataclasses.fields(FitRequest)]
     writes: Dict[str, Any] = {"checkpoint": None, "resume": None, "max_restarts": 0}
     writes.update(report=None, autoreport=False, autoreport_dir=None, callbacks=())
-    values = {**{name: given[name] for name in names}, **writes, **instead}
+    values = {**{name: arguments[name] for name in names}, **writes, **instead}
     return FitArguments.check(session, FitRequest(**values))
 
 
-def first_micro_batch(session: Session, given: Mapping[str, Any]) -> MicroBatch:
-    """The first micro-batch of what ``fit`` was given.
+def first_micro_batch(session: Session, arguments: Mapping[str, Any]) -> MicroBatch:
+    """Read the first micro-batch of the training data.
 
     Args:
         session: of the model.
-        given: its arguments by name.
+        arguments: its arguments by name.
 
     Raises:
         DataError: there is none, or it can't be fed.
@@ -155,7 +157,7 @@ def first_micro_batch(session: Session, given: Mapping[str, Any]) -> MicroBatch:
     names = ("x", "y", "sample_weight", "class_weight", "batch_size", "shuffle")
     own_loss = session.loss.in_module
     source = get_data_adapter(
-        DataArguments("training data", *(given[name] for name in names)), Mode.TRAIN, own_loss
+        DataArguments("training data", *(arguments[name] for name in names)), Mode.TRAIN, own_loss
     )
     with isolated(torch.device("cpu")):
         batch = next(iter(source.loader), None)

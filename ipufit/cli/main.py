@@ -47,16 +47,16 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
             script's own status, where it ends itself; with that of any other command, after it.
         BaseException: whatever the script raises.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     parser, commands = _parsers()
-    if given and not given[0].startswith("-") and given[0] not in commands:
-        parser.error(_unknown(given[0], commands))
+    if words and not words[0].startswith("-") and words[0] not in commands:
+        parser.error(_unknown(words[0], commands))
     rest: List[str] = []
-    if given and given[0] in script_args.NAMES:
-        given, rest = script_args.split(given)
-    if given and given[0] == conformance.NAME:
-        raise SystemExit(conformance.run(given[1:]))
-    options = parser.parse_args(given)
+    if words and words[0] in script_args.NAMES:
+        words, rest = script_args.split(words)
+    if words and words[0] == conformance.NAME:
+        raise SystemExit(conformance.run(words[1:]))
+    options = parser.parse_args(words)
     if options.command is None:
         parser.print_help()
         return
@@ -74,7 +74,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
 
 
 def _unknown(word: str, commands: Iterable[str]) -> str:
-    """What is wrong with the name of a command."""
+    """Return the text of an error about an unknown command."""
     is_script = word.endswith(".py") or os.path.exists(word)
     hint = f"To run a script, write: ipufit run {word}. " if is_script else ""
     return str(UnknownNameError("command", word, commands, hint, is_typo=not is_script))

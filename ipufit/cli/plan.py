@@ -8,7 +8,7 @@ import sys
 from types import FrameType
 from typing import Any, Callable, List, Mapping, Optional
 
-from ipufit.cli.intercept_fit import asked, first_micro_batch, looked_at
+from ipufit.cli.intercept_fit import check_fit_arguments, first_micro_batch, intercept_fit
 from ipufit.core.plan import Plan
 from ipufit.partition.request import PartitionRequest
 from ipufit.planner.partition_plan import PartitionPlan
@@ -38,13 +38,15 @@ def plan_script(
         The exit status: 0 where every stage fits its IPU, 1 where one does not, 2 where the script
         failed or fits no model.
     """
-    found: List[PartitionPlan] = []
+    plans: List[PartitionPlan] = []
     batches: List[Plan] = []
 
-    def look(model: Model, session: Session, given: Mapping[str, Any], caller: FrameType) -> None:
-        sample = first_micro_batch(session, given)
-        request = asked(session, given, **({} if ipus is None else {"ipus": ipus}))
-        accumulation = given["gradient_accumulation"]
+    def look(
+        model: Model, session: Session, fit_args: Mapping[str, Any], caller: FrameType
+    ) -> None:
+        sample = first_micro_batch(session, fit_args)
+        request = check_fit_arguments(session, fit_args, **({} if ipus is None else {"ipus": ipus}))
+        accumulation = fit_args["gradient_accumulation"]
         if per_replica is None:
             # As fit has it, where only the data itself says how large a micro-batch is.
             batches.append(dataclasses.replace(request.plan, micro_batch_size=sample.size))
@@ -52,16 +54,16 @@ def plan_script(
             # What nobody has chosen: the least that fills the pipeline.
             accumulation = None
         session.sample = sample = stripped(sample)
-        work = (given["ipus"] if ipus is None else ipus, accumulation)
+        work = (fit_args["ipus"] if ipus is None else ipus, accumulation)
         division = PartitionRequest(ipus_per_replica=per_replica)
         how = ("grouped", None, None)
-        found.append(plan_partition(session, lambda: sample, division, work, how))
+        plans.append(plan_partition(session, lambda: sample, division, work, how))
 
     stream = sys.stderr if as_json else None
-    failed = looked_at(execute, look, "plan", printing_to=stream, in_one_line=True)
+    failed = intercept_fit(execute, look, "plan", printing_to=stream, in_one_line=True)
     if failed is not None:
         return failed
-    plan = found[0]
+    plan = plans[0]
     if as_json:
         whole = {"batches": dataclasses.asdict(batches[0]) if batches else None, **plan.to_dict()}
         sys.stdout.write(json.dumps(whole, indent=2) + "\n")

@@ -58,8 +58,8 @@ class _Metadata(importlib.abc.MetaPathFinder):
         from importlib.metadata import DistributionFinder, MetadataPathFinder
 
         if getattr(context, "name", None) in (None, _NAME):
-            own: Any = DistributionFinder.Context(name=_NAME, path=[_AS_POPTORCH])
-            yield from MetadataPathFinder.find_distributions(own)
+            ours: Any = DistributionFinder.Context(name=_NAME, path=[_AS_POPTORCH])
+            yield from MetadataPathFinder.find_distributions(ours)
 
 
 class _Chooser(importlib.abc.MetaPathFinder):
@@ -135,7 +135,7 @@ class _Given(importlib.abc.Loader):
         self._own = module.__spec__
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        """That module."""
+        """Return the module of ipufit."""
         return self._module
 
     def exec_module(self, module: types.ModuleType) -> None:

@@ -84,10 +84,10 @@ def _do(options: argparse.Namespace) -> int:
 
 def _refuse_page(options: argparse.Namespace) -> None:
     """There is no page with ``--json``."""
-    asked = [name for name in ("output", "force", "open") if getattr(options, name)]
-    if asked:
+    page_options = [name for name in ("output", "force", "open") if getattr(options, name)]
+    if page_options:
         raise ConfigurationError(
-            f"--json makes no page, but --{asked[0]} is about one. Leave one of them out."
+            f"--json makes no page, but --{page_options[0]} is about one. Leave one of them out."
         )
 
 
@@ -105,8 +105,8 @@ def _free(options: argparse.Namespace) -> Optional[str]:
     """
     path: Optional[str] = options.output
     if len(options.folders) == 1:
-        own = _own_page(options.folders[0])
-        if path is None or os.path.abspath(path) == os.path.abspath(own):
+        own_page = _own_page(options.folders[0])
+        if path is None or os.path.abspath(path) == os.path.abspath(own_page):
             return None
     elif path is None:
         path = _COMPARISON
@@ -124,6 +124,6 @@ def _free(options: argparse.Namespace) -> Optional[str]:
 def _tell(runs: List[Any]) -> int:
     from ipufit.report.build import summarize_run
 
-    told = {"runs": [summarize_run(run) for run in runs]}
-    sys.stdout.write(json.dumps(told, indent=2, allow_nan=False) + "\n")
+    summary = {"runs": [summarize_run(run) for run in runs]}
+    sys.stdout.write(json.dumps(summary, indent=2, allow_nan=False) + "\n")
     return 0

@@ -149,8 +149,8 @@ def search_also(folder: str) -> None:
     """
     if folder not in sys.path:
         sys.path.append(folder)
-    known = os.environ.get("PYTHONPATH")
-    entries = known.split(os.pathsep) if known else []
+    present = os.environ.get("PYTHONPATH")
+    entries = present.split(os.pathsep) if present else []
     if folder not in entries:
         os.environ["PYTHONPATH"] = os.pathsep.join([*entries, folder])
 

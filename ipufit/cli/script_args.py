@@ -220,10 +220,10 @@ def _take_script(command: argparse.ArgumentParser, verb: str) -> None:
     )
 
 
-def split(given: List[str]) -> Tuple[List[str], List[str]]:
+def split(words: List[str]) -> Tuple[List[str], List[str]]:
     """Cut a command line behind the script or module: what follows is its own, `--` included."""
-    for place, word in enumerate(given[1:], 1):
-        joined = word.startswith("-m") and word != "-m"
-        if joined or (not word.startswith("-") and given[place - 1] not in _VALUED):
-            return given[: place + 1], given[place + 1 :]
-    return given, []
+    for place, word in enumerate(words[1:], 1):
+        is_module = word.startswith("-m") and word != "-m"
+        if is_module or (not word.startswith("-") and words[place - 1] not in _VALUED):
+            return words[: place + 1], words[place + 1 :]
+    return words, []

@@ -49,8 +49,8 @@ def build_module(
         signature = inspect.signature(module)
     except (TypeError, ValueError):
         signature = inspect.Signature()
-    told = {size: count for size, count in sizes.items() if size in signature.parameters}
-    arguments: Dict[str, Any] = {**told, **settings}
+    sizes_by_name = {size: count for size, count in sizes.items() if size in signature.parameters}
+    arguments: Dict[str, Any] = {**sizes_by_name, **settings}
     try:
         signature.bind(**arguments)
     except TypeError as error:
@@ -61,17 +61,17 @@ def build_module(
         ) from error
     with isolated(_CPU):
         seed_generators(seed, _CPU)
-        made = module(**arguments)
-    if not isinstance(made, nn.Module):
+        built = module(**arguments)
+    if not isinstance(built, nn.Module):
         raise ConfigurationError(
-            f"module must make a torch.nn.Module, but {name} returned {type(made).__name__}. "
+            f"module must make a torch.nn.Module, but {name} returned {type(built).__name__}. "
             "Return the module from it."
         )
-    return made
+    return built
 
 
 def build_optimizer(optimizer: Any, settings: Mapping[str, Any]) -> Any:
-    """What ``Model.compile`` takes: the optimizer itself, or a factory that adds the settings.
+    """Build the argument of ``Model.compile``: the optimizer, or a factory that adds the settings.
 
     Args:
         optimizer: a name, a class, or a callable of parameters.
@@ -89,7 +89,7 @@ def build_optimizer(optimizer: Any, settings: Mapping[str, Any]) -> Any:
         )
     if not settings:
         return optimizer
-    given = dict(settings)
+    arguments = dict(settings)
     make = class_by_name(optimizer) if isinstance(optimizer, str) else optimizer
     if not callable(make):
         raise OptimizerError(
@@ -97,12 +97,12 @@ def build_optimizer(optimizer: Any, settings: Mapping[str, Any]) -> Any:
             "Pass for example optimizer='adam'."
         )
     if isinstance(optimizer, str) and make is torch.optim.SGD:
-        given.setdefault("lr", 0.01)  # what the name means without settings
+        arguments.setdefault("lr", 0.01)  # what the name means without settings
     try:
-        inspect.signature(make).bind([], **given)
+        inspect.signature(make).bind([], **arguments)
     except TypeError as error:
         raise OptimizerError(
             f"optimizer__ parameters must be arguments of {getattr(make, '__name__', make)}, got "
-            f"{', '.join(given)} ({error}). Use names from its signature."
+            f"{', '.join(arguments)} ({error}). Use names from its signature."
         ) from error
-    return lambda params: make(params, **given)
+    return lambda params: make(params, **arguments)

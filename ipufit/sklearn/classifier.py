@@ -265,15 +265,15 @@ class IpufitClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
 
     @property
     def _nonlinearity(self) -> Optional[Callable[[Tensor], Tensor]]:
-        own = self.predict_nonlinearity
-        if not callable(own) and own != "auto":
+        setting = self.predict_nonlinearity
+        if not callable(setting) and setting != "auto":
             raise ConfigurationError(
-                f"predict_nonlinearity must be 'auto' or a function of a tensor, got {own!r}. Pass "
-                "for example torch.sigmoid."
+                f"predict_nonlinearity must be 'auto' or a function of a tensor, got {setting!r}. "
+                "Pass for example torch.sigmoid."
             )
-        found: Optional[Callable[[Tensor], Tensor]]
-        found = own if callable(own) else self._head.to_probabilities
-        return found
+        function: Optional[Callable[[Tensor], Tensor]]
+        function = setting if callable(setting) else self._head.to_probabilities
+        return function
 
     def _probabilities(self, outputs: Any) -> Any:
         assert self._nonlinearity is not None

@@ -1,4 +1,4 @@
-"""What classifiers and regressors share: parameters, one fit, copies."""
+"""Base of classifiers and regressors: parameters, one fit, copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scikit-learn has had under other names: 1.3 is the oldest that ipufit works with."""
+"""Names of scikit-learn that older versions lack; 1.3 is the oldest that ipufit works with."""
 
 from __future__ import annotations
 

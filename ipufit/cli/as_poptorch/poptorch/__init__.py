@@ -1,4 +1,4 @@
-"""What processes import as ``poptorch`` that a script run by ``ipufit run`` starts."""
+"""Module that processes import as ``poptorch`` that a script run by ``ipufit run`` starts."""
 
 if __name__ == "poptorch":
     import sys

@@ -158,7 +158,7 @@ class IPUConfig(ParameterValues, SerializationMixin):
 
     _mode: str
     _by_pod: Dict[str, Dict[str, Any]]
-    _given: FrozenSet[str]
+    _passed: FrozenSet[str]
 
     def __init__(
         self,
@@ -196,25 +196,25 @@ class IPUConfig(ParameterValues, SerializationMixin):
     ) -> None:
         named = {name: value for name, value in locals().items() if name in PARAMETERS}
         # An older name must not lose against the default of the newer one.
-        given = {name: value for name, value in named.items() if not is_default(name, value)}
-        self._take({**given, **others})
+        changed = {name: value for name, value in named.items() if not is_default(name, value)}
+        self._take({**changed, **others})
 
     def _take(
-        self, given: Mapping[str, Any], pod_type: Optional[str] = None, where: str = ""
+        self, arguments: Mapping[str, Any], pod_type: Optional[str] = None, where: str = ""
     ) -> None:
-        reading = read(given, pod_type, where)
+        reading = read(arguments, pod_type, where)
         state = self.__dict__
         state.update(reading.values)
         # A configuration for one pod has one value of everything.
         state["_by_pod"] = reading.by_pod if pod_type is None else {}
-        state["_given"] = reading.given
+        state["_passed"] = reading.passed
         state["notes"] = reading.notes
         state["_mode"] = _MODES[0]
 
     @classmethod
-    def _made(
+    def _build(
         cls,
-        given: Mapping[str, Any],
+        arguments: Mapping[str, Any],
         pod_type: Optional[str],
         changes: Mapping[str, Any],
         where: str = "",
@@ -223,7 +223,7 @@ class IPUConfig(ParameterValues, SerializationMixin):
         faults: List[str] = []
         checked = check_changes(changes, faults)
         try:
-            config._take(given, pod_type, where)
+            config._take(arguments, pod_type, where)
         except ConfigurationError as error:
             # Together with what is wrong with the changes.
             faults.insert(0, str(error))
@@ -263,12 +263,12 @@ class IPUConfig(ParameterValues, SerializationMixin):
         self._change(check_changes(changes, faults), faults)
 
     def _change(self, changes: Mapping[str, Any], faults: List[str]) -> None:
-        kept = dict(self.__dict__)
+        before = dict(self.__dict__)
         if not faults:
             self._set(changes)
             faults = incoherent(self.__dict__)
         if faults:
-            self.__dict__.update(kept)
+            self.__dict__.update(before)
         raise_faults(faults)
 
     def check(self) -> None:
@@ -283,7 +283,7 @@ class IPUConfig(ParameterValues, SerializationMixin):
 
     @property
     def mode(self) -> str:
-        """For what :meth:`value` answers: "training" or "inference"."""
+        """The mode for which :meth:`value` answers: "training" or "inference"."""
         return self._mode
 
     def train(self) -> IPUConfig:
@@ -326,7 +326,7 @@ class IPUConfig(ParameterValues, SerializationMixin):
                 fit together.
         """
         self.check()
-        config = type(self)._made(self._said(), pod_type, {})
+        config = type(self)._build(self._said(), pod_type, {})
         config.__dict__.update(_by_pod={}, notes=self.notes, _mode=self._mode)
         return config
 
@@ -406,7 +406,7 @@ class IPUConfig(ParameterValues, SerializationMixin):
         plain = name[1:]
         if name.startswith("_") and twin(plain) is not None and plain not in _NOT_BY_MODE:
             return self.value(plain)
-        if name.startswith("__") or name in ("_by_pod", "_given", "_mode"):
+        if name.startswith("__") or name in ("_by_pod", "_passed", "_mode"):
             raise AttributeError(name)
         raise AttributeError(f"IPUConfig has no parameter {name!r}. {nearest(name)}")
 
@@ -441,8 +441,8 @@ class IPUConfig(ParameterValues, SerializationMixin):
                     # A factor of 1 cuts nothing, and gives way.
                     state[factor] = None
         values = filled(self._named())
-        given = {name for name, value in checked.items() if value == values[name]}
-        state["_given"] = (self._given | given) - (set(checked) - given)
+        passed = {name for name, value in checked.items() if value == values[name]}
+        state["_passed"] = (self._passed | passed) - (set(checked) - passed)
         state.update(values)
 
     def __eq__(self, other: object) -> bool:
@@ -454,13 +454,13 @@ class IPUConfig(ParameterValues, SerializationMixin):
 
     def _said(self) -> Dict[str, Any]:
         """Values to make it of again; what follows from values by type of pod follows anew."""
-        names = self._given if self._by_pod else PARAMETERS
+        names = self._passed if self._by_pod else PARAMETERS
         return {name: self._by_pod.get(name, getattr(self, name)) for name in names}
 
     def _named(self) -> Dict[str, Any]:
         return {name: getattr(self, name) for name in PARAMETERS}
 
     def __repr__(self) -> str:
-        """Show the parameters that differ from the defaults."""
+        """Show the values that differ from the defaults."""
         changed = report.changed(self)
         return f"IPUConfig({', '.join(f'{name}={value!r}' for name, value in changed.items())})"

@@ -8,7 +8,7 @@ import re
 import tempfile
 from typing import Any, Dict, List, Tuple, Union
 
-from ipufit.engines.ipu.ipu_config.hub import downloaded
+from ipufit.engines.ipu.ipu_config.hub import download_file
 from ipufit.errors import ConfigurationError
 
 __all__ = ["FILE_NAME", "find", "parse", "read_file", "write_file"]
@@ -22,13 +22,13 @@ _LARGEST = 1 << 20
 _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def find(source: Path, subfolder: str, hub_arguments: Dict[str, Any]) -> str:
-    """The file of a configuration.
+def find(source: Path, subfolder: str, options: Dict[str, Any]) -> str:
+    """Find the file of a configuration.
 
     Args:
         source: a file, a folder with an ``ipu_config.json``, or a repository on the Hub.
         subfolder: in which the file is, "" for none.
-        hub_arguments: what else huggingface_hub is told.
+        options: what else huggingface_hub is told.
 
     Raises:
         ConfigurationError: there is none, or the Hub can't be asked.
@@ -56,13 +56,13 @@ def find(source: Path, subfolder: str, hub_arguments: Dict[str, Any]) -> str:
             f"a configuration must be a file, a folder with a file {FILE_NAME}, or the name of a "
             f"repository on the Hugging Face Hub, but there is nothing at {path!r}. Check the path."
         )
-    return downloaded(
-        path, FILE_NAME, {"subfolder": subfolder, **hub_arguments} if subfolder else hub_arguments
+    return download_file(
+        path, FILE_NAME, {"subfolder": subfolder, **options} if subfolder else options
     )
 
 
 def read_file(path: str) -> Dict[str, Any]:
-    """The object that a file holds.
+    """Read the JSON object in a file.
 
     Raises:
         ConfigurationError: it can't be read, is too large, or is something else.
@@ -78,7 +78,7 @@ def read_file(path: str) -> Dict[str, Any]:
 
 
 def parse(data: Union[str, bytes], where: str) -> Dict[str, Any]:
-    """The object that a text holds.
+    """Parse the JSON object in a text.
 
     Args:
         data: JSON in UTF-8.
@@ -95,7 +95,7 @@ def parse(data: Union[str, bytes], where: str) -> Dict[str, Any]:
     doubled: List[str] = []
     try:
         text = data if isinstance(data, str) else data.decode("utf-8")
-        content = json.loads(
+        values = json.loads(
             text,
             object_pairs_hook=lambda pairs: _object(pairs, doubled),
             parse_constant=_refuse_constant,
@@ -105,10 +105,10 @@ def parse(data: Union[str, bytes], where: str) -> Dict[str, Any]:
             f"a configuration is a JSON object, but {where} is none ({type(error).__name__}: "
             f"{error}). Check that it is an {FILE_NAME}."
         ) from error
-    if not isinstance(content, dict):
+    if not isinstance(values, dict):
         raise ConfigurationError(
-            f"a configuration is a JSON object, but {where} holds a {type(content).__name__}. "
-            f"Check that it is an {FILE_NAME}."
+            f"a configuration is a JSON object, but {where} holds a {type(values).__name__}. Check "
+            f"that it is an {FILE_NAME}."
         )
     if doubled:
         names = ", ".join(map(repr, dict.fromkeys(doubled)))
@@ -116,7 +116,7 @@ def parse(data: Union[str, bytes], where: str) -> Dict[str, Any]:
             f"a configuration says everything once, but {where} has {names} several times. Leave "
             "one of each."
         )
-    return content
+    return values
 
 
 def _object(pairs: List[Tuple[str, Any]], doubled: List[str]) -> Dict[str, Any]:

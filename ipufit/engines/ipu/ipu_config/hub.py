@@ -10,20 +10,20 @@ from typing import Any, Dict, Iterator, Optional, Union
 from ipufit.engines.ipu.ipu_config.parameters import shown
 from ipufit.errors import ConfigurationError
 
-__all__ = ["Token", "downloaded", "uploaded"]
+__all__ = ["Token", "download_file", "upload_file"]
 
 Path = Union[str, "os.PathLike[str]"]
 # One of its own, True for that of the login, False for none.
 Token = Union[bool, str, None]
 
 
-def downloaded(name: str, file: str, asked: Dict[str, Any]) -> str:
-    """The path of a file of a repository, once it is here.
+def download_file(name: str, file: str, arguments: Dict[str, Any]) -> str:
+    """Download a file of a repository and return its path.
 
     Args:
         name: of the repository.
         file: its name there.
-        asked: what huggingface_hub is told beside that.
+        arguments: what huggingface_hub is told beside that.
 
     Raises:
         ConfigurationError: it can't be had.
@@ -37,10 +37,10 @@ def downloaded(name: str, file: str, asked: Dict[str, Any]) -> str:
         f"the Hugging Face Hub must have a file {file} in {name!r}, but it could not be had",
         "Check the name, or pass a path.",
     ):
-        return str(hub.hf_hub_download(name, file, **asked))
+        return str(hub.hf_hub_download(name, file, **arguments))
 
 
-def uploaded(
+def upload_file(
     text: str,
     name: str,
     file: str,
@@ -49,7 +49,7 @@ def uploaded(
     token: Token,
     revision: Optional[str],
 ) -> str:
-    """Write a file of a repository, which is made if need be; the URL of the commit.
+    """Upload a file to a repository, which is made if need be; return the URL of the commit.
 
     Args:
         text: of the file.
@@ -72,9 +72,9 @@ def uploaded(
     ):
         # Its default for a repository that is made is for it to say.
         wish = {} if private is None else {"private": private}
-        made = hub.create_repo(name, token=token, exist_ok=True, **wish)
+        repository = hub.create_repo(name, token=token, exist_ok=True, **wish)
         # It adds the owner where the name has none.
-        full = getattr(made, "repo_id", name)
+        full = getattr(repository, "repo_id", name)
         if revision is not None and not revision.startswith("refs/"):
             hub.create_branch(full, branch=revision, token=token, exist_ok=True)
         commit = hub.upload_file(

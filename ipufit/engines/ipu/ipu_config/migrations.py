@@ -1,4 +1,4 @@
-"""Files of earlier releases of optimum-graphcore, in the words of the last one."""
+"""Migration of files of earlier releases of optimum-graphcore to the parameters of the last one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Dict, List, Mapping, Tuple
 
 from ipufit.engines.ipu.ipu_config.parameters import shown
 
-__all__ = ["renewed"]
+__all__ = ["migrate_parameters"]
 
 # Written into every file; they say nothing about a run.
 _ABOUT = frozenset(
@@ -47,11 +47,13 @@ _WITHDRAWN: Dict[str, Tuple[Tuple[Any, ...], str]] = {
 _ON_CPU = "execute_encoder_on_cpu_for_generation"
 
 
-def renewed(given: Mapping[str, Any], faults: List[str]) -> Tuple[Dict[str, Any], List[str]]:
-    """Rename parameters to the names of today; unknown ones stay.
+def migrate_parameters(
+    arguments: Mapping[str, Any], faults: List[str]
+) -> Tuple[Dict[str, Any], List[str]]:
+    """Migrate parameters to the names of today; unknown ones stay.
 
     Args:
-        given: values by name, as a file or a call has them.
+        arguments: values by name, as a file or a call has them.
         faults: what can't be read is added here.
 
     Returns:
@@ -59,12 +61,12 @@ def renewed(given: Mapping[str, Any], faults: List[str]) -> Tuple[Dict[str, Any]
     """
     values: Dict[str, Any] = {}
     notes: List[str] = []
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name in _ABOUT:
             continue
         if name in _WITHDRAWN:
             neutral, hint = _WITHDRAWN[name]
-            if not any(value is known or value == known for known in neutral):
+            if not any(value is harmless or value == harmless for harmless in neutral):
                 notes.append(f"{name}={shown(value)} was withdrawn and is left aside: {hint}.")
         elif name == _ON_CPU:
             if value is not False:
@@ -87,7 +89,7 @@ def renewed(given: Mapping[str, Any], faults: List[str]) -> Tuple[Dict[str, Any]
 
 
 def _list_layers(values: Dict[str, Any], notes: List[str]) -> None:
-    """The first release wrote one number of layers, for each IPU, where there are lists since."""
+    """Repeat one number of layers, as the first release wrote it, for each IPU."""
     for prefix in ("", "inference_"):
         name = f"{prefix}layers_per_ipu"
         value, ipus = values.get(name), values.get(f"{prefix}ipus_per_replica")
@@ -118,7 +120,7 @@ def _rename(values: Dict[str, Any], old: str, new: str, notes: List[str]) -> Non
 
 
 def _split_by_mode(values: Dict[str, Any], name: str, notes: List[str]) -> None:
-    """For a month there were three values: for training, for inference, and for both."""
+    """Rename values by mode of a release that had three: training, inference, and both."""
     old, inference = f"training_{name}", f"inference_{name}"
     if old not in values:
         return

@@ -201,23 +201,23 @@ PARAMETERS: Dict[str, Parameter] = {parameter.name: parameter for parameter in _
 
 
 def is_default(name: str, value: Any) -> bool:
-    """Tell whether a value is the one that holds where nothing was said."""
+    """Return True for the value that a parameter has by default."""
     default = PARAMETERS[name].default
     return type(value) is type(default) and bool(value == default)
 
 
 def twin(name: str) -> Optional[str]:
-    """The parameter that says the same of inference; None if there is none."""
+    """Return the parameter with the same meaning for inference; None if there is none."""
     return _TWIN + name if _TWIN + name in PARAMETERS else None
 
 
-def check_value(name: str, value: Any, said: str = "") -> Tuple[Any, Optional[str]]:
-    """The value in normal form, and what is wrong with it.
+def check_value(name: str, value: Any, title: str = "") -> Tuple[Any, Optional[str]]:
+    """Bring a value into normal form, or say what is wrong with it.
 
     Args:
         name: of the parameter.
         value: what came.
-        said: how the user wrote the name, if not so.
+        title: the name as the user wrote it, if it differs.
 
     Returns:
         The value and None, or the default and a sentence.
@@ -231,21 +231,22 @@ def check_value(name: str, value: Any, said: str = "") -> Tuple[Any, Optional[st
         or_none = ", or None" if parameter.optional else ""
         words, example = error.args or (parameter.kind.words, parameter.kind.example)
         return parameter.default, (
-            f"IPUConfig.{said or name} must be {words}{or_none}, got {shown(value)}. Try {example}."
+            f"IPUConfig.{title or name} must be {words}{or_none}, got {shown(value)}. Try "
+            f"{example}."
         )
 
 
 def shown(value: Any) -> str:
-    """The value in a message, cut where it is long."""
+    """Format a value for a message, cut where it is long."""
     short = reprlib.Repr()
     short.maxlist = short.maxtuple = 64
     short.maxstring = short.maxother = 80
     return short.repr(value)
 
 
-def nearest(name: str, known: Iterable[str] = PARAMETERS) -> str:
-    """A hint at the name that was probably meant."""
-    close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
+def nearest(name: str, names: Iterable[str] = PARAMETERS) -> str:
+    """Return a hint at the name that was probably meant."""
+    close = difflib.get_close_matches(name.lower(), list(names), n=1, cutoff=0.6)
     return f"Did you mean {close[0]!r}?" if close else "Leave it out."
 
 

@@ -1,11 +1,11 @@
-"""From what a file or a call says to the values of all parameters, with every fault at once."""
+"""Checks of values from a file or a call, with every fault at once, and derived values."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import AbstractSet, Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Set, Tuple
 
-from ipufit.engines.ipu.ipu_config.migrations import renewed
+from ipufit.engines.ipu.ipu_config.migrations import migrate_parameters
 from ipufit.engines.ipu.ipu_config.parameters import PARAMETERS, check_value, nearest, shown
 from ipufit.errors import ConfigurationError
 
@@ -27,26 +27,26 @@ _LAYERS = ("embedding", "projection")
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """The parameters that were read, with notes.
+    """Checked values of all parameters.
 
     Attributes:
         values: of all parameters, those that follow from others filled in.
         by_pod: the values by pod type, of the parameters that came with such.
-        given: names of the parameters that were given.
+        passed: names of the parameters that were passed.
         notes: what was left aside or read differently, one sentence each.
     """
 
     values: Dict[str, Any]
     by_pod: Dict[str, Dict[str, Any]]
-    given: FrozenSet[str]
+    passed: FrozenSet[str]
     notes: Tuple[str, ...]
 
 
-def read(given: Mapping[str, Any], pod_type: Optional[str] = None, where: str = "") -> Reading:
-    """Check everything that was given and fill in the rest.
+def read(arguments: Mapping[str, Any], pod_type: Optional[str] = None, where: str = "") -> Reading:
+    """Check all values that were passed and derive the others.
 
     Args:
-        given: values by name, in the form of any release of optimum-graphcore.
+        arguments: values by name, in the form of any release of optimum-graphcore.
         pod_type: which of the values by pod type to take; None for those named "default".
         where: the file they came from, for the message.
 
@@ -60,23 +60,23 @@ def read(given: Mapping[str, Any], pod_type: Optional[str] = None, where: str = 
             f"'default', got {shown(pod_type)}."
         )
         pod_type = None
-    known, notes = renewed(given, faults)
+    migrated, notes = migrate_parameters(arguments, faults)
     values: Dict[str, Any] = {}
     by_pod: Dict[str, Dict[str, Any]] = {}
     bad: Set[str] = set()
-    for name, value in known.items():
+    for name, value in migrated.items():
         if name not in PARAMETERS:
             faults.append(f"IPUConfig has no parameter {name!r}. {nearest(name)}")
             continue
-        found: List[str] = []
+        value_faults: List[str] = []
         if _is_by_pod(name, value):
-            by_pod[name], value = _of_pod(name, value, pod_type, found)
+            by_pod[name], value = _of_pod(name, value, pod_type, value_faults)
         else:
             value, fault = check_value(name, value)
-            found += [] if fault is None else [fault]
+            value_faults += [] if fault is None else [fault]
         values[name] = value
-        bad |= {name} if found else set()
-        faults += found
+        bad |= {name} if value_faults else set()
+        faults += value_faults
     given_names = frozenset(values)
     values = filled(values)
     faults += incoherent(values, bad)
@@ -85,7 +85,7 @@ def read(given: Mapping[str, Any], pod_type: Optional[str] = None, where: str = 
 
 
 def raise_faults(faults: Sequence[str], where: str = "") -> None:
-    """One error with all faults, if there are any.
+    """Raise one error with all faults, if there are any.
 
     Raises:
         ConfigurationError: there are.
@@ -98,7 +98,7 @@ def raise_faults(faults: Sequence[str], where: str = "") -> None:
 
 
 def check_changes(changes: Mapping[str, Any], faults: List[str]) -> Dict[str, Any]:
-    """New values of some parameters in normal form; what is wrong with them is noted."""
+    """Bring new values of some parameters into normal form; faults are collected."""
     values = {}
     for name, value in changes.items():
         if name not in PARAMETERS:
@@ -110,14 +110,14 @@ def check_changes(changes: Mapping[str, Any], faults: List[str]) -> Dict[str, An
 
 
 def check_values(values: Mapping[str, Any]) -> Tuple[List[str], Set[str]]:
-    """List what is wrong with values one by one, and whose those are."""
+    """Return the faults of single values, and the names of their parameters."""
     faults: List[str] = []
     bad: Set[str] = set()
     for name, value in values.items():
-        found: List[str] = []
-        check_changes({name: value}, found)
-        faults += found
-        bad |= {name} if found else set()
+        value_faults: List[str] = []
+        check_changes({name: value}, value_faults)
+        faults += value_faults
+        bad |= {name} if value_faults else set()
     return faults, bad
 
 
@@ -130,7 +130,7 @@ def _is_by_pod(name: str, value: Any) -> bool:
 def _of_pod(
     name: str, value: Dict[str, Any], pod_type: Optional[str], faults: List[str]
 ) -> Tuple[Dict[str, Any], Any]:
-    """All values by pod type in normal form, and the one for this pod."""
+    """Return all values by pod type in normal form, and the one for this pod."""
     checked = {}
     names = (*PODS, _DEFAULT)
     for pod, part in value.items():
@@ -163,9 +163,9 @@ def _of_pod(
     return checked, PARAMETERS[name].default
 
 
-def filled(given: Mapping[str, Any]) -> Dict[str, Any]:
-    """The values of all parameters, in their order; twins follow as in optimum-graphcore."""
-    values = {name: given.get(name, p.default) for name, p in PARAMETERS.items()}
+def filled(arguments: Mapping[str, Any]) -> Dict[str, Any]:
+    """Return the values of all parameters in their order; twins follow as in optimum-graphcore."""
+    values = {name: arguments.get(name, p.default) for name, p in PARAMETERS.items()}
     values["layers_per_ipu"] = list(values["layers_per_ipu"])
     layers = values["layers_per_ipu"]
     if values["inference_layers_per_ipu"] is None:
@@ -194,7 +194,7 @@ def filled(given: Mapping[str, Any]) -> Dict[str, Any]:
 
 
 def incoherent(values: Mapping[str, Any], bad: AbstractSet[str] = frozenset()) -> List[str]:
-    """List what does not fit together, a sentence each.
+    """Return the contradictions between values, a sentence each.
 
     Args:
         values: of all parameters.
@@ -218,7 +218,7 @@ def incoherent(values: Mapping[str, Any], bad: AbstractSet[str] = frozenset()) -
 
 
 def _lengths(values: Mapping[str, Any], bad: AbstractSet[str], prefix: str, ipus: str) -> List[str]:
-    """Lists that have another length than there are IPUs."""
+    """Return faults of lists that have another length than there are IPUs."""
     faults = []
     count = values[ipus]
     lists = ["layers_per_ipu", "matmul_proportion"]

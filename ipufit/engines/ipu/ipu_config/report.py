@@ -1,4 +1,4 @@
-"""Effect of each parameter on an engine: exact, approximate, or none, and why."""
+"""Report of the effect of each parameter on an engine: exact, approximate, or none, and why."""
 
 from __future__ import annotations
 
@@ -156,24 +156,24 @@ def in_full(config: ParameterValues, engine: str) -> str:
         lines.append(f"{kind}:")
         lines += [
             f"  {name}={shown(getattr(config, name))}: {why}"
-            for name, (found, why) in lists(engine).items()
-            if found == kind
+            for name, (effect, why) in lists(engine).items()
+            if effect == kind
         ]
     return "\n".join([*lines, *_remarks(config, engine)])
 
 
 def in_short(config: ParameterValues, engine: str) -> str:
     """The names in the three lists; of what was set and does not hold exactly, also why."""
-    rows, mine = lists(engine), changed(config)
-    asked = repr(engine) if engine in _ENGINES else ""
-    lines = [f"IPUConfig on engine {engine!r}; config.report({asked}) says why"]
+    rows, changes = lists(engine), changed(config)
+    engine_argument = repr(engine) if engine in _ENGINES else ""
+    lines = [f"IPUConfig on engine {engine!r}; config.report({engine_argument}) says why"]
     for kind in (EXACT, APPROXIMATED, NONE):
-        names = [name for name, (found, _) in rows.items() if found == kind]
+        names = [name for name, (effect, _) in rows.items() if effect == kind]
         lines.append(_wrapped(f"  {kind}: {', '.join(names) or 'none'}"))
         if kind != EXACT:
             lines += [
                 _wrapped(f"    {name}={shown(value)}: {rows[name][1]}")
-                for name, value in mine.items()
+                for name, value in changes.items()
                 if rows[name][0] == kind
             ]
     return "\n".join([*lines, *_remarks(config, engine)])
@@ -185,7 +185,7 @@ def _wrapped(text: str) -> str:
 
 
 def _remarks(config: ParameterValues, engine: str) -> List[str]:
-    """List what else should be known of this configuration."""
+    """Return further remarks on this configuration."""
     lines = [f"note: {note}" for note in config.notes]
     is_alone = config.replication_factor == 1 and not _over_processes(engine)
     if config.replicated_tensor_sharding and is_alone:

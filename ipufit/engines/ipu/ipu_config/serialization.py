@@ -15,20 +15,20 @@ from ipufit.errors import ConfigurationError
 __all__ = ["SerializationMixin"]
 
 Path = Union[str, "os.PathLike[str]"]
-Made = TypeVar("Made", bound="SerializationMixin")
+ConfigT = TypeVar("ConfigT", bound="SerializationMixin")
 
 
 class SerializationMixin:
-    """Methods of an IPUConfig that read and write files; it fills in the rest."""
+    """Reads and writes an IPUConfig as dicts, JSON, files and repositories of the Hub."""
 
     @classmethod
-    def _made(
-        cls: Type[Made],
-        given: Mapping[str, Any],
+    def _build(
+        cls: Type[ConfigT],
+        arguments: Mapping[str, Any],
         pod_type: Optional[str],
         changes: Mapping[str, Any],
         where: str = "",
-    ) -> Made:
+    ) -> ConfigT:
         raise NotImplementedError
 
     def _said(self) -> Dict[str, Any]:
@@ -40,11 +40,11 @@ class SerializationMixin:
 
     @classmethod
     def from_dict(
-        cls: Type[Made],
+        cls: Type[ConfigT],
         config_dict: Mapping[str, Any],
         pod_type: Optional[str] = None,
         **changes: Any,
-    ) -> Made:
+    ) -> ConfigT:
         """A configuration from values by name, as a file has them.
 
         Args:
@@ -63,11 +63,11 @@ class SerializationMixin:
                 f"from_dict needs values by name, got {shown(config_dict)}. Pass a dict, or use "
                 "from_pretrained for a path."
             )
-        return cls._made(config_dict, pod_type, changes)
+        return cls._build(config_dict, pod_type, changes)
 
     @classmethod
     def from_pretrained(
-        cls: Type[Made],
+        cls: Type[ConfigT],
         source: Path,
         pod_type: Optional[str] = None,
         *,
@@ -77,7 +77,7 @@ class SerializationMixin:
         token: Token = None,
         subfolder: str = "",
         **changes: Any,
-    ) -> Made:
+    ) -> ConfigT:
         """A configuration from a file, a folder or the Hugging Face Hub.
 
         Args:
@@ -98,18 +98,18 @@ class SerializationMixin:
         check_changes({n: None for n in changes if n not in PARAMETERS}, unknown)
         # Before anything is downloaded for nothing.
         raise_faults(unknown if not os.path.exists(source) else [])
-        asked: Dict[str, Any] = {
+        hub_arguments: Dict[str, Any] = {
             "revision": revision,
             "cache_dir": cache_dir,
             "local_files_only": local_files_only,
         }
         if token is not None:
-            asked["token"] = token
-        path = files.find(source, subfolder, asked)
-        return cls._made(files.read_file(path), pod_type, changes, repr(path))
+            hub_arguments["token"] = token
+        path = files.find(source, subfolder, hub_arguments)
+        return cls._build(files.read_file(path), pod_type, changes, repr(path))
 
     @classmethod
-    def from_json_file(cls: Type[Made], path: Path, pod_type: Optional[str] = None) -> Made:
+    def from_json_file(cls: Type[ConfigT], path: Path, pod_type: Optional[str] = None) -> ConfigT:
         """A configuration from a file of JSON.
 
         Args:
@@ -119,10 +119,10 @@ class SerializationMixin:
         Raises:
             ConfigurationError: it can't be read; with every fault.
         """
-        return cls._made(files.read_file(os.fspath(path)), pod_type, {}, repr(os.fspath(path)))
+        return cls._build(files.read_file(os.fspath(path)), pod_type, {}, repr(os.fspath(path)))
 
     @classmethod
-    def from_json_string(cls: Type[Made], text: str, pod_type: Optional[str] = None) -> Made:
+    def from_json_string(cls: Type[ConfigT], text: str, pod_type: Optional[str] = None) -> ConfigT:
         """A configuration from JSON.
 
         Args:
@@ -132,7 +132,7 @@ class SerializationMixin:
         Raises:
             ConfigurationError: it can't be read; with every fault.
         """
-        return cls._made(files.parse(text, "the text"), pod_type, {}, "the text")
+        return cls._build(files.parse(text, "the text"), pod_type, {}, "the text")
 
     def to_dict(self) -> Dict[str, Any]:
         """All parameters by name, ready for JSON.
@@ -206,12 +206,12 @@ class SerializationMixin:
             "token": token,
             "revision": revision,
         }
-        given = [name for name, v in {"repo_id": repo_id, **for_hub}.items() if v is not None]
-        if given and not push_to_hub:
+        hub_names = [name for name, v in {"repo_id": repo_id, **for_hub}.items() if v is not None]
+        if hub_names and not push_to_hub:
             raise ConfigurationError(
-                f"{', '.join(given)} of save_pretrained {'are' if len(given) > 1 else 'is'} for "
-                "the Hugging Face Hub, but push_to_hub is False. Pass push_to_hub=True, or leave "
-                "out what is for it."
+                f"{', '.join(hub_names)} of save_pretrained "
+                f"{'are' if len(hub_names) > 1 else 'is'} for the Hugging Face Hub, but "
+                "push_to_hub is False. Pass push_to_hub=True, or leave out what is for it."
             )
         try:
             os.makedirs(folder, exist_ok=True)
@@ -256,6 +256,6 @@ class SerializationMixin:
         """
         self.check()
         text = self.to_json_string()
-        return hub.uploaded(
+        return hub.upload_file(
             text, repo_id, files.FILE_NAME, commit_message, private, token, revision
         )
