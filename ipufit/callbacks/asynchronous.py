@@ -53,7 +53,7 @@ class Asynchronous(Callback):
         self._failed = False
 
     def _has(self, hook: str) -> bool:
-        """Whether the callback has a hook of its own."""
+        """Return True if the callback overrides a hook."""
         own = getattr(self.callback, hook)
         return getattr(own, "__func__", None) is not getattr(Callback, hook)
 
@@ -92,7 +92,7 @@ class Asynchronous(Callback):
         return getattr(self.callback, hook)(*args)
 
     def _at_last(self, hook: str, *args: Any) -> None:
-        """Of an end, which the callback is told of even if it has failed before."""
+        """Call a hook that ends something, also after the callback has failed."""
         self._waiting.join()
         try:
             getattr(self.callback, hook)(*args)
@@ -110,31 +110,31 @@ class Asynchronous(Callback):
         self.callback.set_params(params)
 
     def on_train_batch_begin(self, batch: int, logs: Optional[Logs] = None) -> None:
-        """In the thread."""
+        """Call the hook in the thread."""
         self._later("on_train_batch_begin", batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
-        """In the thread."""
+        """Call the hook in the thread."""
         self._later("on_train_batch_end", batch, logs)
 
     def on_test_batch_begin(self, batch: int, logs: Optional[Logs] = None) -> None:
-        """In the thread."""
+        """Call the hook in the thread."""
         self._later("on_test_batch_begin", batch, logs)
 
     def on_test_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
-        """In the thread."""
+        """Call the hook in the thread."""
         self._later("on_test_batch_end", batch, logs)
 
     def on_predict_batch_begin(self, batch: int, logs: Optional[Logs] = None) -> None:
-        """In the thread."""
+        """Call the hook in the thread."""
         self._later("on_predict_batch_begin", batch, logs)
 
     def on_predict_batch_end(self, batch: int, logs: Optional[Logs] = None) -> None:
-        """In the thread."""
+        """Call the hook in the thread."""
         self._later("on_predict_batch_end", batch, logs)
 
     def state_dict(self) -> Any:
-        """That of the callback, when nothing waits any more."""
+        """Return the callback's state, when nothing waits any more."""
         return self._now("state_dict")
 
     def load_state_dict(self, state: Any) -> None:
@@ -142,39 +142,39 @@ class Asynchronous(Callback):
         self._now("load_state_dict", state)
 
     def on_train_begin(self, logs: Optional[Logs] = None) -> None:
-        """At once."""
+        """Call the hook at once."""
         self._now("on_train_begin", logs)
 
     def on_epoch_begin(self, epoch: int, logs: Optional[Logs] = None) -> None:
-        """When nothing waits any more."""
+        """Call the hook when nothing waits any more."""
         self._now("on_epoch_begin", epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Optional[Logs] = None) -> None:
-        """When nothing waits any more."""
+        """Call the hook when nothing waits any more."""
         self._now("on_epoch_end", epoch, logs)
 
     def on_non_finite(self, error: NonFiniteLossError) -> bool:
-        """When nothing waits any more."""
+        """Call the hook when nothing waits any more."""
         return bool(self._now("on_non_finite", error))
 
     def on_test_begin(self, logs: Optional[Logs] = None) -> None:
-        """When nothing waits any more."""
+        """Call the hook when nothing waits any more."""
         self._now("on_test_begin", logs)
 
     def on_test_end(self, logs: Optional[Logs] = None) -> None:
-        """When nothing waits any more."""
+        """Call the hook when nothing waits any more."""
         self._now("on_test_end", logs)
 
     def on_predict_begin(self, logs: Optional[Logs] = None) -> None:
-        """When nothing waits any more."""
+        """Call the hook when nothing waits any more."""
         self._now("on_predict_begin", logs)
 
     def on_predict_end(self, logs: Optional[Logs] = None) -> None:
-        """When nothing waits any more."""
+        """Call the hook when nothing waits any more."""
         self._now("on_predict_end", logs)
 
     def on_train_end(self, logs: Optional[Logs] = None) -> None:
-        """When nothing waits any more, also after an error."""
+        """Call the hook when nothing waits any more, also after an error."""
         self._at_last("on_train_end", logs)
 
     def close(self) -> None:

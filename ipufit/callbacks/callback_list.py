@@ -37,7 +37,7 @@ class CallbackList:
 
     @property
     def wants_outputs(self) -> bool:
-        """Whether a callback looks at the outputs of training executions."""
+        """True if a callback looks at the outputs of training executions."""
         return any(callback.wants_outputs for callback in self.callbacks)
 
     def show_outputs(self, outputs: List[Any]) -> None:

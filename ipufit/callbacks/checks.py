@@ -1,4 +1,4 @@
-"""What the arguments of callbacks are held against, and how callbacks speak."""
+"""Checks of the arguments of callbacks, and the lines that callbacks print."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class EpochMetrics:
 
     @property
     def directions(self) -> Dict[str, str]:
-        """Whether "min" or "max" of a value is the best, for those where that is known."""
+        """By name "min" or "max", whichever is best, for values where it is known."""
         better = self.metrics.higher_is_better
         losses = dict.fromkeys(["loss", *self._loss.part_names], "min")
         return {**losses, **{n: "max" if up else "min" for n, up in better.items()}}
@@ -102,7 +102,7 @@ class EpochMetrics:
         self.metrics.reset()
 
     def state_dict(self) -> Dict[str, Any]:
-        """Where the epoch stands.
+        """Return how far the epoch is, for a checkpoint.
 
         Raises:
             MetricError: a metric can't say what it has seen.
@@ -134,7 +134,7 @@ class EpochMetrics:
         self.metrics.load_state_dict(state["metrics"])
 
     def add(self, batch: CombinedBatch, anchors: ExecutionResult) -> None:
-        """What an execution gave."""
+        """Add the results of an execution."""
         self._settle()
         by_update = batch.sizes(self._plan)
         sizes = [size for update in by_update for size in update]
@@ -163,7 +163,7 @@ class EpochMetrics:
             self.metrics.update_all(self._seen(batch, anchors))
 
     def _seen(self, batch: CombinedBatch, anchors: ExecutionResult) -> List[Seen]:
-        """What metrics see of the micro-batches whose outputs came back."""
+        """Return what metrics see of the micro-batches whose outputs came back."""
         seen: List[Seen] = []
         structure, is_target_last = None, False
         for place, outputs in zip(anchors.places, anchors.outputs):
@@ -220,12 +220,12 @@ class EpochMetrics:
 
     @property
     def sums(self) -> Tuple[float, float]:
-        """What :attr:`loss` is made of: the losses times their weights, and the weights."""
+        """Sums that :attr:`loss` is made of: the losses times their weights, and the weights."""
         return self._total, self._weight
 
     @property
     def settings_now(self) -> Mapping[str, float]:
-        """What the program said of itself after the last execution."""
+        """Settings that the program reported after the last execution."""
         return self._settings
 
     def values_without_metrics(self) -> Dict[str, float]:
@@ -264,7 +264,7 @@ class EpochMetrics:
         return self._values
 
     def reduce_across_ranks(self, processes: Processes) -> Dict[str, float]:
-        """The same over the samples of all processes, which ask at the same time."""
+        """Return :meth:`values` over the samples of all processes, which call at the same time."""
         if processes.is_distributed:
             return self._with(self.metrics.whole(processes))
         return dict(self.values())
@@ -283,7 +283,7 @@ def _add_all(running: Running, values: Sequence[Tuple[Optional[float], _Share]])
 
 
 def metric_target(micro_batch: MicroBatch, loss: Loss) -> Tuple[Any, Any]:
-    """What metrics are held against, and how much each sample counts.
+    """Return the target that metrics compare with, and the weight of each sample.
 
     The target, or what a module with its own loss gets last.
     """
@@ -296,7 +296,7 @@ def metric_target(micro_batch: MicroBatch, loss: Loss) -> Tuple[Any, Any]:
 
 
 def _is_target_last(micro_batch: MicroBatch, loss: Loss) -> bool:
-    """Whether the last of its tensors is the target, and all samples count the same."""
+    """Return True if the last tensor is the target, and all samples count the same."""
     _, _, target, weight = micro_batch.structure.children
     return not loss.in_module and target.is_leaf and weight.is_none
 

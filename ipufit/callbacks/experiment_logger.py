@@ -150,7 +150,7 @@ class ExperimentLogger(Callback):
 
 
 def logs_metrics(candidate: object) -> bool:
-    """Whether it is a tracker of a kind that is known."""
+    """Return True for a tracker of a supported kind."""
     return not isinstance(candidate, type) and _known(candidate) is not None
 
 

@@ -1,4 +1,4 @@
-"""What happened in a fit."""
+"""History: the values of every epoch of a fit, with its files and its table."""
 
 from __future__ import annotations
 

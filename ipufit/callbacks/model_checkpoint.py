@@ -112,7 +112,7 @@ class ModelCheckpoint(Monitor):
         return tuple(sorted(fields - set(own)))
 
     def _own_path(self) -> re.Pattern[str]:
-        """What the paths look like that filepath stands for."""
+        """Return the pattern of the paths that ``filepath`` stands for."""
         parts = string.Formatter().parse(self.filepath)
         filled = ((text, "" if name is None else r"[^/\\]+") for text, name, *_ in parts)
         return re.compile("".join(re.escape(text) + field for text, field in filled))

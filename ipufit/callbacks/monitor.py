@@ -58,7 +58,7 @@ class Monitor(Callback):
         self._direction = self._find_direction()
 
     def state_dict(self) -> Any:
-        """Whether the value has ever been there; a subclass has more."""
+        """Return whether the value has ever been there; a subclass adds more."""
         return {"was_there": self._was_there}
 
     def load_state_dict(self, state: Any) -> None:
@@ -81,7 +81,7 @@ class Monitor(Callback):
         return float(value)
 
     def _improves(self, value: float, best: Optional[float]) -> bool:
-        """Whether the value is better than the best by more than ``min_delta``; NaN never is."""
+        """Return True if a value beats the best by more than ``min_delta``; NaN never does."""
         if best is None:
             return not math.isnan(value)
         if self._direction == "min":

@@ -10,7 +10,7 @@ __all__ = ["learning_rates", "log_rates", "set_rates"]
 
 
 def learning_rates(optimizer: Any) -> List[float]:
-    """Of every parameter group."""
+    """Return the learning rates of all parameter groups."""
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 

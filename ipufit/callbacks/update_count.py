@@ -19,7 +19,7 @@ class UpdateCount:
         self.epoch = self.done = self._before = 0
 
     def state_dict(self) -> Dict[str, int]:
-        """Where it stands."""
+        """Return the count, for a checkpoint."""
         return {"epoch": self.epoch, "done": self.done, "before": self._before}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -28,7 +28,7 @@ class UpdateCount:
         self._before = int(state["before"])
 
     def begin_epoch(self, epoch: int) -> None:
-        """What has been done belongs to earlier epochs."""
+        """Add the updates so far to those of earlier epochs."""
         self.epoch, self._before = epoch, self.done
 
     def end_execution(self, batch: int, every: Optional[int]) -> bool:

@@ -527,7 +527,7 @@ def _module_change(part: str, classes: Iterable[object]) -> str:
 
 
 def _leaves(was: object, now: object, path: Tuple[str, ...] = ()) -> Iterator[Leaf]:
-    """Where two trees of JSON differ, as deep as both have the same form."""
+    """Yield where two trees of JSON differ, as deep as both have the same form."""
     if was == now or _is_of_another_python(was, now):
         return
     if isinstance(was, Mapping) and isinstance(now, Mapping):

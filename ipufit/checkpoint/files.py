@@ -1,4 +1,4 @@
-"""What a store does on the disk: each operation is a method, so that a test can make it fail."""
+"""Disk operations of a store, each a method, so that a test can make it fail."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Files:
             shutil.rmtree(path)
 
     def names(self, path: str) -> List[str]:
-        """What a folder has in it."""
+        """Return the names in a folder."""
         return os.listdir(path)
 
     def check_folder(self, path: str) -> None:

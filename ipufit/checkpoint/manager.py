@@ -1,4 +1,4 @@
-"""When a running ``fit`` writes a checkpoint, and how one goes on from it."""
+"""The checkpoint manager: when a running ``fit`` writes checkpoints, and how one goes on."""
 
 from __future__ import annotations
 

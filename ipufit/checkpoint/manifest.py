@@ -23,7 +23,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class Entry(NamedTuple):
-    """What a file must be.
+    """Size and digest that a file must have.
 
     Attributes:
         size: in bytes.

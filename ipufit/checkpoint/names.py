@@ -24,12 +24,12 @@ def name_of(updates: int) -> str:
 
 
 def is_name(name: str) -> bool:
-    """Whether a checkpoint can have this name, which leads nowhere outside of its folder."""
+    """Return True if a checkpoint can have a name: it leads nowhere outside of its folder."""
     return _NAME.fullmatch(name) is not None
 
 
 def place_of(name: str) -> Tuple[int, str]:
-    """What checkpoints are sorted by: the number, then the suffix."""
+    """Return the key by which checkpoints are sorted: the number, then the suffix."""
     match = _NAME.fullmatch(name)
     assert match is not None, name
     return int(match[1]), name
@@ -51,7 +51,7 @@ def held(part: str) -> Iterator[None]:
 
 
 def is_left_over(path: str) -> bool:
-    """Whether nobody works on this hidden folder any more: its process is gone, or it is old."""
+    """Return True if nobody works on a hidden folder: its process is gone, or it is old."""
     entry = os.path.basename(path)
     match = _PART.fullmatch(entry)
     if match is None:

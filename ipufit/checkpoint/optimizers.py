@@ -1,4 +1,4 @@
-"""Whether the state of an optimizer in a checkpoint is one, and that of this optimizer."""
+"""Checks that a stored optimizer state is one, and fits this optimizer."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def optimizer_differences(
 
 
 def _alike(own: Any, other: Any) -> bool:
-    """Whether two settings are of one kind; a rate may have become a tensor."""
+    """Return True if two settings are of one kind; a rate may have become a tensor."""
     numbers = (*_NUMBERS, Tensor)
     if isinstance(own, numbers) and isinstance(other, numbers):
         return True

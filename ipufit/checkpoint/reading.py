@@ -23,7 +23,7 @@ MOST_STATE_BYTES = 64 << 20
 
 @dataclasses.dataclass
 class Contents:
-    """What a checkpoint holds.
+    """Contents of a checkpoint that was read.
 
     Attributes:
         document: of its state.json.
@@ -74,7 +74,7 @@ def read_contents(files: Files, path: str) -> Contents:
 
 @contextlib.contextmanager
 def _told(path: str, name: str) -> Iterator[None]:
-    """What goes wrong inside is told of this file."""
+    """Name the file in errors that are raised inside."""
     try:
         yield
     except (OSError, UnfitError) as error:

@@ -1,4 +1,4 @@
-"""What ``fit(checkpoint=, resume=)`` takes."""
+"""The arguments ``checkpoint`` and ``resume`` of ``fit``."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Checkpoint:
 
 
 def resolve_checkpoint(checkpoint: Any) -> Optional[Checkpoint]:
-    """What ``fit(checkpoint=)`` was given, in one form.
+    """Bring the argument ``checkpoint`` of ``fit`` into one form.
 
     Raises:
         ConfigurationError: it is neither a path nor a Checkpoint.
@@ -74,7 +74,7 @@ def resolve_checkpoint(checkpoint: Any) -> Optional[Checkpoint]:
 
 
 def resolve_resume(resume: Any, checkpoint: Optional[Checkpoint]) -> Optional[str]:
-    """What ``fit(resume=)`` was given: None, "auto", or the path of one checkpoint.
+    """Resolve the argument ``resume`` of ``fit``: None, "auto", or the path of one checkpoint.
 
     Raises:
         ConfigurationError: it is something else, or "auto" without a folder to look into.

@@ -56,7 +56,7 @@ class PreemptionHandler:
         self.signal = signal.Signals(number)
 
     def agree(self, processes: Processes) -> bool:
-        """Whether a signal came, to any process; then it came to all.
+        """Return True if a signal came to any process; then it counts for all.
 
         They ask at the same time. What comes later counts when they ask next.
         """

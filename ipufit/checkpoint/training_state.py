@@ -1,4 +1,4 @@
-"""What a checkpoint of a training run holds, and how a new ``fit`` takes it over."""
+"""The state of a training run in a checkpoint, and how a new ``fit`` takes it over."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def checkpoint_contents(
 
 
 def _apart(processes: Processes, tree: Mapping[str, Any]) -> List[Dict[str, Any]]:
-    """What the processes after the first have for themselves."""
+    """Return the state that each process after the first has for itself."""
     parts = {name: tree[name] for name in ("random", "place", "choices")}
     return processes.gather({**parts, "metrics": tree["meter"]["metrics"]}, "checkpoint")[1:]
 
@@ -141,7 +141,7 @@ class RestoredState:
 
     @staticmethod
     def made(store: Store, name: str, contents: Contents) -> RestoredState:
-        """The same of what was read already.
+        """Make one of contents that were read already.
 
         Raises:
             CheckpointError: it is no checkpoint of a training run.
@@ -171,7 +171,7 @@ class RestoredState:
 
     @property
     def in_epoch(self) -> bool:
-        """Whether the epoch has begun."""
+        """True if the epoch has begun."""
         return bool(self.document["in_epoch"])
 
     @property
@@ -182,18 +182,18 @@ class RestoredState:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run was stopped by a callback, and so has nothing to go on with."""
+        """True if a callback stopped the run, which so has nothing to go on with."""
         return bool(self.document["stopped"])
 
     @property
     def seed(self) -> int:
-        """Of the run."""
+        """The seed of the run."""
         seed: int = self.document["seed"]
         return seed
 
     @property
     def run(self) -> Mapping[str, Any]:
-        """What belongs to the run as a whole."""
+        """Values that belong to the run as a whole."""
         run: Mapping[str, Any] = self.document["run"]
         return run
 
@@ -204,7 +204,7 @@ class RestoredState:
         return best
 
     def apart(self, processes: Processes) -> Mapping[str, Any]:
-        """What this process had for itself, or the first one where there are others now."""
+        """Return this process' own state, or the first one's where their number has changed."""
         each: List[Mapping[str, Any]] = [self.tree, *self.tree.get("apart", [])]
         return each[processes.process_id if len(each) == processes.num_processes else 0]
 
@@ -230,7 +230,7 @@ class RestoredState:
         )
 
     def meter(self, metrics: MetricSet, processes: Processes) -> Dict[str, Any]:
-        """What this process is to have seen of the epoch.
+        """Return the part of the epoch that this process is to have seen.
 
         Args:
             metrics: know how to join what several have seen.
@@ -247,12 +247,12 @@ class RestoredState:
         return meter
 
     def choices(self, processes: Processes) -> Any:
-        """What was measured to be the fastest."""
+        """Return the kernel choices that were measured to be the fastest."""
         return self.apart(processes)["choices"]
 
     @property
     def described(self) -> Dict[str, Any]:
-        """What History says of a run that goes on from here."""
+        """The entry of History for a run that goes on from here."""
         place = self.tree["place"]
         data = "read again up to there" if self.in_epoch else "from the start of an epoch"
         if place is not None and place["own"] is not None:
@@ -267,7 +267,7 @@ class RestoredState:
 
 
 def _checked(checkpoint: RestoredState) -> RestoredState:
-    """The same, if everything that is asked of it has the right form.
+    """Return a checkpoint whose parts all have the right form.
 
     Raises:
         ValueError, TypeError, KeyError: something has not.

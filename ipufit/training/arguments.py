@@ -37,7 +37,7 @@ __all__ = ["FitArguments", "InferenceArguments"]
 
 @dataclasses.dataclass(frozen=True)
 class InferenceArguments:
-    """What ``evaluate`` or ``predict`` was asked for, known to be right.
+    """Checked arguments of ``evaluate`` or ``predict``.
 
     Attributes:
         source: the data.
@@ -98,7 +98,7 @@ class InferenceArguments:
 
 @dataclasses.dataclass(frozen=True)
 class FitArguments:
-    """What ``fit`` was asked for, known to be right.
+    """Checked arguments of ``fit``.
 
     Attributes:
         source: the training data.
@@ -232,7 +232,7 @@ class FitArguments:
         )
 
     def going_on_from(self, restored: Optional[RestoredState]) -> FitArguments:
-        """The same, to go on from a checkpoint or, from None, to begin.
+        """Return these arguments for a run that goes on from a checkpoint or, from None, begins.
 
         Raises:
             ConfigurationError: the checkpoint is of a run with other arguments.
@@ -247,7 +247,7 @@ class FitArguments:
         return dataclasses.replace(self, restored=restored, asked_seed=seed, first_epoch=first)
 
     def again(self, restored: Optional[RestoredState]) -> FitArguments:
-        """The same, to go on from a checkpoint."""
+        """Return these arguments for another try after the device failed, from a checkpoint."""
         if restored is None:
             return self
         original = restored.run["first_epoch"]

@@ -278,7 +278,7 @@ def _schedule(
 def _configured(
     config: IPUConfig, engine: Engine, train_config: TrainConfig, options: Dict[str, Any]
 ) -> Tuple[TrainConfig, Dict[str, Any]]:
-    """What else a configuration changes: settings of the engine, or what stands for them here."""
+    """Apply the rest of a configuration: the engine's settings, or what stands for them here."""
     options_of = getattr(engine, "options_of", None)
     if options_of is not None:
         return train_config, options_of(config)

@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other about every execution."""
+"""Exchange between the processes of a run in every execution."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ExecutionSync:
         self.is_portioned = is_portioned
 
     def executions(self, batches: Iterator[CombinedBatch]) -> Iterator[CombinedBatch]:
-        """Those of this process, with the sizes of what all others bring to each.
+        """Yield the executions of this process with the sizes of the shares of all others.
 
         Where data comes in parts of its own length, the epoch ends with the longest of them.
         """
@@ -104,7 +104,7 @@ class ExecutionSync:
         return self._joined(anchors, batch, told)
 
     def _refuse_zero_update(self, batch: CombinedBatch, role: str) -> None:
-        """As one process would: a sample of any process may be the one that counts."""
+        """Refuse an update of which no sample in any process has a weight, as one process would."""
         shares = batch.shares(self._plan)
         counts = list(map(any, split_by_update(map(has_weight, batch.micro_batches), shares)))
         told = self.processes.gather(counts, "weights of samples")
@@ -197,7 +197,7 @@ class ExecutionSync:
 def _numbers(
     order: int, anchors: Optional[ExecutionResult], lost: Optional[NonFiniteLossError]
 ) -> Dict[str, Any]:
-    """What one process says of an execution."""
+    """Return the numbers of an execution that one process sends to the others."""
     if anchors is None:
         assert lost is not None
         return {"order": order, "lost": [str(lost), lost.update, lost.value]}

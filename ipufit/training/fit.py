@@ -1,4 +1,4 @@
-"""What ``Model`` does when its arguments are known to be right: one job, its callbacks, its end."""
+"""Fit, evaluate and predict with checked arguments: one job, its callbacks, its end."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def _cuts(arguments: FitArguments) -> List[int]:
 
 
 def _prefer(session: Session, arguments: FitArguments) -> None:
-    """What the engine measured for the run that goes on holds for the rest of it."""
+    """Load the kernel choices that the engine measured before the run was interrupted."""
     prefer = getattr(session.engine, "prefer", None)
     if arguments.restored is not None and prefer is not None:
         prefer(arguments.restored.choices(session.processes) or {})
@@ -311,7 +311,7 @@ def _check(
 
 
 def _accumulation_steps(plan: Plan, source: DataAdapter, updates: int) -> List[int]:
-    """Of the updates of an epoch; a short last one has fewer."""
+    """Return the accumulation steps of the updates of an epoch; a short last one has fewer."""
     most = plan.gradient_accumulation
     micro_batches = plan.micro_batches_per_epoch or source.micro_batches
     if micro_batches is None:
@@ -400,7 +400,7 @@ def _inference_job(session: Session, arguments: InferenceArguments, mode: Mode) 
 
 
 def _may_stop(callback: Callback) -> bool:
-    """Whether it may ask for the end of training in the middle of an epoch."""
+    """Return True if a callback may ask for the end of training in the middle of an epoch."""
     hook = type(callback).on_train_batch_end
     return hook is not Callback.on_train_batch_end and not callback.only_reports
 

@@ -1,4 +1,4 @@
-"""What a model says of itself and of what it would do; nothing is trained."""
+"""Methods of Model that describe it and predict what it would do; nothing is trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a configuration says to ``compile``, and what disagrees."""
+"""Settings of an IPUConfig as arguments of ``compile``, and the arguments that disagree."""
 
 from __future__ import annotations
 

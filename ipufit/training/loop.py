@@ -51,7 +51,7 @@ class Job(Measurement):
     def executions(
         self, epoch: int, stage: Optional[Stage] = None
     ) -> Iterator[Iterator[CombinedBatch]]:
-        """Those of an epoch, as long as the block lasts."""
+        """Open the executions of an epoch for the time of the block."""
         self._batches = self.meter.updates * self.plan.micro_batches_per_update
         with contextlib.closing(self.feed.executions(epoch, self.plan, stage)) as batches:
             yield self.sync.executions(batches)
@@ -276,7 +276,7 @@ def predict(job: Job, callbacks: CallbackList) -> Any:
 
 
 def predictions(job: Job, callbacks: CallbackList) -> Generator[Any, None, None]:
-    """The same, one execution at a time.
+    """Yield the outputs of all samples in the loader's order, one execution at a time.
 
     Raises:
         DataError: an output has no row for each sample.

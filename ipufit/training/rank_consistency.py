@@ -97,7 +97,7 @@ def _restore_on_all_ranks(processes: Processes, given: FitArguments) -> Optional
 
 
 def _facts(session: Session, plan: Plan, is_portioned: bool) -> Dict[str, Any]:
-    """What all processes must have in common, by names that a user understands."""
+    """Return the settings that all processes must share, by names that a user understands."""
     module, loss = session.module, session.loss
     facts = {
         "version_of_ipufit": __version__,

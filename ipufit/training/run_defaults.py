@@ -48,7 +48,7 @@ class RunDefaults:
 
     @staticmethod
     def of(config: IPUConfig) -> RunDefaults:
-        """What a configuration fixes."""
+        """Return the defaults that an IPUConfig fixes."""
         training = {
             **_work(config, ""),
             "gradient_accumulation": (
@@ -67,7 +67,7 @@ class RunDefaults:
         inference: Optional[PopTorchOptions],
         said: Sequence[str],
     ) -> RunDefaults:
-        """What whole PopTorch options fix.
+        """Return the defaults that whole PopTorch options fix.
 
         Args:
             training, inference: the options, or None.

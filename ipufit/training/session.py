@@ -1,4 +1,4 @@
-"""What ``compile`` fixed, and the one place that decides which program has the device."""
+"""Session: the settings that ``compile`` fixed, and the program that has the device."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Session:
 
     @property
     def processes(self) -> Processes:
-        """Those that work together; of several, each has a model like this one."""
+        """Processes that work together; of several, each has a model like this one."""
         return current()
 
     @property
@@ -141,7 +141,7 @@ class Session:
         return [] if self._optimizer is None else self._optimizer.param_groups
 
     def gather_optimizer(self) -> Optional[torch.optim.Optimizer]:
-        """The same, whole in all processes, which call this at the same time."""
+        """Return the optimizer, whole in all processes, which call this at the same time."""
         who = self.engine if self._training is None else self._training
         gather = getattr(who, "gather_optimizer", None)
         if gather is not None:
@@ -156,7 +156,7 @@ class Session:
 
     @property
     def is_training(self) -> bool:
-        """Whether a training program has the weights."""
+        """True while a training program has the weights."""
         return self._training is not None
 
     def seed(self) -> int:
@@ -316,7 +316,7 @@ class Session:
         raise failure
 
     def start_on_all_ranks(self, *args: Any, **options: Any) -> Job:
-        """The same in all processes, if it works in all.
+        """Start a job in all processes, if it starts in all.
 
         Raises:
             ProcessError: it fails in another one.
@@ -459,7 +459,7 @@ class Session:
         return preflight(self.module, self.loss, self._optimizer, self.config, sample)
 
     def recomputes(self, strategy: str, stages: int) -> bool:
-        """Whether training, as compiled, has PopTorch compute activations again.
+        """Return True if training, as compiled, has PopTorch compute activations again.
 
         It does so in a pipeline, unless the options of its compiler say otherwise.
         """

@@ -1,4 +1,4 @@
-"""What ``Model.summary`` prints."""
+"""The table that ``Model.summary`` prints."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def sample_of(
 
 
 def batch_of(x: Any, own_loss: OwnLoss, asks: str) -> Any:
-    """What was given, if it is a batch, or the first one of a loader.
+    """Return the argument, if it is a batch, or the first batch of a loader.
 
     Args:
         x: the batch or the loader.
@@ -118,7 +118,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _is_list_of_parts(x: Any, own_loss: OwnLoss) -> bool:
-    """Whether it is a batch, and not a list of batches."""
+    """Return True for a batch, False for a list of batches."""
     is_short = isinstance(x, list) and (own_loss or len(x) in (2, 3))
     return is_short and any(map(_is_array, x))
 
@@ -269,6 +269,6 @@ def _lines(row: Sequence[str], widths: Sequence[int]) -> List[str]:
 
 
 def stripped(batch: MicroBatch) -> MicroBatch:
-    """The same in shape and dtype, without holding its values in memory."""
+    """Return a micro-batch of this shape and dtype that holds no values in memory."""
     leaves = tuple(torch.empty_like(leaf, device="meta") for leaf in batch.leaves)
     return MicroBatch(leaves, batch.structure, batch.size)

@@ -39,16 +39,16 @@ class Validation:
         self._directions: Dict[str, str] = {}
 
     def named(self, name: str, trained: Sequence[str]) -> str:
-        """What a value of it is called beside those of training, whose names these are."""
+        """Return the name of a validation's value beside the names of training."""
         return in_validation(name, self._has_own_names, trained)
 
     def names(self, trained: Sequence[str]) -> List[str]:
-        """What its values are called, as far as they are known before the first."""
+        """Return the names of the values, as far as they are known before the first validation."""
         known = self._names if self._has_own_names and self._names is not None else trained
         return [self.named(name, trained) for name in known]
 
     def directions(self, trained: Sequence[str], known: Mapping[str, str]) -> Dict[str, str]:
-        """Whether "min" or "max" of its values is the best, as far as it is known.
+        """Return by name "min" or "max", whichever is best, for values where it is known.
 
         Args:
             trained: names of the values of training.
