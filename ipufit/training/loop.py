@@ -127,7 +127,10 @@ class Fit:
                 observer.begin_fit(self)
             for epoch in range(first_epoch, epochs):
                 if not (is_within_epoch and epoch == first_epoch):
-                    self._begin_epoch(epoch)
+                    for observer in self.observers:
+                        with self.clock.during(observer.phase):
+                            observer.begin_epoch(epoch)
+                    self.job.meter.reset()
                 # Observers may have changed the module or the optimizer.
                 self.job.prepare()
                 self._run_executions(epoch)
@@ -138,9 +141,7 @@ class Fit:
                     break
             self.job.program.adopt_averages()
         finally:
-            with contextlib.ExitStack() as ends:  # all of them, whatever the others raise
-                for observer in reversed(self.observers):
-                    ends.callback(observer.end_fit, logs)
+            _end_all(self.observers, logs)
 
     @property
     def feed(self) -> BatchPipeline:
@@ -156,12 +157,6 @@ class Fit:
     def ending(self) -> bool:
         """Return True if training ends with the last execution."""
         return self._non_finite is not None or self.stopped()
-
-    def _begin_epoch(self, epoch: int) -> None:
-        for observer in self.observers:
-            with self.clock.during(observer.phase):
-                observer.begin_epoch(epoch)
-        self.job.meter.reset()
 
     def _end_epoch(self, epoch: int, logs: Dict[str, float]) -> None:
         try:
@@ -248,6 +243,15 @@ class Fit:
                 UserWarning,
                 stacklevel=stacklevel_of_user(),
             )
+
+
+def _end_all(observers: Sequence[Observer], logs: Dict[str, float]) -> None:
+    """End every observer, whatever the others raise; several errors are chained."""
+    if observers:
+        try:
+            observers[0].end_fit(logs)
+        finally:
+            _end_all(observers[1:], logs)
 
 
 def evaluate(job: Job, callbacks: CallbackList, epoch: int = 0) -> Dict[str, float]:
