@@ -8,8 +8,13 @@ from torch import nn
 
 import ipufit
 from ipufit.engines.embedded.fsdp.weights import pieces_of
-from ipufit.engines.embedded.passes.collective_hooks import FILL, FREE, SUM, insert_weight_hooks
-from ipufit.engines.embedded.passes.hoist_gradients import hoist_gradients
+from ipufit.engines.embedded.passes.collective_hooks import (
+    FILL,
+    FREE,
+    SUM,
+    hoist_gradients,
+    insert_weight_hooks,
+)
 from ipufit.errors import CaptureError, ConfigurationError
 from ipufit.tracing.capture import capture
 from ipufit.tracing.node_meta import backward_marked

@@ -13,7 +13,7 @@ from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 import torch
 from torch import fx, nn
 
-from ipufit.engines.embedded.passes.hoist_gradients import hoist_gradients
+from ipufit.engines.embedded.passes.data_flow import Flow
 from ipufit.errors import CaptureError
 from ipufit.tracing.aliases import Memories
 from ipufit.tracing.grad_step import public_name
@@ -25,6 +25,7 @@ __all__ = [
     "SUM",
     "CollectiveHooks",
     "Event",
+    "hoist_gradients",
     "insert_gradient_hooks",
     "insert_weight_hooks",
 ]
@@ -167,3 +168,37 @@ def _add_sums(graph: fx.Graph, count: int) -> None:
             summed = graph.call_module("meeting", (SUM, number, results[0], gradient))
         results[len(results) - count + number] = summed
     output.args = (results,)
+
+
+def hoist_gradients(graph: fx.Graph, count: int) -> None:
+    """Move what follows the backward pass up to behind what it reads.
+
+    A recording packs gradients at its end, when the last one is known; the first ones to be known
+    could have gone to other processes long before.
+
+    Args:
+        graph: of a micro-batch; changed in place.
+        count: how many of its last outputs are gradients.
+    """
+    if not count:
+        return
+    nodes = list(graph.nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+    behind = 1 + max(i for i, node in enumerate(nodes) if is_backward(node))
+    lowest = max(i for i, node in enumerate(nodes) if node.op == "placeholder")
+    flow = Flow(graph)
+    # By the place in the old order behind which they stand now: the last one moved there.
+    tails: Dict[int, fx.Node] = {}
+    ranks: Dict[fx.Node, Tuple[int, int]] = {}
+    late: List[fx.Node] = [node for node in nodes[behind:] if node.op == "call_function"]
+    for number, node in enumerate(late, 1):
+        if any(flow.is_written(each) for each in [node, *node.all_input_nodes]):
+            ranks[node] = (place[node], 0)
+            continue
+        read = [ranks.get(each, (place[each], 0)) for each in node.all_input_nodes]
+        anchor = max([lowest, *(rank[0] for rank in read)])
+        tail = tails.get(anchor, nodes[anchor])
+        if tail.next is not node:
+            tail.append(node)
+        tails[anchor] = node
+        ranks[node] = (anchor, number)

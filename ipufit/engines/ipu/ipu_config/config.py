@@ -11,12 +11,12 @@ from ipufit.engines.ipu.ipu_config import report
 from ipufit.engines.ipu.ipu_config.parameters import (
     PARAMETERS,
     ParameterValues,
+    Partition,
     is_default,
     nearest,
     shown,
     twin,
 )
-from ipufit.engines.ipu.ipu_config.partition import Partition
 from ipufit.engines.ipu.ipu_config.reading import (
     check_changes,
     check_values,
