@@ -1,4 +1,4 @@
-"""What looks into a model without training it: checks, comparisons, plans of partitions, tuners.
+"""Analyses of a model that is not trained: checks, comparisons, plans of partitions, tuners.
 
 Everything here stands above training: it runs short programs of its own, or none, and leaves the
 user's module as it was. Only the methods of ``Model`` import it, when they are called.

@@ -18,7 +18,7 @@ from ipufit.errors import ConfigurationError
 from ipufit.lightning_module.data import Loaders, loaders_for, set_up
 from ipufit.lightning_module.detect import lightning_parts, overrides
 from ipufit.lightning_module.hooks import ModuleHooks
-from ipufit.lightning_module.metrics import EpochMetrics, MeasuredProgram, ModuleMetrics
+from ipufit.lightning_module.metrics import MeasuredProgram, ModuleMetrics, StepMetrics
 from ipufit.lightning_module.optimizers import configure_optimizer
 from ipufit.lightning_module.steps import Steps, acting_as, steps_of
 from ipufit.lightning_module.trainer_proxy import FitTrainerProxy, NotKnownYetError
@@ -286,7 +286,7 @@ class LightningModel(Model):
             self._ready()
         session = super()._compiled(name)
         if not session.metrics and self._metrics.find():
-            session.metrics = MetricSet([EpochMetrics(self._metrics, self.module)])
+            session.metrics = MetricSet([StepMetrics(self._metrics, self.module)])
             session.around = self._measured
         return session
 

@@ -112,7 +112,7 @@ class Steps(nn.Module):
         return "train" if self.training else str(vars(self)[_ROLE])
 
     def _more(self, role: str) -> Tuple[object, ...]:
-        """What the step takes besides the batch."""
+        """Return the arguments of the step besides the batch."""
         name = _METHODS[role]
         signature = parameters_of(getattr(self.lightning, name))
         if signature is None:

@@ -4,8 +4,8 @@ The program hands out what they are called with, and the host updates them after
 torchmetrics is never imported here.
 """
 
-from ipufit.lightning_module.metrics.objects import EpochMetrics, ModuleMetrics
+from ipufit.lightning_module.metrics.objects import ModuleMetrics, StepMetrics
 from ipufit.lightning_module.metrics.program import MeasuredProgram
 from ipufit.lightning_module.metrics.recording import MetricCalls, MetricValue
 
-__all__ = ["EpochMetrics", "MeasuredProgram", "MetricCalls", "MetricValue", "ModuleMetrics"]
+__all__ = ["MeasuredProgram", "MetricCalls", "MetricValue", "ModuleMetrics", "StepMetrics"]

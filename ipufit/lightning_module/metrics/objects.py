@@ -17,9 +17,9 @@ from ipufit.metrics.values import shapes
 from ipufit.processes import Processes
 
 __all__ = [
-    "EpochMetrics",
     "ModuleMetrics",
     "Objects",
+    "StepMetrics",
     "as_number",
     "has_seen",
     "metric_at",
@@ -225,7 +225,7 @@ def without_sync(metric: Any) -> Iterator[None]:
             each.sync_on_compute, each._to_sync = before
 
 
-class EpochMetrics:
+class StepMetrics:
     """Metric of ipufit for the values over an epoch of the metrics that a step logs.
 
     They are updated by :class:`MeasuredProgram`.
@@ -262,16 +262,16 @@ class EpochMetrics:
     def names(self, names: Tuple[str, ...]) -> None:
         """They are known."""
 
-    def fresh(self) -> EpochMetrics:
+    def fresh(self) -> StepMetrics:
         """Return the metrics of the present role or, if this has a role, a copy without state."""
         if self._role is None:
             role = self._step.role
             self._metrics.begin(role)
-            return EpochMetrics(self._metrics, self._step, role)
+            return StepMetrics(self._metrics, self._step, role)
         copies = copy.deepcopy(self._objects)
         for metric in copies.values():
             metric.reset()
-        return EpochMetrics(self._metrics, self._step, self._role, copies)
+        return StepMetrics(self._metrics, self._step, self._role, copies)
 
     @property
     def _objects(self) -> Objects:
