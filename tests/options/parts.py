@@ -547,6 +547,42 @@ def placed(**options):
 
 
 of("errors.NonFiniteLossError.place", placed, epoch=(0, 1), before=(0, 8))
+
+
+def non_finite(**one):
+    """A value with what is told of it, as words and as it is."""
+    found = NonFiniteValue(**{"cause": "forward", "operator": "aten.log.default", **one})
+    return found.describe(), found
+
+
+of(
+    "errors.NonFiniteValue",
+    non_finite,
+    cause=("forward", "data"),
+    made=("nan", "inf"),
+    replica=(0, 1),
+    micro_batch=(0, 1),
+    micro_batches=(1, 2),
+    module=(None, "0"),
+    kind=("", "Linear"),
+    operator=("aten.log.default", "aten.div.Tensor"),
+    file=(None, "net.py"),
+    line=(None, 3),
+    source=("", "x.log()"),
+    samples=((), (2,)),
+    offset=(0, 8),
+    operands=((), (errors.Operand((2,), 0.0, 1.0),)),
+    parameter=(None, "weight"),
+)
+of(
+    "errors.Operand",
+    lambda **one: str(errors.Operand(**{"shape": (2, 3), "minimum": 0.0, "maximum": 1.0, **one})),
+    shape=((2, 3), (3,)),
+    minimum=(0.0, -1.0),
+    maximum=(1.0, 2.0),
+    nans=(0, 1),
+    infinities=(0, 1),
+)
 of_error(errors.RecoverableDeviceError, message=("a", "b"), action=("IPU_RESET", "FULL_RESET"))
 of_error(errors.PlanError, faults=(["a"], ["b"]), suggestion=(None, {"ipus": 2}))
 of_error(
