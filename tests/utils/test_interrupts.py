@@ -113,16 +113,22 @@ class Interrupting(Dataset):
         return torch.full((8,), float(index)), torch.tensor(index % 3)
 
 
+@pytest.fixture
+def children_before():
+    """Processes that other tests have left, or whose loaders wait for the garbage collector."""
+    return set(multiprocessing.active_children())
+
+
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_have_nothing_to_do_with_ctrl_c(method, prefetch):
+def test_workers_have_nothing_to_do_with_ctrl_c(method, prefetch, children_before):
     """The process that waits for them decides: it may have a checkpoint to write first."""
     model = ipufit.Model(nn.Linear(8, 3))
     model.compile("sgd", "cross_entropy")
     loader = DataLoader(Interrupting(), 4, num_workers=1, multiprocessing_context=method)
     history = model.fit(loader, epochs=2, prefetch=prefetch, verbose=0)
     assert history.epoch == [0, 1]
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= children_before
 
 
 def test_a_program_that_a_worker_runs_still_hears_ctrl_c():
@@ -227,7 +233,7 @@ class Striking(torch.utils.data.Sampler):
 
 
 @pytest.mark.parametrize(("times", "went_on"), [(1, True), (2, False)])
-def test_a_second_ctrl_c_does_not_wait_for_a_sampler(times, went_on):
+def test_a_second_ctrl_c_does_not_wait_for_a_sampler(times, went_on, children_before):
     """The first lets workers be started whole; who can't wait for that presses again."""
     model = ipufit.Model(nn.Linear(8, 3))
     model.compile("sgd", "cross_entropy")
@@ -235,7 +241,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_sampler(times, went_on):
     with pytest.raises(KeyboardInterrupt):
         model.fit(DataLoader(Samples(), 4, sampler=sampler, num_workers=2), verbose=0)
     assert sampler.went_on is went_on
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= children_before
 
 
 class Samples(Dataset):
@@ -327,7 +333,7 @@ def test_a_worker_that_ends_by_ctrl_c_is_no_error_of_the_data(interrupt):
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_persistent_workers_that_are_slow_end_with_the_interrupt(prefetch):
+def test_persistent_workers_that_are_slow_end_with_the_interrupt(prefetch, children_before):
     """torch would wait five seconds for each, whenever the loader is let go of."""
     model = ipufit.Model(nn.Linear(8, 3))
     model.compile("sgd", "cross_entropy")
@@ -337,7 +343,7 @@ def test_persistent_workers_that_are_slow_end_with_the_interrupt(prefetch):
     with pytest.raises(KeyboardInterrupt):
         model.fit(loader, prefetch=prefetch, verbose=0)
     strike.join()
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= children_before
     # Others are started when it is read next.
     loader.dataset.seconds = 0.0
     assert model.fit(loader, prefetch=prefetch, verbose=0).epoch == [0]
