@@ -132,7 +132,7 @@ class CallbackObserver(Observer):
 
     def begin_fit(self, fit: RunningFit) -> None:
         """Call ``on_train_begin``."""
-        self._meter = fit.job.meter
+        self._meter, self._history = fit.job.meter, fit.history
         self._callbacks.call("on_train_begin", {})
 
     def begin_epoch(self, epoch: int) -> None:
@@ -155,8 +155,13 @@ class CallbackObserver(Observer):
         return self._callbacks.ask("on_non_finite", error)
 
     def end_epoch(self, epoch: int, logs: Dict[str, float]) -> None:
-        """Call ``on_epoch_end``."""
-        self._callbacks.call("on_epoch_end", epoch, logs)
+        """Call ``on_epoch_end``, after which the history has the epoch, also after an error."""
+        try:
+            self._callbacks.call("on_epoch_end", epoch, logs)
+        finally:
+            # A callback before it has failed; the epoch has been trained all the same.
+            if epoch not in self._history.epoch:
+                self._history.append(epoch, logs)
 
     def end_fit(self, logs: Mapping[str, float]) -> None:
         """Call ``on_train_end`` and ``close``."""

@@ -136,7 +136,9 @@ class Fit:
                 self._run_executions(epoch)
                 logs = self._epoch_logs(epoch)
                 self.job.program.publish()
-                self._end_epoch(epoch, logs)
+                for observer in self.observers:
+                    with self.clock.during(observer.phase):
+                        observer.end_epoch(epoch, logs)
                 if self.ending():
                     break
             self.job.program.adopt_averages()
@@ -157,16 +159,6 @@ class Fit:
     def ending(self) -> bool:
         """Return True if training ends with the last execution."""
         return self._non_finite is not None or self.stopped()
-
-    def _end_epoch(self, epoch: int, logs: Dict[str, float]) -> None:
-        try:
-            for observer in self.observers:
-                with self.clock.during(observer.phase):
-                    observer.end_epoch(epoch, logs)
-        finally:
-            # A callback before it has failed; the epoch has been trained all the same.
-            if epoch not in self.history.epoch:
-                self.history.append(epoch, logs)
 
     def _run_executions(self, epoch: int) -> None:
         for observer in self.observers:

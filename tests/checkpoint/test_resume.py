@@ -336,3 +336,19 @@ class Counted(Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         self.executions += 1
+
+
+class Silent(ipufit.History):
+    """Leaves it to ``fit`` to add the epochs."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        pass
+
+
+def test_a_checkpoint_has_its_epoch_in_a_history_that_does_not_add_it_itself(tmp_path):
+    case = Case(MLP, callbacks=lambda: [Silent()], seed=5)
+    whole = case.run(checkpoint=tmp_path / "whole").history
+    case.run(checkpoint=tmp_path / "run", epochs=1)
+    resumed = case.run(checkpoint=tmp_path / "run", resume="auto").history
+    assert resumed.epoch == whole.epoch == [0, 1, 2]
+    assert resumed.history == whole.history
