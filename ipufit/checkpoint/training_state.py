@@ -230,7 +230,7 @@ class RestoredState:
         )
 
     def meter(self, metrics: MetricSet, processes: Processes) -> Dict[str, Any]:
-        """Return the part of the epoch that this process is to have seen.
+        """Return the state in which the meter of this process goes on within the epoch.
 
         Args:
             metrics: know how to join what several have seen.

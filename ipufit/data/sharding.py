@@ -166,7 +166,7 @@ def refuse_unshared(loader: Any, role: str, processes: int) -> None:
 
 
 class _ShardSampler:
-    """The batch sampler of such a loader: what a portion takes of another one's indices."""
+    """Batch sampler whose batches are set anew for every pass: the shard of another one's."""
 
     def __init__(self) -> None:
         self.indices: Iterator[Any] = iter(())

@@ -267,7 +267,7 @@ class DataAdapter:
         horizon: Optional[ReadAhead] = None,
         portion: Optional[RankShard] = None,
     ) -> Iterator[Any]:
-        """The batches of one epoch, each as the loader yields it, or several as ``Picked``.
+        """The batches of one epoch, each as the loader yields it, or several as ``RowBlock``.
 
         Args:
             stream: torch's random numbers while they are fetched.

@@ -318,7 +318,7 @@ class OutputMetric:
         self._inner.reset()
 
     def state_dict(self) -> Any:
-        """Return that which the metric itself returns."""
+        """Return the state of the metric for this output."""
         return self._inner.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
@@ -326,11 +326,11 @@ class OutputMetric:
         self._inner.load_state_dict(state)
 
     def joined(self, states: Sequence[Any]) -> Any:
-        """Return that which the metric itself returns."""
+        """Merge the states that the metric for this output has in several processes."""
         return self._inner.joined(states)
 
     def check_joined(self, processes: int) -> None:
-        """Check like the metric itself."""
+        """Refuse a metric for this output whose states can't be merged."""
         self._inner.check_joined(processes)
 
     def update(self, prediction: Any, target: Any, size: int, weight: Any) -> None:

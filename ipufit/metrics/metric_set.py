@@ -60,12 +60,15 @@ class PendingBatches:
         self._elements = 0
 
     def learn(self, one: Seen) -> None:
-        """The metrics take this. Of class indices they take, in such a form, whatever there is."""
+        """Remember the form of a micro-batch that the metrics took, if its target is class indices.
+
+        They then take every other micro-batch of that form.
+        """
         if one[0].shape != one[1].shape:
             self._known = _form(one)
 
     def takes(self, one: Seen) -> bool:
-        """Let it wait, if it is known that the metrics will take it.
+        """Let a micro-batch wait, if the metrics are sure to take it; return True if it waits.
 
         Args:
             one: copies, as :func:`joined` makes them.
@@ -82,13 +85,13 @@ class PendingBatches:
         return self._elements > _MOST
 
     def taken(self) -> Optional[Seen]:
-        """All that wait, as one; None if none do. They wait no longer."""
+        """Remove all batches that wait, and return them as one; None if none do."""
         seen = self._seen
         self.forget()
         return _as_one(seen) if seen else None
 
     def forget(self) -> None:
-        """None of them will be looked at."""
+        """Drop all batches that wait, without a look at them."""
         self._seen, self._elements = [], 0
 
 
