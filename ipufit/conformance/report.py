@@ -91,8 +91,9 @@ class ResultTable:
         rows = []
         for row in self._rows:
             finite = row.error is None or math.isfinite(row.error)
-            values = {**vars(row), "error": row.error if finite else "inf"}
-            rows.append({**values, "said": values.pop("details")})
+            names = ("said" if name == "details" else name for name in vars(row))
+            error = row.error if finite else "inf"
+            rows.append({**dict(zip(names, vars(row).values())), "error": error})
         return {"environment": self._head, "rows": rows, "passed": self.passed}
 
     def _line(self, text: str) -> None:

@@ -44,6 +44,7 @@ def test_the_table_says_what_ran_and_how_far_off_it_was(capsys, tmp_path):
     assert table["environment"]["engine"] == "embedded"
     (kept,) = table["rows"]
     assert (kept["name"], kept["outcome"], kept["said"]) == (QUICK, "pass", "")
+    assert list(kept) == ["name", "outcome", "error", "tolerance", "said", "question"]
     assert kept["error"] < kept["tolerance"] == 1e-10
 
 
