@@ -52,7 +52,7 @@ def resolve_metrics(
             weighted with its samples, or a tensor with one value per sample in dimension 0; or an
             object of torchmetrics, which is copied and never touched. Parameters such as
             ``y_true, y_pred`` of a callable or of an object's ``update`` say another order: see
-            :func:`ipufit.core.objective_arguments`. A list, tuple or dict as a
+            :func:`ipufit.core.objective_arguments.argument_order`. A list, tuple or dict as a
             value of the dict goes to the output that is its key, and its metrics are logged as
             ``<output>_<metric>``.
         weighted_metrics: the same, but every value is multiplied with its sample's weight, and the

@@ -15,7 +15,8 @@ def main() -> None:
     """Run until libFuzzer says so; it ends with what it has found."""
     import atheris
 
-    instrumented: Any = atheris.instrument_imports(include=["ipufit.checkpoint", "json"])
+    readers = ["ipufit.checkpoint", "ipufit.utils.codec", "ipufit.utils.files", "json"]
+    instrumented: Any = atheris.instrument_imports(include=readers)
     with instrumented:
         from tests.fuzz.checkpoint import Reader, seeds
 
