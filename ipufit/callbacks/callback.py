@@ -48,7 +48,7 @@ class Callback:
 
     @property
     def only_reports(self) -> bool:
-        """Whether of several processes the first one alone calls it."""
+        """True if, of several processes, the first one alone calls the callback."""
         return self.writes_files
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Callback:
         return False
 
     def state_dict(self) -> Any:
-        """What a checkpoint keeps of the callback, so that a resumed ``fit`` ends like another one.
+        """Return the state that a checkpoint keeps, so that a resumed ``fit`` ends like another.
 
         Returns:
             Dicts, lists, tuples, strings, numbers, tensors and None; None for nothing, the default.

@@ -32,11 +32,11 @@ _SMALL = {
 def direction_of(
     name: str, told: Optional[Mapping[str, str]] = None, guess: bool = True
 ) -> Optional[str]:
-    """Whether to aim for "min" or "max"; None if nobody knows.
+    """Return "min" or "max", the direction of better values of a metric; None if unknown.
 
     Args:
         name: such as "val_loss", "BinaryAccuracy" or "top5_acc"; its words decide where nothing is
-            told, the last that is known: an "accuracy_loss" is a loss.
+            told, and of these the last one with a meaning: an "accuracy_loss" is a loss.
         told: what losses and metrics say of themselves, by name: ``params["directions"]``.
         guess: whether other words than "loss" count. Not where a wrong guess would keep the worst
             weights instead of the best.

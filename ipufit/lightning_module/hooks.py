@@ -27,7 +27,7 @@ class ModuleHooks(Callback):
         module: the LightningModule.
         metrics: its metric objects.
         stage: "validation", "test" or "predict": whose hooks an evaluation or a prediction calls.
-        known: what ``self.trainer`` has besides.
+        facts: what ``self.trainer`` has besides.
     """
 
     def __init__(

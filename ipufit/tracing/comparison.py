@@ -48,7 +48,7 @@ class Difference:
 
     @property
     def ok(self) -> bool:
-        """Whether it is within the tolerance."""
+        """True if the difference is within the tolerance."""
         return self.absolute <= self.tolerance
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing passes the tolerance."""
+        """True if nothing passes the tolerance."""
         return not self.differences
 
     @property

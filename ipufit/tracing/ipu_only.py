@@ -12,7 +12,7 @@ _MAKING: contextvars.ContextVar[bool] = contextvars.ContextVar("making", default
 
 
 def only_on_ipus(error: Optional[BaseException]) -> Optional[str]:
-    """What an error says that nothing but an IPU can do, and last what to do instead; else None."""
+    """Return the text of an error about what only an IPU can do, advice last; None of others."""
     return getattr(error, "message", None) if getattr(error, "_is_only_on_ipus", False) else None
 
 

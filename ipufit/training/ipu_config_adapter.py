@@ -221,7 +221,7 @@ def _divided(partition: Partition, asked: PartitionRequest, follows: bool) -> Pa
 
 
 def cut_layers(config: IPUConfig, module: nn.Module, asked: Any, inference: Any) -> Tuple[Any, Any]:
-    """What ``serialized_layers`` and its like for inference would say of a configuration's cuts.
+    """Return a configuration's cuts as ``serialized_layers`` and ``inference_serialized_layers``.
 
     A configuration names no layers. What the arguments name is meant, else what
     :mod:`ipufit.partition.embedding_layers` finds.

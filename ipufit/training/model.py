@@ -368,7 +368,7 @@ class Model(InspectionMixin):
         return self._compiled("optimizer").optimizer
 
     def gather_optimizer(self) -> Optional[torch.optim.Optimizer]:
-        """The same, with its whole state where ``shard_optimizer`` has divided it.
+        """Return the optimizer with its whole state, also where ``shard_optimizer`` has divided it.
 
         :attr:`optimizer` has settings alone there. Call it in all processes at the same time,
         between fits or from a callback. The next execution leaves settings alone again; before it,
@@ -674,7 +674,7 @@ class Model(InspectionMixin):
         seed: Optional[int] = None,
         verbose: Union[int, str] = 0,
     ) -> Iterator[Any]:
-        """What ``predict`` returns, piece by piece: memory holds the outputs of one execution.
+        """Yield the results of ``predict`` piece by piece: memory holds those of one execution.
 
         Args:
             x: as for ``predict``.

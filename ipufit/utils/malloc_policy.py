@@ -43,7 +43,7 @@ def _glibc() -> Optional[Any]:
 
 @functools.lru_cache(maxsize=None)
 def keep_freed_memory() -> bool:
-    """Whether freed memory stays from now on; False where the C library can't, or is told so."""
+    """Keep freed memory from now on; return False where the C library can't, or is told not to."""
     library = _glibc()
     if library is None or any(name in os.environ for name in _VARIABLES):
         return False

@@ -340,7 +340,7 @@ class RuleOptimizer:
         self._counts, self._rows, self._coming, self._table = list(counts), (), [], []
 
     def _told_of(self, rows: Rows) -> List[List[Dict[str, Any]]]:
-        """What the kernels are told, for each update and block."""
+        """Return the numbers that the kernels take, for each update and block."""
         settings: Dict[int, List[Dict[str, Any]]] = {}
         arguments = []
         for i, row in enumerate(rows):

@@ -46,7 +46,7 @@ class IpuEngine(IpuContext):
         """Refuse at ``compile`` what an IPU can't do.
 
         Args:
-            module, optimizer, loss, config: as ``compile`` resolved them.
+            module, optimizer, loss, train_config: as ``compile`` resolved them.
             options: by the argument's name.
             partitions: of the module over IPUs.
 
@@ -77,7 +77,7 @@ class IpuEngine(IpuContext):
         """Describe what is particular about how training runs, in sentences.
 
         Args:
-            config: how an update is made.
+            train_config: how an update is made.
             options: as for :meth:`check`.
         """
         lines = []
