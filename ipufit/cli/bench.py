@@ -48,7 +48,7 @@ class _Way:
         executions: how many were timed.
         losses: of the first execution, by micro-batch.
         refused: why it can't run; None where it can.
-        ran_as: the way that was taken in the end, a name of ``lowerings``; None of another engine.
+        ran_as: the way that was taken in the end, a name of ``LOWERINGS``; None of another engine.
         explanation: sentences of the engine about that.
     """
 

@@ -217,7 +217,7 @@ class TrainConfig:
         shard_weights: whether each has a part of the weights too; then ``shard_optimizer`` is true.
         detect_nan: whether losses, gradients and weights are looked at in every update, and what
             is not finite is traced to where it began.
-        jit: how a recorded program runs, a name of ``lowerings``; "off" records none.
+        jit: how a recorded program runs, a name of ``LOWERINGS``; "off" records none.
     """
 
     gradient_reduction: str = "mean"
