@@ -18,7 +18,6 @@ from ipufit.tracing.generators import (
     same_state,
     set_generator,
 )
-from ipufit.utils import tree
 
 __all__ = ["Change", "Snapshot", "same_values"]
 
@@ -40,16 +39,6 @@ class Change:
     how: str
     before: Any
     after: Any
-
-    @property
-    def holds_tensors(self) -> bool:
-        """True if the new value is a tensor or holds one."""
-        return not isinstance(self.after, PLAIN) and not _is_plain_container(self.after)
-
-
-def _is_plain_container(value: Any) -> bool:
-    leaves = tree.flatten(value)[0]
-    return all(isinstance(leaf, PLAIN) for leaf in leaves)
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
