@@ -100,8 +100,6 @@ _MISSING = "nothing"
 _TITLES = ("class", "name", "function")
 _OF_TORCH = ("modules", "hyperparameters")
 _OWN = "ipufit"
-# Checkpoints of version 0.1.0 have these names of classes of ipufit's.
-_STORED_NAMES = {"TorchMetricAdapter": "Object", "OutputMetric": "Prefixed"}
 _PYTHON = "{}.{}".format(*sys.version_info)
 _KINDS = {
     **{getattr(dropout, name).__name__: "dropout" for name in dropout.__all__},
@@ -348,8 +346,7 @@ def _object(value: Any, depth: int) -> Any:
         return {"modules": modules, "buffers": _described(dict(value.named_buffers()), depth + 1)}
     is_own = type(value).__module__.partition(".")[0] == _OWN
     attributes = _attributes(value, plain=not is_own, depth=depth)
-    kind = type(value).__name__
-    return {"class": _STORED_NAMES.get(kind, kind) if is_own else kind, **attributes}
+    return {"class": type(value).__name__, **attributes}
 
 
 def _function(value: Any, depth: int) -> Any:
